@@ -1,0 +1,132 @@
+"""What a user writes to serve a model: a subclass of `Model`. Runs in worker processes only."""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypeAlias
+
+import msgspec
+import torch
+from torch import Tensor
+
+from models.errors import InputError
+from models.spec import Placement, TensorHeader, TensorSpec
+
+Kind: TypeAlias = Literal["image", "bytes", "json", "tensors"]
+"""What a payload is: an encoded image, opaque bytes, a JSON value, or raw tensors with headers."""
+
+Features: TypeAlias = Mapping[str, Tensor]
+"""Named tensors of one instance, or of a batch with the batch dimension first."""
+
+
+class Item:
+    """One instance as a model sees it, valid until the batch that it belongs to is answered.
+
+    `payload` is a read-only view of shared memory: copy what must be changed.
+    """
+
+    __slots__ = ("headers", "kind", "parameters", "payload")
+
+    def __init__(
+        self,
+        *,
+        kind: Kind,
+        payload: memoryview,
+        headers: Sequence[TensorHeader] = (),
+        parameters: Mapping[str, object] | None = None,
+    ) -> None:
+        self.kind = kind
+        self.payload = payload
+        self.headers = headers
+        self.parameters: Mapping[str, object] = parameters or {}
+
+    def json(self) -> object:
+        """Decode a payload of kind "json".
+
+        Raises:
+            InputError: The payload is of another kind.
+        """
+        if self.kind != "json":
+            raise InputError(f"this model takes JSON, not {self.kind}")
+        return msgspec.json.decode(self.payload)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Copies of the tensors of a payload of kind "tensors", by name, on the CPU.
+
+        Raises:
+            InputError: The payload is of another kind.
+        """
+        return {name: view.clone() for name, view in self.views().items()}
+
+    def views(self) -> dict[str, Tensor]:
+        """The tensors of a payload of kind "tensors" in place: writing to one ends the process.
+
+        Raises:
+            InputError: The payload is of another kind.
+        """
+        if self.kind != "tensors":
+            raise InputError(f"this model takes tensors, not {self.kind}")
+        return {header.name: self._view(header) for header in self.headers}
+
+    def _view(self, header: TensorHeader) -> Tensor:
+        dtype = getattr(torch, header.dtype)
+        if header.num_bytes == 0:
+            return torch.empty(header.shape, dtype=dtype)
+        end = header.offset + header.num_bytes
+        return torch.frombuffer(self.payload[header.offset : end], dtype=dtype).view(header.shape)
+
+
+class Model:
+    """A model to serve. Subclass it, set `inputs` and `outputs`, and write `load` and `forward`.
+
+    One object lives for one incarnation of a worker. `load`, `collate`, `forward`, `postprocess`
+    and `render` run in the worker's main thread; `preprocess` runs in other threads, several at
+    once. The keyword options of the settings go to `__init__`, which must not touch devices.
+    """
+
+    inputs: Sequence[TensorSpec] = ()
+    """What `preprocess` yields, with the batch dimension first; used to check tensors and JSON."""
+    outputs: Sequence[TensorSpec] = ()
+    """What `postprocess` yields, with the batch dimension first."""
+
+    def load(self, placement: Placement) -> None:
+        """Load the weights on the placement's devices, once per incarnation.
+
+        Raises:
+            ModelError: The model cannot be had, and a restart will not help.
+        """
+
+    def preprocess(self, item: Item) -> Features:
+        """Turn one instance into CPU tensors without the batch dimension, checked against `inputs`.
+
+        Raises:
+            InputError: The instance does not fit this model.
+        """
+        from models.inputs import features_of
+
+        return features_of(item, self.inputs)
+
+    def collate(self, instances: Sequence[Features]) -> Features:
+        """Make one batch of several instances: by default each name's tensors are stacked."""
+        return {name: torch.stack([each[name] for each in instances]) for name in instances[0]}
+
+    def forward(self, batch: Features) -> Features:
+        """Compute a batch, under `torch.inference_mode()`. `batch` is on the CPU, maybe pinned."""
+        raise NotImplementedError(f"{type(self).__name__} must define forward(batch)")
+
+    def postprocess(self, outputs: Features) -> Features:
+        """Finish a whole batch, on the CPU: scores, thresholds. By default it is left as it is."""
+        return outputs
+
+    def render(self, outputs: Features, parameters: Mapping[str, object]) -> object:
+        """Say one instance's outputs (without the batch dimension) as a JSON value.
+
+        By default nested lists: of the only output, or of each by its name.
+
+        Raises:
+            InputError: A parameter is unknown or out of range.
+        """
+        lists = {name: tensor.tolist() for name, tensor in outputs.items()}
+        return next(iter(lists.values())) if len(lists) == 1 else lists
+
+    def warmup(self) -> Sequence[Item]:
+        """Sample instances that are computed before the worker counts as ready; by default none."""
+        return ()

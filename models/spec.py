@@ -1,0 +1,84 @@
+"""Values that describe tensors and devices, without torch, so that the front end can hold them cheaply."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import msgspec
+
+DTYPE_BYTES = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "uint16": 2,
+    "int16": 2,
+    "uint32": 4,
+    "int32": 4,
+    "uint64": 8,
+    "int64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+}
+"""Bytes of one element, by the name that torch gives a dtype (`torch.float32` is "float32")."""
+
+
+class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The name, dtype and shape of one input or output of a model."""
+
+    name: str
+    dtype: str
+    """A key of `DTYPE_BYTES`."""
+    shape: tuple[int, ...]
+    """With the batch dimension first; -1 where any length will do."""
+
+    @property
+    def instance_shape(self) -> tuple[int, ...]:
+        """The shape of one instance: without the batch dimension."""
+        return self.shape[1:]
+
+
+class TensorHeader(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Where one tensor lies in a payload: row-major, little-endian, no padding.
+
+    The names and the layout are those of the safetensors header.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    """Bytes from the start of the payload."""
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that the tensor takes."""
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """The devices that one replica runs on, and the share of the host's cores that goes with them."""
+
+    devices: tuple[str, ...]
+    """As torch names them, seen from the worker: ("cpu",), ("cuda:0",), or several for a split model."""
+    visible: tuple[str, ...] = ()
+    """UUIDs or indices for CUDA_VISIBLE_DEVICES, in the order of `devices`; empty on CPUs."""
+    cpus: tuple[int, ...] = ()
+    """The cores to run on; empty leaves the affinity as it is."""
+    num_threads: int = 1
+    """Intra-op threads of torch."""
+
+    def __str__(self) -> str:
+        """The devices as a person would name them on this host."""
+        if self.visible:
+            return "+".join(f"cuda:{name}" for name in self.visible)
+        return "+".join(self.devices)
+
+
+def matches(shape: Sequence[int], pattern: Sequence[int]) -> bool:
+    """Whether a shape fits a spec's, in which -1 stands for any length."""
+    return len(shape) == len(pattern) and all(
+        want in (-1, got) for got, want in zip(shape, pattern, strict=True)
+    )

@@ -1,0 +1,1 @@
+"""One module per protocol; `errors` is the one table from exceptions to statuses."""

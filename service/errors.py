@@ -1,0 +1,98 @@
+"""The error tree of the service. Status codes live in `service.api.errors`, nowhere else.
+
+    ServiceError
+    +-- BadRequestError            the request cannot be read: 400
+    +-- UnknownModelError          no model of that name: 404
+    +-- TooLargeError              a body, or a part of one, over its limit: 413
+    +-- UnsupportedTypeError       a content type that no codec reads, or cannot answer in: 415
+    +-- InvalidInputError          it was read, and does not fit the model: 422
+    +-- OverloadedError            the queue or the arena is full, or the deadline cannot be met: 429
+    +-- ModelFailedError           the model raised on this input: 500
+    +-- WorkerCrashedError         the workers that computed this input died: 500
+    +-- UnavailableError           starting, draining, or no healthy replica: 503
+    +-- DeadlineExceededError      the deadline passed first: 504
+    CancelledByClientError         the client hung up; nobody is left to be told
+"""
+
+
+class ServiceError(Exception):
+    """What a caller is told instead of a prediction.
+
+    Attributes:
+        code: A stable, machine-readable name.
+        message: One or two sentences for a person: what was wrong, where, and what to do.
+        retry_after_s: Whole seconds after which another try makes sense, or None.
+    """
+
+    code = "error"
+
+    def __init__(self, message: str, *, retry_after_s: int | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+
+class BadRequestError(ServiceError):
+    """The request cannot be read."""
+
+    code = "bad_request"
+
+
+class UnknownModelError(ServiceError):
+    """No model of that name is served here."""
+
+    code = "unknown_model"
+
+
+class TooLargeError(ServiceError):
+    """A body, or a part of one, is over its limit."""
+
+    code = "too_large"
+
+
+class UnsupportedTypeError(ServiceError):
+    """No codec reads this content type, or none can answer as `Accept` demands."""
+
+    code = "unsupported_type"
+
+
+class InvalidInputError(ServiceError):
+    """The input was read, and the model cannot take it."""
+
+    code = "invalid_input"
+
+
+class OverloadedError(ServiceError):
+    """There is no room, or no time, for this request now."""
+
+    code = "overloaded"
+
+
+class ModelFailedError(ServiceError):
+    """The model raised an error on this input."""
+
+    code = "model_error"
+
+
+class WorkerCrashedError(ServiceError):
+    """Each worker that worked on this input alone died of it."""
+
+    code = "worker_crashed"
+
+
+class UnavailableError(ServiceError):
+    """No replica can take the request: the service starts, drains, or has lost its workers."""
+
+    code = "unavailable"
+
+
+class DeadlineExceededError(ServiceError):
+    """The deadline passed before there was an answer."""
+
+    code = "deadline_exceeded"
+
+
+class CancelledByClientError(ServiceError):
+    """The client hung up before there was an answer."""
+
+    code = "cancelled"

@@ -1,0 +1,60 @@
+"""One instance as a value: its payload, what is asked of it, and where its time went.
+
+An HTTP call carries one or more instances. The ledger, credit, retries and deadlines count
+instances; DESIGN's "request" is one of them.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from models.spec import TensorHeader
+from workers.messages import Kind, TensorBlob
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Payload(msgspec.Struct, frozen=True, gc=False):
+    """The body of one instance, before it is copied into the arena."""
+
+    kind: Kind
+    chunks: Sequence[Buffer]
+    """The bytes, in pieces as they came, so that the arena gets the only copy."""
+    headers: tuple[TensorHeader, ...] = ()
+    """For kind "tensors": what lies where in the joined chunks."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the joined chunks."""
+        return sum(len(chunk) for chunk in self.chunks)
+
+
+class CallOptions(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What one HTTP call asks of all its instances."""
+
+    deadline: float
+    """A moment of the event loop's clock (CLOCK_MONOTONIC), in seconds."""
+    priority: int = 5
+    """1 goes first, 9 last."""
+    wants_tensors: bool = False
+    parameters: bytes = b""
+    """A JSON object for the model, or nothing."""
+
+
+class Timing(msgspec.Struct, frozen=True, gc=False):
+    """Where an instance's time went, in seconds."""
+
+    queue_s: float
+    """From its arrival until it was sent to the worker that answered."""
+    prepare_s: float
+    """Decoding and collating its batch."""
+    compute_s: float
+    """The forward pass and the rendering of its batch."""
+
+
+class Result(msgspec.Struct, frozen=True, gc=False):
+    """The prediction for one instance."""
+
+    value: bytes | list[TensorBlob]
+    """Rendered JSON, or the output tensors where the call asked for them."""
+    timing: Timing

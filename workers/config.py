@@ -1,0 +1,35 @@
+"""What a worker is told before it starts: frozen, picklable values."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from models.spec import Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Where a model comes from."""
+
+    name: str
+    source: str
+    """`efficientnet_lite0`, `echo`, `torchvision:NAME`, `package.module:Class`, or a .pt2/.pt file."""
+    weights: str | None = "DEFAULT"
+    """"DEFAULT", a named weight, a .pth or .safetensors path, or None for random weights."""
+    options: Mapping[str, object] = field(default_factory=dict)
+    """Keyword arguments of a user's class, or of a built-in source."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """All that one worker needs to know; the same for each of its incarnations."""
+
+    model: ModelConfig
+    placement: Placement
+    credit: int = 2
+    """Batches that it may hold at once."""
+    max_batch_size: int = 8
+    prepare_threads: int = 1
+    """Threads that run `preprocess`."""
+    load_timeout_s: float = 600.0
+    batch_timeout_s: float = 60.0
+    """A batch that has run for longer means a hang."""

@@ -1,0 +1,73 @@
+"""The seam between the service and whatever runs workers: processes here, actors elsewhere."""
+
+from asyncio import Future
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from workers.config import WorkerConfig
+from workers.messages import BatchDone, ItemRef, Ready
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerId:
+    """Which worker of which model, and which of its lives."""
+
+    model: str
+    slot: int
+    """Stable over restarts, from 0."""
+    incarnation: int = 0
+
+    def __str__(self) -> str:
+        """As it is written in logs: model/slot#incarnation."""
+        return f"{self.model}/{self.slot}#{self.incarnation}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vitals:
+    """What can be seen of a worker from outside, now."""
+
+    pid: int
+    rss_bytes: int
+    last_beat_age_s: float
+    num_batches: int
+
+
+class WorkerHandle(Protocol):
+    """One ready incarnation of a worker."""
+
+    id: WorkerId
+    credit: int
+    """How many batches it may hold at once."""
+    ready: Ready
+
+    def run(self, items: Sequence[ItemRef]) -> Future[BatchDone]:
+        """Give it a batch. The arena's slots may be used again once the future is done.
+
+        The future raises `WorkerLostError` after the exit of the incarnation is confirmed.
+        """
+
+    async def wait(self) -> str:
+        """Wait until it is gone, and say why; a hung worker is killed and so gone."""
+
+    async def stop(self, grace_s: float) -> None:
+        """Send the sentinel, wait for the exit, then terminate, then kill."""
+
+    def vitals(self) -> Vitals:
+        """How it is doing."""
+
+
+class Engine(Protocol):
+    """What starts workers."""
+
+    async def start(
+        self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
+    ) -> WorkerHandle:
+        """Start an incarnation and wait until it is ready.
+
+        Raises:
+            WorkerStartError: It did not become ready.
+        """
+
+    async def close(self) -> None:
+        """Free what the engine holds; every worker has stopped."""

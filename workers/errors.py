@@ -1,0 +1,34 @@
+"""What can go wrong with a worker, as values that the front end acts on.
+
+    WorkerError
+    +-- WorkerStartError           an incarnation never became ready; `permanent` if none ever will
+    +-- WorkerLostError            an incarnation ended while it held a batch
+"""
+
+
+class WorkerError(Exception):
+    """A worker failed."""
+
+
+class WorkerStartError(WorkerError):
+    """An incarnation did not become ready.
+
+    Attributes:
+        permanent: No restart can mend it (a wrong model, bad weights).
+    """
+
+    def __init__(self, message: str, *, permanent: bool) -> None:
+        super().__init__(message)
+        self.permanent = permanent
+
+
+class WorkerLostError(WorkerError):
+    """An incarnation is gone, its exit is confirmed, and a batch that it held has no answer.
+
+    Attributes:
+        started: It had begun to work on the batch, so the batch may be what ended it.
+    """
+
+    def __init__(self, reason: str, *, started: bool) -> None:
+        super().__init__(reason)
+        self.started = started

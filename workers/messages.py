@@ -1,0 +1,94 @@
+"""What crosses between the front end and a worker: one msgpack value per batch, each way.
+
+Both sides are decoded by type with msgspec, never by pickle: a worker that writes rubbish makes a
+`msgspec.DecodeError` in the front end and nothing else.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from models.spec import TensorHeader, TensorSpec
+
+Kind = Literal["image", "bytes", "json", "tensors"]
+"""As `models.base.Kind`, which the front end cannot import without torch."""
+
+
+class ItemRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One instance of a batch: where its payload lies in the arena and what is asked of it."""
+
+    kind: Kind
+    offset: int
+    num_bytes: int
+    deadline: float
+    """CLOCK_MONOTONIC seconds; past it, the instance is not computed."""
+    wants_tensors: bool = False
+    """Answer with tensors rather than with rendered JSON."""
+    headers: tuple[TensorHeader, ...] = ()
+    parameters: bytes = b""
+    """A JSON object, or nothing."""
+
+
+class Batch(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Front end to worker: compute these together."""
+
+    id: int
+    items: list[ItemRef]
+
+
+class TensorBlob(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One output tensor of one instance: row-major, little-endian."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+class ItemError(msgspec.Struct, frozen=True, gc=False):
+    """Why one instance of a batch has no prediction."""
+
+    code: Literal["invalid_input", "model_error", "deadline_exceeded"]
+    message: str
+
+
+Outcome = bytes | list[TensorBlob] | ItemError
+"""Rendered JSON, or tensors, or an error."""
+
+
+class BatchDone(msgspec.Struct, frozen=True, array_like=True, tag="done", gc=False):
+    """Worker to front end: the outcomes of a batch, in its order."""
+
+    id: int
+    outcomes: list[Outcome]
+    prepare_s: float
+    compute_s: float
+
+
+class Progress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
+    """Worker to front end, while it loads: what it is doing now, for a person to read."""
+
+    stage: str
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+    """Worker to front end, once: loaded and warm, send batches."""
+
+    pid: int
+    inputs: list[TensorSpec]
+    outputs: list[TensorSpec]
+    device: str
+    """The device as a person knows it: "NVIDIA H100 80GB HBM3", "cpu"."""
+    load_s: float
+    preloaded: bool
+    """The process was forked from a server that had torch in memory already."""
+
+
+class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+    """Worker to front end, once, instead of `Ready`."""
+
+    message: str
+    permanent: bool
+
+
+FromWorker = BatchDone | Progress | Ready | StartFailed
