@@ -1,0 +1,15 @@
+"""The command `inferpool`, and `python -m service`.
+
+Workers import this module again when they start, so nothing is imported until `main` runs.
+"""
+
+
+def main() -> int:
+    """Run the command line of this process; returns its exit status."""
+    from service.cli import run
+
+    return run()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

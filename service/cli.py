@@ -1,0 +1,193 @@
+"""The verbs of the command `inferpool`: serve, config, version. Runs in the front end."""
+
+import difflib
+import os
+import platform
+import re
+import sys
+from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from service.settings import Loaded
+
+USAGE_ERROR = 2
+"""The exit status for a wrong command line or wrong settings."""
+
+_EXAMPLES = """\
+examples:
+  inferpool serve                              the packaged image classifier
+  inferpool serve torchvision:resnet50         a network of torchvision
+  inferpool serve my_package.nets:MyModel      a class of your own
+  inferpool serve exported.pt2 --replicas 2    a torch.export archive, in two processes
+  inferpool config                             every setting in force, and who set it
+"""
+_SETTINGS = """\
+MODEL is a source (efficientnet_lite0, echo, torchvision:NAME, package.module:Class, or a .pt2 or
+.pt file) or the name of a model in the settings. Without it, every model of the settings is
+served, or efficientnet_lite0 where there is none.
+
+Settings come from inferpool.toml in this directory (or --config, or INFERPOOL_CONFIG); variables
+such as INFERPOOL_PORT=9000 or INFERPOOL_MODELS__RESNET__REPLICAS=2 go over the file, and flags
+over both. `inferpool config` lists them all.
+"""
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Do what the command line says; returns the exit status.
+
+    Args:
+        argv: The arguments after the command's name; by default those of this process.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    parser, verbs = _parser()
+    if not argv:
+        parser.print_help(sys.stderr)
+        return USAGE_ERROR
+    if argv[0] == "--version":
+        argv = ["version", *argv[1:]]
+    if not argv[0].startswith("-") and argv[0] not in verbs:
+        parser.error(f"there is no verb {argv[0]!r}; {_nearest(argv[0], list(verbs))}")
+    args, rest = parser.parse_known_args(argv)
+    if rest:
+        if argv[0] not in verbs:
+            parser.error(f"{argv[0]}: flags come after the verb, as in `inferpool serve --port 80`")
+        verbs[argv[0]].error(_unrecognised(rest[0], verbs[argv[0]]))
+    try:
+        status: int = args.verb(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of our output left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return status
+
+
+class _Parser(ArgumentParser):
+    """Writes its complaints on two lines, without the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong, and leave."""
+        self.exit(USAGE_ERROR, f"{self.prog}: {message}\nTry `{self.prog} --help`.\n")
+
+
+def _parser() -> tuple[_Parser, Mapping[str, ArgumentParser]]:
+    """The parser, and those of its verbs."""
+    parser = _Parser(
+        prog="inferpool",
+        description="Serve PyTorch models over HTTP from a pool of worker processes.",
+        epilog=_EXAMPLES,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    flags = _settings_flags()
+    serve = verbs.add_parser(
+        "serve",
+        help="serve models until told to stop",
+        description="Serve models over HTTP until SIGTERM or Ctrl-C.",
+        epilog=_SETTINGS,
+        parents=[flags],
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    serve.set_defaults(verb=_serve)
+    config = verbs.add_parser(
+        "config",
+        help="print every setting in force, and who set it",
+        description="Print the settings that `inferpool serve` with the same arguments would have.",
+        epilog=_SETTINGS,
+        parents=[flags],
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    config.add_argument(
+        "--format",
+        choices=("table", "toml", "json"),
+        default="table",
+        help="toml can be saved as inferpool.toml (default: table)",
+    )
+    config.set_defaults(verb=_config)
+    about = verbs.add_parser(
+        "version",
+        help="print the versions of inferpool, Python and torch",
+        description="Print the versions of inferpool and of what it stands on.",
+        allow_abbrev=False,
+    )
+    about.set_defaults(verb=_version)
+    return parser, {"serve": serve, "config": config, "version": about}
+
+
+def _settings_flags() -> _Parser:
+    """The arguments that `serve` and `config` share: all text, for `service.settings` to check."""
+    parser = _Parser(add_help=False, argument_default=SUPPRESS)
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="what to serve; see below")
+    parser.add_argument("--config", metavar="PATH", help="a TOML file of settings")
+    parser.add_argument("--host", metavar="ADDRESS", help="listen there (default: 127.0.0.1)")
+    parser.add_argument("--port", metavar="N", help="and on this TCP port (default: 8000)")
+    models = parser.add_argument_group("models")
+    models.add_argument("--replicas", metavar="N", help='copies of each model, or "auto"')
+    models.add_argument(
+        "--devices", metavar="WHERE", help='"auto", "cpu", "cuda", or GPUs such as "cuda:0,1"'
+    )
+    models.add_argument("--weights", metavar="WHICH", help='"DEFAULT", "none", a name or a file')
+    models.add_argument("--max-batch-size", metavar="N", help="instances per forward pass")
+    logs = parser.add_argument_group("logs")
+    logs.add_argument("--log-format", metavar="HOW", help="auto, human or json")
+    logs.add_argument("--log-level", metavar="LEVEL", help="debug, info, warning or error")
+    return parser
+
+
+def _unrecognised(word: str, parser: ArgumentParser) -> str:
+    if not word.startswith("-"):
+        return f"one MODEL at most; what is {word!r}? Several models are served from a file"
+    flag = word.partition("=")[0]
+    known = re.findall(r"--[a-z-]+", parser.format_help())
+    return f"there is no flag {flag}; {_nearest(flag, sorted(set(known)))}"
+
+
+def _nearest(word: str, candidates: Sequence[str]) -> str:
+    near = difflib.get_close_matches(word, candidates, n=1)
+    return f"did you mean {near[0]}?" if near else f"there are {', '.join(candidates)}"
+
+
+def _load(args: Namespace) -> "Loaded | None":
+    """The settings, or None once stderr has been told what is wrong with them."""
+    from service.settings import SettingsError, load
+
+    flags = {name: value for name, value in vars(args).items() if isinstance(value, str)}
+    try:
+        return load(flags, os.environ, Path.cwd())
+    except SettingsError as error:
+        sys.stderr.writelines(f"inferpool: {problem}\n" for problem in error.problems)
+        return None
+
+
+def _serve(args: Namespace) -> int:
+    loaded = _load(args)
+    if loaded is None:
+        return USAGE_ERROR
+    from service.app import run as run_app
+
+    return run_app(loaded.settings)
+
+
+def _config(args: Namespace) -> int:
+    loaded = _load(args)
+    if loaded is None:
+        return USAGE_ERROR
+    from service import cli_config
+
+    write = {"table": cli_config.write_table, "toml": cli_config.write_toml}
+    write.get(args.format, cli_config.write_json)(loaded.rows(), sys.stdout)
+    return 0
+
+
+def _version(_: Namespace) -> int:
+    from service.settings import version_of
+
+    lines = [f"inferpool {version_of()}", f"Python {platform.python_version()}"]
+    lines += [f"{name} {version_of(name)}" for name in ("torch", "torchvision")]
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0

@@ -1,0 +1,341 @@
+"""Log lines, for people on a terminal or as JSON, written by a thread of the front end.
+
+Whoever logs only puts a record on a bounded queue: a reader of our output that has stopped reading
+costs log lines (counted), never a wait in the event loop.
+"""
+
+import atexit
+import copy
+import json
+import logging
+import os
+import queue
+import re
+import select
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from logging import Formatter, Handler, LogRecord
+from typing import Literal, TextIO
+
+MAX_QUEUED = 10_000
+"""Lines that wait for a slow reader; about 10 MB at worst."""
+_MAX_BATCH = 256
+"""Lines joined into one write."""
+_CLOSE_TIMEOUT_S = 2.0
+"""How long `close` waits for a reader that is slow or gone."""
+_UVICORN_LOGGERS = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi")
+
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {
+    "message",
+    "asctime",
+    "taskName",
+    "color_message",  # uvicorn's message once more, with escape sequences in it
+}
+_FIRST_JSON_KEYS = ("time", "level", "logger", "message", "request_id", "exception")
+
+_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters, line breaks, and those that reorder the text around them."""
+_UNSAFE_IN_JSON = re.compile("[\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Those of `_UNSAFE` that JSON does not escape by itself."""
+
+_COLORS = {"DEBUG": "2", "INFO": "32", "WARNING": "33", "ERROR": "31", "CRITICAL": "1;31"}
+"""Terminal attributes by level: ECMA-48, Select Graphic Rendition."""
+
+
+class Logs:
+    """The root logger's way out. Made by `configure`."""
+
+    def __init__(self, formatter: Formatter, level: int, stream: TextIO) -> None:
+        """Attach to nothing yet."""
+        self.is_human = isinstance(formatter, HumanFormatter)
+        self._level = level
+        self._writer = _Writer(formatter, stream)
+        self._handler = _QueueHandler(self._writer)
+        self._undo: list[Callable[[], None]] = []
+
+    @property
+    def num_dropped(self) -> int:
+        """Lines lost because nobody read them in time."""
+        return self._writer.num_dropped
+
+    def write(self, text: str) -> None:
+        """Write text as it is, in its turn among the log lines; never blocks."""
+        self._writer.put(text)
+
+    def start(self) -> None:
+        """Take over the root logger and uvicorn's."""
+        root = logging.getLogger()
+        level = root.level
+        root.addHandler(self._handler)
+        root.setLevel(self._level)
+        self._undo += [lambda: root.removeHandler(self._handler), lambda: root.setLevel(level)]
+        for name in _UVICORN_LOGGERS:
+            logger = logging.getLogger(name)
+            logger.handlers.clear()
+            logger.propagate = True
+        logging.captureWarnings(True)
+        self._undo.append(lambda: logging.captureWarnings(False))
+        atexit.register(self.close)
+        self._undo.append(lambda: atexit.unregister(self.close))
+        self._writer.start()
+
+    def close(self) -> None:
+        """Write what waits, for two seconds at most, and let go of the loggers."""
+        while self._undo:
+            self._undo.pop()()
+        self._writer.stop(_CLOSE_TIMEOUT_S)
+
+
+def configure(
+    format: Literal["auto", "human", "json"] = "auto",
+    level: str = "info",
+    stream: TextIO | None = None,
+    *,
+    is_colored: bool | None = None,
+) -> Logs:
+    """Send every log record of this process to a stream.
+
+    Args:
+        format: "auto" is "human" on a terminal and "json" elsewhere.
+        level: The least severe level to write.
+        stream: By default stderr. Where it has a descriptor, that is written to directly.
+        is_colored: By default whether the stream is a terminal.
+
+    Returns:
+        What to close at the end; the exit of the interpreter closes it as well.
+    """
+    stream = sys.stderr if stream is None else stream
+    is_terminal = stream.isatty()
+    formatter: Formatter
+    if format == "human" or (format == "auto" and is_terminal):
+        formatter = HumanFormatter(is_colored=is_terminal if is_colored is None else is_colored)
+    else:
+        formatter = JsonFormatter()
+    logs = Logs(formatter, logging.getLevelNamesMapping()[level.upper()], stream)
+    logs.start()
+    return logs
+
+
+def escape(text: str) -> str:
+    r"""The text on one line: control characters and lone surrogates as \n, \x1b or \u2028."""
+    return _UNSAFE.sub(_escaped, text)
+
+
+class JsonFormatter(Formatter):
+    """One JSON object per record: time (RFC 3339, UTC), level, logger, message, then the rest."""
+
+    def format(self, record: LogRecord) -> str:
+        """The record on one line."""
+        fields: dict[str, object] = {
+            "time": _utc(record.created),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        extra = _extra(record)
+        if "request_id" in extra:
+            fields["request_id"] = extra.pop("request_id")
+        for name, value in extra.items():
+            fields[f"{name}_" if name in _FIRST_JSON_KEYS else name] = value
+        if text := _exception(record):
+            fields["exception"] = text
+        return _UNSAFE_IN_JSON.sub(_escaped_for_json, _json(fields))
+
+
+class HumanFormatter(Formatter):
+    """Local time, level, logger, message and extra fields on a line, and tracebacks indented."""
+
+    def __init__(self, *, is_colored: bool) -> None:
+        """Choose whether to use the terminal's colours."""
+        super().__init__()
+        self._is_colored = is_colored
+
+    def format(self, record: LogRecord) -> str:
+        """The record on one line, and its traceback on further ones."""
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        extra = "".join(f" {name}={_plain(value)}" for name, value in _extra(record).items())
+        level = self._paint(f"{record.levelname:<7}", _COLORS.get(record.levelname, "0"))
+        head = f"{clock}.{_milliseconds(record.created):03d}"
+        line = (
+            f"{self._paint(head, '2')} {level} {self._paint(record.name, '36')}: "
+            f"{escape(record.getMessage())}{self._paint(extra, '2') if extra else ''}"
+        )
+        if text := _exception(record):
+            # Indented, so that no line of an exception's text can pass for a record.
+            line += "".join(f"\n    {escape(each)}" for each in text.splitlines())
+        return line
+
+    def _paint(self, text: str, attributes: str) -> str:
+        return f"\x1b[{attributes}m{text}\x1b[0m" if self._is_colored else text
+
+
+class _QueueHandler(Handler):
+    """Freezes a record in the thread that logs it, and hands it over."""
+
+    def __init__(self, writer: "_Writer") -> None:
+        super().__init__()
+        self._writer = writer
+
+    def emit(self, record: LogRecord) -> None:
+        try:
+            self._writer.put(_frozen(record))
+        except Exception:
+            self.handleError(record)
+
+
+class _Writer:
+    """The thread that formats and writes. `put` may be called from any thread."""
+
+    def __init__(self, formatter: Formatter, stream: TextIO) -> None:
+        self.num_dropped = 0
+        self._dropping = threading.Lock()
+        self._formatter = formatter
+        self._write = _sink(stream)
+        self._queue: queue.Queue[LogRecord | str | None] = queue.Queue(MAX_QUEUED)
+        # A daemon, since a write to a reader that has stopped may never return.
+        self._thread = threading.Thread(target=self._run, name="logs", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, entry: LogRecord | str) -> None:
+        try:
+            self._queue.put_nowait(entry)
+        except queue.Full:
+            self._drop(1)
+
+    def stop(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        if not self._thread.is_alive():
+            return
+        try:
+            self._queue.put(None, timeout=timeout_s)
+        except queue.Full:
+            return
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _run(self) -> None:
+        num_reported = 0
+        while True:
+            entries = self._take()
+            text = "".join(self._text(entry) for entry in entries if entry is not None)
+            if (num_dropped := self.num_dropped) > num_reported:
+                text += self._text(_loss(num_dropped - num_reported))
+                num_reported = num_dropped
+            try:
+                self._write(text.encode("utf-8", "backslashreplace"))
+            except (OSError, ValueError):  # the reader is gone, or the stream is closed
+                self._drop(len(entries))
+            if None in entries:
+                return
+
+    def _drop(self, num_lines: int) -> None:
+        with self._dropping:
+            self.num_dropped += num_lines
+
+    def _take(self) -> Sequence[LogRecord | str | None]:
+        """What waits, up to one write's worth, and at least one entry."""
+        entries = [self._queue.get()]
+        while len(entries) < _MAX_BATCH and entries[-1] is not None:
+            try:
+                entries.append(self._queue.get_nowait())
+            except queue.Empty:
+                break
+        return entries
+
+    def _text(self, entry: LogRecord | str) -> str:
+        if isinstance(entry, str):
+            return entry
+        try:
+            return self._formatter.format(entry) + "\n"
+        except Exception as error:  # a record must not end the thread that writes all others
+            return f"a log record of {entry.name} cannot be formatted: {escape(repr(error))}\n"
+
+
+def _sink(stream: TextIO) -> Callable[[bytes], None]:
+    """What writes bytes to the stream.
+
+    Where it can, straight to a copy of the descriptor: a thread stuck inside `stream.write` would
+    hold the stream's lock, and the interpreter needs that lock in order to exit.
+    """
+    try:
+        descriptor = os.dup(stream.fileno())
+    except (AttributeError, OSError):  # not backed by a file
+
+        def write_text(data: bytes) -> None:
+            stream.write(data.decode("utf-8"))
+            stream.flush()
+
+        return write_text
+    stream.flush()
+    writable = select.poll()
+    writable.register(descriptor, select.POLLOUT)
+
+    def write_bytes(data: bytes) -> None:
+        rest = memoryview(data)
+        while rest:
+            try:
+                rest = rest[os.write(descriptor, rest) :]
+            except BlockingIOError:  # another process made the terminal or pipe non-blocking
+                writable.poll()
+
+    return write_bytes
+
+
+def _frozen(record: LogRecord) -> LogRecord:
+    """A copy that no longer depends on anything that may change before it is formatted."""
+    frozen = copy.copy(record)
+    frozen.msg, frozen.args = record.getMessage(), None
+    if record.exc_info and not record.exc_text:
+        frozen.exc_text = Formatter().formatException(record.exc_info)
+    frozen.exc_info = None
+    return frozen
+
+
+def _loss(num_lines: int) -> LogRecord:
+    record = logging.makeLogRecord({"name": __name__, "levelname": "WARNING"})
+    record.msg = f"{num_lines} log lines were dropped: nobody read them in time"
+    return record
+
+
+def _extra(record: LogRecord) -> dict[str, object]:
+    return {name: value for name, value in vars(record).items() if name not in _STANDARD}
+
+
+def _exception(record: LogRecord) -> str:
+    parts = (record.exc_text, record.stack_info)
+    return "\n".join(part for part in parts if part)
+
+
+def _utc(created: float) -> str:
+    seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(created))
+    return f"{seconds}.{_milliseconds(created):03d}Z"
+
+
+def _milliseconds(created: float) -> int:
+    return int(created % 1 * 1000)
+
+
+def _json(fields: dict[str, object]) -> str:
+    try:
+        return json.dumps(fields, ensure_ascii=False, allow_nan=False, default=str)
+    except (TypeError, ValueError, RecursionError):  # odd keys, NaN, circles
+        plain = {
+            name: value if isinstance(value, str) else repr(value) for name, value in fields.items()
+        }
+        return json.dumps(plain, ensure_ascii=False)
+
+
+def _plain(value: object) -> str:
+    text = escape(str(value))
+    return json.dumps(text, ensure_ascii=False) if re.search(r'[\s"=]', text) or not text else text
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape", "backslashreplace").decode("ascii")
+
+
+def _escaped_for_json(match: re.Match[str]) -> str:
+    return f"\\u{ord(match[0]):04x}"
