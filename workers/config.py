@@ -12,7 +12,7 @@ class ModelConfig:
 
     name: str
     source: str
-    """`efficientnet_lite0`, `echo`, `torchvision:NAME`, `package.module:Class`, or a .pt2/.pt file."""
+    """`efficientnet_lite0`, `echo`, `torchvision:NAME`, `package.module:Class`, or a .pt2/.pt."""
     weights: str | None = "DEFAULT"
     """"DEFAULT", a named weight, a .pth or .safetensors path, or None for random weights."""
     options: Mapping[str, object] = field(default_factory=dict)

@@ -40,6 +40,8 @@ class WorkerHandle(Protocol):
     credit: int
     """How many batches it may hold at once."""
     ready: Ready
+    has_worked: bool
+    """It has answered a batch."""
 
     def run(self, items: Sequence[ItemRef]) -> Future[BatchDone]:
         """Give it a batch. The arena's slots may be used again once the future is done.

@@ -1,8 +1,8 @@
 """What can go wrong with a worker, as values that the front end acts on.
 
-    WorkerError
-    +-- WorkerStartError           an incarnation never became ready; `permanent` if none ever will
-    +-- WorkerLostError            an incarnation ended while it held a batch
+WorkerError
++-- WorkerStartError           an incarnation never became ready; `permanent` if none ever will
++-- WorkerLostError            an incarnation ended while it held a batch
 """
 
 

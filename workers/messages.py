@@ -91,4 +91,12 @@ class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     permanent: bool
 
 
-FromWorker = BatchDone | Progress | Ready | StartFailed
+class LogLine(msgspec.Struct, frozen=True, array_like=True, tag="log"):
+    """Worker to front end: a record of the worker's log, its traceback included."""
+
+    level: int
+    logger: str
+    text: str
+
+
+FromWorker = BatchDone | LogLine | Progress | Ready | StartFailed

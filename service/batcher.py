@@ -1,0 +1,98 @@
+"""Which requests form the next batch: by priority, then deadline class, then first come.
+
+Pure: it holds no clock, no future and no process. Taking a request out from the middle costs the
+same as from the front.
+"""
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Generic, Protocol, TypeVar
+
+_CLASS_EDGES_S = (0.1, 1.0, 10.0)
+"""Time left at arrival, below which a request belongs to a more urgent class."""
+
+
+class Queueable(Protocol, Hashable):
+    """What the batcher looks at."""
+
+    priority: int
+    """1 goes first, 9 last."""
+    deadline: float
+    is_solo: bool
+    """It makes a batch of its own: the last one it was in did not survive."""
+    lane: int
+    """Written by the batcher."""
+
+
+Q = TypeVar("Q", bound=Queueable)
+
+
+class Batcher(Generic[Q]):
+    """The queue of one model."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[int, OrderedDict[Q, None]] = {}
+        self._order: list[int] = []
+        self._length = 0
+
+    def __len__(self) -> int:
+        """Requests that wait."""
+        return self._length
+
+    def push(self, request: Q, now: float) -> None:
+        """Add a request behind its equals."""
+        request.lane = lane = _lane_of(request, now)
+        self._lane(lane)[request] = None
+        self._length += 1
+
+    def push_front(self, request: Q) -> None:
+        """Put back a request that was taken before, ahead of its equals."""
+        lane = self._lane(request.lane)
+        lane[request] = None
+        lane.move_to_end(request, last=False)
+        self._length += 1
+
+    def remove(self, request: Q) -> None:
+        """Take out a request that waits."""
+        del self._lanes[request.lane][request]
+        self._length -= 1
+
+    def next_batch(self, max_size: int) -> list[Q]:
+        """Take the best requests, at most `max_size`; a solo request comes alone."""
+        batch: list[Q] = []
+        for key in self._order:
+            lane = self._lanes[key]
+            while lane and len(batch) < max_size:
+                request = next(iter(lane))
+                if request.is_solo and batch:
+                    break
+                del lane[request]
+                batch.append(request)
+                if request.is_solo:
+                    break
+            if batch and (batch[-1].is_solo or lane or len(batch) == max_size):
+                break
+        self._length -= len(batch)
+        return batch
+
+    def oldest(self) -> Q | None:
+        """The request that a batch formed now would begin with."""
+        for key in self._order:
+            if self._lanes[key]:
+                return next(iter(self._lanes[key]))
+        return None
+
+    def _lane(self, key: int) -> "OrderedDict[Q, None]":
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = self._lanes[key] = OrderedDict()
+            self._order = sorted(self._lanes)
+        return lane
+
+
+def _lane_of(request: Queueable, now: float) -> int:
+    left_s = request.deadline - now
+    for number, edge_s in enumerate(_CLASS_EDGES_S):
+        if left_s <= edge_s:
+            return request.priority * 4 + number
+    return request.priority * 4 + 3

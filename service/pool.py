@@ -1,0 +1,131 @@
+"""All the workers of one model, with the dispatcher that feeds them."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+from models.spec import TensorSpec
+from service.dispatcher import Dispatcher, Instance
+from service.errors import UnavailableError
+from service.metrics import ModelMetrics
+from service.request import CallOptions, Payload
+from workers.config import WorkerConfig
+from workers.engine import Engine
+from workers.supervisor import RestartPolicy, Slot, Supervisor
+
+logger = logging.getLogger(__name__)
+
+
+class Announcer(Protocol):
+    """Who tells a person how the workers come up."""
+
+    def progress(self, worker: str, stage: str) -> None:
+        """A worker that loads is doing something else now."""
+
+    def ready(self, worker: str, seconds: float) -> None:
+        """A worker takes batches."""
+
+    def failed(self, worker: str, reason: str) -> None:
+        """A worker ended or did not start."""
+
+
+class Pool:
+    """One model: its supervisor and its dispatcher, wired to each other."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        configs: Sequence[WorkerConfig],
+        engine: Engine,
+        dispatcher: Dispatcher,
+        policy: RestartPolicy,
+        metrics: ModelMetrics,
+        announcer: Announcer,
+    ) -> None:
+        self.name = name
+        self.dispatcher = dispatcher
+        self.is_draining = False
+        self.changed = asyncio.Event()
+        """Set when a worker came up or went down."""
+        self._configs = configs
+        self._metrics = metrics
+        self._announcer = announcer
+        self._supervisor = Supervisor(engine, self, policy)
+
+    @property
+    def inputs(self) -> Sequence[TensorSpec]:
+        """What the model takes; empty until a worker is ready."""
+        return self.dispatcher.inputs
+
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """The workers."""
+        return self._supervisor.slots
+
+    @property
+    def is_ready(self) -> bool:
+        """A worker takes batches, and new work is welcome."""
+        return self.dispatcher.num_ready > 0 and not self.is_draining
+
+    @property
+    def is_lost(self) -> bool:
+        """Every worker is given up: this model will never be served again."""
+        return all(slot.state == "failed" for slot in self.slots)
+
+    @property
+    def reason(self) -> str:
+        """Why it is not ready, for a person; empty if it is."""
+        if self.is_draining:
+            return "draining"
+        if self.is_ready:
+            return ""
+        slot = min(self.slots, key=lambda slot: slot.state == "failed")
+        about = slot.stage if slot.state == "starting" else slot.reason
+        return f"{slot.state}: {about}" if about else slot.state
+
+    def start(self) -> None:
+        """Begin to start the workers."""
+        self._supervisor.start(self.name, self._configs)
+
+    def submit(self, payload: Payload, options: CallOptions, request_id: str) -> Instance:
+        """Admit one instance; see `Dispatcher.submit`."""
+        if not self.is_ready and not self.is_draining:
+            error = UnavailableError(f"no worker is ready ({self.reason})", retry_after_s=1)
+            self._metrics.reject(error)
+            raise error
+        return self.dispatcher.submit(payload, options)
+
+    async def drain(self, grace_s: float) -> None:
+        """Finish what was accepted."""
+        self.is_draining = True
+        await self.dispatcher.drain(grace_s)
+
+    async def stop(self, grace_s: float) -> None:
+        """See every worker out."""
+        await self._supervisor.stop(grace_s)
+
+    def on_progress(self, slot: Slot) -> None:
+        """See `Watcher`."""
+        self._announcer.progress(_name_of(slot), slot.stage)
+
+    def on_ready(self, slot: Slot) -> None:
+        """See `Watcher`."""
+        assert slot.handle is not None
+        self.dispatcher.attach(slot.handle)
+        self._announcer.ready(_name_of(slot), slot.handle.ready.load_s)
+        self.changed.set()
+
+    def on_down(self, slot: Slot) -> None:
+        """See `Watcher`."""
+        self._metrics.count_restart(slot.reason)
+        if slot.state == "failed":
+            self._announcer.failed(_name_of(slot), slot.reason)
+        if self.is_lost:
+            self.dispatcher.abandon(f"no worker of {self.name} can be started: {slot.reason}")
+        self.changed.set()
+
+
+def _name_of(slot: Slot) -> str:
+    return f"{slot.id.model}/{slot.id.slot}"

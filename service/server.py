@@ -1,0 +1,91 @@
+"""uvicorn, with our own order of shutting down.
+
+uvicorn closes idle connections the moment that it is told to stop, and a client that has just sent
+a request on one gets no answer. Here readiness goes red first; then every answer carries
+`Connection: close` for a moment, which moves busy clients away; only then are connections closed.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+logger = logging.getLogger(__name__)
+
+_LAME_DUCK_S = 0.5
+"""How long connections that are in use may take to come round to an answer that closes them."""
+_CLOSE = (b"connection", b"close")
+
+
+class Server(uvicorn.Server):
+    """Serves until a signal, drains, and returns normally; a second signal hurries."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        *,
+        shutdown_delay_s: float,
+        on_listening: Callable[[str], None],
+        on_stopping: Callable[[str], None],
+    ) -> None:
+        """Prepare to serve.
+
+        Args:
+            config: uvicorn's.
+            shutdown_delay_s: How long to go on serving with readiness red.
+            on_listening: Told the URL once it can be connected to.
+            on_stopping: Told why, when the shutdown begins: readiness goes red.
+        """
+        super().__init__(config)
+        self._shutdown_delay_s = shutdown_delay_s
+        self._on_listening = on_listening
+        self._on_stopping = on_stopping
+        self._leaving: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]  # a narrower generator
+        """Turn SIGTERM and SIGINT into a shutdown; the process then exits with its own code."""
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGTERM, signal.SIGINT)
+        for signum in signals:
+            loop.add_signal_handler(signum, self.stop, signal.Signals(signum).name)
+        try:
+            yield
+        finally:
+            for signum in signals:
+                loop.remove_signal_handler(signum)
+
+    def stop(self, reason: str) -> None:
+        """Begin to shut down, or hurry a shutdown that has begun."""
+        if self._leaving is None:
+            self._on_stopping(reason)
+            self._leaving = asyncio.create_task(self._leave(), name="leave")
+        else:
+            logger.warning("%s again: not waiting any longer", reason)
+            self.should_exit = self.force_exit = True
+
+    async def startup(self, sockets: object = None) -> None:
+        """Listen, and say where."""
+        await super().startup()
+        if self.started:
+            host, port = self.servers[0].sockets[0].getsockname()[:2]
+            shown = f"[{host}]" if ":" in host else host
+            scheme = "https" if self.config.is_ssl else "http"
+            self._on_listening(f"{scheme}://{shown}:{port}")
+
+    def _log_started_message(self, listeners: object) -> None:
+        """Our own announcement says it."""
+
+    async def _leave(self) -> None:
+        await asyncio.sleep(self._shutdown_delay_s)
+        for server in self.servers:
+            server.close()
+        self.config.encoded_headers.append(_CLOSE)
+        self.server_state.default_headers = [*self.server_state.default_headers, _CLOSE]
+        until = asyncio.get_running_loop().time() + _LAME_DUCK_S
+        while self.server_state.connections and asyncio.get_running_loop().time() < until:
+            await asyncio.sleep(0.02)  # uvicorn keeps a set, and no event
+        self.should_exit = True

@@ -1,0 +1,258 @@
+"""What every engine must do. A test module of an engine subclasses `EngineContract`.
+
+It provides `engine` and `put`, a fixture that stores a payload and returns its `ItemRef`.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from models.spec import Placement
+from workers.config import ModelConfig, WorkerConfig
+from workers.engine import Engine, WorkerHandle, WorkerId
+from workers.errors import WorkerLostError, WorkerStartError
+from workers.messages import BatchDone, ItemError, ItemRef
+
+Put = Callable[..., ItemRef]
+
+
+def config_of(source: str = "tests.fault_model:FaultModel", **changes: object) -> WorkerConfig:
+    options = changes.pop("options", {})
+    assert isinstance(options, dict)
+    model = ModelConfig(name="m", source=source, options=options)
+    base: dict[str, object] = {"batch_timeout_s": 20.0, "load_timeout_s": 60.0}
+    return WorkerConfig(
+        model=model,
+        placement=Placement(devices=("cpu",)),
+        **{**base, **changes},  # type: ignore[arg-type]
+    )
+
+
+async def started(engine: Engine, **changes: object) -> WorkerHandle:
+    return await engine.start(WorkerId(model="m", slot=0), config_of(**changes), lambda stage: None)
+
+
+def answers(done: BatchDone) -> list[object]:
+    return [
+        outcome.code if isinstance(outcome, ItemError) else json.loads(outcome)["twice"]  # type: ignore[arg-type]
+        for outcome in done.outcomes
+    ]
+
+
+def pid_of(handle: WorkerHandle) -> int:
+    return handle.ready.pid
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+class EngineContract:
+    """The tests; run as coroutines by the `run` fixture."""
+
+    def test_batch_comes_back_in_order(self, engine: Engine, put: Put, run: "Run"):
+        async def go():
+            worker = await started(engine)
+            done = await worker.run([put({"n": n}) for n in range(5)])
+            assert answers(done) == [0, 2, 4, 6, 8]
+            assert worker.vitals().num_batches == 1
+            await worker.stop(5)
+            assert is_gone(pid_of(worker))
+
+        run(go())
+
+    def test_ready_says_what_it_runs_on_and_what_the_model_yields(self, engine, put, run: "Run"):
+        async def go():
+            stages: list[str] = []
+            worker = await engine.start(WorkerId(model="m", slot=0), config_of(), stages.append)
+            assert worker.ready.device == "cpu"
+            assert [spec.name for spec in worker.ready.outputs] == ["twice"]
+            assert stages == ["loading tests.fault_model:FaultModel", "warming up"]
+            await worker.stop(5)
+
+        run(go())
+
+    def test_only_the_items_at_fault_fail(self, engine: Engine, put: Put, run: "Run"):
+        async def go():
+            worker = await started(engine)
+            refs = [put({"n": n, "do": "raise" if n in (2, 5) else "ok"}) for n in range(8)]
+            refs[7] = put("not what it takes")
+            done = await worker.run(refs)
+            assert answers(done) == [0, 2, "model_error", 6, 8, "model_error", 12, "invalid_input"]
+            await worker.stop(5)
+
+        run(go())
+
+    def test_too_few_rows_fail_the_item_that_causes_it(self, engine: Engine, put: Put, run: "Run"):
+        async def go():
+            worker = await started(engine)
+            done = await worker.run([put({"n": 1}), put({"n": 2, "do": "rows"}), put({"n": 3})])
+            assert answers(done) == [2, "model_error", 6]
+            await worker.stop(5)
+
+        run(go())
+
+    def test_late_items_are_not_computed(self, engine: Engine, put: Put, run: "Run"):
+        async def go():
+            worker = await started(engine)
+            late = put({"n": 1, "do": "kill"}, deadline=time.monotonic() - 1)
+            assert answers(await worker.run([late, put({"n": 2})])) == ["deadline_exceeded", 4]
+            await worker.stop(5)
+
+        run(go())
+
+    def test_parameters_reach_the_model(self, engine: Engine, put: Put, run: "Run"):
+        async def go():
+            worker = await started(engine)
+            refs = [put({"n": 1}), put({"n": 2}, parameters=b'{"fail": 1}')]
+            assert answers(await worker.run(refs)) == [2, "invalid_input"]
+            await worker.stop(5)
+
+        run(go())
+
+    def test_preparation_of_the_next_batch_overlaps_the_forward_pass(
+        self, engine: Engine, put: Put, run: "Run"
+    ):
+        async def go():
+            worker = await started(engine, options={"forward_s": 0.2, "prepare_s": 0.2})
+            await worker.run([put({"n": 0})])
+            began = time.monotonic()
+            await asyncio.gather(*(worker.run([put({"n": n})]) for n in range(2)))
+            await asyncio.gather(*(worker.run([put({"n": n})]) for n in range(2)))
+            assert time.monotonic() - began < 1.55  # 4 x (0.2 + 0.2) one after the other
+            await worker.stop(5)
+
+        run(go())
+
+    def test_death_fails_what_was_held_and_says_what_had_begun(
+        self, engine: Engine, put: Put, run: "Run"
+    ):
+        async def go():
+            worker = await started(engine, credit=3)
+            batches = [
+                worker.run([put({"n": 1, "do": "kill"})]),
+                worker.run([put({"n": 2})]),
+            ]
+            lost = await asyncio.gather(*batches, return_exceptions=True)
+            assert [type(error) for error in lost] == [WorkerLostError, WorkerLostError]
+            assert lost[0].started  # type: ignore[union-attr]
+            assert "SIGKILL" in await worker.wait()
+            with pytest.raises(WorkerLostError):
+                await worker.run([put({"n": 3})])
+
+        run(go())
+
+    def test_death_while_idle_is_seen_at_once(self, engine: Engine, put: Put, run: "Run"):
+        async def go():
+            worker = await started(engine)
+            began = time.monotonic()
+            os.kill(pid_of(worker), signal.SIGKILL)
+            assert "SIGKILL" in await worker.wait()
+            assert time.monotonic() - began < 0.5
+
+        run(go())
+
+    def test_exit_code_is_told(self, engine: Engine, put: Put, run: "Run"):
+        async def go():
+            worker = await started(engine)
+            with pytest.raises(WorkerLostError, match="exit code 7"):
+                await worker.run([put({"n": 1, "do": "exit"})])
+
+        run(go())
+
+    def test_hung_worker_is_killed_after_the_batch_timeout(
+        self, engine: Engine, put: Put, run: "Run"
+    ):
+        async def go():
+            worker = await started(engine, batch_timeout_s=0.5)
+            began = time.monotonic()
+            with pytest.raises(WorkerLostError, match="hung"):
+                await worker.run([put({"n": 1, "do": "hang"})])
+            assert 0.4 < time.monotonic() - began < 1.5
+            assert is_gone(pid_of(worker))
+
+        run(go())
+
+    def test_stop_waits_for_the_batch_that_runs(self, engine: Engine, put: Put, run: "Run"):
+        async def go():
+            worker = await started(engine)
+            batch = worker.run([put({"n": 1, "do": "sleep"})])
+            await worker.stop(5)
+            assert answers(await batch) == [2]
+
+        run(go())
+
+    def test_worker_that_will_not_stop_is_killed(self, engine: Engine, put: Put, run: "Run"):
+        async def go():
+            worker = await started(engine)
+            batch = worker.run([put({"n": 1, "do": "hang"})])
+            await asyncio.sleep(0.2)
+            await worker.stop(0.2)
+            with pytest.raises(WorkerLostError):
+                await batch
+            assert is_gone(pid_of(worker))
+
+        run(go())
+
+    def test_wrong_model_is_a_permanent_failure(self, engine: Engine, put: Put, run: "Run"):
+        async def go():
+            with pytest.raises(WorkerStartError, match="these are not the weights") as caught:
+                await started(engine, options={"load": "wrong"})
+            assert caught.value.permanent
+
+        run(go())
+
+    @pytest.mark.parametrize(
+        ("load", "message"), [("raise", "no luck today"), ("exit", "exit code 3")]
+    )
+    def test_bad_luck_while_loading_is_not_permanent(
+        self, engine: Engine, put: Put, run: "Run", load: str, message: str
+    ):
+        async def go():
+            with pytest.raises(WorkerStartError, match=message) as caught:
+                await started(engine, options={"load": load})
+            assert not caught.value.permanent
+
+        run(go())
+
+    def test_load_that_hangs_is_given_up(self, engine: Engine, put: Put, run: "Run"):
+        async def go():
+            with pytest.raises(WorkerStartError, match="load_timeout_s"):
+                await started(engine, options={"load": "hang"}, load_timeout_s=0.5)
+
+        run(go())
+
+    def test_sigterm_and_sigint_from_elsewhere_are_ignored(
+        self, engine: Engine, put: Put, run: "Run"
+    ):
+        async def go():
+            worker = await started(engine)
+            os.kill(pid_of(worker), signal.SIGTERM)
+            os.kill(pid_of(worker), signal.SIGINT)
+            assert answers(await worker.run([put({"n": 4})])) == [8]
+            await worker.stop(5)
+
+        run(go())
+
+    def test_many_batches_in_flight_all_come_back(self, engine: Engine, put: Put, run: "Run"):
+        async def go():
+            worker = await started(engine)
+            for _ in range(50):
+                batches = [[put({"n": n}) for n in range(size)] for size in (1, 7)]
+                done = await asyncio.gather(*map(worker.run, batches))
+                assert [len(answers(each)) for each in done] == [1, 7]
+            await worker.stop(5)
+
+        run(go())
+
+
+Run = Callable[[Awaitable[None]], None]

@@ -1,0 +1,81 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workers.arena import MIN_BLOCK_BYTES, Arena
+from workers.memory import SharedMemoryError
+
+
+def read(arena: Arena, offset: int, num_bytes: int) -> bytes:
+    return arena.memory.map[offset : offset + num_bytes]
+
+
+def test_payload_in_pieces_lies_in_one_piece():
+    arena = Arena(64 * 1024)
+    offset = arena.put([b"abc", b"", memoryview(b"defg")], 7)
+    assert offset is not None
+    assert read(arena, offset, 7) == b"abcdefg"
+    arena.close()
+
+
+def test_full_arena_refuses_and_takes_again_after_a_free():
+    arena = Arena(8 * MIN_BLOCK_BYTES)
+    offsets = [arena.put([b"x"], 1) for _ in range(8)]
+    assert None not in offsets
+    assert arena.put([b"x"], 1) is None
+    assert arena.used_bytes == arena.num_bytes
+    arena.free(offsets[3])
+    assert arena.put([b"x"], 1) == offsets[3]
+    arena.close()
+
+
+def test_small_slots_merge_into_a_large_one_when_that_is_needed():
+    arena = Arena(256 * MIN_BLOCK_BYTES)
+    offsets = [arena.put([b"x"], 1) for _ in range(256)]
+    for offset in offsets:
+        arena.free(offset)
+    whole = 256 * MIN_BLOCK_BYTES
+    assert arena.put([bytes(whole)], whole) == 0
+    arena.close()
+
+
+def test_payload_larger_than_the_arena_is_refused():
+    arena = Arena(8 * MIN_BLOCK_BYTES)
+    assert arena.put([bytes(100_000)], 100_000) is None
+    arena.close()
+
+
+def test_memory_that_is_not_to_be_had_is_an_error_that_says_how_much():
+    with pytest.raises(SharedMemoryError, match="MiB of shared memory for the arena"):
+        Arena(1 << 60)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.booleans(), st.integers(0, 300_000), st.integers(0, 10_000)), max_size=120
+    )
+)
+def test_slots_never_overlap_and_all_memory_comes_back(steps):
+    arena = Arena(1_000_000)
+    held: dict[int, bytes] = {}
+    try:
+        for number, (is_put, num_bytes, pick) in enumerate(steps):
+            if is_put:
+                data = number.to_bytes(2, "big") * (num_bytes // 2)
+                offset = arena.put([data], len(data))
+                if offset is not None:
+                    assert offset not in held
+                    held[offset] = data
+            elif held:
+                offset = sorted(held)[pick % len(held)]
+                assert read(arena, offset, len(held[offset])) == held.pop(offset)
+                arena.free(offset)
+        for offset, data in held.items():
+            assert read(arena, offset, len(data)) == data
+            arena.free(offset)
+        assert arena.used_bytes == 0
+        half = 512 * 1024
+        assert arena.put([bytes(half)], half) is not None
+    finally:
+        arena.close()

@@ -1,0 +1,120 @@
+"""The arena: payload bytes are written to it once, by the front end, and read in place by workers.
+
+A buddy allocator (Knowlton, "A fast storage allocator", CACM 8(10), 1965) over one region of shared
+memory, with a short list of recently freed blocks per size so that a steady load neither splits nor
+merges. Used by the front end's event loop alone; workers get offsets.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from workers.memory import SharedMemory
+
+if TYPE_CHECKING:
+    import mmap
+
+MIN_BLOCK_BYTES = 1024
+"""Slots are aligned to this, which is enough for every dtype and for vector loads."""
+_MAX_RECENT = 64
+"""Freed blocks of one size that are kept whole for the next request of that size."""
+
+
+class Arena:
+    """Slots of shared memory, in powers of two from 1 KiB."""
+
+    def __init__(self, num_bytes: int) -> None:
+        """Reserve the whole arena.
+
+        Args:
+            num_bytes: Rounded up to whole blocks.
+
+        Raises:
+            SharedMemoryError: The memory is not to be had.
+        """
+        num_bytes = -(-num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
+        self.memory = SharedMemory(num_bytes, name="arena", writable=False)
+        self.num_bytes = num_bytes
+        self.used_bytes = 0
+        """Of the slots in use, rounding included."""
+        self._map: mmap.mmap = self.memory.map
+        num_orders = (num_bytes // MIN_BLOCK_BYTES).bit_length()
+        self._free: list[set[int]] = [set() for _ in range(num_orders)]
+        self._recent: list[list[int]] = [[] for _ in range(num_orders)]
+        self._orders: dict[int, int] = {}
+        offset = 0
+        for order in reversed(range(num_orders)):
+            if num_bytes - offset >= MIN_BLOCK_BYTES << order:
+                self._free[order].add(offset)
+                offset += MIN_BLOCK_BYTES << order
+
+    def put(self, chunks: Sequence[bytes | bytearray | memoryview], num_bytes: int) -> int | None:
+        """Copy a payload into a new slot.
+
+        Args:
+            chunks: The payload in pieces.
+            num_bytes: Their total length.
+
+        Returns:
+            The slot's offset, or None where no slot of that size is free.
+        """
+        order = ((num_bytes - 1) >> 10).bit_length() if num_bytes else 0
+        if order >= len(self._recent):
+            return None
+        recent = self._recent[order]
+        offset = recent.pop() if recent else self._take(order)
+        if offset is None:
+            return None
+        self._orders[offset] = order
+        self.used_bytes += MIN_BLOCK_BYTES << order
+        position = offset
+        for chunk in chunks:
+            end = position + len(chunk)
+            self._map[position:end] = chunk
+            position = end
+        return offset
+
+    def free(self, offset: int) -> None:
+        """Give a slot back. No worker may be reading it any more."""
+        order = self._orders.pop(offset)
+        self.used_bytes -= MIN_BLOCK_BYTES << order
+        recent = self._recent[order]
+        if len(recent) < _MAX_RECENT:
+            recent.append(offset)
+        else:
+            self._merge(offset, order)
+
+    def close(self) -> None:
+        """Unmap the arena in this process."""
+        self.memory.close()
+
+    def _take(self, order: int) -> int | None:
+        """Split a free block down to this order, after merging the recent ones if need be."""
+        offset = self._split(order)
+        if offset is None and any(self._recent):
+            for recent_order, recent in enumerate(self._recent):
+                while recent:
+                    self._merge(recent.pop(), recent_order)
+            offset = self._split(order)
+        return offset
+
+    def _split(self, order: int) -> int | None:
+        free = self._free
+        for larger in range(order, len(free)):
+            if free[larger]:
+                offset = free[larger].pop()
+                while larger > order:
+                    larger -= 1
+                    free[larger].add(offset + (MIN_BLOCK_BYTES << larger))
+                return offset
+        return None
+
+    def _merge(self, offset: int, order: int) -> None:
+        free = self._free
+        while order + 1 < len(free):
+            buddy = offset ^ (MIN_BLOCK_BYTES << order)
+            if buddy not in free[order]:
+                break
+            free[order].remove(buddy)
+            offset = min(offset, buddy)
+            order += 1
+        free[order].add(offset)

@@ -1,0 +1,77 @@
+"""A row of shared memory per incarnation, written by the worker's own loop, read by the front end.
+
+No helper thread writes it: a stuck loop must look stuck. Times are CLOCK_MONOTONIC, which all
+processes of one boot share.
+"""
+
+import mmap
+import time
+
+from workers.memory import SharedMemory
+
+_BEAT_NS, _RECEIVED, _NUM_BATCHES, _LEAVE = range(4)
+_ROW_BYTES = mmap.PAGESIZE
+
+
+class Heartbeat:
+    """The worker's side."""
+
+    def __init__(self, row: mmap.mmap) -> None:
+        self._row = memoryview(row).cast("Q")
+
+    def beat(self) -> None:
+        """The loop has come round."""
+        self._row[_BEAT_NS] = time.monotonic_ns()
+
+    def received(self, batch_id: int) -> None:
+        """Work on a batch begins, so from here on it may be what ends the process."""
+        self._row[_BEAT_NS] = time.monotonic_ns()
+        self._row[_RECEIVED] = batch_id
+
+    def answered(self) -> None:
+        """A batch is done."""
+        self._row[_BEAT_NS] = time.monotonic_ns()
+        self._row[_NUM_BATCHES] += 1
+
+    @property
+    def must_leave(self) -> bool:
+        """The front end has said that it no longer waits for what is being computed."""
+        return bool(self._row[_LEAVE])
+
+
+class HeartbeatReader:
+    """The front end's side; made before the process, dropped after its exit."""
+
+    def __init__(self) -> None:
+        """Make a row.
+
+        Raises:
+            SharedMemoryError: There is no page to be had.
+        """
+        self.memory = SharedMemory(_ROW_BYTES, name="heartbeat", writable=True)
+        self._row = memoryview(self.memory.map).cast("Q")
+        self._row[_BEAT_NS] = time.monotonic_ns()
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the last beat."""
+        return (time.monotonic_ns() - self._row[_BEAT_NS]) / 1e9
+
+    @property
+    def num_batches(self) -> int:
+        """Batches answered in this incarnation."""
+        return self._row[_NUM_BATCHES]
+
+    @property
+    def last_received(self) -> int:
+        """The newest batch that the worker has begun to work on."""
+        return self._row[_RECEIVED]
+
+    def tell_to_leave(self) -> None:
+        """From now on SIGTERM ends the worker, which ignores it otherwise."""
+        self._row[_LEAVE] = 1
+
+    def close(self) -> None:
+        """Unmap the row."""
+        self._row.release()
+        self.memory.close()

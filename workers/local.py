@@ -1,0 +1,343 @@
+"""The engine of this host: one process per worker, started by a forkserver that holds torch.
+
+Everything here runs in the front end's event loop, which never waits for a worker: reads and writes
+are non-blocking, and a death is seen as the end of file of the output queue.
+"""
+
+import asyncio
+import logging
+import multiprocessing
+import os
+import signal
+import time
+from asyncio import Future
+from collections.abc import Callable, Sequence
+from itertools import count
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
+
+import msgspec
+import psutil
+
+from workers.arena import Arena
+from workers.config import WorkerConfig
+from workers.engine import Vitals, WorkerId
+from workers.errors import WorkerLostError, WorkerStartError
+from workers.heartbeat import HeartbeatReader
+from workers.messages import (
+    Batch,
+    BatchDone,
+    FromWorker,
+    ItemRef,
+    LogLine,
+    Progress,
+    Ready,
+    StartFailed,
+)
+from workers.queues import FrameError, FrameReader, FrameWriter, PrivateQueue
+
+logger = logging.getLogger(__name__)
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(FromWorker).decode
+_SENTINEL = _encode(None)
+_EXIT_WAIT_S = 5.0
+"""How long a SIGKILLed process may take to go before its device is given up."""
+
+
+def start_forkserver(preload: Sequence[str] = ("workers.preload",)) -> None:
+    """Start the process that forks workers, which imports torch meanwhile. Main thread only.
+
+    The kernel ends it with the thread that started it, so that thread must be the one that lives as
+    long as the front end. Where there is no forkserver this does nothing, and workers are spawned.
+    """
+    if _start_method() == "forkserver":
+        multiprocessing.get_context("forkserver").set_forkserver_preload(list(preload))
+        forkserver.ensure_running()
+
+
+def _start_method() -> str:
+    return "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+
+
+class LocalEngine:
+    """Starts workers as processes of this host."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._context = multiprocessing.get_context(_start_method())
+
+    async def start(
+        self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
+    ) -> "LocalWorker":
+        """Start a process and wait until its model is loaded and warm.
+
+        Raises:
+            WorkerStartError: It ended, failed or took too long before that.
+        """
+        worker = LocalWorker(id, config, on_progress)
+        launch = asyncio.ensure_future(self._launch(worker, config))
+        try:
+            await asyncio.shield(launch)
+            await asyncio.wait_for(worker.started, config.load_timeout_s)
+        except TimeoutError:
+            await worker.kill(f"not ready after {config.load_timeout_s:g} s")
+            raise WorkerStartError(
+                f"the model was not loaded within {config.load_timeout_s:g} s (load_timeout_s)",
+                permanent=False,
+            ) from None
+        except (WorkerStartError, asyncio.CancelledError):
+            await asyncio.wait([launch])  # a process that is half started cannot be killed yet
+            await worker.kill("the start was given up")
+            raise
+        except OSError as error:
+            await worker.kill("could not be started")
+            raise WorkerStartError(
+                f"the process could not be started: {error}", permanent=False
+            ) from error
+        return worker
+
+    async def close(self) -> None:
+        """Nothing is held beyond the workers."""
+
+    async def _launch(self, worker: "LocalWorker", config: WorkerConfig) -> None:
+        from workers import entry
+
+        process = self._context.Process(  # type: ignore[attr-defined]  # BaseContext lacks it
+            target=entry.run,
+            name=str(worker.id),
+            args=(
+                config,
+                worker.inbox,
+                worker.outbox,
+                self._arena.memory,
+                worker.heartbeat.memory,
+            ),
+        )
+        if self._context.get_start_method() == "forkserver":
+            forkserver.ensure_running()  # here, since the kernel ties it to this thread
+            # The forkserver answers only when it has imported torch: wait for that off the loop.
+            # The fork happens over there, so no signal of the kernel follows this thread.
+            await asyncio.to_thread(process.start)
+        else:
+            process.start()
+        worker.attach(process)
+
+
+class LocalWorker:
+    """One incarnation: its process, its two queues, and the batches that it holds."""
+
+    def __init__(
+        self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
+    ) -> None:
+        self.id = id
+        self.credit = config.credit
+        self.inbox = PrivateQueue()
+        self.outbox = PrivateQueue()
+        self.heartbeat = HeartbeatReader()
+        self._batch_timeout_s = config.batch_timeout_s
+        self._on_progress = on_progress
+        self._loop = asyncio.get_running_loop()
+        self.started: Future[Ready] = self._loop.create_future()
+        self._gone: Future[str] = self._loop.create_future()
+        self._process: BaseProcess | None = None
+        self._ids = count(1)
+        self._batches: dict[int, Future[BatchDone]] = {}
+        self._head_since = 0.0
+        self._hang_timer: asyncio.TimerHandle | None = None
+        self._reason = ""
+        self._is_ending = False
+        self.has_worked = False
+
+    @property
+    def ready(self) -> Ready:
+        """What the worker said of itself when it was ready."""
+        return self.started.result()
+
+    def attach(self, process: BaseProcess) -> None:
+        """Take charge of the started process: keep our ends of its queues, and listen."""
+        self._process = process
+        self.inbox.reader.close()
+        self.outbox.writer.close()
+        self._reader = FrameReader(self.outbox.reader)
+        self._writer = FrameWriter(self.inbox.writer)
+        self._loop.add_reader(self._reader.fd, self._on_readable)
+        self._loop.add_reader(process.sentinel, self._on_exit)
+
+    def run(self, items: Sequence[ItemRef]) -> "Future[BatchDone]":
+        """Send a batch; see `WorkerHandle.run`."""
+        future: Future[BatchDone] = self._loop.create_future()
+        if self._is_ending:
+            future.set_exception(WorkerLostError(self._reason, started=False))
+            return future
+        id = next(self._ids)
+        if not self._batches:
+            self._head_since = time.monotonic()
+            if self._hang_timer is None:
+                self._watch(self._batch_timeout_s)
+        self._batches[id] = future
+        if not self._writer.write(_encode(Batch(id, list(items)))):
+            self._loop.add_writer(self._writer.fd, self._on_writable)
+        return future
+
+    async def wait(self) -> str:
+        """Wait until the process is gone, and say why."""
+        return await asyncio.shield(self._gone)
+
+    async def stop(self, grace_s: float) -> None:
+        """Send the sentinel and wait; then SIGTERM, then SIGKILL."""
+        if self._gone.done():
+            return
+        self._reason = self._reason or "stopped"
+        if not self._writer.write(_SENTINEL):
+            self._loop.add_writer(self._writer.fd, self._on_writable)
+        if await self._is_gone_within(grace_s):
+            return
+        logger.warning("%s did not stop within %g s: terminating it", self.id, grace_s)
+        self.heartbeat.tell_to_leave()
+        self._signal(signal.SIGTERM)
+        if not await self._is_gone_within(1.0):
+            await self.kill(f"did not stop within {grace_s:g} s")
+
+    async def kill(self, reason: str) -> None:
+        """SIGKILL the process, if there is one, and wait for its exit."""
+        self._reason = self._reason or reason
+        if self._process is None:
+            self._close()
+            return
+        self._signal(signal.SIGKILL)
+        if not await self._is_gone_within(_EXIT_WAIT_S):
+            logger.critical("%s does not exit after SIGKILL (stuck in the kernel?)", self.id)
+
+    def vitals(self) -> Vitals:
+        """The process as seen from here."""
+        pid = self._process.pid if self._process and self._process.pid else 0
+        try:
+            rss_bytes = psutil.Process(pid).memory_info().rss if pid else 0
+        except psutil.Error:
+            rss_bytes = 0
+        return Vitals(
+            pid=pid,
+            rss_bytes=rss_bytes,
+            last_beat_age_s=0.0 if self._gone.done() else self.heartbeat.age_s,
+            num_batches=0 if self._gone.done() else self.heartbeat.num_batches,
+        )
+
+    def _on_readable(self) -> None:
+        try:
+            for frame in self._reader.frames():
+                self._take(_decode(frame))
+        except EOFError:
+            self._end("its output queue was closed")
+        except (FrameError, msgspec.MsgspecError) as error:
+            logger.error("%s wrote what is no message: %s", self.id, error)
+            self._end("wrote what is no message")
+
+    def _take(self, message: FromWorker) -> None:
+        match message:
+            case BatchDone():
+                future = self._batches.pop(message.id, None)
+                if future is None:
+                    raise FrameError(f"an answer to batch {message.id}, which it does not hold")
+                self._head_since = time.monotonic()
+                self.has_worked = True
+                future.set_result(message)
+            case Progress():
+                self._on_progress(message.stage)
+            case LogLine():
+                logging.getLogger(message.logger).log(
+                    message.level, message.text, extra={"worker": str(self.id)}
+                )
+            case Ready():
+                if not message.preloaded and self.id.incarnation == 0:
+                    logger.info("%s was started without a preloaded torch", self.id)
+                if not self.started.done():
+                    self.started.set_result(message)
+            case StartFailed():
+                self._fail_start(message.message, permanent=message.permanent)
+
+    def _on_writable(self) -> None:
+        if self._writer.flush():
+            self._loop.remove_writer(self._writer.fd)
+
+    def _on_exit(self) -> None:
+        """The process has ended: read what it wrote before, then settle all that it held."""
+        assert self._process is not None
+        self._loop.remove_reader(self._process.sentinel)
+        self._process.join()
+        while not self._is_ending and not self._reader.is_dry:
+            self._on_readable()  # a process that the worker forked may keep the pipe open
+        self._is_ending = True
+        reason = self._reason or _describe_exit(self._process.exitcode)
+        last_received = self.heartbeat.last_received
+        self._fail_start(f"the process ended before it was ready: {reason}", permanent=False)
+        self._process.close()
+        self._close()
+        batches, self._batches = self._batches, {}
+        for id, future in batches.items():
+            if not future.done():
+                future.set_exception(WorkerLostError(reason, started=id <= last_received))
+        self._gone.set_result(reason)
+
+    def _end(self, reason: str) -> None:
+        """No more will be read: make sure that the process goes, if it is not going already."""
+        self._is_ending = True
+        self._loop.remove_reader(self._reader.fd)
+        if reason != "its output queue was closed":
+            self._reason = self._reason or reason
+        # At its end of file the process is exiting; a moment later it has no excuse.
+        self._loop.call_later(0.5, self._signal, signal.SIGKILL)
+
+    def _fail_start(self, message: str, *, permanent: bool) -> None:
+        if not self.started.done():
+            self.started.set_exception(WorkerStartError(message, permanent=permanent))
+            self.started.exception()  # it is retrieved, even if the start was cancelled
+
+    def _watch(self, delay_s: float) -> None:
+        self._hang_timer = self._loop.call_later(delay_s, self._check_for_hang)
+
+    def _check_for_hang(self) -> None:
+        """Kill the process if its oldest batch has been running for too long."""
+        self._hang_timer = None
+        if not self._batches or self._is_ending:
+            return
+        left_s = self._head_since + self._batch_timeout_s - time.monotonic()
+        if left_s > 0:
+            self._watch(left_s + 0.001)
+            return
+        self._reason = f"hung: a batch ran for more than {self._batch_timeout_s:g} s"
+        logger.error("%s %s: killing it", self.id, self._reason)
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, signum: int) -> None:
+        if self._process is not None and not self._gone.done() and self._process.pid:
+            try:
+                os.kill(self._process.pid, signum)
+            except ProcessLookupError:
+                return
+
+    async def _is_gone_within(self, timeout_s: float) -> bool:
+        done, _ = await asyncio.wait([self._gone], timeout=timeout_s)
+        return bool(done)
+
+    def _close(self) -> None:
+        if self._hang_timer:
+            self._hang_timer.cancel()
+        if self._process is not None:
+            self._loop.remove_writer(self._writer.fd)
+            self._loop.remove_reader(self._reader.fd)
+        self.inbox.close()
+        self.outbox.close()
+        self.heartbeat.close()
+
+
+def _describe_exit(exitcode: int | None) -> str:
+    if exitcode is None:
+        return "exit not confirmed"
+    if exitcode >= 0:
+        return f"exit code {exitcode}"
+    try:
+        name = signal.Signals(-exitcode).name
+    except ValueError:
+        name = f"signal {-exitcode}"
+    return f"{name}, likely out of memory or killed by hand" if name == "SIGKILL" else name

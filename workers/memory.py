@@ -1,0 +1,97 @@
+"""Anonymous shared memory: made by the front end, mapped by its workers, named nowhere.
+
+It is a memfd, so nothing of it is left behind however its owners die, and the size of /dev/shm (64
+MiB in a container by default) does not bound it.
+"""
+
+import mmap
+import os
+import tempfile
+from multiprocessing import reduction
+from pathlib import Path
+
+import psutil
+
+
+class SharedMemoryError(Exception):
+    """The memory could not be had; the message says how much was asked for and what to do."""
+
+
+class SharedMemory:
+    """A region that a process passes to its children as an argument of theirs.
+
+    Pickling it while a process is being started hands that process the descriptor; there it is
+    mapped anew, read-only unless `writable`.
+    """
+
+    def __init__(self, num_bytes: int, *, name: str, writable: bool) -> None:
+        """Create the region and reserve all of its pages.
+
+        Args:
+            num_bytes: Its size.
+            name: For people who read /proc/PID/maps.
+            writable: Whether children may write to it.
+
+        Raises:
+            SharedMemoryError: The pages are not to be had.
+        """
+        self.num_bytes = num_bytes
+        self._writable = writable
+        # The kernel reserves page by page until it has none left, and then kills somebody.
+        available = _available_bytes()
+        if num_bytes > available:
+            raise SharedMemoryError(_refusal(name, num_bytes, f"{available >> 20} MiB are free"))
+        self._fd = _open_anonymous(name)
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._fd, 0, num_bytes)
+            else:
+                os.ftruncate(self._fd, num_bytes)
+        except OSError as error:
+            os.close(self._fd)
+            raise SharedMemoryError(_refusal(name, num_bytes, str(error.strerror))) from error
+        self.map = mmap.mmap(self._fd, num_bytes)
+
+    def close(self) -> None:
+        """Unmap the region here; workers that still map it keep it alive."""
+        self.map.close()
+        os.close(self._fd)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Hand the descriptor to the process that is being started."""
+        return attach, (reduction.DupFd(self._fd), self.num_bytes, self._writable)
+
+
+def attach(descriptor: object, num_bytes: int, writable: bool) -> mmap.mmap:
+    """Map a region in the process that it was handed to."""
+    fd: int = descriptor.detach()  # type: ignore[attr-defined]  # DupFd is a factory of two classes
+    try:
+        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+        return mmap.mmap(fd, num_bytes, access=access)
+    finally:
+        os.close(fd)
+
+
+def _refusal(name: str, num_bytes: int, reason: str) -> str:
+    return (
+        f"cannot reserve {num_bytes / 2**20:.0f} MiB of shared memory for the {name}: {reason}; "
+        "free some, raise the container's memory limit, or ask for less"
+    )
+
+
+def _available_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory that this process could still get: of the host, or of its cgroup (v2)."""
+    available: int = psutil.virtual_memory().available
+    try:
+        limit = int((cgroup / "memory.max").read_text())
+        used = int((cgroup / "memory.current").read_text())
+    except (OSError, ValueError):  # none, another version, or "max"
+        return available
+    return min(available, limit - used)
+
+
+def _open_anonymous(name: str) -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(f"inferpool-{name}", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile(prefix=f"inferpool-{name}-") as file:
+        return os.dup(file.fileno())

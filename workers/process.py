@@ -1,0 +1,238 @@
+"""All that a worker process runs: pin itself, load the model, compute batches until told to go.
+
+The main thread computes. While a batch that takes long enough is computed, a second thread waits
+for the next one and prepares it, so that preparation and computation overlap; a model that answers
+in microseconds is served by the main thread alone, since a hand-over would cost more than it gains.
+"""
+
+import ctypes
+import gc
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from mmap import mmap
+from types import FrameType
+
+import torch
+
+from models.base import Model
+from models.errors import ModelError
+from models.registry import build
+from models.spec import Placement
+from workers.compute import Computer, Prepared
+from workers.config import WorkerConfig
+from workers.guard import die_with_front_end, die_with_parent
+from workers.heartbeat import Heartbeat
+from workers.messages import BatchDone, ItemRef, LogLine, Progress, Ready, StartFailed
+from workers.worker_queue import WorkerQueue
+
+logger = logging.getLogger(__name__)
+
+EXIT_ACCELERATOR = 70
+"""The device's context is lost (EX_SOFTWARE in sysexits.h)."""
+_OVERLAP_PAYS_S = 0.001
+"""A computation shorter than this is not worth preparing the next batch in another thread."""
+_BEAT_S = 1.0
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+"""malloc.h of glibc"""
+
+
+def main(
+    config: WorkerConfig, inbox: WorkerQueue, outbox: WorkerQueue, arena: mmap, row: mmap
+) -> None:
+    """Run one incarnation, from its first instruction to its exit.
+
+    Args:
+        config: What to serve and where.
+        inbox: Batches from the front end; its end is the order to leave.
+        outbox: Messages to the front end.
+        arena: The payloads, mapped read-only.
+        row: The heartbeat, mapped for writing.
+    """
+    heartbeat = Heartbeat(row)
+    _guard(heartbeat)
+    inbox.receive_only()
+    outbox.send_only()
+    _log_to(outbox)
+    try:
+        pin(config.placement)
+        model, ready = _load(config, outbox)
+    except ModelError as error:
+        outbox.put(StartFailed(str(error), permanent=True))
+        return
+    except Exception as error:
+        logger.exception("loading failed")
+        last = traceback.format_exception_only(error)[-1].strip()
+        outbox.put(StartFailed(f"loading failed: {last}", permanent=False))
+        return
+    computer = Computer(
+        model,
+        num_threads=config.prepare_threads,
+        pin_memory=config.placement.devices[0].startswith("cuda"),
+    )
+    gc.freeze()  # what is loaded now stays: later collections need not walk through it
+    outbox.put(ready)
+    try:
+        Loop(computer, inbox, outbox, memoryview(arena), heartbeat).run()
+    except (EOFError, BrokenPipeError):
+        os._exit(0)  # the front end is gone: nobody is left to tell
+    except torch.AcceleratorError:
+        logger.critical("the device's context is lost", exc_info=True)
+        os._exit(EXIT_ACCELERATOR)
+
+
+class Loop:
+    """Gets batches, has them computed, and answers, until the sentinel."""
+
+    def __init__(
+        self,
+        computer: Computer,
+        inbox: WorkerQueue,
+        outbox: WorkerQueue,
+        arena: memoryview,
+        heartbeat: Heartbeat,
+    ) -> None:
+        self._computer = computer
+        self._inbox = inbox
+        self._outbox = outbox
+        self._arena = arena
+        self._heartbeat = heartbeat
+        self._ahead = ThreadPoolExecutor(1, "receive")
+        self._compute_s = 0.0
+
+    def run(self) -> None:
+        """Serve until the sentinel comes.
+
+        Raises:
+            EOFError: The front end is gone.
+            torch.AcceleratorError: The device's context is lost.
+        """
+        coming: Future[Prepared | None] | None = None
+        while True:
+            prepared = self._receive() if coming is None else self._wait_for(coming)
+            if prepared is None:
+                return
+            overlaps = self._compute_s > _OVERLAP_PAYS_S
+            coming = self._ahead.submit(self._receive) if overlaps else None
+            self._answer(prepared)
+
+    def _receive(self) -> Prepared | None:
+        while not self._inbox.wait(_BEAT_S):
+            self._heartbeat.beat()
+        batch = self._inbox.get()
+        if batch is None:
+            return None
+        self._heartbeat.received(batch.id)
+        return self._computer.prepare(batch.id, batch.items, self._payloads(batch.items))
+
+    def _payloads(self, items: Sequence[ItemRef]) -> list[memoryview]:
+        arena = self._arena
+        return [arena[item.offset : item.offset + item.num_bytes] for item in items]
+
+    def _wait_for(self, coming: "Future[Prepared | None]") -> Prepared | None:
+        while True:
+            try:
+                return coming.result(_BEAT_S)
+            except FutureTimeoutError:
+                self._heartbeat.beat()
+
+    def _answer(self, prepared: Prepared) -> None:
+        began = time.monotonic()
+        outcomes = self._computer.compute(prepared)
+        self._compute_s = time.monotonic() - began
+        self._heartbeat.answered()
+        self._outbox.put(BatchDone(prepared.id, outcomes, prepared.prepare_s, self._compute_s))
+
+
+def pin(placement: Placement) -> None:
+    """Bind this process to its devices, cores and threads, before CUDA is initialised."""
+    assert not torch.cuda.is_initialized(), "CUDA must not be initialised before pinning"
+    if placement.visible:
+        os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(placement.visible)
+    elif placement.devices == ("cpu",):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if placement.cpus and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, placement.cpus)
+    torch.set_num_threads(placement.num_threads)
+    _keep_large_buffers()
+
+
+def _keep_large_buffers() -> None:
+    """Have glibc reuse large buffers rather than map and unmap them for every batch."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return  # another C library
+    mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+    mallopt(_M_TRIM_THRESHOLD, 1 << 30)
+    mallopt(_M_TOP_PAD, 1 << 26)
+
+
+def _load(config: WorkerConfig, outbox: WorkerQueue) -> tuple[Model, Ready]:
+    began = time.monotonic()
+    outbox.put(Progress(f"loading {config.model.source}"))
+    model = build(config.model.source, config.model.weights, dict(config.model.options))
+    model.load(config.placement)
+    samples = list(model.warmup())
+    if samples:
+        outbox.put(Progress("warming up"))
+        _warm_up(model, config, samples)
+    device = config.placement.devices[0]
+    return model, Ready(
+        pid=os.getpid(),
+        inputs=list(model.inputs),
+        outputs=list(model.outputs),
+        device=torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
+        load_s=time.monotonic() - began,
+        preloaded="workers.preload" in sys.modules,
+    )
+
+
+def _warm_up(model: Model, config: WorkerConfig, samples: Sequence[object]) -> None:
+    with torch.inference_mode():
+        features = [model.preprocess(item) for item in samples]  # type: ignore[arg-type]
+        for size in (1, config.max_batch_size):
+            batch = model.collate([features[i % len(features)] for i in range(size)])
+            model.postprocess({name: out.cpu() for name, out in model.forward(batch).items()})
+
+
+def _guard(heartbeat: Heartbeat) -> None:
+    preload = sys.modules.get("workers.preload")
+    die_with_parent(preload.FORKSERVER_PID if preload else os.getppid())
+    die_with_front_end()
+    # Ctrl-C and a stop of the whole cgroup reach workers too; the front end alone decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def leave(signum: int, frame: FrameType | None) -> None:
+        if heartbeat.must_leave:
+            raise SystemExit(0)
+
+    signal.signal(signal.SIGTERM, leave)
+
+
+class _OutboxHandler(logging.Handler):
+    """Sends log records to the front end, which writes them with the worker's name."""
+
+    def __init__(self, outbox: WorkerQueue) -> None:
+        super().__init__()
+        self._outbox = outbox
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._outbox.put(LogLine(record.levelno, record.name, self.format(record)))
+        except (OSError, ValueError):
+            self.handleError(record)
+
+
+def _log_to(outbox: WorkerQueue) -> None:
+    root = logging.getLogger()
+    root.handlers = [_OutboxHandler(outbox)]
+    root.setLevel(logging.INFO)
+    logging.captureWarnings(True)
