@@ -8,7 +8,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -23,19 +23,14 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from service.errors import OverloadedError, ServiceError
+
 logger = logging.getLogger(__name__)
 
-RejectReason = Literal["queue_full", "arena_full", "deadline", "draining", "unavailable"]
+RejectReason = Literal[
+    "queue_full", "arena_full", "deadline", "overloaded", "draining", "unavailable"
+]
 RestartReason = Literal["exit", "hang", "signal", "start"]
-
-REJECT_REASONS: tuple[RejectReason, ...] = (
-    "queue_full",
-    "arena_full",
-    "deadline",
-    "draining",
-    "unavailable",
-)
-RESTART_REASONS: tuple[RestartReason, ...] = ("exit", "hang", "signal", "start")
 
 DURATION_EDGES_S = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
@@ -150,10 +145,33 @@ class ModelMetrics:
         self.cancelled = 0
         self.retried = 0
         """Instances sent again after the worker that held them was lost."""
-        self.rejected: dict[RejectReason, int] = dict.fromkeys(REJECT_REASONS, 0)
-        """Instances refused at the door: `rejected["queue_full"] += 1`."""
-        self.restarts: dict[RestartReason, int] = dict.fromkeys(RESTART_REASONS, 0)
-        """Workers started again: `restarts["hang"] += 1`."""
+        self.rejected: dict[RejectReason, int] = dict.fromkeys(get_args(RejectReason), 0)
+        """Instances refused at the door, by reason; see `reject`."""
+        self.restarts: dict[RestartReason, int] = dict.fromkeys(get_args(RestartReason), 0)
+        """Incarnations that ended, or did not start; see `count_restart`."""
+
+    def note_batch(self, num_instances: int, prepare_s: float, compute_s: float) -> None:
+        """Count a batch that a worker has answered."""
+        self.batch_size.observe(num_instances)
+        self.prepare_duration.observe(prepare_s)
+        self.inference_duration.observe(compute_s)
+
+    def reject(self, error: ServiceError, reason: RejectReason | None = None) -> None:
+        """Count an instance refused at the door.
+
+        Args:
+            error: What the caller is told.
+            reason: Why; by default what the error's type says, which cannot tell a full queue
+                from a full arena.
+        """
+        by_type: RejectReason = (
+            "overloaded" if isinstance(error, OverloadedError) else "unavailable"
+        )
+        self.rejected[reason or by_type] += 1
+
+    def count_restart(self, reason: str) -> None:
+        """Count a worker that ended, by what `WorkerHandle.wait` or `WorkerStartError` said."""
+        self.restarts[_restart_reason(reason)] += 1
 
     @property
     def in_flight(self) -> int:
@@ -280,6 +298,14 @@ class _ServiceCollector(Collector):
         return ()  # so that registering does not collect
 
 
+def _restart_reason(text: str) -> RestartReason:
+    if text.startswith("hung"):
+        return "hang"
+    if text.startswith(("SIG", "signal ")):
+        return "signal"
+    return "exit" if text.startswith(("exit", "its output queue", "wrote")) else "start"
+
+
 def _build_info(versions: Mapping[str, str]) -> Metric:
     family = InfoMetricFamily("inferpool_build", "What is running.")
     family.add_metric([], dict(versions))
@@ -298,7 +324,9 @@ def _counters(models: Sequence[ModelMetrics]) -> Iterator[Metric]:
     instances = _counter("instances", "Instances accepted, and how they ended.", "outcome")
     retried = _counter("instances_retried", "Instances sent again after a worker was lost.")
     rejected = _counter("rejected", "Instances refused at the door.", "reason")
-    restarts = _counter("worker_restarts", "Workers started again, by what ended them.", "reason")
+    restarts = _counter(
+        "worker_restarts", "Workers that ended or did not start, and why.", "reason"
+    )
     for model in models:
         for outcome in ("accepted", "succeeded", "failed", "expired", "cancelled"):
             instances.add_metric((model.name, outcome), getattr(model, outcome))

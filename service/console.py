@@ -1,0 +1,152 @@
+"""What a person sees while the service starts, serves and stops. Runs in the front end.
+
+On a terminal these are lines for people; elsewhere the same facts are log records.
+"""
+
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TextIO
+
+from rich.console import Console as RichConsole
+from rich.text import Text
+
+from service.logs import Logs, escape
+
+logger = logging.getLogger(__name__)
+
+_TRY = "curl --data-binary @photo.jpg -H 'Content-Type: image/jpeg' {url}/predict"
+
+
+class Console:
+    """Tells whoever started the service how it goes."""
+
+    def __init__(
+        self, logs: Logs, stream: TextIO | None = None, *, is_colored: bool = True
+    ) -> None:
+        """Choose between lines for people and log records.
+
+        Args:
+            logs: Where both go: its thread does the writing, so that a terminal that is held
+                (Ctrl-S) holds nothing else.
+            stream: The one that `logs` writes to, by default stderr.
+            is_colored: Whether to use colours on a terminal.
+        """
+        stream = sys.stderr if stream is None else stream
+        self._logs = logs
+        self._is_terminal = logs.is_human and stream.isatty()
+        self._rich = RichConsole(
+            force_terminal=True, no_color=not is_colored or None, highlight=False, soft_wrap=True
+        )
+        self._stages: dict[str, str] = {}
+        self._placements: dict[str, str] = {}
+
+    def started(
+        self,
+        settings: Mapping[str, str],
+        devices: Sequence[str],
+        plan: Sequence[tuple[str, str]],
+    ) -> None:
+        """Say what is about to run.
+
+        Args:
+            settings: What is worth knowing of the settings, by a word or two.
+            devices: The devices found, a line each.
+            plan: Each worker ("resnet/0") and its placement ("cuda:0").
+        """
+        self._placements = dict(plan)
+        if not self._is_terminal:
+            about = ", ".join(f"{name}: {value}" for name, value in settings.items())
+            logger.info("starting%s", f" ({about})" if about else "")
+            logger.info("devices: %s", "; ".join(devices))
+            for worker, placement in plan:
+                logger.info("worker %s on %s", worker, placement)
+            return
+        workers = [f"{worker} on {placement}" for worker, placement in plan]
+        facts = {
+            **{name: [value] for name, value in settings.items()},
+            "devices": devices,
+            "workers": workers,
+        }
+        self._print(Text("inferpool", style="bold"), *_aligned(facts), Text(""))
+
+    def progress(self, worker: str, stage: str) -> None:
+        """A worker that loads is doing something else now."""
+        if self._stages.get(worker) == stage:
+            return
+        self._stages[worker] = stage
+        self._say(logging.INFO, worker, stage, "dim")
+
+    def ready(self, worker: str, seconds: float) -> None:
+        """A worker takes batches, so many seconds after it began to load."""
+        self._stages.pop(worker, None)
+        self._say(logging.INFO, worker, f"ready in {seconds:.1f} s", "green")
+
+    def failed(self, worker: str, reason: str) -> None:
+        """A worker ended, or did not start, and is given up."""
+        self._stages.pop(worker, None)
+        self._say(logging.ERROR, worker, f"failed: {reason}", "red")
+
+    def serving(self, url: str, models: Sequence[str], example: str = "") -> None:
+        """The address takes calls.
+
+        Args:
+            url: Scheme, host and port.
+            models: Names of the models served, the default one first.
+            example: A command to try; by default one that sends a picture.
+        """
+        names = ", ".join(models)
+        facts = {"docs": f"{url}/docs", "health": f"{url}/health", "metrics": f"{url}/metrics"}
+        if not self._is_terminal:
+            logger.info("serving %s at %s", names, url)
+            logger.info("%s", ", ".join(f"{name}: {link}" for name, link in facts.items()))
+            return
+        lines = {"try": [example or _TRY.format(url=url)]}
+        lines |= {name: [link] for name, link in facts.items()}
+        head = Text.assemble("Serving ", (names, "bold"), " at ", (url, "bold cyan"))
+        hint = Text("  Ctrl-C stops it", style="dim")
+        self._print(Text(""), head, *_aligned(lines), hint, Text(""))
+
+    def stopping(self, reason: str) -> None:
+        """No new work is taken; what was accepted is finished."""
+        if self._is_terminal:
+            self._print(Text(f"Stopping ({escape(reason)}): finishing what was accepted"))
+        else:
+            logger.info("stopping: %s", reason)
+
+    def stopped(self) -> None:
+        """Everything has ended."""
+        if self._is_terminal:
+            self._print(Text("Stopped", style="bold"))
+        else:
+            logger.info("stopped")
+
+    def _say(self, level: int, worker: str, text: str, style: str) -> None:
+        placement = self._placements.get(worker, "")
+        if not self._is_terminal:
+            logger.log(level, "%s%s: %s", worker, f" on {placement}" if placement else "", text)
+            return
+        name_width = max(map(len, self._placements), default=0)
+        place_width = max(map(len, self._placements.values()), default=0)
+        self._print(
+            Text.assemble(
+                f"  {escape(worker):{name_width}}  ",
+                (f"{escape(placement):{place_width}}  ", "cyan"),
+                (escape(text), style),
+            )
+        )
+
+    def _print(self, *lines: Text) -> None:
+        with self._rich.capture() as capture:
+            self._rich.print(*lines, sep="\n")
+        self._logs.write(capture.get())
+
+
+def _aligned(facts: Mapping[str, Sequence[str]]) -> list[Text]:
+    """A line per value, with the names in a column of their own."""
+    width = max(map(len, facts))
+    return [
+        Text.assemble((f"  {'' if number else name:{width}}  ", "dim"), escape(value))
+        for name, values in facts.items()
+        for number, value in enumerate(values)
+    ]
