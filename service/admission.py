@@ -6,6 +6,7 @@ The bound on bytes is the arena: a payload that finds no slot is refused by the 
 from math import ceil
 
 from service.errors import OverloadedError, UnavailableError
+from service.metrics import RejectReason
 
 _WEIGHT = 0.2
 """Of the newest batch in the moving averages."""
@@ -31,8 +32,15 @@ class RateMeter:
 class Admission:
     """Admits a request to the queue of one model, or refuses it at once."""
 
-    def __init__(self, *, max_queue_length: int) -> None:
+    def __init__(self, *, max_queue_length: int, rejected: dict[RejectReason, int]) -> None:
+        """Begin to admit.
+
+        Args:
+            max_queue_length: Requests that may wait.
+            rejected: Counts of the refused, by reason.
+        """
         self.rate = RateMeter()
+        self._rejected = rejected
         self.is_draining = False
         self._max_queue_length = max_queue_length
 
@@ -49,16 +57,20 @@ class Admission:
             OverloadedError: The queue is full, or too long for the deadline.
         """
         if self.is_draining:
+            self._rejected["draining"] += 1
             raise UnavailableError("this server is shutting down", retry_after_s=1)
         if num_workers == 0:
+            self._rejected["unavailable"] += 1
             raise UnavailableError("no worker of this model is ready", retry_after_s=1)
         if num_queued >= self._max_queue_length:
+            self._rejected["queue_full"] += 1
             raise OverloadedError(
                 f"the queue is full ({num_queued} requests wait)",
                 retry_after_s=self._retry_after_s(num_queued, num_workers, 0.0),
             )
         wait_s = num_queued * self.rate.item_s / num_workers
         if wait_s > left_s:
+            self._rejected["deadline"] += 1
             raise OverloadedError(
                 f"the deadline cannot be met: about {wait_s:.1f} s of work is waiting, "
                 f"and {max(left_s, 0.0):.1f} s are left",

@@ -92,11 +92,12 @@ class Instance(asyncio.Future[Result]):
 class _Lane:
     """A worker as the dispatcher sees it."""
 
-    __slots__ = ("busy_since", "ends_at", "held", "worker")
+    __slots__ = ("batches", "busy_since", "ends_at", "worker")
 
     def __init__(self, worker: WorkerHandle) -> None:
         self.worker = worker
-        self.held = 0
+        self.batches: list[list[Instance]] = []
+        """Those that it holds, oldest first."""
         self.busy_since = 0.0
         """Since when it has been on its oldest batch."""
         self.ends_at = 0.0
@@ -164,19 +165,16 @@ class Dispatcher:
             UnavailableError: There is no worker, or the service is draining.
         """
         now = time.monotonic()
-        try:
-            self._admission.check(
-                num_queued=len(self._queue),
-                num_workers=len(self._lanes),
-                left_s=options.deadline - now,
-            )
-            num_bytes = payload.num_bytes
-            offset = self._arena.put(payload.chunks, num_bytes)
-            if offset is None:
-                raise OverloadedError("the arena for payloads is full", retry_after_s=1)
-        except ServiceError as error:
-            self._metrics.reject(error)
-            raise
+        self._admission.check(
+            num_queued=len(self._queue),
+            num_workers=len(self._lanes),
+            left_s=options.deadline - now,
+        )
+        num_bytes = payload.num_bytes
+        offset = self._arena.put(payload.chunks, num_bytes)
+        if offset is None:
+            self._metrics.rejected["arena_full"] += 1
+            raise OverloadedError("the arena for payloads is full", retry_after_s=1)
         ref = ItemRef(
             payload.kind,
             offset,
@@ -205,11 +203,16 @@ class Dispatcher:
         self._lanes = [lane for lane in self._lanes if lane.worker is not worker]
 
     def abandon(self, reason: str) -> None:
-        """Answer all that waits: no worker is left and none is coming."""
+        """Answer all that is in flight: there is no worker, or no time, left for it."""
         while self._queue:
             for instance in self._queue.next_batch(self._max_batch_size):
                 self._arena.free(instance.ref.offset)
                 self._fail(instance, UnavailableError(reason, retry_after_s=1))
+        for lane in self._lanes:
+            for batch in lane.batches:
+                for instance in batch:
+                    if instance.state != _SETTLED:
+                        self._fail(instance, UnavailableError(reason, retry_after_s=1))
 
     async def drain(self, grace_s: float) -> None:
         """Admit nothing more, and wait until all is settled; after the grace the rest is failed."""
@@ -250,7 +253,7 @@ class Dispatcher:
         self._is_pump_due = False
         while self._queue:
             now = time.monotonic()
-            idle = [lane for lane in self._lanes if not lane.held]
+            idle = [lane for lane in self._lanes if not lane.batches]
             if idle:
                 if self._waits_for_more(now):
                     return
@@ -276,13 +279,13 @@ class Dispatcher:
 
     def _next_busy(self, now: float) -> _Lane | None:
         """A busy worker that should have its next batch now: a full one, or the end is near."""
-        lanes = [lane for lane in self._lanes if lane.held < lane.worker.credit]
+        lanes = [lane for lane in self._lanes if len(lane.batches) < lane.worker.credit]
         if not lanes:
             return None
-        lane = min(lanes, key=lambda lane: (lane.held, lane.ends_at))
+        lane = min(lanes, key=lambda lane: (len(lane.batches), lane.ends_at))
         if len(self._queue) >= self._max_batch_size:
             return lane
-        if lane.held > 1 or lane.ends_at - lane.busy_since < _OVERLAP_PAYS_S:
+        if len(lane.batches) > 1 or lane.ends_at - lane.busy_since < _OVERLAP_PAYS_S:
             return None
         left_s = lane.ends_at - now - self._prepare_s - _EARLY_S
         if left_s <= 0:
@@ -303,8 +306,8 @@ class Dispatcher:
         for instance in batch:
             instance.state = _SENT
             instance.sent = now
-        lane.held += 1
-        if lane.held == 1:
+        lane.batches.append(batch)
+        if len(lane.batches) == 1:
             self._expect(lane, now, len(batch))
         future = lane.worker.run([instance.ref for instance in batch])
         future.add_done_callback(partial(self._on_batch_done, lane, batch))
@@ -320,11 +323,11 @@ class Dispatcher:
         for instance in batch:
             if instance.state == _SETTLED:
                 self._arena.free(instance.ref.offset)
-        lane.held -= 1
+        lane.batches.remove(batch)
         error = future.exception()
         if error is None:
             self._admission.rate.note(len(batch), now - lane.busy_since)
-            self._expect(lane, now, self._max_batch_size if lane.held else 0)
+            self._expect(lane, now, len(lane.batches[0]) if lane.batches else 0)
             self._settle_batch(batch, future.result())
         elif isinstance(error, WorkerLostError):
             self.detach(lane.worker)
@@ -336,7 +339,9 @@ class Dispatcher:
     def _settle_batch(self, batch: list[Instance], done: BatchDone) -> None:
         metrics = self._metrics
         self._prepare_s = done.prepare_s
-        metrics.note_batch(len(batch), done.prepare_s, done.compute_s)
+        metrics.batch_size.observe(len(batch))
+        metrics.prepare_duration.observe(done.prepare_s)
+        metrics.inference_duration.observe(done.compute_s)
         free = self._arena.free
         for instance, outcome in zip(batch, done.outcomes, strict=True):
             if instance.state == _SETTLED:

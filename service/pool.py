@@ -91,10 +91,9 @@ class Pool:
 
     def submit(self, payload: Payload, options: CallOptions, request_id: str) -> Instance:
         """Admit one instance; see `Dispatcher.submit`."""
-        if not self.is_ready and not self.is_draining:
-            error = UnavailableError(f"no worker is ready ({self.reason})", retry_after_s=1)
-            self._metrics.reject(error)
-            raise error
+        if not self.dispatcher.num_ready and not self.is_draining:
+            self._metrics.rejected["unavailable"] += 1
+            raise UnavailableError(f"no worker is ready ({self.reason})", retry_after_s=1)
         return self.dispatcher.submit(payload, options)
 
     async def drain(self, grace_s: float) -> None:
@@ -119,7 +118,7 @@ class Pool:
 
     def on_down(self, slot: Slot) -> None:
         """See `Watcher`."""
-        self._metrics.count_restart(slot.reason)
+        self._metrics.restarts[slot.cause] += 1
         if slot.state == "failed":
             self._announcer.failed(_name_of(slot), slot.reason)
         if self.is_lost:

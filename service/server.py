@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 import uvicorn
 
@@ -30,6 +30,7 @@ class Server(uvicorn.Server):
         shutdown_delay_s: float,
         on_listening: Callable[[str], None],
         on_stopping: Callable[[str], None],
+        drain: Callable[[], Awaitable[None]],
     ) -> None:
         """Prepare to serve.
 
@@ -38,11 +39,13 @@ class Server(uvicorn.Server):
             shutdown_delay_s: How long to go on serving with readiness red.
             on_listening: Told the URL once it can be connected to.
             on_stopping: Told why, when the shutdown begins: readiness goes red.
+            drain: Admits nothing more and returns when all that was accepted has its answer.
         """
         super().__init__(config)
         self._shutdown_delay_s = shutdown_delay_s
         self._on_listening = on_listening
         self._on_stopping = on_stopping
+        self._drain = drain
         self._leaving: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
@@ -88,4 +91,5 @@ class Server(uvicorn.Server):
         until = asyncio.get_running_loop().time() + _LAME_DUCK_S
         while self.server_state.connections and asyncio.get_running_loop().time() < until:
             await asyncio.sleep(0.02)  # uvicorn keeps a set, and no event
+        await self._drain()
         self.should_exit = True

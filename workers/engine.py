@@ -3,7 +3,7 @@
 from asyncio import Future
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from workers.config import WorkerConfig
 from workers.messages import BatchDone, ItemRef, Ready
@@ -33,6 +33,19 @@ class Vitals:
     num_batches: int
 
 
+Cause = Literal["exit", "hang", "signal", "start"]
+"""What ended an incarnation: it left, it hung, a signal, or it never started."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How an incarnation ended."""
+
+    cause: Cause
+    reason: str
+    """For a person."""
+
+
 class WorkerHandle(Protocol):
     """One ready incarnation of a worker."""
 
@@ -49,8 +62,8 @@ class WorkerHandle(Protocol):
         The future raises `WorkerLostError` after the exit of the incarnation is confirmed.
         """
 
-    async def wait(self) -> str:
-        """Wait until it is gone, and say why; a hung worker is killed and so gone."""
+    async def wait(self) -> Ending:
+        """Wait until it is gone, and say how it ended; a hung worker is killed and so gone."""
 
     async def stop(self, grace_s: float) -> None:
         """Send the sentinel, wait for the exit, then terminate, then kill."""

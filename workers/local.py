@@ -21,7 +21,7 @@ import psutil
 
 from workers.arena import Arena
 from workers.config import WorkerConfig
-from workers.engine import Vitals, WorkerId
+from workers.engine import Cause, Ending, Vitals, WorkerId
 from workers.errors import WorkerLostError, WorkerStartError
 from workers.heartbeat import HeartbeatReader
 from workers.messages import (
@@ -139,12 +139,13 @@ class LocalWorker:
         self._on_progress = on_progress
         self._loop = asyncio.get_running_loop()
         self.started: Future[Ready] = self._loop.create_future()
-        self._gone: Future[str] = self._loop.create_future()
+        self._gone: Future[Ending] = self._loop.create_future()
         self._process: BaseProcess | None = None
         self._ids = count(1)
         self._batches: dict[int, Future[BatchDone]] = {}
         self._head_since = 0.0
         self._hang_timer: asyncio.TimerHandle | None = None
+        self._cause: Cause | None = None
         self._reason = ""
         self._is_ending = False
         self.has_worked = False
@@ -180,8 +181,8 @@ class LocalWorker:
             self._loop.add_writer(self._writer.fd, self._on_writable)
         return future
 
-    async def wait(self) -> str:
-        """Wait until the process is gone, and say why."""
+    async def wait(self) -> Ending:
+        """Wait until the process is gone, and say how it ended."""
         return await asyncio.shield(self._gone)
 
     async def stop(self, grace_s: float) -> None:
@@ -268,7 +269,8 @@ class LocalWorker:
         while not self._is_ending and not self._reader.is_dry:
             self._on_readable()  # a process that the worker forked may keep the pipe open
         self._is_ending = True
-        reason = self._reason or _describe_exit(self._process.exitcode)
+        exitcode = self._process.exitcode
+        reason = self._reason or _describe_exit(exitcode)
         last_received = self.heartbeat.last_received
         self._fail_start(f"the process ended before it was ready: {reason}", permanent=False)
         self._process.close()
@@ -277,7 +279,8 @@ class LocalWorker:
         for id, future in batches.items():
             if not future.done():
                 future.set_exception(WorkerLostError(reason, started=id <= last_received))
-        self._gone.set_result(reason)
+        cause = self._cause or ("signal" if (exitcode or 0) < 0 else "exit")
+        self._gone.set_result(Ending(cause=cause, reason=reason))
 
     def _end(self, reason: str) -> None:
         """No more will be read: make sure that the process goes, if it is not going already."""
@@ -305,6 +308,7 @@ class LocalWorker:
         if left_s > 0:
             self._watch(left_s + 0.001)
             return
+        self._cause = "hang"
         self._reason = f"hung: a batch ran for more than {self._batch_timeout_s:g} s"
         logger.error("%s %s: killing it", self.id, self._reason)
         self._signal(signal.SIGKILL)

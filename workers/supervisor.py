@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from workers.config import WorkerConfig
-from workers.engine import Engine, WorkerHandle, WorkerId
+from workers.engine import Cause, Engine, WorkerHandle, WorkerId
 from workers.errors import WorkerStartError
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,8 @@ class Slot:
     """What it is doing while it starts, for a person."""
     reason: str = ""
     """Why the last incarnation ended, or did not start."""
+    cause: Cause = "start"
+    """What kind of end that was."""
     num_restarts: int = 0
     handle: WorkerHandle | None = None
     failures: deque[float] = field(default_factory=deque)
@@ -119,14 +121,15 @@ class Supervisor:
         try:
             slot.handle = await self._engine.start(slot.id, slot.config, on_progress)
         except WorkerStartError as error:
-            slot.reason = str(error)
+            slot.cause, slot.reason = "start", str(error)
             logger.error("%s did not start: %s", slot.id, error)
             self._note_failure(slot)
             return error.permanent
         slot.state, slot.stage = "ready", ""
         self._watcher.on_ready(slot)
         try:
-            slot.reason = await slot.handle.wait()
+            ending = await slot.handle.wait()
+            slot.cause, slot.reason = ending.cause, ending.reason
             did_work = slot.handle.has_worked
         finally:
             slot.handle = None

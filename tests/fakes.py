@@ -1,0 +1,75 @@
+"""Fakes behind the seams, each as small as the seam allows."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from workers.config import WorkerConfig
+from workers.engine import Ending, Vitals, WorkerId
+from workers.errors import WorkerLostError, WorkerStartError
+from workers.messages import BatchDone, ItemRef, Outcome, Ready
+
+
+class FakeWorker:
+    """A worker that answers when the test says so."""
+
+    def __init__(self, id: WorkerId = WorkerId(model="m", slot=0), credit: int = 2) -> None:
+        self.id = id
+        self.credit = credit
+        self.ready = Ready(1, [], [], "cpu", 0.0, True)
+        self.has_worked = False
+        self.batches: list[tuple[list[ItemRef], asyncio.Future[BatchDone]]] = []
+        """Those that it holds, oldest first."""
+        self._gone: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
+
+    def run(self, items: Sequence[ItemRef]) -> asyncio.Future[BatchDone]:
+        future = asyncio.get_running_loop().create_future()
+        self.batches.append((list(items), future))
+        return future
+
+    @property
+    def sizes(self) -> list[int]:
+        return [len(items) for items, _ in self.batches]
+
+    def answer(self, outcomes: Sequence[Outcome] | None = None) -> None:
+        """Return the oldest batch: by default each item's offset, as JSON."""
+        items, future = self.batches.pop(0)
+        self.has_worked = True
+        values = outcomes or [b"%d" % item.offset for item in items]
+        future.set_result(BatchDone(0, list(values), 0.001, 0.002))
+
+    def die(self, *, started: bool = True) -> None:
+        """Lose everything that it holds."""
+        batches, self.batches = self.batches, []
+        for number, (_, future) in enumerate(batches):
+            future.set_exception(WorkerLostError("SIGKILL", started=started and number == 0))
+        self._gone.set_result(Ending(cause="signal", reason="SIGKILL"))
+
+    async def wait(self) -> Ending:
+        return await asyncio.shield(self._gone)
+
+    async def stop(self, grace_s: float) -> None:
+        if not self._gone.done():
+            self._gone.set_result(Ending(cause="exit", reason="stopped"))
+
+    def vitals(self) -> Vitals:
+        return Vitals(pid=1, rss_bytes=0, last_beat_age_s=0.0, num_batches=0)
+
+
+class FakeEngine:
+    """Starts fake workers; `failures` are raised first, one per start."""
+
+    def __init__(self, failures: Sequence[WorkerStartError] = ()) -> None:
+        self.failures = list(failures)
+        self.started: list[FakeWorker] = []
+
+    async def start(
+        self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
+    ) -> FakeWorker:
+        if self.failures:
+            raise self.failures.pop(0)
+        on_progress("loading")
+        self.started.append(FakeWorker(id))
+        return self.started[-1]
+
+    async def close(self) -> None:
+        return

@@ -1,0 +1,36 @@
+import pytest
+from service.admission import Admission
+from service.errors import OverloadedError, UnavailableError
+from service.metrics import ModelMetrics
+
+
+def admission(**changes: int) -> tuple[Admission, ModelMetrics]:
+    metrics = ModelMetrics("m")
+    return Admission(max_queue_length=100, rejected=metrics.rejected, **changes), metrics
+
+
+def test_retry_after_is_computed_from_the_measured_rate():
+    gate, metrics = admission()
+    gate.rate.note(num_items=10, elapsed_s=5.0)
+    with pytest.raises(OverloadedError) as full:
+        gate.check(num_queued=100, num_workers=2, left_s=1000)
+    assert full.value.retry_after_s == 13  # half of 100 x 0.5 s / 2 workers
+    with pytest.raises(OverloadedError) as late:
+        gate.check(num_queued=40, num_workers=2, left_s=3)
+    assert late.value.retry_after_s == 7
+    assert (metrics.rejected["queue_full"], metrics.rejected["deadline"]) == (1, 1)
+
+
+def test_nothing_is_assumed_of_a_rate_that_was_never_measured():
+    gate, _ = admission()
+    gate.check(num_queued=99, num_workers=1, left_s=0.001)
+
+
+def test_nobody_there_and_draining_are_told_apart():
+    gate, metrics = admission()
+    with pytest.raises(UnavailableError, match="no worker"):
+        gate.check(num_queued=0, num_workers=0, left_s=1)
+    gate.is_draining = True
+    with pytest.raises(UnavailableError, match="shutting down"):
+        gate.check(num_queued=0, num_workers=1, left_s=1)
+    assert (metrics.rejected["unavailable"], metrics.rejected["draining"]) == (1, 1)

@@ -1,0 +1,30 @@
+import asyncio
+import time
+
+from service.deadlines import TICK_S, Deadlines
+
+
+def test_things_fall_due_in_their_tick_and_not_before():
+    async def go():
+        due: list[tuple[str, float]] = []
+        deadlines: Deadlines[str] = Deadlines(lambda thing: due.append((thing, time.monotonic())))
+        now = time.monotonic()
+        deadlines.add("late", now + 0.08)
+        deadlines.add("early", now + 0.03)
+        tick = deadlines.add("never", now + 0.05)
+        deadlines.discard("never", tick)
+        await asyncio.sleep(0.15)
+        assert [thing for thing, _ in due] == ["early", "late"]
+        assert all(0 <= at - now - s < 5 * TICK_S for (_, at), s in zip(due, (0.03, 0.08), strict=True))
+
+    asyncio.run(go())
+
+
+def test_discarding_what_was_due_is_no_error():
+    async def go():
+        deadlines: Deadlines[str] = Deadlines(lambda thing: None)
+        tick = deadlines.add("thing", time.monotonic())
+        await asyncio.sleep(0.05)
+        deadlines.discard("thing", tick)
+
+    asyncio.run(go())

@@ -1,0 +1,426 @@
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import pytest
+from service.admission import Admission
+from service.dispatcher import Dispatcher, Instance
+from service.errors import (
+    DeadlineExceededError,
+    InvalidInputError,
+    ModelFailedError,
+    OverloadedError,
+    UnavailableError,
+    WorkerCrashedError,
+)
+from service.metrics import ModelMetrics
+from service.request import CallOptions, Payload
+from tests.fakes import FakeWorker
+from workers.arena import Arena
+from workers.messages import ItemError
+
+
+class Bench:
+    """A dispatcher, what it stands on, and what to push into it."""
+
+    def __init__(self, **changes: float) -> None:
+        self.arena = Arena(64 * 1024)
+        self.metrics = ModelMetrics("m")
+        self.admission = Admission(
+            max_queue_length=int(changes.pop("max_queue_length", 100)),
+            rejected=self.metrics.rejected,
+        )
+        self.dispatcher = Dispatcher(
+            name="m",
+            arena=self.arena,
+            admission=self.admission,
+            metrics=self.metrics,
+            max_batch_size=int(changes.pop("max_batch_size", 4)),
+            batch_wait_ms=changes.pop("batch_wait_ms", 0.0),
+        )
+
+    def worker(self, credit: int = 2) -> FakeWorker:
+        worker = FakeWorker(credit=credit)
+        self.dispatcher.attach(worker)
+        return worker
+
+    def submit(self, timeout_s: float = 30.0, priority: int = 5) -> Instance:
+        options = CallOptions(deadline=time.monotonic() + timeout_s, priority=priority)
+        return self.dispatcher.submit(Payload("bytes", [b"x"]), options)
+
+    def check_books(self) -> None:
+        """Nothing is in flight, and all that was accepted is accounted for."""
+        assert self.dispatcher.num_unsettled == self.metrics.in_flight == 0
+        assert self.dispatcher.num_queued == 0
+        assert self.arena.used_bytes == 0
+
+
+async def turn() -> None:
+    """Let the loop do what it has been asked to."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+def bench(request: pytest.FixtureRequest) -> Callable[..., Bench]:
+    benches: list[Bench] = []
+
+    def make(**changes: float) -> Bench:
+        benches.append(Bench(**changes))
+        return benches[-1]
+
+    request.addfinalizer(lambda: [bench.arena.close() for bench in benches])
+    return make
+
+
+def run(coroutine: Awaitable[None]) -> None:
+    asyncio.run(asyncio.wait_for(coroutine, 10))
+
+
+def test_each_instance_gets_the_answer_to_its_own_payload(bench):
+    async def go():
+        b = bench()
+        worker = b.worker()
+        futures = [b.submit() for _ in range(4)]
+        offsets = [future.ref.offset for future in futures]
+        await turn()
+        worker.answer()
+        results = await asyncio.gather(*futures)
+        assert [int(result.value) for result in results] == offsets
+        b.check_books()
+        assert b.metrics.succeeded == 4
+
+    run(go())
+
+
+def test_idle_worker_starts_at_once_and_a_busy_one_gets_a_full_batch_in_advance(bench):
+    async def go():
+        b = bench(max_batch_size=4)
+        worker = b.worker()
+        b.submit()
+        await turn()
+        assert worker.sizes == [1]
+        for _ in range(3):
+            b.submit()
+        await turn()
+        assert worker.sizes == [1]
+        b.submit()
+        await turn()
+        assert worker.sizes == [1, 4]
+        b.submit()
+        await turn()
+        assert worker.sizes == [1, 4]
+        worker.answer()
+        await turn()
+        assert worker.sizes == [4]
+        worker.answer()
+        await turn()
+        assert worker.sizes == [1]
+        worker.answer()
+        await turn()
+        b.check_books()
+
+    run(go())
+
+
+def test_partial_batch_is_sent_just_before_the_running_one_ends(bench):
+    async def go():
+        b = bench(max_batch_size=4)
+        worker = b.worker()
+        b.submit()
+        await turn()
+        await asyncio.sleep(0.1)
+        worker.answer()
+        await turn()
+        b.submit()
+        await turn()
+        b.submit()
+        await turn()
+        assert worker.sizes == [1]
+        await asyncio.sleep(0.12)
+        assert worker.sizes == [1, 1]
+
+    run(go())
+
+
+def test_instances_are_spread_over_the_idle_workers(bench):
+    async def go():
+        b = bench(max_batch_size=8)
+        first, second, third = b.worker(), b.worker(), b.worker()
+        futures = [b.submit() for _ in range(7)]
+        await turn()
+        assert sorted(first.sizes + second.sizes + third.sizes) == [2, 2, 3]
+        for worker in (first, second, third):
+            worker.answer()
+        await asyncio.gather(*futures)
+        b.check_books()
+
+    run(go())
+
+
+def test_batch_wait_holds_an_idle_worker_until_the_batch_is_full_or_time_is_up(bench):
+    async def go():
+        b = bench(max_batch_size=2, batch_wait_ms=30)
+        worker = b.worker()
+        b.submit()
+        await turn()
+        assert worker.sizes == []
+        b.submit()
+        await turn()
+        assert worker.sizes == [2]
+        worker.answer()
+        await turn()
+        b.submit()
+        await asyncio.sleep(0.06)
+        assert worker.sizes == [1]
+
+    run(go())
+
+
+def test_full_queue_refuses_with_a_time_to_come_back(bench):
+    async def go():
+        b = bench(max_queue_length=3)
+        worker = b.worker(credit=1)
+        b.submit()
+        await turn()
+        for _ in range(3):
+            b.submit()
+        with pytest.raises(OverloadedError, match="queue is full") as caught:
+            b.submit()
+        assert caught.value.retry_after_s >= 1
+        assert b.metrics.rejected["queue_full"] == 1
+        worker.answer()
+        await turn()
+        b.submit()
+
+    run(go())
+
+
+def test_full_arena_refuses(bench):
+    async def go():
+        b = bench()
+        b.worker()
+        options = CallOptions(deadline=time.monotonic() + 30)
+        b.dispatcher.submit(Payload("bytes", [bytes(60_000)]), options)
+        with pytest.raises(OverloadedError, match="arena"):
+            b.dispatcher.submit(Payload("bytes", [bytes(60_000)]), options)
+
+    run(go())
+
+
+def test_deadline_that_cannot_be_met_is_refused_at_once(bench):
+    async def go():
+        b = bench(max_batch_size=1)
+        worker = b.worker(credit=1)
+        b.submit()
+        await turn()
+        await asyncio.sleep(0.1)
+        worker.answer()
+        await turn()
+        for _ in range(5):
+            b.submit()
+        with pytest.raises(OverloadedError, match="deadline cannot be met"):
+            b.submit(timeout_s=0.2)
+        b.submit(timeout_s=2)
+
+    run(go())
+
+
+def test_without_workers_there_is_no_admission(bench):
+    async def go():
+        with pytest.raises(UnavailableError):
+            bench().submit()
+
+    run(go())
+
+
+def test_deadline_in_the_queue_is_answered_on_time_and_never_sent(bench):
+    async def go():
+        b = bench(max_batch_size=1)
+        worker = b.worker(credit=1)
+        b.submit()
+        await turn()
+        began = time.monotonic()
+        with pytest.raises(DeadlineExceededError, match="in the queue"):
+            await b.submit(timeout_s=0.1)
+        assert 0.09 < time.monotonic() - began < 0.15
+        worker.answer()
+        await turn()
+        assert worker.sizes == []
+        b.check_books()
+        assert b.metrics.expired == 1
+
+    run(go())
+
+
+def test_deadline_in_a_worker_is_answered_on_time_and_its_slot_stays_until_the_batch_returns(bench):
+    async def go():
+        b = bench()
+        worker = b.worker()
+        with pytest.raises(DeadlineExceededError, match="in a worker"):
+            await b.submit(timeout_s=0.05)
+        assert b.arena.used_bytes > 0
+        worker.answer()
+        await turn()
+        b.check_books()
+
+    run(go())
+
+
+def test_cancelled_instances_leave_the_queue_and_the_books_balance(bench):
+    async def go():
+        b = bench(max_batch_size=1)
+        worker = b.worker(credit=1)
+        sent, queued = b.submit(), None
+        await turn()
+        queued = b.submit()
+        assert queued.cancel()
+        assert sent.cancel()
+        assert not sent.cancel()
+        assert b.dispatcher.num_queued == 0
+        worker.answer()
+        await turn()
+        b.check_books()
+        assert b.metrics.cancelled == 2
+
+    run(go())
+
+
+def test_what_a_dead_worker_held_is_sent_again_alone(bench):
+    async def go():
+        b = bench(max_batch_size=4)
+        first = b.worker()
+        futures = [b.submit() for _ in range(4)]
+        await turn()
+        assert first.sizes == [4]
+        first.die()
+        second = b.worker(credit=1)
+        for _ in range(4):
+            await turn()
+            assert second.sizes == [1]
+            second.answer()
+        results = await asyncio.gather(*futures)
+        assert [int(r.value) for r in results] == [f.ref.offset for f in futures]
+        b.check_books()
+        assert b.metrics.retried == 4
+
+    run(go())
+
+
+def test_batch_that_never_started_costs_no_retry_and_stays_together(bench):
+    async def go():
+        b = bench(max_batch_size=2)
+        for _ in range(5):
+            worker = b.worker()
+            futures = futures if _ else [b.submit() for _ in range(2)]
+            await turn()
+            assert worker.sizes == [2]
+            worker.die(started=False)
+            await turn()
+        last = b.worker()
+        await turn()
+        last.answer()
+        await asyncio.gather(*futures)
+        b.check_books()
+
+    run(go())
+
+
+def test_input_that_kills_each_worker_fails_alone_and_in_the_end(bench):
+    async def go():
+        b = bench(max_batch_size=2)
+        worker = b.worker()
+        poison, neighbour = b.submit(), b.submit()
+        await turn()
+        while not poison.done():
+            worker.die()
+            worker = b.worker(credit=1)
+            await turn()
+        with pytest.raises(WorkerCrashedError, match="3 workers died"):
+            await poison
+        worker.answer()
+        await neighbour
+        b.check_books()
+
+    run(go())
+
+
+def test_errors_of_single_items_reach_their_callers_only(bench):
+    async def go():
+        b = bench()
+        worker = b.worker()
+        futures = [b.submit() for _ in range(4)]
+        await turn()
+        worker.answer(
+            [
+                ItemError("invalid_input", "no picture"),
+                b"1",
+                ItemError("model_error", "boom"),
+                ItemError("deadline_exceeded", "late"),
+            ]
+        )
+        results = await asyncio.gather(*futures, return_exceptions=True)
+        assert [type(result).__name__ for result in results] == [
+            InvalidInputError.__name__,
+            "Result",
+            ModelFailedError.__name__,
+            DeadlineExceededError.__name__,
+        ]
+        b.check_books()
+
+    run(go())
+
+
+def test_drain_finishes_what_was_accepted_and_admits_nothing_more(bench):
+    async def go():
+        b = bench(max_batch_size=1)
+        worker = b.worker(credit=1)
+        futures = [b.submit() for _ in range(3)]
+        await turn()
+        drain = asyncio.ensure_future(b.dispatcher.drain(5))
+        await turn()
+        with pytest.raises(UnavailableError, match="shutting down"):
+            b.submit()
+        for _ in range(3):
+            worker.answer()
+            await turn()
+        await drain
+        await asyncio.gather(*futures)
+        b.check_books()
+
+    run(go())
+
+
+def test_drain_that_runs_out_of_time_answers_all_that_is_left(bench):
+    async def go():
+        b = bench(max_batch_size=1)
+        worker = b.worker(credit=1)
+        sent = b.submit()
+        await turn()
+        waiting = b.submit()
+        await b.dispatcher.drain(0.05)
+        for future in (sent, waiting):
+            with pytest.raises(UnavailableError, match="ran out of time"):
+                await future
+        worker.die()
+        await turn()
+        b.check_books()
+
+    run(go())
+
+
+def test_higher_priority_overtakes(bench):
+    async def go():
+        b = bench(max_batch_size=1)
+        worker = b.worker(credit=1)
+        b.submit()
+        await turn()
+        b.submit()
+        urgent = b.submit(priority=1)
+        worker.answer()
+        await turn()
+        worker.answer()
+        await turn()
+        assert urgent.done()
+
+    run(go())

@@ -1,0 +1,137 @@
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+import workers.supervisor
+from tests.fakes import FakeEngine
+from tests.workers.contract import config_of
+from workers.errors import WorkerStartError
+from workers.supervisor import RestartPolicy, Slot, Supervisor
+
+
+class Log:
+    """A watcher that remembers, and can be waited for."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, str]] = []
+        self._changed = asyncio.Event()
+
+    def on_progress(self, slot: Slot) -> None:
+        self._note("progress", slot)
+
+    def on_ready(self, slot: Slot) -> None:
+        self._note("ready", slot)
+
+    def on_down(self, slot: Slot) -> None:
+        self._note(f"down {slot.state}", slot)
+
+    async def until(self, event: str, times: int = 1) -> None:
+        while [name for name, _ in self.events].count(event) < times:
+            self._changed.clear()
+            await asyncio.wait_for(self._changed.wait(), 5)
+
+    def _note(self, event: str, slot: Slot) -> None:
+        self.events.append((event, str(slot.id)))
+        self._changed.set()
+
+
+def unlucky() -> WorkerStartError:
+    return WorkerStartError("no luck", permanent=False)
+
+
+@pytest.fixture
+def supervise(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(workers.supervisor, "_FIRST_BACKOFF_S", 0.01)
+
+    def supervise(
+        engine: FakeEngine,
+        test: Callable[[Supervisor, Log], Awaitable[None]],
+        num_workers: int = 1,
+    ) -> None:
+        async def go() -> None:
+            log = Log()
+            policy = RestartPolicy(max_restarts=3, window_s=60)
+            supervisor = Supervisor(engine, log, policy)
+            supervisor.start("m", [config_of()] * num_workers)
+            await test(supervisor, log)
+            await supervisor.stop(1)
+            assert {slot.state for slot in supervisor.slots} <= {"stopped", "failed"}
+
+        asyncio.run(asyncio.wait_for(go(), 20))
+
+    return supervise
+
+
+def test_every_slot_comes_up_and_is_announced(supervise):
+    async def test(supervisor: Supervisor, log: Log) -> None:
+        await log.until("ready", 2)
+        assert [slot.state for slot in supervisor.slots] == ["ready", "ready"]
+        assert ("progress", "m/1#0") in log.events
+
+    supervise(FakeEngine(), test, num_workers=2)
+
+
+def test_dead_worker_is_replaced_by_its_next_incarnation_and_the_others_go_on(supervise):
+    engine = FakeEngine()
+
+    async def test(supervisor: Supervisor, log: Log) -> None:
+        await log.until("ready", 2)
+        engine.started[0].die()
+        await log.until("ready", 3)
+        assert log.events[-1] == ("ready", "m/0#1")
+        assert supervisor.slots[0].num_restarts == 1
+        assert supervisor.slots[0].cause == "signal"
+        assert supervisor.slots[1].num_restarts == 0
+
+    supervise(engine, test, num_workers=2)
+
+
+def test_failed_starts_are_tried_again(supervise):
+    async def test(supervisor: Supervisor, log: Log) -> None:
+        await log.until("ready")
+        assert [name for name, _ in log.events] == [
+            "down backoff",
+            "down backoff",
+            "progress",
+            "ready",
+        ]
+
+    supervise(FakeEngine([unlucky(), unlucky()]), test)
+
+
+def test_permanent_failure_gives_the_worker_up_at_once(supervise):
+    async def test(supervisor: Supervisor, log: Log) -> None:
+        await log.until("down failed")
+        assert supervisor.slots[0].reason == "wrong weights"
+
+    supervise(FakeEngine([WorkerStartError("wrong weights", permanent=True)]), test)
+
+
+def test_crash_loop_is_given_up_visibly(supervise):
+    async def test(supervisor: Supervisor, log: Log) -> None:
+        await log.until("down failed")
+        assert "4 times within 60 s: given up" in supervisor.slots[0].reason
+
+    supervise(FakeEngine([unlucky() for _ in range(9)]), test)
+
+
+def test_deaths_with_work_done_between_them_are_no_crash_loop(supervise):
+    engine = FakeEngine()
+
+    async def test(supervisor: Supervisor, log: Log) -> None:
+        for life in range(8):
+            await log.until("ready", life + 1)
+            engine.started[-1].has_worked = True
+            engine.started[-1].die()
+        await log.until("ready", 9)
+
+    supervise(engine, test)
+
+
+def test_stop_during_a_backoff_ends_it(supervise, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(workers.supervisor, "_FIRST_BACKOFF_S", 100.0)
+
+    async def test(supervisor: Supervisor, log: Log) -> None:
+        await log.until("down backoff", 2)
+
+    supervise(FakeEngine([unlucky(), unlucky()]), test)
