@@ -42,11 +42,14 @@ class Item:
         """Decode a payload of kind "json".
 
         Raises:
-            InputError: The payload is of another kind.
+            InputError: The payload is of another kind, or is not JSON.
         """
         if self.kind != "json":
             raise InputError(f"this model takes JSON, not {self.kind}")
-        return msgspec.json.decode(self.payload)
+        try:
+            return msgspec.json.decode(self.payload)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise InputError(str(error)) from None
 
     def tensors(self) -> dict[str, Tensor]:
         """Copies of the tensors of a payload of kind "tensors", by name, on the CPU.
@@ -77,9 +80,10 @@ class Item:
 class Model:
     """A model to serve. Subclass it, set `inputs` and `outputs`, and write `load` and `forward`.
 
-    One object lives for one incarnation of a worker. `load`, `collate`, `forward`, `postprocess`
-    and `render` run in the worker's main thread; `preprocess` runs in other threads, several at
-    once. The keyword options of the settings go to `__init__`, which must not touch devices.
+    One object lives for one incarnation of a worker. `load`, `forward`, `postprocess` and `render`
+    run in the worker's main thread; `preprocess` and `collate` may run in other threads at the same
+    time, `preprocess` several at once. The keyword options of the settings go to `__init__`, which
+    must not touch devices.
     """
 
     inputs: Sequence[TensorSpec] = ()
@@ -126,6 +130,27 @@ class Model:
         """
         lists = {name: tensor.tolist() for name, tensor in outputs.items()}
         return next(iter(lists.values())) if len(lists) == 1 else lists
+
+    def render_batch(
+        self, outputs: Features, parameters: Sequence[Mapping[str, object]]
+    ) -> Sequence[object]:
+        """Render a whole batch: by default each instance by `render`, for those that need no more.
+
+        Args:
+            outputs: With the batch dimension first.
+            parameters: Of each instance, in the order of the batch.
+
+        Returns:
+            A JSON value for each instance, or an `InputError` that fails that instance alone.
+        """
+        values: list[object] = []
+        for row, wanted in enumerate(parameters):
+            try:
+                one = {name: tensor[row] for name, tensor in outputs.items()}
+                values.append(self.render(one, wanted))
+            except InputError as error:
+                values.append(error)
+        return values
 
     def warmup(self) -> Sequence[Item]:
         """Sample instances that are computed before the worker counts as ready; by default none."""

@@ -14,7 +14,7 @@ class ModelError(Exception):
 
 
 class SourceError(ModelError):
-    """The source of a model names nothing that can be loaded: no such module, class, file or network."""
+    """The source names nothing that can be loaded: no such module, class, file or network."""
 
 
 class CheckpointError(ModelError):

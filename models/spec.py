@@ -1,4 +1,4 @@
-"""Values that describe tensors and devices, without torch, so that the front end can hold them cheaply."""
+"""Values that describe tensors and devices; without torch, for the front end holds them too."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     """A key of `DTYPE_BYTES`."""
     shape: tuple[int, ...]
-    """With the batch dimension first; -1 where any length will do."""
+    """With the batch dimension first; -1 where any length will do. Empty: any shape will do."""
 
     @property
     def instance_shape(self) -> tuple[int, ...]:
@@ -59,10 +59,10 @@ class TensorHeader(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The devices that one replica runs on, and the share of the host's cores that goes with them."""
+    """The devices that one replica runs on, and the host's cores that go with them."""
 
     devices: tuple[str, ...]
-    """As torch names them, seen from the worker: ("cpu",), ("cuda:0",), or several for a split model."""
+    """As torch names them, seen from the worker: ("cpu",), ("cuda:0",); several if it is split."""
     visible: tuple[str, ...] = ()
     """UUIDs or indices for CUDA_VISIBLE_DEVICES, in the order of `devices`; empty on CPUs."""
     cpus: tuple[int, ...] = ()

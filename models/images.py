@@ -1,0 +1,122 @@
+"""Encoded images to upright RGB pixels, whatever the bytes hold. Runs in worker processes only.
+
+A picture is what its first bytes say, not what a header or a file name claims. Nothing but
+`InputError` leaves this module for a picture that cannot be had.
+"""
+
+from io import BytesIO
+
+import numpy as np
+from PIL import ExifTags, Image
+from PIL.BmpImagePlugin import BmpImageFile
+from PIL.GifImagePlugin import GifImageFile
+from PIL.ImageFile import ImageFile
+from PIL.JpegImagePlugin import JpegImageFile
+from PIL.PngImagePlugin import PngImageFile
+from PIL.TiffImagePlugin import TiffImageFile
+from PIL.WebPImagePlugin import WebPImageFile
+
+from models.errors import InputError
+
+MAX_PIXELS = 50_000_000
+"""Of one picture: 150 MB as RGB, more than any camera's usual frame."""
+
+_OPENERS: dict[bytes, type[ImageFile]] = {
+    b"\xff\xd8\xff": JpegImageFile,
+    b"\x89PNG\r\n\x1a\n": PngImageFile,
+    b"GIF87a": GifImageFile,
+    b"GIF89a": GifImageFile,
+    b"BM": BmpImageFile,
+    b"II*\0": TiffImageFile,
+    b"MM\0*": TiffImageFile,
+    b"II+\0": TiffImageFile,
+    b"MM\0+": TiffImageFile,
+}
+_FORMATS = "JPEG, PNG, WEBP, GIF, BMP and TIFF"
+
+# EXIF 2.3, 4.6.4 A, tag 274: what undoes each orientation.
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+def decode_image(data: bytes | memoryview, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """Decode a picture to RGB, turned upright as its EXIF orientation says.
+
+    Of an animation the first frame is taken. Grayscale, CMYK and palettes become RGB as Pillow's
+    `convert("RGB")` makes them; so does alpha, which is dropped rather than composed over a colour.
+    Gray of 16 bits keeps its high byte, where `convert` would clip nearly all of it to white.
+
+    Args:
+        data: One encoded picture.
+        max_pixels: More than these are refused by the header alone, before anything is decoded.
+
+    Raises:
+        InputError: This is no picture, or a damaged one, or too large a one; says which.
+    """
+    if not len(data):
+        raise InputError("the image is empty: 0 bytes")
+    opener = _opener_of(bytes(data[:16]))
+    if opener is None:
+        raise InputError(f"these {len(data)} bytes are no image: {_FORMATS} are understood")
+    try:
+        # Past `Image.open`, whose size check is global and warns where this one refuses.
+        image = opener(BytesIO(data))
+        check_size(*image.size, max_pixels=max_pixels)
+        image.load()
+        return _to_rgb(_upright(image))
+    except InputError:
+        raise
+    except Exception as error:  # hostile bytes make Pillow raise almost anything
+        reason = str(error) or type(error).__name__
+        raise InputError(f"the {opener.format} image cannot be decoded: {reason}") from error
+
+
+def check_size(width: int, height: int, *, max_pixels: int = MAX_PIXELS) -> None:
+    """Refuse a picture of no pixels, or of too many.
+
+    Raises:
+        InputError: It is so.
+    """
+    if width < 1 or height < 1:
+        raise InputError(f"the image has no pixels: it is {width} x {height}")
+    if width * height > max_pixels:
+        raise InputError(
+            f"the image has {width} x {height} = {width * height:,} pixels; "
+            f"at most {max_pixels:,} are taken"
+        )
+
+
+def _opener_of(head: bytes) -> type[ImageFile] | None:
+    if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
+        return WebPImageFile
+    for magic, opener in _OPENERS.items():
+        if head.startswith(magic):
+            return opener
+    return None
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    try:
+        orientation = image.getexif().get(ExifTags.Base.Orientation)
+    except Exception:  # damaged metadata does not make the picture unreadable
+        return image
+    method = _UPRIGHT.get(orientation) if isinstance(orientation, int) else None
+    return image if method is None else image.transpose(method)
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode == "RGB":
+        return image
+    if image.mode.startswith("I"):
+        high = np.asarray(image) >> 8
+        return Image.fromarray(high.clip(0, 255).astype(np.uint8)).convert("RGB")
+    # It changes no colour here, and makes `convert` warn about palettes.
+    image.info.pop("transparency", None)
+    return image.convert("RGB")

@@ -1,0 +1,283 @@
+"""Image classifiers: the transform before the network, and the labels after it. Worker processes.
+
+Axes: B batch, H height, W width, C = 3 colours, K classes.
+"""
+
+# ruff: noqa: N803, N806 - tensors carry their axes in their names
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from io import BytesIO
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor, nn
+
+from models.base import Features, Item, Model
+from models.errors import InputError, ModelError
+from models.images import check_size, decode_image
+from models.inputs import json_array, json_texts
+from models.spec import Placement, TensorSpec
+
+_DEFAULT_TOP_K = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageTransform:
+    """Resize by the short edge, crop the middle, normalise: what most classifiers are trained for.
+
+    On the same picture it yields the very pixels that torchvision's ImageClassification preset
+    yields from a PIL image.
+    """
+
+    resize: int
+    """The short edge after resizing, in pixels."""
+    crop: int
+    """Both edges after cropping, in pixels."""
+    interpolation: Image.Resampling = Image.Resampling.BILINEAR
+    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
+    """Of red, green and blue between 0 and 1."""
+    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
+
+    def pixels(self, image: Image.Image) -> Tensor:
+        """Resize and crop an RGB image to uint8 [crop, crop, C].
+
+        Raises:
+            InputError: It is so elongated that resizing its short edge makes it too large.
+        """
+        width, height = image.size
+        short, long = sorted(image.size)
+        # torchvision rounds the long edge down.
+        resized_long = int(self.resize * long / short)
+        check_size(self.resize, resized_long)
+        size = (self.resize, resized_long) if width <= height else (resized_long, self.resize)
+        if size != image.size:
+            image = image.resize(size, self.interpolation)
+        left, top = (_margin(edge, self.crop) for edge in size)
+        # Past the edges, where the crop is the larger, `crop` fills with black.
+        cropped = image.crop((left, top, left + self.crop, top + self.crop))
+        return torch.from_numpy(np.array(cropped))
+
+
+class Normalize(nn.Module):
+    """Turns pixels into what a network takes, on the device that it is moved to."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, transform: ImageTransform) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor(transform.mean).view(1, 3, 1, 1))
+        self.register_buffer("std", torch.tensor(transform.std).view(1, 3, 1, 1))
+
+    def forward(self, x_BHWC: Tensor) -> Tensor:
+        """Take uint8 [B, H, W, C] to float32 [B, C, H, W] in the order of torchvision's steps."""
+        x_BCHW = x_BHWC.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
+        return x_BCHW.div_(255).sub_(self.mean).div_(self.std)
+
+
+class Classifier(Model):
+    """An image classifier. Subclass it and write `build_network`.
+
+    It takes an encoded image; the pixels of one (uint8 [H, W, 3], [3, H, W] or gray [H, W], as a
+    tensor, or [H, W, 3] as JSON), which go through the same transform; or a network's own input,
+    transformed and normalised (float [3, crop, crop]).
+
+    The parameter `top_k` says how many labels to answer with, best first.
+    """
+
+    def __init__(self, *, transform: ImageTransform, labels: Sequence[str]) -> None:
+        self.transform = transform
+        self.labels = list(labels)
+        self.inputs = [TensorSpec(name="image", dtype="uint8", shape=(-1, -1, -1, 3))]
+        self.outputs = [
+            TensorSpec(name="probabilities", dtype="float32", shape=(-1, len(self.labels)))
+        ]
+        self._normalize_on_cpu = Normalize(transform)
+
+    def build_network(self) -> nn.Module:
+        """Build the network with its weights, on the CPU: float32 [B, C, H, W] to [B, K] logits.
+
+        Raises:
+            ModelError: It cannot be had.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define build_network()")
+
+    def load(self, placement: Placement) -> None:
+        """Move the network to the first device, and see that its classes are as many as the labels.
+
+        Raises:
+            ModelError: They are not, or the network cannot be had.
+        """
+        self.device = torch.device(placement.devices[0])
+        self.network = self.build_network().eval().requires_grad_(False).to(self.device)
+        self.normalize = Normalize(self.transform).to(self.device)
+        blank = torch.zeros(1, 3, self.transform.crop, self.transform.crop, device=self.device)
+        with torch.inference_mode():
+            shape = tuple(self.network(blank).shape)
+        if shape != (1, len(self.labels)):
+            raise ModelError(
+                f"for one image the network yields {list(shape)}, "
+                f"but there are {len(self.labels)} labels"
+            )
+
+    def preprocess(self, item: Item) -> Features:
+        """Make uint8 [crop, crop, C] of pixels; leave a network's own input, float32 [C, H, W]."""
+        self._top_k(item.parameters)
+        if item.kind == "tensors":
+            return {"image": self._from_tensor(item)}
+        if item.kind == "json":
+            return {"image": self._from_json(item.payload)}
+        return {"image": self.transform_image(decode_image(item.payload))}
+
+    def transform_image(self, image: Image.Image) -> Tensor:
+        """Make uint8 [crop, crop, C] of an RGB image, or the normalised float32 [C, H, W]."""
+        return self.transform.pixels(image)
+
+    def collate(self, instances: Sequence[Features]) -> Features:
+        """Stack pixels as uint8 [B, H, W, C]; with a normalised input among them, normalise all."""
+        images = [each["image"] for each in instances]
+        if all(image.dtype == torch.uint8 for image in images):
+            return {"image": torch.stack(images)}
+        return {
+            "image": torch.stack(
+                [
+                    self._normalize_on_cpu(image[None])[0] if image.dtype == torch.uint8 else image
+                    for image in images
+                ]
+            )
+        }
+
+    def forward(self, batch: Features) -> Features:
+        """Compute logits [B, K]."""
+        x = batch["image"].to(self.device, non_blocking=True)
+        return {"logits": self.network(self.normalize(x) if x.dtype == torch.uint8 else x)}
+
+    def postprocess(self, outputs: Features) -> Features:
+        """Turn logits [B, K] into probabilities."""
+        return {"probabilities": outputs["logits"].float().softmax(-1)}
+
+    def render(self, outputs: Features, parameters: Mapping[str, object]) -> object:
+        """Say the `top_k` best labels, best first, with their index and score."""
+        top_k = self._top_k(parameters)
+        return self._answers(outputs["probabilities"][None], [top_k])[0]
+
+    def render_batch(
+        self, outputs: Features, parameters: Sequence[Mapping[str, object]]
+    ) -> Sequence[object]:
+        """Render a whole batch with one search for the best."""
+        top_ks: list[int] = []
+        errors: dict[int, InputError] = {}
+        for row, each in enumerate(parameters):
+            try:
+                top_ks.append(self._top_k(each))
+            except InputError as error:
+                top_ks.append(1)
+                errors[row] = error
+        answers: list[object] = [*self._answers(outputs["probabilities"], top_ks)]
+        for row, refusal in errors.items():
+            answers[row] = refusal
+        return answers
+
+    def warmup(self) -> Sequence[Item]:
+        """A plain JPEG, of the size that the transform resizes to."""
+        encoded = BytesIO()
+        edge = self.transform.resize
+        Image.new("RGB", (edge + edge // 2, edge + edge // 4), "gray").save(encoded, "JPEG")
+        return [Item(kind="image", payload=memoryview(encoded.getvalue()))]
+
+    def _answers(
+        self, probabilities_BK: Tensor, top_ks: Sequence[int]
+    ) -> list[list[dict[str, object]]]:
+        scores, indices = probabilities_BK.topk(max(top_ks, default=1))
+        labels = self.labels
+        return [
+            [
+                {"label": labels[index], "index": index, "score": score}
+                for index, score in zip(row_indices[:top_k], row_scores, strict=False)
+            ]
+            for row_scores, row_indices, top_k in zip(
+                scores.tolist(), indices.tolist(), top_ks, strict=True
+            )
+        ]
+
+    def _top_k(self, parameters: Mapping[str, object]) -> int:
+        if not parameters:
+            return min(_DEFAULT_TOP_K, len(self.labels))
+        for name in parameters:
+            if name != "top_k":
+                raise InputError(f"parameter {name!r} is unknown: this model knows 'top_k'")
+        top_k = parameters["top_k"]
+        if type(top_k) is not int or not 1 <= top_k <= len(self.labels):
+            raise InputError(
+                f"parameter 'top_k' must be a whole number from 1 to {len(self.labels)}, "
+                f"not {top_k!r}"
+            )
+        return top_k
+
+    def _from_tensor(self, item: Item) -> Tensor:
+        if len(item.headers) != 1 or item.headers[0].name not in ("", "image"):
+            names = ", ".join(repr(header.name) for header in item.headers)
+            raise InputError(f"this model takes one tensor, 'image', not {names or 'none'}")
+        header = item.headers[0]
+        if header.offset + header.num_bytes > len(item.payload):
+            raise InputError("tensor 'image': its bytes end after the payload does")
+        (tensor,) = item.views().values()
+        if tensor.dtype == torch.float32:
+            return self._checked_input(tensor)
+        if tensor.dtype == torch.uint8:
+            if tensor.dim() == 3 and tensor.shape[2] != 3 and tensor.shape[0] == 3:
+                tensor = tensor.permute(1, 2, 0)
+            if tensor.dim() == 2 or (tensor.dim() == 3 and tensor.shape[2] == 3):
+                return self._from_pixels(tensor.numpy())
+        raise InputError(f"{self._takes()}, not {header.dtype} {list(header.shape)}")
+
+    def _from_json(self, payload: memoryview) -> Tensor:
+        text = json_texts(payload, ["image"])["image"]
+        numbers = json_array(text, "float32")
+        if numbers.shape == (3, self.transform.crop, self.transform.crop):
+            return self._checked_input(torch.from_numpy(numbers))
+        if numbers.ndim != 3 or numbers.shape[2] != 3:
+            raise InputError(f"{self._takes()}, not numbers of shape {list(numbers.shape)}")
+        if not ((numbers >= 0) & (numbers <= 255) & (numbers == numbers.round())).all():
+            numbers = json_array(text, "uint8")  # says which of them is no pixel
+        return self._from_pixels(numbers.astype(np.uint8))
+
+    def _from_pixels(self, pixels: NDArray[np.uint8]) -> Tensor:
+        height, width = pixels.shape[:2]
+        check_size(width, height)
+        image = Image.fromarray(np.ascontiguousarray(pixels))
+        return self.transform_image(image.convert("RGB") if image.mode == "L" else image)
+
+    def _checked_input(self, x_CHW: Tensor) -> Tensor:
+        edge = self.transform.crop
+        if tuple(x_CHW.shape) != (3, edge, edge):
+            raise InputError(f"{self._takes()}, not float32 {list(x_CHW.shape)}")
+        if not x_CHW.isfinite().all():
+            raise InputError("the input holds NaN or infinity")
+        return x_CHW
+
+    def _takes(self) -> str:
+        edge = self.transform.crop
+        return (
+            "this model takes an encoded image, its pixels (uint8 [height, width, 3]), "
+            f"or a normalised input (float32 [3, {edge}, {edge}])"
+        )
+
+
+@lru_cache
+def imagenet_labels() -> Sequence[str]:
+    """The names of the 1000 classes of ImageNet-1k (ILSVRC 2012), by index."""
+    return tuple((files("models") / "imagenet.txt").read_text("utf-8").splitlines())
+
+
+def _margin(edge: int, crop: int) -> int:
+    """Where a centred crop begins; before the image, if that is the smaller.
+
+    Halves are rounded as torchvision's center_crop rounds them: to even.
+    """
+    return round((edge - crop) / 2) if edge >= crop else -((crop - edge) // 2)
