@@ -5,6 +5,7 @@ costs log lines (counted), never a wait in the event loop.
 """
 
 import atexit
+import contextlib
 import copy
 import json
 import logging
@@ -192,7 +193,7 @@ class _Writer:
         self.num_dropped = 0
         self._dropping = threading.Lock()
         self._formatter = formatter
-        self._write = _sink(stream)
+        self._sink = _sink(stream)
         self._queue: queue.Queue[LogRecord | str | None] = queue.Queue(MAX_QUEUED)
         # A daemon, since a write to a reader that has stopped may never return.
         self._thread = threading.Thread(target=self._run, name="logs", daemon=True)
@@ -213,8 +214,16 @@ class _Writer:
         try:
             self._queue.put(None, timeout=timeout_s)
         except queue.Full:
-            return
+            self._give_up()
         self._thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _give_up(self) -> None:
+        """Let the thread end, should its write ever return."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._queue.get_nowait()
+                self._drop(1)
+        self._queue.put(None)
 
     def _run(self) -> None:
         num_reported = 0
@@ -225,10 +234,11 @@ class _Writer:
                 text += self._text(_loss(num_dropped - num_reported))
                 num_reported = num_dropped
             try:
-                self._write(text.encode("utf-8", "backslashreplace"))
+                self._sink.write(text.encode("utf-8", "backslashreplace"))
             except (OSError, ValueError):  # the reader is gone, or the stream is closed
-                self._drop(len(entries))
+                self._drop(sum(entry is not None for entry in entries))
             if None in entries:
+                self._sink.close()
                 return
 
     def _drop(self, num_lines: int) -> None:
@@ -254,40 +264,60 @@ class _Writer:
             return f"a log record of {entry.name} cannot be formatted: {escape(repr(error))}\n"
 
 
-def _sink(stream: TextIO) -> Callable[[bytes], None]:
-    """What writes bytes to the stream.
+class _Stream:
+    """Bytes to a stream that is not backed by a file."""
 
-    Where it can, straight to a copy of the descriptor: a thread stuck inside `stream.write` would
-    hold the stream's lock, and the interpreter needs that lock in order to exit.
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, data: bytes) -> None:
+        self._stream.write(data.decode("utf-8"))
+        self._stream.flush()
+
+    def close(self) -> None:
+        """The stream is its owner's to close."""
+
+
+class _Descriptor:
+    """Bytes straight to a copy of a stream's descriptor.
+
+    A thread that is stuck inside `stream.write` holds the stream's lock, and the interpreter needs
+    that lock in order to exit.
     """
-    try:
-        descriptor = os.dup(stream.fileno())
-    except (AttributeError, OSError):  # not backed by a file
 
-        def write_text(data: bytes) -> None:
-            stream.write(data.decode("utf-8"))
-            stream.flush()
+    def __init__(self, stream: TextIO) -> None:
+        stream.flush()
+        self._descriptor = os.dup(stream.fileno())
+        self._writable = select.poll()
+        self._writable.register(self._descriptor, select.POLLOUT)
 
-        return write_text
-    stream.flush()
-    writable = select.poll()
-    writable.register(descriptor, select.POLLOUT)
-
-    def write_bytes(data: bytes) -> None:
+    def write(self, data: bytes) -> None:
         rest = memoryview(data)
         while rest:
             try:
-                rest = rest[os.write(descriptor, rest) :]
+                rest = rest[os.write(self._descriptor, rest) :]
             except BlockingIOError:  # another process made the terminal or pipe non-blocking
-                writable.poll()
+                self._writable.poll()
 
-    return write_bytes
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def _sink(stream: TextIO) -> _Stream | _Descriptor:
+    try:
+        return _Descriptor(stream)
+    except (AttributeError, OSError):
+        return _Stream(stream)
 
 
 def _frozen(record: LogRecord) -> LogRecord:
     """A copy that no longer depends on anything that may change before it is formatted."""
     frozen = copy.copy(record)
-    frozen.msg, frozen.args = record.getMessage(), None
+    try:
+        frozen.msg = record.getMessage()
+    except Exception:  # whatever the arguments' own methods raise; the caller is no wiser for it
+        frozen.msg = f"{record.msg} (which does not fit its arguments: {record.args!r})"
+    frozen.args = None
     if record.exc_info and not record.exc_text:
         frozen.exc_text = Formatter().formatException(record.exc_info)
     frozen.exc_info = None

@@ -1,0 +1,150 @@
+import json
+import os
+import pty
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def command(tmp_path):
+    """Runs the command in an empty directory, as a user would."""
+
+    def run(*args: str, **environ: str) -> subprocess.CompletedProcess[str]:
+        kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+        return subprocess.run(
+            [sys.executable, "-m", "service", *args],
+            cwd=tmp_path,
+            env={**kept, "PYTHONPATH": str(ROOT), **environ},
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+
+    return run
+
+
+def test_config_shows_every_setting_with_its_origin(command):
+    done = command("config", "--port", "9", INFERPOOL_HOST="::1")
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in done.stdout.splitlines()}
+    assert rows["port"] == ["9", "flag --port"]
+    assert rows["host"] == ['"::1"', "environment INFERPOOL_HOST"]
+    assert rows["models.efficientnet_lite0.credit"] == ["2", "default"]
+
+
+def test_config_as_json_and_as_toml(command, tmp_path):
+    (tmp_path / "inferpool.toml").write_text('[models.a]\nsource = "echo"\noptions = {n = 1}\n')
+    table = json.loads(command("config", "--format", "json").stdout)
+    assert table["models.a.options.n"] == {"value": 1, "origin": "file inferpool.toml"}
+    assert tomllib.loads(command("config", "--format", "toml").stdout)["models"]["a"][
+        "options"
+    ] == {"n": 1}
+
+
+def test_config_is_a_table_that_fits_a_terminal(tmp_path):
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "service", "config"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "100"},
+        stdout=follower,
+    )
+    os.close(follower)
+    shown = b""
+    while True:
+        try:
+            chunk = os.read(leader, 65536)
+        except OSError:  # Linux's way to say that the other end is closed
+            break
+        if not chunk:
+            break
+        shown += chunk
+    os.close(leader)
+    assert process.wait(timeout=10) == 0
+    assert b"set by" in shown
+    assert b"\x1b[" in shown
+    assert b"models.efficientnet_lite0.replicas" in shown
+
+
+def test_wrong_settings_are_one_line_each_and_exit_2(command, tmp_path):
+    (tmp_path / "inferpool.toml").write_text("prot = 1\n")
+    for verb in ("config", "serve"):
+        done = command(verb, "--port", "http")
+        assert done.returncode == 2
+        assert done.stdout == ""
+        assert done.stderr == (
+            "inferpool: inferpool.toml: prot: there is no such setting; did you mean port?\n"
+            "inferpool: --port: 'http' is not a whole number from 0 to 65535\n"
+        )
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["sevre"], "inferpool: there is no verb 'sevre'; did you mean serve?"),
+        (
+            ["serve", "--prot", "1"],
+            "inferpool serve: there is no flag --prot; did you mean --port?",
+        ),
+        (["serve", "a", "b"], "inferpool serve: one MODEL at most; what is 'b'?"),
+        (["serve", "--port"], "inferpool serve: argument --port: expected one argument"),
+        (["--port", "1", "serve"], "inferpool: "),
+        (["--nope"], "inferpool: "),
+    ],
+)
+def test_a_wrong_command_line_is_named_with_the_nearest_right_word(command, args, message):
+    done = command(*args)
+    assert done.returncode == 2
+    assert done.stderr.startswith(message)
+    assert "Traceback" not in done.stderr
+
+
+def test_help_has_examples_and_names_every_flag(command):
+    done = command("--help")
+    assert done.returncode == 0
+    assert "inferpool serve torchvision:resnet50" in done.stdout
+    done = command("serve", "--help")
+    for flag in ("--host", "--port", "--replicas", "--devices", "--config", "--weights"):
+        assert flag in done.stdout
+    assert command().returncode == 2
+
+
+def test_version_names_torch_without_importing_it(command):
+    for args in (["version"], ["--version"]):
+        done = command(*args)
+        assert done.returncode == 0
+        assert [line.split()[0] for line in done.stdout.splitlines()] == [
+            "inferpool",
+            "Python",
+            "torch",
+            "torchvision",
+        ]
+
+
+def test_a_reader_that_leaves_early_gets_no_traceback(tmp_path):
+    done = subprocess.run(
+        f"{sys.executable} -m service config | true",
+        shell=True,
+        cwd=tmp_path,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.stderr == ""
+
+
+def test_importing_the_main_module_costs_nothing():
+    code = "import sys; before = set(sys.modules); import service.__main__; " + (
+        "print(sorted(set(sys.modules) - before))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "['service', 'service.__main__']\n"

@@ -1,0 +1,76 @@
+import io
+import json
+import re
+
+import pytest
+
+from service.console import Console
+from service.logs import configure
+
+DEVICES = ["cuda:0 (NVIDIA [H100], 80 GiB)", "16 CPU cores"]
+PLAN = [("resnet/0", "cuda:0"), ("efficientnet_lite0/0", "cpu")]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(stream: io.StringIO, format="auto", is_colored=True) -> str:
+    """What a whole life of a service shows."""
+    logs = configure(format, "info", stream, is_colored=is_colored)
+    console = Console(logs, stream, is_colored=is_colored)
+    console.started({"settings": "inferpool.toml"}, DEVICES, PLAN)
+    console.progress("resnet/0", "loading weights")
+    console.progress("resnet/0", "loading weights")
+    console.ready("resnet/0", 0.42)
+    console.failed("efficientnet_lite0/0", "no such file [bold]\n\x1b[2J")
+    console.serving("http://127.0.0.1:8000", ["resnet", "efficientnet_lite0"])
+    console.stopping("SIGTERM")
+    console.stopped()
+    logs.close()
+    return stream.getvalue()
+
+
+def test_a_terminal_gets_lines_for_people():
+    text = shown(Terminal(), is_colored=False)
+    text = re.sub(r"\x1b\[\d*m", "", text)
+    for line in (
+        "  devices   cuda:0 (NVIDIA [H100], 80 GiB)",
+        "  workers   resnet/0 on cuda:0",
+        "  resnet/0              cuda:0  ready in 0.4 s",
+        r"  efficientnet_lite0/0  cpu     failed: no such file [bold]\n\x1b[2J",
+        "Serving resnet, efficientnet_lite0 at http://127.0.0.1:8000",
+        "  docs     http://127.0.0.1:8000/docs",
+        "  health   http://127.0.0.1:8000/health",
+        "  metrics  http://127.0.0.1:8000/metrics",
+        "Stopping (SIGTERM): finishing what was accepted",
+    ):
+        assert line in text.splitlines()
+    assert text.count("loading weights") == 1
+
+
+def test_the_command_to_try_is_on_one_line_however_narrow_the_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    lines = re.sub(r"\x1b\[[\d;]*m", "", shown(Terminal())).splitlines()
+    (line,) = (line for line in lines if "curl" in line)
+    assert line.endswith("http://127.0.0.1:8000/predict")
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
+def test_elsewhere_the_same_facts_are_log_records(stream):
+    records = [json.loads(line) for line in shown(stream, "json").splitlines()]
+    messages = [record["message"] for record in records]
+    for message in (
+        "starting (settings: inferpool.toml)",
+        "devices: cuda:0 (NVIDIA [H100], 80 GiB); 16 CPU cores",
+        "worker resnet/0 on cuda:0",
+        "resnet/0 on cuda:0: loading weights",
+        "resnet/0 on cuda:0: ready in 0.4 s",
+        "efficientnet_lite0/0 on cpu: failed: no such file [bold]\n\x1b[2J",
+        "serving resnet, efficientnet_lite0 at http://127.0.0.1:8000",
+        "stopping: SIGTERM",
+        "stopped",
+    ):
+        assert message in messages
+    assert {record["level"] for record in records if "failed" in record["message"]} == {"error"}
