@@ -26,8 +26,8 @@ examples:
 """
 _SETTINGS = """\
 MODEL is a source (efficientnet_lite0, echo, torchvision:NAME, package.module:Class, or a .pt2 or
-.pt file) or the name of a model in the settings. Without it, every model of the settings is
-served, or efficientnet_lite0 where there is none.
+TorchScript file) or the name of a model in the settings. Without it, every model of the settings
+is served, or efficientnet_lite0 where there is none.
 
 Settings come from inferpool.toml in this directory (or --config, or INFERPOOL_CONFIG); variables
 such as INFERPOOL_PORT=9000 or INFERPOOL_MODELS__RESNET__REPLICAS=2 go over the file, and flags

@@ -38,10 +38,11 @@ PREFIX = "INFERPOOL_"
 CONFIG_VARIABLE = "INFERPOOL_CONFIG"
 
 _MODEL_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
-_MODEL_FILE_SUFFIXES = (".pt2", ".pt")
+_MODEL_FILE_SUFFIXES = (".pt2", ".pt", ".ts", ".torchscript")
+_WEIGHT_FILE_SUFFIXES = (".pth", ".safetensors")
 _SOURCE_FORMS = (
     f"{' or '.join(BUILT_IN_SOURCES)}, torchvision:NAME, package.module:Class, "
-    f"or a {' or '.join(_MODEL_FILE_SUFFIXES)} file"
+    f"or a {', '.join(_MODEL_FILE_SUFFIXES[:-1])} or {_MODEL_FILE_SUFFIXES[-1]} file"
 )
 _DEVICES = re.compile(r"auto|cpu|cuda(:\d+(,\d+)*)?")
 _MIB = 2**20
@@ -80,7 +81,8 @@ class ModelSettings(_Table):
     """One model: the table `[models.NAME]` of the file."""
 
     source: str
-    """`efficientnet_lite0`, `echo`, `torchvision:NAME`, `package.module:Class`, or a .pt2/.pt file.
+    """`efficientnet_lite0`, `echo`, `torchvision:NAME`, `package.module:Class`, or the path of a
+    .pt2 file (torch.export) or of a .pt, .ts or .torchscript file (TorchScript).
 
     A model whose name is that of a built-in source needs none."""
     weights: str = Field("DEFAULT", min_length=1)
@@ -114,8 +116,7 @@ class ModelSettings(_Table):
     @classmethod
     def _check_source(cls, source: str) -> str:
         if not is_source(source):
-            near = _nearest(source, BUILT_IN_SOURCES)
-            raise ValueError(f"is not a source; {_did_you_mean(near)}a source is {_SOURCE_FORMS}")
+            raise ValueError(f"is not a source; {_source_hint(source, BUILT_IN_SOURCES)}")
         return source
 
     @field_validator("devices")
@@ -403,11 +404,11 @@ class _Draft:
         """Serve this one alone: a model that the settings name, or else a source."""
         if model not in self._models:
             if not is_source(model):
-                near = _nearest(model, [*self._models, *BUILT_IN_SOURCES])
+                hint = _source_hint(model, [*self._models, *BUILT_IN_SOURCES])
                 configured = ", ".join(self._models) or "none"
                 self._problems.append(
                     f"MODEL: {_shown(model)} is neither a model of the settings (these: "
-                    f"{configured}) nor a source; {_did_you_mean(near)}a source is {_SOURCE_FORMS}"
+                    f"{configured}) nor a source; {hint}"
                 )
                 return
             source, model = model, slug(model)
@@ -447,11 +448,8 @@ class _Draft:
             if name in BUILT_IN_SOURCES:
                 self._set(("models", name, "source"), name, "default")
             else:
-                near = _nearest(name, [other for other in self._models if other != name])
-                self._problems.append(
-                    f"{place}: the model {_shown(name)} has no source; {_did_you_mean(near)}"
-                    f"a source is {_SOURCE_FORMS}"
-                )
+                hint = _source_hint(name, [other for other in self._models if other != name])
+                self._problems.append(f"{place}: the model {_shown(name)} has no source; {hint}")
         self._values.setdefault(("default_model",), next(iter(self._models)))
         chosen = self._values["default_model",]
         if isinstance(chosen, str) and chosen not in self._models:
@@ -598,6 +596,12 @@ def _unknown_variable(parts: Sequence[str]) -> str:
 def _or_nearest(name: str, candidates: Sequence[str]) -> str:
     near = _nearest(name, candidates)
     return f"; did you mean {near}?" if near else f"; there are {', '.join(candidates)}"
+
+
+def _source_hint(text: str, candidates: Sequence[str]) -> str:
+    if text.endswith(_WEIGHT_FILE_SUFFIXES):
+        return "this is a file of weights: give the network as source, and it as --weights"
+    return f"{_did_you_mean(_nearest(text, candidates))}a source is {_SOURCE_FORMS}"
 
 
 def _did_you_mean(near: str | None) -> str:

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from models import registry
 from models.spec import Placement
 from service.cli_config import write_toml
 from service.settings import (
+    BUILT_IN_SOURCES,
     FLAGS,
     Loaded,
     ModelSettings,
@@ -303,6 +305,24 @@ def test_an_argument_that_is_neither_model_nor_source_gets_the_nearest(problems)
     assert len(found) == 1
     assert "MODEL: 'efficientnet_lite'" in found[0]
     assert "did you mean efficientnet_lite0?" in found[0]
+
+
+def test_a_file_of_weights_is_not_taken_for_a_model(problems):
+    for found in (
+        problems(flags={"model": "net.pth"}),
+        problems('[models.a]\nsource = "net.safetensors"'),
+    ):
+        assert len(found) == 1
+        assert "give the network as source, and it as --weights" in found[0]
+
+
+def test_the_settings_and_the_registry_agree_on_what_a_source_is():
+    assert BUILT_IN_SOURCES == registry._BUILT_IN
+    for suffix in (".pt2", *registry._SCRIPT_SUFFIXES):
+        assert is_source(f"net{suffix}")
+        assert slug(f"net{suffix}") == "net"
+    for suffix in registry._WEIGHT_SUFFIXES:
+        assert not is_source(f"net{suffix}")
 
 
 def test_every_mistake_is_named_at_once(problems):
