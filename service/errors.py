@@ -1,17 +1,18 @@
 """The error tree of the service. Status codes live in `service.api.errors`, nowhere else.
 
-    ServiceError
-    +-- BadRequestError            the request cannot be read: 400
-    +-- UnknownModelError          no model of that name: 404
-    +-- TooLargeError              a body, or a part of one, over its limit: 413
-    +-- UnsupportedTypeError       a content type that no codec reads, or cannot answer in: 415
-    +-- InvalidInputError          it was read, and does not fit the model: 422
-    +-- OverloadedError            the queue or the arena is full, or the deadline cannot be met: 429
-    +-- ModelFailedError           the model raised on this input: 500
-    +-- WorkerCrashedError         the workers that computed this input died: 500
-    +-- UnavailableError           starting, draining, or no healthy replica: 503
-    +-- DeadlineExceededError      the deadline passed first: 504
-    CancelledByClientError         the client hung up; nobody is left to be told
+ServiceError
++-- BadRequestError            the request cannot be read: 400
++-- UnknownModelError          no model of that name: 404
++-- TooLargeError              a body, or a part of one, over its limit: 413
++-- NotAcceptableError         no answer in any form that `Accept` allows: 406
++-- UnsupportedTypeError       a content type that no codec reads: 415
++-- InvalidInputError          it was read, and does not fit the model: 422
++-- OverloadedError            the queue or the arena is full, or the deadline cannot be met: 429
++-- ModelFailedError           the model raised on this input: 500
++-- WorkerCrashedError         the workers that computed this input died: 500
++-- UnavailableError           starting, draining, or no healthy replica: 503
++-- DeadlineExceededError      the deadline passed first: 504
+CancelledByClientError         the client hung up; nobody is left to be told
 """
 
 
@@ -50,8 +51,14 @@ class TooLargeError(ServiceError):
     code = "too_large"
 
 
+class NotAcceptableError(ServiceError):
+    """There is no answer in any form that `Accept` allows."""
+
+    code = "not_acceptable"
+
+
 class UnsupportedTypeError(ServiceError):
-    """No codec reads this content type, or none can answer as `Accept` demands."""
+    """No codec reads this content type."""
 
     code = "unsupported_type"
 

@@ -1,0 +1,148 @@
+"""Parameters for the model, as JSON: from a body, from a form, or from the query string."""
+
+from collections.abc import Mapping
+from itertools import accumulate
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from service.errors import BadRequestError, InvalidInputError, TooLargeError
+
+MAX_PARAMETER_BYTES = 16 * 1024
+MAX_DEPTH = 100
+"""Of nested JSON: parsers recurse, and Python's default limit is 1,000 frames."""
+
+TENSOR_KEYS = ("dtype", "shape", "name")
+"""Keys of the query that say what a body of raw tensor bytes holds."""
+OUTPUT_KEY = "output"
+"""Key of the query that picks one output of several."""
+_OUR_KEYS = frozenset((*TENSOR_KEYS, OUTPUT_KEY))
+_MAX_QUERY_FIELDS = 64
+
+_DEPTH_STEPS = bytes(1 if code in b"[{" else 255 if code in b"]}" else 0 for code in range(256))
+"""Maps an opening bracket to 1 and a closing one to -1 (as a signed byte)."""
+_NO_BRACKETS = bytes(code for code in range(256) if code not in b'[]{}"')
+
+JsonErrors = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""All that msgspec raises on foreign JSON."""
+
+_raw_members = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_object = msgspec.json.Decoder(dict[str, object])
+
+
+def read_query(query: bytes) -> dict[str, str]:
+    """Parse a query string.
+
+    Raises:
+        BadRequestError: A key is there twice, or there are too many.
+    """
+    try:
+        pairs = parse_qsl(
+            query.decode("latin-1"), keep_blank_values=True, max_num_fields=_MAX_QUERY_FIELDS
+        )
+    except ValueError:
+        raise BadRequestError(f"the query has more than {_MAX_QUERY_FIELDS} fields") from None
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise BadRequestError(f"the query has {twice!r} more than once")
+    return fields
+
+
+def from_query(query: bytes) -> dict[str, bytes]:
+    """The parameters that a query string gives, each as JSON: a literal, or else a string."""
+    if not query:
+        return {}
+    fields = read_query(query)
+    return {key: literal(text) for key, text in fields.items() if key not in _OUR_KEYS}
+
+
+def literal(text: str) -> bytes:
+    """JSON for a value that was given as text: itself where it is JSON, else a string of it."""
+    encoded = text.encode("utf-8", "replace")
+    if len(encoded) <= MAX_PARAMETER_BYTES and not is_too_deep(encoded):
+        try:
+            msgspec.json.decode(encoded)
+        except JsonErrors:
+            pass
+        else:
+            return encoded.strip()
+    return msgspec.json.encode(encoded.decode("utf-8", "replace"))
+
+
+def merge(given: Mapping[str, bytes], text: bytes = b"", place: str = "parameters") -> bytes:
+    """One JSON object of all parameters.
+
+    Args:
+        given: JSON by name, from the query or a form.
+        text: A JSON object whose members come before those, or nothing.
+        place: What messages call the text.
+
+    Raises:
+        BadRequestError: The text is not JSON.
+        InvalidInputError: It is not an object.
+        TooLargeError: There is too much of it.
+    """
+    if not given and not text:
+        return b""
+    if len(text) > MAX_PARAMETER_BYTES:
+        raise _too_large(place)
+    if text:
+        check_object(text, place)
+        if not given or text.strip() == b"null":
+            text = b"" if text.strip() == b"null" else text
+        else:
+            members = {key: bytes(raw) for key, raw in _raw_members.decode(text).items()}
+            given, text = {**given, **members}, b""
+    if not text:
+        if not given:
+            return b""
+        pairs = (msgspec.json.encode(key) + b":" + value for key, value in given.items())
+        text = b"{" + b",".join(pairs) + b"}"
+    if len(text) > MAX_PARAMETER_BYTES:
+        raise _too_large(place)
+    return text
+
+
+def check_object(text: bytes, place: str) -> None:
+    """See that a text is one JSON object, or null, all of it valid.
+
+    Raises:
+        BadRequestError: It is not JSON.
+        InvalidInputError: It is JSON, and something else.
+    """
+    if is_too_deep(text):
+        raise InvalidInputError(f"{place}: nested more than {MAX_DEPTH} deep")
+    try:
+        value = msgspec.json.decode(text)
+    except JsonErrors as error:
+        raise BadRequestError(f"{place}: {json_message(error)}") from None
+    if value is not None and not isinstance(value, dict):
+        raise InvalidInputError(f'{place}: must be an object such as {{"top_k": 3}}')
+
+
+def is_too_deep(text: bytes) -> bool:
+    """Whether JSON is nested deeper than `MAX_DEPTH`: exact, and in C for long texts."""
+    if text.count(b"[") + text.count(b"{") <= MAX_DEPTH:
+        return False
+    if b"\\" in text:
+        text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+    brackets = text.translate(None, _NO_BRACKETS)
+    if b'"' in brackets:
+        brackets = b"".join(brackets.split(b'"')[::2])
+    steps = memoryview(brackets.translate(_DEPTH_STEPS)).cast("b")
+    return max(accumulate(steps), default=0) > MAX_DEPTH
+
+
+def json_message(error: Exception) -> str:
+    """What msgspec has to say, without its notion of types."""
+    if isinstance(error, UnicodeDecodeError):
+        return "not UTF-8"
+    if isinstance(error, RecursionError):
+        return f"nested more than {MAX_DEPTH} deep"
+    return str(error).replace("JSON is malformed: ", "malformed JSON: ")
+
+
+def _too_large(place: str) -> TooLargeError:
+    return TooLargeError(f"{place}: more than {MAX_PARAMETER_BYTES} bytes")

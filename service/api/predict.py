@@ -1,0 +1,475 @@
+"""POST /predict and /predict/{model}: from bytes to instances and back. Runs in the event loop.
+
+The steps are plain functions on a `Call` (`open`, `check`, `submit`, `answer` or `refuse`,
+`close`), so that what speaks to the socket can be an ASGI server, through `__call__`, or a protocol
+class with no ASGI in between.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from typing import Any, Protocol
+
+from models.spec import TensorSpec
+from service.api.answers import AnswerFormat, Outcome, choose_format, encode, encode_json
+from service.api.body import Head, Limits
+from service.api.codecs import decode
+from service.api.errors import (
+    Answer,
+    InternalError,
+    MethodNotAllowedError,
+    SlowBodyError,
+    problem,
+)
+from service.api.hangups import HangupWatch, Receive, Waiting
+from service.api.parameters import OUTPUT_KEY, read_query
+from service.api.trace import new_ids, request_id_of, trace_of, trace_state_of
+from service.errors import (
+    BadRequestError,
+    CancelledByClientError,
+    ServiceError,
+    TooLargeError,
+    UnavailableError,
+    UnknownModelError,
+)
+from service.request import CallOptions, Payload, Result
+
+logger = logging.getLogger(__name__)
+
+Scope = MutableMapping[str, Any]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+PREFIX = "/predict"
+UNKNOWN_MODEL = "unknown"
+"""The label of calls for models that are not there: any other would let clients make up labels."""
+
+DEFAULT_PRIORITY = 5
+_PRIORITIES = {b"%d" % priority: priority for priority in range(1, 10)}
+_SMALL_BODY_BYTES = 64 * 1024
+"""A refused body up to this is read and dropped by the server; beyond, the connection is closed."""
+_GIVEN_UP = "the service gave this input up"
+
+
+class ModelEntry(Protocol):
+    """A model, as calls see it."""
+
+    @property
+    def name(self) -> str:
+        """As it stands in the path."""
+
+    @property
+    def inputs(self) -> Sequence[TensorSpec]:
+        """What it takes; empty where that is not known."""
+
+    def submit(
+        self, payload: Payload, options: CallOptions, request_id: str
+    ) -> "asyncio.Future[Result]":
+        """Admit an instance. Cancelling the future gives the instance up.
+
+        Raises:
+            ServiceError: It is refused.
+        """
+
+
+class Call:
+    """One HTTP call on its way through."""
+
+    __slots__ = (
+        "chosen", "deadline", "entry", "flags", "headers", "is_batch", "is_read", "method",
+        "num_instances", "outcomes", "path", "priority", "query", "request_id", "span_id",
+        "started", "trace_id", "trace_state",
+    )  # fmt: skip
+
+    def __init__(self, method: str, path: str, query: bytes, headers: dict[bytes, bytes]) -> None:
+        self.started = time.monotonic()
+        self.method = method
+        self.path = path
+        self.query = query
+        self.headers = headers
+        """Names in lower case; those that came several times joined by commas."""
+        self.entry: ModelEntry | None = None
+        self.request_id = ""
+        self.trace_id = ""
+        self.span_id = ""
+        self.flags = "00"
+        self.trace_state = b""
+        self.deadline = 0.0
+        self.priority = DEFAULT_PRIORITY
+        self.chosen: AnswerFormat = "json"
+        self.is_read = False
+        """The whole body has arrived."""
+        self.is_batch = False
+        self.num_instances = 0
+        self.outcomes: list[asyncio.Future[Result] | ServiceError] = []
+        """Of each instance: a future, or why it was refused."""
+
+    @property
+    def label(self) -> str:
+        """The model, for metrics."""
+        return UNKNOWN_MODEL if self.entry is None else self.entry.name
+
+
+OnDone = Callable[[str, int, float], None]
+"""Told the model, the status and the seconds of each call."""
+OnAccess = Callable[[Call, int, float], None]
+"""Told each call with its status and seconds, for the access log."""
+
+
+class Predict:
+    """The endpoint, as an ASGI application and as the steps that it is made of."""
+
+    def __init__(
+        self,
+        models: Mapping[str, ModelEntry],
+        *,
+        default: str | None = None,
+        limits: Limits | None = None,
+        on_done: OnDone | None = None,
+        on_access: OnAccess | None = None,
+    ) -> None:
+        """Serve models.
+
+        Args:
+            models: By the name in the path; looked up anew for each call.
+            default: The one that `/predict` without a name means; None where there is none.
+            limits: How much a call may ask for.
+            on_done: For metrics.
+            on_access: For the access log; costs nothing while it is None.
+        """
+        self.models = models
+        self.default = default
+        self.limits = limits or Limits()
+        self._on_done = on_done
+        self._on_access = on_access
+        self._watch = HangupWatch()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one ASGI call."""
+        call = self.open(
+            scope["method"], route_path(scope), scope["query_string"], scope["headers"]
+        )
+        try:
+            self.check(call)
+            chunks = await self._read(call, receive)
+            await self._wait(call, self.submit(call, chunks), receive)
+            status, headers, body = self.answer(call)
+        except CancelledByClientError:
+            self.close(call, 499)
+            return
+        except Exception as error:
+            status, headers, body = self.refuse(call, error)
+        try:
+            await send({"type": "http.response.start", "status": status, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+        except OSError:  # what ASGI 2.4 has `send` raise when the client has gone
+            status = 499
+        self.close(call, status)
+
+    def open(
+        self, method: str, path: str, query: bytes, headers: Sequence[tuple[bytes, bytes]]
+    ) -> Call:
+        """Begin a call. Raises nothing, so that whatever follows has an id to be answered under.
+
+        Args:
+            method: In upper case.
+            path: Decoded, and without what the server is mounted under.
+            query: Without the "?".
+            headers: Names in lower case.
+        """
+        found = dict(headers)
+        if len(found) != len(headers):
+            found = _joined(headers)
+        call = Call(method, path, query, found)
+        name = path[len(PREFIX) + 1 :] or self.default
+        if name is not None:
+            call.entry = self.models.get(name)
+        ids = new_ids()
+        call.span_id = ids[32:]
+        given = found.get(b"traceparent")
+        trace = trace_of(given) if given is not None else None
+        if trace is None:
+            call.trace_id = ids[:32]
+        else:
+            call.trace_id, call.flags = trace
+            call.trace_state = trace_state_of(found)
+        call.request_id = request_id_of(found.get(b"x-request-id")) or ids[:32]
+        return call
+
+    def check(self, call: Call) -> None:
+        """See, before its body is read, whether a call can be answered.
+
+        Raises:
+            MethodNotAllowedError: It is no POST.
+            UnknownModelError: The model is not there.
+            TooLargeError: Its body is going to be too large.
+            BadRequestError: A header is malformed.
+            NotAcceptableError: It accepts no form that there is.
+        """
+        if call.method != "POST":
+            raise MethodNotAllowedError(f"{call.path} takes POST, not {call.method}")
+        if call.entry is None:
+            raise self._unknown(call.path)
+        headers = call.headers
+        length = headers.get(b"content-length")
+        if length is not None:
+            if not length.isdigit():
+                raise BadRequestError("Content-Length: is not a number")
+            if len(length) > 18 or int(length) > self.limits.max_body_bytes:
+                raise self._too_large()
+        timeout = headers.get(b"x-timeout-ms")
+        timeout_s = self.limits.default_timeout_s if timeout is None else self._timeout_s(timeout)
+        call.deadline = call.started + timeout_s
+        priority = headers.get(b"x-priority")
+        if priority is not None:
+            if priority not in _PRIORITIES:
+                raise BadRequestError("X-Priority: must be 1 (first) to 9 (last)")
+            call.priority = _PRIORITIES[priority]
+        call.chosen = choose_format(headers.get(b"accept"))
+
+    def submit(self, call: Call, chunks: Sequence[bytes]) -> "asyncio.Future[Any]":
+        """Submit all instances of a body that has arrived.
+
+        Returns:
+            A future that is done when each instance has its answer; for a single instance it is
+            the instance's, and may raise its `ServiceError`.
+
+        Raises:
+            ServiceError: The body cannot be taken, or its only instance is refused.
+        """
+        call.is_read = True
+        entry = call.entry
+        assert entry is not None
+        headers = call.headers
+        head = Head(headers, call.query, entry.inputs, self.limits)
+        decoded = decode(headers.get(b"content-type", b""), chunks, head)
+        options = CallOptions(
+            deadline=call.deadline,
+            priority=call.priority,
+            wants_tensors=call.chosen != "json",
+            parameters=decoded.parameters,
+        )
+        payloads = decoded.payloads
+        call.is_batch = decoded.is_batch
+        call.num_instances = len(payloads)
+        if len(payloads) > 1:
+            return self._submit_all(call, entry, payloads, options)
+        future = entry.submit(payloads[0], options, call.request_id)
+        call.outcomes.append(future)
+        return future
+
+    def answer(self, call: Call) -> Answer:
+        """Render the answer, once the future of `submit` is done."""
+        outcomes = [self._outcome(call, each) for each in call.outcomes]
+        first = outcomes[0]
+        if len(outcomes) == 1 and call.chosen == "json" and isinstance(first, Result):
+            assert isinstance(first.value, bytes), "tensors came where JSON was asked for"
+            answer = encode_json((first.value,))
+        else:
+            output = read_query(call.query).get(OUTPUT_KEY) if call.query else None
+            answer = encode(
+                call.chosen,
+                outcomes,
+                is_batch=call.is_batch,
+                output=output,
+                request_id=call.request_id,
+                path=call.path,
+            )
+        self._add_headers(call, answer, outcomes)
+        return answer
+
+    def refuse(self, call: Call, error: Exception) -> Answer:
+        """Render the answer to a call that failed as a whole."""
+        if not isinstance(error, ServiceError):
+            logger.error("request %s failed: %r", call.request_id, error, exc_info=error)
+            error = InternalError("this is a mistake of the service; its log has more")
+        answer = problem(error, call.request_id, call.path)
+        _, headers, _ = answer
+        if isinstance(error, MethodNotAllowedError):
+            headers.append((b"allow", b"POST"))
+        if not call.is_read and _is_long(call.headers):
+            headers.append((b"connection", b"close"))
+        self._add_headers(call, answer, ())
+        return answer
+
+    def abandon(self, call: Call) -> None:
+        """Give up all instances of a call that nobody waits for any more."""
+        for outcome in call.outcomes:
+            if not isinstance(outcome, ServiceError) and not outcome.cancel():
+                _ = outcome.cancelled() or outcome.exception()  # else asyncio complains of it
+
+    def close(self, call: Call, status: int) -> None:
+        """Record a call that is over; 499 says that the client did not wait."""
+        duration_s = time.monotonic() - call.started
+        if self._on_done is not None:
+            self._on_done(call.label, status, duration_s)
+        if self._on_access is not None:
+            self._on_access(call, status, duration_s)
+
+    async def _read(self, call: Call, receive: Receive) -> Sequence[bytes]:
+        """Read the body, in pieces as they come."""
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise CancelledByClientError("the client hung up before its body was complete")
+        chunk: bytes = message.get("body", b"")
+        if not message.get("more_body", False) and len(chunk) <= self.limits.max_body_bytes:
+            return (chunk,)
+        # Only who has sent a part of a body is timed: the others hold no memory.
+        left_s = call.deadline - time.monotonic()
+        try:
+            async with asyncio.timeout(left_s):
+                return await self._read_rest(chunk, message, receive)
+        except TimeoutError:
+            raise SlowBodyError("the body was not complete before the deadline") from None
+
+    async def _read_rest(
+        self, chunk: bytes, message: MutableMapping[str, Any], receive: Receive
+    ) -> Sequence[bytes]:
+        chunks = [chunk]
+        num_bytes = len(chunk)
+        while num_bytes <= self.limits.max_body_bytes:
+            if not message.get("more_body", False):
+                return chunks
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise CancelledByClientError("the client hung up before its body was complete")
+            chunk = message.get("body", b"")
+            num_bytes += len(chunk)
+            chunks.append(chunk)
+        raise self._too_large()
+
+    async def _wait(self, call: Call, future: "asyncio.Future[Any]", receive: Receive) -> None:
+        waiting = Waiting(future, receive)
+        self._watch.add(waiting)
+        try:
+            await future
+        except asyncio.CancelledError:
+            self.abandon(call)
+            if waiting.is_gone:
+                raise CancelledByClientError("the client hung up") from None
+            task = asyncio.current_task()
+            if future.cancelled() and task is not None and not task.cancelling():
+                raise UnavailableError(_GIVEN_UP) from None
+            raise
+        finally:
+            self._watch.discard(waiting)
+
+    def _submit_all(
+        self, call: Call, entry: ModelEntry, payloads: Sequence[Payload], options: CallOptions
+    ) -> "asyncio.Future[Any]":
+        """Submit several instances; one that is refused is an error in its place."""
+        outcomes = call.outcomes
+        try:
+            for payload in payloads:
+                try:
+                    outcomes.append(entry.submit(payload, options, call.request_id))
+                except ServiceError as error:
+                    outcomes.append(error)
+        except BaseException:
+            self.abandon(call)
+            raise
+        return _all_done([each for each in outcomes if not isinstance(each, ServiceError)])
+
+    def _outcome(self, call: Call, outcome: "asyncio.Future[Result] | ServiceError") -> Outcome:
+        if isinstance(outcome, ServiceError):
+            return outcome
+        if outcome.cancelled():
+            return UnavailableError(_GIVEN_UP)
+        error = outcome.exception()
+        if error is None:
+            return outcome.result()
+        if isinstance(error, ServiceError):
+            return error
+        logger.error("request %s failed: %r", call.request_id, error, exc_info=error)
+        return InternalError("this is a mistake of the service; its log has more")
+
+    def _add_headers(self, call: Call, answer: Answer, outcomes: Sequence[Outcome]) -> None:
+        """Add what every answer has: ids, and where the time went (of several, the longest)."""
+        _, headers, _ = answer
+        headers.append((b"x-request-id", call.request_id.encode()))
+        trace = f"00-{call.trace_id}-{call.span_id}-{call.flags}"
+        headers.append((b"traceparent", trace.encode()))
+        if call.trace_state:
+            headers.append((b"tracestate", call.trace_state))
+        total_ms = (time.monotonic() - call.started) * 1e3
+        timings = [each.timing for each in outcomes if isinstance(each, Result)]
+        if not timings:
+            value = b"total;dur=%.2f" % total_ms
+        else:
+            timing = timings[0]
+            queue_s, prepare_s, compute_s = timing.queue_s, timing.prepare_s, timing.compute_s
+            for timing in timings[1:]:
+                queue_s = max(queue_s, timing.queue_s)
+                prepare_s = max(prepare_s, timing.prepare_s)
+                compute_s = max(compute_s, timing.compute_s)
+            value = b"queue;dur=%.2f, preprocess;dur=%.2f, inference;dur=%.2f, total;dur=%.2f" % (
+                queue_s * 1e3,
+                prepare_s * 1e3,
+                compute_s * 1e3,
+                total_ms,
+            )
+        headers.append((b"server-timing", value))
+
+    def _timeout_s(self, value: bytes) -> float:
+        max_ms = int(self.limits.max_timeout_s * 1e3)
+        if value.isdigit() and len(value) < 10 and 1 <= int(value) <= max_ms:
+            return int(value) / 1e3
+        raise BadRequestError(f"X-Timeout-Ms: must be a whole number from 1 to {max_ms}")
+
+    def _unknown(self, path: str) -> UnknownModelError:
+        names = ", ".join(self.models) or "none"
+        name = path[len(PREFIX) + 1 :]
+        if not name:
+            return UnknownModelError(f"no model is the default; name one in the path: {names}")
+        return UnknownModelError(f"no model is called {name[:80]!r}; there are: {names}")
+
+    def _too_large(self) -> TooLargeError:
+        return TooLargeError(
+            f"the body has more than {self.limits.max_body_bytes} bytes, which is the limit"
+        )
+
+
+def route_path(scope: Scope) -> str:
+    """The path of an ASGI call without what the server is mounted under."""
+    path: str = scope["path"]
+    root = scope.get("root_path")
+    return path.removeprefix(root) if root else path
+
+
+def is_predict(path: str) -> bool:
+    """Whether a path belongs to this endpoint."""
+    return path.startswith(PREFIX) and (len(path) == len(PREFIX) or path[len(PREFIX)] == "/")
+
+
+def _joined(headers: Sequence[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
+    """Headers by name, those that came several times joined (RFC 9110, 5.2)."""
+    found: dict[bytes, bytes] = {}
+    for name, value in headers:
+        found[name] = found[name] + b", " + value if name in found else value
+    return found
+
+
+def _is_long(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether the rest of a refused body is not worth waiting for."""
+    if b"transfer-encoding" in headers:
+        return True
+    length = headers.get(b"content-length", b"0")
+    return not length.isdigit() or len(length) > 18 or int(length) > _SMALL_BODY_BYTES
+
+
+def _all_done(futures: Sequence["asyncio.Future[Result]"]) -> "asyncio.Future[None]":
+    """A future that is done with the last of several; unlike `asyncio.gather`, it keeps nothing."""
+    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    left = len(futures)
+    if not left:
+        done.set_result(None)
+
+    def count_down(_: object) -> None:
+        nonlocal left
+        left -= 1
+        if not left and not done.done():
+            done.set_result(None)
+
+    for future in futures:
+        future.add_done_callback(count_down)
+    return done
