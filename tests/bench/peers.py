@@ -1,0 +1,220 @@
+"""`peers`: inferpool, LitServe and mosec at the same work, in alternating rounds."""
+
+import argparse
+import random
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TypeVar
+
+from tests.bench import rounds
+from tests.bench.load import Bodies, require_wrk
+from tests.bench.processes import HOST, OUT, BenchError, Contender, inferpool
+from tests.bench.report import console, module_version, save
+from tests.bench.servers.work import Setting
+
+T = TypeVar("T")
+
+OURS = "inferpool"
+HELP = "inferpool, LitServe and mosec side by side"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What every server is asked to do. To add one, add its work to servers/work.py as well."""
+
+    work: str
+    """The name of what a peer does, in servers/work.py."""
+    bodies: Callable[[], Bodies]
+    serve: Sequence[str]
+    """The arguments of `inferpool serve` for the same work."""
+
+
+def _random_bytes(num_bytes: int) -> Bodies:
+    file = OUT / "bodies" / f"{num_bytes}.bin"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(random.Random(0).randbytes(num_bytes))
+    return Bodies(files=[file], content_type="application/octet-stream")
+
+
+WORKLOADS: Mapping[str, Workload] = {
+    "echo-1k": Workload(work="echo", bodies=lambda: _random_bytes(1024), serve=["echo"]),
+    "echo-150k": Workload(work="echo", bodies=lambda: _random_bytes(150_528), serve=["echo"]),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """Another server, in the setting that was its best on two cores for work that costs nothing."""
+
+    module: str
+    """What its environment must have."""
+    arguments: Sequence[str]
+    num_workers: int
+    wait_ms: float
+    max_batch_size: int = 8
+    stop_signal: signal.Signals = signal.SIGTERM
+
+
+_LITSERVE = Peer(
+    module="litserve",
+    arguments=["tests.bench.servers.litserve_server", "{port}"],
+    num_workers=1,
+    wait_ms=2,
+    stop_signal=signal.SIGINT,  # on SIGTERM it stays
+)
+_MOSEC = Peer(
+    module="mosec",
+    arguments=["tests.bench.servers.mosec_server", "--address", HOST, "--port", "{port}",
+               "--log-level", "warning", "--timeout", "30000"],
+    num_workers=2,
+    wait_ms=1,
+)  # fmt: skip
+PEERS: Mapping[str, Peer] = {
+    "litserve": _LITSERVE,
+    "mosec": _MOSEC,
+    # Without batching neither waits for others to join: the best at one connection.
+    "litserve-unbatched": replace(_LITSERVE, max_batch_size=1),
+    "mosec-unbatched": replace(_MOSEC, max_batch_size=1),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--peers",
+        default="",
+        help=f"comma-separated, of {', '.join(PEERS)} (default: litserve and mosec, if installed)",
+    )
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="default: %(default)s")
+    parser.add_argument(
+        "--peer-python",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="the interpreter whose environment has this peer (default: this one)",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="PEER.FIELD=N",
+        help="another setting of a peer: num_workers, wait_ms or max_batch_size",
+    )
+    parser.add_argument(
+        "--serve-args", default="", help='further arguments of inferpool, as "--replicas 1"'
+    )
+
+
+def run(args: argparse.Namespace, plan: rounds.Plan) -> int:
+    """Measure, print and save; returns the exit status."""
+    require_wrk()
+    pythons = dict(_pair(each) for each in args.peer_python)
+    settings = _settings(args.set)
+    peers = _usable_peers([name for name in args.peers.split(",") if name], pythons)
+    matches = [
+        rounds.Match(
+            workload=name,
+            bodies=workload.bodies(),
+            contenders=[
+                inferpool(args.inferpool, *workload.serve, *shlex.split(args.serve_args)),
+                *(_contender(peer, settings[peer], workload, python) for peer, python in peers),
+            ],
+        )
+        for name, workload in _chosen(args.workloads, WORKLOADS, "workload").items()
+    ]
+    results = rounds.run(matches, plan)
+    if results.cells:
+        found = rounds.ratios(results.cells, OURS)
+        rounds.print_cells("Side by side, closed loop", results.cells)
+        rounds.print_ratios(found)
+        content = {
+            "peers": {name: asdict(settings[name]) for name, _ in peers},
+            "plan": asdict(plan),
+            "results": asdict(results),
+            "ratios": [asdict(each) for each in found],
+        }
+        save("peers", args.out, content)
+    return conclude(results)
+
+
+def conclude(results: rounds.Results) -> int:
+    """Say what went wrong; returns the exit status."""
+    for failure in results.failures:
+        console.print(f"Failed: {failure}", markup=False, highlight=False)
+    if not results.is_complete:
+        console.print("Interrupted: the rounds are not complete.")
+        return 130
+    return 1 if results.failures else 0
+
+
+def _usable_peers(wanted: Sequence[str], pythons: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Each peer to run, with its interpreter. One asked for by name must be there.
+
+    Raises:
+        BenchError: A peer is unknown, or not installed.
+    """
+    usable = []
+    for name, peer in _chosen(",".join(wanted) or "litserve,mosec", PEERS, "peer").items():
+        python = pythons.get(name) or pythons.get(peer.module) or sys.executable
+        if version := module_version(python, peer.module):
+            console.print(f"{name}: {peer.module} {version}", highlight=False)
+            usable.append((name, python))
+            continue
+        how = (
+            f"{python} has no {peer.module}: uv sync --group bench, "
+            f"or --peer-python {peer.module}=PATH"
+        )
+        if wanted:
+            raise BenchError(how)
+        console.print(f"Without {name}: {how}", highlight=False)
+    return usable
+
+
+def _contender(name: str, peer: Peer, workload: Workload, python: str) -> Contender:
+    setting = Setting(
+        work=workload.work,
+        num_workers=peer.num_workers,
+        max_batch_size=peer.max_batch_size,
+        wait_ms=peer.wait_ms,
+    )
+    # One thread each, as ours: more of them than cores is slower for everybody.
+    env = {**setting.environment(), "OMP_NUM_THREADS": "1"}
+    return Contender(
+        name=name,
+        argv=[python, "-m", *peer.arguments],
+        env=env,
+        stop_signal=peer.stop_signal,
+    )
+
+
+def _settings(changes: Sequence[str]) -> Mapping[str, Peer]:
+    settings = dict(PEERS)
+    for change in changes:
+        key, value = _pair(change)
+        name, _, field = key.partition(".")
+        peer = settings.get(name)
+        if peer and field == "num_workers":
+            settings[name] = replace(peer, num_workers=int(value))
+        elif peer and field == "max_batch_size":
+            settings[name] = replace(peer, max_batch_size=int(value))
+        elif peer and field == "wait_ms":
+            settings[name] = replace(peer, wait_ms=float(value))
+        else:
+            raise BenchError(f"--set {change}: say PEER.num_workers=2, .wait_ms or .max_batch_size")
+    return settings
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals and value):
+        raise BenchError(f"{text!r}: say NAME=VALUE")
+    return name, value
+
+
+def _chosen(names: str, known: Mapping[str, T], kind: str) -> dict[str, T]:
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    if unknown := [name for name in wanted if name not in known]:
+        raise BenchError(f"there is no {kind} {unknown[0]!r}: there are {', '.join(known)}")
+    return {name: known[name] for name in wanted}
