@@ -26,6 +26,7 @@ from tests.bench.processes import (
     ask,
     inferpool,
     machine_s,
+    signals_held,
 )
 from tests.bench.report import Spread, Steps, paired, save, spread, table
 from workers.devices import find_host, place
@@ -169,16 +170,17 @@ def _plain_processes(
                 "num_threads": placement.num_threads,
                 "files": files,
             }
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tests.bench.plain_loop", json.dumps(told)],
-                cwd=ROOT,
-                env={**os.environ, **env, **_visible(placement)},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
-            )
-            processes.append(process)
+            with signals_held():
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "tests.bench.plain_loop", json.dumps(told)],
+                    cwd=ROOT,
+                    env={**os.environ, **env, **_visible(placement)},
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    start_new_session=True,
+                )
+                processes.append(process)
         yield processes
     finally:
         watchdog.cancel()

@@ -12,7 +12,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -99,7 +100,11 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "Server":
-        self.start()
+        try:
+            self.start()
+        except KeyboardInterrupt:  # it came while signals were held: the process is there
+            self.stop()
+            raise
         return self
 
     def __exit__(
@@ -129,7 +134,7 @@ class Server:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         argv = [part.replace("{port}", str(self.port)) for part in self.contender.argv]
         environment = {**os.environ, **self.contender.env}
-        with self.log.open("wb") as log:
+        with self.log.open("wb") as log, signals_held():
             try:
                 self._process = subprocess.Popen(
                     argv,
@@ -182,15 +187,16 @@ class Server:
         """Ask it to leave, then its remaining processes, then kill what is left."""
         if self._process is None:
             return
-        if self._poll() is None:
-            _signal(self.pid, self.contender.stop_signal)
-            self._wait_gone(grace_s)
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            for pid in self.pids():
-                _signal(pid, number)
-            self._wait_gone(3.0)
-        self._process.wait(5)
-        self._process = None
+        with signals_held():
+            if self._poll() is None:
+                _signal(self.pid, self.contender.stop_signal)
+                self._wait_gone(grace_s)
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                for pid in self.pids():
+                    _signal(pid, number)
+                self._wait_gone(3.0)
+            self._process.wait(5)
+            self._process = None
 
     def pids(self) -> Sequence[int]:
         """The processes of the server that are alive, the one that was started first."""
@@ -227,6 +233,23 @@ class Server:
     def _tail(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()[-12:]
         return "".join(f"\n    {line}" for line in [f"({self.log})", *lines])
+
+
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """Let an interruption wait until the end of the block, so that it loses no process."""
+    held: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        signal.signal(number, lambda number, _frame: held.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if held:
+            signal.raise_signal(held[0])
 
 
 def ask(port: int, probe: Probe, timeout_s: float = 20.0) -> tuple[int, bytes]:
