@@ -179,6 +179,12 @@ def problem(
     )
 
 
+def problem_response(request: Request, error: ServiceError) -> Response:
+    """Render an error for a route of FastAPI's."""
+    request_id = _request_id(request)
+    return _response(problem(error, request_id, request.url.path), request_id)
+
+
 def install_error_handlers(app: FastAPI) -> None:
     """Make every error of the app's other routes a problem document too."""
     app.add_exception_handler(ServiceError, _on_service_error)
@@ -195,11 +201,6 @@ def _render(document: Problem) -> Answer:
     return document.status, headers, body
 
 
-def _respond(request: Request, error: ServiceError) -> Response:
-    request_id = _request_id(request)
-    return _response(problem(error, request_id, request.url.path), request_id)
-
-
 def _response(answer: Answer, request_id: str) -> Response:
     status, headers, body = answer
     response = Response(body, status)
@@ -214,7 +215,7 @@ def _request_id(request: Request) -> str:
 
 async def _on_service_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServiceError)
-    return _respond(request, error)
+    return problem_response(request, error)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -251,9 +252,11 @@ async def _on_validation_error(request: Request, error: Exception) -> Response:
     places = "; ".join(
         f"{'.'.join(str(part) for part in each['loc'])}: {each['msg']}" for each in error.errors()
     )
-    return _respond(request, InvalidInputError(places))
+    return problem_response(request, InvalidInputError(places))
 
 
 async def _on_unexpected(request: Request, error: Exception) -> Response:
     """Answer only: Starlette raises the error again, and the server logs its traceback."""
-    return _respond(request, InternalError("this is a mistake of the service; its log has more"))
+    return problem_response(
+        request, InternalError("this is a mistake of the service; its log has more")
+    )

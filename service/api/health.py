@@ -1,0 +1,106 @@
+"""GET /health, /health/live and /health/ready: for people, orchestrators and balancers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from fastapi import APIRouter, Request, Response
+
+from service.api.errors import problem_response
+from service.errors import UnavailableError
+
+HostStatus = Literal["starting", "ready", "degraded", "unavailable", "draining"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerHealth:
+    """One worker process."""
+
+    name: str
+    state: str
+    """`starting`, `ready`, `backing off`, `failed`: the supervisor's word."""
+    device: str
+    incarnation: int
+    """Counts the lives of the worker, from 1."""
+    pid: int | None
+    num_batches: int
+    last_beat_age_s: float | None
+    """Since its loop last showed that it turns."""
+    rss_bytes: int | None
+    """Memory that it holds, as the operating system counts it."""
+    restarts: int
+    reason: str = ""
+    """What it is doing while it loads, or why it is not there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelHealth:
+    """One model and its workers."""
+
+    name: str
+    ready: bool
+    reason: str = ""
+    """Why it is not ready."""
+    queue_depth: int = 0
+    """Instances that wait for a worker."""
+    workers: Sequence[WorkerHealth] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthReport:
+    """The whole service."""
+
+    status: HostStatus
+    ready: bool
+    """Whether this host should be sent requests."""
+    draining: bool
+    models: Sequence[ModelHealth]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """The answer of a check that is passed."""
+
+    status: str
+
+
+class HealthSource(Protocol):
+    """Who knows."""
+
+    def report(self) -> HealthReport:
+        """The state of things now; called in the event loop, so it must not block."""
+
+
+def health_router(source: HealthSource) -> APIRouter:
+    """The routes, answering from a source."""
+    router = APIRouter(tags=["health"])
+
+    @router.get("/health", summary="Models and workers, one by one")
+    async def health() -> HealthReport:
+        return source.report()
+
+    @router.get("/health/live", summary="200 while the event loop turns")
+    async def live() -> Health:
+        return Health(status="live")
+
+    @router.get(
+        "/health/ready",
+        summary="200 while this host should be sent requests",
+        response_model=Health,
+        responses={503: {"description": "Not now; says which models are not ready, and why."}},
+    )
+    async def ready(request: Request) -> Health | Response:
+        report = source.report()
+        if report.ready:
+            return Health(status=report.status)
+        reasons = [
+            f"{model.name}: {model.reason or 'not ready'}"
+            for model in report.models
+            if not model.ready
+        ]
+        if report.draining:
+            reasons.insert(0, "draining")
+        message = "; ".join(reasons) or report.status
+        return problem_response(request, UnavailableError(message, retry_after_s=1))
+
+    return router

@@ -1,0 +1,102 @@
+"""The FastAPI application: `/predict` goes past it, and the rest is its routes, docs and errors."""
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from fastapi import APIRouter, FastAPI
+from fastapi.openapi.docs import get_swagger_ui_html
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, RedirectResponse
+from starlette.staticfiles import StaticFiles
+from starlette.types import Lifespan, Receive, Scope, Send
+
+from service.api.errors import install_error_handlers
+from service.api.openapi import SCHEMAS, openapi_paths
+from service.api.predict import Predict, is_predict, route_path
+
+_ASSETS_PATH = "/docs/assets"
+_ASSETS_PACKAGE = "fastapi_offline"
+"""Swagger UI comes from this package's files, so that `/docs` asks no other host for anything."""
+
+
+class App(FastAPI):
+    """FastAPI for everything but `/predict`, whose calls it hands on before its own machinery.
+
+    That machinery (middleware stack, router, dependencies) costs several times what an answer of
+    the endpoint costs.
+    """
+
+    def __init__(
+        self,
+        *,
+        version: str,
+        routers: Sequence[APIRouter] = (),
+        lifespan: Lifespan["App"] | None = None,
+    ) -> None:
+        """Make the application; `predict` is set once it exists, before the first call.
+
+        Args:
+            version: Of inferpool, for the documentation.
+            routers: Health, metrics and whatever else has routes.
+            lifespan: Runs around the serving, as FastAPI has it.
+        """
+        super().__init__(
+            title="inferpool",
+            version=version,
+            description="PyTorch models behind HTTP.",
+            docs_url=None,
+            redoc_url=None,
+            lifespan=lifespan,
+        )
+        self.predict: Predict | None = None
+        install_error_handlers(self)
+        for router in routers:
+            self.include_router(router)
+        self._install_docs()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one ASGI call."""
+        if scope["type"] == "http" and self.predict is not None and is_predict(route_path(scope)):
+            await self.predict(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+    def openapi(self) -> dict[str, object]:
+        """The OpenAPI document, `/predict` first. Made anew each time: models come and go."""
+        self.openapi_schema = None
+        schema = super().openapi()
+        if self.predict is not None:
+            paths = openapi_paths(list(self.predict.models), self.predict.default)
+            schema["paths"] = {**paths, **schema["paths"]}
+            components = schema.setdefault("components", {})
+            components["schemas"] = {**components.get("schemas", {}), **SCHEMAS}
+        return schema
+
+    def _install_docs(self) -> None:
+        self.mount(_ASSETS_PATH, StaticFiles(directory=_assets_folder()), name="assets")
+        self.add_route("/docs", self._show_docs, include_in_schema=False)
+        self.add_route("/", _go_to_docs, include_in_schema=False)
+
+    async def _show_docs(self, request: Request) -> HTMLResponse:
+        root = request.scope.get("root_path", "")
+        return get_swagger_ui_html(
+            openapi_url=f"{root}{self.openapi_url}",
+            title=self.title,
+            swagger_js_url=f"{root}{_ASSETS_PATH}/swagger-ui-bundle.js",
+            swagger_css_url=f"{root}{_ASSETS_PATH}/swagger-ui.css",
+            swagger_favicon_url=f"{root}{_ASSETS_PATH}/favicon.png",
+            swagger_ui_parameters={"validatorUrl": None},  # else it sends the document to one
+        )
+
+
+async def _go_to_docs(_: Request) -> RedirectResponse:
+    return RedirectResponse("docs")
+
+
+def _assets_folder() -> Path:
+    """The folder of Swagger UI's files, found without importing the package."""
+    spec = find_spec(_ASSETS_PACKAGE)
+    assert spec is not None, f"{_ASSETS_PACKAGE} is a dependency"
+    assert spec.origin is not None
+    return Path(spec.origin).parent / "static"
