@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
-    from service.settings import Loaded
+    from service.settings_loader import Loaded
 
 USAGE_ERROR = 2
 """The exit status for a wrong command line or wrong settings."""
@@ -120,7 +120,7 @@ def _parser() -> tuple[_Parser, Mapping[str, ArgumentParser]]:
 
 
 def _settings_flags() -> _Parser:
-    """The arguments that `serve` and `config` share: all text, for `service.settings` to check."""
+    """The arguments that `serve` and `config` share: all text, which `settings_loader` checks."""
     parser = _Parser(add_help=False, argument_default=SUPPRESS)
     parser.add_argument("model", nargs="?", metavar="MODEL", help="what to serve; see below")
     parser.add_argument("--config", metavar="PATH", help="a TOML file of settings")
@@ -154,7 +154,7 @@ def _nearest(word: str, candidates: Sequence[str]) -> str:
 
 def _load(args: Namespace) -> "Loaded | None":
     """The settings, or None once stderr has been told what is wrong with them."""
-    from service.settings import SettingsError, load
+    from service.settings_loader import SettingsError, load
 
     flags = {name: value for name, value in vars(args).items() if isinstance(value, str)}
     try:

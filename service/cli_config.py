@@ -6,7 +6,7 @@ from datetime import date, time
 from itertools import groupby
 from typing import TextIO
 
-from service.settings import Key, dotted
+from service.settings_loader import Key, dotted
 
 Row = tuple[Key, object, str]
 """Key, value, origin."""

@@ -1,31 +1,17 @@
-"""Every setting, and the only reader of the environment: file < environment < flags.
+"""Every setting of the service and of its models, checked, and what a worker is told of them.
 
-Runs once, in the front end, before anything else starts.
+Values of the front end; `service.settings_loader` makes them.
 """
 
 import difflib
 import os
 import re
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Literal, Union, get_args, get_origin
+from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Le
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    TypeAdapter,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-)
-from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from models.spec import Placement
 from workers.config import ModelConfig, WorkerConfig
@@ -33,11 +19,6 @@ from workers.config import ModelConfig, WorkerConfig
 DEFAULT_SOURCE = "efficientnet_lite0"
 BUILT_IN_SOURCES = (DEFAULT_SOURCE, "echo")
 """Sources that need neither a file nor a package of the user's."""
-FILE_NAME = "inferpool.toml"
-PREFIX = "INFERPOOL_"
-CONFIG_VARIABLE = "INFERPOOL_CONFIG"
-
-_MODEL_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _MODEL_FILE_SUFFIXES = (".pt2", ".pt", ".ts", ".torchscript")
 _WEIGHT_FILE_SUFFIXES = (".pth", ".safetensors")
 _SOURCE_FORMS = (
@@ -47,24 +28,8 @@ _SOURCE_FORMS = (
 _DEVICES = re.compile(r"auto|cpu|cuda(:\d+(,\d+)*)?")
 _MIB = 2**20
 
-Key = tuple[str, ...]
-"""Where a setting lies: ("port",) or ("models", "resnet", "replicas")."""
-
 PositiveInt = Annotated[int, Field(ge=1)]
 Auto = Literal["auto"]
-
-
-class SettingsError(Exception):
-    """The settings cannot be used.
-
-    Attributes:
-        problems: One line each: the place, what is there, and what would be right.
-    """
-
-    def __init__(self, problems: Sequence[str]) -> None:
-        """Keep the problems apart, so that each can have its line."""
-        super().__init__("\n".join(problems))
-        self.problems = tuple(problems)
 
 
 class _Table(BaseModel):
@@ -116,7 +81,7 @@ class ModelSettings(_Table):
     @classmethod
     def _check_source(cls, source: str) -> str:
         if not is_source(source):
-            raise ValueError(f"is not a source; {_source_hint(source, BUILT_IN_SOURCES)}")
+            raise ValueError(f"is not a source; {source_hint(source, BUILT_IN_SOURCES)}")
         return source
 
     @field_validator("devices")
@@ -223,60 +188,6 @@ class Settings(_Table):
         return max_timeout_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
-    """The settings in force, and who set each."""
-
-    settings: Settings
-    origins: Mapping[str, str]
-    """By dotted key: "default", "file PATH", "environment VAR", "flag --x" or "argument MODEL"."""
-
-    def rows(self) -> list[tuple[Key, object, str]]:
-        """Every setting in force as (key, value, origin), in the order of the file."""
-        return [
-            (key, value, self.origins.get(dotted(key), "default"))
-            for key, value in _leaves(self.settings)
-        ]
-
-
-FLAGS: Mapping[str, str] = {
-    "host": "--host",
-    "port": "--port",
-    "log_format": "--log-format",
-    "log_level": "--log-level",
-    "replicas": "--replicas",
-    "devices": "--devices",
-    "weights": "--weights",
-    "max_batch_size": "--max-batch-size",
-}
-"""The settings that have a flag. Those of a model apply to each model served."""
-
-
-def load(flags: Mapping[str, str], environ: Mapping[str, str], cwd: Path) -> Loaded:
-    """Read the settings: the file, then the environment over it, then the flags over both.
-
-    Args:
-        flags: As typed, by setting (the keys of `FLAGS`); also "config", the path of the file,
-            and "model", a source or the name of a model in the file.
-        environ: The environment. An empty variable counts as not set.
-        cwd: Where `inferpool.toml` is looked for.
-
-    Raises:
-        SettingsError: Something is misspelt, or has a value that cannot be.
-    """
-    file = _find_file(flags, environ, cwd)
-    table = _read_file(file, cwd) if file else {}
-    draft = _Draft()
-    if file:
-        draft.add_table(table, f"file {file}")
-    draft.add_environment(environ)
-    if model := flags.get("model"):
-        draft.choose(model)
-    draft.add_flags(flags)
-    draft.complete()
-    return draft.finish()
-
-
 def version_of(distribution: str = "inferpool") -> str:
     """The version of an installed package; "unknown" where it is not installed as one."""
     try:
@@ -301,375 +212,17 @@ def slug(source: str) -> str:
     return re.sub(r"[^a-z0-9._-]+", "-", last).strip("._-")[:64] or "model"
 
 
-def dotted(key: Key) -> str:
-    """A key as TOML writes it: `models.resnet.replicas`, `models."v1.2".source`."""
-    return ".".join(part if re.fullmatch(r"[A-Za-z0-9_-]+", part) else f'"{part}"' for part in key)
-
-
-class _Draft:
-    """The settings while they are put together, and what is wrong with them so far."""
-
-    def __init__(self) -> None:
-        """Start with nothing said."""
-        self._values: dict[Key, object] = {}
-        self._places: dict[Key, str] = {}
-        self._models: dict[str, str] = {}
-        """Names of the models, with the place that named each first."""
-        self._problems: list[str] = []
-
-    def add_table(self, table: Mapping[str, object], origin: str) -> None:
-        """Take what a file says."""
-        path = origin.removeprefix("file ")
-        for name, value in table.items():
-            if name == "models":
-                self._add_models(value, path, origin)
-            elif name in Settings.model_fields:
-                self._set((name,), value, origin)
-            else:
-                self._problems.append(f"{path}: {_unknown((name,))}")
-
-    def _add_models(self, models: object, path: str, origin: str) -> None:
-        if not isinstance(models, dict):
-            self._problems.append(
-                f"{path}: models: write a table for each, such as [models.resnet]"
-            )
-            return
-        for name, body in models.items():
-            place = f"{path}: {dotted(('models', name))}"
-            if not isinstance(body, dict):
-                hint = "[models.NAME], with its settings under it"
-                self._problems.append(f"{place}: {_shown(body)} is not a table; write {hint}")
-            elif self._name_model(name, place):
-                self._add_model(name, body, path, origin)
-
-    def _add_model(self, name: str, body: Mapping[str, object], path: str, origin: str) -> None:
-        for field, value in body.items():
-            key = ("models", name, field)
-            if field not in ModelSettings.model_fields:
-                self._problems.append(f"{path}: {_unknown(key)}")
-            elif field == "options" and isinstance(value, dict):
-                for option, each in value.items():
-                    self._set((*key, option), each, origin)
-            else:
-                self._set(key, value, origin)
-
-    def add_environment(self, environ: Mapping[str, str]) -> None:
-        """Take the variables that are ours."""
-        if environ.get("NO_COLOR"):
-            self._set(("color",), "never", "environment NO_COLOR")
-        if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-            self._set(("cuda_visible_devices",), visible, "environment CUDA_VISIBLE_DEVICES")
-        for variable, text in environ.items():
-            if variable.startswith(PREFIX) and text and not _is_foreign(variable, text):
-                self._add_variable(variable, text)
-
-    def _add_variable(self, variable: str, text: str) -> None:
-        origin = f"environment {variable}"
-        parts = variable.removeprefix(PREFIX).lower().split("__")
-        if len(parts) == 1 and parts[0] in Settings.model_fields and parts[0] != "models":
-            self._set((parts[0],), _from_text(Settings.model_fields[parts[0]], text), origin)
-            return
-        if parts[0] != "models" or len(parts) < 3:
-            self._problems.append(f"{variable}: {_unknown_variable(parts)}")
-            return
-        name, field = self._model_called(parts[1]), parts[2]
-        if len(parts) == 4 and field == "options" and parts[3]:
-            if self._name_model(name, variable):
-                key = ("models", name, field, self._option_called(name, parts[3]))
-                self._set(key, _toml_value(text), origin)
-        elif field == "options":
-            example = "__".join([PREFIX + "MODELS", parts[1].upper(), "OPTIONS__KEY"])
-            self._problems.append(f"{variable}: give each option by its own variable, {example}")
-        elif len(parts) == 3 and field in ModelSettings.model_fields:
-            if self._name_model(name, variable):
-                value = _from_text(ModelSettings.model_fields[field], text)
-                self._set(("models", name, field), value, origin)
-        else:
-            self._problems.append(f"{variable}: {_unknown_variable(parts)}")
-
-    def _model_called(self, spelling: str) -> str:
-        """The model that a variable means: names may hold `-` and `.`, variables only `_`."""
-        for name in self._models:
-            if re.sub(r"[.-]", "_", name) == spelling:
-                return name
-        return spelling
-
-    def _option_called(self, model: str, spelling: str) -> str:
-        for key in self._values:
-            if key[:3] == ("models", model, "options") and key[-1].lower() == spelling:
-                return key[-1]
-        return spelling
-
-    def choose(self, model: str) -> None:
-        """Serve this one alone: a model that the settings name, or else a source."""
-        if model not in self._models:
-            if not is_source(model):
-                hint = _source_hint(model, [*self._models, *BUILT_IN_SOURCES])
-                configured = ", ".join(self._models) or "none"
-                self._problems.append(
-                    f"MODEL: {_shown(model)} is neither a model of the settings (these: "
-                    f"{configured}) nor a source; {hint}"
-                )
-                return
-            source, model = model, slug(model)
-            self._models.setdefault(model, "MODEL")
-            self._set(("models", model, "source"), source, "argument MODEL")
-        self._models = {model: self._models[model]}
-        for key in [key for key in self._values if key[0] == "models" and key[1] != model]:
-            del self._values[key], self._places[key]
-        if self._values.get(("default_model",), model) != model:
-            self._set(("default_model",), model, "argument MODEL")
-
-    def add_flags(self, flags: Mapping[str, str]) -> None:
-        """Take the flags; one that belongs to models goes to each of them."""
-        if not self._models:
-            self._models[slug(DEFAULT_SOURCE)] = "default"
-            self._set(("models", slug(DEFAULT_SOURCE), "source"), DEFAULT_SOURCE, "default")
-        for field, flag in FLAGS.items():
-            if field not in flags:
-                continue
-            origin, text = f"flag {flag}", flags[field]
-            if field in Settings.model_fields:
-                self._set((field,), _from_text(Settings.model_fields[field], text), origin)
-            elif field == "weights" and len(self._models) > 1:
-                self._problems.append(
-                    f"{flag}: say whose weights: inferpool serve MODEL {flag} ..."
-                )
-            else:
-                value = _from_text(ModelSettings.model_fields[field], text)
-                for name in self._models:
-                    self._set(("models", name, field), value, origin)
-
-    def complete(self) -> None:
-        """Fill in what follows from the rest."""
-        for name, place in self._models.items():
-            if ("models", name, "source") in self._values:
-                continue
-            if name in BUILT_IN_SOURCES:
-                self._set(("models", name, "source"), name, "default")
-            else:
-                hint = _source_hint(name, [other for other in self._models if other != name])
-                self._problems.append(f"{place}: the model {_shown(name)} has no source; {hint}")
-        self._values.setdefault(("default_model",), next(iter(self._models)))
-        chosen = self._values["default_model",]
-        if isinstance(chosen, str) and chosen not in self._models:
-            near = _nearest(chosen, list(self._models))
-            self._problems.append(
-                f"{self._place(('default_model',))}: {_shown(chosen)} is not one of the models; "
-                f"{_did_you_mean(near)}there are {', '.join(self._models)}"
-            )
-
-    def finish(self) -> Loaded:
-        """Check the values, and freeze them."""
-        tree: dict[str, object] = {"models": {name: {} for name in self._models}}
-        for key, value in self._values.items():
-            _plant(tree, key, value)
-        settings: Settings | None = None
-        try:
-            settings = Settings.model_validate(tree)
-        except ValidationError as error:
-            self._problems.extend(self._explained(error.errors(include_url=False)))
-        if settings is None or self._problems:
-            raise SettingsError(self._problems)
-        return Loaded(settings=settings, origins={dotted(k): v for k, v in self._places.items()})
-
-    def _explained(self, errors: Sequence[ErrorDetails]) -> Iterator[str]:
-        seen = set()
-        for error in errors:
-            key = tuple(str(part) for part in error["loc"])
-            key = key[:3] if key[0] == "models" else key[:1]
-            # A union reports each of its branches, and the default of one field may need another.
-            if key in seen or error["type"] in ("missing", "default_factory_not_called"):
-                continue
-            seen.add(key)
-            raw = error.get("ctx", {}).get("error")
-            right = str(raw) if raw else f"is not {_expected(_field(key))}"
-            value = self._values.get(key, error["input"])
-            yield f"{self._place(key)}: {_shown(value)} {right}"
-
-    def _place(self, key: Key) -> str:
-        """Where a value was given, as the one who gave it would look for it."""
-        kind, _, where = self._places.get(key, "default").partition(" ")
-        if kind == "file":
-            return f"{where}: {dotted(key)}"
-        return where or dotted(key)
-
-    def _name_model(self, name: str, place: str) -> bool:
-        if not _MODEL_NAME.fullmatch(name):
-            rule = "up to 64 of a-z, 0-9, '.', '_' and '-', the first a letter or digit"
-            self._problems.append(f"{place}: {_shown(name)} is not a model's name: {rule}")
-            return False
-        self._models.setdefault(name, place)
-        return True
-
-    def _set(self, key: Key, value: object, origin: str) -> None:
-        self._values[key] = value
-        self._places[key] = origin
-
-
-def _find_file(flags: Mapping[str, str], environ: Mapping[str, str], cwd: Path) -> Path | None:
-    for origin, named in (
-        ("--config", flags.get("config")),
-        (CONFIG_VARIABLE, environ.get(CONFIG_VARIABLE)),
-    ):
-        if named:
-            if not (cwd / named).is_file():
-                raise SettingsError([f"{origin}: there is no file {named}"])
-            return Path(named)
-    return Path(FILE_NAME) if (cwd / FILE_NAME).is_file() else None
-
-
-def _read_file(file: Path, cwd: Path) -> dict[str, object]:
-    try:
-        return tomllib.loads((cwd / file).read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        message = str(error)
-        where = re.search(r" \(at (line \d+, column \d+|end of document)\)$", message)
-        place = f"{file}, {where[1]}" if where else str(file)
-        raise SettingsError(
-            [f"{place}: {message[: where.start()] if where else message}"]
-        ) from None
-    except UnicodeDecodeError as error:
-        raise SettingsError([f"{file}: byte {error.start} is not UTF-8, as TOML must be"]) from None
-    except OSError as error:
-        raise SettingsError([f"{file}: it cannot be read: {error.strerror}"]) from None
-
-
-def _is_foreign(variable: str, text: str) -> bool:
-    """Whether a variable with our prefix is none of our settings.
-
-    Kubernetes gives each container variables for the services around it; for one that is called
-    "inferpool" they are INFERPOOL_SERVICE_HOST, INFERPOOL_PORT=tcp://10.0.0.1:80 and the like
-    (https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables).
-    """
-    if variable == CONFIG_VARIABLE:
-        return True
-    ports = r"PORT_\d+_(TCP|UDP|SCTP)(_PROTO|_PORT|_ADDR)?"
-    if re.fullmatch(rf"{PREFIX}(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|{ports})", variable):
-        return True
-    return variable.endswith("PORT") and re.match(r"(tcp|udp|sctp)://", text) is not None
-
-
-def _from_text(field: FieldInfo, text: str) -> object:
-    """The text as the field's type, or as it is where it cannot be: checking comes later."""
-    assert field.annotation is not None
-    adapter: TypeAdapter[object] = TypeAdapter(field.annotation)
-    try:
-        return adapter.validate_strings(text)
-    except ValidationError:
-        return text
-
-
-def _toml_value(text: str) -> object:
-    """The text as a TOML value (3, 0.5, true, [1, 2]), or else as a string."""
-    try:
-        table = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
-        return text
-    return table["value"] if len(table) == 1 else text
-
-
-def _unknown(key: Key) -> str:
-    """What to say of a key in the file that is no setting."""
-    name = key[-1]
-    here, there, where = Settings.model_fields, ModelSettings.model_fields, "a model: [models.NAME]"
-    if len(key) > 1:
-        here, there, where = there, here, "the top of the file"
-    if name in there:
-        return f"{dotted(key)}: this setting belongs to {where}"
-    return f"{dotted(key)}: there is no such setting{_or_nearest(name, list(here))}"
-
-
-def _unknown_variable(parts: Sequence[str]) -> str:
-    """What to say of a variable, split at the double underscores, that is no setting."""
-    if parts[0] == "models" and len(parts) == 3:
-        stem = f"{PREFIX}MODELS__{parts[1].upper()}__"
-        names = [stem + field.upper() for field in ModelSettings.model_fields]
-    else:
-        names = [PREFIX + field.upper() for field in Settings.model_fields if field != "models"]
-        if parts[0].startswith("model"):
-            example = f"{PREFIX}MODELS__RESNET__REPLICAS"
-            return f"there is no such setting; those of a model are written like {example}"
-    return f"there is no such setting{_or_nearest(PREFIX + '__'.join(parts).upper(), names)}"
-
-
-def _or_nearest(name: str, candidates: Sequence[str]) -> str:
-    near = _nearest(name, candidates)
-    return f"; did you mean {near}?" if near else f"; there are {', '.join(candidates)}"
-
-
-def _source_hint(text: str, candidates: Sequence[str]) -> str:
+def source_hint(text: str, candidates: Sequence[str]) -> str:
+    """What to say of a text that was meant as a source; of the candidates, the nearest is named."""
     if text.endswith(_WEIGHT_FILE_SUFFIXES):
         return "this is a file of weights: give the network as source, and it as --weights"
-    return f"{_did_you_mean(_nearest(text, candidates))}a source is {_SOURCE_FORMS}"
+    return f"{did_you_mean(text, candidates)}a source is {_SOURCE_FORMS}"
 
 
-def _did_you_mean(near: str | None) -> str:
+def did_you_mean(text: str, candidates: Sequence[str]) -> str:
+    """A question that names the nearest candidate, and a space; empty where none is near."""
+    near = next(iter(difflib.get_close_matches(text, candidates, n=1)), None)
     return f"did you mean {near}? " if near else ""
-
-
-def _nearest(name: str, candidates: Sequence[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(name, candidates, n=1)), None)
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _field(key: Key) -> FieldInfo:
-    fields = ModelSettings.model_fields if key[0] == "models" else Settings.model_fields
-    return fields[key[-1]]
-
-
-def _expected(field: FieldInfo) -> str:
-    """What would be right for a field, for people."""
-    return _expected_of(field.annotation, field.metadata)
-
-
-def _expected_of(annotation: object, metadata: Sequence[object]) -> str:
-    origin, args = get_origin(annotation), get_args(annotation)
-    if origin in (Union, UnionType):
-        return " or ".join(_expected_of(arg, metadata) for arg in args if arg is not type(None))
-    if origin is Annotated:
-        return _expected_of(args[0], [each for info in args[1:] for each in info.metadata])
-    if origin is Literal:
-        return " or ".join(f'"{choice}"' for choice in args)
-    if annotation is str:
-        return "a text in quotes that is not empty"
-    if annotation not in (int, float):
-        return "a table"
-    noun = "a whole number" if annotation is int else "a number"
-    low = next((each.ge for each in metadata if isinstance(each, Ge)), None)
-    high = next((each.le for each in metadata if isinstance(each, Le)), None)
-    if any(isinstance(each, Gt) for each in metadata):
-        return f"{noun} above 0"
-    if low is not None and high is not None:
-        return f"{noun} from {low} to {high}"
-    return noun if low is None else f"{noun} of at least {low}"
-
-
-def _plant(tree: dict[str, object], key: Key, value: object) -> None:
-    """Put a value at its place in nested tables."""
-    *way, last = key
-    for part in way:
-        below = tree.setdefault(part, {})
-        if not isinstance(below, dict):
-            return  # `options = 3` in the file, an option in the environment: the 3 is reported
-        tree = below
-    tree[last] = value
-
-
-def _leaves(settings: Settings) -> Iterator[tuple[Key, object]]:
-    for name in Settings.model_fields:
-        if name != "models":
-            yield (name,), getattr(settings, name)
-    for name, model in settings.models.items():
-        for field in ModelSettings.model_fields:
-            if field != "options":
-                yield ("models", name, field), getattr(model, field)
-        for option, value in model.options.items():
-            yield ("models", name, "options", option), value
 
 
 def _auto_arena_bytes(max_body_bytes: int) -> int:

@@ -1,0 +1,346 @@
+import tomllib
+
+import pytest
+
+from service.cli_config import write_toml
+from service.settings import ModelSettings, Settings
+from service.settings_loader import FLAGS, Loaded, SettingsError, load
+
+
+@pytest.fixture
+def problems(tmp_path):
+    """What `load` says is wrong."""
+
+    def find(toml: str = "", flags=None, environ=None) -> list[str]:
+        if toml:
+            (tmp_path / "inferpool.toml").write_text(toml)
+        with pytest.raises(SettingsError) as caught:
+            load(flags or {}, environ or {}, tmp_path)
+        return list(caught.value.problems)
+
+    return find
+
+
+def origin_of(loaded: Loaded, key: str) -> str:
+    return loaded.origins.get(key, "default")
+
+
+def test_without_any_settings_the_packaged_model_is_served(tmp_path):
+    settings = load({}, {}, tmp_path).settings
+    assert list(settings.models) == ["efficientnet_lite0"]
+    assert settings.models["efficientnet_lite0"].source == "efficientnet_lite0"
+    assert settings.default_model == "efficientnet_lite0"
+    assert (settings.host, settings.port) == ("127.0.0.1", 8000)
+
+
+def test_flags_go_over_the_environment_and_that_over_the_file(tmp_path):
+    (tmp_path / "inferpool.toml").write_text(
+        'host = "::"\nport = 1\nlog_level = "error"\n[models.a]\nsource = "echo"\nreplicas = 2\n'
+    )
+    environ = {"INFERPOOL_PORT": "2", "INFERPOOL_LOG_LEVEL": "debug"}
+    loaded = load({"port": "3"}, environ, tmp_path)
+    assert loaded.settings.host == "::"
+    assert loaded.settings.log_level == "debug"
+    assert loaded.settings.port == 3
+    assert loaded.settings.models["a"].replicas == 2
+    assert origin_of(loaded, "host") == "file inferpool.toml"
+    assert origin_of(loaded, "log_level") == "environment INFERPOOL_LOG_LEVEL"
+    assert origin_of(loaded, "port") == "flag --port"
+    assert origin_of(loaded, "models.a.replicas") == "file inferpool.toml"
+    assert origin_of(loaded, "models.a.credit") == "default"
+
+
+def test_the_file_named_by_a_flag_goes_before_the_variables_and_the_directorys(tmp_path):
+    for name, port in (("inferpool.toml", 1), ("b.toml", 2), ("c.toml", 3)):
+        (tmp_path / name).write_text(f"port = {port}\n")
+    environ = {"INFERPOOL_CONFIG": "b.toml"}
+    assert load({}, {}, tmp_path).settings.port == 1
+    assert load({}, environ, tmp_path).settings.port == 2
+    assert load({"config": str(tmp_path / "c.toml")}, environ, tmp_path).settings.port == 3
+
+
+def test_a_file_that_is_named_must_be_there(problems):
+    assert problems(flags={"config": "x.toml"}) == ["--config: there is no file x.toml"]
+    assert problems(environ={"INFERPOOL_CONFIG": "y.toml"}) == [
+        "INFERPOOL_CONFIG: there is no file y.toml"
+    ]
+
+
+def test_variables_reach_models_and_their_options(tmp_path):
+    environ = {
+        "INFERPOOL_MODELS__RESNET__SOURCE": "torchvision:resnet18",
+        "INFERPOOL_MODELS__RESNET__REPLICAS": "2",
+        "INFERPOOL_MODELS__RESNET__BATCH_WAIT_MS": "1.5",
+        "INFERPOOL_MODELS__RESNET__OPTIONS__WIDTH": "3",
+        "INFERPOOL_MODELS__RESNET__OPTIONS__LABEL": "cat or dog",
+        "INFERPOOL_MODELS__RESNET__OPTIONS__SIZES": "[1, 2]",
+    }
+    model = load({}, environ, tmp_path).settings.models["resnet"]
+    assert (model.source, model.replicas) == ("torchvision:resnet18", 2)
+    assert model.batch_wait_ms == 1.5
+    assert model.options == {"width": 3, "label": "cat or dog", "sizes": [1, 2]}
+
+
+def test_a_variable_finds_the_model_whose_name_no_variable_can_spell(tmp_path):
+    (tmp_path / "inferpool.toml").write_text(
+        '[models."my-net.v2"]\nsource = "a:B"\noptions = {numClasses = 3}\n'
+    )
+    environ = {
+        "INFERPOOL_MODELS__MY_NET_V2__CREDIT": "4",
+        "INFERPOOL_MODELS__MY_NET_V2__OPTIONS__NUMCLASSES": "5",
+    }
+    settings = load({}, environ, tmp_path).settings
+    assert list(settings.models) == ["my-net.v2"]
+    assert settings.models["my-net.v2"].credit == 4
+    assert settings.models["my-net.v2"].options == {"numClasses": 5}
+
+
+def test_an_empty_variable_counts_as_not_set(tmp_path):
+    assert load({}, {"INFERPOOL_PORT": "", "INFERPOOL_CONFIG": ""}, tmp_path).settings.port == 8000
+
+
+def test_the_variables_of_kubernetes_for_a_service_called_inferpool_are_not_ours(tmp_path):
+    environ = {
+        "INFERPOOL_SERVICE_HOST": "10.0.0.1",
+        "INFERPOOL_SERVICE_PORT": "80",
+        "INFERPOOL_SERVICE_PORT_HTTP": "80",
+        "INFERPOOL_PORT": "tcp://10.0.0.1:80",
+        "INFERPOOL_PORT_80_TCP": "tcp://10.0.0.1:80",
+        "INFERPOOL_PORT_80_TCP_PROTO": "tcp",
+        "INFERPOOL_PORT_80_TCP_PORT": "80",
+        "INFERPOOL_PORT_80_TCP_ADDR": "10.0.0.1",
+        "INFERPOOL_GPU_SERVICE_HOST": "10.0.0.2",
+        "INFERPOOL_GPU_PORT": "tcp://10.0.0.2:80",
+    }
+    assert load({}, environ, tmp_path).settings.port == 8000
+
+
+def test_variables_of_others_that_everyone_honours(tmp_path):
+    loaded = load({}, {"NO_COLOR": "1", "CUDA_VISIBLE_DEVICES": ""}, tmp_path)
+    assert loaded.settings.color == "never"
+    assert loaded.settings.cuda_visible_devices == ""
+    assert origin_of(loaded, "color") == "environment NO_COLOR"
+    assert load({}, {}, tmp_path).settings.cuda_visible_devices is None
+
+
+def test_a_source_as_argument_becomes_the_only_model(tmp_path):
+    (tmp_path / "inferpool.toml").write_text(
+        'default_model = "a"\n[models.a]\nsource = "echo"\n[models.b]\nsource = "echo"\n'
+    )
+    loaded = load({"model": "torchvision:resnet18", "replicas": "2"}, {}, tmp_path)
+    assert list(loaded.settings.models) == ["resnet18"]
+    assert loaded.settings.models["resnet18"].source == "torchvision:resnet18"
+    assert loaded.settings.models["resnet18"].replicas == 2
+    assert loaded.settings.default_model == "resnet18"
+    assert origin_of(loaded, "models.resnet18.source") == "argument MODEL"
+    assert not [key for key in loaded.origins if key.startswith("models.a")]
+
+
+def test_a_name_as_argument_serves_that_model_of_the_file_alone(tmp_path):
+    (tmp_path / "inferpool.toml").write_text(
+        '[models.a]\nsource = "echo"\n[models.b]\nsource = "echo"\ncredit = 3\n'
+    )
+    settings = load({"model": "b"}, {}, tmp_path).settings
+    assert list(settings.models) == ["b"]
+    assert settings.models["b"].credit == 3
+    assert settings.default_model == "b"
+
+
+def test_flags_for_models_apply_to_each(tmp_path):
+    (tmp_path / "inferpool.toml").write_text(
+        '[models.a]\nsource = "echo"\n[models.b]\nsource = "echo"\n'
+    )
+    flags = {"replicas": "auto", "devices": "cuda:0,1", "max_batch_size": "4"}
+    settings = load(flags, {}, tmp_path).settings
+    assert {model.devices for model in settings.models.values()} == {"cuda:0,1"}
+    assert {model.max_batch_size for model in settings.models.values()} == {4}
+
+
+def test_weights_as_a_flag_want_one_model(problems):
+    two = '[models.a]\nsource = "echo"\n[models.b]\nsource = "echo"\n'
+    assert problems(two, {"weights": "none"}) == [
+        "--weights: say whose weights: inferpool serve MODEL --weights ..."
+    ]
+
+
+def test_a_model_named_like_a_built_in_source_needs_no_source(tmp_path):
+    environ = {"INFERPOOL_MODELS__EFFICIENTNET_LITE0__REPLICAS": "2"}
+    loaded = load({}, environ, tmp_path)
+    assert loaded.settings.models["efficientnet_lite0"].replicas == 2
+
+
+@pytest.mark.parametrize(
+    ("toml", "problem"),
+    [
+        ("prot = 1", "inferpool.toml: prot: there is no such setting; did you mean port?"),
+        (
+            '[models.a]\nsource = "echo"\nreplcas = 1',
+            "inferpool.toml: models.a.replcas: there is no such setting; did you mean replicas?",
+        ),
+        (
+            "replicas = 2",
+            "inferpool.toml: replicas: this setting belongs to a model: [models.NAME]",
+        ),
+        (
+            "[models.echo]\nport = 1",
+            "inferpool.toml: models.echo.port: this setting belongs to the top of the file",
+        ),
+        (
+            'port = "80"',
+            "inferpool.toml: port: '80' is not a whole number from 0 to 65535",
+        ),
+        ("port = true", "inferpool.toml: port: True is not a whole number from 0 to 65535"),
+        ("port = 65536", "inferpool.toml: port: 65536 is not a whole number from 0 to 65535"),
+        ("[port]", "inferpool.toml: port: {} is not a whole number from 0 to 65535"),
+        (
+            "default_timeout_s = nan",
+            "inferpool.toml: default_timeout_s: nan is not a number above 0",
+        ),
+        (
+            'log_format = "xml"',
+            'inferpool.toml: log_format: \'xml\' is not "auto" or "human" or "json"',
+        ),
+        (
+            "[models.echo]\nreplicas = 0",
+            'inferpool.toml: models.echo.replicas: 0 is not "auto" or a whole number of at least 1',
+        ),
+        (
+            '[models.echo]\nprepare_threads = "many"',
+            "inferpool.toml: models.echo.prepare_threads: 'many' is not "
+            '"auto" or a whole number of at least 1',
+        ),
+        ("[models.echo]\noptions = 3", "inferpool.toml: models.echo.options: 3 is not a table"),
+        (
+            '[models.echo]\ndevices = "gpu"',
+            'inferpool.toml: models.echo.devices: \'gpu\' is not "auto", "cpu", "cuda", or '
+            '"cuda:" and indices such as "cuda:0,1"',
+        ),
+        (
+            'models = ["echo"]',
+            "inferpool.toml: models: write a table for each, such as [models.resnet]",
+        ),
+        (
+            '[models]\nresnet = "torchvision:resnet18"',
+            "inferpool.toml: models.resnet: 'torchvision:resnet18' is not a table; write "
+            "[models.NAME], with its settings under it",
+        ),
+        (
+            '[models.ResNet]\nsource = "echo"',
+            "inferpool.toml: models.ResNet: 'ResNet' is not a model's name: up to 64 of a-z, 0-9, "
+            "'.', '_' and '-', the first a letter or digit",
+        ),
+        (
+            'default_model = "ech"\n[models.echo]',
+            "inferpool.toml: default_model: 'ech' is not one of the models; did you mean echo? "
+            "there are echo",
+        ),
+        (
+            "max_body_bytes = 1048576\narena_bytes = 1048576",
+            "inferpool.toml: arena_bytes: 1048576 is less than twice max_body_bytes, which makes "
+            "2097152",
+        ),
+        (
+            "default_timeout_s = 400",
+            "max_timeout_s: 300.0 is less than default_timeout_s, which is 400",
+        ),
+    ],
+)
+def test_a_mistake_in_the_file_is_named_with_its_place(problems, toml, problem):
+    assert problems(toml) == [problem]
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "problem"),
+    [
+        ("INFERPOOL_PROT", "1", "there is no such setting; did you mean INFERPOOL_PORT?"),
+        ("INFERPOOL_PORT", "http", "'http' is not a whole number from 0 to 65535"),
+        (
+            "INFERPOOL_MODELS__ECHO__REPLCAS",
+            "1",
+            "there is no such setting; did you mean INFERPOOL_MODELS__ECHO__REPLICAS?",
+        ),
+        (
+            "INFERPOOL_MODELS__ECHO__OPTIONS",
+            "{a = 1}",
+            "give each option by its own variable, INFERPOOL_MODELS__ECHO__OPTIONS__KEY",
+        ),
+        (
+            "INFERPOOL_MODELS_ECHO_REPLICAS",
+            "1",
+            "there is no such setting; those of a model are written like "
+            "INFERPOOL_MODELS__RESNET__REPLICAS",
+        ),
+    ],
+)
+def test_a_mistake_in_the_environment_is_named_with_its_variable(problems, variable, text, problem):
+    assert problems(environ={variable: text}) == [f"{variable}: {problem}"]
+
+
+def test_a_misspelt_model_in_a_variable_is_told_from_a_new_one(problems):
+    found = problems(
+        '[models.resnet]\nsource = "a:B"', {}, {"INFERPOOL_MODELS__RESENT__CREDIT": "1"}
+    )
+    assert len(found) == 1
+    assert found[0].startswith(
+        "INFERPOOL_MODELS__RESENT__CREDIT: the model 'resent' has no source; did you mean resnet?"
+    )
+
+
+def test_an_argument_that_is_neither_model_nor_source_gets_the_nearest(problems):
+    found = problems(flags={"model": "efficientnet_lite"})
+    assert len(found) == 1
+    assert "MODEL: 'efficientnet_lite'" in found[0]
+    assert "did you mean efficientnet_lite0?" in found[0]
+
+
+def test_a_file_of_weights_is_not_taken_for_a_model(problems):
+    for found in (
+        problems(flags={"model": "net.pth"}),
+        problems('[models.a]\nsource = "net.safetensors"'),
+    ):
+        assert len(found) == 1
+        assert "give the network as source, and it as --weights" in found[0]
+
+
+def test_every_mistake_is_named_at_once(problems):
+    found = problems('prot = 1\nhost = ""', {"port": "x"}, {"INFERPOOL_HOTS": "1"})
+    assert [line.split(": ")[0] for line in found] == [
+        "inferpool.toml",
+        "INFERPOOL_HOTS",
+        "inferpool.toml",
+        "--port",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"port = 1\nhost =\n", "inferpool.toml, line 2, column 7: Invalid value"),
+        (b"port = [1", "inferpool.toml, end of document: Unclosed array"),
+        (b"host = '\xff'", "inferpool.toml: byte 8 is not UTF-8, as TOML must be"),
+    ],
+)
+def test_a_broken_file_is_named_with_its_line(tmp_path, content, problem):
+    (tmp_path / "inferpool.toml").write_bytes(content)
+    with pytest.raises(SettingsError) as caught:
+        load({}, {}, tmp_path)
+    assert caught.value.problems == (problem,)
+
+
+def test_what_is_printed_as_toml_can_be_loaded_again(tmp_path):
+    (tmp_path / "inferpool.toml").write_text(
+        'host = "a\\"b\\u007f"\n[models."v1.2"]\nsource = "m:C"\nweights = "none"\n'
+        '[models."v1.2".options]\na = [1, 2.5, true]\nb = {c = "d e"}\nwhen = 2020-01-01\n'
+        '"odd key" = 1e-9\n'
+    )
+    first = load({"port": "9"}, {"INFERPOOL_ARENA_BYTES": "1000000000"}, tmp_path)
+    saved = tmp_path / "saved.toml"
+    with saved.open("w") as stream:
+        write_toml(first.rows(), stream)
+    assert "port = 9  # flag --port" in saved.read_text()
+    assert load({"config": str(saved)}, {}, tmp_path).settings == first.settings
+    assert tomllib.loads(saved.read_text())["models"]["v1.2"]["options"]["a"] == [1, 2.5, True]
+
+
+def test_every_flag_is_a_setting():
+    assert set(FLAGS) <= set(Settings.model_fields) | set(ModelSettings.model_fields)
