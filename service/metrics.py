@@ -23,8 +23,6 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from service.errors import OverloadedError, ServiceError
-
 logger = logging.getLogger(__name__)
 
 RejectReason = Literal[
@@ -146,32 +144,9 @@ class ModelMetrics:
         self.retried = 0
         """Instances sent again after the worker that held them was lost."""
         self.rejected: dict[RejectReason, int] = dict.fromkeys(get_args(RejectReason), 0)
-        """Instances refused at the door, by reason; see `reject`."""
+        """Instances refused at the door, by reason: `rejected["queue_full"] += 1`."""
         self.restarts: dict[RestartReason, int] = dict.fromkeys(get_args(RestartReason), 0)
-        """Incarnations that ended, or did not start; see `count_restart`."""
-
-    def note_batch(self, num_instances: int, prepare_s: float, compute_s: float) -> None:
-        """Count a batch that a worker has answered."""
-        self.batch_size.observe(num_instances)
-        self.prepare_duration.observe(prepare_s)
-        self.inference_duration.observe(compute_s)
-
-    def reject(self, error: ServiceError, reason: RejectReason | None = None) -> None:
-        """Count an instance refused at the door.
-
-        Args:
-            error: What the caller is told.
-            reason: Why; by default what the error's type says, which cannot tell a full queue
-                from a full arena.
-        """
-        by_type: RejectReason = (
-            "overloaded" if isinstance(error, OverloadedError) else "unavailable"
-        )
-        self.rejected[reason or by_type] += 1
-
-    def count_restart(self, reason: str) -> None:
-        """Count a worker that ended, by what `WorkerHandle.wait` or `WorkerStartError` said."""
-        self.restarts[_restart_reason(reason)] += 1
+        """Incarnations that ended, or did not start, by what ended them."""
 
     @property
     def in_flight(self) -> int:
@@ -181,13 +156,13 @@ class ModelMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """The value of a gauge now."""
+    """A value that is asked for when the metrics are rendered."""
 
     name: str
-    """A key of `GAUGES`."""
+    """A key of `GAUGES` or `COUNTERS`."""
     value: float
     labels: tuple[str, ...] = ()
-    """Values for the labels that `GAUGES` gives it, in that order."""
+    """Values for the labels it has there, in that order."""
 
 
 GaugeSource = Callable[[], Iterable[Reading]]
@@ -203,12 +178,15 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "worker_beat_age_seconds": ("Since the worker's loop last turned.", ("model", "worker")),
     "model_ready": ("Whether the model has a worker that takes batches.", ("model",)),
     "connections": ("Open HTTP connections.", ()),
-    "log_lines_dropped": ("Log lines lost because nobody read them in time.", ()),
     "gpu_memory_used_bytes": ("Memory in use on the GPU.", ("device",)),
     "gpu_memory_total_bytes": ("Memory of the GPU.", ("device",)),
     "gpu_utilization_ratio": ("How busy the GPU is, from 0 to 1.", ("device",)),
 }
 """What a source may report: help text and label names. Names get the prefix `inferpool_`."""
+COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "log_lines_dropped": ("Log lines lost because nobody read them in time.", ()),
+}
+"""What a source may report that only ever grows. Names get the suffix `_total` besides."""
 
 
 class Metrics:
@@ -268,7 +246,7 @@ class Metrics:
         yield from self._gauges()
 
     def _gauges(self) -> Iterator[Metric]:
-        families: dict[str, GaugeMetricFamily] = {}
+        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
         for source in self._sources:
             try:
                 readings = list(source())
@@ -277,10 +255,7 @@ class Metrics:
                 continue
             for reading in readings:
                 if reading.name not in families:
-                    text, labels = GAUGES[reading.name]
-                    families[reading.name] = GaugeMetricFamily(
-                        f"inferpool_{reading.name}", text, labels=labels
-                    )
+                    families[reading.name] = _family(reading.name)
                 families[reading.name].add_metric(reading.labels, reading.value)
         yield from families.values()
 
@@ -298,12 +273,13 @@ class _ServiceCollector(Collector):
         return ()  # so that registering does not collect
 
 
-def _restart_reason(text: str) -> RestartReason:
-    if text.startswith("hung"):
-        return "hang"
-    if text.startswith(("SIG", "signal ")):
-        return "signal"
-    return "exit" if text.startswith(("exit", "its output queue", "wrote")) else "start"
+def _family(name: str) -> GaugeMetricFamily | CounterMetricFamily:
+    """A family for the readings of this name, still without any."""
+    if name in COUNTERS:
+        text, labels = COUNTERS[name]
+        return CounterMetricFamily(f"inferpool_{name}", text, labels=labels)
+    text, labels = GAUGES[name]
+    return GaugeMetricFamily(f"inferpool_{name}", text, labels=labels)
 
 
 def _build_info(versions: Mapping[str, str]) -> Metric:

@@ -7,9 +7,9 @@ from prometheus_client.openmetrics.parser import (
 )
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from service.errors import OverloadedError, UnavailableError
 from service.metrics import (
     BATCH_SIZE_EDGES,
+    COUNTERS,
     DURATION_EDGES_S,
     GAUGES,
     NO_MODEL,
@@ -77,7 +77,11 @@ def test_what_was_recorded_is_what_a_scrape_reads(metrics, accept):
     model.failed += 1
     model.expired += 1
     model.cancelled += 1
-    model.note_batch(4, 0.002, 0.03)
+    model.rejected["queue_full"] += 2
+    model.restarts["hang"] += 1
+    model.batch_size.observe(4)
+    model.prepare_duration.observe(0.002)
+    model.inference_duration.observe(0.03)
     model.queue_wait.observe(0.0004)
     model.request_duration.observe(0.2)
     metrics.gauge_source(
@@ -90,6 +94,8 @@ def test_what_was_recorded_is_what_a_scrape_reads(metrics, accept):
     assert found["inferpool_requests_total", "code=200,model=resnet"] == 3
     assert found["inferpool_instances_total", "model=resnet,outcome=accepted"] == 9
     assert found["inferpool_instances_in_flight", "model=resnet"] == 2
+    assert found["inferpool_rejected_total", "model=resnet,reason=queue_full"] == 2
+    assert found["inferpool_worker_restarts_total", "model=resnet,reason=hang"] == 1
     assert found["inferpool_batch_size_bucket", "le=4.0,model=resnet"] == 1
     assert found["inferpool_batch_size_sum", "model=resnet"] == 4
     assert found["inferpool_prepare_duration_seconds_count", "model=resnet"] == 1
@@ -129,36 +135,6 @@ def test_every_reason_is_there_from_the_start_so_that_a_rate_sees_its_first_step
         assert found["inferpool_worker_restarts_total", f"model=resnet,reason={reason}"] == 0
 
 
-def test_refusals_are_counted_by_reason(metrics):
-    model = metrics.model("resnet")
-    model.reject(OverloadedError("full"), "queue_full")
-    model.reject(OverloadedError("full"))
-    model.reject(UnavailableError("none"))
-    assert model.rejected["queue_full"] == 1
-    assert model.rejected["overloaded"] == 1
-    assert model.rejected["unavailable"] == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("hung: a batch ran for more than 60 s", "hang"),
-        ("SIGKILL, likely out of memory or killed by hand", "signal"),
-        ("SIGSEGV", "signal"),
-        ("signal 64", "signal"),
-        ("exit code 1", "exit"),
-        ("exit not confirmed", "exit"),
-        ("its output queue was closed", "exit"),
-        ("the process ended before it was ready: SIGSEGV", "start"),
-        ("there is no file net.pt2", "start"),
-    ],
-)
-def test_ends_of_workers_are_counted_by_what_ended_them(metrics, text, reason):
-    model = metrics.model("resnet")
-    model.count_restart(text)
-    assert [name for name, count in model.restarts.items() if count] == [reason]
-
-
 def test_names_that_callers_make_up_become_no_labels(metrics):
     for name in ("x", "y", "'; drop"):
         metrics.model(name).requests[404] += 1
@@ -183,13 +159,17 @@ def test_a_broken_source_costs_only_its_own_gauges(metrics, caplog):
     assert "a source of gauges failed" in caplog.text
 
 
-def test_every_gauge_can_be_rendered_in_both_formats(metrics):
+def test_every_reading_can_be_rendered_in_both_formats(metrics):
+    described = {**GAUGES, **COUNTERS}
     metrics.gauge_source(
-        lambda: [Reading(name=name, value=1, labels=labels) for name, (_, labels) in GAUGES.items()]
+        lambda: [
+            Reading(name=name, value=1, labels=labels) for name, (_, labels) in described.items()
+        ]
     )
     for accept in ("", "application/openmetrics-text"):
         names = {name for name, _ in samples(metrics, accept)}
         assert {f"inferpool_{name}" for name in GAUGES} <= names
+        assert {f"inferpool_{name}_total" for name in COUNTERS} <= names
 
 
 @pytest.mark.parametrize(
