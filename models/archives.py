@@ -44,7 +44,7 @@ class ExportedModel(TensorModel):
         inputs = _placeholders(program)
         self.smallest, self.largest = _batch_range(program, inputs)
         self.inputs = [_spec(name, value) for name, value in inputs.items()]
-        self.outputs = [_spec(name, value) for name, value in _results(program, self._is_fixed)]
+        self.outputs = [_spec(name, value) for name, value in _results(program, self._fixed_size)]
         program = move_to_device_pass(program, device)
         module = program.module()
         in_spec = program.call_spec.in_spec
@@ -67,8 +67,8 @@ class ExportedModel(TensorModel):
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     @property
-    def _is_fixed(self) -> bool:
-        return self.smallest == self.largest
+    def _fixed_size(self) -> int | None:
+        return self.smallest if self.smallest == self.largest else None
 
     def _run_filled(self, piece: Sequence[Tensor]) -> Features:
         """Repeat the last row up to the smallest size, and take the surplus off the outputs."""
@@ -192,14 +192,17 @@ def _range_of(program: ExportedProgram, size: int | SymInt) -> tuple[int, int]:
     return max(int(low), 1), int(high) if high.is_Integer else sys.maxsize
 
 
-def _results(program: ExportedProgram, is_fixed: bool) -> list[tuple[str, Tensor]]:
+def _results(program: ExportedProgram, fixed_size: int | None) -> list[tuple[str, Tensor]]:
+    """The example values of the outputs."""
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     flat = [values.get(name, name) for name in program.graph_signature.user_outputs]
     out_spec = program.call_spec.out_spec
     assert out_spec is not None
     outputs = named_outputs(pytree.tree_unflatten(flat, out_spec))
     for name, value in outputs.items():
-        if value.dim() == 0 or isinstance(value.shape[0], SymInt) is is_fixed:
+        rows: int | SymInt = value.shape[0] if value.dim() else 0
+        is_batch = isinstance(rows, SymInt) if fixed_size is None else rows == fixed_size
+        if not is_batch:
             raise ModelError(
                 f"the exported program's output {name!r} has shape {list(value.shape)}: "
                 "its first dimension must be the batch"

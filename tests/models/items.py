@@ -1,0 +1,67 @@
+"""Instances and pictures, as the service would hand them to a model."""
+
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from typing import Any
+
+import msgspec
+import numpy as np
+import skimage.data
+import torch
+from PIL import Image
+from torch import Tensor
+
+from models.base import Item, Model
+from models.spec import Placement, TensorHeader
+
+CPU = Placement(devices=("cpu",))
+
+
+def json_item(value: object, **parameters: object) -> Item:
+    text = value if isinstance(value, bytes) else msgspec.json.encode(value)
+    return Item(kind="json", payload=memoryview(text), parameters=parameters)
+
+
+def image_item(data: bytes, **parameters: object) -> Item:
+    return Item(kind="image", payload=memoryview(data), parameters=parameters)
+
+
+def bytes_item(data: bytes) -> Item:
+    return Item(kind="bytes", payload=memoryview(data))
+
+
+def tensor_item(tensors: Mapping[str, Tensor], **parameters: object) -> Item:
+    payload = bytearray()
+    headers = []
+    for name, tensor in tensors.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        headers.append(TensorHeader(name, dtype, tuple(tensor.shape), len(payload)))
+        payload += tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return Item(kind="tensors", payload=memoryview(payload), headers=headers, parameters=parameters)
+
+
+def photo(name: str) -> Image.Image:
+    """One of scikit-image's photographs: "chelsea" (a cat), "coffee", "astronaut", "rocket"."""
+    return Image.fromarray(getattr(skimage.data, name)())
+
+
+def encoded(image: Image.Image, format: str = "JPEG", **options: Any) -> bytes:
+    buffer = BytesIO()
+    image.save(buffer, format, **options)
+    return buffer.getvalue()
+
+
+def pixels_of(image: Image.Image) -> np.ndarray:
+    return np.asarray(image).astype(int)
+
+
+def run(model: Model, items: Sequence[Item]) -> dict[str, Tensor]:
+    """One batch, from its items to its outputs, as a worker computes it."""
+    with torch.inference_mode():
+        batch = model.collate([model.preprocess(item) for item in items])
+        return dict(model.postprocess(model.forward(batch)))
+
+
+def answers(model: Model, items: Sequence[Item]) -> list[Any]:
+    """One batch, from its items to its rendered answers, as a worker computes it."""
+    return list(model.render_batch(run(model, items), [item.parameters for item in items]))
