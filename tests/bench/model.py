@@ -232,8 +232,7 @@ def _load_service(
         steps.begin(f"round {round_ + 1}: the service, starting")
         answer = server.wait_ready(bodies.probe(), _LOAD_TIMEOUT_S)
         results.answers.setdefault(setting.source, answer[:300].decode(errors="replace"))
-        _, health = ask(plan.port, Probe(path="/health"))
-        results.answers.setdefault("health", health[:2000].decode(errors="replace"))
+        _check_workers(plan.port, len(setting.placements))
         warm(server, bodies, max(plan.connections), plan.warm_s)
         for connections in plan.connections:
             steps.begin(f"round {round_ + 1}: the service, {connections} connections")
@@ -241,6 +240,19 @@ def _load_service(
                 measure(server, setting.source, bodies, connections, plan.secs, round_)
             )
             steps.end()
+
+
+def _check_workers(port: int, num_expected: int) -> None:
+    """Compare only with as many processes as the service really has.
+
+    Raises:
+        BenchError: It has more or fewer.
+    """
+    status, health = ask(port, Probe(path="/health"))
+    workers = json.loads(health)["models"][0]["workers"] if status == 200 else []
+    num_ready = sum(worker["state"] == "ready" for worker in workers)
+    if num_ready != num_expected:
+        raise BenchError(f"the service has {num_ready} ready workers, not {num_expected}")
 
 
 def _print_ratios(plain: Sequence[Plain], cells: Sequence[Cell]) -> list[dict[str, object]]:
