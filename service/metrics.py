@@ -23,12 +23,11 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from workers.engine import Cause
+
 logger = logging.getLogger(__name__)
 
-RejectReason = Literal[
-    "queue_full", "arena_full", "deadline", "overloaded", "draining", "unavailable"
-]
-RestartReason = Literal["exit", "hang", "signal", "start"]
+RejectReason = Literal["queue_full", "arena_full", "deadline", "draining", "unavailable"]
 
 DURATION_EDGES_S = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
@@ -145,7 +144,7 @@ class ModelMetrics:
         """Instances sent again after the worker that held them was lost."""
         self.rejected: dict[RejectReason, int] = dict.fromkeys(get_args(RejectReason), 0)
         """Instances refused at the door, by reason: `rejected["queue_full"] += 1`."""
-        self.restarts: dict[RestartReason, int] = dict.fromkeys(get_args(RestartReason), 0)
+        self.restarts: dict[Cause, int] = dict.fromkeys(get_args(Cause), 0)
         """Incarnations that ended, or did not start, by what ended them."""
 
     @property

@@ -1,18 +1,18 @@
 """All the workers of one model, with the dispatcher that feeds them."""
 
-import asyncio
 import logging
-from collections.abc import Sequence
-from typing import Protocol
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, get_args
 
 from models.spec import TensorSpec
 from service.dispatcher import Dispatcher, Instance
 from service.errors import UnavailableError
-from service.metrics import ModelMetrics
+from service.metrics import ModelMetrics, Reading
 from service.request import CallOptions, Payload
 from workers.config import WorkerConfig
 from workers.engine import Engine
-from workers.supervisor import RestartPolicy, Slot, Supervisor
+from workers.supervisor import RestartPolicy, Slot, State, Supervisor
 
 logger = logging.getLogger(__name__)
 
@@ -43,15 +43,15 @@ class Pool:
         policy: RestartPolicy,
         metrics: ModelMetrics,
         announcer: Announcer,
+        on_change: Callable[[], None],
     ) -> None:
         self.name = name
         self.dispatcher = dispatcher
         self.is_draining = False
-        self.changed = asyncio.Event()
-        """Set when a worker came up or went down."""
         self._configs = configs
         self._metrics = metrics
         self._announcer = announcer
+        self._on_change = on_change
         self._supervisor = Supervisor(engine, self, policy)
 
     @property
@@ -85,6 +85,26 @@ class Pool:
         about = slot.stage if slot.state == "starting" else slot.reason
         return f"{slot.state}: {about}" if about else slot.state
 
+    def read_gauges(self) -> Iterator[Reading]:
+        """What `/metrics` shows of it now."""
+        yield Reading(name="queue_depth", value=self.dispatcher.num_queued, labels=(self.name,))
+        yield Reading(name="model_ready", value=self.is_ready, labels=(self.name,))
+        states = Counter(slot.state for slot in self.slots)
+        for state in get_args(State):
+            yield Reading(name="workers", value=states[state], labels=(self.name, state))
+        for slot in self.slots:
+            labels = (self.name, str(slot.id.slot))
+            device = str(slot.config.placement)
+            yield Reading(name="worker_up", value=slot.state == "ready", labels=(*labels, device))
+            if slot.handle:
+                vitals = slot.handle.vitals()
+                yield Reading(
+                    name="worker_resident_memory_bytes", value=vitals.rss_bytes, labels=labels
+                )
+                yield Reading(
+                    name="worker_beat_age_seconds", value=vitals.last_beat_age_s, labels=labels
+                )
+
     def start(self) -> None:
         """Begin to start the workers."""
         self._supervisor.start(self.name, self._configs)
@@ -114,7 +134,7 @@ class Pool:
         assert slot.handle is not None
         self.dispatcher.attach(slot.handle)
         self._announcer.ready(_name_of(slot), slot.handle.ready.load_s)
-        self.changed.set()
+        self._on_change()
 
     def on_down(self, slot: Slot) -> None:
         """See `Watcher`."""
@@ -123,7 +143,7 @@ class Pool:
             self._announcer.failed(_name_of(slot), slot.reason)
         if self.is_lost:
             self.dispatcher.abandon(f"no worker of {self.name} can be started: {slot.reason}")
-        self.changed.set()
+        self._on_change()
 
 
 def _name_of(slot: Slot) -> str:

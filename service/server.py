@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import socket
 from collections.abc import Awaitable, Callable, Iterator
 
 import uvicorn
@@ -49,7 +50,7 @@ class Server(uvicorn.Server):
         self._leaving: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]  # a narrower generator
+    def capture_signals(self) -> Iterator[None]:
         """Turn SIGTERM and SIGINT into a shutdown; the process then exits with its own code."""
         loop = asyncio.get_running_loop()
         signals = (signal.SIGTERM, signal.SIGINT)
@@ -70,9 +71,9 @@ class Server(uvicorn.Server):
             logger.warning("%s again: not waiting any longer", reason)
             self.should_exit = self.force_exit = True
 
-    async def startup(self, sockets: object = None) -> None:
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say where."""
-        await super().startup()
+        await super().startup(sockets)
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
@@ -88,8 +89,10 @@ class Server(uvicorn.Server):
             server.close()
         self.config.encoded_headers.append(_CLOSE)
         self.server_state.default_headers = [*self.server_state.default_headers, _CLOSE]
-        until = asyncio.get_running_loop().time() + _LAME_DUCK_S
-        while self.server_state.connections and asyncio.get_running_loop().time() < until:
-            await asyncio.sleep(0.02)  # uvicorn keeps a set, and no event
+        # uvicorn keeps a set of connections, and no event for when it is empty.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAME_DUCK_S):
+                while self.server_state.connections:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
         await self._drain()
         self.should_exit = True

@@ -12,8 +12,8 @@ from workers.messages import BatchDone, ItemRef, Outcome, Ready
 class FakeWorker:
     """A worker that answers when the test says so."""
 
-    def __init__(self, id: WorkerId = WorkerId(model="m", slot=0), credit: int = 2) -> None:
-        self.id = id
+    def __init__(self, id: WorkerId | None = None, credit: int = 2) -> None:
+        self.id = id or WorkerId(model="m", slot=0)
         self.credit = credit
         self.ready = Ready(1, [], [], "cpu", 0.0, True)
         self.has_worked = False

@@ -163,7 +163,7 @@ def _chosen(gpus: Sequence[Gpu], visible: str | None) -> tuple[Gpu, ...]:
         return tuple(gpus)
     chosen = []
     for name in (part.strip() for part in visible.split(",")):
-        found = [gpu for gpu in gpus if name == str(gpu.index) or (name and name in gpu.uuid)]
+        found = [g for g in gpus if name and (name == str(g.index) or g.uuid.startswith(name))]
         if not found:
             break  # CUDA, too, stops at the first device that it does not know
         chosen.append(found[0])

@@ -49,12 +49,21 @@ class Ending:
 class WorkerHandle(Protocol):
     """One ready incarnation of a worker."""
 
-    id: WorkerId
-    credit: int
-    """How many batches it may hold at once."""
-    ready: Ready
-    has_worked: bool
-    """It has answered a batch."""
+    @property
+    def id(self) -> WorkerId:
+        """Which worker, and which of its lives."""
+
+    @property
+    def credit(self) -> int:
+        """How many batches it may hold at once."""
+
+    @property
+    def ready(self) -> Ready:
+        """What it said of itself when it was ready."""
+
+    @property
+    def has_worked(self) -> bool:
+        """It has answered a batch."""
 
     def run(self, items: Sequence[ItemRef]) -> Future[BatchDone]:
         """Give it a batch. The arena's slots may be used again once the future is done.

@@ -22,8 +22,8 @@ class WorkerQueue(SimpleQueue):
     """
 
     def __init__(self, reader: Connection, writer: Connection) -> None:
-        self._reader = ConnectionWrapper(reader)  # type: ignore[no-untyped-call]
-        self._writer = ConnectionWrapper(writer)  # type: ignore[no-untyped-call]
+        self._reader = ConnectionWrapper(reader)
+        self._writer = ConnectionWrapper(writer)
         self._poll = reader.poll
         self._receive = reader.recv_bytes
         self._send = writer.send_bytes

@@ -1,4 +1,5 @@
 import pytest
+
 from service.admission import Admission
 from service.errors import OverloadedError, UnavailableError
 from service.metrics import ModelMetrics

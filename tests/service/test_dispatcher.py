@@ -1,8 +1,9 @@
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
+
 from service.admission import Admission
 from service.dispatcher import Dispatcher, Instance
 from service.errors import (
@@ -62,15 +63,16 @@ async def turn() -> None:
 
 
 @pytest.fixture
-def bench(request: pytest.FixtureRequest) -> Callable[..., Bench]:
+def bench() -> Iterator[Callable[..., Bench]]:
     benches: list[Bench] = []
 
     def make(**changes: float) -> Bench:
         benches.append(Bench(**changes))
         return benches[-1]
 
-    request.addfinalizer(lambda: [bench.arena.close() for bench in benches])
-    return make
+    yield make
+    for bench in benches:
+        bench.arena.close()
 
 
 def run(coroutine: Awaitable[None]) -> None:
@@ -310,16 +312,15 @@ def test_what_a_dead_worker_held_is_sent_again_alone(bench):
 def test_batch_that_never_started_costs_no_retry_and_stays_together(bench):
     async def go():
         b = bench(max_batch_size=2)
+        worker = b.worker()
+        futures = [b.submit() for _ in range(2)]
         for _ in range(5):
-            worker = b.worker()
-            futures = futures if _ else [b.submit() for _ in range(2)]
             await turn()
             assert worker.sizes == [2]
             worker.die(started=False)
-            await turn()
-        last = b.worker()
+            worker = b.worker()
         await turn()
-        last.answer()
+        worker.answer()
         await asyncio.gather(*futures)
         b.check_books()
 

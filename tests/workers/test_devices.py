@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import pytest
+
 from workers.devices import DeviceError, Gpu, Host, find_host, place
 
 

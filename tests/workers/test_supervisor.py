@@ -2,6 +2,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
+
 import workers.supervisor
 from tests.fakes import FakeEngine
 from tests.workers.contract import config_of

@@ -1,0 +1,319 @@
+"""The composition root: engine, pools, dispatchers and the HTTP application, wired in one place."""
+
+import asyncio
+import gc
+import logging
+import multiprocessing
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+
+import uvicorn
+
+from service import logs as log_setup
+from service.admission import Admission
+from service.api.body import Limits
+from service.api.health import HealthReport, health_router
+from service.api.metrics import metrics_router
+from service.api.predict import Predict
+from service.api.web import App
+from service.console import Console
+from service.dispatcher import Dispatcher
+from service.metrics import Metrics, Reading
+from service.pool import Pool
+from service.report import report_of
+from service.server import Server
+from service.settings import ModelSettings, Settings, version_of
+from workers.arena import Arena
+from workers.config import WorkerConfig
+from workers.devices import DeviceError, Host, find_host, place
+from workers.local import LocalEngine, start_forkserver
+from workers.memory import SharedMemoryError
+from workers.supervisor import RestartPolicy
+
+logger = logging.getLogger(__name__)
+
+EXIT_NEVER_SERVED = 3
+"""No model could be loaded, and none ever will be."""
+EXIT_CANNOT_START = 1
+_STOP_GRACE_S = 5.0
+"""How long a worker without work may take to leave."""
+_CUT_OFF_S = 2.0
+"""What uvicorn waits beyond our own drain, so that we and not it answer what is cut off."""
+
+
+class StartError(Exception):
+    """The service cannot start; the message says why and what to do."""
+
+
+class Service:
+    """One engine and one pool per model, from start to stop. Lives in the event loop."""
+
+    def __init__(self, settings: Settings, host: Host, metrics: Metrics, console: Console) -> None:
+        """Decide what goes where, and start nothing yet.
+
+        Raises:
+            StartError: The devices or the memory asked for are not there.
+        """
+        self.settings = settings
+        self.metrics = metrics
+        self.pools: dict[str, Pool] = {}
+        self.is_draining = False
+        self.host = host
+        self._console = console
+        self._plans = _plan(settings, host)
+        try:
+            self._arena = Arena(settings.arena_bytes)
+        except SharedMemoryError as error:
+            raise StartError(f"{error} (arena_bytes)") from error
+        self._settled = asyncio.Event()
+        self._lost = asyncio.Event()
+        metrics.gauge_source(self._read_gauges)
+
+    @property
+    def plan(self) -> list[tuple[str, str]]:
+        """Each worker and its placement, for people."""
+        return [
+            (f"{name}/{number}", str(config.placement))
+            for name, configs in self._plans.items()
+            for number, config in enumerate(configs)
+        ]
+
+    def start(self) -> None:
+        """Begin to start every worker."""
+        engine = LocalEngine(self._arena)
+        for name, configs in self._plans.items():
+            self.pools[name] = self._make_pool(name, configs, engine)
+        for pool in self.pools.values():
+            pool.start()
+
+    def begin_drain(self) -> None:
+        """Turn readiness red; what comes is still answered."""
+        self.is_draining = True
+
+    async def drain(self) -> None:
+        """Admit nothing more, and answer all that was accepted."""
+        self.is_draining = True
+        grace_s = self.settings.drain_timeout_s
+        await asyncio.gather(*(pool.drain(grace_s) for pool in self.pools.values()))
+
+    async def stop(self) -> None:
+        """See every worker out and give the memory back."""
+        await self.drain()
+        await asyncio.gather(*(pool.stop(_STOP_GRACE_S) for pool in self.pools.values()))
+        self._arena.close()
+
+    async def until_settled(self) -> None:
+        """Wait until each model is ready for the first time, or given up."""
+        await self._settled.wait()
+
+    async def until_lost(self) -> str:
+        """Wait until no model can ever be served, and say why."""
+        await self._lost.wait()
+        return "; ".join(f"{pool.name}: {pool.reason}" for pool in self.pools.values())
+
+    def report(self) -> HealthReport:
+        """The state of everything, for /health."""
+        return report_of(self.pools, is_draining=self.is_draining)
+
+    def _make_pool(self, name: str, configs: list[WorkerConfig], engine: LocalEngine) -> Pool:
+        model = self.settings.models[name]
+        metrics = self.metrics.model(name)
+        admission = Admission(
+            max_queue_length=self.settings.max_queue_length, rejected=metrics.rejected
+        )
+        dispatcher = Dispatcher(
+            name=name,
+            arena=self._arena,
+            admission=admission,
+            metrics=metrics,
+            max_batch_size=model.max_batch_size,
+            batch_wait_ms=model.batch_wait_ms,
+        )
+        return Pool(
+            name=name,
+            configs=configs,
+            engine=engine,
+            dispatcher=dispatcher,
+            policy=RestartPolicy(max_restarts=model.max_restarts, window_s=model.restart_window_s),
+            metrics=metrics,
+            announcer=self._console,
+            on_change=self._on_change,
+        )
+
+    def _on_change(self) -> None:
+        pools = self.pools.values()
+        if all(pool.is_ready or pool.is_lost for pool in pools):
+            self._settled.set()
+        if all(pool.is_lost for pool in pools):
+            self._lost.set()
+
+    def _read_gauges(self) -> Iterator[Reading]:
+        yield Reading(name="arena_bytes", value=self._arena.num_bytes)
+        yield Reading(name="arena_used_bytes", value=self._arena.used_bytes)
+        for pool in self.pools.values():
+            yield from pool.read_gauges()
+
+
+def run(settings: Settings) -> int:
+    """Serve until a signal, and return the process's exit code. Called in the main thread."""
+    is_colored = None if settings.color == "auto" else False
+    logs = log_setup.configure(settings.log_format, settings.log_level, is_colored=is_colored)
+    try:
+        listener = _listen(settings.host, settings.port)
+        start_forkserver(_preload(settings))
+        host = find_host(settings.cuda_visible_devices)
+        metrics = Metrics(settings.models, {"version": version_of(), "torch": version_of("torch")})
+        console = Console(logs, is_colored=settings.color == "auto")
+        service = Service(settings, host, metrics, console)
+    except (StartError, DeviceError) as error:
+        logger.critical("%s", error)
+        logs.close()
+        return EXIT_CANNOT_START
+    try:
+        console.started({"version": version_of()}, host.describe(), service.plan)
+        return _serve(service, console, listener)
+    finally:
+        for process in multiprocessing.active_children():
+            process.kill()  # only those that a hurried shutdown has left
+        listener.close()
+        logs.close()
+
+
+def make_app(service: Service) -> App:
+    """The HTTP application over a service, which lives and dies with its lifespan."""
+    settings = service.settings
+    predict = Predict(
+        service.pools,
+        default=settings.default_model,
+        limits=Limits(
+            max_body_bytes=settings.max_body_bytes,
+            max_instances=settings.max_instances_per_request,
+            default_timeout_s=settings.default_timeout_s,
+            max_timeout_s=settings.max_timeout_s,
+        ),
+        on_done=_recorder(service.metrics),
+    )
+
+    @asynccontextmanager
+    async def lifespan(_: App) -> AsyncIterator[None]:
+        service.start()
+        try:
+            yield
+        finally:
+            await service.stop()
+
+    app = App(
+        version=version_of(),
+        routers=[health_router(service), metrics_router(service.metrics)],
+        lifespan=lifespan,
+    )
+    app.predict = predict
+    return app
+
+
+def _serve(service: Service, console: Console, listener: socket.socket) -> int:
+    app = make_app(service)
+    config = uvicorn.Config(
+        app,
+        loop="uvloop" if sys.platform != "win32" else "asyncio",
+        http="httptools",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=int(service.settings.keep_alive_s),
+        timeout_graceful_shutdown=int(service.settings.drain_timeout_s + _CUT_OFF_S),
+        backlog=2048,
+    )
+
+    listening: list[str] = []
+
+    def on_stopping(reason: str) -> None:
+        console.stopping(reason)
+        service.begin_drain()
+
+    server = Server(
+        config,
+        shutdown_delay_s=service.settings.shutdown_delay_s,
+        on_listening=listening.append,
+        on_stopping=on_stopping,
+        drain=service.drain,
+    )
+    exit_code = 0
+
+    async def announce() -> None:
+        await service.until_settled()
+        served = [name for name, pool in service.pools.items() if pool.is_ready]
+        if served and listening:
+            console.serving(listening[0], served)
+
+    async def leave_when_lost() -> None:
+        nonlocal exit_code
+        reason = await service.until_lost()
+        logger.critical("nothing can be served: %s", reason)
+        exit_code = EXIT_NEVER_SERVED
+        server.stop("no model could be loaded")
+
+    async def main() -> None:
+        tasks = [asyncio.create_task(announce()), asyncio.create_task(leave_when_lost())]
+        gc.freeze()  # the modules stay: later collections need not walk through them
+        await server.serve(sockets=[listener])
+        for task in tasks:
+            task.cancel()
+
+    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+        runner.run(main())
+    console.stopped()
+    return exit_code
+
+
+def _plan(settings: Settings, host: Host) -> dict[str, list[WorkerConfig]]:
+    return {name: _configs(name, model, host) for name, model in settings.models.items()}
+
+
+def _configs(name: str, model: ModelSettings, host: Host) -> list[WorkerConfig]:
+    placements = place(
+        host,
+        devices=model.devices,
+        replicas=None if model.replicas == "auto" else model.replicas,
+        threads=None if model.threads_per_replica == "auto" else model.threads_per_replica,
+    )
+    return [model.worker_config_for(name, placement) for placement in placements]
+
+
+def _preload(settings: Settings) -> list[str]:
+    """What the forkserver imports, so that no worker has to."""
+    needs_torchvision = any(m.source.startswith("torchvision:") for m in settings.models.values())
+    return ["workers.preload", *(["torchvision"] if needs_torchvision else [])]
+
+
+def _recorder(metrics: Metrics) -> Callable[[str, int, float], None]:
+    def on_done(model: str, status: int, duration_s: float) -> None:
+        record = metrics.model(model)
+        record.requests[status] += 1
+        record.request_duration.observe(duration_s)
+
+    return on_done
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Take the address before anything else is started.
+
+    Raises:
+        StartError: It is in use, or is not this host's.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        hint = "; is another service running? Choose another with --port" if port else ""
+        raise StartError(f"cannot listen on {host}:{port}: {error.strerror}{hint}") from error
+    return listener

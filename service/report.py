@@ -1,0 +1,60 @@
+"""What `/health` says, read off the pools."""
+
+from collections.abc import Mapping
+
+from service.api.health import HealthReport, HostStatus, ModelHealth, WorkerHealth
+from service.pool import Pool
+from workers.supervisor import Slot
+
+
+def report_of(pools: Mapping[str, Pool], *, is_draining: bool) -> HealthReport:
+    """The state of everything now.
+
+    The host is ready while every model that could be loaded is: one that was given up for good does
+    not take its neighbours out of service.
+    """
+    models = [_model_health(pool) for pool in pools.values()]
+    hopeful = [pool for pool in pools.values() if not pool.is_lost]
+    is_ready = bool(hopeful) and all(pool.is_ready for pool in hopeful) and not is_draining
+    return HealthReport(
+        status=_status(models, is_ready=is_ready, is_draining=is_draining),
+        ready=is_ready,
+        draining=is_draining,
+        models=models,
+    )
+
+
+def _status(models: list[ModelHealth], *, is_ready: bool, is_draining: bool) -> HostStatus:
+    workers = [worker for model in models for worker in model.workers]
+    if is_draining:
+        return "draining"
+    if is_ready:
+        return "ready" if all(worker.state == "ready" for worker in workers) else "degraded"
+    is_first_life = all(worker.restarts == 0 for worker in workers)
+    return "starting" if is_first_life else "unavailable"
+
+
+def _model_health(pool: Pool) -> ModelHealth:
+    return ModelHealth(
+        name=pool.name,
+        ready=pool.is_ready,
+        reason=pool.reason,
+        queue_depth=pool.dispatcher.num_queued,
+        workers=[_worker_health(slot) for slot in pool.slots],
+    )
+
+
+def _worker_health(slot: Slot) -> WorkerHealth:
+    vitals = slot.handle.vitals() if slot.handle else None
+    return WorkerHealth(
+        name=f"{slot.id.model}/{slot.id.slot}",
+        state=slot.state,
+        device=str(slot.config.placement),
+        incarnation=slot.id.incarnation,
+        pid=vitals.pid if vitals else None,
+        num_batches=vitals.num_batches if vitals else 0,
+        last_beat_age_s=round(vitals.last_beat_age_s, 3) if vitals else None,
+        rss_bytes=vitals.rss_bytes if vitals else None,
+        restarts=slot.num_restarts,
+        reason=slot.stage if slot.state == "starting" else slot.reason,
+    )

@@ -1,0 +1,106 @@
+"""A model that answers at once, or when told, and a client that speaks to it over ASGI."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import httpx
+
+from models.spec import TensorSpec
+from service.api.body import Decoded, Head, Limits
+from service.api.predict import Predict
+from service.errors import ServiceError
+from service.request import CallOptions, Payload, Result, Timing
+
+Reply = Result | Exception | None
+TIMING = Timing(0.001, 0.002, 0.003)
+
+
+def result(value: object = b'"ok"') -> Result:
+    return Result(value, TIMING)  # type: ignore[arg-type]  # tests know what they put in
+
+
+class FakeModel:
+    """Notes what it is asked and replies as told: a result, an error, or (None) nothing yet."""
+
+    def __init__(
+        self,
+        reply: Callable[[int], Reply] = lambda index: result(b"%d" % index),
+        *,
+        name: str = "fake",
+        inputs: Sequence[TensorSpec] = (),
+        refusals: Sequence[ServiceError | None] = (),
+    ) -> None:
+        self.name = name
+        self.inputs = inputs
+        self.payloads: list[Payload] = []
+        self.options: list[CallOptions] = []
+        self.futures: list[asyncio.Future[Result]] = []
+        self._reply = reply
+        self._refusals = list(refusals)
+
+    @property
+    def bodies(self) -> list[bytes]:
+        return [body_of(payload) for payload in self.payloads]
+
+    def submit(
+        self, payload: Payload, options: CallOptions, request_id: str
+    ) -> "asyncio.Future[Result]":
+        assert request_id
+        refusal = self._refusals.pop(0) if self._refusals else None
+        if refusal is not None:
+            raise refusal
+        index = len(self.payloads)
+        self.payloads.append(payload)
+        self.options.append(options)
+        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self.futures.append(future)
+        asyncio.get_running_loop().call_soon(self._settle, future, self._reply(index))
+        return future
+
+    def _settle(self, future: "asyncio.Future[Result]", reply: Reply) -> None:
+        if future.done() or reply is None:
+            return
+        if isinstance(reply, Exception):
+            future.set_exception(reply)
+        else:
+            future.set_result(reply)
+
+
+def body_of(payload: Payload) -> bytes:
+    return b"".join(bytes(chunk) for chunk in payload.chunks)
+
+
+def head(
+    query: bytes = b"",
+    *,
+    headers: dict[bytes, bytes] | None = None,
+    inputs: Sequence[TensorSpec] = (),
+    **limits: int,
+) -> Head:
+    return Head(headers or {}, query, inputs, Limits(**limits))
+
+
+def spec(*shape: int, name: str = "x", dtype: str = "float32") -> TensorSpec:
+    return TensorSpec(name=name, dtype=dtype, shape=shape)
+
+
+def kinds(decoded: Decoded) -> list[tuple[str, bytes]]:
+    return [(payload.kind, body_of(payload)) for payload in decoded.payloads]
+
+
+def endpoint(model: FakeModel, **options: object) -> Predict:
+    return Predict({model.name: model}, default=model.name, **options)  # type: ignore[arg-type]
+
+
+def post(app: object, path: str = "/predict", **request: object) -> httpx.Response:
+    """One call to an ASGI application, in a loop of its own."""
+    return call(app, "POST", path, **request)
+
+
+def call(app: object, method: str, path: str, **request: object) -> httpx.Response:
+    async def go() -> httpx.Response:
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)  # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=transport, base_url="http://host") as client:
+            return await client.request(method, path, **request)  # type: ignore[arg-type]
+
+    return asyncio.run(go())

@@ -1,0 +1,61 @@
+import pytest
+
+from service.api.trace import new_ids, request_id_of, trace_of, trace_state_of
+
+TRACE = b"4bf92f3577b34da6a3ce929d0e0e4736"
+SPAN = b"00f067aa0ba902b7"
+
+
+def test_new_ids_are_48_hexadecimal_digits_and_differ() -> None:
+    ids = {new_ids() for _ in range(1000)}
+    assert len(ids) == 1000
+    assert all(len(each) == 48 and int(each, 16) >= 0 for each in ids)
+
+
+@pytest.mark.parametrize("value", [b"a", b"A-b_c.d:9", b"x" * 128])
+def test_a_decent_request_id_is_kept(value: bytes) -> None:
+    assert request_id_of(value) == value.decode()
+
+
+@pytest.mark.parametrize("value", [None, b"", b"x" * 129, b"a b", b"a\n", b"\xe4", b"a/b", b'"'])
+def test_a_request_id_unfit_for_logs_is_dropped(value: bytes | None) -> None:
+    assert request_id_of(value) == ""
+
+
+def test_a_trace_is_continued_with_its_flags() -> None:
+    assert trace_of(b"00-" + TRACE + b"-" + SPAN + b"-01") == (TRACE.decode(), "01")
+
+
+def test_unknown_flags_are_cleared() -> None:
+    assert trace_of(b"00-" + TRACE + b"-" + SPAN + b"-fd") == (TRACE.decode(), "01")
+
+
+def test_a_later_version_is_read_by_its_first_four_fields() -> None:
+    assert trace_of(b"01-" + TRACE + b"-" + SPAN + b"-01-more") == (TRACE.decode(), "01")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"",
+        b"00-" + TRACE + b"-" + SPAN,
+        b"ff-" + TRACE + b"-" + SPAN + b"-01",
+        b"00-" + b"0" * 32 + b"-" + SPAN + b"-01",
+        b"00-" + TRACE + b"-" + b"0" * 16 + b"-01",
+        b"00-" + TRACE.upper() + b"-" + SPAN + b"-01",
+        b"00-" + TRACE + b"-" + SPAN + b"-01-more",
+        b"01-" + TRACE + b"-" + SPAN + b"-01more",
+        b"00-" + TRACE[:-1] + b"--" + SPAN[:-1] + b"0-01",
+        b"00-" + TRACE[:-1] + b"g-" + SPAN + b"-01",
+    ],
+)
+def test_an_invalid_trace_is_ignored(value: bytes) -> None:
+    assert trace_of(value) is None
+
+
+def test_a_tracestate_that_is_too_long_is_dropped() -> None:
+    assert trace_state_of({b"tracestate": b"a=1,b=2"}) == b"a=1,b=2"
+    assert trace_state_of({b"tracestate": b",".join([b"a=1"] * 32)}) != b""
+    assert trace_state_of({b"tracestate": b",".join([b"a=1"] * 33)}) == b""
+    assert trace_state_of({b"tracestate": b"a=" + b"1" * 512}) != b""
+    assert trace_state_of({b"tracestate": b"a=" + b"1" * 2000}) == b""
