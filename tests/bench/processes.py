@@ -188,6 +188,7 @@ class Server:
         if self._process is None:
             return
         with signals_held():
+            shared = {path for pid in self.pids() for path in _shared_memory(pid)}
             if self._poll() is None:
                 _signal(self.pid, self.contender.stop_signal)
                 self._wait_gone(grace_s)
@@ -197,6 +198,8 @@ class Server:
                 self._wait_gone(3.0)
             self._process.wait(5)
             self._process = None
+            for path in shared:  # mosec leaves its semaphores behind now and then
+                path.unlink(missing_ok=True)
 
     def pids(self) -> Sequence[int]:
         """The processes of the server that are alive, the one that was started first."""
@@ -316,6 +319,18 @@ def _session_of(pid: int) -> int | None:
 def _cpu_s(pid: int) -> float:
     fields = _stat(pid)
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S if fields else 0.0
+
+
+def _shared_memory(pid: int) -> Iterator[Path]:
+    """The files in /dev/shm that a process has mapped."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, is_there, name = line.partition(" /dev/shm/")
+        if is_there and not name.endswith("(deleted)"):
+            yield Path("/dev/shm", name)
 
 
 def _pss_kib(pid: int) -> int:
