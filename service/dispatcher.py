@@ -124,6 +124,8 @@ class Dispatcher:
         self.inputs: Sequence[TensorSpec] = ()
         """What the model takes; known once a worker is ready."""
         self.outputs: Sequence[TensorSpec] = ()
+        self.is_expecting_worker = False
+        """None is ready, but one will be within a moment: what comes may wait for it."""
         self.loop = asyncio.get_running_loop()
         self._arena = arena
         self._admission = admission
@@ -167,7 +169,7 @@ class Dispatcher:
         now = time.monotonic()
         self._admission.check(
             num_queued=len(self._queue),
-            num_workers=len(self._lanes),
+            num_workers=len(self._lanes) or int(self.is_expecting_worker),
             left_s=options.deadline - now,
         )
         num_bytes = payload.num_bytes

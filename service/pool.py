@@ -3,6 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from math import ceil
 from typing import Protocol, get_args
 
 from models.spec import TensorSpec
@@ -15,6 +16,9 @@ from workers.engine import Engine
 from workers.supervisor import RestartPolicy, Slot, State, Supervisor
 
 logger = logging.getLogger(__name__)
+
+_MOMENT_S = 1.0
+"""A model that loads within this is worth waiting for when all its workers are down."""
 
 
 class Announcer(Protocol):
@@ -52,6 +56,8 @@ class Pool:
         self._metrics = metrics
         self._announcer = announcer
         self._on_change = on_change
+        self._load_s = 0.0
+        """What the last incarnation took to load."""
         self._supervisor = Supervisor(engine, self, policy)
 
     @property
@@ -111,10 +117,13 @@ class Pool:
 
     def submit(self, payload: Payload, options: CallOptions, request_id: str) -> Instance:
         """Admit one instance; see `Dispatcher.submit`."""
-        if not self.dispatcher.num_ready and not self.is_draining:
+        dispatcher = self.dispatcher
+        if not dispatcher.num_ready and not dispatcher.is_expecting_worker and not self.is_draining:
             self._metrics.rejected["unavailable"] += 1
-            raise UnavailableError(f"no worker is ready ({self.reason})", retry_after_s=1)
-        return self.dispatcher.submit(payload, options)
+            raise UnavailableError(
+                f"no worker is ready ({self.reason})", retry_after_s=max(1, ceil(self._load_s))
+            )
+        return dispatcher.submit(payload, options)
 
     async def drain(self, grace_s: float) -> None:
         """Finish what was accepted."""
@@ -133,12 +142,19 @@ class Pool:
         """See `Watcher`."""
         assert slot.handle is not None
         self.dispatcher.attach(slot.handle)
-        self._announcer.ready(_name_of(slot), slot.handle.ready.load_s)
+        self._load_s = slot.handle.ready.load_s
+        self.dispatcher.is_expecting_worker = False
+        self._announcer.ready(_name_of(slot), self._load_s)
         self._on_change()
 
     def on_down(self, slot: Slot) -> None:
         """See `Watcher`."""
         self._metrics.restarts[slot.cause] += 1
+        # A worker that was well is back in no time, and then no caller needs to be told. Not so
+        # when it has failed before, or takes long to load.
+        self.dispatcher.is_expecting_worker = (
+            slot.cause != "start" and len(slot.failures) <= 1 and self._load_s <= _MOMENT_S
+        )
         if slot.state == "failed":
             self._announcer.failed(_name_of(slot), slot.reason)
         if self.is_lost:

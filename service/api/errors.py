@@ -46,6 +46,7 @@ Answer = tuple[int, Headers, bytes]
 PROBLEM_TYPE = b"application/problem+json"
 _TYPE_PREFIX = "urn:problem-type:inferpool:"
 """RFC 9457 (3.1.1) asks for a URI; this one names the code and promises no page."""
+_STATUSES = frozenset(HTTPStatus)
 
 
 class MethodNotAllowedError(ServiceError):
@@ -222,11 +223,11 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     """Starlette's own refusals: an unknown route, a wrong method."""
     assert isinstance(error, HTTPException)
     status = error.status_code
-    phrase = HTTPStatus(status).phrase if status in set(HTTPStatus) else "Error"
+    known = HTTPStatus(status) if status in _STATUSES else HTTPStatus.INTERNAL_SERVER_ERROR
+    phrase, code = known.phrase, known.name.lower()
     detail = str(error.detail)
     if status == HTTPStatus.NOT_FOUND and detail == phrase:
         detail = f"there is nothing at {request.url.path}; /docs lists what there is"
-    code = phrase.lower().replace(" ", "_").replace("-", "_")
     request_id = _request_id(request)
     answer = _render(
         Problem(

@@ -295,8 +295,12 @@ class Predict:
     def abandon(self, call: Call) -> None:
         """Give up all instances of a call that nobody waits for any more."""
         for outcome in call.outcomes:
-            if not isinstance(outcome, ServiceError) and not outcome.cancel():
-                _ = outcome.cancelled() or outcome.exception()  # else asyncio complains of it
+            if isinstance(outcome, ServiceError):
+                continue
+            if not outcome.done():
+                outcome.cancel()
+            elif not outcome.cancelled():
+                pass
 
     def close(self, call: Call, status: int) -> None:
         """Record a call that is over; 499 says that the client did not wait."""

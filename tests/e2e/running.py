@@ -87,12 +87,16 @@ class Running:
 
 @contextlib.contextmanager
 def running(
-    *arguments: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT, ready: bool = True
+    *arguments: str,
+    env: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
+    port: int = 0,
+    ready: bool = True,
 ) -> Iterator[Running]:
-    """Start `python -m service serve` on a free port, and end it however the test left it."""
+    """Start `python -m service serve`, by default on a free port, and end it however the test left it."""
     command: Sequence[str] = [sys.executable, "-m", "service", "serve", *arguments]
     process = subprocess.Popen(
-        [*command, "--port", "0", "--log-format", "json"],
+        [*command, "--port", str(port), "--log-format", "json"],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
         stdout=subprocess.DEVNULL,

@@ -1,0 +1,163 @@
+"""Workers and front ends that die, hang and stop, under load, in real processes."""
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from tests.e2e.load import Tally, after, ask_until
+from tests.e2e.running import Running, left_over, running
+
+FAULTY = "tests.fault_model:FaultModel"
+
+
+def shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+async def until(claim, timeout_s: float = 10.0) -> None:
+    """Wait until something is so."""
+    deadline = time.monotonic() + timeout_s
+    while not await asyncio.to_thread(claim):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+def num_ready(service: Running) -> int:
+    return len(service.worker_pids())
+
+
+def test_killed_workers_cost_no_request_and_come_back():
+    async def go(service: Running) -> Tally:
+        load = asyncio.ensure_future(ask_until(service.url, after(4)))
+        for round in range(5):
+            await asyncio.sleep(0.5)
+            pids = await asyncio.to_thread(service.worker_pids)
+            os.kill(pids[round % len(pids)], signal.SIGKILL)
+            await until(lambda: num_ready(service) == 2)
+        return await load
+
+    with running(FAULTY, "--replicas", "2") as service:
+        tally = asyncio.run(go(service))
+        assert (tally.wrong, tally.unanswered) == ([], [])
+        assert tally.right > 100
+        metrics = httpx.get(f"{service.url}/metrics").text
+        assert 'inferpool_worker_restarts_total{model="faultmodel",reason="signal"} 5.0' in metrics
+
+
+def test_poison_fails_alone_while_its_neighbours_succeed():
+    def do(n: int) -> str:
+        return "kill" if n == 40 else "ok"
+
+    with running(FAULTY, "--replicas", "2") as service:
+        tally = asyncio.run(ask_until(service.url, lambda tally: tally.right > 400, do=do))
+        assert tally.unanswered == []
+        assert [(n, status) for n, status, _ in tally.wrong] == [(40, 500)]
+        assert tally.wrong[0][2]["code"] == "worker_crashed"
+
+
+def test_hung_worker_is_replaced_and_its_request_answered(tmp_path: Path):
+    config = tmp_path / "inferpool.toml"
+    config.write_text(
+        f"""
+        [models.m]
+        source = "{FAULTY}"
+        replicas = 2
+        batch_timeout_s = 0.5
+        options = {{ once = "{tmp_path / "hung"}" }}
+        """
+    )
+
+    def do(n: int) -> str:
+        return "hang" if n == 20 else "ok"
+
+    with running("--config", str(config)) as service:
+        began = time.monotonic()
+        tally = asyncio.run(ask_until(service.url, lambda tally: tally.right > 200, do=do))
+        assert time.monotonic() - began < 20
+        assert (tally.wrong, tally.unanswered) == ([], [])
+        assert 'reason="hang"} 1.0' in httpx.get(f"{service.url}/metrics").text
+
+
+def test_sigterm_under_load_answers_all_that_was_accepted_and_leaves_nothing():
+    before = shared_memory()
+
+    async def go(service: Running) -> Tally:
+        ended: list[float] = []
+        load = asyncio.ensure_future(
+            ask_until(service.url, lambda tally: bool(tally.unconnected or ended))
+        )
+        await asyncio.sleep(1)
+        service.signal(signal.SIGTERM)
+        tally = await asyncio.wait_for(load, 20)
+        return tally
+
+    with running(FAULTY, "--replicas", "2") as service:
+        family = service.family()
+        tally = asyncio.run(go(service))
+        assert service.wait() == 0
+        assert (tally.wrong, tally.unanswered) == ([], [])
+        assert tally.right > 50
+        assert left_over(family, 1.0) == []
+    assert shared_memory() <= before
+
+
+@pytest.mark.parametrize("act", ["ok", "hang"])
+def test_sigkill_of_the_front_end_leaves_no_process_and_no_memory(act: str):
+    before = shared_memory()
+
+    async def go(service: Running) -> None:
+        load = asyncio.ensure_future(
+            ask_until(service.url, lambda tally: bool(tally.unanswered), do=lambda n: act)
+        )
+        await asyncio.sleep(1)
+        service.signal(signal.SIGKILL)
+        await asyncio.wait_for(load, 20)
+
+    with running(FAULTY, "--replicas", "2") as service:
+        family = service.family()
+        assert len(family) >= 4
+        asyncio.run(go(service))
+        assert left_over(family, 1.0) == []
+    assert shared_memory() <= before
+
+
+def test_second_signal_hurries():
+    with running(FAULTY, "--replicas", "1") as service:
+        family = service.family()
+
+        async def go() -> None:
+            async with httpx.AsyncClient(base_url=service.url, timeout=30) as client:
+                body = {"instances": [{"n": 1, "do": "hang"}]}
+                post = asyncio.ensure_future(client.post("/predict", json=body))
+                await asyncio.sleep(0.5)
+                service.signal(signal.SIGINT)
+                await asyncio.sleep(1)
+                assert service.process.poll() is None
+                service.signal(signal.SIGINT)
+                await asyncio.wait([post], timeout=10)
+
+        asyncio.run(go())
+        began = time.monotonic()
+        service.wait(5)
+        assert time.monotonic() - began < 2
+        assert left_over(family, 1.0) == []
+
+
+def test_model_that_can_never_load_ends_the_service_with_its_reason():
+    with running("tests.fault_model:NoSuchModel", ready=False) as service:
+        assert service.wait() == 3
+        text = " ".join(str(line["message"]) for line in service.log)
+        assert "has no 'NoSuchModel'" in text
+
+
+def test_port_that_is_taken_is_said_at_once():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with running("echo", port=port, ready=False) as service:
+            assert service.wait(10) == 1
+            assert f"cannot listen on 127.0.0.1:{port}" in str(service.log[-1]["message"])
