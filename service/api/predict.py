@@ -300,7 +300,7 @@ class Predict:
             if not outcome.done():
                 outcome.cancel()
             elif not outcome.cancelled():
-                pass
+                outcome.exception()  # asyncio complains of exceptions that nobody looks at
 
     def close(self, call: Call, status: int) -> None:
         """Record a call that is over; 499 says that the client did not wait."""

@@ -19,6 +19,13 @@ def result(value: object = b'"ok"') -> Result:
     return Result(value, TIMING)  # type: ignore[arg-type]  # tests know what they put in
 
 
+class FakeInstance(asyncio.Future[Result]):
+    """Like the dispatcher's, it leaves a future that is done as it is when it is cancelled."""
+
+    def cancel(self, msg: object = None) -> bool:
+        return not self.done() and super().cancel(msg)
+
+
 class FakeModel:
     """Notes what it is asked and replies as told: a result, an error, or (None) nothing yet."""
 
@@ -52,7 +59,7 @@ class FakeModel:
         index = len(self.payloads)
         self.payloads.append(payload)
         self.options.append(options)
-        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        future = FakeInstance()
         self.futures.append(future)
         asyncio.get_running_loop().call_soon(self._settle, future, self._reply(index))
         return future

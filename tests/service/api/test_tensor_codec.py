@@ -197,7 +197,7 @@ def test_empty_and_too_large_batches_are_refused() -> None:
 
 
 def test_safetensors_hold_the_named_inputs_of_one_instance() -> None:
-    arrays = {
+    arrays: dict[str, np.ndarray[Any, Any]] = {
         "a": np.array([1, 2, 3], np.uint8),
         "b": np.array([[0.5]], np.float64),
         "c": np.array([True, False]),

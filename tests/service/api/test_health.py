@@ -1,0 +1,90 @@
+from fastapi import FastAPI
+
+from service.api.errors import install_error_handlers
+from service.api.health import (
+    HealthReport,
+    HostStatus,
+    ModelHealth,
+    WorkerHealth,
+    health_router,
+)
+from tests.service.api.fakes import call
+
+WORKER = WorkerHealth(
+    name="a/0",
+    state="ready",
+    device="cpu",
+    incarnation=2,
+    pid=123,
+    num_batches=7,
+    last_beat_age_s=0.5,
+    rss_bytes=1000,
+    restarts=1,
+)
+READY = ModelHealth(name="a", ready=True, queue_depth=3, workers=[WORKER])
+LOADING = ModelHealth(name="b", ready=False, reason="loading weights")
+
+
+class Source:
+    def __init__(self, status: HostStatus, *models: ModelHealth) -> None:
+        self.status, self.models = status, models
+
+    def report(self) -> HealthReport:
+        return HealthReport(
+            status=self.status,
+            ready=self.status == "ready",
+            draining=self.status == "draining",
+            models=self.models,
+        )
+
+
+def make_app(status: HostStatus, *models: ModelHealth) -> FastAPI:
+    app = FastAPI()
+    install_error_handlers(app)
+    app.include_router(health_router(Source(status, *models)))
+    return app
+
+
+def test_health_shows_the_workers_one_by_one() -> None:
+    response = call(make_app("ready", READY), "GET", "/health")
+    assert response.status_code == 200
+    document = response.json()
+    assert (document["status"], document["ready"], document["draining"]) == ("ready", True, False)
+    (model,) = document["models"]
+    assert (model["name"], model["ready"], model["queue_depth"]) == ("a", True, 3)
+    assert model["workers"] == [
+        {
+            "name": "a/0",
+            "state": "ready",
+            "device": "cpu",
+            "incarnation": 2,
+            "pid": 123,
+            "num_batches": 7,
+            "last_beat_age_s": 0.5,
+            "rss_bytes": 1000,
+            "restarts": 1,
+            "reason": "",
+        }
+    ]
+
+
+def test_live_is_200_whatever_the_models_do() -> None:
+    assert call(make_app("unavailable", LOADING), "GET", "/health/live").status_code == 200
+
+
+def test_ready_is_200_when_the_host_is() -> None:
+    response = call(make_app("ready", READY), "GET", "/health/ready")
+    assert (response.status_code, response.json()) == (200, {"status": "ready"})
+
+
+def test_ready_says_which_models_are_not_and_why() -> None:
+    response = call(make_app("starting", READY, LOADING), "GET", "/health/ready")
+    assert response.status_code == 503
+    assert response.headers["content-type"] == "application/problem+json"
+    assert response.headers["retry-after"] == "1"
+    assert response.json()["detail"] == "b: loading weights"
+
+
+def test_a_draining_host_is_not_ready() -> None:
+    response = call(make_app("draining", READY), "GET", "/health/ready")
+    assert (response.status_code, response.json()["detail"]) == (503, "draining")

@@ -1,0 +1,298 @@
+import asyncio
+import base64
+import io
+import json
+import time
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from service.api.body import Limits
+from service.api.predict import Call, Predict, is_predict
+from service.errors import (
+    DeadlineExceededError,
+    InvalidInputError,
+    ModelFailedError,
+    OverloadedError,
+    ServiceError,
+    TooLargeError,
+    UnavailableError,
+    WorkerCrashedError,
+)
+from service.request import Result, Timing
+from tests.service.api.fakes import FakeModel, call, endpoint, post, result, spec
+from tests.service.api.test_json_codec import JPEG
+from tests.service.api.test_tensor_codec import npy
+from workers.messages import TensorBlob
+
+IMAGE = {"content-type": "image/jpeg"}
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+SPAN = "00f067aa0ba902b7"
+
+
+def test_an_image_is_answered_with_its_prediction() -> None:
+    model = FakeModel(lambda _: result(b'[{"label":"cat"}]'))
+    response = post(endpoint(model), content=JPEG, headers=IMAGE)
+    assert response.status_code == 200
+    assert response.json() == {"predictions": [[{"label": "cat"}]]}
+    assert response.headers["content-type"] == "application/json"
+    assert model.bodies == [JPEG]
+
+
+def test_the_path_chooses_the_model() -> None:
+    one, two = FakeModel(name="one"), FakeModel(name="two")
+    predict = Predict({"one": one, "two": two}, default="two")
+    post(predict, "/predict/one", content=b"1", headers=IMAGE)
+    post(predict, "/predict", content=b"2", headers=IMAGE)
+    post(predict, "/predict/", content=b"3", headers=IMAGE)
+    assert (one.bodies, two.bodies) == ([b"1"], [b"2", b"3"])
+
+
+def test_every_answer_has_ids_and_timings() -> None:
+    for content in (b"x", b""):
+        headers = post(endpoint(FakeModel()), content=content, headers=IMAGE).headers
+        assert len(headers["x-request-id"]) == 32
+        version, trace_id, span_id, flags = headers["traceparent"].split("-")
+        assert (version, len(trace_id), len(span_id), flags) == ("00", 32, 16, "00")
+        assert "total;dur=" in headers["server-timing"]
+
+
+def test_server_timing_shows_the_stages_of_the_slowest_instance() -> None:
+    timings = [Timing(0.001, 0.02, 0.3), Timing(0.004, 0.005, 0.006)]
+    model = FakeModel(lambda index: Result(b"1", timings[index]))
+    response = post(endpoint(model), json={"instances": [1, 2]})
+    stages = [
+        stage.strip().split(";dur=") for stage in response.headers["server-timing"].split(",")
+    ]
+    assert [name for name, _ in stages] == ["queue", "preprocess", "inference", "total"]
+    assert [float(value) for _, value in stages][:3] == [4.0, 20.0, 300.0]
+
+
+def test_a_request_id_is_kept_and_a_trace_is_continued() -> None:
+    headers = {
+        **IMAGE,
+        "x-request-id": "abc:1",
+        "traceparent": f"00-{TRACE}-{SPAN}-01",
+        "tracestate": "a=1",
+    }
+    found = post(endpoint(FakeModel()), content=b"x", headers=headers).headers
+    assert found["x-request-id"] == "abc:1"
+    assert found["tracestate"] == "a=1"
+    _, trace_id, span_id, flags = found["traceparent"].split("-")
+    assert (trace_id, flags) == (TRACE, "01")
+    assert span_id != SPAN
+
+
+def test_a_bad_trace_is_replaced_and_its_state_is_dropped() -> None:
+    headers = {**IMAGE, "traceparent": "00-junk", "tracestate": "a=1"}
+    found = post(endpoint(FakeModel()), content=b"x", headers=headers).headers
+    assert "tracestate" not in found
+    assert len(found["traceparent"]) == 55
+
+
+def test_options_reach_the_model() -> None:
+    model = FakeModel()
+    began = time.monotonic()
+    headers = {**IMAGE, "x-timeout-ms": "2500", "x-priority": "2"}
+    post(endpoint(model), "/predict?top_k=3", content=b"x", headers=headers)
+    (options,) = model.options
+    assert 2.5 <= options.deadline - began < 12.5
+    assert options.priority == 2
+    assert json.loads(options.parameters) == {"top_k": 3}
+    assert not options.wants_tensors
+
+
+def test_without_options_the_defaults_hold() -> None:
+    model = FakeModel()
+    began = time.monotonic()
+    post(endpoint(model, limits=Limits(default_timeout_s=7)), content=b"x", headers=IMAGE)
+    (options,) = model.options
+    assert 7 <= options.deadline - began < 17
+    assert (options.priority, options.parameters) == (5, b"")
+
+
+def test_instances_are_answered_in_their_order_with_errors_in_place() -> None:
+    replies = [result(b"0"), ModelFailedError("it raised"), result(b"2")]
+    model = FakeModel(lambda index: replies[index])
+    response = post(endpoint(model), json={"instances": ["a", "b", "c"]})
+    assert response.status_code == 200
+    error = {"code": "model_error", "message": "it raised", "status": 500}
+    assert response.json() == {"predictions": [0, {"error": error}, 2]}
+    assert model.bodies == [b'"a"', b'"b"', b'"c"']
+
+
+def test_an_instance_that_is_refused_is_an_error_in_its_place() -> None:
+    model = FakeModel(refusals=[None, OverloadedError("full")])
+    predictions = post(endpoint(model), json={"instances": [1, 2]}).json()["predictions"]
+    assert predictions == [0, {"error": {"code": "overloaded", "message": "full", "status": 429}}]
+
+
+def test_if_all_are_refused_the_answer_is_the_first_refusal() -> None:
+    refusals = [OverloadedError("full", retry_after_s=4), UnavailableError("gone")]
+    response = post(endpoint(FakeModel(refusals=refusals)), json={"instances": [1, 2]})
+    assert response.status_code == 429
+    assert response.headers["retry-after"] == "4"
+    assert [each["status"] for each in response.json()["errors"]] == [429, 503]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (InvalidInputError("no"), 422),
+        (ModelFailedError("no"), 500),
+        (WorkerCrashedError("no"), 500),
+        (UnavailableError("no", retry_after_s=2), 503),
+        (DeadlineExceededError("no"), 504),
+    ],
+)
+def test_an_error_of_the_only_instance_is_that_of_the_call(
+    error: ServiceError, status: int
+) -> None:
+    done: list[tuple[str, int, float]] = []
+    predict = endpoint(FakeModel(lambda _: error), on_done=lambda *what: done.append(what))
+    response = post(predict, content=b"x", headers={**IMAGE, "x-request-id": "id-1"})
+    document = response.json()
+    assert response.status_code == status == done[0][1]
+    assert response.headers["content-type"] == "application/problem+json"
+    assert document["request_id"] == response.headers["x-request-id"] == "id-1"
+    assert (document["code"], document["instance"]) == (error.code, "/predict")
+
+
+@pytest.mark.parametrize("refusal", [OverloadedError("full"), TooLargeError("big")])
+def test_a_refusal_of_the_only_instance_is_that_of_the_call(refusal: ServiceError) -> None:
+    response = post(endpoint(FakeModel(refusals=[refusal])), content=b"x", headers=IMAGE)
+    assert response.json()["code"] == refusal.code
+
+
+def test_tensors_are_answered_in_the_form_that_is_accepted() -> None:
+    blob = TensorBlob("y", "float32", (2,), np.ones(2, np.float32).tobytes())
+    model = FakeModel(lambda _: result([blob]), inputs=[spec(-1, 3)])
+    body = npy(np.zeros((4, 3), np.float32))
+    headers = {"content-type": "application/x-npy", "accept": "application/x-npy"}
+    response = post(endpoint(model), content=body, headers=headers)
+    assert np.array_equal(np.load(io.BytesIO(response.content)), np.ones((4, 2)))
+    assert len(model.payloads) == 4
+    assert all(options.wants_tensors for options in model.options)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "status", "detail"),
+    [
+        ("GET", "/predict", {}, 405, "/predict takes POST, not GET"),
+        ("POST", "/predict/none", IMAGE, 404, "no model is called 'none'; there are: fake"),
+        ("POST", "/predict/fake/x", IMAGE, 404, "no model is called 'fake/x'"),
+        ("POST", "/predict", {}, 415, "Content-Type is missing"),
+        ("POST", "/predict", {**IMAGE, "accept": "text/html"}, 406, "Accept: text/html leaves"),
+        ("POST", "/predict", {**IMAGE, "x-timeout-ms": "0"}, 400, "from 1 to 300000"),
+        ("POST", "/predict", {**IMAGE, "x-timeout-ms": "300001"}, 400, "X-Timeout-Ms: must be"),
+        ("POST", "/predict", {**IMAGE, "x-timeout-ms": "1.5"}, 400, "X-Timeout-Ms: must be"),
+        ("POST", "/predict", {**IMAGE, "x-timeout-ms": "9" * 5000}, 400, "X-Timeout-Ms: must be"),
+        ("POST", "/predict", {**IMAGE, "x-priority": "0"}, 400, "X-Priority: must be 1 (first)"),
+        ("POST", "/predict", {**IMAGE, "x-priority": "10"}, 400, "X-Priority"),
+        ("POST", "/predict?a=1&a=2", IMAGE, 400, "the query has 'a' more than once"),
+        ("POST", "/predict", {**IMAGE, "content-length": "99999999"}, 413, "16777216 bytes"),
+        ("POST", "/predict", {**IMAGE, "content-length": "x"}, 400, "Content-Length"),
+    ],
+)
+def test_a_call_that_cannot_be_answered_says_why(
+    method: str, path: str, headers: dict[str, str], status: int, detail: str
+) -> None:
+    model = FakeModel()
+    response = call(endpoint(model), method, path, content=b"x", headers=headers)
+    assert response.status_code == status
+    assert detail in response.json()["detail"]
+    assert not model.payloads
+
+
+def test_a_wrong_method_is_told_the_right_one() -> None:
+    assert call(endpoint(FakeModel()), "DELETE", "/predict").headers["allow"] == "POST"
+
+
+def test_without_a_default_a_model_must_be_named() -> None:
+    response = post(Predict({"one": FakeModel(name="one")}), content=b"x", headers=IMAGE)
+    assert response.status_code == 404
+    assert "name one in the path: one" in response.json()["detail"]
+
+
+def test_each_call_is_recorded_once() -> None:
+    done: list[tuple[str, int]] = []
+    seen: list[tuple[Call, int]] = []
+    predict = endpoint(
+        FakeModel(),
+        on_done=lambda model, status, _: done.append((model, status)),
+        on_access=lambda call, status, _: seen.append((call, status)),
+    )
+    post(predict, content=b"x", headers=IMAGE)
+    post(predict, "/predict/none", content=b"x", headers=IMAGE)
+    assert done == [("fake", 200), ("unknown", 404)]
+    assert [(each.path, each.num_instances, status) for each, status in seen] == [
+        ("/predict", 1, 200),
+        ("/predict/none", 0, 404),
+    ]
+
+
+@pytest.mark.parametrize(
+    "request_", [{"content": b"x", "headers": IMAGE}, {"json": {"instances": [1, 2]}}]
+)
+def test_a_mistake_of_the_service_is_logged_and_answered(
+    request_: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = FakeModel(lambda _: ZeroDivisionError("secret"))
+    response = post(endpoint(model), **request_)
+    assert response.status_code == 500
+    assert response.json()["code"] == "internal_error"
+    assert "secret" not in response.text
+    assert "ZeroDivisionError" in caplog.text
+    assert response.headers["x-request-id"] in caplog.text
+
+
+def test_instances_that_the_service_cancels_are_an_error_that_can_be_retried() -> None:
+    class Cancelling(FakeModel):
+        def _settle(self, future: "asyncio.Future[Result]", reply: object) -> None:
+            future.cancel()
+
+    for request_ in ({"content": b"x", "headers": IMAGE}, {"json": {"instances": [1, 2]}}):
+        assert post(endpoint(Cancelling()), **request_).status_code == 503
+
+
+def test_headers_that_come_twice_are_joined() -> None:
+    accept = [("content-type", "image/png"), ("accept", "text/html"), ("accept", "*/*")]
+    assert post(endpoint(FakeModel()), content=b"x", headers=accept).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [("/predict", True), ("/predict/m", True), ("/predictions", False), ("/", False)],
+)
+def test_the_paths_of_the_endpoint(path: str, expected: bool) -> None:
+    assert is_predict(path) is expected
+
+
+def test_base64_in_json_is_answered_like_the_image_itself() -> None:
+    model = FakeModel()
+    instance = {"b64": base64.b64encode(JPEG).decode()}
+    post(endpoint(model), json={"instances": [instance], "parameters": {"top_k": 1}})
+    post(endpoint(model), files={"file": ("a.jpg", JPEG)})
+    assert [payload.kind for payload in model.payloads] == ["image", "image"]
+    assert model.bodies == [JPEG, JPEG]
+    assert model.options[0].parameters == b'{"top_k":1}'
+
+
+def test_many_calls_at_once_get_their_own_answers() -> None:
+    class Mirror(FakeModel):
+        def submit(self, payload: Any, options: Any, request_id: str) -> Any:
+            body = b'"%s"' % bytes(payload.chunks[0])
+            self._reply = lambda _: result(body)
+            return super().submit(payload, options, request_id)
+
+    async def go() -> None:
+        transport = httpx.ASGITransport(app=endpoint(Mirror()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://host") as client:
+            responses = await asyncio.gather(
+                *(client.post("/predict", content=b"%d" % n, headers=IMAGE) for n in range(200))
+            )
+        assert [each.json()["predictions"] for each in responses] == [[str(n)] for n in range(200)]
+
+    asyncio.run(go())

@@ -1,0 +1,82 @@
+import re
+import subprocess
+import sys
+
+import pytest
+from fastapi import APIRouter
+
+from service.api.predict import Predict
+from service.api.web import App
+from tests.service.api.fakes import FakeModel, call, endpoint, post
+
+IMAGE = {"content-type": "image/png"}
+
+
+def make_app() -> App:
+    router = APIRouter()
+
+    @router.get("/predictions")
+    async def predictions() -> str:
+        return "another route"
+
+    app = App(version="1.2.3", routers=[router])
+    app.predict = endpoint(FakeModel())
+    return app
+
+
+def test_predict_goes_to_the_endpoint_and_the_rest_to_the_routes() -> None:
+    app = make_app()
+    assert post(app, content=b"x", headers=IMAGE).json() == {"predictions": [0]}
+    assert post(app, "/predict/fake", content=b"x", headers=IMAGE).status_code == 200
+    assert call(app, "GET", "/predictions").json() == "another route"
+
+
+def test_until_there_is_an_endpoint_its_paths_are_not_found() -> None:
+    assert post(App(version="0"), content=b"x", headers=IMAGE).status_code == 404
+
+
+def test_every_error_is_a_problem_wherever_it_arises() -> None:
+    for path in ("/predict/none", "/nowhere"):
+        response = post(make_app(), path, content=b"x", headers=IMAGE)
+        assert response.status_code == 404
+        assert response.headers["content-type"] == "application/problem+json"
+
+
+def test_the_documentation_has_the_endpoint_first() -> None:
+    document = call(make_app(), "GET", "/openapi.json").json()
+    assert list(document["paths"]) == ["/predict", "/predict/{model}", "/predictions"]
+    assert document["info"]["version"] == "1.2.3"
+    assert "image/*" in document["paths"]["/predict"]["post"]["requestBody"]["content"]
+    assert "Problem" in document["components"]["schemas"]
+
+
+def test_models_that_come_later_are_documented() -> None:
+    app = make_app()
+    call(app, "GET", "/openapi.json")
+    app.predict = Predict({"new": FakeModel(name="new")})
+    paths = call(app, "GET", "/openapi.json").json()["paths"]
+    assert "/predict" not in paths
+    assert paths["/predict/{model}"]["post"]["parameters"][0]["schema"]["enum"] == ["new"]
+
+
+def test_the_documentation_page_asks_no_other_host_for_anything() -> None:
+    app = make_app()
+    page = call(app, "GET", "/docs")
+    links = re.findall(r"""(?:href|src)="([^"]+)""", page.text)
+    assert len(links) == 3
+    assert "://" not in page.text
+    for link in links:
+        assert call(app, "GET", link).status_code == 200
+
+
+@pytest.mark.parametrize("accept", ["text/html", "*/*"])
+def test_the_root_leads_to_the_documentation(accept: str) -> None:
+    response = call(make_app(), "GET", "/", headers={"accept": accept})
+    assert (response.status_code, response.headers["location"]) == (307, "docs")
+
+
+def test_the_front_end_does_not_import_torch() -> None:
+    script = "import service.api.web, service.api.health, service.api.metrics, sys;" + (
+        "assert not {'torch', 'torchvision', 'numpy', 'fastapi_offline'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
