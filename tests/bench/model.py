@@ -232,7 +232,7 @@ def _load_service(
         steps.begin(f"round {round_ + 1}: the service, starting")
         answer = server.wait_ready(bodies.probe(), _LOAD_TIMEOUT_S)
         results.answers.setdefault(setting.source, answer[:300].decode(errors="replace"))
-        _check_workers(plan.port, len(setting.placements))
+        _await_workers(server, len(setting.placements))
         warm(server, bodies, max(plan.connections), plan.warm_s)
         for connections in plan.connections:
             steps.begin(f"round {round_ + 1}: the service, {connections} connections")
@@ -242,17 +242,23 @@ def _load_service(
             steps.end()
 
 
-def _check_workers(port: int, num_expected: int) -> None:
-    """Compare only with as many processes as the service really has.
+def _await_workers(server: Server, num_expected: int) -> None:
+    """Compare only with as many processes as the service has; it is ready with the first of them.
 
     Raises:
-        BenchError: It has more or fewer.
+        BenchError: It does not come to have that many.
     """
-    status, health = ask(port, Probe(path="/health"))
-    workers = json.loads(health)["models"][0]["workers"] if status == 200 else []
-    num_ready = sum(worker["state"] == "ready" for worker in workers)
-    if num_ready != num_expected:
-        raise BenchError(f"the service has {num_ready} ready workers, not {num_expected}")
+    until = time.monotonic() + _LOAD_TIMEOUT_S
+    while True:
+        _, health = ask(server.port, Probe(path="/health"))
+        workers = json.loads(health)["models"][0]["workers"]
+        num_ready = sum(worker["state"] == "ready" for worker in workers)
+        if num_ready == num_expected == len(workers):
+            return
+        if len(workers) != num_expected or time.monotonic() > until:
+            found = f"{num_ready} ready workers of {len(workers)}"
+            raise BenchError(f"the service has {found}; {num_expected} are to be compared")
+        time.sleep(0.05)
 
 
 def _print_ratios(plain: Sequence[Plain], cells: Sequence[Cell]) -> list[dict[str, object]]:

@@ -21,7 +21,7 @@ from tests.bench.processes import OUT, ROOT, BenchError
 NOISY_CORES = 0.15
 """More than this taken by others during a cell, and its row is marked."""
 
-console = Console(width=None if sys.stdout.isatty() else 170)
+console = Console(width=None if sys.stdout.isatty() else 180)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
