@@ -1,6 +1,8 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
 from PIL import Image
 from torch import nn
 
@@ -74,6 +76,33 @@ def test_the_transform_equals_torchvisions_preset_exactly(size, resize, crop, in
     model = Classifier(transform=ours, labels=["a"])
     normalized = model._normalize_on_cpu(ours.pixels(image)[None])[0]
     assert torch.equal(normalized, preset(image))
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    width=st.integers(1, 400),
+    height=st.integers(1, 400),
+    edges=st.sampled_from([(64, 56), (64, 64), (58, 56), (48, 32)]),
+    interpolation=st.sampled_from(["NEAREST", "BILINEAR", "BICUBIC", "LANCZOS"]),
+)
+@example(width=384, height=256, edges=(64, 56), interpolation="BICUBIC")
+@example(width=384, height=256, edges=(64, 56), interpolation="NEAREST")
+@example(width=80, height=80, edges=(64, 56), interpolation="BICUBIC")
+def test_the_transform_equals_torchvisions_for_every_size(width, height, edges, interpolation):
+    resize, crop = edges
+    assume(max(width, height) < 20 * min(width, height))
+    noise = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
+    image = Image.fromarray(noise)
+    ours = ImageTransform(resize=resize, crop=crop, interpolation=Image.Resampling[interpolation])
+    preset = ImageClassification(
+        crop_size=crop,
+        resize_size=resize,
+        interpolation=InterpolationMode[interpolation],
+        mean=(0, 0, 0),
+        std=(1, 1, 1),
+    )
+    pixels = ours.pixels(image).permute(2, 0, 1)
+    assert torch.equal(pixels / 255, preset(image))
 
 
 def test_an_image_too_elongated_to_resize_is_refused():
