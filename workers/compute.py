@@ -6,7 +6,7 @@ fault stand alone, so their neighbours succeed.
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -66,10 +66,9 @@ class Computer:
                 )
             )
         if self._pool and len(refs) > 1 and self._item_s > _POOL_PAYS_S:
-            list(self._pool.map(lambda i: self._prepare_item(prepared, i), range(len(refs))))
+            list(self._pool.map(lambda i: self._prepare_some(prepared, (i,)), range(len(refs))))
         else:
-            for i in range(len(refs)):
-                self._prepare_item(prepared, i)
+            self._prepare_some(prepared, range(len(refs)))
             self._item_s = (time.monotonic() - began) / len(refs)
         prepared.live = [i for i, outcome in enumerate(prepared.outcomes) if outcome is None]
         try:
@@ -91,17 +90,19 @@ class Computer:
         late = ItemError("deadline_exceeded", "the deadline passed before it was computed")
         return [late if outcome is None else outcome for outcome in prepared.outcomes]
 
-    def _prepare_item(self, prepared: Prepared, i: int) -> None:
-        if prepared.refs[i].deadline <= time.monotonic():
-            prepared.outcomes[i] = ItemError(
-                "deadline_exceeded", "the deadline passed before it was prepared"
-            )
-            return
-        try:
-            with torch.inference_mode():
-                prepared.features[i] = self._model.preprocess(prepared.items[i])
-        except Exception as error:
-            prepared.outcomes[i] = _error_of(error, "preprocess")
+    @torch.inference_mode()
+    def _prepare_some(self, prepared: Prepared, indices: Iterable[int]) -> None:
+        preprocess = self._model.preprocess
+        for i in indices:
+            if prepared.refs[i].deadline <= time.monotonic():
+                prepared.outcomes[i] = ItemError(
+                    "deadline_exceeded", "the deadline passed before it was prepared"
+                )
+                continue
+            try:
+                prepared.features[i] = preprocess(prepared.items[i])
+            except Exception as error:
+                prepared.outcomes[i] = _error_of(error, "preprocess")
 
     def _collate(self, prepared: Prepared, indices: Sequence[int]) -> Features:
         chosen = [features for i in indices if (features := prepared.features[i]) is not None]

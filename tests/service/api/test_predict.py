@@ -114,7 +114,7 @@ def test_without_options_the_defaults_hold() -> None:
 
 
 def test_instances_are_answered_in_their_order_with_errors_in_place() -> None:
-    replies = [result(b"0"), ModelFailedError("it raised"), result(b"2")]
+    replies: list[Result | Exception] = [result(b"0"), ModelFailedError("it raised"), result(b"2")]
     model = FakeModel(lambda index: replies[index])
     response = post(endpoint(model), json={"instances": ["a", "b", "c"]})
     assert response.status_code == 200
