@@ -28,7 +28,7 @@ from service.settings import ModelSettings, Settings, version_of
 from workers.arena import Arena
 from workers.config import WorkerConfig
 from workers.devices import DeviceError, Host, find_host, place
-from workers.local import LocalEngine, start_forkserver
+from workers.local import LocalEngine
 from workers.memory import SharedMemoryError
 from workers.supervisor import RestartPolicy
 
@@ -157,12 +157,15 @@ class Service:
 
 
 def run(settings: Settings) -> int:
-    """Serve until a signal, and return the process's exit code. Called in the main thread."""
+    """Serve until a signal, and return the process's exit code. Called in the main thread.
+
+    Workers start sooner if `workers.local.start_forkserver` was called before, which it can be
+    before this module is imported.
+    """
     is_colored = None if settings.color == "auto" else False
     logs = log_setup.configure(settings.log_format, settings.log_level, is_colored=is_colored)
     try:
         listener = _listen(settings.host, settings.port)
-        start_forkserver(_preload(settings))
         host = find_host(settings.cuda_visible_devices)
         metrics = Metrics(settings.models, {"version": version_of(), "torch": version_of("torch")})
         console = Console(logs, is_colored=settings.color == "auto")
@@ -283,12 +286,6 @@ def _configs(name: str, model: ModelSettings, host: Host) -> list[WorkerConfig]:
         threads=None if model.threads_per_replica == "auto" else model.threads_per_replica,
     )
     return [model.worker_config_for(name, placement) for placement in placements]
-
-
-def _preload(settings: Settings) -> list[str]:
-    """What the forkserver imports, so that no worker has to."""
-    needs_torchvision = any(m.source.startswith("torchvision:") for m in settings.models.values())
-    return ["workers.preload", *(["torchvision"] if needs_torchvision else [])]
 
 
 def _recorder(metrics: Metrics) -> Callable[[str, int, float], None]:

@@ -168,6 +168,9 @@ def _serve(args: Namespace) -> int:
     loaded = _load(args)
     if loaded is None:
         return USAGE_ERROR
+    from workers.local import start_forkserver
+
+    start_forkserver(loaded.settings.preload())  # it imports torch while we import the rest
     from service.app import run as run_app
 
     return run_app(loaded.settings)

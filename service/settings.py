@@ -170,6 +170,11 @@ class Settings(_Table):
             return _auto_arena_bytes(info.data["max_body_bytes"])
         return arena_bytes
 
+    def preload(self) -> list[str]:
+        """What is worth importing once, before workers are forked."""
+        needs_torchvision = any(m.source.startswith("torchvision:") for m in self.models.values())
+        return ["workers.preload", *(["torchvision"] if needs_torchvision else [])]
+
     @field_validator("arena_bytes")
     @classmethod
     def _check_arena(cls, arena_bytes: int, info: ValidationInfo) -> int:

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -236,3 +237,5 @@ def _log_to(outbox: WorkerQueue) -> None:
     root.handlers = [_OutboxHandler(outbox)]
     root.setLevel(logging.INFO)
     logging.captureWarnings(True)
+    # Payloads are mapped read-only on purpose, and `Item.tensors` copies for those who write.
+    warnings.filterwarnings("ignore", message="The given buffer is not writable")

@@ -11,6 +11,8 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 
+import msgspec
+
 from models.spec import TensorSpec
 from service.api.answers import AnswerFormat, Outcome, choose_format, encode, encode_json
 from service.api.body import Head, Limits
@@ -33,7 +35,7 @@ from service.errors import (
     UnavailableError,
     UnknownModelError,
 )
-from service.request import CallOptions, Payload, Result
+from service.request import CallOptions, Payload, Result, Timing
 
 logger = logging.getLogger(__name__)
 
@@ -72,37 +74,31 @@ class ModelEntry(Protocol):
         """
 
 
-class Call:
-    """One HTTP call on its way through."""
+class Call(msgspec.Struct):
+    """One HTTP call on its way through: a struct, because that fills its defaults in C."""
 
-    __slots__ = (
-        "chosen", "deadline", "entry", "flags", "headers", "is_batch", "is_read", "method",
-        "num_instances", "outcomes", "path", "priority", "query", "request_id", "span_id",
-        "started", "trace_id", "trace_state",
-    )  # fmt: skip
-
-    def __init__(self, method: str, path: str, query: bytes, headers: dict[bytes, bytes]) -> None:
-        self.started = time.monotonic()
-        self.method = method
-        self.path = path
-        self.query = query
-        self.headers = headers
-        """Names in lower case; those that came several times joined by commas."""
-        self.entry: ModelEntry | None = None
-        self.request_id = ""
-        self.trace_id = ""
-        self.span_id = ""
-        self.flags = "00"
-        self.trace_state = b""
-        self.deadline = 0.0
-        self.priority = DEFAULT_PRIORITY
-        self.chosen: AnswerFormat = "json"
-        self.is_read = False
-        """The whole body has arrived."""
-        self.is_batch = False
-        self.num_instances = 0
-        self.outcomes: list[asyncio.Future[Result] | ServiceError] = []
-        """Of each instance: a future, or why it was refused."""
+    method: str
+    path: str
+    query: bytes
+    headers: dict[bytes, bytes]
+    """Names in lower case; those that came several times joined by commas."""
+    started: float
+    """CLOCK_MONOTONIC seconds."""
+    entry: ModelEntry | None
+    request_id: str
+    trace_id: str
+    span_id: str
+    flags: str = "00"
+    trace_state: bytes = b""
+    deadline: float = 0.0
+    priority: int = DEFAULT_PRIORITY
+    chosen: AnswerFormat = "json"
+    is_read: bool = False
+    """The whole body has arrived."""
+    is_batch: bool = False
+    num_instances: int = 0
+    outcomes: "list[asyncio.Future[Result] | ServiceError]" = []
+    """Of each instance: a future, or why it was refused."""
 
     @property
     def label(self) -> str:
@@ -177,23 +173,20 @@ class Predict:
             query: Without the "?".
             headers: Names in lower case.
         """
+        started = time.monotonic()
         found = dict(headers)
         if len(found) != len(headers):
             found = _joined(headers)
-        call = Call(method, path, query, found)
         name = path[len(PREFIX) + 1 :] or self.default
-        if name is not None:
-            call.entry = self.models.get(name)
+        entry = self.models.get(name) if name is not None else None
         ids = new_ids()
-        call.span_id = ids[32:]
+        request_id = request_id_of(found.get(b"x-request-id")) or ids[:32]
+        call = Call(method, path, query, found, started, entry, request_id, ids[:32], ids[32:])
         given = found.get(b"traceparent")
         trace = trace_of(given) if given is not None else None
-        if trace is None:
-            call.trace_id = ids[:32]
-        else:
+        if trace is not None:
             call.trace_id, call.flags = trace
             call.trace_state = trace_state_of(found)
-        call.request_id = request_id_of(found.get(b"x-request-id")) or ids[:32]
         return call
 
     def check(self, call: Call) -> None:
@@ -265,17 +258,18 @@ class Predict:
         if len(outcomes) == 1 and call.chosen == "json" and isinstance(first, Result):
             assert isinstance(first.value, bytes), "tensors came where JSON was asked for"
             answer = encode_json((first.value,))
-        else:
-            output = read_query(call.query).get(OUTPUT_KEY) if call.query else None
-            answer = encode(
-                call.chosen,
-                outcomes,
-                is_batch=call.is_batch,
-                output=output,
-                request_id=call.request_id,
-                path=call.path,
-            )
-        self._add_headers(call, answer, outcomes)
+            self._add_headers(call, answer, first.timing)
+            return answer
+        output = read_query(call.query).get(OUTPUT_KEY) if call.query else None
+        answer = encode(
+            call.chosen,
+            outcomes,
+            is_batch=call.is_batch,
+            output=output,
+            request_id=call.request_id,
+            path=call.path,
+        )
+        self._add_headers(call, answer, _longest(outcomes))
         return answer
 
     def refuse(self, call: Call, error: Exception) -> Answer:
@@ -289,7 +283,7 @@ class Predict:
             headers.append((b"allow", b"POST"))
         if not call.is_read and _is_long(call.headers):
             headers.append((b"connection", b"close"))
-        self._add_headers(call, answer, ())
+        self._add_headers(call, answer, None)
         return answer
 
     def abandon(self, call: Call) -> None:
@@ -387,29 +381,22 @@ class Predict:
         logger.error("request %s failed: %r", call.request_id, error, exc_info=error)
         return InternalError("this is a mistake of the service; its log has more")
 
-    def _add_headers(self, call: Call, answer: Answer, outcomes: Sequence[Outcome]) -> None:
-        """Add what every answer has: ids, and where the time went (of several, the longest)."""
-        _, headers, _ = answer
+    def _add_headers(self, call: Call, answer: Answer, timing: Timing | None) -> None:
+        """Add what every answer has: ids, and where the time went."""
+        headers = answer[1]
         headers.append((b"x-request-id", call.request_id.encode()))
         trace = f"00-{call.trace_id}-{call.span_id}-{call.flags}"
         headers.append((b"traceparent", trace.encode()))
         if call.trace_state:
             headers.append((b"tracestate", call.trace_state))
         total_ms = (time.monotonic() - call.started) * 1e3
-        timings = [each.timing for each in outcomes if isinstance(each, Result)]
-        if not timings:
+        if timing is None:
             value = b"total;dur=%.2f" % total_ms
         else:
-            timing = timings[0]
-            queue_s, prepare_s, compute_s = timing.queue_s, timing.prepare_s, timing.compute_s
-            for timing in timings[1:]:
-                queue_s = max(queue_s, timing.queue_s)
-                prepare_s = max(prepare_s, timing.prepare_s)
-                compute_s = max(compute_s, timing.compute_s)
             value = b"queue;dur=%.2f, preprocess;dur=%.2f, inference;dur=%.2f, total;dur=%.2f" % (
-                queue_s * 1e3,
-                prepare_s * 1e3,
-                compute_s * 1e3,
+                timing.queue_s * 1e3,
+                timing.prepare_s * 1e3,
+                timing.compute_s * 1e3,
                 total_ms,
             )
         headers.append((b"server-timing", value))
@@ -451,6 +438,18 @@ def _joined(headers: Sequence[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
     for name, value in headers:
         found[name] = found[name] + b", " + value if name in found else value
     return found
+
+
+def _longest(outcomes: Sequence[Outcome]) -> Timing | None:
+    """The longest of each stage over all instances that were answered."""
+    timings = [each.timing for each in outcomes if isinstance(each, Result)]
+    if not timings:
+        return None
+    return Timing(
+        max(timing.queue_s for timing in timings),
+        max(timing.prepare_s for timing in timings),
+        max(timing.compute_s for timing in timings),
+    )
 
 
 def _is_long(headers: Mapping[bytes, bytes]) -> bool:

@@ -84,6 +84,12 @@ def test_depth_is_counted_exactly(opening: bytes) -> None:
     assert not is_too_deep(b"[" + b",".join([b"[1]"] * 1000) + b"]")
 
 
+def test_depth_is_counted_as_exactly_in_long_texts() -> None:
+    flat = b"[" + b",".join([b"[]"] * 100_000) + b"]"
+    assert not is_too_deep(b"[" * 98 + flat + b"]" * 98)
+    assert is_too_deep(b"[" * 99 + flat + b"]" * 99)
+
+
 @given(json_values)
 def test_brackets_in_strings_have_no_depth(value: object) -> None:
     nested = json.dumps([value, "[{" * 200, '\\"' * 50 + "[" * 200, {"[[\\" * 60: "\\"}])
