@@ -7,6 +7,7 @@ being JSON, and its numbers are parsed in a worker. Of a key given twice, the la
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import msgspec
 from msgspec import Raw
@@ -17,7 +18,7 @@ from service.errors import BadRequestError, InvalidInputError, TooLargeError
 from service.request import Payload
 
 _LARGE_BYTES = 64 * 1024
-"""From here, a body is first held against the limit of instances.
+"""From here, decoding stops at the first instance too many.
 
 A body of 16 MiB may hold eight million: as a list of Python objects they take 450 MB, measured."""
 
@@ -53,9 +54,8 @@ def decode_json(chunks: Sequence[bytes], head: Head) -> Decoded:
     try:
         if not text.isascii():
             text.decode()  # msgspec skips over strings without looking for errors in their UTF-8
-        if len(text) > _LARGE_BYTES:
-            _bounded(max_instances).decode(text)
-        body = _body.decode(text)
+        is_large = len(text) > _LARGE_BYTES
+        body = _decode_large(text, max_instances) if is_large else _body.decode(text)
     except msgspec.ValidationError as error:
         raise _misshapen(str(error), max_instances) from None
     except parameters.JsonErrors as error:
@@ -127,9 +127,15 @@ def _too_many(max_instances: int) -> TooLargeError:
     )
 
 
+def _decode_large(text: bytes, max_instances: int) -> _Body:
+    body = _bounded(max_instances).decode(text)
+    fields = msgspec.structs.astuple(body.instances)
+    return _Body([raw for raw in fields if raw is not _NOTHING], body.parameters)
+
+
 @lru_cache
-def _bounded(max_instances: int) -> msgspec.json.Decoder[object]:
-    """A decoder that stops at the first instance too many: an array of as many optional fields."""
+def _bounded(max_instances: int) -> "msgspec.json.Decoder[Any]":
+    """A decoder that takes so many instances and no more: an array of as many optional fields."""
     fields = [(f"i{index}", Raw, _NOTHING) for index in range(max_instances)]
     array = msgspec.defstruct("Instances", fields, array_like=True, forbid_unknown_fields=True)
     body = msgspec.defstruct(
