@@ -17,6 +17,7 @@ from service.api.body import Limits
 from service.api.health import HealthReport, health_router
 from service.api.metrics import metrics_router
 from service.api.predict import Predict
+from service.api.protocol import PredictProtocol
 from service.api.web import App
 from service.console import Console
 from service.dispatcher import Dispatcher
@@ -184,10 +185,10 @@ def run(settings: Settings) -> int:
         logs.close()
 
 
-def make_app(service: Service) -> App:
-    """The HTTP application over a service, which lives and dies with its lifespan."""
+def make_predict(service: Service) -> Predict:
+    """The endpoint over a service."""
     settings = service.settings
-    predict = Predict(
+    return Predict(
         service.pools,
         default=settings.default_model,
         limits=Limits(
@@ -198,6 +199,10 @@ def make_app(service: Service) -> App:
         ),
         on_done=_recorder(service.metrics),
     )
+
+
+def make_app(service: Service, predict: Predict) -> App:
+    """The HTTP application over a service, which lives and dies with its lifespan."""
 
     @asynccontextmanager
     async def lifespan(_: App) -> AsyncIterator[None]:
@@ -217,11 +222,12 @@ def make_app(service: Service) -> App:
 
 
 def _serve(service: Service, console: Console, listener: socket.socket) -> int:
-    app = make_app(service)
+    predict = make_predict(service)
+    app = make_app(service, predict)
     config = uvicorn.Config(
         app,
         loop="uvloop" if sys.platform != "win32" else "asyncio",
-        http="httptools",
+        http=PredictProtocol.bound_to(predict),
         ws="none",
         lifespan="on",
         log_config=None,

@@ -209,7 +209,7 @@ class Predict:
             if not length.isdigit():
                 raise BadRequestError("Content-Length: is not a number")
             if len(length) > 18 or int(length) > self.limits.max_body_bytes:
-                raise self._too_large()
+                raise self.too_large()
         timeout = headers.get(b"x-timeout-ms")
         timeout_s = self.limits.default_timeout_s if timeout is None else self._timeout_s(timeout)
         call.deadline = call.started + timeout_s
@@ -334,7 +334,7 @@ class Predict:
             chunk = message.get("body", b"")
             num_bytes += len(chunk)
             chunks.append(chunk)
-        raise self._too_large()
+        raise self.too_large()
 
     async def _wait(self, call: Call, future: "asyncio.Future[Any]", receive: Receive) -> None:
         waiting = Waiting(future, receive)
@@ -414,7 +414,8 @@ class Predict:
             return UnknownModelError(f"no model is the default; name one in the path: {names}")
         return UnknownModelError(f"no model is called {name[:80]!r}; there are: {names}")
 
-    def _too_large(self) -> TooLargeError:
+    def too_large(self) -> TooLargeError:
+        """The error for a body over the limit."""
         return TooLargeError(
             f"the body has more than {self.limits.max_body_bytes} bytes, which is the limit"
         )

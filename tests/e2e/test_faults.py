@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+
 from tests.e2e.load import Tally, after, ask_until
 from tests.e2e.running import Running, left_over, running
 
@@ -93,8 +94,7 @@ def test_sigterm_under_load_answers_all_that_was_accepted_and_leaves_nothing():
         )
         await asyncio.sleep(1)
         service.signal(signal.SIGTERM)
-        tally = await asyncio.wait_for(load, 20)
-        return tally
+        return await asyncio.wait_for(load, 20)
 
     with running(FAULTY, "--replicas", "2") as service:
         family = service.family()

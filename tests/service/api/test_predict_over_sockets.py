@@ -10,6 +10,7 @@ import pytest
 import uvicorn
 
 from service.api.body import Limits
+from service.api.protocol import PredictProtocol
 from service.errors import InvalidInputError
 from tests.service.api.fakes import FakeModel, endpoint, result
 
@@ -21,6 +22,9 @@ CHUNKED = POST + b"transfer-encoding: chunked\r\n\r\n"
 class Bench:
     """A server on a free port, and what it recorded."""
 
+    is_direct = False
+    """The calls come off the socket without ASGI."""
+
     def __init__(self, model: FakeModel, **limits: float) -> None:
         self.model = model
         self.statuses: list[int] = []
@@ -29,7 +33,8 @@ class Bench:
             limits=Limits(**limits),  # type: ignore[arg-type]  # bytes are whole numbers
             on_done=lambda _, status, __: self.statuses.append(status),
         )
-        config = uvicorn.Config(predict, port=0, log_config=None, lifespan="off")
+        http = PredictProtocol.bound_to(predict) if self.is_direct else "httptools"
+        config = uvicorn.Config(predict, port=0, log_config=None, lifespan="off", http=http)
         self.server = uvicorn.Server(config)
 
     @contextlib.asynccontextmanager
@@ -53,6 +58,12 @@ class Bench:
             writer.close()
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
+
+
+@pytest.fixture(autouse=True, params=["asgi", "protocol"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything here holds for both ways to the endpoint."""
+    monkeypatch.setattr(Bench, "is_direct", request.param == "protocol")
 
 
 async def until(is_true: Callable[[], object]) -> None:
@@ -209,6 +220,9 @@ def test_an_answer_that_takes_long_still_arrives_and_the_connection_lives_on() -
 
 
 def test_a_call_that_the_server_cuts_off_cancels_its_instances() -> None:
+    if Bench.is_direct:
+        return  # it has no task that could be cut off
+
     async def test(bench: Bench) -> None:
         async with bench.connect() as (_, writer):
             writer.write(POST + b"content-length: 1\r\n\r\nx")
@@ -218,3 +232,141 @@ def test_a_call_that_the_server_cuts_off_cancels_its_instances() -> None:
             await until(lambda: bench.model.futures[0].cancelled())
 
     run(lambda: Bench(FakeModel(lambda _: None)), test)
+
+
+def test_pipelined_calls_are_answered_in_order() -> None:
+    async def test(bench: Bench) -> None:
+        async with bench.connect() as (reader, writer):
+            one = POST + b"content-length: 1\r\n\r\nx"
+            none = POST.replace(b"/predict", b"/predict/none") + b"content-length: 1\r\n\r\nx"
+            writer.write(one + none + one + one)
+            answers = [await read_answer(reader) for _ in range(4)]
+            assert [status for status, _, _ in answers] == [200, 404, 200, 200]
+            right = [json.loads(body) for status, _, body in answers if status == 200]
+            assert right == [{"predictions": [n]} for n in range(3)]
+            writer.write(one)
+            assert (await read_answer(reader))[0] == 200
+        assert len(bench.model.payloads) == 4
+
+    run(lambda: Bench(FakeModel()), test)
+
+
+def test_pipelined_calls_of_both_kinds_take_turns() -> None:
+    async def test(bench: Bench) -> None:
+        async with bench.connect() as (reader, writer):
+            one = POST + b"content-length: 1\r\n\r\nx"
+            get = b"GET /predict HTTP/1.1\r\nhost: h\r\n\r\n"
+            writer.write(one + get + one + get)
+            statuses = [(await read_answer(reader))[0] for _ in range(4)]
+            assert statuses == [200, 405, 200, 405]
+
+    run(lambda: Bench(FakeModel()), test)
+
+
+def test_a_pipelined_body_that_never_comes_is_given_up() -> None:
+    async def test(bench: Bench) -> None:
+        async with bench.connect() as (reader, writer):
+            one = POST + b"content-length: 1\r\n\r\nx"
+            half = POST + b"x-timeout-ms: 100\r\ncontent-length: 9\r\n\r\nabc"
+            writer.write(one + half)
+            assert [(await read_answer(reader))[0] for _ in range(2)] == [200, 408]
+
+    run(lambda: Bench(FakeModel()), test)
+
+
+def test_http_1_0_gets_an_answer_and_the_end_of_the_connection() -> None:
+    async def test(bench: Bench) -> None:
+        async with bench.connect() as (reader, writer):
+            writer.write(POST.replace(b"1.1", b"1.0") + b"content-length: 1\r\n\r\nx")
+            status, headers, _ = await read_answer(reader)
+            assert (status, headers["connection"]) == (200, "close")
+            assert await reader.read() == b""
+
+    run(lambda: Bench(FakeModel()), test)
+
+
+def test_a_client_that_asks_to_go_on_is_told_to() -> None:
+    async def test(bench: Bench) -> None:
+        async with bench.connect() as (reader, writer):
+            writer.write(POST + b"expect: 100-continue\r\ncontent-length: 3\r\n\r\n")
+            assert b"100 Continue" in await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"abc")
+            assert (await read_answer(reader))[0] == 200
+            writer.write(POST + b"expect: 100-continue\r\ncontent-length: 99999\r\n\r\n")
+            assert (await read_answer(reader))[0] == 413
+
+    run(lambda: Bench(FakeModel(), max_body_bytes=1000), test)
+
+
+def test_an_idle_connection_is_closed() -> None:
+    async def test(bench: Bench) -> None:
+        bench.server.config.timeout_keep_alive = 0.2  # type: ignore[assignment]
+        async with bench.connect() as (reader, writer):
+            for _ in range(3):
+                writer.write(POST + b"content-length: 1\r\n\r\nx")
+                assert (await read_answer(reader))[0] == 200
+                await asyncio.sleep(0.1)
+            assert await asyncio.wait_for(reader.read(), 2) == b""
+
+    run(lambda: Bench(FakeModel()), test)
+
+
+def test_a_client_that_does_not_read_is_not_served_on() -> None:
+    large = result(b'"%s"' % (b"x" * (1 << 20)))
+
+    async def test(bench: Bench) -> None:
+        async with bench.connect() as (reader, writer):
+            one = POST + b"content-length: 1\r\n\r\nx"
+            for _ in range(60):
+                writer.write(one)
+                await asyncio.sleep(0.005)
+            await asyncio.sleep(0.2)
+            assert len(bench.model.payloads) < 40
+            for _ in range(60):
+                assert (await read_answer(reader))[0] == 200
+
+    run(lambda: Bench(FakeModel(lambda _: large)), test)
+
+
+def test_garbage_is_refused_and_the_connection_closed() -> None:
+    async def test(bench: Bench) -> None:
+        async with bench.connect() as (reader, writer):
+            writer.write(b"\x16\x03\x01 not HTTP at all\r\n\r\n")
+            assert b" 400 " in await reader.read()
+
+    run(lambda: Bench(FakeModel()), test)
+
+
+def test_both_ways_give_the_same_answer_but_for_ids_and_times() -> None:
+    calls = [
+        POST + b"content-length: 1\r\n\r\nx",
+        POST.replace(b"image/png", b"application/json") + b"content-length: 2\r\n\r\n{}",
+        POST + b"x-request-id: mine\r\naccept: application/x-npy\r\ncontent-length: 1\r\n\r\nx",
+        POST + b"accept: text/plain\r\ncontent-length: 1\r\n\r\nx",
+        POST + b"x-priority: 12\r\ncontent-length: 1\r\n\r\nx",
+        POST.replace(b"/predict", b"/predict/") + b"content-length: 1\r\n\r\nx",
+        POST.replace(b"/predict", b"/predict/none?a=1") + b"content-length: 1\r\n\r\nx",
+        POST.replace(b"image/png", b"text/plain") + b"content-length: 1\r\n\r\nx",
+        POST.replace(b"content-type: image/png\r\n", b"") + b"content-length: 0\r\n\r\n",
+    ]
+    found: list[list[object]] = []
+
+    async def test(bench: Bench) -> None:
+        answers: list[object] = []
+        async with bench.connect() as (reader, writer):
+            for each in calls:
+                writer.write(each)
+                status, headers, body = await read_answer(reader)
+                if status != 200:
+                    value = json.loads(body)
+                    value.pop("request_id")
+                else:
+                    value = body
+                names = [n for n in headers if n != "date"]
+                answers.append((status, names, value))
+        found.append(answers)
+
+    for is_direct in (False, True):
+        Bench.is_direct = is_direct
+        run(lambda: Bench(FakeModel()), test)
+    assert found[0] == found[1]
