@@ -93,7 +93,7 @@ def running(
     port: int = 0,
     ready: bool = True,
 ) -> Iterator[Running]:
-    """Start `python -m service serve`, by default on a free port, and end it however the test left it."""
+    """Start `python -m service serve`, and end it however the test left it."""
     command: Sequence[str] = [sys.executable, "-m", "service", "serve", *arguments]
     process = subprocess.Popen(
         [*command, "--port", str(port), "--log-format", "json"],
