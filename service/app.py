@@ -5,7 +5,6 @@ import gc
 import logging
 import multiprocessing
 import socket
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 
@@ -38,10 +37,12 @@ logger = logging.getLogger(__name__)
 EXIT_NEVER_SERVED = 3
 """No model could be loaded, and none ever will be."""
 EXIT_CANNOT_START = 1
+_BACKLOG = 2048
+"""Connections that the kernel accepts for us before we do."""
 _STOP_GRACE_S = 5.0
 """How long a worker without work may take to leave."""
-_CUT_OFF_S = 2.0
-"""What uvicorn waits beyond our own drain, so that we and not it answer what is cut off."""
+_HALF_SENT_S = 2
+"""How long connections with half a request may hold up the end, once all accepted is answered."""
 
 
 class StartError(Exception):
@@ -61,6 +62,7 @@ class Service:
         self.metrics = metrics
         self.pools: dict[str, Pool] = {}
         self.is_draining = False
+        self._is_hurried = False
         self.host = host
         self._console = console
         self._plans = _plan(settings, host)
@@ -99,10 +101,17 @@ class Service:
         grace_s = self.settings.drain_timeout_s
         await asyncio.gather(*(pool.drain(grace_s) for pool in self.pools.values()))
 
+    def cut_off(self) -> None:
+        """Wait for nothing any more: answer what is in flight; `stop` will kill the workers."""
+        self.is_draining = self._is_hurried = True
+        for pool in self.pools.values():
+            pool.cut_off("this server was told to stop at once")
+
     async def stop(self) -> None:
         """See every worker out and give the memory back."""
         await self.drain()
-        await asyncio.gather(*(pool.stop(_STOP_GRACE_S) for pool in self.pools.values()))
+        grace_s = 0.0 if self._is_hurried else _STOP_GRACE_S
+        await asyncio.gather(*(pool.stop(grace_s) for pool in self.pools.values()))
         self._arena.close()
 
     async def until_settled(self) -> None:
@@ -137,7 +146,7 @@ class Service:
             configs=configs,
             engine=engine,
             dispatcher=dispatcher,
-            policy=RestartPolicy(max_restarts=model.max_restarts, window_s=model.restart_window_s),
+            policy=RestartPolicy(max_restarts=model.max_restarts),
             metrics=metrics,
             announcer=self._console,
             on_change=self._on_change,
@@ -226,7 +235,7 @@ def _serve(service: Service, console: Console, listener: socket.socket) -> int:
     app = make_app(service, predict)
     config = uvicorn.Config(
         app,
-        loop="uvloop" if sys.platform != "win32" else "asyncio",
+        loop="uvloop",
         http=PredictProtocol.bound_to(predict),
         ws="none",
         lifespan="on",
@@ -235,8 +244,8 @@ def _serve(service: Service, console: Console, listener: socket.socket) -> int:
         access_log=False,
         server_header=False,
         timeout_keep_alive=int(service.settings.keep_alive_s),
-        timeout_graceful_shutdown=int(service.settings.drain_timeout_s + _CUT_OFF_S),
-        backlog=2048,
+        timeout_graceful_shutdown=_HALF_SENT_S,
+        backlog=_BACKLOG,
     )
 
     listening: list[str] = []
@@ -251,6 +260,7 @@ def _serve(service: Service, console: Console, listener: socket.socket) -> int:
         on_listening=listening.append,
         on_stopping=on_stopping,
         drain=service.drain,
+        cut_off=service.cut_off,
     )
     exit_code = 0
 
@@ -263,6 +273,8 @@ def _serve(service: Service, console: Console, listener: socket.socket) -> int:
     async def leave_when_lost() -> None:
         nonlocal exit_code
         reason = await service.until_lost()
+        if server.is_stopping:
+            return
         logger.critical("nothing can be served: %s", reason)
         exit_code = EXIT_NEVER_SERVED
         server.stop("no model could be loaded")
@@ -316,6 +328,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen(_BACKLOG)
     except OSError as error:
         hint = "; is another service running? Choose another with --port" if port else ""
         raise StartError(f"cannot listen on {host}:{port}: {error.strerror}{hint}") from error

@@ -103,6 +103,12 @@ class _Lane:
         self.ends_at = 0.0
         """When it will probably have answered that."""
 
+    @property
+    def has_credit(self) -> bool:
+        """It may be sent a batch now; beside a solo instance, nothing else is at stake."""
+        batches = self.batches
+        return not batches or (len(batches) < self.worker.credit and not batches[-1][0].is_solo)
+
 
 class Dispatcher:
     """Admits the instances of one model, batches them, sends them, and settles each exactly once.
@@ -156,7 +162,7 @@ class Dispatcher:
         """Workers that take batches."""
         return len(self._lanes)
 
-    def submit(self, payload: Payload, options: CallOptions) -> Instance:
+    def submit(self, payload: Payload, options: CallOptions, request_id: str = "") -> Instance:
         """Admit one instance: copy its payload into the arena and queue it.
 
         Returns:
@@ -185,6 +191,7 @@ class Dispatcher:
             options.wants_tensors,
             payload.headers,
             options.parameters,
+            request_id,
         )
         instance = Instance(self, ref, now, options)
         self._metrics.accepted += 1
@@ -215,6 +222,11 @@ class Dispatcher:
                 for instance in batch:
                     if instance.state != _SETTLED:
                         self._fail(instance, UnavailableError(reason, retry_after_s=1))
+
+    def cut_off(self, reason: str) -> None:
+        """Admit nothing more, and answer all that is in flight."""
+        self._admission.is_draining = True
+        self.abandon(reason)
 
     async def drain(self, grace_s: float) -> None:
         """Admit nothing more, and wait until all is settled; after the grace the rest is failed."""
@@ -281,8 +293,9 @@ class Dispatcher:
 
     def _next_busy(self, now: float) -> _Lane | None:
         """A busy worker that should have its next batch now: a full one, or the end is near."""
-        lanes = [lane for lane in self._lanes if len(lane.batches) < lane.worker.credit]
-        if not lanes:
+        lanes = [lane for lane in self._lanes if lane.has_credit]
+        oldest = self._queue.oldest()
+        if not lanes or oldest is None or oldest.is_solo:  # which waits for an idle worker
             return None
         lane = min(lanes, key=lambda lane: (len(lane.batches), lane.ends_at))
         if len(self._queue) >= self._max_batch_size:
@@ -296,8 +309,12 @@ class Dispatcher:
         return None
 
     def _wake_in(self, delay_s: float) -> None:
-        if self._timer is None:
-            self._timer = self.loop.call_later(delay_s, self._on_timer)
+        due = self.loop.time() + delay_s
+        if self._timer is not None:
+            if self._timer.when() <= due:
+                return
+            self._timer.cancel()
+        self._timer = self.loop.call_at(due, self._on_timer)
 
     def _on_timer(self) -> None:
         self._timer = None

@@ -12,7 +12,7 @@ from service.errors import UnavailableError
 from service.metrics import ModelMetrics, Reading
 from service.request import CallOptions, Payload
 from workers.config import WorkerConfig
-from workers.engine import Engine
+from workers.engine import Engine, WorkerHandle
 from workers.supervisor import RestartPolicy, Slot, State, Supervisor
 
 logger = logging.getLogger(__name__)
@@ -123,12 +123,17 @@ class Pool:
             raise UnavailableError(
                 f"no worker is ready ({self.reason})", retry_after_s=max(1, ceil(self._load_s))
             )
-        return dispatcher.submit(payload, options)
+        return dispatcher.submit(payload, options, request_id)
 
     async def drain(self, grace_s: float) -> None:
         """Finish what was accepted."""
         self.is_draining = True
         await self.dispatcher.drain(grace_s)
+
+    def cut_off(self, reason: str) -> None:
+        """Answer all that is in flight now, and admit nothing more."""
+        self.is_draining = True
+        self.dispatcher.cut_off(reason)
 
     async def stop(self, grace_s: float) -> None:
         """See every worker out."""
@@ -143,23 +148,35 @@ class Pool:
         assert slot.handle is not None
         self.dispatcher.attach(slot.handle)
         self._load_s = slot.handle.ready.load_s
-        self.dispatcher.is_expecting_worker = False
+        self._expect()
         self._announcer.ready(_name_of(slot), self._load_s)
         self._on_change()
 
+    def on_gone(self, handle: WorkerHandle) -> None:
+        """See `Watcher`."""
+        self.dispatcher.detach(handle)
+        self._expect()
+
     def on_down(self, slot: Slot) -> None:
         """See `Watcher`."""
-        self._metrics.restarts[slot.cause] += 1
-        # A worker that was well is back in no time, and then no caller needs to be told. Not so
-        # when it has failed before, or takes long to load.
-        self.dispatcher.is_expecting_worker = (
-            slot.cause != "start" and len(slot.failures) <= 1 and self._load_s <= _MOMENT_S
-        )
+        self._expect()
         if slot.state == "failed":
             self._announcer.failed(_name_of(slot), slot.reason)
+        else:
+            self._metrics.restarts[slot.cause] += 1
         if self.is_lost:
             self.dispatcher.abandon(f"no worker of {self.name} can be started: {slot.reason}")
         self._on_change()
+
+    def _expect(self) -> None:
+        """Whether one of the workers will be back in no time, so that no caller need be told.
+
+        Not so one that has failed before, or takes long to load.
+        """
+        self.dispatcher.is_expecting_worker = self._load_s <= _MOMENT_S and any(
+            slot.was_ever_ready and slot.num_failures <= 1 and slot.state != "failed"
+            for slot in self.slots
+        )
 
 
 def _name_of(slot: Slot) -> str:

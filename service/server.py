@@ -10,6 +10,7 @@ import contextlib
 import logging
 import signal
 import socket
+import time
 from collections.abc import Awaitable, Callable, Iterator
 
 import uvicorn
@@ -18,6 +19,9 @@ logger = logging.getLogger(__name__)
 
 _LAME_DUCK_S = 0.5
 """How long connections that are in use may take to come round to an answer that closes them."""
+_ECHO_S = 0.3
+"""A signal so soon after the first is the same one: a stop of the whole group reaches us twice when
+the command that started us passes it on."""
 _CLOSE = (b"connection", b"close")
 
 
@@ -32,6 +36,7 @@ class Server(uvicorn.Server):
         on_listening: Callable[[str], None],
         on_stopping: Callable[[str], None],
         drain: Callable[[], Awaitable[None]],
+        cut_off: Callable[[], None],
     ) -> None:
         """Prepare to serve.
 
@@ -41,12 +46,15 @@ class Server(uvicorn.Server):
             on_listening: Told the URL once it can be connected to.
             on_stopping: Told why, when the shutdown begins: readiness goes red.
             drain: Admits nothing more and returns when all that was accepted has its answer.
+            cut_off: Answers at once what has no answer yet, when a second signal hurries.
         """
         super().__init__(config)
         self._shutdown_delay_s = shutdown_delay_s
         self._on_listening = on_listening
         self._on_stopping = on_stopping
         self._drain = drain
+        self._cut_off = cut_off
+        self._stopped_at = 0.0
         self._leaving: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
@@ -62,13 +70,21 @@ class Server(uvicorn.Server):
             for signum in signals:
                 loop.remove_signal_handler(signum)
 
+    @property
+    def is_stopping(self) -> bool:
+        """A shutdown has begun."""
+        return self._leaving is not None
+
     def stop(self, reason: str) -> None:
         """Begin to shut down, or hurry a shutdown that has begun."""
+        now = time.monotonic()
         if self._leaving is None:
+            self._stopped_at = now
             self._on_stopping(reason)
             self._leaving = asyncio.create_task(self._leave(), name="leave")
-        else:
+        elif now - self._stopped_at > _ECHO_S:
             logger.warning("%s again: not waiting any longer", reason)
+            self._cut_off()
             self.should_exit = self.force_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

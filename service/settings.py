@@ -69,9 +69,7 @@ class ModelSettings(_Table):
     credit: int = Field(2, ge=1, le=64)
     """Batches that a worker may hold at once: one that runs, the rest in preparation."""
     max_restarts: int = Field(5, ge=0)
-    """More restarts than this within `restart_window_s`, and the worker is given up."""
-    restart_window_s: float = Field(60.0, gt=0, allow_inf_nan=False)
-    """The time over which `max_restarts` counts."""
+    """A worker that has never been ready is given up after this many restarts in a row."""
     threads_per_replica: Auto | PositiveInt = "auto"
     """Threads that torch computes with in each replica; `auto`: an equal share of the cores."""
     prepare_threads: Auto | PositiveInt = "auto"
@@ -171,9 +169,9 @@ class Settings(_Table):
         return arena_bytes
 
     def preload(self) -> list[str]:
-        """What is worth importing once, before workers are forked."""
+        """What is worth importing once, before workers are forked, besides what all need."""
         needs_torchvision = any(m.source.startswith("torchvision:") for m in self.models.values())
-        return ["workers.preload", *(["torchvision"] if needs_torchvision else [])]
+        return ["workers.preload_torchvision"] if needs_torchvision else []
 
     @field_validator("arena_bytes")
     @classmethod

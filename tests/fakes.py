@@ -23,8 +23,15 @@ class FakeWorker:
 
     def run(self, items: Sequence[ItemRef]) -> asyncio.Future[BatchDone]:
         future = asyncio.get_running_loop().create_future()
+        if self.is_gone:
+            future.set_exception(WorkerLostError("SIGKILL", started=False))
+            return future
         self.batches.append((list(items), future))
         return future
+
+    @property
+    def is_gone(self) -> bool:
+        return self._gone.done()
 
     @property
     def sizes(self) -> list[int]:
@@ -42,7 +49,8 @@ class FakeWorker:
         batches, self.batches = self.batches, []
         for number, (_, future) in enumerate(batches):
             future.set_exception(WorkerLostError("SIGKILL", started=started and number == 0))
-        self._gone.set_result(Ending(cause="signal", reason="SIGKILL"))
+        was_at_work = started and bool(batches)
+        self._gone.set_result(Ending(cause="signal", reason="SIGKILL", was_at_work=was_at_work))
 
     async def wait(self) -> Ending:
         return await asyncio.shield(self._gone)

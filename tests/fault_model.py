@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from models.base import Features, Item, Model
 from models.errors import InputError, ModelError
 from models.spec import Placement, TensorSpec
 
-ACTS = ("ok", "raise", "kill", "hang", "exit", "sleep", "rows")
+ACTS = ("ok", "raise", "kill", "hang", "exit", "sleep", "rows", "leave")
 
 
 class FaultModel(Model):
@@ -90,5 +91,7 @@ class FaultModel(Model):
                 time.sleep(3600)
             case "exit":
                 os._exit(7)
+            case "leave":
+                sys.exit(9)
             case "sleep":
                 time.sleep(0.3)

@@ -102,7 +102,7 @@ class Computer:
             try:
                 prepared.features[i] = preprocess(prepared.items[i])
             except Exception as error:
-                prepared.outcomes[i] = _error_of(error, "preprocess")
+                prepared.outcomes[i] = _error_of(error, "preprocess", prepared.refs[i])
 
     def _collate(self, prepared: Prepared, indices: Sequence[int]) -> Features:
         chosen = [features for i in indices if (features := prepared.features[i]) is not None]
@@ -124,7 +124,7 @@ class Computer:
         except Exception as error:
             failure = error
         if len(indices) == 1:
-            prepared.outcomes[indices[0]] = _error_of(failure, "forward")
+            prepared.outcomes[indices[0]] = _error_of(failure, "forward", prepared.refs[indices[0]])
             return
         logger.warning(
             "a batch of %d failed (%s): computing it in halves", len(indices), _describe(failure)
@@ -162,7 +162,7 @@ class Computer:
         parameters = [prepared.items[i].parameters for i in wants_json]
         for i, value in zip(wants_json, self._model.render_batch(outputs, parameters), strict=True):
             if isinstance(value, InputError):
-                prepared.outcomes[i] = _error_of(value, "render")
+                prepared.outcomes[i] = _error_of(value, "render", prepared.refs[i])
             else:
                 prepared.outcomes[i] = self._encode(value)
 
@@ -182,12 +182,18 @@ def _plain(value: object) -> object:
     raise TypeError(f"the model rendered a {type(value).__name__}, which JSON has no form for")
 
 
-def _error_of(error: Exception, step: str) -> ItemError:
+def printable(text: str) -> str:
+    """A text that can be encoded, whatever a path or a model put into it."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _error_of(error: Exception, step: str, ref: ItemRef) -> ItemError:
     if isinstance(error, InputError):
-        return ItemError("invalid_input", str(error)[:_MAX_MESSAGE_CHARS])
-    logger.error("%s failed on an input: %s", step, _describe(error), exc_info=error)
+        return ItemError("invalid_input", printable(str(error))[:_MAX_MESSAGE_CHARS])
+    extra = {"request_id": ref.request_id}
+    logger.error("%s failed on an input: %s", step, _describe(error), exc_info=error, extra=extra)
     return ItemError("model_error", f"{step} raised {_describe(error)}")
 
 
 def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:_MAX_MESSAGE_CHARS]
+    return printable(f"{type(error).__name__}: {error}")[:_MAX_MESSAGE_CHARS]

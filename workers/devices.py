@@ -3,12 +3,15 @@
 GPUs are found through NVML, cores through the affinity mask and the cgroup's quota.
 """
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from models.spec import Placement
+
+logger = logging.getLogger(__name__)
 
 _MAX_CPU_REPLICAS = 8
 """Beyond this many, replicas on one host take more threads rather than more memory."""
@@ -125,18 +128,18 @@ def _place_on_cpus(host: Host, replicas: int | None, threads: int | None) -> lis
     if replicas is None:
         replicas = max(1, host.num_cores // threads) if threads else host.num_cores
         replicas = min(replicas, _MAX_CPU_REPLICAS)
-    share = threads or max(1, host.num_cores // replicas)
+    share, rest = divmod(host.num_cores, replicas)
+    counts = [threads or max(1, share + (i < rest)) for i in range(replicas)]
     # Without a quota each replica may keep a group of cores to itself; the scheduler does better
     # where the groups are single cores, since the front end needs a core now and then.
-    whole = share > 1 and share * replicas <= len(host.cpus) == host.num_cores
-    return [
-        Placement(
-            devices=("cpu",),
-            cpus=host.cpus[i * share : (i + 1) * share] if whole else (),
-            num_threads=share,
-        )
-        for i in range(replicas)
-    ]
+    has_groups = min(counts) > 1 and sum(counts) <= len(host.cpus) == host.num_cores
+    placements = []
+    start = 0
+    for count in counts:
+        cpus = host.cpus[start : start + count] if has_groups else ()
+        placements.append(Placement(devices=("cpu",), cpus=cpus, num_threads=count))
+        start += count
+    return placements
 
 
 def _allowed_cpus() -> tuple[int, ...]:
@@ -178,7 +181,13 @@ def _find_gpus() -> list[Gpu]:
     except pynvml.NVMLError:
         return []
     try:
-        return [_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
+        found = []
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            try:
+                found.append(_gpu(pynvml, index))
+            except pynvml.NVMLError as error:
+                logger.error("cuda:%d is left out: NVML says %s", index, error)
+        return found
     finally:
         pynvml.nvmlShutdown()
 

@@ -44,6 +44,8 @@ class Ending:
     cause: Cause
     reason: str
     """For a person."""
+    was_at_work: bool = False
+    """It held a batch that it had begun, which may be what ended it."""
 
 
 class WorkerHandle(Protocol):

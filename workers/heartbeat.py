@@ -24,8 +24,7 @@ class Heartbeat:
         self._row[_BEAT_NS] = time.monotonic_ns()
 
     def received(self, batch_id: int) -> None:
-        """Work on a batch begins, so from here on it may be what ends the process."""
-        self._row[_BEAT_NS] = time.monotonic_ns()
+        """Work on a batch begins, in any thread; from here on it may be what ends the process."""
         self._row[_RECEIVED] = batch_id
 
     def answered(self) -> None:

@@ -24,6 +24,7 @@ from workers.config import WorkerConfig
 from workers.engine import Cause, Ending, Vitals, WorkerId
 from workers.errors import WorkerLostError, WorkerStartError
 from workers.heartbeat import HeartbeatReader
+from workers.memory import SharedMemoryError
 from workers.messages import (
     Batch,
     BatchDone,
@@ -38,21 +39,28 @@ from workers.queues import FrameError, FrameReader, FrameWriter, PrivateQueue
 
 logger = logging.getLogger(__name__)
 
+_PRELOAD = ("workers.forkserver_guard", "workers.preload")
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(FromWorker).decode
 _SENTINEL = _encode(None)
+_BEAT_CHECK_S = 2.0
+_SILENCE_S = 10.0
+"""An idle worker beats every second; one that has not for this long would take no batch."""
 _EXIT_WAIT_S = 5.0
 """How long a SIGKILLed process may take to go before its device is given up."""
 
 
-def start_forkserver(preload: Sequence[str] = ("workers.preload",)) -> None:
+def start_forkserver(extra: Sequence[str] = ()) -> None:
     """Start the process that forks workers, which imports torch meanwhile. Main thread only.
 
     The kernel ends it with the thread that started it, so that thread must be the one that lives as
     long as the front end. Where there is no forkserver this does nothing, and workers are spawned.
+
+    Args:
+        extra: Modules that it should import besides.
     """
     if _start_method() == "forkserver":
-        multiprocessing.get_context("forkserver").set_forkserver_preload(list(preload))
+        multiprocessing.get_context("forkserver").set_forkserver_preload([*_PRELOAD, *extra])
         forkserver.ensure_running()
 
 
@@ -75,11 +83,16 @@ class LocalEngine:
         Raises:
             WorkerStartError: It ended, failed or took too long before that.
         """
-        worker = LocalWorker(id, config, on_progress)
+        try:
+            worker = LocalWorker(id, config, on_progress)
+        except (OSError, SharedMemoryError) as error:
+            message = f"no queues or memory for it: {error}"
+            raise WorkerStartError(message, permanent=False) from error
         launch = asyncio.ensure_future(self._launch(worker, config))
         try:
-            await asyncio.shield(launch)
-            await asyncio.wait_for(worker.started, config.load_timeout_s)
+            async with asyncio.timeout(config.load_timeout_s):
+                await asyncio.shield(launch)
+                await asyncio.shield(worker.started)
         except TimeoutError:
             await worker.kill(f"not ready after {config.load_timeout_s:g} s")
             raise WorkerStartError(
@@ -87,13 +100,14 @@ class LocalEngine:
                 permanent=False,
             ) from None
         except (WorkerStartError, asyncio.CancelledError):
-            await asyncio.wait([launch])  # a process that is half started cannot be killed yet
+            # A process that is half started cannot be killed yet.
+            await asyncio.wait([launch], timeout=_EXIT_WAIT_S)
             await worker.kill("the start was given up")
             raise
-        except OSError as error:
+        except Exception as error:  # whatever the start of a process may raise
             await worker.kill("could not be started")
             raise WorkerStartError(
-                f"the process could not be started: {error}", permanent=False
+                f"the process could not be started: {error!r}", permanent=False
             ) from error
         return worker
 
@@ -141,8 +155,11 @@ class LocalWorker:
         self.started: Future[Ready] = self._loop.create_future()
         self._gone: Future[Ending] = self._loop.create_future()
         self._process: BaseProcess | None = None
+        self._pid = 0
+        self._num_silent_checks = 0
         self._ids = count(1)
-        self._batches: dict[int, Future[BatchDone]] = {}
+        self._batches: dict[int, tuple[int, Future[BatchDone]]] = {}
+        """By id: how many items, and the future."""
         self._head_since = 0.0
         self._hang_timer: asyncio.TimerHandle | None = None
         self._cause: Cause | None = None
@@ -158,6 +175,8 @@ class LocalWorker:
     def attach(self, process: BaseProcess) -> None:
         """Take charge of the started process: keep our ends of its queues, and listen."""
         self._process = process
+        self._pid = process.pid or 0
+        self._watch(_BEAT_CHECK_S)
         self.inbox.reader.close()
         self.outbox.writer.close()
         self._reader = FrameReader(self.outbox.reader)
@@ -174,9 +193,9 @@ class LocalWorker:
         id = next(self._ids)
         if not self._batches:
             self._head_since = time.monotonic()
-            if self._hang_timer is None:
+            if self._batch_timeout_s < _BEAT_CHECK_S:
                 self._watch(self._batch_timeout_s)
-        self._batches[id] = future
+        self._batches[id] = len(items), future
         if not self._writer.write(_encode(Batch(id, list(items)))):
             self._loop.add_writer(self._writer.fd, self._on_writable)
         return future
@@ -188,6 +207,9 @@ class LocalWorker:
     async def stop(self, grace_s: float) -> None:
         """Send the sentinel and wait; then SIGTERM, then SIGKILL."""
         if self._gone.done():
+            return
+        if grace_s <= 0:
+            await self.kill("stopped in a hurry")
             return
         self._reason = self._reason or "stopped"
         if not self._writer.write(_SENTINEL):
@@ -212,7 +234,7 @@ class LocalWorker:
 
     def vitals(self) -> Vitals:
         """The process as seen from here."""
-        pid = self._process.pid if self._process and self._process.pid else 0
+        pid = self._pid
         try:
             rss_bytes = psutil.Process(pid).memory_info().rss if pid else 0
         except psutil.Error:
@@ -237,18 +259,23 @@ class LocalWorker:
     def _take(self, message: FromWorker) -> None:
         match message:
             case BatchDone():
-                future = self._batches.pop(message.id, None)
+                num_items, future = self._batches.pop(message.id, (0, None))
                 if future is None:
                     raise FrameError(f"an answer to batch {message.id}, which it does not hold")
+                if num_items != len(message.outcomes):
+                    self._batches[message.id] = num_items, future
+                    raise FrameError(f"{len(message.outcomes)} outcomes for {num_items} items")
                 self._head_since = time.monotonic()
                 self.has_worked = True
                 future.set_result(message)
             case Progress():
                 self._on_progress(message.stage)
             case LogLine():
-                logging.getLogger(message.logger).log(
-                    message.level, message.text, extra={"worker": str(self.id)}
-                )
+                extra = {"worker": str(self.id)}
+                if message.request_id:
+                    extra["request_id"] = message.request_id
+                source = logging.getLogger(message.logger)
+                source.log(message.level, "%s", message.text, extra=extra)
             case Ready():
                 if not message.preloaded and self.id.incarnation == 0:
                     logger.info("%s was started without a preloaded torch", self.id)
@@ -266,6 +293,7 @@ class LocalWorker:
         assert self._process is not None
         self._loop.remove_reader(self._process.sentinel)
         self._process.join()
+        self._reader.is_dry = False
         while not self._is_ending and not self._reader.is_dry:
             self._on_readable()  # a process that the worker forked may keep the pipe open
         self._is_ending = True
@@ -276,11 +304,11 @@ class LocalWorker:
         self._process.close()
         self._close()
         batches, self._batches = self._batches, {}
-        for id, future in batches.items():
-            if not future.done():
-                future.set_exception(WorkerLostError(reason, started=id <= last_received))
+        for id, (_, future) in batches.items():
+            future.set_exception(WorkerLostError(reason, started=id <= last_received))
         cause = self._cause or ("signal" if (exitcode or 0) < 0 else "exit")
-        self._gone.set_result(Ending(cause=cause, reason=reason))
+        was_at_work = any(id <= last_received for id in batches)
+        self._gone.set_result(Ending(cause=cause, reason=reason, was_at_work=was_at_work))
 
     def _end(self, reason: str) -> None:
         """No more will be read: make sure that the process goes, if it is not going already."""
@@ -297,26 +325,43 @@ class LocalWorker:
             self.started.exception()  # it is retrieved, even if the start was cancelled
 
     def _watch(self, delay_s: float) -> None:
+        if self._hang_timer is not None:
+            self._hang_timer.cancel()
         self._hang_timer = self._loop.call_later(delay_s, self._check_for_hang)
 
     def _check_for_hang(self) -> None:
-        """Kill the process if its oldest batch has been running for too long."""
+        """Kill the process if its oldest batch takes too long, or if it is idle and does not beat.
+
+        Silence counts when it was found twice: after a pause of the whole host, or of all of us,
+        every beat is old once.
+        """
         self._hang_timer = None
-        if not self._batches or self._is_ending:
+        if self._is_ending:
             return
-        left_s = self._head_since + self._batch_timeout_s - time.monotonic()
-        if left_s > 0:
-            self._watch(left_s + 0.001)
+        if self._batches:
+            self._num_silent_checks = 0
+            left_s = self._head_since + self._batch_timeout_s - time.monotonic()
+            if left_s > 0:
+                self._watch(min(left_s + 0.001, _BEAT_CHECK_S))
+                return
+            self._give_up(f"hung: a batch ran for more than {self._batch_timeout_s:g} s")
             return
-        self._cause = "hang"
-        self._reason = f"hung: a batch ran for more than {self._batch_timeout_s:g} s"
-        logger.error("%s %s: killing it", self.id, self._reason)
+        is_silent = self.started.done() and self.heartbeat.age_s > _SILENCE_S
+        self._num_silent_checks = self._num_silent_checks + 1 if is_silent else 0
+        if self._num_silent_checks > 1:
+            self._give_up(f"hung: idle, and no sign of life for {self.heartbeat.age_s:.0f} s")
+            return
+        self._watch(_BEAT_CHECK_S)
+
+    def _give_up(self, reason: str) -> None:
+        self._cause, self._reason = "hang", reason
+        logger.error("%s %s: killing it", self.id, reason)
         self._signal(signal.SIGKILL)
 
     def _signal(self, signum: int) -> None:
-        if self._process is not None and not self._gone.done() and self._process.pid:
+        if self._pid and not self._gone.done():
             try:
-                os.kill(self._process.pid, signum)
+                os.kill(self._pid, signum)
             except ProcessLookupError:
                 return
 

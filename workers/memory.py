@@ -12,6 +12,9 @@ from pathlib import Path
 
 import psutil
 
+_CHECKED_BYTES = 1 << 20
+"""Smaller regions are not worth a look at how much is free."""
+
 
 class SharedMemoryError(Exception):
     """The memory could not be had; the message says how much was asked for and what to do."""
@@ -38,7 +41,7 @@ class SharedMemory:
         self.num_bytes = num_bytes
         self._writable = writable
         # The kernel reserves page by page until it has none left, and then kills somebody.
-        available = _available_bytes()
+        available = available_bytes() if num_bytes > _CHECKED_BYTES else num_bytes
         if num_bytes > available:
             raise SharedMemoryError(_refusal(name, num_bytes, f"{available >> 20} MiB are free"))
         self._fd = _open_anonymous(name)
@@ -79,15 +82,21 @@ def _refusal(name: str, num_bytes: int, reason: str) -> str:
     )
 
 
-def _available_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory that this process could still get: of the host, or of its cgroup (v2)."""
+def available_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory that this process could still get: of the host, or of its cgroup (v2).
+
+    Page cache counts as available: the kernel gives it up when asked.
+    """
     available: int = psutil.virtual_memory().available
     try:
         limit = int((cgroup / "memory.max").read_text())
         used = int((cgroup / "memory.current").read_text())
+        lines = (cgroup / "memory.stat").read_text().splitlines()
     except (OSError, ValueError):  # none, another version, or "max"
         return available
-    return min(available, limit - used)
+    stat = dict(line.split() for line in lines)
+    cache = sum(int(stat.get(name, 0)) for name in ("active_file", "inactive_file"))
+    return min(available, limit - used + cache)
 
 
 def _open_anonymous(name: str) -> int:

@@ -27,6 +27,8 @@ class ItemRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
     headers: tuple[TensorHeader, ...] = ()
     parameters: bytes = b""
     """A JSON object, or nothing."""
+    request_id: str = ""
+    """Of the HTTP call, for the log."""
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -97,6 +99,7 @@ class LogLine(msgspec.Struct, frozen=True, array_like=True, tag="log"):
     level: int
     logger: str
     text: str
+    request_id: str = ""
 
 
 FromWorker = BatchDone | LogLine | Progress | Ready | StartFailed

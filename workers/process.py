@@ -5,6 +5,7 @@ for the next one and prepares it, so that preparation and computation overlap; a
 in microseconds is served by the main thread alone, since a hand-over would cost more than it gains.
 """
 
+import contextlib
 import ctypes
 import gc
 import logging
@@ -26,7 +27,7 @@ from models.base import Model
 from models.errors import ModelError
 from models.registry import build
 from models.spec import Placement
-from workers.compute import Computer, Prepared
+from workers.compute import Computer, Prepared, printable
 from workers.config import WorkerConfig
 from workers.guard import die_with_front_end, die_with_parent
 from workers.heartbeat import Heartbeat
@@ -65,12 +66,12 @@ def main(
         pin(config.placement)
         model, ready = _load(config, outbox)
     except ModelError as error:
-        outbox.put(StartFailed(str(error), permanent=True))
+        outbox.put(StartFailed(printable(str(error)), permanent=True))
         return
     except Exception as error:
         logger.exception("loading failed")
         last = traceback.format_exception_only(error)[-1].strip()
-        outbox.put(StartFailed(f"loading failed: {last}", permanent=False))
+        outbox.put(StartFailed(printable(f"loading failed: {last}"), permanent=False))
         return
     computer = Computer(
         model,
@@ -86,6 +87,12 @@ def main(
     except torch.AcceleratorError:
         logger.critical("the device's context is lost", exc_info=True)
         os._exit(EXIT_ACCELERATOR)
+    except SystemExit as error:
+        os._exit(error.code if isinstance(error.code, int) else 1)
+    except BaseException:
+        # An ordinary exit would wait for the thread that waits for the next batch.
+        logger.critical("the worker's loop failed", exc_info=True)
+        os._exit(1)
 
 
 class Loop:
@@ -116,16 +123,21 @@ class Loop:
         """
         coming: Future[Prepared | None] | None = None
         while True:
-            prepared = self._receive() if coming is None else self._wait_for(coming)
+            prepared = self._receive_here() if coming is None else self._wait_for(coming)
             if prepared is None:
                 return
             overlaps = self._compute_s > _OVERLAP_PAYS_S
             coming = self._ahead.submit(self._receive) if overlaps else None
             self._answer(prepared)
 
-    def _receive(self) -> Prepared | None:
+    def _receive_here(self) -> Prepared | None:
+        """As `_receive`, in the main thread, which beats meanwhile."""
         while not self._inbox.wait(_BEAT_S):
             self._heartbeat.beat()
+        self._heartbeat.beat()
+        return self._receive()
+
+    def _receive(self) -> Prepared | None:
         batch = self._inbox.get()
         if batch is None:
             return None
@@ -162,6 +174,8 @@ def pin(placement: Placement) -> None:
     if placement.cpus and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, placement.cpus)
     torch.set_num_threads(placement.num_threads)
+    with contextlib.suppress(RuntimeError):  # a user's module has set it, or has begun to work
+        torch.set_num_interop_threads(1)
     _keep_large_buffers()
 
 
@@ -205,8 +219,8 @@ def _warm_up(model: Model, config: WorkerConfig, samples: Sequence[object]) -> N
 
 
 def _guard(heartbeat: Heartbeat) -> None:
-    preload = sys.modules.get("workers.preload")
-    die_with_parent(preload.FORKSERVER_PID if preload else os.getppid())
+    forkserver = sys.modules.get("workers.forkserver_guard")
+    die_with_parent(forkserver.FORKSERVER_PID if forkserver else os.getppid())
     die_with_front_end()
     # Ctrl-C and a stop of the whole cgroup reach workers too; the front end alone decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -227,7 +241,9 @@ class _OutboxHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._outbox.put(LogLine(record.levelno, record.name, self.format(record)))
+            text = printable(self.format(record))
+            request_id = getattr(record, "request_id", "")
+            self._outbox.put(LogLine(record.levelno, record.name, text, request_id))
         except (OSError, ValueError):
             self.handleError(record)
 

@@ -2,10 +2,10 @@
 
 import asyncio
 import logging
+import random
 from asyncio import Task
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from workers.config import WorkerConfig
@@ -18,14 +18,18 @@ State = Literal["starting", "ready", "backoff", "failed", "stopped"]
 
 _FIRST_BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 30.0
+_STABLE_S = 60.0
+"""An incarnation that was ready for this long was well, even if it had nothing to do."""
+_MAX_JITTER = 0.2
+"""Of a pause, so that workers that fell together do not rise together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """How often a worker may end before it is given up (OTP calls this the restart intensity)."""
+    """How often a worker may fail before it is given up (OTP calls this the restart intensity)."""
 
     max_restarts: int = 5
-    window_s: float = 60.0
+    """Restarts in a row that came to nothing."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,8 +47,9 @@ class Slot:
     """What kind of end that was."""
     num_restarts: int = 0
     handle: WorkerHandle | None = None
-    failures: deque[float] = field(default_factory=deque)
-    """When incarnations ended without having done any work, lately."""
+    num_failures: int = 0
+    """Incarnations in a row that did not start, or ended without having been of use."""
+    was_ever_ready: bool = False
 
 
 class Watcher(Protocol):
@@ -55,6 +60,9 @@ class Watcher(Protocol):
 
     def on_ready(self, slot: Slot) -> None:
         """`slot.handle` takes batches."""
+
+    def on_gone(self, handle: WorkerHandle) -> None:
+        """This incarnation takes no more batches."""
 
     def on_down(self, slot: Slot) -> None:
         """It ended, or did not start: `slot.state` and `slot.reason` say how it goes on."""
@@ -81,14 +89,12 @@ class Supervisor:
     async def stop(self, grace_s: float) -> None:
         """Send every worker its sentinel, and see each of them out."""
         self._is_stopping = True
+        for slot, task in zip(self.slots, self._tasks, strict=True):
+            if slot.handle is None:
+                task.cancel()  # it starts or pauses
         handles = [slot.handle for slot in self.slots if slot.handle]
         await asyncio.gather(*(handle.stop(grace_s) for handle in handles))
-        for task in self._tasks:
-            task.cancel()
-        results = await asyncio.gather(*self._tasks, return_exceptions=True)
-        for result in results:
-            if isinstance(result, Exception):
-                logger.error("a supervising task failed", exc_info=result)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _keep(self, slot: Slot) -> None:
         try:
@@ -105,6 +111,10 @@ class Supervisor:
                 slot.id = WorkerId(
                     model=slot.id.model, slot=slot.id.slot, incarnation=slot.id.incarnation + 1
                 )
+        except Exception:
+            logger.critical("%s is no longer looked after", slot.id, exc_info=True)
+            slot.state, slot.reason = "failed", "a mistake of the service; its log has more"
+            self._watcher.on_down(slot)
         finally:
             if slot.state != "failed":
                 slot.state = "stopped"
@@ -112,54 +122,54 @@ class Supervisor:
     async def _live_once(self, slot: Slot) -> bool:
         """One incarnation, from start to end; whether its failure to start is permanent."""
         slot.state = "starting"
-        did_work = False
 
         def on_progress(stage: str) -> None:
             slot.stage = stage
             self._watcher.on_progress(slot)
 
         try:
-            slot.handle = await self._engine.start(slot.id, slot.config, on_progress)
+            handle = await self._engine.start(slot.id, slot.config, on_progress)
         except WorkerStartError as error:
             slot.cause, slot.reason = "start", str(error)
+            slot.num_failures += 1
             logger.error("%s did not start: %s", slot.id, error)
-            self._note_failure(slot)
             return error.permanent
+        if self._is_stopping:
+            await handle.stop(0)
+            return False
+        slot.handle, slot.was_ever_ready = handle, True
         slot.state, slot.stage = "ready", ""
         self._watcher.on_ready(slot)
+        began = asyncio.get_running_loop().time()
         try:
-            ending = await slot.handle.wait()
-            slot.cause, slot.reason = ending.cause, ending.reason
-            did_work = slot.handle.has_worked
+            ending = await handle.wait()
         finally:
             slot.handle = None
+            self._watcher.on_gone(handle)
+        slot.cause, slot.reason = ending.cause, ending.reason
         if not self._is_stopping:
             logger.warning("%s ended: %s", slot.id, slot.reason)
-            if not did_work:
-                self._note_failure(slot)
+        was_stable = asyncio.get_running_loop().time() - began > _STABLE_S
+        if handle.has_worked or was_stable:
+            slot.num_failures = 0
+        elif not ending.was_at_work:  # else the batch is to blame, and its requests are counted
+            slot.num_failures += 1
         return False
-
-    def _note_failure(self, slot: Slot) -> None:
-        slot.failures.append(asyncio.get_running_loop().time())
 
     def _judge(self, slot: Slot, *, is_permanent: bool) -> float | None:
         """How long to wait before the next incarnation; None gives the slot up.
 
-        An end after work was done is no sign of a crash loop: it restarts at once.
+        A worker that was ready once is never given up: its pauses grow, and it is tried again.
         """
-        now = asyncio.get_running_loop().time()
-        while slot.failures and slot.failures[0] < now - self._policy.window_s:
-            slot.failures.popleft()
-        num_failures = len(slot.failures)
-        if is_permanent or num_failures > self._policy.max_restarts:
+        has_failed_enough = slot.num_failures > self._policy.max_restarts
+        if is_permanent or (has_failed_enough and not slot.was_ever_ready):
             slot.state = "failed"
             if not is_permanent:
-                slot.reason += (
-                    f" ({num_failures} times within {self._policy.window_s:g} s: given up)"
-                )
+                slot.reason += f" ({slot.num_failures} times in a row: given up)"
             logger.error("%s is given up: %s", slot.id, slot.reason)
             return None
         slot.state = "backoff"
-        if num_failures <= 1:
+        if slot.num_failures <= 1:
             return 0.0
-        return min(_FIRST_BACKOFF_S * 2.0 ** (num_failures - 2), _MAX_BACKOFF_S)
+        pause_s = min(_FIRST_BACKOFF_S * 2.0 ** (slot.num_failures - 2), _MAX_BACKOFF_S)
+        return pause_s * (1 + random.random() * _MAX_JITTER)

@@ -425,3 +425,48 @@ def test_higher_priority_overtakes(bench):
         assert urgent.done()
 
     run(go())
+
+
+def test_solo_instance_goes_to_an_idle_worker_and_nothing_goes_behind_it(bench):
+    async def go():
+        b = bench(max_batch_size=1)
+        first = b.worker()
+        poison = b.submit()
+        await turn()
+        first.die()
+        second = b.worker(credit=2)
+        await turn()
+        assert second.sizes == [1]
+        innocent = b.submit()
+        await turn()
+        assert second.sizes == [1]
+        second.answer()
+        await turn()
+        second.answer()
+        await asyncio.gather(poison, innocent)
+        b.check_books()
+
+    run(go())
+
+
+def test_sooner_wake_up_is_not_lost_behind_a_later_one(bench):
+    async def go():
+        b = bench(max_batch_size=4, batch_wait_ms=30)
+        b.dispatcher._wake_in(5.0)
+        worker = b.worker()
+        b.submit()
+        await asyncio.sleep(0.1)
+        assert worker.sizes == [1]
+
+    run(go())
+
+
+def test_dead_worker_that_held_nothing_is_sent_nothing(bench):
+    async def go():
+        b = bench()
+        worker = b.worker()
+        b.dispatcher.detach(worker)
+        with pytest.raises(UnavailableError):
+            b.submit()
+
+    run(go())

@@ -243,6 +243,19 @@ class EngineContract:
 
         run(go())
 
+    def test_exit_of_the_model_while_the_next_batch_is_awaited_is_seen_at_once(
+        self, engine: Engine, put: Put, run: "Run"
+    ):
+        async def go():
+            worker = await started(engine, options={"forward_s": 0.05})
+            await worker.run([put({"n": 0})])
+            began = time.monotonic()
+            with pytest.raises(WorkerLostError, match="exit code 9"):
+                await worker.run([put({"n": 1, "do": "leave"})])
+            assert time.monotonic() - began < 1
+
+        run(go())
+
     def test_many_batches_in_flight_all_come_back(self, engine: Engine, put: Put, run: "Run"):
         async def go():
             worker = await started(engine)

@@ -84,3 +84,27 @@ def test_visible_devices_choose_as_cuda_does(monkeypatch: pytest.MonkeyPatch):
     assert find_host("").gpus == ()
     assert [g.index for g in find_host("1,7,2").gpus] == [1]
     assert len(find_host(None).gpus) == 3
+
+
+@pytest.mark.parametrize("num_cores", [1, 3, 12, 15, 31, 96])
+def test_threads_add_up_to_the_cores(num_cores: int):
+    host = Host(cpus=tuple(range(num_cores)), num_cores=num_cores)
+    placements = place(host, devices="cpu", replicas=None, threads=None)
+    assert sum(placement.num_threads for placement in placements) == num_cores
+
+
+def test_gpu_that_fails_is_left_out_and_the_others_stay(monkeypatch: pytest.MonkeyPatch):
+    import pynvml
+
+    import workers.devices
+
+    def read(_: object, index: int) -> Gpu:
+        if index == 0:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        return gpu(index)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 2)
+    monkeypatch.setattr(workers.devices, "_gpu", read)
+    assert [g.index for g in find_host(None).gpus] == [1]

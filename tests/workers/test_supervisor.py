@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -6,6 +7,7 @@ import pytest
 import workers.supervisor
 from tests.fakes import FakeEngine
 from tests.workers.contract import config_of
+from workers.engine import WorkerHandle
 from workers.errors import WorkerStartError
 from workers.supervisor import RestartPolicy, Slot, Supervisor
 
@@ -22,6 +24,9 @@ class Log:
 
     def on_ready(self, slot: Slot) -> None:
         self._note("ready", slot)
+
+    def on_gone(self, handle: WorkerHandle) -> None:
+        self.events.append(("gone", str(handle.id)))
 
     def on_down(self, slot: Slot) -> None:
         self._note(f"down {slot.state}", slot)
@@ -51,7 +56,7 @@ def supervise(monkeypatch: pytest.MonkeyPatch):
     ) -> None:
         async def go() -> None:
             log = Log()
-            policy = RestartPolicy(max_restarts=3, window_s=60)
+            policy = RestartPolicy(max_restarts=3)
             supervisor = Supervisor(engine, log, policy)
             supervisor.start("m", [config_of()] * num_workers)
             await test(supervisor, log)
@@ -111,7 +116,7 @@ def test_permanent_failure_gives_the_worker_up_at_once(supervise):
 def test_crash_loop_is_given_up_visibly(supervise):
     async def test(supervisor: Supervisor, log: Log) -> None:
         await log.until("down failed")
-        assert "4 times within 60 s: given up" in supervisor.slots[0].reason
+        assert "4 times in a row: given up" in supervisor.slots[0].reason
 
     supervise(FakeEngine([unlucky() for _ in range(9)]), test)
 
@@ -136,3 +141,71 @@ def test_stop_during_a_backoff_ends_it(supervise, monkeypatch: pytest.MonkeyPatc
         await log.until("down backoff", 2)
 
     supervise(FakeEngine([unlucky(), unlucky()]), test)
+
+
+def test_worker_that_dies_at_work_is_not_to_blame(supervise):
+    engine = FakeEngine()
+
+    async def test(supervisor: Supervisor, log: Log) -> None:
+        for life in range(8):
+            await log.until("ready", life + 1)
+            engine.started[-1].run([])
+            engine.started[-1].die()
+        await log.until("ready", 9)
+
+    supervise(engine, test)
+
+
+def test_worker_that_was_ready_once_is_never_given_up(supervise):
+    engine = FakeEngine()
+
+    async def test(supervisor: Supervisor, log: Log) -> None:
+        for life in range(6):
+            await log.until("ready", life + 1)
+            engine.started[-1].die()
+        await log.until("ready", 7)
+        assert supervisor.slots[0].num_failures == 6
+
+    supervise(engine, test)
+
+
+def test_dead_worker_is_announced_before_it_is_replaced(supervise):
+    engine = FakeEngine()
+
+    async def test(supervisor: Supervisor, log: Log) -> None:
+        await log.until("ready")
+        engine.started[0].die()
+        await log.until("ready", 2)
+        names = [name for name, _ in log.events]
+        assert names.index("gone") < names.index("down backoff")
+
+    supervise(engine, test)
+
+
+def test_start_that_raises_anything_else_is_said_and_gives_the_slot_up(supervise):
+    class Broken(FakeEngine):
+        async def start(self, id, config, on_progress):
+            raise ZeroDivisionError("a mistake")
+
+    async def test(supervisor: Supervisor, log: Log) -> None:
+        await log.until("down failed")
+
+    supervise(Broken(), test)
+
+
+def test_worker_that_comes_up_during_the_stop_is_stopped(supervise):
+    engine = FakeEngine()
+    is_starting = asyncio.Event()
+
+    class Slow(FakeEngine):
+        async def start(self, id, config, on_progress):
+            is_starting.set()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(1)
+            return await engine.start(id, config, on_progress)
+
+    async def test(supervisor: Supervisor, log: Log) -> None:
+        await is_starting.wait()
+
+    supervise(Slow(), test)
+    assert all(worker.is_gone for worker in engine.started)
