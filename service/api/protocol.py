@@ -213,7 +213,10 @@ class PredictProtocol(HttpToolsProtocol):
             self._is_held = True
             self.flow.pause_reading()
             return
-        if self.pipeline or self.flow.read_paused or self.transport.is_closing():
+        if self.pipeline:  # soon and not now: a thousand refusals in a row must not be nested
+            self.loop.call_soon(self.on_response_complete)
+            return
+        if self.flow.read_paused or self.transport.is_closing():
             self.on_response_complete()
             return
         self.server_state.total_requests += 1
