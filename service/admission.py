@@ -3,13 +3,18 @@
 The bound on bytes is the arena: a payload that finds no slot is refused by the dispatcher.
 """
 
+from collections import deque
 from math import ceil
 
 from service.errors import OverloadedError, UnavailableError
 from service.metrics import RejectReason
 
 _WEIGHT = 0.2
-"""Of the newest batch in the moving averages."""
+"""Of the newest batch in the moving average."""
+_NUM_RECENT = 16
+_NUM_NEEDED = 4
+_RECENT_S = 10.0
+"""Older batches say nothing of the rate now."""
 
 
 class RateMeter:
@@ -17,16 +22,23 @@ class RateMeter:
 
     def __init__(self) -> None:
         self.item_s = 0.0
-        """Seconds of one worker per instance; 0 until the first batch."""
+        """Seconds of one worker per instance, as a moving average; 0 until the first batch."""
+        self._recent: deque[tuple[float, float]] = deque(maxlen=_NUM_RECENT)
 
-    def note(self, num_items: int, elapsed_s: float) -> None:
+    def note(self, num_items: int, elapsed_s: float, now: float) -> None:
         """A worker that was never without work took this long for a batch."""
         item_s = elapsed_s / num_items
         self.item_s += _WEIGHT * (item_s - self.item_s) if self.item_s else item_s
+        self._recent.append((now, item_s))
 
-    def wait_s(self, num_queued: int, num_workers: int) -> float:
-        """How long an instance behind `num_queued` others will wait, as far as can be told."""
-        return num_queued * self.item_s / max(num_workers, 1)
+    def least_item_s(self, now: float) -> float:
+        """Seconds per instance that lately three batches in four were slower than; 0 if unknown.
+
+        What must not be refused by mistake is judged by this: one slow batch, or a small one,
+        says little of the next.
+        """
+        recent = sorted(item_s for at, item_s in self._recent if now - at < _RECENT_S)
+        return recent[len(recent) // 4] if len(recent) >= _NUM_NEEDED else 0.0
 
 
 class Admission:
@@ -44,13 +56,14 @@ class Admission:
         self.is_draining = False
         self._max_queue_length = max_queue_length
 
-    def check(self, *, num_queued: int, num_workers: int, left_s: float) -> None:
+    def check(self, *, num_queued: int, num_workers: int, left_s: float, now: float) -> None:
         """Admit an instance, or say why not.
 
         Args:
             num_queued: How many wait.
             num_workers: How many workers are ready.
             left_s: Seconds until its deadline.
+            now: CLOCK_MONOTONIC seconds.
 
         Raises:
             UnavailableError: Nobody is there, or nobody for long, to answer it.
@@ -66,18 +79,19 @@ class Admission:
             self._rejected["queue_full"] += 1
             raise OverloadedError(
                 f"the queue is full ({num_queued} requests wait)",
-                retry_after_s=self._retry_after_s(num_queued, num_workers, 0.0),
+                retry_after_s=self._time_for_half(num_queued, num_workers),
             )
-        wait_s = num_queued * self.rate.item_s / num_workers
+        if num_queued * self.rate.item_s <= left_s * num_workers:
+            return
+        wait_s = num_queued * self.rate.least_item_s(now) / num_workers
         if wait_s > left_s:
             self._rejected["deadline"] += 1
             raise OverloadedError(
                 f"the deadline cannot be met: about {wait_s:.1f} s of work is waiting, "
                 f"and {max(left_s, 0.0):.1f} s are left",
-                retry_after_s=self._retry_after_s(num_queued, num_workers, left_s),
+                retry_after_s=max(1, ceil(wait_s - left_s)),
             )
 
-    def _retry_after_s(self, num_queued: int, num_workers: int, left_s: float) -> int:
-        """Until half of the queue, or the excess over the deadline, will have been worked off."""
-        wait_s = self.rate.wait_s(num_queued, num_workers)
-        return max(1, ceil(wait_s - left_s if left_s else wait_s / 2))
+    def _time_for_half(self, num_queued: int, num_workers: int) -> int:
+        """Whole seconds until half of the queue will have been worked off, to the best guess."""
+        return max(1, ceil(num_queued * self.rate.item_s / num_workers / 2))

@@ -60,7 +60,7 @@ class Instance(asyncio.Future[Result]):
 
     __slots__ = (
         "arrived", "deadline", "dispatcher", "is_solo", "lane", "num_crashes", "priority", "ref",
-        "sent", "state", "tick",
+        "state", "tick",
     )  # fmt: skip
 
     def __init__(
@@ -73,7 +73,6 @@ class Instance(asyncio.Future[Result]):
         self.deadline = options.deadline
         self.priority = options.priority
         self.state = _QUEUED
-        self.sent = 0.0
         self.num_crashes = 0
         self.is_solo = False
         self.lane = 0
@@ -177,6 +176,7 @@ class Dispatcher:
             num_queued=len(self._queue),
             num_workers=len(self._lanes) or int(self.is_expecting_worker),
             left_s=options.deadline - now,
+            now=now,
         )
         num_bytes = payload.num_bytes
         offset = self._arena.put(payload.chunks, num_bytes)
@@ -324,7 +324,6 @@ class Dispatcher:
         batch = self._queue.next_batch(size)
         for instance in batch:
             instance.state = _SENT
-            instance.sent = now
         lane.batches.append(batch)
         if len(lane.batches) == 1:
             self._expect(lane, now, len(batch))
@@ -345,9 +344,9 @@ class Dispatcher:
         lane.batches.remove(batch)
         error = future.exception()
         if error is None:
-            self._admission.rate.note(len(batch), now - lane.busy_since)
+            self._admission.rate.note(len(batch), now - lane.busy_since, now)
             self._expect(lane, now, len(lane.batches[0]) if lane.batches else 0)
-            self._settle_batch(batch, future.result())
+            self._settle_batch(batch, future.result(), now)
         elif isinstance(error, WorkerLostError):
             self.detach(lane.worker)
             self._take_back(batch, error)
@@ -355,18 +354,20 @@ class Dispatcher:
             raise error
         self._pump_soon()
 
-    def _settle_batch(self, batch: list[Instance], done: BatchDone) -> None:
+    def _settle_batch(self, batch: list[Instance], done: BatchDone, now: float) -> None:
         metrics = self._metrics
         self._prepare_s = done.prepare_s
         metrics.batch_size.observe(len(batch))
         metrics.prepare_duration.observe(done.prepare_s)
         metrics.inference_duration.observe(done.compute_s)
         free = self._arena.free
+        # All that was neither preparing nor computing was waiting, here or in the worker.
+        began = now - done.prepare_s - done.compute_s
         for instance, outcome in zip(batch, done.outcomes, strict=True):
             if instance.state == _SETTLED:
                 continue
             free(instance.ref.offset)
-            queue_s = instance.sent - instance.arrived
+            queue_s = max(0.0, began - instance.arrived)
             metrics.queue_wait.observe(queue_s)
             if isinstance(outcome, ItemError):
                 self._fail_item(instance, outcome)
@@ -394,6 +395,12 @@ class Dispatcher:
                 instance.num_crashes += 1
                 instance.is_solo = True
             if instance.num_crashes >= _MAX_CRASHES:
+                logger.error(
+                    "%s: an input has killed %d workers: not trying it again",
+                    self.name,
+                    instance.num_crashes,
+                    extra={"request_id": instance.ref.request_id},
+                )
                 self._arena.free(instance.ref.offset)
                 self._fail(
                     instance,

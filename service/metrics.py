@@ -128,7 +128,7 @@ class ModelMetrics:
         self.request_duration = Distribution(DURATION_EDGES_S)
         """Seconds from the head of an HTTP call to its answer."""
         self.queue_wait = Distribution(DURATION_EDGES_S)
-        """Seconds from an instance's arrival until it was sent to a worker."""
+        """Seconds from an instance's arrival until work on its batch began."""
         self.prepare_duration = Distribution(DURATION_EDGES_S)
         """Seconds of decoding and collating, per batch."""
         self.inference_duration = Distribution(DURATION_EDGES_S)
@@ -320,7 +320,11 @@ def _counter(name: str, text: str, *labels: str) -> CounterMetricFamily:
 def _histograms(models: Sequence[ModelMetrics]) -> Iterator[Metric]:
     for attribute, name, text in (
         ("request_duration", "request_duration_seconds", "From an HTTP call to its answer."),
-        ("queue_wait", "queue_wait_seconds", "From an instance's arrival to a worker."),
+        (
+            "queue_wait",
+            "queue_wait_seconds",
+            "From an instance's arrival to the work.",
+        ),
         ("prepare_duration", "prepare_duration_seconds", "Decoding and collating a batch."),
         ("inference_duration", "inference_duration_seconds", "Computing and rendering a batch."),
         ("batch_size", "batch_size", "Instances in a batch."),

@@ -45,7 +45,7 @@ class Timing(msgspec.Struct, frozen=True, gc=False):
     """Where an instance's time went, in seconds."""
 
     queue_s: float
-    """From its arrival until it was sent to the worker that answered."""
+    """From its arrival until work on its batch began: here, and in the worker that answered."""
     prepare_s: float
     """Decoding and collating its batch."""
     compute_s: float

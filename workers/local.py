@@ -61,7 +61,19 @@ def start_forkserver(extra: Sequence[str] = ()) -> None:
     """
     if _start_method() == "forkserver":
         multiprocessing.get_context("forkserver").set_forkserver_preload([*_PRELOAD, *extra])
+        _ensure_forkserver()
+
+
+def _ensure_forkserver() -> None:
+    """Start it unless it runs, without the current directory in front of its `sys.path`.
+
+    A user's project nearly always has a package `models` of its own, which must not pass for ours.
+    """
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
         forkserver.ensure_running()
+    finally:
+        del os.environ["PYTHONSAFEPATH"]
 
 
 def _start_method() -> str:
@@ -129,7 +141,7 @@ class LocalEngine:
             ),
         )
         if self._context.get_start_method() == "forkserver":
-            forkserver.ensure_running()  # here, since the kernel ties it to this thread
+            _ensure_forkserver()  # here, since the kernel ties it to this thread
             # The forkserver answers only when it has imported torch: wait for that off the loop.
             # The fork happens over there, so no signal of the kernel follows this thread.
             await asyncio.to_thread(process.start)
@@ -274,8 +286,7 @@ class LocalWorker:
                 extra = {"worker": str(self.id)}
                 if message.request_id:
                     extra["request_id"] = message.request_id
-                source = logging.getLogger(message.logger)
-                source.log(message.level, "%s", message.text, extra=extra)
+                _log(message, extra)
             case Ready():
                 if not message.preloaded and self.id.incarnation == 0:
                     logger.info("%s was started without a preloaded torch", self.id)
@@ -378,6 +389,17 @@ class LocalWorker:
         self.inbox.close()
         self.outbox.close()
         self.heartbeat.close()
+
+
+def _log(line: LogLine, extra: dict[str, str]) -> None:
+    """Log what a worker logged, its traceback as one."""
+    source = logging.getLogger(line.logger)
+    if source.isEnabledFor(line.level):
+        record = source.makeRecord(
+            line.logger, line.level, "", 0, "%s", (line.text,), None, extra=extra
+        )
+        record.exc_text = line.trace or None
+        source.handle(record)
 
 
 def _describe_exit(exitcode: int | None) -> str:

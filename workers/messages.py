@@ -94,12 +94,14 @@ class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
 
 
 class LogLine(msgspec.Struct, frozen=True, array_like=True, tag="log"):
-    """Worker to front end: a record of the worker's log, its traceback included."""
+    """Worker to front end: a record of the worker's log."""
 
     level: int
     logger: str
     text: str
     request_id: str = ""
+    trace: str = ""
+    """A traceback, or nothing."""
 
 
 FromWorker = BatchDone | LogLine | Progress | Ready | StartFailed

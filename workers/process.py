@@ -241,9 +241,12 @@ class _OutboxHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            text = printable(self.format(record))
+            text = printable(record.getMessage())
+            trace = logging.Formatter().formatException(record.exc_info) if record.exc_info else ""
             request_id = getattr(record, "request_id", "")
-            self._outbox.put(LogLine(record.levelno, record.name, text, request_id))
+            self._outbox.put(
+                LogLine(record.levelno, record.name, text, request_id, printable(trace))
+            )
         except (OSError, ValueError):
             self.handleError(record)
 

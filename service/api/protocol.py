@@ -5,9 +5,11 @@ The ASGI endpoint is the reference, and the way under any other server; both run
 Everything else goes to the application as uvicorn has it.
 """
 
+import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
     HttpToolsProtocol,
@@ -16,13 +18,12 @@ from uvicorn.protocols.http.httptools_impl import (
 
 from service.api.errors import SlowBodyError
 from service.api.predict import Call, Predict
-from service.errors import TooLargeError
-
-if TYPE_CHECKING:
-    import asyncio
+from service.errors import TooLargeError, UnavailableError
 
 _PATH = b"/predict"
 _CLIENT_GONE = 499
+_MAX_HEAD_BYTES = 64 * 1024
+"""Request line and headers; what comes in one read with their end is not counted."""
 _COPIED_BODY_BYTES = 64 * 1024
 """Up to this, head and body go out as one piece of bytes."""
 _CLOSE_LINE = b"connection: close\r\n"
@@ -100,6 +101,12 @@ class Exchange:
         if self._is_complete or not self._is_started or self._timer is not None:
             return
         self._timer = self._protocol.loop.call_at(self.call.deadline, self._on_slow_body)
+
+    def give_up_body(self) -> None:
+        """Answer now, if the body has not arrived: it is not waited for any longer."""
+        if not self._is_complete and not self.response_complete:
+            self.keep_alive = False
+            self._refuse(UnavailableError("this server is shutting down", retry_after_s=1))
 
     def abandon(self) -> None:
         """The client is gone."""
@@ -187,6 +194,9 @@ class PredictProtocol(HttpToolsProtocol):
         self._idle_timer: asyncio.TimerHandle | None = None
         self._idle_since = 0.0
         self._is_held = False
+        self._is_in_head = False
+        self._head_bytes = 0
+        self._asks_for_upgrade = False
 
     @classmethod
     def bound_to(cls, predict: Predict) -> type["PredictProtocol"]:
@@ -220,10 +230,23 @@ class PredictProtocol(HttpToolsProtocol):
             self.on_response_complete()
             return
         self.server_state.total_requests += 1
-        # One timer per connection that looks when it fires, rather than one per call.
+        self._be_idle()
+
+    def on_response_complete(self) -> None:
+        """As uvicorn has it, for the calls that it answers."""
         self._idle_since = self.loop.time()
-        if self._idle_timer is None:
-            self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._check_idle)
+        super().on_response_complete()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client is here; it has as long to begin a request as between two."""
+        super().connection_made(transport)
+        self._be_idle()
+
+    def shutdown(self) -> None:
+        """The server is going: who has sent half a request is told so, the rest is answered."""
+        if self._active is not None:
+            self._active.give_up_body()
+        super().shutdown()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client hung up, or all is said."""
@@ -243,27 +266,47 @@ class PredictProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Feed the parser."""
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._ignore_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+            return
         if self._active is not None:
             self._active.watch_body()
+        elif self._is_in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
+                self.transport.write(
+                    b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
+                    b"connection: close\r\ncontent-length: 0\r\n\r\n"
+                )
+                self.transport.close()
 
     def on_message_begin(self) -> None:
         """Begin a request; uvicorn's scope is made when it turns out to be needed."""
+        self._is_in_head = True
+        self._head_bytes = 0
         self.url = b""
         self.expect_100_continue = False
         self.headers = []
 
     def on_headers_complete(self) -> None:
         """Take the call, or hand it to uvicorn."""
+        self._is_in_head = False
         path, _, query = self.url.partition(b"?")
         parser = self.parser
+        if parser.should_upgrade():
+            self._asks_for_upgrade = True
+            return
         if (
             not path.startswith(_PATH)
             or path[8:9] not in (b"", b"/")
             or b"%" in path
             or b"#" in self.url
             or parser.get_method() != b"POST"
-            or parser.should_upgrade()
             or self.root_path
         ):
             self._hand_on()
@@ -294,11 +337,40 @@ class PredictProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The newest request has arrived."""
+        if self._asks_for_upgrade:
+            return
         cycle: Exchange | RequestResponseCycle = self.cycle
         if not isinstance(cycle, Exchange):
             super().on_message_complete()
         elif not cycle.response_complete:
             cycle.complete()
+
+    def _ignore_upgrade(self, rest: bytes) -> None:
+        """Read the request again as if it did not ask for another protocol (RFC 9110, 7.8).
+
+        The parser takes what follows such a head for the other protocol's; we speak none, and the
+        request may have a body.
+        """
+        self._asks_for_upgrade = False
+        method = self.parser.get_method()
+        if method == b"CONNECT":  # which is nothing but an upgrade
+            self.send_400_response("CONNECT is not served here.")
+            return
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b\r\n" % (method, self.url, version)]
+        lines += [
+            b"%b: %b\r\n" % (name, value)
+            for name, value in self.headers
+            if name not in (b"connection", b"upgrade", b"http2-settings")
+        ]
+        self.parser = httptools.HttpRequestParser(self)
+        self.data_received(b"".join([*lines, b"\r\n", rest]))
+
+    def _be_idle(self) -> None:
+        """One timer per connection that looks when it fires, rather than one per call."""
+        self._idle_since = self.loop.time()
+        if self._idle_timer is None:
+            self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._check_idle)
 
     def _hand_on(self) -> None:
         url, headers, expect = self.url, self.headers, self.expect_100_continue

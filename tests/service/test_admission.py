@@ -12,26 +12,44 @@ def admission(**changes: int) -> tuple[Admission, ModelMetrics]:
 
 def test_retry_after_is_computed_from_the_measured_rate():
     gate, metrics = admission()
-    gate.rate.note(num_items=10, elapsed_s=5.0)
+    for _ in range(4):
+        gate.rate.note(num_items=10, elapsed_s=5.0, now=1.0)
     with pytest.raises(OverloadedError) as full:
-        gate.check(num_queued=100, num_workers=2, left_s=1000)
+        gate.check(num_queued=100, num_workers=2, left_s=1000, now=2.0)
     assert full.value.retry_after_s == 13  # half of 100 x 0.5 s / 2 workers
     with pytest.raises(OverloadedError) as late:
-        gate.check(num_queued=40, num_workers=2, left_s=3)
+        gate.check(num_queued=40, num_workers=2, left_s=3, now=2.0)
     assert late.value.retry_after_s == 7
     assert (metrics.rejected["queue_full"], metrics.rejected["deadline"]) == (1, 1)
 
 
 def test_nothing_is_assumed_of_a_rate_that_was_never_measured():
     gate, _ = admission()
-    gate.check(num_queued=99, num_workers=1, left_s=0.001)
+    gate.check(num_queued=99, num_workers=1, left_s=0.001, now=0.0)
 
 
 def test_nobody_there_and_draining_are_told_apart():
     gate, metrics = admission()
     with pytest.raises(UnavailableError, match="no worker"):
-        gate.check(num_queued=0, num_workers=0, left_s=1)
+        gate.check(num_queued=0, num_workers=0, left_s=1, now=0.0)
     gate.is_draining = True
     with pytest.raises(UnavailableError, match="shutting down"):
-        gate.check(num_queued=0, num_workers=1, left_s=1)
+        gate.check(num_queued=0, num_workers=1, left_s=1, now=0.0)
     assert (metrics.rejected["unavailable"], metrics.rejected["draining"]) == (1, 1)
+
+
+def test_one_slow_batch_does_not_make_an_idle_service_refuse():
+    gate, _ = admission()
+    for _ in range(3):
+        gate.rate.note(num_items=8, elapsed_s=0.01, now=1.0)
+    gate.rate.note(num_items=1, elapsed_s=30.0, now=2.0)
+    gate.check(num_queued=99, num_workers=1, left_s=1, now=2.0)
+
+
+def test_rate_of_long_ago_refuses_nobody():
+    gate, _ = admission()
+    for _ in range(8):
+        gate.rate.note(num_items=1, elapsed_s=3.0, now=1.0)
+    with pytest.raises(OverloadedError):
+        gate.check(num_queued=50, num_workers=1, left_s=10, now=2.0)
+    gate.check(num_queued=50, num_workers=1, left_s=10, now=60.0)

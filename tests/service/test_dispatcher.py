@@ -214,12 +214,13 @@ def test_deadline_that_cannot_be_met_is_refused_at_once(bench):
     async def go():
         b = bench(max_batch_size=1)
         worker = b.worker(credit=1)
-        b.submit()
-        await turn()
-        await asyncio.sleep(0.1)
-        worker.answer()
-        await turn()
-        for _ in range(5):
+        for _ in range(4):
+            b.submit()
+            await turn()
+            await asyncio.sleep(0.05)
+            worker.answer()
+            await turn()
+        for _ in range(10):
             b.submit()
         with pytest.raises(OverloadedError, match="deadline cannot be met"):
             b.submit(timeout_s=0.2)

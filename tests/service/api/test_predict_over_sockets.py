@@ -382,3 +382,72 @@ def test_both_ways_give_the_same_answer_but_for_ids_and_times() -> None:
         Bench.is_direct = is_direct
         run(lambda: Bench(FakeModel()), test)
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_a_wish_for_another_protocol_is_ignored_and_the_body_is_the_calls_own(pieces: int) -> None:
+    if not Bench.is_direct:
+        pytest.skip("uvicorn alone takes the body of such a call for a request of its own")
+
+    async def test(bench: Bench) -> None:
+        upgrade = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AA\r\n"
+        body = b"GET /predict HTTP/1.1\r\nhost: h\r\n\r\n"
+        head = POST + upgrade + b"content-length: %d\r\n\r\n" % len(body)
+        async with bench.connect() as (reader, writer):
+            for part in (head + body,) if pieces == 1 else (head, body):
+                writer.write(part)
+                await asyncio.sleep(0.05)
+            assert (await read_answer(reader))[0] == 200
+            writer.write(POST + b"content-length: 1\r\n\r\nx")
+            assert (await read_answer(reader))[0] == 200
+        assert bench.model.bodies == [body, b"x"]
+
+    run(lambda: Bench(FakeModel()), test)
+
+
+def test_a_silent_connection_and_half_a_head_are_closed() -> None:
+    if not Bench.is_direct:
+        pytest.skip("uvicorn alone waits for ever")
+
+    async def test(bench: Bench) -> None:
+        bench.server.config.timeout_keep_alive = 0.2  # type: ignore[assignment]
+        async with bench.connect() as (reader, _), bench.connect() as (half, writer):
+            writer.write(b"POST /predict HTTP/1.1\r\nhost: ")
+            assert await asyncio.wait_for(reader.read(), 2) == b""
+            assert await asyncio.wait_for(half.read(), 2) == b""
+
+    run(lambda: Bench(FakeModel()), test)
+
+
+def test_endless_headers_are_cut_off() -> None:
+    if not Bench.is_direct:
+        pytest.skip("uvicorn alone has no limit")
+
+    async def test(bench: Bench) -> None:
+        async with bench.connect() as (reader, writer):
+            writer.write(POST)
+            with contextlib.suppress(ConnectionError):
+                for _ in range(200):
+                    writer.write(b"x-long: %b\r\n" % (b"x" * 4000))
+                    await writer.drain()
+            with contextlib.suppress(ConnectionError):
+                assert b" 431 " in await reader.read()
+        assert not bench.model.payloads
+
+    run(lambda: Bench(FakeModel()), test)
+
+
+def test_half_a_body_at_the_shutdown_is_answered() -> None:
+    if not Bench.is_direct:
+        pytest.skip("uvicorn alone waits for it")
+
+    async def test(bench: Bench) -> None:
+        async with bench.connect() as (reader, writer):
+            writer.write(POST + b"content-length: 9\r\n\r\nabc")
+            await asyncio.sleep(0.05)
+            for connection in list(bench.server.server_state.connections):
+                connection.shutdown()
+            status, headers, _ = await read_answer(reader)
+            assert (status, headers["connection"]) == (503, "close")
+
+    run(lambda: Bench(FakeModel()), test)
