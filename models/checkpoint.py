@@ -64,6 +64,8 @@ def read_weights(path: Path | str) -> dict[str, Tensor]:
         raise CheckpointError(f"{path}: there is no such file")
     if path.suffix == ".safetensors":
         return _without_prefixes(_read_safetensors(path), path)
+    if not path.stat().st_size:
+        raise CheckpointError(f"{path} is not a checkpoint: the file is empty")
     if archive_kind(path) == "torchscript":
         raise CheckpointError(
             f"{path} is a TorchScript archive, a whole model: name it as the source, not as weights"
@@ -108,9 +110,16 @@ def _read_pickle(path: Path) -> object:
                 f"{path} holds objects other than tensors ({found[1]}), and loading those would "
                 "run code: save the network's state_dict alone, or convert it to safetensors"
             ) from error
-        raise CheckpointError(f"{path} is not a checkpoint: {_first_line(error)}") from error
-    except Exception as error:  # torch.load raises whatever a damaged file makes it stumble over
+        # Torch's own first line advises to load it unsafely; what is wrong comes after that.
+        reason = re.search(r"WeightsUnpickler error: (.+)", str(error))
+        text = reason[1].strip() if reason else _first_line(error)
+        raise CheckpointError(f"{path} is not a checkpoint: {text}") from error
+    except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {_first_line(error)}") from error
+    except Exception as error:  # torch.load raises whatever a damaged file makes it stumble over
+        raise CheckpointError(
+            f"{path} is not a checkpoint, or is damaged: torch.load fails with {_named(error)}"
+        ) from error
 
 
 def _unwrapped(value: object, path: Path) -> object:
@@ -148,3 +157,10 @@ def _listed(what: str, names: list[str]) -> str:
 def _first_line(error: Exception) -> str:
     text = re.sub(r"\x1b\[\d*m", "", str(error)).strip() or type(error).__name__
     return text.splitlines()[0][:300]
+
+
+def _named(error: Exception) -> str:
+    """The error with its type: the text alone may be empty, or the key of a KeyError."""
+    text = _first_line(error)
+    name = type(error).__name__
+    return text if text.startswith(name) else f"{name}: {text}"

@@ -1,6 +1,7 @@
 """From a source, as the settings name it, to a model. Runs in worker processes only."""
 
 import importlib
+import importlib.util
 import inspect
 import os
 import sys
@@ -24,6 +25,7 @@ _FORMS = (
     "efficientnet_lite0, echo, torchvision:NAME, package.module:Class, "
     "or a file: .pt2 (torch.export), .pt, .ts or .torchscript (TorchScript)"
 )
+_OWN_PACKAGES = ("models", "service", "workers")
 _SCRIPT_SUFFIXES = (".pt", ".ts", ".torchscript")
 _WEIGHT_SUFFIXES = (".pth", ".safetensors")
 
@@ -94,11 +96,12 @@ def _users(
 ) -> Model:
     source = f"{module_name}:{class_name}"
     found = _attribute(_import(module_name), class_name)
-    if not isinstance(found, type) or not issubclass(found, Model | nn.Module):
-        what = "is no class" if not isinstance(found, type) else "is neither"
+    if not isinstance(found, type):
         raise SourceError(
-            f"{source} {what}: it must be a subclass of models.base.Model or torch.nn.Module"
+            f"{source} is no class: it must be a subclass of models.base.Model or torch.nn.Module"
         )
+    if not issubclass(found, Model | nn.Module):
+        raise SourceError(f"{source} is no subclass of models.base.Model or torch.nn.Module")
     checkpoint = None if weights == "DEFAULT" else weights
     if issubclass(found, nn.Module):
         specs = {k: v for k, v in options.items() if k in ("inputs", "outputs")}
@@ -127,12 +130,26 @@ def _import(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise SourceError(f"module {name!r} fails on import: {_last_line(error)}") from error
+        if clash := _clash(error.name):
+            raise SourceError(f"there is no module {error.name!r}: {clash}") from error
         raise SourceError(
             f"there is no module {error.name!r}: it must be installed, or lie under {folder}"
             f"{_near_modules(error.name, folder)}"
         ) from error
     except (Exception, SystemExit) as error:  # a user's module may do anything
         raise SourceError(f"module {name!r} fails on import: {_last_line(error)}") from error
+
+
+def _clash(module_name: str) -> str:
+    """What to say of a module that was looked for in inferpool, and may lie in a user's folder."""
+    package = module_name.partition(".")[0]
+    if package not in _OWN_PACKAGES:
+        return ""
+    found = importlib.util.find_spec(package)
+    ours = Path(__file__).parents[1] / package / "__init__.py"
+    if found is None or found.origin is None or Path(found.origin) != ours:
+        return ""
+    return f"inferpool's own package is called {package}; if you have one of that name, rename it"
 
 
 def _near_modules(name: str, folder: str) -> str:
@@ -149,6 +166,8 @@ def _attribute(module: ModuleType, name: str) -> object:
         own = [n for n in classes if getattr(module, n).__module__ == module.__name__]
         near = get_close_matches(name, classes) or own
         hint = f": it has {', '.join(near)}" if near else ", nor any class"
+        if clash := _clash(module.__name__):
+            hint += f" ({clash})"
         raise SourceError(f"module {module.__name__!r} has no {name!r}{hint}") from None
     return found
 
@@ -195,7 +214,9 @@ def _refuse_weights(source: str, weights: str | None) -> None:
 
 def _last_line(error: BaseException) -> str:
     """What went wrong, and the user's line that it went wrong at."""
+    text = traceback.format_exception_only(error)[-1].strip()
+    if isinstance(error, SyntaxError) and error.filename and os.path.isfile(error.filename):
+        return f"{text} ({error.filename}:{error.lineno})"  # no frame runs what cannot be parsed
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if f.filename != __file__ and "importlib" not in f.filename]
-    where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
-    return traceback.format_exception_only(error)[-1].strip() + where
+    return f"{text} ({own[-1].filename}:{own[-1].lineno})" if own else text

@@ -1,12 +1,15 @@
 """The composition root: engine, pools, dispatchers and the HTTP application, wired in one place."""
 
 import asyncio
+import errno
 import gc
+import json
 import logging
 import multiprocessing
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from math import prod
 
 import uvicorn
 
@@ -15,7 +18,7 @@ from service.admission import Admission
 from service.api.body import Limits
 from service.api.health import HealthReport, health_router
 from service.api.metrics import metrics_router
-from service.api.predict import Predict
+from service.api.predict import PREFIX, Call, Predict
 from service.api.protocol import PredictProtocol
 from service.api.web import App
 from service.console import Console
@@ -39,6 +42,7 @@ EXIT_NEVER_SERVED = 3
 EXIT_CANNOT_START = 1
 _BACKLOG = 2048
 """Connections that the kernel accepts for us before we do."""
+_MAX_EXAMPLE_NUMBERS = 32
 _STOP_GRACE_S = 5.0
 """How long a worker without work may take to leave."""
 _HALF_SENT_S = 2
@@ -115,7 +119,7 @@ class Service:
         self._arena.close()
 
     async def until_settled(self) -> None:
-        """Wait until each model is ready for the first time, or given up."""
+        """Wait until the default model is ready, or each is ready or given up."""
         await self._settled.wait()
 
     async def until_lost(self) -> str:
@@ -154,7 +158,8 @@ class Service:
 
     def _on_change(self) -> None:
         pools = self.pools.values()
-        if all(pool.is_ready or pool.is_lost for pool in pools):
+        is_default_ready = self.pools[self.settings.default_model].is_ready
+        if is_default_ready or all(pool.is_ready or pool.is_lost for pool in pools):
             self._settled.set()
         if all(pool.is_lost for pool in pools):
             self._lost.set()
@@ -207,6 +212,7 @@ def make_predict(service: Service) -> Predict:
             max_timeout_s=settings.max_timeout_s,
         ),
         on_done=_recorder(service.metrics),
+        on_access=_log_failure,
     )
 
 
@@ -268,7 +274,9 @@ def _serve(service: Service, console: Console, listener: socket.socket) -> int:
         await service.until_settled()
         served = [name for name, pool in service.pools.items() if pool.is_ready]
         if served and listening:
-            console.serving(listening[0], served)
+            default = service.pools[service.settings.default_model]
+            first = default if default.is_ready else service.pools[served[0]]
+            console.serving(listening[0], served, _example(listening[0], first))
 
     async def leave_when_lost() -> None:
         nonlocal exit_code
@@ -315,6 +323,38 @@ def _recorder(metrics: Metrics) -> Callable[[str, int, float], None]:
     return on_done
 
 
+def _log_failure(call: Call, status: int, duration_s: float) -> None:
+    """Log what went wrong on our side; callers' own mistakes are for those who debug."""
+    level = logging.WARNING if status >= 500 else logging.DEBUG
+    if status >= 400 and logger.isEnabledFor(level):
+        logger.log(
+            level,
+            "%s %s: %d after %.3f s",
+            call.method,
+            call.path,
+            status,
+            duration_s,
+            extra={"request_id": call.request_id},
+        )
+
+
+def _example(url: str, pool: Pool) -> str:
+    """A command that asks a model for a prediction."""
+    post = f"curl {url}{PREFIX}/{pool.name} -H 'Content-Type: "
+    if not pool.inputs:
+        return f"{post}application/octet-stream' --data-binary hello"
+    first = pool.inputs[0]
+    if first.name == "image" and first.dtype == "uint8":
+        return f"{post}image/jpeg' --data-binary @photo.jpg"
+    shape = [max(size, 1) for size in first.instance_shape]
+    if len(pool.inputs) > 1 or prod(shape) > _MAX_EXAMPLE_NUMBERS:
+        return f"{post}application/safetensors' --data-binary @inputs.safetensors"
+    numbers: object = 0
+    for size in reversed(shape):
+        numbers = [numbers] * size
+    return f"{post}application/json' -d '{json.dumps({'instances': [numbers]})}'"
+
+
 def _listen(host: str, port: int) -> socket.socket:
     """Take the address before anything else is started.
 
@@ -330,6 +370,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.bind(address)
         listener.listen(_BACKLOG)
     except OSError as error:
-        hint = "; is another service running? Choose another with --port" if port else ""
+        in_use = error.errno == errno.EADDRINUSE
+        hint = "; is another service running? Choose another with --port" if in_use else ""
         raise StartError(f"cannot listen on {host}:{port}: {error.strerror}{hint}") from error
     return listener

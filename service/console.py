@@ -99,6 +99,7 @@ class Console:
         facts = {"docs": f"{url}/docs", "health": f"{url}/health", "metrics": f"{url}/metrics"}
         if not self._is_terminal:
             logger.info("serving %s at %s", names, url)
+            logger.info("try: %s", example or _TRY.format(url=url))
             logger.info("%s", ", ".join(f"{name}: {link}" for name, link in facts.items()))
             return
         lines = {"try": [example or _TRY.format(url=url)]}

@@ -25,6 +25,12 @@ _SOURCE_FORMS = (
     f"{' or '.join(BUILT_IN_SOURCES)}, torchvision:NAME, package.module:Class, "
     f"or a {', '.join(_MODEL_FILE_SUFFIXES[:-1])} or {_MODEL_FILE_SUFFIXES[-1]} file"
 )
+_TORCHVISION_NAME = re.compile(
+    r"alexnet|googlenet|inception_v3|(wide_)?resnet\d+(_2)?|resnext\d+_\d+x\d+d|vgg\d+(_bn)?"
+    r"|densenet\d+|squeezenet1_\d|mnasnet\d_\d+|mobilenet_v\w+|shufflenet_v2_\w+"
+    r"|efficientnet_(b\d|v2_[sml])|convnext_\w+|regnet_[xy]_\w+|vit_[blh]_\d+|swin_\w+|maxvit_t"
+)
+"""How torchvision names its classifiers; to import it for that would take seconds."""
 _DEVICES = re.compile(r"auto|cpu|cuda(:\d+(,\d+)*)?")
 _MIB = 2**20
 
@@ -219,6 +225,11 @@ def source_hint(text: str, candidates: Sequence[str]) -> str:
     """What to say of a text that was meant as a source; of the candidates, the nearest is named."""
     if text.endswith(_WEIGHT_FILE_SUFFIXES):
         return "this is a file of weights: give the network as source, and it as --weights"
+    if text.endswith(".toml"):
+        return f"this is a file of settings: use --config {text}"
+    if _TORCHVISION_NAME.fullmatch(text.lower()):
+        near = did_you_mean(text, candidates).removeprefix("did you mean ")
+        return f"did you mean torchvision:{text.lower()}{' or ' + near.rstrip() if near else '?'}"
     return f"{did_you_mean(text, candidates)}a source is {_SOURCE_FORMS}"
 
 

@@ -92,11 +92,11 @@ def running(
     cwd: Path = ROOT,
     port: int = 0,
     ready: bool = True,
+    command: Sequence[str] = (sys.executable, "-m", "service"),
 ) -> Iterator[Running]:
     """Start `python -m service serve`, and end it however the test left it."""
-    command: Sequence[str] = [sys.executable, "-m", "service", "serve", *arguments]
     process = subprocess.Popen(
-        [*command, "--port", str(port), "--log-format", "json"],
+        [*command, "serve", *arguments, "--port", str(port), "--log-format", "json"],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
         stdout=subprocess.DEVNULL,

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 
@@ -195,3 +196,23 @@ def test_port_that_is_taken_is_said_at_once():
         with running("echo", port=port, ready=False) as service:
             assert service.wait(10) == 1
             assert f"cannot listen on 127.0.0.1:{port}" in str(service.log[-1]["message"])
+
+
+def test_package_of_the_users_that_is_called_as_one_of_ours_is_no_trouble(tmp_path: Path):
+    for name in ("models", "workers", "service"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('not ours')")
+    command = [str(Path(sys.executable).parent / "inferpool")]
+    with running("echo", "--replicas", "1", cwd=tmp_path, command=command) as service:
+        assert num_ready(service) == 1
+
+
+def test_failure_of_the_model_is_logged_with_the_id_of_its_request():
+    with running(FAULTY, "--replicas", "1") as service:
+        body = {"instances": [{"n": 1, "do": "raise"}]}
+        headers = {"X-Request-ID": "find-me"}
+        answer = httpx.post(f"{service.url}/predict", json=body, headers=headers)
+        assert (answer.status_code, answer.json()["code"]) == (500, "model_error")
+        line = service.wait_for_log("forward failed on an input", 5)
+        assert line["request_id"] == "find-me"
+        assert "ValueError: I was told to" in str(line["exception"])
