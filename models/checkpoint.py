@@ -62,10 +62,10 @@ def read_weights(path: Path | str) -> dict[str, Tensor]:
     path = Path(path)
     if not path.is_file():
         raise CheckpointError(f"{path}: there is no such file")
-    if path.suffix == ".safetensors":
-        return _without_prefixes(_read_safetensors(path), path)
     if not path.stat().st_size:
         raise CheckpointError(f"{path} is not a checkpoint: the file is empty")
+    if path.suffix == ".safetensors":
+        return _without_prefixes(_read_safetensors(path), path)
     if archive_kind(path) == "torchscript":
         raise CheckpointError(
             f"{path} is a TorchScript archive, a whole model: name it as the source, not as weights"
@@ -111,9 +111,11 @@ def _read_pickle(path: Path) -> object:
                 "run code: save the network's state_dict alone, or convert it to safetensors"
             ) from error
         # Torch's own first line advises to load it unsafely; what is wrong comes after that.
-        reason = re.search(r"WeightsUnpickler error: (.+)", str(error))
+        reason = re.search(r"WeightsUnpickler error:\s*(.+)", str(error))
         text = reason[1].strip() if reason else _first_line(error)
-        raise CheckpointError(f"{path} is not a checkpoint: {text}") from error
+        raise CheckpointError(
+            f"{path} is not a checkpoint: torch.load finds no pickled tensors in it ({text})"
+        ) from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {_first_line(error)}") from error
     except Exception as error:  # torch.load raises whatever a damaged file makes it stumble over

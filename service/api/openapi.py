@@ -1,6 +1,7 @@
 """What the OpenAPI document says of `/predict`: FastAPI documents its own routes, not this one."""
 
 from collections.abc import Mapping, Sequence
+from urllib.parse import quote
 
 from service.api.errors import PROBLEM_TYPE, TABLE
 from service.api.parameters import OUTPUT_KEY
@@ -67,7 +68,6 @@ SCHEMAS: Mapping[str, Json] = {
             },
             "parameters": {"type": "object", "description": "Options of the model."},
         },
-        "examples": [{"instances": [{"b64": "/9j/4AAQSkZJRg=="}], "parameters": {"top_k": 3}}],
     },
     "PredictResponse": {
         "type": "object",
@@ -80,9 +80,6 @@ SCHEMAS: Mapping[str, Json] = {
                 "items": {},
             }
         },
-        "examples": [
-            {"predictions": [[{"label": "tabby, tabby cat", "index": 281, "score": 0.81}]]}
-        ],
     },
 }
 """Components that the paths refer to."""
@@ -98,8 +95,16 @@ _QUERY: Sequence[tuple[str, str, Json]] = (
     ),
 )
 _HEADERS: Sequence[tuple[str, str, Json]] = (
-    ("X-Timeout-Ms", "A deadline, counted from arrival.", {"type": "integer", "minimum": 1}),
-    ("X-Priority", "1 goes first, 9 last.", {"type": "integer", "minimum": 1, "maximum": 9}),
+    (
+        "X-Timeout-Ms",
+        "A deadline in milliseconds, counted from arrival; answered with 504 when it passes.",
+        {"type": "integer", "minimum": 1},
+    ),
+    (
+        "X-Priority",
+        "1 goes first, 9 last; 5 if not given.",
+        {"type": "integer", "minimum": 1, "maximum": 9},
+    ),
     (
         "X-Request-ID",
         "Sent back, and in the logs; made if it is absent.",
@@ -109,6 +114,89 @@ _HEADERS: Sequence[tuple[str, str, Json]] = (
     ("X-Tensor-Dtype", "As `dtype` in the query.", {"type": "string"}),
     ("X-Tensor-Shape", "As `shape` in the query.", {"type": "string"}),
 )
+_HEADER_EXAMPLES: Mapping[str, object] = {
+    "X-Timeout-Ms": 2000,
+    "X-Priority": 1,
+    "X-Request-ID": "order-1234",
+    "traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
+}
+"""Pages fill these in when one tries a call, so there are none that would break another's body."""
+_BODY_EXAMPLES: Sequence[tuple[str, str, str]] = (
+    (
+        "image/*",
+        "One image: JPEG, PNG, WebP, GIF, BMP or TIFF",
+        "-H 'Content-Type: image/jpeg' --data-binary @photo.jpg '{url}'",
+    ),
+    (
+        "multipart/form-data",
+        "Several files, answered in order, and parameters of a classifier",
+        "-F file=@first.jpg -F file=@second.png -F 'parameters={{\"top_k\": 3}}' '{url}'",
+    ),
+    (
+        "application/json",
+        "Images in base64, or nested numbers",
+        "-H 'Content-Type: application/json' --data-binary @request.json '{url}'",
+    ),
+    (
+        "application/octet-stream",
+        "One tensor's bytes: little-endian, in C order; a first dimension more, and it is a batch",
+        "-H 'Content-Type: application/octet-stream' --data-binary @pixels.bin "
+        "'{url}?dtype=uint8&shape=224,224,3'",
+    ),
+    (
+        "application/x-npy",
+        "One array, as numpy.save writes it",
+        "-H 'Content-Type: application/x-npy' --data-binary @pixels.npy '{url}'",
+    ),
+    (
+        "application/safetensors",
+        "Tensors by the names of the model's inputs, as safetensors.numpy.save_file writes them",
+        "-H 'Content-Type: application/safetensors' --data-binary @inputs.safetensors '{url}'",
+    ),
+)
+"""By content type: what the body holds, and the arguments of curl that send one."""
+_JSON_REQUESTS: Json = {
+    "image": {
+        "summary": "An encoded image, in base64",
+        "value": {"instances": [{"b64": "/9j/4AAQSkZJRg=="}], "parameters": {"top_k": 3}},
+    },
+    "numbers": {
+        "summary": "Two instances for a model whose only input takes three numbers",
+        "value": {"instances": [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]},
+    },
+    "inputs": {
+        "summary": "One instance for a model with several inputs",
+        "value": {"instances": [{"ids": [101, 7592, 102], "mask": [1, 1, 1]}]},
+    },
+}
+_JSON_ANSWERS: Json = {
+    "classifier": {
+        "summary": "A classifier's best two labels for one image",
+        "value": {
+            "predictions": [
+                [
+                    {"label": "tiger cat", "index": 282, "score": 0.37},
+                    {"label": "Egyptian cat", "index": 285, "score": 0.36},
+                ]
+            ]
+        },
+    },
+    "partial": {
+        "summary": "Two images, of which the second could not be read",
+        "value": {
+            "predictions": [
+                [{"label": "tiger cat", "index": 282, "score": 0.37}],
+                {
+                    "error": {
+                        "code": "invalid_input",
+                        "message": "these 12 bytes are no image",
+                        "status": 422,
+                    }
+                },
+            ]
+        },
+    },
+}
 _ANSWER_HEADERS: Json = {
     "X-Request-ID": {"schema": {"type": "string"}},
     "traceparent": {"schema": {"type": "string"}},
@@ -130,60 +218,80 @@ def openapi_paths(models: Sequence[str], default: str | None) -> dict[str, Json]
     paths: dict[str, Json] = {}
     if default is not None:
         about = f"Predict with `{default}`, the default model"
-        paths["/predict"] = {"post": _operation("predict", about, [])}
+        paths["/predict"] = {"post": _operation("predict", about, [], "/predict")}
     name: Json = {
         "name": "model",
         "in": "path",
         "required": True,
         "schema": {"type": "string", "enum": list(models)} if models else {"type": "string"},
     }
+    if models:
+        name["example"] = models[0]
+    example = f"/predict/{quote(models[0])}" if models else "/predict/NAME"
     paths["/predict/{model}"] = {
-        "post": _operation("predict_model", "Predict with the model of that name", [name])
+        "post": _operation("predict_model", "Predict with the model of that name", [name], example)
     }
     return paths
 
 
-def _operation(operation_id: str, summary: str, parameters: Sequence[Json]) -> Json:
+def _operation(operation_id: str, summary: str, parameters: Sequence[Json], path: str) -> Json:
+    calls = "".join(
+        f"# {content_type}: {about}\n{_curl(arguments, path)}\n\n"
+        for content_type, about, arguments in _BODY_EXAMPLES
+    )
     return {
         "operationId": operation_id,
         "summary": summary,
         "tags": ["predict"],
         "description": (
             "The body is one instance, or several. Query keys other than those below are "
-            "parameters of the model: `?top_k=3`. `Accept` chooses the form of the answer."
+            "parameters of the model: `?top_k=3`. `Accept` chooses the form of the answer.\n\n"
+            f"With curl, where the server is at its default address:\n\n"
+            f"```sh\n{calls.rstrip()}\n```"
         ),
         "parameters": [
             *parameters,
             *(_parameter(*each, place="query") for each in _QUERY),
             *(_parameter(*each, place="header") for each in _HEADERS),
         ],
-        "requestBody": {"required": True, "content": _request_content()},
+        "requestBody": {"required": True, "content": _request_content(path)},
         "responses": _responses(),
     }
 
 
 def _parameter(name: str, description: str, schema: Json, *, place: str) -> Json:
-    return {"name": name, "in": place, "description": description, "schema": schema}
+    parameter: Json = {"name": name, "in": place, "description": description, "schema": schema}
+    return parameter | ({"example": _HEADER_EXAMPLES[name]} if name in _HEADER_EXAMPLES else {})
 
 
-def _request_content() -> Json:
+def _request_content(path: str) -> Json:
     files: Json = {"type": "array", "items": _BINARY}
-    return {
-        "image/*": {"schema": _BINARY},
-        "multipart/form-data": {
-            "schema": {
-                "type": "object",
-                "properties": {
-                    "file": {**files, "description": "Images, npy or raw tensor bytes."},
-                    "parameters": {"type": "string", "description": "A JSON object."},
-                },
-            }
+    form: Json = {
+        "type": "object",
+        "required": ["file"],
+        "properties": {
+            "file": {**files, "description": "Images, npy or raw tensor bytes."},
+            "parameters": {"type": "string", "description": "A JSON object."},
         },
-        "application/json": {"schema": {"$ref": "#/components/schemas/PredictRequest"}},
-        "application/octet-stream": {"schema": _BINARY},
-        "application/x-npy": {"schema": _BINARY},
-        "application/safetensors": {"schema": _BINARY},
     }
+    schemas: Mapping[str, Json] = {
+        "multipart/form-data": form,
+        "application/json": {"$ref": "#/components/schemas/PredictRequest"},
+    }
+    content: Json = {}
+    for content_type, about, arguments in _BODY_EXAMPLES:
+        # Bytes have no value that JSON could show: their example is the call that sends them.
+        call = {"summary": about, "description": f"`{_curl(arguments, path)}`"}
+        is_json = content_type == "application/json"
+        content[content_type] = {
+            "schema": schemas.get(content_type, _BINARY),
+            "examples": _JSON_REQUESTS if is_json else {"curl": call},
+        }
+    return content
+
+
+def _curl(arguments: str, path: str) -> str:
+    return "curl " + arguments.format(url=f"http://127.0.0.1:8000{path}")
 
 
 def _responses() -> Json:
@@ -192,7 +300,10 @@ def _responses() -> Json:
             "description": "The predictions.",
             "headers": _ANSWER_HEADERS,
             "content": {
-                "application/json": {"schema": {"$ref": "#/components/schemas/PredictResponse"}},
+                "application/json": {
+                    "schema": {"$ref": "#/components/schemas/PredictResponse"},
+                    "examples": _JSON_ANSWERS,
+                },
                 "application/x-npy": {"schema": _BINARY},
                 "application/safetensors": {"schema": _BINARY},
                 "application/octet-stream": {"schema": _BINARY},

@@ -87,7 +87,31 @@ def test_a_file_cut_short_cannot_be_read(tmp_path, name, keep):
 def test_rubbish_is_no_checkpoint(tmp_path):
     path = tmp_path / "a.pth"
     path.write_bytes(b"<html>404</html>" * 40)
-    assert refused(path).startswith(f"{path} is not a checkpoint")
+    text = refused(path)
+    assert text.startswith(f"{path} is not a checkpoint: torch.load finds no pickled tensors in it")
+    assert "weights_only" not in text
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"just some text", "KeyError: 544502645"),
+        (b"junk", "error: unpack requires a buffer of 4 bytes"),
+        (b"K", "IndexError: "),
+    ],
+)
+def test_what_torch_stumbles_over_is_told_by_its_type(tmp_path, content, reason):
+    path = tmp_path / "a.pth"
+    path.write_bytes(content)
+    text = refused(path)
+    assert text.startswith(f"{path} is not a checkpoint, or is damaged: torch.load fails with ")
+    assert reason in text
+
+
+@pytest.mark.parametrize("name", ["a.pth", "a.safetensors"])
+def test_an_empty_file_is_called_so(tmp_path, name):
+    (tmp_path / name).touch()
+    assert refused(tmp_path / name) == f"{tmp_path / name} is not a checkpoint: the file is empty"
 
 
 class Bomb:

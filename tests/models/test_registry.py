@@ -162,8 +162,33 @@ def test_a_module_that_fails_on_import_is_told_by_its_own_error(user, code, mess
     text = refused("broken:Class")
     assert "module 'broken' fails on import" in text
     assert message in text
-    if "SyntaxError" not in message:
-        assert text.endswith(f"({user / 'broken.py'}:2)")
+    assert text.endswith(f"({user / 'broken.py'}:2)")
+
+
+def test_a_syntax_error_in_what_a_module_imports_is_told_by_its_own_file_and_line(user):
+    (user / "broken.py").write_text("import broken_too\n")
+    (user / "broken_too.py").write_text("\n\nclass Net(:\n")
+    text = refused("broken:Class")
+    assert text.startswith("module 'broken' fails on import: SyntaxError: ")
+    assert text.endswith(f"({user / 'broken_too.py'}:3)")
+
+
+@pytest.mark.parametrize("source", ["models.net:Foo", "workers.nets.deep:Foo", "service.net:Foo"])
+def test_a_users_package_that_is_called_as_one_of_ours_is_told_so(user, source):
+    package = source.partition(".")[0]
+    (user / package).mkdir()
+    (user / package / "net.py").write_text("class Foo: pass\n")
+    text = refused(source)
+    assert text.startswith(f"there is no module '{package}.net")
+    assert f"inferpool's own package is called {package}; if you have one" in text
+
+
+def test_a_users_module_that_is_called_as_one_of_our_packages_is_told_so(user):
+    (user / "models.py").write_text("class Foo: pass\n")
+    text = refused("models:Foo")
+    assert "module 'models' has no 'Foo'" in text
+    assert "inferpool's own package is called models; if you have one" in text
+    assert "inferpool" not in refused("mymodels:Foo")
 
 
 def test_a_class_that_is_not_there_is_named_with_what_is_near(user):
@@ -173,12 +198,17 @@ def test_a_class_that_is_not_there_is_named_with_what_is_near(user):
 
 
 @pytest.mark.parametrize(
-    ("name", "what"), [("Neither", "is neither"), ("function", "is no class"), ("torch", "is no")]
+    ("name", "what"),
+    [
+        ("Neither", "is no subclass of"),
+        ("function", "is no class: it must be a subclass of"),
+        ("torch", "is no class: it must be a subclass of"),
+    ],
 )
 def test_what_is_no_model_is_refused(user, name, what):
-    text = refused(f"mymodels:{name}")
-    assert f"mymodels:{name} {what}" in text
-    assert "must be a subclass of models.base.Model or torch.nn.Module" in text
+    assert refused(f"mymodels:{name}") == (
+        f"mymodels:{name} {what} models.base.Model or torch.nn.Module"
+    )
 
 
 def test_options_that_are_not_taken_are_named_with_those_that_are(user):

@@ -6,7 +6,14 @@ import pytest
 
 from models import registry
 from models.spec import Placement
-from service.settings import BUILT_IN_SOURCES, ModelSettings, Settings, is_source, slug
+from service.settings import (
+    BUILT_IN_SOURCES,
+    ModelSettings,
+    Settings,
+    is_source,
+    slug,
+    source_hint,
+)
 from service.settings_loader import load
 
 
@@ -70,6 +77,13 @@ def test_the_settings_and_the_registry_agree_on_what_a_source_is():
 def test_the_name_of_a_source_is_fit_for_a_url(source, name):
     assert is_source(source)
     assert slug(source) == name
+
+
+def test_every_classifier_of_torchvision_is_known_by_its_name():
+    torchvision = pytest.importorskip("torchvision")
+    for name in torchvision.models.list_models(module=torchvision.models):
+        assert source_hint(name, []) == f"did you mean torchvision:{name}?"
+    assert "did you mean" not in source_hint("my_net", [])
 
 
 def test_the_front_end_does_without_torch():

@@ -302,6 +302,20 @@ def test_a_file_of_weights_is_not_taken_for_a_model(problems):
         assert "give the network as source, and it as --weights" in found[0]
 
 
+@pytest.mark.parametrize(
+    ("model", "hint"),
+    [
+        ("resnet50", "nor a source; did you mean torchvision:resnet50?"),
+        ("ViT_B_16", "nor a source; did you mean torchvision:vit_b_16?"),
+        ("efficientnet_b0", "did you mean torchvision:efficientnet_b0 or efficientnet_lite0?"),
+        ("many.toml", "nor a source; this is a file of settings: use --config many.toml"),
+    ],
+)
+def test_an_argument_that_is_nearly_a_source_gets_what_was_meant(problems, model, hint):
+    (found,) = problems(flags={"model": model})
+    assert found.endswith(hint)
+
+
 def test_every_mistake_is_named_at_once(problems):
     found = problems('prot = 1\nhost = ""', {"port": "x"}, {"INFERPOOL_HOTS": "1"})
     assert [line.split(": ")[0] for line in found] == [
