@@ -78,6 +78,3 @@ class FakeEngine:
         on_progress("loading")
         self.started.append(FakeWorker(id))
         return self.started[-1]
-
-    async def close(self) -> None:
-        return

@@ -94,6 +94,3 @@ class Engine(Protocol):
         Raises:
             WorkerStartError: It did not become ready.
         """
-
-    async def close(self) -> None:
-        """Free what the engine holds; every worker has stopped."""

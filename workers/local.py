@@ -123,9 +123,6 @@ class LocalEngine:
             ) from error
         return worker
 
-    async def close(self) -> None:
-        """Nothing is held beyond the workers."""
-
     async def _launch(self, worker: "LocalWorker", config: WorkerConfig) -> None:
         from workers import entry
 
