@@ -67,7 +67,6 @@ class Service:
         self.pools: dict[str, Pool] = {}
         self.is_draining = False
         self._is_hurried = False
-        self.host = host
         self._console = console
         self._plans = _plan(settings, host)
         try:
@@ -184,6 +183,7 @@ def run(settings: Settings) -> int:
         host = find_host(settings.cuda_visible_devices)
         metrics = Metrics(settings.models, {"version": version_of(), "torch": version_of("torch")})
         console = Console(logs, is_colored=settings.color == "auto")
+        metrics.gauge_source(lambda: [Reading(name="log_lines_dropped", value=logs.num_dropped)])
         service = Service(settings, host, metrics, console)
     except (StartError, DeviceError) as error:
         logger.critical("%s", error)

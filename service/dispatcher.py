@@ -128,7 +128,6 @@ class Dispatcher:
         self.name = name
         self.inputs: Sequence[TensorSpec] = ()
         """What the model takes; known once a worker is ready."""
-        self.outputs: Sequence[TensorSpec] = ()
         self.is_expecting_worker = False
         """None is ready, but one will be within a moment: what comes may wait for it."""
         self.loop = asyncio.get_running_loop()
@@ -155,6 +154,11 @@ class Dispatcher:
     def num_unsettled(self) -> int:
         """Instances that have no answer yet."""
         return self._num_unsettled
+
+    @property
+    def is_draining(self) -> bool:
+        """Nothing more is admitted."""
+        return self._admission.is_draining
 
     @property
     def num_ready(self) -> int:
@@ -203,7 +207,7 @@ class Dispatcher:
 
     def attach(self, worker: WorkerHandle) -> None:
         """Give a ready worker its share of the work, until it is lost."""
-        self.inputs, self.outputs = worker.ready.inputs, worker.ready.outputs
+        self.inputs = worker.ready.inputs
         self._lanes.append(_Lane(worker))
         self._pump_soon()
 

@@ -51,7 +51,6 @@ class Pool:
     ) -> None:
         self.name = name
         self.dispatcher = dispatcher
-        self.is_draining = False
         self._configs = configs
         self._metrics = metrics
         self._announcer = announcer
@@ -69,6 +68,11 @@ class Pool:
     def slots(self) -> Sequence[Slot]:
         """The workers."""
         return self._supervisor.slots
+
+    @property
+    def is_draining(self) -> bool:
+        """Nothing more is admitted."""
+        return self.dispatcher.is_draining
 
     @property
     def is_ready(self) -> bool:
@@ -127,12 +131,10 @@ class Pool:
 
     async def drain(self, grace_s: float) -> None:
         """Finish what was accepted."""
-        self.is_draining = True
         await self.dispatcher.drain(grace_s)
 
     def cut_off(self, reason: str) -> None:
         """Answer all that is in flight now, and admit nothing more."""
-        self.is_draining = True
         self.dispatcher.cut_off(reason)
 
     async def stop(self, grace_s: float) -> None:
@@ -141,7 +143,7 @@ class Pool:
 
     def on_progress(self, slot: Slot) -> None:
         """See `Watcher`."""
-        self._announcer.progress(_name_of(slot), slot.stage)
+        self._announcer.progress(slot.id.worker, slot.stage)
 
     def on_ready(self, slot: Slot) -> None:
         """See `Watcher`."""
@@ -149,7 +151,7 @@ class Pool:
         self.dispatcher.attach(slot.handle)
         self._load_s = slot.handle.ready.load_s
         self._expect()
-        self._announcer.ready(_name_of(slot), self._load_s)
+        self._announcer.ready(slot.id.worker, self._load_s)
         self._on_change()
 
     def on_gone(self, handle: WorkerHandle) -> None:
@@ -161,7 +163,7 @@ class Pool:
         """See `Watcher`."""
         self._expect()
         if slot.state == "failed":
-            self._announcer.failed(_name_of(slot), slot.reason)
+            self._announcer.failed(slot.id.worker, slot.reason)
         else:
             self._metrics.restarts[slot.cause] += 1
         if self.is_lost:
@@ -177,7 +179,3 @@ class Pool:
             slot.was_ever_ready and slot.num_failures <= 1 and slot.state != "failed"
             for slot in self.slots
         )
-
-
-def _name_of(slot: Slot) -> str:
-    return f"{slot.id.model}/{slot.id.slot}"

@@ -47,7 +47,7 @@ def _model_health(pool: Pool) -> ModelHealth:
 def _worker_health(slot: Slot) -> WorkerHealth:
     vitals = slot.handle.vitals() if slot.handle else None
     return WorkerHealth(
-        name=f"{slot.id.model}/{slot.id.slot}",
+        name=slot.id.worker,
         state=slot.state,
         device=str(slot.config.placement),
         incarnation=slot.id.incarnation,

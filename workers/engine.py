@@ -18,9 +18,14 @@ class WorkerId:
     """Stable over restarts, from 0."""
     incarnation: int = 0
 
+    @property
+    def worker(self) -> str:
+        """The worker over all its lives, for people: model/slot."""
+        return f"{self.model}/{self.slot}"
+
     def __str__(self) -> str:
         """As it is written in logs: model/slot#incarnation."""
-        return f"{self.model}/{self.slot}#{self.incarnation}"
+        return f"{self.worker}#{self.incarnation}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

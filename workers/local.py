@@ -69,11 +69,15 @@ def _ensure_forkserver() -> None:
 
     A user's project nearly always has a package `models` of its own, which must not pass for ours.
     """
+    before = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
         forkserver.ensure_running()
     finally:
-        del os.environ["PYTHONSAFEPATH"]
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 def _start_method() -> str:
@@ -205,8 +209,7 @@ class LocalWorker:
             if self._batch_timeout_s < _BEAT_CHECK_S:
                 self._watch(self._batch_timeout_s)
         self._batches[id] = len(items), future
-        if not self._writer.write(_encode(Batch(id, list(items)))):
-            self._loop.add_writer(self._writer.fd, self._on_writable)
+        self._send(_encode(Batch(id, list(items))))
         return future
 
     async def wait(self) -> Ending:
@@ -221,8 +224,7 @@ class LocalWorker:
             await self.kill("stopped in a hurry")
             return
         self._reason = self._reason or "stopped"
-        if not self._writer.write(_SENTINEL):
-            self._loop.add_writer(self._writer.fd, self._on_writable)
+        self._send(_SENTINEL)
         if await self._is_gone_within(grace_s):
             return
         logger.warning("%s did not stop within %g s: terminating it", self.id, grace_s)
@@ -260,7 +262,7 @@ class LocalWorker:
             for frame in self._reader.frames():
                 self._take(_decode(frame))
         except EOFError:
-            self._end("its output queue was closed")
+            self._end()
         except (FrameError, msgspec.MsgspecError) as error:
             logger.error("%s wrote what is no message: %s", self.id, error)
             self._end("wrote what is no message")
@@ -292,6 +294,10 @@ class LocalWorker:
             case StartFailed():
                 self._fail_start(message.message, permanent=message.permanent)
 
+    def _send(self, body: bytes) -> None:
+        if not self._writer.write(body):
+            self._loop.add_writer(self._writer.fd, self._on_writable)
+
     def _on_writable(self) -> None:
         if self._writer.flush():
             self._loop.remove_writer(self._writer.fd)
@@ -318,12 +324,11 @@ class LocalWorker:
         was_at_work = any(id <= last_received for id in batches)
         self._gone.set_result(Ending(cause=cause, reason=reason, was_at_work=was_at_work))
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str = "") -> None:
         """No more will be read: make sure that the process goes, if it is not going already."""
         self._is_ending = True
         self._loop.remove_reader(self._reader.fd)
-        if reason != "its output queue was closed":
-            self._reason = self._reason or reason
+        self._reason = self._reason or reason
         # At its end of file the process is exiting; a moment later it has no excuse.
         self._loop.call_later(0.5, self._signal, signal.SIGKILL)
 
