@@ -9,16 +9,19 @@ import multiprocessing
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from ipaddress import ip_address
 from math import prod
 
 import uvicorn
 
 from service import logs as log_setup
 from service.admission import Admission
+from service.api.auth import Guard
 from service.api.body import Limits
+from service.api.call import Call
 from service.api.health import HealthReport, health_router
 from service.api.metrics import metrics_router
-from service.api.predict import PREFIX, Call, Predict
+from service.api.predict import PREFIX, Predict
 from service.api.protocol import PredictProtocol
 from service.api.web import App
 from service.console import Console
@@ -43,6 +46,7 @@ EXIT_CANNOT_START = 1
 _BACKLOG = 2048
 """Connections that the kernel accepts for us before we do."""
 _MAX_EXAMPLE_NUMBERS = 32
+_MAX_LOGGED_PATH = 200
 _STOP_GRACE_S = 5.0
 """How long a worker without work may take to leave."""
 _HALF_SENT_S = 2
@@ -189,6 +193,7 @@ def run(settings: Settings) -> int:
         logger.critical("%s", error)
         logs.close()
         return EXIT_CANNOT_START
+    warn_if_open(settings, listener)
     try:
         console.started({"version": version_of()}, host.describe(), service.plan)
         return _serve(service, console, listener)
@@ -199,7 +204,14 @@ def run(settings: Settings) -> int:
         logs.close()
 
 
-def make_predict(service: Service) -> Predict:
+def make_guard(settings: Settings) -> Guard:
+    """Who may ask for what."""
+    return Guard(
+        predict=settings.predict_keys, metrics=settings.metrics_keys, admin=settings.admin_keys
+    )
+
+
+def make_predict(service: Service, guard: Guard) -> Predict:
     """The endpoint over a service."""
     settings = service.settings
     return Predict(
@@ -207,16 +219,19 @@ def make_predict(service: Service) -> Predict:
         default=settings.default_model,
         limits=Limits(
             max_body_bytes=settings.max_body_bytes,
+            max_json_bytes=settings.max_json_bytes,
+            body_gap_s=settings.body_gap_s,
             max_instances=settings.max_instances_per_request,
             default_timeout_s=settings.default_timeout_s,
             max_timeout_s=settings.max_timeout_s,
         ),
+        guard=guard,
         on_done=_recorder(service.metrics),
         on_access=_log_failure,
     )
 
 
-def make_app(service: Service, predict: Predict) -> App:
+def make_app(service: Service, predict: Predict, guard: Guard) -> App:
     """The HTTP application over a service, which lives and dies with its lifespan."""
 
     @asynccontextmanager
@@ -229,7 +244,9 @@ def make_app(service: Service, predict: Predict) -> App:
 
     app = App(
         version=version_of(),
-        routers=[health_router(service), metrics_router(service.metrics)],
+        routers=[health_router(service, guard), metrics_router(service.metrics)],
+        guard=guard,
+        docs=service.settings.docs,
         lifespan=lifespan,
     )
     app.predict = predict
@@ -237,8 +254,9 @@ def make_app(service: Service, predict: Predict) -> App:
 
 
 def _serve(service: Service, console: Console, listener: socket.socket) -> int:
-    predict = make_predict(service)
-    app = make_app(service, predict)
+    guard = make_guard(service.settings)
+    predict = make_predict(service, guard)
+    app = make_app(service, predict, guard)
     config = uvicorn.Config(
         app,
         loop="uvloop",
@@ -249,6 +267,7 @@ def _serve(service: Service, console: Console, listener: socket.socket) -> int:
         log_level="warning",
         access_log=False,
         server_header=False,
+        headers=[("x-content-type-options", "nosniff")],
         timeout_keep_alive=int(service.settings.keep_alive_s),
         timeout_graceful_shutdown=_HALF_SENT_S,
         backlog=_BACKLOG,
@@ -331,7 +350,7 @@ def _log_failure(call: Call, status: int, duration_s: float) -> None:
             level,
             "%s %s: %d after %.3f s",
             call.method,
-            call.path,
+            call.path[:_MAX_LOGGED_PATH],
             status,
             duration_s,
             extra={"request_id": call.request_id},
@@ -353,6 +372,18 @@ def _example(url: str, pool: Pool) -> str:
     for size in reversed(shape):
         numbers = [numbers] * size
     return f"{post}application/json' -d '{json.dumps({'instances': [numbers]})}'"
+
+
+def warn_if_open(settings: Settings, listener: socket.socket) -> None:
+    """Say so when others than this host may use the service without a key."""
+    address = listener.getsockname()[0]
+    if settings.predict_keys or ip_address(address.partition("%")[0]).is_loopback:
+        return
+    logger.warning(
+        "whoever reaches %s may use this service: no API key is set. Put one into "
+        "INFERPOOL_PREDICT_KEYS or a file named by --predict-keys-file, or listen on 127.0.0.1",
+        address,
+    )
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -126,6 +126,13 @@ def _settings_flags() -> _Parser:
     parser.add_argument("--config", metavar="PATH", help="a TOML file of settings")
     parser.add_argument("--host", metavar="ADDRESS", help="listen there (default: 127.0.0.1)")
     parser.add_argument("--port", metavar="N", help="and on this TCP port (default: 8000)")
+    access = parser.add_argument_group("access")
+    for kind, what in (("predict", "predictions"), ("metrics", "metrics"), ("admin", "/admin")):
+        access.add_argument(
+            f"--{kind}-keys-file", metavar="PATH", help=f"API keys for {what}, one to a line"
+        )
+    access.add_argument("--tls-certificate", metavar="PATH", help="serve HTTPS with this PEM file")
+    access.add_argument("--tls-key", metavar="PATH", help="and its private key, if not in it")
     models = parser.add_argument_group("models")
     models.add_argument("--replicas", metavar="N", help='copies of each model, or "auto"')
     models.add_argument(
@@ -168,8 +175,11 @@ def _serve(args: Namespace) -> int:
     loaded = _load(args)
     if loaded is None:
         return USAGE_ERROR
+    from service.settings_loader import secret_variables
     from workers.local import start_forkserver
 
+    for name in secret_variables(os.environ):  # so that model code cannot read them there
+        del os.environ[name]
     start_forkserver(loaded.settings.preload())  # it imports torch while we import the rest
     from service.app import run as run_app
 

@@ -6,6 +6,7 @@ from datetime import date, time
 from itertools import groupby
 from typing import TextIO
 
+from service.keys import Keys
 from service.settings_loader import Key, dotted
 
 Row = tuple[Key, object, str]
@@ -31,6 +32,8 @@ def write_toml(rows: Sequence[Row], stream: TextIO) -> None:
         for key, value, origin in members:
             if value is None:  # TOML has no null; leaving it out means the same
                 continue
+            if isinstance(value, Keys):  # which this file may not hold
+                continue
             note = "" if origin == "default" else f"  # {origin}"
             stream.write(f"{dotted(key[-1:])} = {_toml(value)}{note}\n")
 
@@ -55,6 +58,8 @@ def _write_rich(cells: Sequence[tuple[str, str, str]], stream: TextIO) -> None:
 
 
 def _cell(value: object) -> str:
+    if isinstance(value, Keys):
+        return str(value)
     return "-" if value is None else _toml(value)
 
 

@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from models.spec import Placement
+from service.keys import Keys
 from workers.config import ModelConfig, WorkerConfig
 
 DEFAULT_SOURCE = "efficientnet_lite0"
@@ -140,8 +141,40 @@ class Settings(_Table):
     """The least severe log lines to write."""
     color: Literal["auto", "never"] = "auto"
     """Whether a terminal gets colours. The variable NO_COLOR means `never`."""
+    predict_keys: Keys = Keys()
+    """API keys that may ask for predictions; without any, everyone may. Only the environment
+    (INFERPOOL_PREDICT_KEYS, with commas between) and the files below give keys: never this file."""
+    predict_keys_file: str | None = None
+    """A file of such keys, one to a line, such as a docker secret."""
+    metrics_keys: Keys = Keys()
+    """API keys for /metrics and /health; without any, `predict_keys` are for those too."""
+    metrics_keys_file: str | None = None
+    """A file of such keys."""
+    admin_keys: Keys = Keys()
+    """API keys for /admin, which is not there without any."""
+    admin_keys_file: str | None = None
+    """A file of such keys."""
+    tls_certificate: str | None = None
+    """A PEM file: this server's certificate, and those that lead to a known authority."""
+    tls_key: str | None = None
+    """A PEM file: the certificate's private key, without a password; where it is not set, it is in
+    the file of the certificate."""
+    docs: bool = True
+    """Whether /docs and /openapi.json are served; they name the models, and need no key."""
+    max_connections: Auto | PositiveInt = "auto"
+    """Connections at once; `auto`: what the limit of open files allows, at most 10,000. Beyond, the
+    longest idle one is closed, or the newcomer is refused with 503."""
+    head_timeout_s: float = Field(10.0, gt=0, allow_inf_nan=False)
+    """How long request line and headers may take to arrive."""
+    body_gap_s: float = Field(10.0, gt=0, allow_inf_nan=False)
+    """Each such time must bring 4 KiB of a body that is on its way, or the rest of it."""
+    write_timeout_s: float = Field(30.0, gt=0, allow_inf_nan=False)
+    """A client that takes nothing of its answer for so long is cut off."""
     max_body_bytes: int = Field(16 * _MIB, ge=1024)
     """The largest body of a request."""
+    max_json_bytes: int = Field(4 * _MIB, ge=1024)
+    """The largest JSON body, which is parsed where all other requests wait meanwhile: 4 MiB take
+    9 ms, and 21 ms at worst."""
     arena_bytes: int = Field(
         default_factory=lambda data: _auto_arena_bytes(data["max_body_bytes"]), ge=1024
     )
@@ -173,6 +206,13 @@ class Settings(_Table):
         if arena_bytes == "auto" and "max_body_bytes" in info.data:
             return _auto_arena_bytes(info.data["max_body_bytes"])
         return arena_bytes
+
+    @field_validator("tls_key")
+    @classmethod
+    def _check_tls_key(cls, tls_key: str | None, info: ValidationInfo) -> str | None:
+        if tls_key is not None and info.data.get("tls_certificate") is None:
+            raise ValueError("is a key without a certificate; set tls_certificate too")
+        return tls_key
 
     def preload(self) -> list[str]:
         """What is worth importing once, before workers are forked, besides what all need."""

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from service.keys import Keys, read_keys
 from service.settings import (
     BUILT_IN_SOURCES,
     DEFAULT_SOURCE,
@@ -33,12 +34,20 @@ CONFIG_VARIABLE = "INFERPOOL_CONFIG"
 
 _MODEL_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
+KEY_SETTINGS = ("predict_keys", "metrics_keys", "admin_keys")
+"""Settings that hold secrets: given by the environment or by a file of their own."""
+
 Key = tuple[str, ...]
 """Where a setting lies: ("port",) or ("models", "resnet", "replicas")."""
 
 FLAGS: Mapping[str, str] = {
     "host": "--host",
     "port": "--port",
+    "predict_keys_file": "--predict-keys-file",
+    "metrics_keys_file": "--metrics-keys-file",
+    "admin_keys_file": "--admin-keys-file",
+    "tls_certificate": "--tls-certificate",
+    "tls_key": "--tls-key",
     "log_format": "--log-format",
     "log_level": "--log-level",
     "replicas": "--replicas",
@@ -100,7 +109,13 @@ def load(flags: Mapping[str, str], environ: Mapping[str, str], cwd: Path) -> Loa
         draft.choose(model)
     draft.add_flags(flags)
     draft.complete()
+    draft.add_key_files(cwd)
     return draft.finish()
+
+
+def secret_variables(environ: Mapping[str, str]) -> list[str]:
+    """The variables of an environment that hold keys, which no worker needs to see."""
+    return [name for name in environ if name.removeprefix(PREFIX).lower() in KEY_SETTINGS]
 
 
 def dotted(key: Key) -> str:
@@ -125,6 +140,11 @@ class _Draft:
         for name, value in table.items():
             if name == "models":
                 self._add_models(value, path, origin)
+            elif name in KEY_SETTINGS:
+                self._problems.append(
+                    f"{path}: {name}: keys do not belong in this file; name a file of their own in "
+                    f"{name}_file, or set {PREFIX}{name.upper()}"
+                )
             elif name in Settings.model_fields:
                 self._set((name,), value, origin)
             else:
@@ -168,6 +188,9 @@ class _Draft:
     def _add_variable(self, variable: str, text: str) -> None:
         origin = f"environment {variable}"
         parts = variable.removeprefix(PREFIX).lower().split("__")
+        if len(parts) == 1 and parts[0] in KEY_SETTINGS:
+            self._add_keys(parts[0], text, variable, origin)
+            return
         if len(parts) == 1 and parts[0] in Settings.model_fields and parts[0] != "models":
             self._set((parts[0],), _from_text(Settings.model_fields[parts[0]], text), origin)
             return
@@ -188,6 +211,21 @@ class _Draft:
                 self._set(("models", name, field), value, origin)
         else:
             self._problems.append(f"{variable}: {_unknown_variable(parts)}")
+
+    def _add_keys(self, name: str, text: str, place: str, origin: str) -> None:
+        """Take keys besides those that are there; what is wrong with them is said without them."""
+        before = self._values.get((name,))
+        try:
+            keys = read_keys(text)
+        except ValueError as error:
+            self._problems.append(f"{place}: {error}")
+            return
+        if not keys:
+            self._problems.append(f"{place}: there is no key in it")
+            return
+        if isinstance(before, Keys):
+            keys, origin = before | keys, f"{self._places[name,]}, {origin}"
+        self._set((name,), keys, origin)
 
     def _model_called(self, spelling: str) -> str:
         """The model that a variable means: names may hold `-` and `.`, variables only `_`."""
@@ -260,6 +298,23 @@ class _Draft:
                 f"{self._place(('default_model',))}: {_shown(chosen)} is not one of the models; "
                 f"{hint}there are {', '.join(self._models)}"
             )
+
+    def add_key_files(self, cwd: Path) -> None:
+        """Read the files of keys."""
+        for name in KEY_SETTINGS:
+            setting = f"{name}_file"
+            path = self._values.get((setting,))
+            if not isinstance(path, str):
+                continue
+            place = self._place((setting,))
+            try:
+                text = (cwd / path).read_text(encoding="utf-8")
+            except (OSError, ValueError) as error:
+                # Not the path: it may be a key that was put here by mistake.
+                reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+                self._problems.append(f"{place}: there is no file of keys to read: {reason}")
+                continue
+            self._add_keys(name, text, place, f"file {path}")
 
     def finish(self) -> Loaded:
         """Check the values, and freeze them."""
@@ -423,6 +478,8 @@ def _expected_of(annotation: object, metadata: Sequence[object]) -> str:
         return _expected_of(args[0], [each for info in args[1:] for each in info.metadata])
     if origin is Literal:
         return " or ".join(f'"{choice}"' for choice in args)
+    if annotation is bool:
+        return "true or false"
     if annotation is str:
         return "a text in quotes that is not empty"
     if annotation not in (int, float):

@@ -1,10 +1,12 @@
 """What every codec of the request side takes and gives, and the limits that it keeps."""
 
+import time
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from models.spec import TensorSpec
+from service.api.errors import SlowBodyError
 from service.request import Payload
 
 
@@ -12,9 +14,50 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """How much one HTTP call may ask for."""
 
     max_body_bytes: int = 16 * 2**20
+    max_json_bytes: int = 4 * 2**20
+    """JSON is parsed in the event loop, so it is held shorter than other bodies."""
     max_instances: int = 256
     default_timeout_s: float = 30.0
     max_timeout_s: float = 300.0
+    body_gap_s: float = 10.0
+    """Each such time must bring some of a body: `MIN_PROGRESS_BYTES`, or the rest of it."""
+
+
+MIN_PROGRESS_BYTES = 4096
+"""What keeps a slow body alive for another `body_gap_s`; a modem of 1990 was faster."""
+
+
+class BodyPace:
+    """Tells a body that is slow to come from one that is held back, whoever reads it.
+
+    All moments are seconds of CLOCK_MONOTONIC, which the event loop counts too.
+    """
+
+    __slots__ = ("_deadline", "_gap_s", "_num_bytes", "next_check")
+
+    def __init__(self, deadline: float, started: float, limits: Limits) -> None:
+        """Begin to time a body whose call has a deadline."""
+        self._deadline = deadline
+        self._gap_s = limits.body_gap_s
+        self._num_bytes = 0
+        self.next_check = min(deadline, started + self._gap_s)
+        """The moment at which to look again."""
+
+    def has_moved_on(self, num_bytes: int) -> bool:
+        """Whether enough has come since the last time to wait longer; moves `next_check` then."""
+        if num_bytes - self._num_bytes < MIN_PROGRESS_BYTES:
+            return False
+        self._num_bytes = num_bytes
+        self.next_check = min(self._deadline, time.monotonic() + self._gap_s)
+        return True
+
+    def error(self) -> SlowBodyError:
+        """What to answer at `next_check`, when the body is still not there."""
+        if self.next_check >= self._deadline:
+            return SlowBodyError("the body was not complete before the deadline")
+        return SlowBodyError(
+            f"the body came too slowly: less than {MIN_PROGRESS_BYTES} bytes in {self._gap_s:g} s"
+        )
 
 
 class Head(msgspec.Struct, frozen=True, gc=False):
@@ -37,3 +80,11 @@ class Decoded(msgspec.Struct, frozen=True, gc=False):
     """They came as a list or along a batch dimension, and are answered so even if there is one."""
     parameters: bytes = b""
     """A JSON object for the model, or nothing."""
+
+
+def joined(headers: Sequence[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
+    """Headers by name, those that came several times joined (RFC 9110, 5.2)."""
+    found: dict[bytes, bytes] = {}
+    for name, value in headers:
+        found[name] = found[name] + b", " + value if name in found else value
+    return found

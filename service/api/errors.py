@@ -3,8 +3,13 @@
 What only HTTP can get wrong has its exceptions here, beside those of `service.errors`:
 
 ServiceError
++-- UnauthorizedError          no key, or none that is known: 401
++-- ForbiddenError             a key for something else: 403
++-- NotFoundError              nothing is at this path: 404
 +-- MethodNotAllowedError      the path has no such method: 405
 +-- SlowBodyError              the body did not arrive in time: 408
++-- LongUrlError               the URL is too long: 414
++-- LargeHeadError             too many headers, or too long ones: 431
 +-- InternalError              a mistake of this service: 500
 """
 
@@ -49,6 +54,24 @@ _TYPE_PREFIX = "urn:problem-type:inferpool:"
 _STATUSES = frozenset(HTTPStatus)
 
 
+class UnauthorizedError(ServiceError):
+    """There is no key, or none that is known."""
+
+    code = "unauthorized"
+
+
+class ForbiddenError(ServiceError):
+    """The key is for something else."""
+
+    code = "forbidden"
+
+
+class NotFoundError(ServiceError):
+    """Nothing is at this path."""
+
+    code = "not_found"
+
+
 class MethodNotAllowedError(ServiceError):
     """The path is there, and this method is not."""
 
@@ -59,6 +82,18 @@ class SlowBodyError(ServiceError):
     """The body did not arrive before the deadline."""
 
     code = "slow_body"
+
+
+class LongUrlError(ServiceError):
+    """The URL is too long."""
+
+    code = "url_too_long"
+
+
+class LargeHeadError(ServiceError):
+    """There are too many headers, or they are too long."""
+
+    code = "head_too_large"
 
 
 class InternalError(ServiceError):
@@ -78,14 +113,19 @@ class Kind(NamedTuple):
 
 TABLE: dict[type[ServiceError], Kind] = {
     BadRequestError: Kind(400, "The request cannot be read", False),
+    UnauthorizedError: Kind(401, "A key is needed", False),
+    ForbiddenError: Kind(403, "The key is for something else", False),
     UnknownModelError: Kind(404, "No such model", False),
+    NotFoundError: Kind(404, "Not Found", False),
     MethodNotAllowedError: Kind(405, "Method not allowed", False),
     NotAcceptableError: Kind(406, "No answer in an accepted form", False),
     SlowBodyError: Kind(408, "The body did not arrive in time", True),
     TooLargeError: Kind(413, "Too large", False),
+    LongUrlError: Kind(414, "The URL is too long", False),
     UnsupportedTypeError: Kind(415, "Unsupported content type", False),
     InvalidInputError: Kind(422, "The input does not fit", False),
     OverloadedError: Kind(429, "Overloaded", True),
+    LargeHeadError: Kind(431, "The headers are too large", False),
     CancelledByClientError: Kind(499, "The client hung up", False),
     ModelFailedError: Kind(500, "The model failed on this input", False),
     WorkerCrashedError: Kind(500, "Workers died of this input", False),
@@ -97,6 +137,8 @@ TABLE: dict[type[ServiceError], Kind] = {
 
 _RETRY_STATUSES = (429, 503)
 """Those that say when to come back (RFC 9110, 10.2.3), in whole seconds, one at least."""
+_CHALLENGE = (b"www-authenticate", b'Bearer realm="inferpool"')
+"""What a 401 must say (RFC 9110, 11.6.1)."""
 
 
 class InstanceError(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -199,6 +241,8 @@ def _render(document: Problem) -> Answer:
     headers = [(b"content-type", PROBLEM_TYPE), (b"content-length", b"%d" % len(body))]
     if document.retry_after_s is not None:
         headers.append((b"retry-after", b"%d" % document.retry_after_s))
+    if document.status == HTTPStatus.UNAUTHORIZED:
+        headers.append(_CHALLENGE)
     return document.status, headers, body
 
 
@@ -227,7 +271,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     phrase, code = known.phrase, known.name.lower()
     detail = str(error.detail)
     if status == HTTPStatus.NOT_FOUND and detail == phrase:
-        detail = f"there is nothing at {request.url.path}; /docs lists what there is"
+        detail = f"there is nothing at {request.url.path[:200]}; /docs lists what there is"
     request_id = _request_id(request)
     answer = _render(
         Problem(

@@ -6,6 +6,8 @@ from typing import Literal, Protocol
 
 from fastapi import APIRouter, Request, Response
 
+from service.api.auth import Guard
+from service.api.body import joined
 from service.api.errors import problem_response
 from service.errors import UnavailableError
 
@@ -71,8 +73,13 @@ class HealthSource(Protocol):
         """The state of things now; called in the event loop, so it must not block."""
 
 
-def health_router(source: HealthSource) -> APIRouter:
-    """The routes, answering from a source."""
+def health_router(source: HealthSource, guard: Guard | None = None) -> APIRouter:
+    """The routes, answering from a source.
+
+    Args:
+        source: Who knows.
+        guard: Who may see reasons: they quote errors, and probes ask without a key.
+    """
     router = APIRouter(tags=["health"])
 
     @router.get("/health", summary="Models and workers, one by one")
@@ -93,6 +100,9 @@ def health_router(source: HealthSource) -> APIRouter:
         report = source.report()
         if report.ready:
             return Health(status=report.status)
+        if guard is not None and not guard.allows("metrics", joined(request.headers.raw)):
+            message = "draining" if report.draining else "not ready; /health says why"
+            return problem_response(request, UnavailableError(message, retry_after_s=1))
         reasons = [
             f"{model.name}: {model.reason or 'not ready'}"
             for model in report.models

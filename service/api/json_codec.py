@@ -45,9 +45,14 @@ def decode_json(chunks: Sequence[bytes], head: Head) -> Decoded:
     Raises:
         BadRequestError: It is not JSON.
         InvalidInputError: It is JSON of another form.
-        TooLargeError: Too many instances, or too long parameters.
+        TooLargeError: It is too long, or has too many instances or too long parameters.
     """
     text = b"".join(chunks)
+    if len(text) > head.limits.max_json_bytes:
+        raise TooLargeError(
+            f"the body has more than {head.limits.max_json_bytes} bytes, which is the limit for "
+            "JSON; send tensors as safetensors or npy, images as they are or in a form"
+        )
     if parameters.is_too_deep(text):
         raise InvalidInputError(f"the body is nested more than {parameters.MAX_DEPTH} deep")
     max_instances = head.limits.max_instances

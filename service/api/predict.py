@@ -9,19 +9,17 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-import msgspec
-
-from models.spec import TensorSpec
-from service.api.answers import AnswerFormat, Outcome, choose_format, encode, encode_json
-from service.api.body import Head, Limits
+from service.api.answers import Outcome, choose_format, encode, encode_json
+from service.api.auth import Guard
+from service.api.body import BodyPace, Head, Limits, joined
+from service.api.call import Call, ModelEntry, OnAccess, OnDone
 from service.api.codecs import decode
 from service.api.errors import (
     Answer,
     InternalError,
     MethodNotAllowedError,
-    SlowBodyError,
     problem,
 )
 from service.api.hangups import HangupWatch, Receive, Waiting
@@ -43,73 +41,10 @@ Scope = MutableMapping[str, Any]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 PREFIX = "/predict"
-UNKNOWN_MODEL = "unknown"
-"""The label of calls for models that are not there: any other would let clients make up labels."""
-
-DEFAULT_PRIORITY = 5
 _PRIORITIES = {b"%d" % priority: priority for priority in range(1, 10)}
 _SMALL_BODY_BYTES = 64 * 1024
 """A refused body up to this is read and dropped by the server; beyond, the connection is closed."""
 _GIVEN_UP = "the service gave this input up"
-
-
-class ModelEntry(Protocol):
-    """A model, as calls see it."""
-
-    @property
-    def name(self) -> str:
-        """As it stands in the path."""
-
-    @property
-    def inputs(self) -> Sequence[TensorSpec]:
-        """What it takes; empty where that is not known."""
-
-    def submit(
-        self, payload: Payload, options: CallOptions, request_id: str
-    ) -> "asyncio.Future[Result]":
-        """Admit an instance. Cancelling the future gives the instance up.
-
-        Raises:
-            ServiceError: It is refused.
-        """
-
-
-class Call(msgspec.Struct):
-    """One HTTP call on its way through: a struct, because that fills its defaults in C."""
-
-    method: str
-    path: str
-    query: bytes
-    headers: dict[bytes, bytes]
-    """Names in lower case; those that came several times joined by commas."""
-    started: float
-    """CLOCK_MONOTONIC seconds."""
-    entry: ModelEntry | None
-    request_id: str
-    trace_id: str
-    span_id: str
-    flags: str = "00"
-    trace_state: bytes = b""
-    deadline: float = 0.0
-    priority: int = DEFAULT_PRIORITY
-    chosen: AnswerFormat = "json"
-    is_read: bool = False
-    """The whole body has arrived."""
-    is_batch: bool = False
-    num_instances: int = 0
-    outcomes: "list[asyncio.Future[Result] | ServiceError]" = []
-    """Of each instance: a future, or why it was refused."""
-
-    @property
-    def label(self) -> str:
-        """The model, for metrics."""
-        return UNKNOWN_MODEL if self.entry is None else self.entry.name
-
-
-OnDone = Callable[[str, int, float], None]
-"""Told the model, the status and the seconds of each call."""
-OnAccess = Callable[[Call, int, float], None]
-"""Told each call with its status and seconds, for the access log."""
 
 
 class Predict:
@@ -121,6 +56,7 @@ class Predict:
         *,
         default: str | None = None,
         limits: Limits | None = None,
+        guard: Guard | None = None,
         on_done: OnDone | None = None,
         on_access: OnAccess | None = None,
     ) -> None:
@@ -130,12 +66,14 @@ class Predict:
             models: By the name in the path; looked up anew for each call.
             default: The one that `/predict` without a name means; None where there is none.
             limits: How much a call may ask for.
+            guard: Who may call; costs nothing where no key is needed.
             on_done: For metrics.
             on_access: For the access log; costs nothing while it is None.
         """
         self.models = models
         self.default = default
         self.limits = limits or Limits()
+        self._guard = guard if guard and guard.restricts_predict else None
         self._on_done = on_done
         self._on_access = on_access
         self._watch = HangupWatch()
@@ -176,7 +114,7 @@ class Predict:
         started = time.monotonic()
         found = dict(headers)
         if len(found) != len(headers):
-            found = _joined(headers)
+            found = joined(headers)
         name = path[len(PREFIX) + 1 :] or self.default
         entry = self.models.get(name) if name is not None else None
         ids = new_ids()
@@ -193,12 +131,16 @@ class Predict:
         """See, before its body is read, whether a call can be answered.
 
         Raises:
+            UnauthorizedError: It has no key that is known.
+            ForbiddenError: Its key is for something else.
             MethodNotAllowedError: It is no POST.
             UnknownModelError: The model is not there.
             TooLargeError: Its body is going to be too large.
             BadRequestError: A header is malformed.
             NotAcceptableError: It accepts no form that there is.
         """
+        if self._guard is not None:
+            self._guard.check("predict", call.headers)
         if call.method != "POST":
             raise MethodNotAllowedError(f"{call.path} takes POST, not {call.method}")
         if call.entry is None:
@@ -313,21 +255,28 @@ class Predict:
         if not message.get("more_body", False) and len(chunk) <= self.limits.max_body_bytes:
             return (chunk,)
         # Only who has sent a part of a body is timed: the others hold no memory.
-        left_s = call.deadline - time.monotonic()
+        pace = BodyPace(call.deadline, call.started, self.limits)
         try:
-            async with asyncio.timeout(left_s):
-                return await self._read_rest(chunk, message, receive)
+            async with asyncio.timeout_at(pace.next_check) as timer:
+                return await self._read_rest(chunk, message, receive, pace, timer)
         except TimeoutError:
-            raise SlowBodyError("the body was not complete before the deadline") from None
+            raise pace.error() from None
 
     async def _read_rest(
-        self, chunk: bytes, message: MutableMapping[str, Any], receive: Receive
+        self,
+        chunk: bytes,
+        message: MutableMapping[str, Any],
+        receive: Receive,
+        pace: BodyPace,
+        timer: asyncio.Timeout,
     ) -> Sequence[bytes]:
         chunks = [chunk]
         num_bytes = len(chunk)
         while num_bytes <= self.limits.max_body_bytes:
             if not message.get("more_body", False):
                 return chunks
+            if pace.has_moved_on(num_bytes):
+                timer.reschedule(pace.next_check)
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise CancelledByClientError("the client hung up before its body was complete")
@@ -431,14 +380,6 @@ def route_path(scope: Scope) -> str:
 def is_predict(path: str) -> bool:
     """Whether a path belongs to this endpoint."""
     return path.startswith(PREFIX) and (len(path) == len(PREFIX) or path[len(PREFIX)] == "/")
-
-
-def _joined(headers: Sequence[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
-    """Headers by name, those that came several times joined (RFC 9110, 5.2)."""
-    found: dict[bytes, bytes] = {}
-    for name, value in headers:
-        found[name] = found[name] + b", " + value if name in found else value
-    return found
 
 
 def _longest(outcomes: Sequence[Outcome]) -> Timing | None:

@@ -16,8 +16,9 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
+from service.api.call import Call
 from service.api.errors import SlowBodyError
-from service.api.predict import Call, Predict
+from service.api.predict import Predict
 from service.errors import TooLargeError, UnavailableError
 
 _PATH = b"/predict"

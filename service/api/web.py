@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
@@ -11,9 +12,13 @@ from starlette.responses import HTMLResponse, RedirectResponse
 from starlette.staticfiles import StaticFiles
 from starlette.types import Lifespan, Receive, Scope, Send
 
-from service.api.errors import install_error_handlers
+from service.api.auth import Guard
+from service.api.body import joined
+from service.api.errors import install_error_handlers, problem_response
 from service.api.openapi import SCHEMAS, openapi_paths
+from service.api.page_headers import POLICY_HEADER, policy_for, with_page_headers
 from service.api.predict import Predict, is_predict, route_path
+from service.errors import ServiceError
 
 _ASSETS_PATH = "/docs/assets"
 _ASSETS_PACKAGE = "fastapi_offline"
@@ -32,6 +37,8 @@ class App(FastAPI):
         *,
         version: str,
         routers: Sequence[APIRouter] = (),
+        guard: Guard | None = None,
+        docs: bool = True,
         lifespan: Lifespan["App"] | None = None,
     ) -> None:
         """Make the application; `predict` is set once it exists, before the first call.
@@ -39,38 +46,56 @@ class App(FastAPI):
         Args:
             version: Of inferpool, for the documentation.
             routers: Health, metrics and whatever else has routes.
+            guard: Who may ask for what; without one everyone may ask for everything.
+            docs: Whether to document it to whoever asks.
             lifespan: Runs around the serving, as FastAPI has it.
         """
         super().__init__(
             title="inferpool",
             version=version,
             description="PyTorch models behind HTTP.",
+            openapi_url="/openapi.json" if docs else None,
             docs_url=None,
             redoc_url=None,
             lifespan=lifespan,
         )
         self.predict: Predict | None = None
+        self._guard = guard
         install_error_handlers(self)
         for router in routers:
             self.include_router(router)
-        self._install_docs()
+        if docs:
+            self._install_docs()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one ASGI call."""
-        if scope["type"] == "http" and self.predict is not None and is_predict(route_path(scope)):
-            await self.predict(scope, receive, send)
-        else:
+        if scope["type"] != "http":
             await super().__call__(scope, receive, send)
+            return
+        path = route_path(scope)
+        if self.predict is not None and is_predict(path):
+            await self.predict(scope, receive, send)
+            return
+        send = with_page_headers(send)
+        if self._guard is not None:
+            try:
+                self._guard.check_path(path, joined(scope["headers"]))
+            except ServiceError as error:
+                await problem_response(Request(scope), error)(scope, receive, send)
+                return
+        await super().__call__(scope, receive, send)
 
     def openapi(self) -> dict[str, object]:
         """The OpenAPI document, `/predict` first. Made anew each time: models come and go."""
         self.openapi_schema = None
-        schema = super().openapi()
+        schema: dict[str, Any] = super().openapi()
         if self.predict is not None:
             paths = openapi_paths(list(self.predict.models), self.predict.default)
             schema["paths"] = {**paths, **schema["paths"]}
             components = schema.setdefault("components", {})
             components["schemas"] = {**components.get("schemas", {}), **SCHEMAS}
+        if self._guard is not None:
+            self._guard.document(schema)
         return schema
 
     def _install_docs(self) -> None:
@@ -80,7 +105,7 @@ class App(FastAPI):
 
     async def _show_docs(self, request: Request) -> HTMLResponse:
         root = request.scope.get("root_path", "")
-        return get_swagger_ui_html(
+        page = get_swagger_ui_html(
             openapi_url=f"{root}{self.openapi_url}",
             title=self.title,
             swagger_js_url=f"{root}{_ASSETS_PATH}/swagger-ui-bundle.js",
@@ -88,6 +113,8 @@ class App(FastAPI):
             swagger_favicon_url=f"{root}{_ASSETS_PATH}/favicon.png",
             swagger_ui_parameters={"validatorUrl": None},  # else it sends the document to one
         )
+        page.headers[POLICY_HEADER] = policy_for(page.body)
+        return page
 
 
 async def _go_to_docs(_: Request) -> RedirectResponse:

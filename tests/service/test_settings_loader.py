@@ -1,8 +1,10 @@
+import io
 import tomllib
 
 import pytest
 
-from service.cli_config import write_toml
+from service.cli_config import write_json, write_table, write_toml
+from service.keys import read_keys
 from service.settings import ModelSettings, Settings
 from service.settings_loader import FLAGS, Loaded, SettingsError, load
 
@@ -358,3 +360,48 @@ def test_what_is_printed_as_toml_can_be_loaded_again(tmp_path):
 
 def test_every_flag_is_a_setting():
     assert set(FLAGS) <= set(Settings.model_fields) | set(ModelSettings.model_fields)
+
+
+KEY, OTHER_KEY = "k" * 20, "o" * 20
+
+
+def test_keys_come_from_the_environment_and_from_files(tmp_path):
+    (tmp_path / "keys").write_text(f"# rotated in May\n{OTHER_KEY}\n")
+    environ = {"INFERPOOL_PREDICT_KEYS": KEY, "INFERPOOL_PREDICT_KEYS_FILE": "keys"}
+    loaded = load({"metrics_keys_file": "keys"}, environ, tmp_path)
+    assert loaded.settings.predict_keys == read_keys(f"{KEY},{OTHER_KEY}")
+    assert loaded.settings.metrics_keys == read_keys(OTHER_KEY)
+    assert not loaded.settings.admin_keys
+    origin = "environment INFERPOOL_PREDICT_KEYS, file keys"
+    assert origin_of(loaded, "predict_keys") == origin
+
+
+def test_no_form_of_the_settings_shows_a_key(tmp_path):
+    loaded = load({}, {"INFERPOOL_ADMIN_KEYS": KEY}, tmp_path)
+    for write in (write_table, write_toml, write_json):
+        stream = io.StringIO()
+        write(loaded.rows(), stream)
+        assert KEY not in stream.getvalue()
+        assert "hidden" in stream.getvalue() or write is write_toml
+    assert KEY not in repr(loaded)
+
+
+@pytest.mark.parametrize(
+    ("toml", "environ", "message"),
+    [
+        ('predict_keys = "SECRET"', {}, "keys do not belong in this file"),
+        ('predict_key = "SECRET"', {}, "there is no such setting; did you mean"),
+        ('predict_keys_file = "SECRET"', {}, "there is no file of keys to read: No such file"),
+        ("", {"INFERPOOL_ADMIN_KEYS_FILE": "SECRET"}, "INFERPOOL_ADMIN_KEYS_FILE: there is no"),
+        ("", {"INFERPOOL_ADMIN_KEYS": "SECRET"}, "key 1 has fewer than 16 characters"),
+        ("", {"INFERPOOL_ADMIN_KEYS": ","}, "there is no key in it"),
+        ("", {"INFERPOOL_ADMIN_KEY": "SECRET"}, "did you mean INFERPOOL_ADMIN_KEYS"),
+        ("", {"INFERPOOL_ADMIN_KEYS": "SECRETé-0123456789"}, "not visible ASCII"),
+        ('tls_key = "x.pem"', {}, "a key without a certificate"),
+        ("docs = 1", {}, "true or false"),
+    ],
+)
+def test_a_wrong_key_is_complained_of_without_showing_it(problems, toml, environ, message):
+    (problem,) = problems(toml, environ=environ)
+    assert message in problem
+    assert "SECRET" not in problem

@@ -3,14 +3,14 @@ import base64
 import io
 import json
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import numpy as np
 import pytest
 
 from service.api.body import Limits
-from service.api.predict import Call, Predict, is_predict
+from service.api.predict import Predict, is_predict
 from service.errors import (
     DeadlineExceededError,
     InvalidInputError,
@@ -26,6 +26,9 @@ from tests.service.api.fakes import FakeModel, call, endpoint, post, result, spe
 from tests.service.api.test_json_codec import JPEG
 from tests.service.api.test_tensor_codec import npy
 from workers.messages import TensorBlob
+
+if TYPE_CHECKING:
+    from service.api.call import Call
 
 IMAGE = {"content-type": "image/jpeg"}
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"

@@ -1,0 +1,74 @@
+"""API keys, of which only digests are kept: nothing that prints settings can print a key."""
+
+import hashlib
+import hmac
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+MIN_KEY_LENGTH = 16
+"""Shorter ones can be guessed over a network in time."""
+_KEY = re.compile(r"[\x21-\x2b\x2d-\x7e]+")
+"""What a header carries unchanged: visible ASCII, without the comma that separates keys."""
+_FINGERPRINT_LENGTH = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Keys that open the same doors. Several, so that one can be replaced while both are valid."""
+
+    digests: frozenset[bytes] = frozenset()
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self.digests)
+
+    def __or__(self, other: "Keys") -> "Keys":
+        """The keys of both."""
+        return Keys(self.digests | other.digests)
+
+    def __str__(self) -> str:
+        """For people: how many, and no more."""
+        return f"{len(self)} hidden" if self.digests else "none"
+
+
+def read_keys(text: str) -> Keys:
+    """Read keys that stand one to a line or with commas between; `#` begins a comment line.
+
+    Raises:
+        ValueError: One is too short or has odd characters. The message holds none of the text.
+    """
+    return Keys(frozenset(digest_of(key.encode()) for key in _checked(_words(text))))
+
+
+def digest_of(key: bytes) -> bytes:
+    """What is kept of a key."""
+    return hashlib.sha256(key).digest()
+
+
+def is_same(digest: bytes, other: bytes) -> bool:
+    """Compare digests in a time that says nothing of where they differ."""
+    return hmac.compare_digest(digest, other)
+
+
+def fingerprint_of(digest: bytes) -> str:
+    """A few digits to tell keys apart by in logs; `sha256sum` of the key begins with them."""
+    return digest.hex()[:_FINGERPRINT_LENGTH]
+
+
+def _words(text: str) -> Iterator[str]:
+    for line in text.splitlines():
+        if not line.lstrip().startswith("#"):
+            yield from (word.strip() for word in line.split(",") if word.strip())
+
+
+def _checked(words: Iterable[str]) -> Iterator[str]:
+    for number, word in enumerate(words, 1):
+        if len(word) < MIN_KEY_LENGTH:
+            raise ValueError(
+                f"key {number} has fewer than {MIN_KEY_LENGTH} characters; "
+                "`openssl rand -hex 32` makes a good one"
+            )
+        if not _KEY.fullmatch(word):
+            raise ValueError(f"key {number} has a character that is not visible ASCII")
+        yield word

@@ -1,0 +1,65 @@
+import socket
+from collections.abc import Iterable, Iterator
+
+import pytest
+from starlette.routing import BaseRoute, Mount, Route
+
+from service.api.auth import POLICIES, policy_of
+from service.api.web import App
+from service.app import Service, make_app, make_guard, make_predict, warn_if_open
+from service.console import Console
+from service.logs import configure
+from service.metrics import Metrics
+from service.settings import Settings
+from service.settings_loader import load
+from workers.devices import find_host
+
+KEYS = {f"INFERPOOL_{kind}_KEYS": f"{kind.lower()}-0123456789" for kind in ("PREDICT", "ADMIN")}
+
+
+@pytest.fixture
+def settings(tmp_path) -> Settings:
+    return load({"model": "echo"}, KEYS, tmp_path).settings
+
+
+@pytest.fixture
+def app(settings) -> Iterator[App]:
+    """The application as it is served, over a service that has not been started."""
+    logs = configure("json")
+    service = Service(
+        settings, find_host(settings.cuda_visible_devices), Metrics(settings.models, {}),
+        Console(logs),
+    )  # fmt: skip
+    guard = make_guard(settings)
+    yield make_app(service, make_predict(service, guard), guard)
+    logs.close()
+
+
+def paths_of(routes: Iterable[BaseRoute]) -> Iterator[str]:
+    for route in routes:
+        included = getattr(route, "original_router", None)
+        if included is not None:
+            yield from paths_of(included.routes)
+        else:
+            assert isinstance(route, Route | Mount), f"how is {route} guarded?"
+            yield route.path
+
+
+def test_every_route_has_a_policy(app):
+    paths = [*paths_of(app.routes), *app.openapi()["paths"]]
+    assert len(paths) > 8
+    assert [path for path in paths if policy_of(path) is None] == []
+    assert set(POLICIES) - {"/admin"} <= set(paths)
+
+
+@pytest.mark.parametrize(
+    ("host", "is_warned"), [("127.0.0.1", False), ("0.0.0.0", True), ("::", True), ("::1", False)]
+)
+def test_whoever_listens_to_others_without_a_key_is_warned(tmp_path, caplog, host, is_warned):
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for environ, expected in (({}, is_warned), (KEYS, False)):
+        caplog.clear()
+        with socket.socket(family) as listener:
+            listener.bind((host, 0))
+            warn_if_open(load({}, environ, tmp_path).settings, listener)
+        assert ("no API key is set" in caplog.text) == expected
