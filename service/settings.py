@@ -8,13 +8,13 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from models.spec import Placement
 from service.keys import Keys
+from workers.cgroups import read_limits
 from workers.config import ModelConfig, WorkerConfig
 
 DEFAULT_SOURCE = "efficientnet_lite0"
@@ -285,11 +285,7 @@ def _auto_arena_bytes(max_body_bytes: int) -> int:
 
 
 def _memory_bytes() -> int:
-    """The memory that this host has, or that its cgroup allows (v2, then v1)."""
-    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        try:
-            found.append(int((Path("/sys/fs/cgroup") / name).read_text()))
-        except (OSError, ValueError):
-            continue  # not this version of cgroups, or "max"
-    return min(found)
+    """The memory that this host has, or that its control groups allow."""
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = read_limits().memory_bytes
+    return physical if limit is None else min(physical, limit)

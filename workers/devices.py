@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from models.spec import Placement
+from workers.cgroups import MOUNT, read_limits
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class Host:
         return [*map(str, self.gpus), cores]
 
 
-def find_host(visible: str | None, cgroup: Path = Path("/sys/fs/cgroup")) -> Host:
+def find_host(visible: str | None, cgroup: Path = MOUNT) -> Host:
     """Look at this host.
 
     Args:
@@ -62,7 +63,7 @@ def find_host(visible: str | None, cgroup: Path = Path("/sys/fs/cgroup")) -> Hos
         cgroup: Where the cgroup file system is mounted.
     """
     cpus = _allowed_cpus()
-    quota = _cgroup_cores(cgroup)
+    quota = read_limits(cgroup).num_cores
     num_cores = len(cpus) if quota is None else max(1, min(len(cpus), int(quota)))
     return Host(cpus=cpus, num_cores=num_cores, gpus=_chosen(_find_gpus(), visible))
 
@@ -146,19 +147,6 @@ def _allowed_cpus() -> tuple[int, ...]:
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
-
-
-def _cgroup_cores(cgroup: Path) -> float | None:
-    """Cores' worth of CPU time that the cgroup allows (v2's cpu.max, v1's cfs quota), or None."""
-    try:
-        quota, period = (cgroup / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        try:
-            quota = (cgroup / "cpu/cpu.cfs_quota_us").read_text()
-            period = (cgroup / "cpu/cpu.cfs_period_us").read_text()
-        except OSError:
-            return None
-    return None if quota.strip() in ("max", "-1") else int(quota) / int(period)
 
 
 def _chosen(gpus: Sequence[Gpu], visible: str | None) -> tuple[Gpu, ...]:

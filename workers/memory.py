@@ -4,13 +4,15 @@ It is a memfd, so nothing of it is left behind however its owners die, and the s
 MiB in a container by default) does not bound it.
 """
 
+import errno
 import mmap
 import os
 import tempfile
 from multiprocessing import reduction
-from pathlib import Path
 
 import psutil
+
+from workers.cgroups import read_limits
 
 _CHECKED_BYTES = 1 << 20
 """Smaller regions are not worth a look at how much is free."""
@@ -40,20 +42,24 @@ class SharedMemory:
         """
         self.num_bytes = num_bytes
         self._writable = writable
-        # The kernel reserves page by page until it has none left, and then kills somebody.
-        available = available_bytes() if num_bytes > _CHECKED_BYTES else num_bytes
-        if num_bytes > available:
-            raise SharedMemoryError(_refusal(name, num_bytes, f"{available >> 20} MiB are free"))
-        self._fd = _open_anonymous(name)
+        try:
+            # The kernel reserves page by page until it has none left, and then kills somebody.
+            available = available_bytes() if num_bytes > _CHECKED_BYTES else num_bytes
+            if num_bytes > available:
+                reason = f"{available >> 20} MiB are free"
+                raise SharedMemoryError(_refusal(name, num_bytes, reason))
+            self._fd = _open_anonymous(name)
+        except OSError as error:
+            raise SharedMemoryError(_refusal(name, num_bytes, _explain(error))) from error
         try:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(self._fd, 0, num_bytes)
             else:
                 os.ftruncate(self._fd, num_bytes)
+            self.map = mmap.mmap(self._fd, num_bytes)
         except OSError as error:
             os.close(self._fd)
-            raise SharedMemoryError(_refusal(name, num_bytes, str(error.strerror))) from error
-        self.map = mmap.mmap(self._fd, num_bytes)
+            raise SharedMemoryError(_refusal(name, num_bytes, _explain(error))) from error
 
     def close(self) -> None:
         """Unmap the region here; workers that still map it keep it alive."""
@@ -75,6 +81,16 @@ def attach(descriptor: object, num_bytes: int, writable: bool) -> mmap.mmap:
         os.close(fd)
 
 
+def _explain(error: OSError) -> str:
+    """What the system says, and which limit it may mean."""
+    limits = {
+        errno.EFBIG: " (ulimit -f)",
+        errno.EMFILE: " (ulimit -n)",
+        errno.ENOMEM: " (ulimit -v, or the host's memory)",
+    }
+    return f"{error.strerror}{limits.get(error.errno or 0, '')}"
+
+
 def _refusal(name: str, num_bytes: int, reason: str) -> str:
     return (
         f"cannot reserve {num_bytes / 2**20:.0f} MiB of shared memory for the {name}: {reason}; "
@@ -82,21 +98,14 @@ def _refusal(name: str, num_bytes: int, reason: str) -> str:
     )
 
 
-def available_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory that this process could still get: of the host, or of its cgroup (v2).
+def available_bytes() -> int:
+    """Memory that this process could still get: of the host, and of its control groups.
 
     Page cache counts as available: the kernel gives it up when asked.
     """
     available: int = psutil.virtual_memory().available
-    try:
-        limit = int((cgroup / "memory.max").read_text())
-        used = int((cgroup / "memory.current").read_text())
-        lines = (cgroup / "memory.stat").read_text().splitlines()
-    except (OSError, ValueError):  # none, another version, or "max"
-        return available
-    stat = dict(line.split() for line in lines)
-    cache = sum(int(stat.get(name, 0)) for name in ("active_file", "inactive_file"))
-    return min(available, limit - used + cache)
+    left = read_limits().memory_left_bytes
+    return available if left is None else min(available, left)
 
 
 def _open_anonymous(name: str) -> int:

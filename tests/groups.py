@@ -1,0 +1,60 @@
+"""Control groups and namespaces for tests; those that cannot have them are skipped."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+MOUNT = Path("/sys/fs/cgroup")
+
+
+class ControlGroup:
+    """A group of version 1 under this process's own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def set(self, name: str, value: int | str) -> None:
+        (self.folder / name).write_text(str(value))
+
+    def get(self, name: str) -> str:
+        return (self.folder / name).read_text()
+
+    def enter(self) -> None:
+        """Move this process into it: for `preexec_fn`."""
+        self.set("cgroup.procs", os.getpid())
+
+
+@contextlib.contextmanager
+def control_group(controller: str) -> Iterator[ControlGroup]:
+    """A new group, which goes when its processes have gone."""
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    paths = [line.split(":", 2)[2] for line in lines if f":{controller}:" in line]
+    if not paths:
+        pytest.skip(f"the controller {controller} is not mounted as version 1")
+    folder = MOUNT / controller / paths[0].lstrip("/") / f"inferpool-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group can be made: {error}")
+    try:
+        yield ControlGroup(folder)
+    finally:
+        folder.rmdir()
+
+
+def with_mounts(*mounts: str) -> Sequence[str]:
+    """The start of a command that runs with mounts of its own.
+
+    Args:
+        mounts: Arguments of `mount`, one string each.
+    """
+    script = " && ".join([*(f"mount {each}" for each in mounts), 'exec "$@"'])
+    command = ["unshare", "--mount", "sh", "-c", script, "sh"]
+    if not shutil.which("unshare") or subprocess.run([*command, "true"], check=False).returncode:
+        pytest.skip("no mounts can be made")
+    return command

@@ -1,0 +1,74 @@
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.groups import ControlGroup, control_group
+from workers.memory import SharedMemory, SharedMemoryError
+
+MIB = 1 << 20
+RESERVE = f"""
+import resource, sys
+from workers.memory import SharedMemory, SharedMemoryError
+if sys.argv[1:]:
+    kind, limit = map(int, sys.argv[1:])
+    resource.setrlimit(kind, (limit, limit))
+try:
+    SharedMemory({64 * MIB}, name="arena", writable=False)
+except SharedMemoryError as error:
+    print(error)
+else:
+    print("reserved")
+"""
+
+
+def reserve(*limit: int, enter: Callable[[], None] | None = None) -> str:
+    """What a process under some limit says of 64 MiB."""
+    command = [sys.executable, "-c", RESERVE, *map(str, limit)]
+    done = subprocess.run(command, preexec_fn=enter, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_every_page_is_there_before_it_is_used():
+    memory = SharedMemory(8 * MIB, name="arena", writable=False)
+    assert os.fstat(memory._fd).st_blocks * 512 >= 8 * MIB
+    memory.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit", "said"),
+    [
+        (resource.RLIMIT_FSIZE, MIB, "File too large (ulimit -f)"),
+        (resource.RLIMIT_AS, 60 * MIB, "Cannot allocate memory (ulimit -v"),
+        (resource.RLIMIT_NOFILE, 3, "Too many open files"),
+    ],
+)
+def test_limit_of_the_process_is_named(kind: int, limit: int, said: str):
+    text = reserve(kind, limit)
+    assert text.startswith("cannot reserve 64 MiB of shared memory for the arena: ")
+    assert said in text
+
+
+@pytest.fixture
+def group() -> Iterator[ControlGroup]:
+    with control_group("memory") as group:
+        yield group
+
+
+def test_limit_of_the_control_group_is_found_before_the_kernel_kills_for_it(group: ControlGroup):
+    group.set("memory.limit_in_bytes", 60 * MIB)
+    assert "MiB are free" in reserve(enter=group.enter)
+    group.set("memory.limit_in_bytes", 200 * MIB)
+    assert reserve(enter=group.enter) == "reserved\n"
+
+
+def test_refused_region_leaves_no_descriptor():
+    before = set(Path("/proc/self/fd").iterdir())
+    with pytest.raises(SharedMemoryError):
+        SharedMemory(1 << 50, name="arena", writable=False)
+    assert len(set(Path("/proc/self/fd").iterdir()) - before) <= 1  # the listing's own
