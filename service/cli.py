@@ -1,6 +1,7 @@
 """The verbs of the command `inferpool`: serve, config, version. Runs in the front end."""
 
 import difflib
+import errno
 import os
 import platform
 import re
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING, NoReturn
 if TYPE_CHECKING:
     from service.settings_loader import Loaded
 
+CANNOT_START = 1
+"""The exit status where this machine has no room for the service."""
 USAGE_ERROR = 2
 """The exit status for a wrong command line or wrong settings."""
 
@@ -180,10 +183,25 @@ def _serve(args: Namespace) -> int:
 
     for name in secret_variables(os.environ):  # so that model code cannot read them there
         del os.environ[name]
-    start_forkserver(loaded.settings.preload())  # it imports torch while we import the rest
+    try:
+        start_forkserver(loaded.settings.preload())  # it imports torch while we import the rest
+    except OSError as error:
+        sys.stderr.write(f"inferpool: workers cannot be started: {error}{_cure(error)}\n")
+        return CANNOT_START
     from service.app import run as run_app
 
     return run_app(loaded.settings)
+
+
+def _cure(error: OSError) -> str:
+    """What may help against an error of starting a process."""
+    cures = {
+        errno.EAGAIN: "; raise the limit of processes (ulimit -u, or the container's pids limit)",
+        errno.EMFILE: "; raise the limit of descriptors (ulimit -n)",
+    }
+    is_about_files = error.errno not in cures and error.errno != errno.ENOMEM
+    folder = "; set TMPDIR to a folder of a short name with some room, which can be written to"
+    return folder if is_about_files else cures.get(error.errno or 0, "")
 
 
 def _config(args: Namespace) -> int:

@@ -5,6 +5,7 @@ are non-blocking, and a death is seen as the end of file of the output queue.
 """
 
 import asyncio
+import errno
 import logging
 import multiprocessing
 import os
@@ -43,6 +44,8 @@ _PRELOAD = ("workers.forkserver_guard", "workers.preload")
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(FromWorker).decode
 _SENTINEL = _encode(None)
+_START_DESCRIPTORS = 16
+"""More than a start needs: two queues, a heartbeat, a socket, two pipes and a copy make 12."""
 _BEAT_CHECK_S = 2.0
 _SILENCE_S = 10.0
 """An idle worker beats every second; one that has not for this long would take no batch."""
@@ -58,6 +61,9 @@ def start_forkserver(extra: Sequence[str] = ()) -> None:
 
     Args:
         extra: Modules that it should import besides.
+
+    Raises:
+        OSError: There is no process, no descriptor or no writable temporary folder to be had.
     """
     if _start_method() == "forkserver":
         multiprocessing.get_context("forkserver").set_forkserver_preload([*_PRELOAD, *extra])
@@ -80,6 +86,20 @@ def _ensure_forkserver() -> None:
             os.environ["PYTHONSAFEPATH"] = before
 
 
+def _require_descriptors() -> None:
+    """Raise OSError now where descriptors would run out halfway, which leaks those opened by then.
+
+    `multiprocessing` does so between the two pipes that it makes for a process.
+    """
+    taken: list[int] = []
+    try:
+        while len(taken) < _START_DESCRIPTORS:
+            taken.extend(os.pipe())
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+
+
 def _start_method() -> str:
     return "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 
@@ -100,9 +120,13 @@ class LocalEngine:
             WorkerStartError: It ended, failed or took too long before that.
         """
         try:
+            _require_descriptors()
             worker = LocalWorker(id, config, on_progress)
-        except (OSError, SharedMemoryError) as error:
-            message = f"no queues or memory for it: {error}"
+        except SharedMemoryError as error:
+            raise WorkerStartError(str(error), permanent=False) from error
+        except OSError as error:
+            hint = " (ulimit -n)" if error.errno == errno.EMFILE else ""
+            message = f"no queues for it: {error.strerror}{hint}"
             raise WorkerStartError(message, permanent=False) from error
         launch = asyncio.ensure_future(self._launch(worker, config))
         try:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -26,6 +26,8 @@ class Running:
         self.process = process
         self.url = ""
         self.log: list[dict[str, object]] = []
+        self._may_read = threading.Event()
+        self._may_read.set()
         self._lines: queue.Queue[dict[str, object] | None] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -67,8 +69,17 @@ class Running:
         """Its exit code."""
         return self.process.wait(timeout_s)
 
+    def pause_reading(self) -> None:
+        """Read none of its log for a while."""
+        self._may_read.clear()
+
+    def resume_reading(self) -> None:
+        """Read its log again."""
+        self._may_read.set()
+
     def close(self) -> None:
         """Stop reading its log; it has ended."""
+        self.resume_reading()
         self._reader.join(10)
         assert self.process.stderr is not None
         self.process.stderr.close()
@@ -76,6 +87,7 @@ class Running:
     def _read(self) -> None:
         assert self.process.stderr is not None
         for text in self.process.stderr:
+            self._may_read.wait()
             try:
                 line = json.loads(text)
             except json.JSONDecodeError:
@@ -93,6 +105,7 @@ def running(
     port: int = 0,
     ready: bool = True,
     command: Sequence[str] = (sys.executable, "-m", "service"),
+    preexec_fn: Callable[[], None] | None = None,
 ) -> Iterator[Running]:
     """Start `python -m service serve`, and end it however the test left it."""
     process = subprocess.Popen(
@@ -103,6 +116,7 @@ def running(
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=preexec_fn,
     )
     service = Running(process)
     try:

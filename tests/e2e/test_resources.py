@@ -1,0 +1,212 @@
+"""Services whose machine has too little of something, in real processes."""
+
+import contextlib
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.photos import jpeg
+from tests.e2e.running import ROOT, Running, running
+from tests.groups import control_group, with_mounts
+
+FAULTY = "tests.fault_model:FaultModel"
+SERVICE = (sys.executable, "-m", "service")
+MIB = 1 << 20
+
+
+def until(claim: Callable[[], object], timeout_s: float = 20.0) -> None:
+    """Wait until something is so."""
+    deadline = time.monotonic() + timeout_s
+    while not claim():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def client_of(service: Running) -> Iterator[httpx.Client]:
+    """A client whose one connection is open already."""
+    with httpx.Client(base_url=service.url, timeout=30) as client:
+        assert client.get("/health/live").status_code == 200
+        yield client
+
+
+def workers(client: httpx.Client) -> list[dict[str, object]]:
+    return [w for m in client.get("/health").json()["models"] for w in m["workers"]]
+
+
+def num_ready(client: httpx.Client) -> int:
+    return sum(worker["state"] == "ready" for worker in workers(client))
+
+
+def answers(client: httpx.Client, n: int = 21) -> bool:
+    """Whether `FaultModel` gives its right answer."""
+    body = {"instances": [{"n": n}]}
+    return client.post("/predict", json=body).json()["predictions"][0]["twice"] == 2 * n
+
+
+def kill_one(client: httpx.Client) -> int:
+    """SIGKILL the first worker; returns its pid."""
+    pid = int(str(workers(client)[0]["pid"]))
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def test_arena_that_the_control_group_has_no_room_for_is_said_at_start():
+    with control_group("memory") as group:
+        group.set("memory.limit_in_bytes", 200 * MIB)
+        done = subprocess.run(
+            [*SERVICE, "serve", "echo", "--port", "0"],
+            cwd=ROOT,
+            env={**os.environ, "INFERPOOL_ARENA_BYTES": str(256 * MIB)},
+            preexec_fn=group.enter,
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+        assert done.returncode == 1
+        assert "cannot reserve 256 MiB of shared memory for the arena" in done.stderr
+        until(lambda: not group.get("cgroup.procs"))
+
+
+def test_full_shared_memory_of_the_host_costs_nothing():
+    command = [*with_mounts("-t tmpfs -o size=1m none /dev/shm"), "sh", "-c"]
+    command += ['head -c 9999999 /dev/zero > /dev/shm/full 2>/dev/null; exec "$@"', "sh", *SERVICE]
+    with (
+        running("efficientnet_lite0", "--replicas", "1", command=command) as service,
+        client_of(service) as client,
+    ):
+        killed = kill_one(client)
+        until(lambda: num_ready(client) == 1 and workers(client)[0]["pid"] != killed)
+        answer = client.post(
+            "/predict", content=jpeg("astronaut"), headers={"Content-Type": "image/jpeg"}
+        )
+        assert answer.status_code == 200
+
+
+def test_worker_comes_back_once_there_are_descriptors_again_and_the_others_go_on():
+    with running(FAULTY, "--replicas", "2") as service, client_of(service) as client:
+        front_end = psutil.Process(service.process.pid)
+        before = front_end.num_fds()
+        soft, hard = resource.prlimit(front_end.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(front_end.pid, resource.RLIMIT_NOFILE, (front_end.num_fds(), hard))
+        kill_one(client)
+        line = service.wait_for_log("did not start", 10)
+        assert "Too many open files (ulimit -n)" in str(line["message"])
+        for _ in range(5):
+            assert answers(client)
+        assert num_ready(client) == 1
+        resource.prlimit(front_end.pid, resource.RLIMIT_NOFILE, (soft, hard))
+        until(lambda: num_ready(client) == 2)
+        until(lambda: front_end.num_fds() <= before)
+
+
+def test_worker_comes_back_once_there_may_be_processes_again_and_the_others_go_on():
+    with (
+        control_group("pids") as group,
+        running(FAULTY, "--replicas", "2", preexec_fn=group.enter) as service,
+        client_of(service) as client,
+    ):
+        survivor = workers(client)[1]["pid"]
+        group.set("pids.max", int(group.get("pids.current")) - 3)
+        kill_one(client)
+        service.wait_for_log("did not start", 10)
+        for _ in range(5):
+            assert answers(client)
+        assert workers(client)[1]["pid"] == survivor
+        group.set("pids.max", "max")
+        until(lambda: num_ready(client) == 2)
+        assert workers(client)[1]["pid"] == survivor
+        os.killpg(service.process.pid, signal.SIGKILL)
+        service.wait()
+        until(lambda: not group.get("cgroup.procs"))
+
+
+def test_full_disk_under_the_log_costs_lines_and_no_answers():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with open("/dev/full", "w") as full:
+        process = subprocess.Popen(
+            [*SERVICE, "serve", FAULTY, "--replicas", "1", "--port", str(port)],
+            cwd=ROOT,
+            stdout=full,
+            stderr=full,
+        )
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+
+            def is_ready() -> bool:
+                with contextlib.suppress(httpx.TransportError):
+                    return client.get("/health/ready").status_code == 200
+                return False
+
+            until(is_ready)
+            assert answers(client)
+            for name in ("raise", "kill"):
+                body = {"instances": [{"n": 1, "do": name}]}
+                assert client.post("/predict", json=body).status_code == 500
+            until(lambda: num_ready(client) == 1)
+            assert answers(client)
+            metrics = client.get("/metrics").text
+        (dropped,) = [m for m in metrics.splitlines() if m.startswith("inferpool_log_lines_drop")]
+        assert float(dropped.split()[1]) > 5
+        process.terminate()
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("fault", ["read-only", "a long name"])
+def test_temporary_folder_that_is_of_no_use_is_named_at_start(fault: str, tmp_path: Path):
+    command, folder, cwd = SERVICE, tmp_path / ("long" * 25), tmp_path
+    folder.mkdir()
+    if fault == "read-only":
+        read_only = [f"-t tmpfs -o ro none {each}" for each in ("/tmp", "/var/tmp")]
+        command, folder, cwd = (*with_mounts(*read_only), *SERVICE), Path("/tmp"), Path("/proc")
+    done = subprocess.run(
+        [*command, "serve", "echo", "--port", "0"],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("inferpool: workers cannot be started: ")
+    assert "set TMPDIR" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_full_temporary_folder_is_no_trouble():
+    command = [*with_mounts("-t tmpfs -o size=64k none /tmp"), "sh", "-c"]
+    command += ['head -c 99999 /dev/zero > /tmp/full 2>/dev/null; exec "$@"', "sh", *SERVICE]
+    env = {"TMPDIR": "/tmp"}
+    with (
+        running(FAULTY, "--replicas", "1", command=command, env=env) as service,
+        client_of(service) as client,
+    ):
+        killed = kill_one(client)
+        until(lambda: num_ready(client) == 1 and workers(client)[0]["pid"] != killed)
+        assert answers(client)
+
+
+def test_reader_of_the_log_that_stops_reading_holds_nothing_up():
+    with running(FAULTY, "--replicas", "1") as service, client_of(service) as client:
+        service.pause_reading()
+        body = {"instances": [{"n": 1, "do": "raise"}] * 32}
+        for _ in range(40):  # each failure is logged with its traceback: in all a megabyte
+            assert client.post("/predict", json=body).status_code == 500
+        began = time.monotonic()
+        assert answers(client)
+        assert time.monotonic() - began < 5
+        service.resume_reading()
