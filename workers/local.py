@@ -193,7 +193,9 @@ class LocalWorker:
         self._gone: Future[Ending] = self._loop.create_future()
         self._process: BaseProcess | None = None
         self._pid = 0
-        self._num_silent_checks = 0
+        self._check_s = min(_BEAT_CHECK_S, config.batch_timeout_s / 4)
+        self._awake_since = time.monotonic()
+        """Since when the front end has not been paused."""
         self._ids = count(1)
         self._batches: dict[int, tuple[int, Future[BatchDone]]] = {}
         """By id: how many items, and the future."""
@@ -213,7 +215,7 @@ class LocalWorker:
         """Take charge of the started process: keep our ends of its queues, and listen."""
         self._process = process
         self._pid = process.pid or 0
-        self._watch(_BEAT_CHECK_S)
+        self._watch(self._check_s)
         self.inbox.reader.close()
         self.outbox.writer.close()
         self._reader = FrameReader(self.outbox.reader)
@@ -230,8 +232,6 @@ class LocalWorker:
         id = next(self._ids)
         if not self._batches:
             self._head_since = time.monotonic()
-            if self._batch_timeout_s < _BEAT_CHECK_S:
-                self._watch(self._batch_timeout_s)
         self._batches[id] = len(items), future
         self._send(_encode(Batch(id, list(items))))
         return future
@@ -362,33 +362,33 @@ class LocalWorker:
             self.started.exception()  # it is retrieved, even if the start was cancelled
 
     def _watch(self, delay_s: float) -> None:
-        if self._hang_timer is not None:
-            self._hang_timer.cancel()
+        self._check_due = time.monotonic() + delay_s
         self._hang_timer = self._loop.call_later(delay_s, self._check_for_hang)
 
     def _check_for_hang(self) -> None:
         """Kill the process if its oldest batch takes too long, or if it is idle and does not beat.
 
-        Silence counts when it was found twice: after a pause of the whole host, or of all of us,
-        every beat is old once.
+        Where this check itself comes late, the whole host or all of us were paused, and nobody is
+        to blame for the time that passed meanwhile.
         """
         self._hang_timer = None
         if self._is_ending:
             return
+        now = time.monotonic()
+        if now - self._check_due > self._check_s:
+            self._awake_since = now
         if self._batches:
-            self._num_silent_checks = 0
-            left_s = self._head_since + self._batch_timeout_s - time.monotonic()
-            if left_s > 0:
-                self._watch(min(left_s + 0.001, _BEAT_CHECK_S))
+            left_s = max(self._head_since, self._awake_since) + self._batch_timeout_s - now
+            if left_s <= 0:
+                self._give_up(f"hung: a batch ran for more than {self._batch_timeout_s:g} s")
                 return
-            self._give_up(f"hung: a batch ran for more than {self._batch_timeout_s:g} s")
+            self._watch(min(left_s + 0.001, self._check_s))
             return
-        is_silent = self.started.done() and self.heartbeat.age_s > _SILENCE_S
-        self._num_silent_checks = self._num_silent_checks + 1 if is_silent else 0
-        if self._num_silent_checks > 1:
-            self._give_up(f"hung: idle, and no sign of life for {self.heartbeat.age_s:.0f} s")
+        silence_s = min(self.heartbeat.age_s, now - self._awake_since)
+        if self.started.done() and silence_s > _SILENCE_S:
+            self._give_up(f"hung: idle, and no sign of life for {silence_s:.0f} s")
             return
-        self._watch(_BEAT_CHECK_S)
+        self._watch(self._check_s)
 
     def _give_up(self, reason: str) -> None:
         self._cause, self._reason = "hang", reason

@@ -1,5 +1,6 @@
 """Services whose machine has too little of something, in real processes."""
 
+import asyncio
 import contextlib
 import os
 import resource
@@ -210,3 +211,38 @@ def test_reader_of_the_log_that_stops_reading_holds_nothing_up():
         assert answers(client)
         assert time.monotonic() - began < 5
         service.resume_reading()
+
+
+def test_pause_of_the_whole_family_kills_nobody(tmp_path: Path):
+    config = tmp_path / "inferpool.toml"
+    config.write_text(
+        f"""
+        [models.m]
+        source = "{FAULTY}"
+        replicas = 2
+        batch_timeout_s = 2
+        options = {{ forward_s = 0.2 }}
+        """
+    )
+
+    async def ask(url: str) -> list[object]:
+        async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+            posts = [
+                asyncio.ensure_future(client.post("/predict", json={"instances": [{"n": n}]}))
+                for n in range(40)
+            ]
+            await asyncio.sleep(0.3)
+            family = service.family()
+            for process in family:
+                process.suspend()
+            await asyncio.sleep(4)
+            for process in family:
+                process.resume()
+            return [
+                answer.json()["predictions"][0]["twice"] for answer in await asyncio.gather(*posts)
+            ]
+
+    with running("--config", str(config)) as service:
+        pids = service.worker_pids()
+        assert asyncio.run(ask(service.url)) == [2 * n for n in range(40)]
+        assert service.worker_pids() == pids
