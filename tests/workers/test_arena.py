@@ -1,11 +1,9 @@
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.arena import MIN_BLOCK_BYTES, Arena
-from workers.memory import SharedMemoryError, available_bytes
+from workers.memory import SharedMemoryError
 
 
 def read(arena: Arena, offset: int, num_bytes: int) -> bytes:
@@ -81,12 +79,3 @@ def test_slots_never_overlap_and_all_memory_comes_back(steps):
         assert arena.put([bytes(half)], half) is not None
     finally:
         arena.close()
-
-
-def test_page_cache_counts_as_memory_that_can_be_had(tmp_path: Path):
-    (tmp_path / "memory.max").write_text("2000")
-    (tmp_path / "memory.current").write_text("1900")
-    (tmp_path / "memory.stat").write_text("anon 100\nactive_file 700\ninactive_file 1000\n")
-    assert available_bytes(tmp_path) == 1800
-    (tmp_path / "memory.max").write_text("max")
-    assert available_bytes(tmp_path) > 1 << 20
