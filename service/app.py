@@ -7,6 +7,7 @@ import json
 import logging
 import multiprocessing
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from ipaddress import ip_address
@@ -19,18 +20,21 @@ from service.admission import Admission
 from service.api.auth import Guard
 from service.api.body import Limits
 from service.api.call import Call
+from service.api.connections import EdgeLimits
 from service.api.health import HealthReport, health_router
 from service.api.metrics import metrics_router
 from service.api.predict import PREFIX, Predict
 from service.api.protocol import PredictProtocol
 from service.api.web import App
 from service.console import Console
+from service.descriptors import max_connections, raise_limit
 from service.dispatcher import Dispatcher
 from service.metrics import Metrics, Reading
 from service.pool import Pool
 from service.report import report_of
 from service.server import Server
 from service.settings import ModelSettings, Settings, version_of
+from service.tls import TlsError, expiry_warning, server_context
 from workers.arena import Arena
 from workers.config import WorkerConfig
 from workers.devices import DeviceError, Host, find_host, place
@@ -189,14 +193,15 @@ def run(settings: Settings) -> int:
         console = Console(logs, is_colored=settings.color == "auto")
         metrics.gauge_source(lambda: [Reading(name="log_lines_dropped", value=logs.num_dropped)])
         service = Service(settings, host, metrics, console)
-    except (StartError, DeviceError) as error:
+        tls = _tls(settings)
+    except (StartError, DeviceError, TlsError) as error:
         logger.critical("%s", error)
         logs.close()
         return EXIT_CANNOT_START
     warn_if_open(settings, listener)
     try:
         console.started({"version": version_of()}, host.describe(), service.plan)
-        return _serve(service, console, listener)
+        return _serve(service, console, listener, tls)
     finally:
         for process in multiprocessing.active_children():
             process.kill()  # only those that a hurried shutdown has left
@@ -253,14 +258,17 @@ def make_app(service: Service, predict: Predict, guard: Guard) -> App:
     return app
 
 
-def _serve(service: Service, console: Console, listener: socket.socket) -> int:
+def _serve(
+    service: Service, console: Console, listener: socket.socket, tls: ssl.SSLContext | None
+) -> int:
     guard = make_guard(service.settings)
     predict = make_predict(service, guard)
     app = make_app(service, predict, guard)
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http=PredictProtocol.bound_to(predict),
+        http=PredictProtocol.bound_to(predict, _edge_limits(service)),
+        ssl_context_factory=None if tls is None else lambda *_: tls,
         ws="none",
         lifespan="on",
         log_config=None,
@@ -372,6 +380,41 @@ def _example(url: str, pool: Pool) -> str:
     for size in reversed(shape):
         numbers = [numbers] * size
     return f"{post}application/json' -d '{json.dumps({'instances': [numbers]})}'"
+
+
+def _tls(settings: Settings) -> ssl.SSLContext | None:
+    """What HTTPS is served with, if it is.
+
+    Raises:
+        TlsError: The certificate or its key cannot be used.
+    """
+    if settings.tls_certificate is None:
+        return None
+    context = server_context(settings.tls_certificate, settings.tls_key)
+    if warning := expiry_warning(settings.tls_certificate):
+        logger.warning("%s", warning)
+    return context
+
+
+def _edge_limits(service: Service) -> EdgeLimits:
+    """What connections may cost. Raises this process's limit of descriptors for them."""
+    settings = service.settings
+    num_files = raise_limit()
+    fitting = max_connections(num_files, len(service.plan))
+    wanted = settings.max_connections
+    if wanted != "auto" and wanted > fitting:
+        logger.warning(
+            "max_connections: %d do not fit: this process may open %d files, some of which the "
+            "workers need; %d connections are allowed. Raise the limit (ulimit -n)",
+            wanted,
+            num_files,
+            fitting,
+        )
+    return EdgeLimits(
+        max_connections=fitting if wanted == "auto" else min(wanted, fitting),
+        head_timeout_s=settings.head_timeout_s,
+        write_timeout_s=settings.write_timeout_s,
+    )
 
 
 def warn_if_open(settings: Settings, listener: socket.socket) -> None:

@@ -45,10 +45,11 @@ class BodyPace:
 
     def has_moved_on(self, num_bytes: int) -> bool:
         """Whether enough has come since the last time to wait longer; moves `next_check` then."""
-        if num_bytes - self._num_bytes < MIN_PROGRESS_BYTES:
+        now = time.monotonic()
+        if num_bytes - self._num_bytes < MIN_PROGRESS_BYTES or now >= self._deadline:
             return False
         self._num_bytes = num_bytes
-        self.next_check = min(self._deadline, time.monotonic() + self._gap_s)
+        self.next_check = min(self._deadline, now + self._gap_s)
         return True
 
     def error(self) -> SlowBodyError:

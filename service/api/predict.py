@@ -20,6 +20,7 @@ from service.api.errors import (
     Answer,
     InternalError,
     MethodNotAllowedError,
+    SlowBodyError,
     problem,
 )
 from service.api.hangups import HangupWatch, Receive, Waiting
@@ -223,7 +224,8 @@ class Predict:
         _, headers, _ = answer
         if isinstance(error, MethodNotAllowedError):
             headers.append((b"allow", b"POST"))
-        if not call.is_read and _is_long(call.headers):
+        is_slow = isinstance(error, SlowBodyError)
+        if not call.is_read and (is_slow or _is_long(call.headers)):
             headers.append((b"connection", b"close"))
         self._add_headers(call, answer, None)
         return answer

@@ -2,207 +2,82 @@
 
 The ASGI endpoint is the reference, and the way under any other server; both run the steps of
 `Predict` and give the same answers. Here a call costs no task, no scope, no events, and one write.
-Everything else goes to the application as uvicorn has it.
+Everything else goes to the application as uvicorn has it. What a connection may cost is bounded
+here for all calls: the size and time of heads, the calls that wait in line, the time that a client
+takes to read its answers, and (in `service.api.connections`) the number of connections.
 """
 
 import asyncio
-from collections.abc import Sequence
+import logging
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import (
-    STATUS_LINE,
-    HttpToolsProtocol,
-    RequestResponseCycle,
-)
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from service.api.call import Call
-from service.api.errors import SlowBodyError
+from service.api.connections import Connections, EdgeLimits
+from service.api.errors import InternalError, LargeHeadError, LongUrlError, problem
+from service.api.exchange import Exchange
 from service.api.predict import Predict
-from service.errors import TooLargeError, UnavailableError
+from service.api.trace import new_ids
+from service.errors import BadRequestError, ServiceError, UnavailableError
+
+logger = logging.getLogger(__name__)
 
 _PATH = b"/predict"
-_CLIENT_GONE = 499
 _MAX_HEAD_BYTES = 64 * 1024
-"""Request line and headers; what comes in one read with their end is not counted."""
-_COPIED_BODY_BYTES = 64 * 1024
-"""Up to this, head and body go out as one piece of bytes."""
-_CLOSE_LINE = b"connection: close\r\n"
+"""Of request line and headers."""
+_MAX_HEADERS = 100
+_MAX_URL_BYTES = 8 * 1024
+"""More than the 8,000 that RFC 9110 (4.1) asks for at least."""
+_MAX_PIPELINED = 1024
+"""Calls of one connection that wait for their turn; one read may bring thousands."""
+_MIN_WRITTEN_BYTES = 4096
+"""What a slow reader must take in each `write_timeout_s`, or else all that is left."""
+_LINGER_S = 2.0
+"""How long a client that is still sending may take to read that it was refused.
 
-
-class _NoEvent:
-    """What uvicorn wakes its ASGI calls by; ours wait for nothing."""
-
-    def set(self) -> None:
-        return
-
-
-class Exchange:
-    """One call to `/predict` on a connection, in the place of uvicorn's RequestResponseCycle."""
-
-    __slots__ = (
-        "_chunks", "_future", "_is_complete", "_is_started", "_num_bytes", "_predict", "_protocol",
-        "_timer", "call", "disconnected", "expects_continue", "keep_alive", "response_complete",
-    )  # fmt: skip
-
-    message_event = _NoEvent()
-
-    def __init__(
-        self, protocol: "PredictProtocol", call: Call, *, keep_alive: bool, expects_continue: bool
-    ) -> None:
-        self.call = call
-        self.keep_alive = keep_alive
-        self.expects_continue = expects_continue
-        self.disconnected = False
-        self.response_complete = False
-        self._protocol = protocol
-        self._predict = protocol.predict
-        self._chunks: list[bytes] = []
-        self._num_bytes = 0
-        self._is_started = False
-        self._is_complete = False
-        self._future: asyncio.Future[Any] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-
-    def start(self) -> None:
-        """It is this call's turn to be answered."""
-        self._is_started = True
-        try:
-            self._predict.check(self.call)
-            self._check_size()
-        except Exception as error:
-            self._refuse(error)
-            return
-        if self.expects_continue and not self._is_complete:
-            self._protocol.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        if self._is_complete:
-            self._submit()
-
-    def feed(self, chunk: bytes) -> None:
-        """Take a piece of the body."""
-        self._chunks.append(chunk)
-        self._num_bytes += len(chunk)
-        if self._is_started:
-            try:
-                self._check_size()
-            except TooLargeError as error:
-                self._refuse(error)
-
-    def complete(self) -> None:
-        """The body has arrived."""
-        self._is_complete = True
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self._is_started:
-            self._submit()
-
-    def watch_body(self) -> None:
-        """Begin to time a body that did not come with its head, unless that is being done."""
-        if self._is_complete or not self._is_started or self._timer is not None:
-            return
-        self._timer = self._protocol.loop.call_at(self.call.deadline, self._on_slow_body)
-
-    def give_up_body(self) -> None:
-        """Answer now, if the body has not arrived: it is not waited for any longer."""
-        if not self._is_complete and not self.response_complete:
-            self.keep_alive = False
-            self._refuse(UnavailableError("this server is shutting down", retry_after_s=1))
-
-    def abandon(self) -> None:
-        """The client is gone."""
-        if self._timer is not None:
-            self._timer.cancel()
-        if not self.response_complete:
-            self.response_complete = True
-            self._predict.abandon(self.call)
-            self._predict.close(self.call, _CLIENT_GONE)
-
-    def _check_size(self) -> None:
-        max_bytes = self._predict.limits.max_body_bytes
-        if self._num_bytes > max_bytes:
-            raise self._predict.too_large()
-
-    def _on_slow_body(self) -> None:
-        self._timer = None
-        self._refuse(SlowBodyError("the body was not complete before the deadline"))
-
-    def _submit(self) -> None:
-        try:
-            future = self._predict.submit(self.call, self._chunks or (b"",))
-        except Exception as error:
-            self._refuse(error)
-            return
-        self._chunks = []
-        self._future = future
-        future.add_done_callback(self._on_done)
-
-    def _on_done(self, future: "asyncio.Future[Any]") -> None:
-        if self.response_complete:
-            return
-        try:
-            status, headers, body = self._predict.answer(self.call)
-        except Exception as error:
-            self._refuse(error)
-            return
-        self._write(status, headers, body)
-
-    def _refuse(self, error: Exception) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        self._predict.abandon(self.call)
-        self._chunks = []
-        status, headers, body = self._predict.refuse(self.call, error)
-        self._write(status, headers, body)
-
-    def _write(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
-        protocol = self._protocol
-        self.response_complete = True
-        if protocol.transport.is_closing():
-            self._predict.close(self.call, _CLIENT_GONE)
-            return
-        lines = [STATUS_LINE[status], protocol.default_head()]
-        closes = protocol.default_head_closes
-        for name, value in headers:
-            lines += (name, b": ", value, b"\r\n")
-            closes = closes or name == b"connection"
-        if closes:
-            self.keep_alive = False
-        elif not self.keep_alive:
-            lines.append(_CLOSE_LINE)
-        lines.append(b"\r\n")
-        if len(body) <= _COPIED_BODY_BYTES:
-            lines.append(body)
-            protocol.transport.write(b"".join(lines))
-        else:
-            protocol.transport.writelines((b"".join(lines), body))
-        self._predict.close(self.call, status)
-        protocol.on_exchange_complete(self)
+A socket that is closed while data arrives is reset, and what the client has not read is lost."""
 
 
 class PredictProtocol(HttpToolsProtocol):
     """uvicorn's protocol, with the calls to `/predict` taken out. Bind it with `bound_to`."""
 
     predict: Predict
+    others: Connections
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.default_head_closes = False
-        self._default_headers: Sequence[tuple[bytes, bytes]] | None = None
+        self.idle_since = 0.0
+        self._default_headers: list[tuple[bytes, bytes]] | None = None
         self._default_head = b""
         self._active: Exchange | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
-        self._idle_since = 0.0
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._linger_timer: asyncio.TimerHandle | None = None
+        self._num_unwritten = 0
         self._is_held = False
+        self._is_deaf = False
+        """Nothing that still comes is looked at."""
         self._is_in_head = False
+        self._is_in_body = False
         self._head_bytes = 0
+        self._chunk_bytes = 0
         self._asks_for_upgrade = False
 
     @classmethod
-    def bound_to(cls, predict: Predict) -> type["PredictProtocol"]:
+    def bound_to(
+        cls, predict: Predict, limits: EdgeLimits | None = None
+    ) -> type["PredictProtocol"]:
         """The class for one endpoint, as `uvicorn.Config(http=...)` takes it."""
-        return type(cls.__name__, (cls,), {"predict": predict})
+        others = Connections(limits or EdgeLimits())
+        return type(cls.__name__, (cls,), {"predict": predict, "others": others})
+
+    @property
+    def is_idle(self) -> bool:
+        """No call of it is being answered."""
+        return self.cycle is None or self.cycle.response_complete
 
     def default_head(self) -> bytes:
         """The header lines that every answer begins with; uvicorn renews them each second."""
@@ -219,7 +94,8 @@ class PredictProtocol(HttpToolsProtocol):
         """An answer is written: close, go on with what is pipelined, or wait for the next call."""
         self._active = None
         if not exchange.keep_alive:
-            self.transport.close()
+            self._leave(is_more_to_come=self._is_deaf or not exchange.is_complete)
+            return
         if self.flow.write_paused:  # it does not read its answers: take no more calls till it does
             self._is_held = True
             self.flow.pause_reading()
@@ -235,13 +111,21 @@ class PredictProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """As uvicorn has it, for the calls that it answers."""
-        self._idle_since = self.loop.time()
+        if self._linger_timer is not None:
+            return
         super().on_response_complete()
+        self._unset_keepalive_if_required()  # its timer would be put off by each byte that comes
+        self._be_idle()
+        if self.transport.get_write_buffer_size():
+            self._watch_writing()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client is here; it has as long to begin a request as between two."""
         super().connection_made(transport)
         self._be_idle()
+        everyone: Any = self.connections  # which are all of this class
+        if not self.others.have_room(everyone):
+            self._turn_away()
 
     def shutdown(self) -> None:
         """The server is going: who has sent half a request is told so, the rest is answered."""
@@ -249,14 +133,33 @@ class PredictProtocol(HttpToolsProtocol):
             self._active.give_up_body()
         super().shutdown()
 
+    def close(self) -> None:
+        """Close the connection, and do not wait for ever for the client to read the rest."""
+        self.transport.close()
+        if self.transport.get_write_buffer_size():
+            self._watch_writing()
+
+    def shed(self) -> None:
+        """Close the connection at once: its place is needed."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            self.transport.close()
+
     def connection_lost(self, exc: Exception | None) -> None:
         """The client hung up, or all is said."""
         super().connection_lost(exc)
-        if self._idle_timer is not None:
-            self._idle_timer.cancel()
+        for timer in (self._idle_timer, self._head_timer, self._write_timer, self._linger_timer):
+            if timer is not None:
+                timer.cancel()
         if self._active is not None:
             self._active.abandon()
             self._active = None
+
+    def pause_writing(self) -> None:
+        """The client does not read as fast as it is answered."""
+        super().pause_writing()
+        self._watch_writing()
 
     def resume_writing(self) -> None:
         """The client has read what was written."""
@@ -267,24 +170,20 @@ class PredictProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Feed the parser."""
-        self._unset_keepalive_if_required()
+        if self._is_deaf:
+            return
+        self._chunk_bytes = len(data)
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            self._ignore_upgrade(data[upgrade.args[0] :])
-        except httptools.HttpParserError:
-            self.send_400_response("Invalid HTTP request received.")
+            rest: bytes | memoryview = data
+            while rest:
+                rest = self._feed(rest)
+        except httptools.HttpParserError as error:
+            self._on_parser_error(error)
             return
         if self._active is not None:
             self._active.watch_body()
-        elif self._is_in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
-                self.transport.write(
-                    b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
-                    b"connection: close\r\ncontent-length: 0\r\n\r\n"
-                )
-                self.transport.close()
+        if self._is_in_head and not self._is_deaf:
+            self._watch_head(len(data))
 
     def on_message_begin(self) -> None:
         """Begin a request; uvicorn's scope is made when it turns out to be needed."""
@@ -297,11 +196,22 @@ class PredictProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Take the call, or hand it to uvicorn."""
         self._is_in_head = False
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+        if self._is_deaf or len(self.pipeline) >= _MAX_PIPELINED:
+            self._stop_listening()
+            return
+        refusal = self._refusal_of_head()
+        if refusal is not None:
+            self._refuse(refusal)
+            return
         path, _, query = self.url.partition(b"?")
         parser = self.parser
         if parser.should_upgrade():
             self._asks_for_upgrade = True
             return
+        self._is_in_body = True
         if (
             not path.startswith(_PATH)
             or path[8:9] not in (b"", b"/")
@@ -313,12 +223,43 @@ class PredictProtocol(HttpToolsProtocol):
             self._hand_on()
             return
         call = self.predict.open("POST", path.decode("ascii"), query, self.headers)
-        exchange = Exchange(
-            self,
-            call,
-            keep_alive=parser.get_http_version() != "1.0" and parser.should_keep_alive(),
-            expects_continue=self.expect_100_continue,
+        self._take_turn(
+            Exchange(
+                self,
+                call,
+                keep_alive=parser.get_http_version() != "1.0" and parser.should_keep_alive(),
+                expects_continue=self.expect_100_continue,
+            )
         )
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the newest request's body."""
+        if self._is_deaf:
+            return
+        cycle: Exchange | RequestResponseCycle = self.cycle
+        if not isinstance(cycle, Exchange):
+            super().on_body(body)
+        elif not cycle.response_complete:
+            cycle.feed(body)
+
+    def on_message_complete(self) -> None:
+        """The newest request has arrived."""
+        if self._asks_for_upgrade or self._is_deaf:
+            return
+        self._is_in_body = False
+        cycle: Exchange | RequestResponseCycle = self.cycle
+        if not isinstance(cycle, Exchange):
+            super().on_message_complete()
+        elif not cycle.response_complete:
+            cycle.complete()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """It was idle for too long."""
+        if not self.transport.is_closing():
+            self.close()
+
+    def _take_turn(self, exchange: Exchange) -> None:
+        """Start a call, or put it behind those that came before it."""
         before = self.cycle
         self.cycle = exchange  # type: ignore[assignment]  # what uvicorn uses of a cycle, it has
         if before is None or before.response_complete:
@@ -328,26 +269,23 @@ class PredictProtocol(HttpToolsProtocol):
             self.flow.pause_reading()
             self.pipeline.appendleft((exchange, self.app))  # type: ignore[arg-type]  # as above
 
-    def on_body(self, body: bytes) -> None:
-        """A piece of the newest request's body."""
-        cycle: Exchange | RequestResponseCycle = self.cycle
-        if not isinstance(cycle, Exchange):
-            super().on_body(body)
-        elif not cycle.response_complete:
-            cycle.feed(body)
+    def _feed(self, data: bytes | memoryview) -> bytes | memoryview:
+        """Feed the parser, and return what it has left.
 
-    def on_message_complete(self) -> None:
-        """The newest request has arrived."""
-        if self._asks_for_upgrade:
-            return
-        cycle: Exchange | RequestResponseCycle = self.cycle
-        if not isinstance(cycle, Exchange):
-            super().on_message_complete()
-        elif not cycle.response_complete:
-            cycle.complete()
+        Raises:
+            httptools.HttpParserError: This is no HTTP that we speak.
+        """
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._is_deaf:
+                return b""
+            self._read_again_without_upgrade()
+            return memoryview(data)[upgrade.args[0] :]
+        return b""
 
-    def _ignore_upgrade(self, rest: bytes) -> None:
-        """Read the request again as if it did not ask for another protocol (RFC 9110, 7.8).
+    def _read_again_without_upgrade(self) -> None:
+        """Read the head again as if it did not ask for another protocol (RFC 9110, 7.8).
 
         The parser takes what follows such a head for the other protocol's; we speak none, and the
         request may have a body.
@@ -355,7 +293,7 @@ class PredictProtocol(HttpToolsProtocol):
         self._asks_for_upgrade = False
         method = self.parser.get_method()
         if method == b"CONNECT":  # which is nothing but an upgrade
-            self.send_400_response("CONNECT is not served here.")
+            self._refuse(BadRequestError("CONNECT is not served here"))
             return
         version = self.parser.get_http_version().encode()
         lines = [b"%b %b HTTP/%b\r\n" % (method, self.url, version)]
@@ -365,11 +303,118 @@ class PredictProtocol(HttpToolsProtocol):
             if name not in (b"connection", b"upgrade", b"http2-settings")
         ]
         self.parser = httptools.HttpRequestParser(self)
-        self.data_received(b"".join([*lines, b"\r\n", rest]))
+        self.parser.feed_data(b"".join([*lines, b"\r\n"]))
+
+    def _refusal_of_head(self) -> ServiceError | None:
+        if len(self.url) > _MAX_URL_BYTES:
+            return LongUrlError(f"the URL has more than {_MAX_URL_BYTES} bytes")
+        if len(self.headers) > _MAX_HEADERS:
+            return LargeHeadError(f"there are more than {_MAX_HEADERS} headers")
+        if self._head_bytes + self._chunk_bytes > _MAX_HEAD_BYTES:  # with other bytes, perhaps
+            num_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+            if num_bytes > _MAX_HEAD_BYTES:
+                return _too_large_head()
+        return None
+
+    def _watch_head(self, num_bytes: int) -> None:
+        """Bound what a head that has not come in one piece may take."""
+        self._head_bytes += num_bytes
+        if self._head_bytes > _MAX_HEAD_BYTES:
+            self._refuse(_too_large_head())
+        elif self._head_timer is None:
+            self._head_timer = self.loop.call_later(
+                self.others.limits.head_timeout_s, self._on_slow_head
+            )
+
+    def _on_slow_head(self) -> None:
+        self._head_timer = None
+        if self.flow.read_paused:  # it is us who do not read on
+            self._watch_head(0)
+        elif self._is_in_head:
+            self.close()
+
+    def _on_parser_error(self, error: httptools.HttpParserError) -> None:
+        """What came is no HTTP, or we failed on it: say so, after the answers that are due."""
+        if self._is_deaf:
+            return
+        cause = error.__context__
+        if cause is None or isinstance(cause, (httptools.HttpParserError, UnicodeDecodeError)):
+            self._on_garbage(BadRequestError(f"this is no HTTP that can be read: {error}"))
+            return
+        logger.error("a request could not be taken: %r", cause, exc_info=cause)
+        self._on_garbage(InternalError("this is a mistake of the service; its log has more"))
+
+    def _on_garbage(self, error: ServiceError) -> None:
+        if not self._is_in_body:
+            if not self._is_in_head:
+                self.url, self.headers = b"", []
+            self._refuse(error)
+            return
+        self._is_deaf = True
+        cycle: Exchange | RequestResponseCycle = self.cycle
+        if not isinstance(cycle, Exchange) or cycle.response_complete:
+            self.close()
+        else:
+            cycle.fail(error)
+
+    def _refuse(self, error: ServiceError) -> None:
+        """Answer a head that is not taken, when it is its turn, and listen to nothing after it."""
+        self._is_deaf = True
+        self._is_in_head = False
+        path = self.url[:_MAX_URL_BYTES].partition(b"?")[0].decode("ascii", "replace")
+        call = self.predict.open("-", path, b"", self.headers)
+        call.entry = None
+        self._take_turn(
+            Exchange(self, call, keep_alive=False, expects_continue=False, refusal=error)
+        )
+
+    def _stop_listening(self) -> None:
+        """Let the newest call that was taken be the last one."""
+        if not self._is_deaf:
+            self._is_deaf = True
+            self.pipeline[0][0].keep_alive = False
+
+    def _turn_away(self) -> None:
+        """There are too many connections: say so and go."""
+        error = UnavailableError("there are too many connections", retry_after_s=1)
+        status, headers, body = problem(error, new_ids()[:32], "/")
+        lines = [b"%b: %b\r\n" % header for header in headers]
+        self.transport.write(
+            b"HTTP/1.1 %d Service Unavailable\r\n%b%bconnection: close\r\n\r\n%b"
+            % (status, self.default_head(), b"".join(lines), body)
+        )
+        self._is_deaf = True
+        self.close()
+
+    def _leave(self, *, is_more_to_come: bool) -> None:
+        """Close the connection; where the client is still sending, only once it may have read."""
+        if not is_more_to_come or not self.transport.can_write_eof():
+            self.close()
+        elif self._linger_timer is None and not self.transport.is_closing():
+            self._is_deaf = True
+            self.flow.resume_reading()
+            self.transport.write_eof()
+            self._linger_timer = self.loop.call_later(_LINGER_S, self.close)
+
+    def _watch_writing(self) -> None:
+        """Begin to time a client that does not read, unless that is being done."""
+        if self._write_timer is None:
+            self._num_unwritten = self.transport.get_write_buffer_size()
+            self._write_timer = self.loop.call_later(
+                self.others.limits.write_timeout_s, self._check_writing
+            )
+
+    def _check_writing(self) -> None:
+        self._write_timer = None
+        num_left = self.transport.get_write_buffer_size()
+        if num_left and num_left > self._num_unwritten - _MIN_WRITTEN_BYTES:
+            self.transport.abort()
+        elif num_left:
+            self._watch_writing()
 
     def _be_idle(self) -> None:
         """One timer per connection that looks when it fires, rather than one per call."""
-        self._idle_since = self.loop.time()
+        self.idle_since = self.loop.time()
         if self._idle_timer is None:
             self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._check_idle)
 
@@ -391,10 +436,14 @@ class PredictProtocol(HttpToolsProtocol):
 
     def _check_idle(self) -> None:
         self._idle_timer = None
-        if self.cycle is not None and not self.cycle.response_complete:
+        if not self.is_idle:
             return  # the end of that call sets the timer again
-        left_s = self._idle_since + self.timeout_keep_alive - self.loop.time()
+        left_s = self.idle_since + self.timeout_keep_alive - self.loop.time()
         if left_s <= 0:
             self.timeout_keep_alive_handler()
         else:
             self._idle_timer = self.loop.call_later(left_s, self._check_idle)
+
+
+def _too_large_head() -> LargeHeadError:
+    return LargeHeadError(f"the request line and headers have more than {_MAX_HEAD_BYTES} bytes")

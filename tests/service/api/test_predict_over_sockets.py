@@ -9,9 +9,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 import uvicorn
 
+from service.api.auth import Guard
 from service.api.body import Limits
 from service.api.protocol import PredictProtocol
 from service.errors import InvalidInputError
+from service.keys import read_keys
 from tests.service.api.fakes import FakeModel, endpoint, result
 
 Test = Callable[["Bench"], Awaitable[None]]
@@ -25,11 +27,12 @@ class Bench:
     is_direct = False
     """The calls come off the socket without ASGI."""
 
-    def __init__(self, model: FakeModel, **limits: float) -> None:
+    def __init__(self, model: FakeModel, guard: Guard | None = None, **limits: float) -> None:
         self.model = model
         self.statuses: list[int] = []
         predict = endpoint(
             model,
+            guard=guard,
             limits=Limits(**limits),  # type: ignore[arg-type]  # bytes are whole numbers
             on_done=lambda _, status, __: self.statuses.append(status),
         )
@@ -126,6 +129,52 @@ def test_a_declared_length_over_the_limit_is_refused_before_the_body() -> None:
             assert await reader.read() == b""
 
     assert run(lambda: Bench(FakeModel(), max_body_bytes=1000), test).statuses == [413]
+
+
+def test_a_call_without_a_key_is_refused_before_its_body() -> None:
+    key = "k" * 20
+
+    async def test(bench: Bench) -> None:
+        for head in (b"", b"x-api-key: \xc3\xa9\r\n", b"authorization: Bearer x\r\n"):
+            async with bench.connect() as (reader, writer):
+                writer.write(POST + head + b"content-length: 900000\r\n\r\n")
+                status, headers, _ = await read_answer(reader)
+                assert (status, headers["connection"]) == (401, "close")
+                assert headers["www-authenticate"].startswith("Bearer")
+        async with bench.connect() as (reader, writer):
+            for name in (b"x-api-key: ", b"authorization: Bearer "):
+                writer.write(POST + name + key.encode() + b"\r\ncontent-length: 1\r\n\r\nx")
+                assert (await read_answer(reader))[0] == 200
+
+    guard = Guard(predict=read_keys(key))
+    assert run(lambda: Bench(FakeModel(), guard), test).statuses == [401, 401, 401, 200, 200]
+
+
+def test_a_body_that_trickles_is_given_up_before_its_deadline() -> None:
+    async def test(bench: Bench) -> None:
+        async with bench.connect() as (reader, writer):
+            answer = asyncio.ensure_future(read_answer(reader))
+            writer.write(POST + b"content-length: 10000\r\n\r\n")
+            while not answer.done():
+                writer.write(b"x")
+                await asyncio.sleep(0.02)
+            status, headers, body = await answer
+            assert (status, headers["connection"]) == (408, "close")
+            assert "too slowly" in json.loads(body)["detail"]
+
+    assert run(lambda: Bench(FakeModel(), body_gap_s=0.2), test).statuses == [408]
+
+
+def test_a_body_that_keeps_coming_is_waited_for() -> None:
+    async def test(bench: Bench) -> None:
+        async with bench.connect() as (reader, writer):
+            writer.write(POST + b"content-length: 81920\r\n\r\n")
+            for _ in range(10):
+                writer.write(b"x" * 8192)
+                await asyncio.sleep(0.1)
+            assert (await read_answer(reader))[0] == 200
+
+    run(lambda: Bench(FakeModel(), body_gap_s=0.5), test)
 
 
 def test_a_chunked_body_is_refused_as_soon_as_it_passes_the_limit() -> None:

@@ -1,0 +1,211 @@
+"""One call to `/predict` on a connection, from its head to the answer on the socket."""
+
+from asyncio import Future, TimerHandle
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+
+from service.api.body import BodyPace
+from service.api.call import Call
+from service.errors import ServiceError, TooLargeError, UnavailableError
+
+if TYPE_CHECKING:
+    from service.api.protocol import PredictProtocol
+
+_CLIENT_GONE = 499
+_COPIED_BODY_BYTES = 64 * 1024
+"""Up to this, head and body go out as one piece of bytes."""
+_CLOSE_LINE = b"connection: close\r\n"
+
+
+class _NoEvent:
+    """What uvicorn wakes its ASGI calls by; ours wait for nothing."""
+
+    def set(self) -> None:
+        return
+
+
+class Exchange:
+    """One call to `/predict` on a connection, in the place of uvicorn's RequestResponseCycle."""
+
+    __slots__ = (
+        "_chunks",
+        "_future",
+        "_is_complete",
+        "_is_started",
+        "_num_bytes",
+        "_pace",
+        "_predict",
+        "_protocol",
+        "_refusal",
+        "_timer",
+        "call",
+        "disconnected",
+        "expects_continue",
+        "keep_alive",
+        "response_complete",
+    )  # fmt: skip
+
+    message_event = _NoEvent()
+
+    def __init__(
+        self,
+        protocol: "PredictProtocol",
+        call: Call,
+        *,
+        keep_alive: bool,
+        expects_continue: bool,
+        refusal: ServiceError | None = None,
+    ) -> None:
+        self.call = call
+        self.keep_alive = keep_alive
+        self.expects_continue = expects_continue
+        self.disconnected = False
+        self.response_complete = False
+        self._protocol = protocol
+        self._predict = protocol.predict
+        self._chunks: list[bytes] = []
+        self._num_bytes = 0
+        self._is_started = False
+        self._is_complete = False
+        self._future: Future[Any] | None = None
+        self._timer: TimerHandle | None = None
+        self._pace: BodyPace | None = None
+        self._refusal = refusal
+
+    @property
+    def is_complete(self) -> bool:
+        """The whole call has arrived."""
+        return self._is_complete
+
+    def start(self) -> None:
+        """It is this call's turn to be answered."""
+        self._is_started = True
+        if self._refusal is not None:
+            self._refuse(self._refusal)
+            return
+        try:
+            self._predict.check(self.call)
+            self._check_size()
+        except Exception as error:
+            self._refuse(error)
+            return
+        if self.expects_continue and not self._is_complete:
+            self._protocol.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if self._is_complete:
+            self._submit()
+
+    def feed(self, chunk: bytes) -> None:
+        """Take a piece of the body."""
+        self._chunks.append(chunk)
+        self._num_bytes += len(chunk)
+        if self._is_started:
+            try:
+                self._check_size()
+            except TooLargeError as error:
+                self._refuse(error)
+
+    def complete(self) -> None:
+        """The body has arrived."""
+        self._is_complete = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._is_started:
+            self._submit()
+
+    def watch_body(self) -> None:
+        """Begin to time a body that did not come with its head, unless that is being done."""
+        if self._is_complete or not self._is_started or self._timer is not None:
+            return
+        self._pace = BodyPace(self.call.deadline, self.call.started, self._predict.limits)
+        self._timer = self._protocol.loop.call_at(self._pace.next_check, self._check_pace)
+
+    def fail(self, error: ServiceError) -> None:
+        """What arrives is no body: refuse the call, when it is its turn."""
+        self.keep_alive = False
+        self._refusal = error
+        if self._is_started and not self.response_complete:
+            self._refuse(error)
+
+    def give_up_body(self) -> None:
+        """Answer now, if the body has not arrived: it is not waited for any longer."""
+        if not self._is_complete and not self.response_complete:
+            self.keep_alive = False
+            self._refuse(UnavailableError("this server is shutting down", retry_after_s=1))
+
+    def abandon(self) -> None:
+        """The client is gone."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if not self.response_complete:
+            self.response_complete = True
+            self._predict.abandon(self.call)
+            self._predict.close(self.call, _CLIENT_GONE)
+
+    def _check_size(self) -> None:
+        max_bytes = self._predict.limits.max_body_bytes
+        if self._num_bytes > max_bytes:
+            raise self._predict.too_large()
+
+    def _check_pace(self) -> None:
+        assert self._pace is not None
+        if self._pace.has_moved_on(self._num_bytes):
+            self._timer = self._protocol.loop.call_at(self._pace.next_check, self._check_pace)
+        else:
+            self._timer = None
+            self._refuse(self._pace.error())
+
+    def _submit(self) -> None:
+        try:
+            future = self._predict.submit(self.call, self._chunks or (b"",))
+        except Exception as error:
+            self._refuse(error)
+            return
+        self._chunks = []
+        self._future = future
+        future.add_done_callback(self._on_done)
+
+    def _on_done(self, future: Future[Any]) -> None:
+        if self.response_complete:
+            return
+        try:
+            status, headers, body = self._predict.answer(self.call)
+        except Exception as error:
+            self._refuse(error)
+            return
+        self._write(status, headers, body)
+
+    def _refuse(self, error: Exception) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._predict.abandon(self.call)
+        self._chunks = []
+        status, headers, body = self._predict.refuse(self.call, error)
+        self._write(status, headers, body)
+
+    def _write(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
+        protocol = self._protocol
+        self.response_complete = True
+        if protocol.transport.is_closing():
+            self._predict.close(self.call, _CLIENT_GONE)
+            return
+        lines = [STATUS_LINE[status], protocol.default_head()]
+        closes = protocol.default_head_closes
+        for name, value in headers:
+            lines += (name, b": ", value, b"\r\n")
+            closes = closes or name == b"connection"
+        if closes:
+            self.keep_alive = False
+        elif not self.keep_alive:
+            lines.append(_CLOSE_LINE)
+        lines.append(b"\r\n")
+        if len(body) <= _COPIED_BODY_BYTES:
+            lines.append(body)
+            protocol.transport.write(b"".join(lines))
+        else:
+            protocol.transport.writelines((b"".join(lines), body))
+        self._predict.close(self.call, status)
+        protocol.on_exchange_complete(self)

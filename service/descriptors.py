@@ -1,0 +1,29 @@
+"""File descriptors: a connection costs one, a worker some, and without any nothing can be done."""
+
+import resource
+
+MAX_AUTO_CONNECTIONS = 10_000
+"""Each costs some 20 KB here besides its buffers in the kernel."""
+MIN_CONNECTIONS = 8
+_RESERVE = 64
+"""For the log, the listener, the arena, the event loop, and connections that are being closed."""
+_RESERVE_PER_WORKER = 12
+"""Its pipes, twice over: those of its successor are open before its own are closed."""
+_ENOUGH = 1 << 20
+"""Where there is no limit, one is still made: some libraries walk through all numbers below it."""
+
+
+def raise_limit() -> int:
+    """Raise the limit of this process to what it may have at most, and return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return _ENOUGH if soft == resource.RLIM_INFINITY else soft
+
+
+def max_connections(limit: int, num_workers: int) -> int:
+    """How many connections fit under a limit of descriptors beside all that must work on."""
+    room = limit - _RESERVE - _RESERVE_PER_WORKER * num_workers
+    return max(MIN_CONNECTIONS, min(room, MAX_AUTO_CONNECTIONS))
