@@ -61,20 +61,17 @@ class Admission:
 
         Args:
             num_queued: How many wait.
-            num_workers: How many workers are ready.
+            num_workers: How many workers are ready, or one that soon will be.
             left_s: Seconds until its deadline.
             now: CLOCK_MONOTONIC seconds.
 
         Raises:
-            UnavailableError: Nobody is there, or nobody for long, to answer it.
+            UnavailableError: The service is shutting down.
             OverloadedError: The queue is full, or too long for the deadline.
         """
         if self.is_draining:
             self._rejected["draining"] += 1
             raise UnavailableError("this server is shutting down", retry_after_s=1)
-        if num_workers == 0:
-            self._rejected["unavailable"] += 1
-            raise UnavailableError("no worker of this model is ready", retry_after_s=1)
         if num_queued >= self._max_queue_length:
             self._rejected["queue_full"] += 1
             raise OverloadedError(

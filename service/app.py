@@ -31,6 +31,7 @@ from service.descriptors import max_connections, raise_limit
 from service.dispatcher import Dispatcher
 from service.metrics import Metrics, Reading
 from service.pool import Pool
+from service.quarantine import Quarantine
 from service.report import report_of
 from service.server import Server
 from service.settings import ModelSettings, Settings, version_of
@@ -148,6 +149,7 @@ class Service:
             name=name,
             arena=self._arena,
             admission=admission,
+            quarantine=Quarantine(duration_s=self.settings.quarantine_s),
             metrics=metrics,
             max_batch_size=model.max_batch_size,
             batch_wait_ms=model.batch_wait_ms,
@@ -295,6 +297,8 @@ def _serve(
         drain=service.drain,
         cut_off=service.cut_off,
     )
+    connections = server.server_state.connections
+    service.metrics.gauge_source(lambda: [Reading(name="connections", value=len(connections))])
     exit_code = 0
 
     async def announce() -> None:

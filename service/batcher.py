@@ -5,7 +5,7 @@ same as from the front.
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Generic, Protocol, TypeVar
 
 _CLASS_EDGES_S = (0.1, 1.0, 10.0)
@@ -38,6 +38,11 @@ class Batcher(Generic[Q]):
     def __len__(self) -> int:
         """Requests that wait."""
         return self._length
+
+    def __iter__(self) -> Iterator[Q]:
+        """Those that wait, the best first."""
+        for key in self._order:
+            yield from self._lanes[key]
 
     def push(self, request: Q, now: float) -> None:
         """Add a request behind its equals."""

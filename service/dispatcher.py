@@ -14,8 +14,10 @@ accepted = succeeded + failed + expired + cancelled + in flight.
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from math import ceil
+from typing import TYPE_CHECKING
 
 from service.admission import Admission
 from service.batcher import Batcher
@@ -25,11 +27,14 @@ from service.errors import (
     InvalidInputError,
     ModelFailedError,
     OverloadedError,
+    QuarantinedError,
     ServiceError,
     UnavailableError,
     WorkerCrashedError,
 )
+from service.instance import QUEUED, SENT, SETTLED, Instance
 from service.metrics import ModelMetrics
+from service.quarantine import Quarantine
 from service.request import CallOptions, Payload, Result, Timing
 from workers.arena import Arena
 from workers.engine import WorkerHandle
@@ -43,49 +48,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_QUEUED: Final = 0
-_SENT: Final = 1
-_SETTLED: Final = 2
-
 _MAX_CRASHES = 3
 """Workers that may die with an instance: in its batch, and twice while it was computed alone."""
 _EARLY_S = 0.001
 """How long before the end of a batch the next one is sent, beyond what its preparation takes."""
 _OVERLAP_PAYS_S = 0.002
 """Below this, a worker is back for more before a timer could be of use."""
-
-
-class Instance(asyncio.Future[Result]):
-    """One instance in the ledger, and the future of its result. Cancelling it takes it out."""
-
-    __slots__ = (
-        "arrived", "deadline", "dispatcher", "is_solo", "lane", "num_crashes", "priority", "ref",
-        "state", "tick",
-    )  # fmt: skip
-
-    def __init__(
-        self, dispatcher: "Dispatcher", ref: ItemRef, arrived: float, options: CallOptions
-    ) -> None:
-        super().__init__(loop=dispatcher.loop)
-        self.dispatcher = dispatcher
-        self.ref = ref
-        self.arrived = arrived
-        self.deadline = options.deadline
-        self.priority = options.priority
-        self.state = _QUEUED
-        self.num_crashes = 0
-        self.is_solo = False
-        self.lane = 0
-        self.tick = 0
-
-    __hash__ = asyncio.Future.__hash__
-
-    def cancel(self, msg: object = None) -> bool:
-        """Give the instance up: nobody waits for it any more."""
-        if self.done():
-            return False
-        self.dispatcher.on_cancelled(self)
-        return super().cancel(msg)
 
 
 class _Lane:
@@ -121,6 +89,7 @@ class Dispatcher:
         name: str,
         arena: Arena,
         admission: Admission,
+        quarantine: Quarantine,
         metrics: ModelMetrics,
         max_batch_size: int,
         batch_wait_ms: float = 0.0,
@@ -128,17 +97,19 @@ class Dispatcher:
         self.name = name
         self.inputs: Sequence[TensorSpec] = ()
         """What the model takes; known once a worker is ready."""
-        self.is_expecting_worker = False
-        """None is ready, but one will be within a moment: what comes may wait for it."""
         self.loop = asyncio.get_running_loop()
         self._arena = arena
         self._admission = admission
+        self._quarantine = quarantine
         self._metrics = metrics
         self._max_batch_size = max_batch_size
         self._batch_wait_s = batch_wait_ms / 1000
         self._queue: Batcher[Instance] = Batcher()
         self._deadlines: Deadlines[Instance] = Deadlines(self._on_deadline)
         self._lanes: list[_Lane] = []
+        """Of the workers that take batches."""
+        self._leaving: list[_Lane] = []
+        """Of those that take no more, and hold some yet."""
         self._num_unsettled = 0
         self._is_pump_due = False
         self._timer: asyncio.TimerHandle | None = None
@@ -149,6 +120,16 @@ class Dispatcher:
     def num_queued(self) -> int:
         """Instances that wait for a worker."""
         return len(self._queue)
+
+    @property
+    def queued_bytes(self) -> int:
+        """Of the payloads of the instances that wait for a worker."""
+        return sum(instance.ref.num_bytes for instance in self._queue)
+
+    @property
+    def num_quarantined(self) -> int:
+        """Inputs that are refused because they have killed workers."""
+        return self._quarantine.num_inputs(time.monotonic())
 
     @property
     def num_unsettled(self) -> int:
@@ -168,21 +149,26 @@ class Dispatcher:
     def submit(self, payload: Payload, options: CallOptions, request_id: str = "") -> Instance:
         """Admit one instance: copy its payload into the arena and queue it.
 
+        Without a worker it waits for one; whether one is to come is for the pool to know.
+
         Returns:
             The future of its result, which raises a `ServiceError`. Cancelling it gives it up.
 
         Raises:
+            QuarantinedError: This input has killed workers.
             OverloadedError: The queue or the arena is full, or the deadline cannot be met.
-            UnavailableError: There is no worker, or the service is draining.
+            UnavailableError: The service is draining.
         """
         now = time.monotonic()
+        num_bytes = payload.num_bytes
+        if num_bytes in self._quarantine.lengths:
+            self._refuse_quarantined(payload, options, now)
         self._admission.check(
             num_queued=len(self._queue),
-            num_workers=len(self._lanes) or int(self.is_expecting_worker),
+            num_workers=len(self._lanes) or 1,
             left_s=options.deadline - now,
             now=now,
         )
-        num_bytes = payload.num_bytes
         offset = self._arena.put(payload.chunks, num_bytes)
         if offset is None:
             self._metrics.rejected["arena_full"] += 1
@@ -213,24 +199,33 @@ class Dispatcher:
 
     def detach(self, worker: WorkerHandle) -> None:
         """Send nothing more to a worker: it is gone, or about to go."""
-        self._lanes = [lane for lane in self._lanes if lane.worker is not worker]
+        for lane in self._lanes:
+            if lane.worker is worker:
+                self._lanes.remove(lane)
+                if lane.batches:
+                    self._leaving.append(lane)
+                return
 
-    def abandon(self, reason: str) -> None:
-        """Answer all that is in flight: there is no worker, or no time, left for it."""
+    def abandon(self, error: Callable[[], ServiceError]) -> None:
+        """Answer all that is in flight: there is no worker, or no time, left for it.
+
+        Args:
+            error: Makes what each is answered with.
+        """
         while self._queue:
             for instance in self._queue.next_batch(self._max_batch_size):
                 self._arena.free(instance.ref.offset)
-                self._fail(instance, UnavailableError(reason, retry_after_s=1))
-        for lane in self._lanes:
+                self._fail(instance, error())
+        for lane in (*self._lanes, *self._leaving):
             for batch in lane.batches:
                 for instance in batch:
-                    if instance.state != _SETTLED:
-                        self._fail(instance, UnavailableError(reason, retry_after_s=1))
+                    if instance.state != SETTLED:
+                        self._fail(instance, error())
 
     def cut_off(self, reason: str) -> None:
         """Admit nothing more, and answer all that is in flight."""
         self._admission.is_draining = True
-        self.abandon(reason)
+        self.abandon(lambda: UnavailableError(reason, retry_after_s=1))
 
     async def drain(self, grace_s: float) -> None:
         """Admit nothing more, and wait until all is settled; after the grace the rest is failed."""
@@ -241,7 +236,7 @@ class Dispatcher:
                 await asyncio.wait_for(self._drained.wait(), grace_s)
             except TimeoutError:
                 logger.warning("%s: %d requests cut off", self.name, self._num_unsettled)
-                self.abandon("this server is shutting down and ran out of time")
+                self.cut_off("this server is shutting down and ran out of time")
 
     def on_cancelled(self, instance: Instance) -> None:
         """The caller of an instance has gone."""
@@ -250,14 +245,14 @@ class Dispatcher:
         self._settle(instance)
 
     def _on_deadline(self, instance: Instance) -> None:
-        if instance.state == _SETTLED:
+        if instance.state == SETTLED:
             return
-        where = "in the queue" if instance.state == _QUEUED else "in a worker"
+        where = "in the queue" if instance.state == QUEUED else "in a worker"
         self._unqueue(instance)
         self._expire(instance, f"the deadline passed {where}")
 
     def _unqueue(self, instance: Instance) -> None:
-        if instance.state == _QUEUED:
+        if instance.state == QUEUED:
             self._queue.remove(instance)
             self._arena.free(instance.ref.offset)
 
@@ -327,7 +322,7 @@ class Dispatcher:
     def _send(self, lane: _Lane, size: int, now: float) -> None:
         batch = self._queue.next_batch(size)
         for instance in batch:
-            instance.state = _SENT
+            instance.state = SENT
         lane.batches.append(batch)
         if len(lane.batches) == 1:
             self._expect(lane, now, len(batch))
@@ -343,9 +338,11 @@ class Dispatcher:
     ) -> None:
         now = time.monotonic()
         for instance in batch:
-            if instance.state == _SETTLED:
+            if instance.state == SETTLED:
                 self._arena.free(instance.ref.offset)
         lane.batches.remove(batch)
+        if not lane.batches and lane in self._leaving:
+            self._leaving.remove(lane)
         error = future.exception()
         if error is None:
             self._admission.rate.note(len(batch), now - lane.busy_since, now)
@@ -368,7 +365,7 @@ class Dispatcher:
         # All that was neither preparing nor computing was waiting, here or in the worker.
         began = now - done.prepare_s - done.compute_s
         for instance, outcome in zip(batch, done.outcomes, strict=True):
-            if instance.state == _SETTLED:
+            if instance.state == SETTLED:
                 continue
             free(instance.ref.offset)
             queue_s = max(0.0, began - instance.arrived)
@@ -393,30 +390,63 @@ class Dispatcher:
     def _take_back(self, batch: list[Instance], error: WorkerLostError) -> None:
         """Queue again what a lost worker held: alone, if the batch may be what killed it."""
         for instance in reversed(batch):
-            if instance.state == _SETTLED:
+            if instance.state == SETTLED:
                 continue
             if error.started:
                 instance.num_crashes += 1
                 instance.is_solo = True
             if instance.num_crashes >= _MAX_CRASHES:
-                logger.error(
-                    "%s: an input has killed %d workers: not trying it again",
-                    self.name,
-                    instance.num_crashes,
-                    extra={"request_id": instance.ref.request_id},
-                )
+                self._give_up(instance, error)
+            elif self._is_quarantined(instance):
                 self._arena.free(instance.ref.offset)
-                self._fail(
-                    instance,
-                    WorkerCrashedError(
-                        f"{instance.num_crashes} workers died while they computed this input "
-                        f"(the last: {error})"
-                    ),
-                )
-                continue
-            self._metrics.retried += 1
-            instance.state = _QUEUED
-            self._queue.push_front(instance)
+                self._fail(instance, _quarantined(self._quarantine.duration_s))
+            else:
+                self._metrics.retried += 1
+                instance.state = QUEUED
+                self._queue.push_front(instance)
+
+    def _give_up(self, instance: Instance, error: WorkerLostError) -> None:
+        """Fail an input that workers die of, and see to it that no more of them do."""
+        ref = instance.ref
+        payload = self._arena.read(ref.offset, ref.num_bytes)
+        digest = self._quarantine.add(
+            ref.kind, ref.headers, ref.parameters, payload, time.monotonic()
+        )
+        logger.error(
+            "%s: an input has killed %d workers: not trying it again (digest %s)",
+            self.name,
+            instance.num_crashes,
+            digest,
+            extra={"request_id": ref.request_id},
+        )
+        self._arena.free(ref.offset)
+        self._fail(
+            instance,
+            WorkerCrashedError(
+                f"{instance.num_crashes} workers died while they computed this input "
+                f"(the last: {error})"
+            ),
+        )
+        for other in [each for each in self._queue if self._is_quarantined(each)]:
+            self._unqueue(other)
+            self._fail(other, _quarantined(self._quarantine.duration_s))
+
+    def _is_quarantined(self, instance: Instance) -> bool:
+        """Whether an instance that was admitted has the input of one that has killed workers."""
+        ref = instance.ref
+        if ref.num_bytes not in self._quarantine.lengths:
+            return False
+        payload = self._arena.read(ref.offset, ref.num_bytes)
+        now = time.monotonic()
+        return self._quarantine.left_s(ref.kind, ref.headers, ref.parameters, [payload], now) > 0
+
+    def _refuse_quarantined(self, payload: Payload, options: CallOptions, now: float) -> None:
+        left_s = self._quarantine.left_s(
+            payload.kind, payload.headers, options.parameters, payload.chunks, now
+        )
+        if left_s > 0:
+            self._metrics.rejected["quarantined"] += 1
+            raise _quarantined(left_s)
 
     def _expire(self, instance: Instance, message: str) -> None:
         self._metrics.expired += 1
@@ -429,8 +459,15 @@ class Dispatcher:
         instance.set_exception(error)
 
     def _settle(self, instance: Instance) -> None:
-        instance.state = _SETTLED
+        instance.state = SETTLED
         self._deadlines.discard(instance, instance.tick)
         self._num_unsettled -= 1
         if not self._num_unsettled:
             self._drained.set()
+
+
+def _quarantined(left_s: float) -> QuarantinedError:
+    return QuarantinedError(
+        "workers have died while they computed this very input; "
+        f"it is not tried again within the next {ceil(left_s)} s"
+    )

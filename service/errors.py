@@ -7,10 +7,12 @@ ServiceError
 +-- NotAcceptableError         no answer in any form that `Accept` allows: 406
 +-- UnsupportedTypeError       a content type that no codec reads: 415
 +-- InvalidInputError          it was read, and does not fit the model: 422
++-- QuarantinedError           this very input has killed workers lately: 422
 +-- OverloadedError            the queue or the arena is full, or the deadline cannot be met: 429
 +-- ModelFailedError           the model raised on this input: 500
 +-- WorkerCrashedError         the workers that computed this input died: 500
 +-- UnavailableError           starting, draining, or no healthy replica: 503
++-- GivenUpError               the model can never be served here: 503, and no use in another try
 +-- DeadlineExceededError      the deadline passed first: 504
 CancelledByClientError         the client hung up; nobody is left to be told
 """
@@ -69,6 +71,12 @@ class InvalidInputError(ServiceError):
     code = "invalid_input"
 
 
+class QuarantinedError(ServiceError):
+    """Workers have died of this very input, so it is not tried again for a while."""
+
+    code = "quarantined"
+
+
 class OverloadedError(ServiceError):
     """There is no room, or no time, for this request now."""
 
@@ -91,6 +99,12 @@ class UnavailableError(ServiceError):
     """No replica can take the request: the service starts, drains, or has lost its workers."""
 
     code = "unavailable"
+
+
+class GivenUpError(ServiceError):
+    """No worker of the model can be started, and none will be tried again."""
+
+    code = "given_up"
 
 
 class DeadlineExceededError(ServiceError):

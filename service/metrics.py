@@ -27,7 +27,9 @@ from workers.engine import Cause
 
 logger = logging.getLogger(__name__)
 
-RejectReason = Literal["queue_full", "arena_full", "deadline", "draining", "unavailable"]
+RejectReason = Literal[
+    "queue_full", "arena_full", "deadline", "draining", "unavailable", "quarantined"
+]
 
 DURATION_EDGES_S = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
@@ -169,6 +171,7 @@ GaugeSource = Callable[[], Iterable[Reading]]
 GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "queue_depth": ("Instances that wait for a worker.", ("model",)),
     "queue_bytes": ("Payload bytes of the instances that wait.", ("model",)),
+    "quarantined_inputs": ("Inputs refused because workers died of them.", ("model",)),
     "arena_used_bytes": ("Shared memory taken by payloads, rounding included.", ()),
     "arena_bytes": ("Shared memory reserved for payloads.", ()),
     "workers": ("Workers by state.", ("model", "state")),
@@ -177,9 +180,6 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "worker_beat_age_seconds": ("Since the worker's loop last turned.", ("model", "worker")),
     "model_ready": ("Whether the model has a worker that takes batches.", ("model",)),
     "connections": ("Open HTTP connections.", ()),
-    "gpu_memory_used_bytes": ("Memory in use on the GPU.", ("device",)),
-    "gpu_memory_total_bytes": ("Memory of the GPU.", ("device",)),
-    "gpu_utilization_ratio": ("How busy the GPU is, from 0 to 1.", ("device",)),
 }
 """What a source may report: help text and label names. Names get the prefix `inferpool_`."""
 COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {

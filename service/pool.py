@@ -1,5 +1,6 @@
 """All the workers of one model, with the dispatcher that feeds them."""
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -7,8 +8,9 @@ from math import ceil
 from typing import Protocol, get_args
 
 from models.spec import TensorSpec
-from service.dispatcher import Dispatcher, Instance
-from service.errors import UnavailableError
+from service.dispatcher import Dispatcher
+from service.errors import GivenUpError, ServiceError, UnavailableError
+from service.instance import Instance
 from service.metrics import ModelMetrics, Reading
 from service.request import CallOptions, Payload
 from workers.config import WorkerConfig
@@ -57,6 +59,8 @@ class Pool:
         self._on_change = on_change
         self._load_s = 0.0
         """What the last incarnation took to load."""
+        self._is_expecting = False
+        """None is ready, but one will be within a moment: what comes may wait for it."""
         self._supervisor = Supervisor(engine, self, policy)
 
     @property
@@ -98,6 +102,10 @@ class Pool:
     def read_gauges(self) -> Iterator[Reading]:
         """What `/metrics` shows of it now."""
         yield Reading(name="queue_depth", value=self.dispatcher.num_queued, labels=(self.name,))
+        yield Reading(name="queue_bytes", value=self.dispatcher.queued_bytes, labels=(self.name,))
+        yield Reading(
+            name="quarantined_inputs", value=self.dispatcher.num_quarantined, labels=(self.name,)
+        )
         yield Reading(name="model_ready", value=self.is_ready, labels=(self.name,))
         states = Counter(slot.state for slot in self.slots)
         for state in get_args(State):
@@ -120,13 +128,16 @@ class Pool:
         self._supervisor.start(self.name, self._configs)
 
     def submit(self, payload: Payload, options: CallOptions, request_id: str) -> Instance:
-        """Admit one instance; see `Dispatcher.submit`."""
+        """Admit one instance; see `Dispatcher.submit`.
+
+        Raises:
+            UnavailableError: No worker is ready, nor will be within a moment.
+            GivenUpError: None ever will be.
+        """
         dispatcher = self.dispatcher
-        if not dispatcher.num_ready and not dispatcher.is_expecting_worker and not self.is_draining:
+        if not dispatcher.num_ready and not self._is_expecting and not dispatcher.is_draining:
             self._metrics.rejected["unavailable"] += 1
-            raise UnavailableError(
-                f"no worker is ready ({self.reason})", retry_after_s=max(1, ceil(self._load_s))
-            )
+            raise self._nobody()
         return dispatcher.submit(payload, options, request_id)
 
     async def drain(self, grace_s: float) -> None:
@@ -167,7 +178,7 @@ class Pool:
         else:
             self._metrics.restarts[slot.cause] += 1
         if self.is_lost:
-            self.dispatcher.abandon(f"no worker of {self.name} can be started: {slot.reason}")
+            self.dispatcher.abandon(self._nobody)
         self._on_change()
 
     def _expect(self) -> None:
@@ -175,7 +186,18 @@ class Pool:
 
         Not so one that has failed before, or takes long to load.
         """
-        self.dispatcher.is_expecting_worker = self._load_s <= _MOMENT_S and any(
+        self._is_expecting = self._load_s <= _MOMENT_S and any(
             slot.was_ever_ready and slot.num_failures <= 1 and slot.state != "failed"
             for slot in self.slots
+        )
+
+    def _nobody(self) -> ServiceError:
+        """Why there is no worker, and when there may be one."""
+        if self.is_lost:
+            return GivenUpError(f"no worker of {self.name} can be started ({self.reason})")
+        now = asyncio.get_running_loop().time()
+        pauses_s = [max(0.0, slot.due - now) for slot in self.slots if slot.state != "failed"]
+        return UnavailableError(
+            f"no worker is ready ({self.reason})",
+            retry_after_s=max(1, ceil(min(pauses_s, default=0.0) + self._load_s)),
         )

@@ -182,6 +182,8 @@ class Settings(_Table):
     `max_body_bytes`."""
     max_queue_length: int = Field(1024, ge=1)
     """Instances that may wait for each model; more are refused with 429."""
+    quarantine_s: float = Field(300.0, ge=0, allow_inf_nan=False)
+    """How long an input that has killed workers is refused with 422; 0: it is tried each time."""
     max_instances_per_request: int = Field(256, ge=1)
     """Instances in one HTTP call."""
     default_timeout_s: float = Field(30.0, gt=0, allow_inf_nan=False)

@@ -50,6 +50,8 @@ class Slot:
     num_failures: int = 0
     """Incarnations in a row that did not start, or ended without having been of use."""
     was_ever_ready: bool = False
+    due: float = 0.0
+    """When the next incarnation is to be started, on the event loop's clock."""
 
 
 class Watcher(Protocol):
@@ -103,6 +105,7 @@ class Supervisor:
                 if self._is_stopping:
                     return
                 pause_s = self._judge(slot, is_permanent=is_permanent)
+                slot.due = asyncio.get_running_loop().time() + (pause_s or 0.0)
                 self._watcher.on_down(slot)
                 if pause_s is None:
                     return

@@ -29,10 +29,12 @@ from service.errors import (
     BadRequestError,
     CancelledByClientError,
     DeadlineExceededError,
+    GivenUpError,
     InvalidInputError,
     ModelFailedError,
     NotAcceptableError,
     OverloadedError,
+    QuarantinedError,
     ServiceError,
     TooLargeError,
     UnavailableError,
@@ -124,6 +126,7 @@ TABLE: dict[type[ServiceError], Kind] = {
     LongUrlError: Kind(414, "The URL is too long", False),
     UnsupportedTypeError: Kind(415, "Unsupported content type", False),
     InvalidInputError: Kind(422, "The input does not fit", False),
+    QuarantinedError: Kind(422, "The input is in quarantine", False),
     OverloadedError: Kind(429, "Overloaded", True),
     LargeHeadError: Kind(431, "The headers are too large", False),
     CancelledByClientError: Kind(499, "The client hung up", False),
@@ -131,6 +134,7 @@ TABLE: dict[type[ServiceError], Kind] = {
     WorkerCrashedError: Kind(500, "Workers died of this input", False),
     InternalError: Kind(500, "Internal error", False),
     UnavailableError: Kind(503, "Unavailable", True),
+    GivenUpError: Kind(503, "Given up", False),
     DeadlineExceededError: Kind(504, "Deadline exceeded", True),
 }
 """A subclass is shown as its nearest base here. 499 is seen in metrics and logs only."""
@@ -203,7 +207,7 @@ def problem(
     """
     kind = kind_of(error)
     retry_after_s = error.retry_after_s
-    if kind.status in _RETRY_STATUSES:
+    if kind.is_retryable and kind.status in _RETRY_STATUSES:
         retry_after_s = max(1, retry_after_s or 1)
     return _render(
         Problem(

@@ -171,6 +171,17 @@ def test_many_poisons_do_not_end_the_service():
             answer = client.post("/predict", json=body)
             assert (answer.status_code, answer.json()["code"]) == (500, "worker_crashed")
         asyncio.run(until(lambda: num_ready(service) == 1))
+        again = client.post("/predict", json={"instances": [{"n": 3, "do": "kill"}]})
+        assert (again.status_code, again.json()["code"]) == (422, "quarantined")
+        mixed = [{"n": 1}, {"n": 5, "do": "kill"}, {"n": 2}]
+        first, second, third = client.post("/predict", json={"instances": mixed}).json()[
+            "predictions"
+        ]
+        assert (first["twice"], second["error"]["code"], third["twice"]) == (2, "quarantined", 4)
+        assert service.worker_pids() == [first["pid"]]
+        metrics = client.get("/metrics").text
+        assert 'inferpool_rejected_total{model="faultmodel",reason="quarantined"} 2.0' in metrics
+        assert 'inferpool_quarantined_inputs{model="faultmodel"} 6.0' in metrics
         answer = client.post("/predict", json={"instances": [{"n": 4}]})
         assert answer.json()["predictions"][0]["twice"] == 8
 

@@ -28,14 +28,12 @@ def test_nothing_is_assumed_of_a_rate_that_was_never_measured():
     gate.check(num_queued=99, num_workers=1, left_s=0.001, now=0.0)
 
 
-def test_nobody_there_and_draining_are_told_apart():
+def test_nothing_is_admitted_while_draining():
     gate, metrics = admission()
-    with pytest.raises(UnavailableError, match="no worker"):
-        gate.check(num_queued=0, num_workers=0, left_s=1, now=0.0)
     gate.is_draining = True
     with pytest.raises(UnavailableError, match="shutting down"):
         gate.check(num_queued=0, num_workers=1, left_s=1, now=0.0)
-    assert (metrics.rejected["unavailable"], metrics.rejected["draining"]) == (1, 1)
+    assert metrics.rejected["draining"] == 1
 
 
 def test_one_slow_batch_does_not_make_an_idle_service_refuse():

@@ -5,16 +5,19 @@ from collections.abc import Awaitable, Callable, Iterator
 import pytest
 
 from service.admission import Admission
-from service.dispatcher import Dispatcher, Instance
+from service.dispatcher import Dispatcher
 from service.errors import (
     DeadlineExceededError,
     InvalidInputError,
     ModelFailedError,
     OverloadedError,
+    QuarantinedError,
     UnavailableError,
     WorkerCrashedError,
 )
+from service.instance import Instance
 from service.metrics import ModelMetrics
+from service.quarantine import Quarantine
 from service.request import CallOptions, Payload
 from tests.fakes import FakeWorker
 from workers.arena import Arena
@@ -35,6 +38,7 @@ class Bench:
             name="m",
             arena=self.arena,
             admission=self.admission,
+            quarantine=Quarantine(duration_s=changes.pop("quarantine_s", 60.0)),
             metrics=self.metrics,
             max_batch_size=int(changes.pop("max_batch_size", 4)),
             batch_wait_ms=changes.pop("batch_wait_ms", 0.0),
@@ -45,9 +49,9 @@ class Bench:
         self.dispatcher.attach(worker)
         return worker
 
-    def submit(self, timeout_s: float = 30.0, priority: int = 5) -> Instance:
+    def submit(self, timeout_s: float = 30.0, priority: int = 5, payload: bytes = b"x") -> Instance:
         options = CallOptions(deadline=time.monotonic() + timeout_s, priority=priority)
-        return self.dispatcher.submit(Payload("bytes", [b"x"]), options)
+        return self.dispatcher.submit(Payload("bytes", [payload]), options)
 
     def check_books(self) -> None:
         """Nothing is in flight, and all that was accepted is accounted for."""
@@ -229,14 +233,6 @@ def test_deadline_that_cannot_be_met_is_refused_at_once(bench):
     run(go())
 
 
-def test_without_workers_there_is_no_admission(bench):
-    async def go():
-        with pytest.raises(UnavailableError):
-            bench().submit()
-
-    run(go())
-
-
 def test_deadline_in_the_queue_is_answered_on_time_and_never_sent(bench):
     async def go():
         b = bench(max_batch_size=1)
@@ -332,7 +328,7 @@ def test_input_that_kills_each_worker_fails_alone_and_in_the_end(bench):
     async def go():
         b = bench(max_batch_size=2)
         worker = b.worker()
-        poison, neighbour = b.submit(), b.submit()
+        poison, neighbour = b.submit(payload=b"poison"), b.submit(payload=b"cheese")
         await turn()
         while not poison.done():
             worker.die()
@@ -462,12 +458,103 @@ def test_sooner_wake_up_is_not_lost_behind_a_later_one(bench):
     run(go())
 
 
-def test_dead_worker_that_held_nothing_is_sent_nothing(bench):
+def test_detached_worker_is_sent_nothing_and_what_it_holds_is_still_answered(bench):
+    async def go():
+        b = bench(max_batch_size=1)
+        worker = b.worker()
+        held = b.submit()
+        await turn()
+        b.dispatcher.detach(worker)
+        waiting = b.submit()
+        await turn()
+        assert worker.sizes == [1]
+        b.dispatcher.cut_off("over")
+        for future in (held, waiting):
+            with pytest.raises(UnavailableError, match="over"):
+                await future
+        worker.answer()
+        await turn()
+        b.check_books()
+
+    run(go())
+
+
+async def kill_with(b: Bench, poison: Instance) -> FakeWorker:
+    """Let workers die until an instance is given up; returns the next one."""
+    worker = b.worker(credit=1)
+    await turn()
+    while not poison.done():
+        worker.die()
+        worker = b.worker(credit=1)
+        await turn()
+    return worker
+
+
+def test_input_that_killed_workers_is_refused_at_once_the_next_time(bench):
+    async def go():
+        b = bench()
+        poison = b.submit(payload=b"poison")
+        worker = await kill_with(b, poison)
+        assert isinstance(poison.exception(), WorkerCrashedError)
+        with pytest.raises(QuarantinedError, match="within the next 60 s"):
+            b.submit(payload=b"poison")
+        good = b.submit(payload=b"cheese")
+        await turn()
+        worker.answer()
+        await good
+        assert b.metrics.rejected["quarantined"] == b.dispatcher.num_quarantined == 1
+        assert b.metrics.accepted == 2
+        b.check_books()
+
+    run(go())
+
+
+def test_copies_of_a_poison_that_were_admitted_before_cost_no_worker_either(bench):
+    async def go():
+        b = bench(max_batch_size=1)
+        sent = b.submit(payload=b"poison")
+        other = b.worker(credit=1)
+        copies = [b.submit(payload=b"poison") for _ in range(3)]
+        innocent = b.submit(payload=b"cheese")
+        await turn()
+        assert other.sizes == [1]
+        b.dispatcher.detach(other)
+        await kill_with(b, copies[0])
+        assert isinstance(copies[0].exception(), WorkerCrashedError)
+        assert [type(copy.exception()) for copy in copies[1:]] == [QuarantinedError] * 2
+        other.die()
+        await turn()
+        assert isinstance(sent.exception(), QuarantinedError)
+        assert not innocent.done()
+        assert b.metrics.failed == 4
+
+    run(go())
+
+
+def test_input_whose_worker_died_once_or_before_it_began_is_not_quarantined(bench):
     async def go():
         b = bench()
         worker = b.worker()
-        b.dispatcher.detach(worker)
-        with pytest.raises(UnavailableError):
-            b.submit()
+        instance = b.submit()
+        await turn()
+        for started in (False, True, False, True, False):
+            worker.die(started=started)
+            worker = b.worker()
+            await turn()
+        worker.answer()
+        await instance
+        assert b.dispatcher.num_quarantined == 0
+        b.check_books()
+
+    run(go())
+
+
+def test_without_quarantine_a_poison_is_tried_each_time(bench):
+    async def go():
+        b = bench(quarantine_s=0.0)
+        for _ in range(2):
+            poison = b.submit()
+            b.dispatcher.detach(await kill_with(b, poison))
+            assert isinstance(poison.exception(), WorkerCrashedError)
 
     run(go())

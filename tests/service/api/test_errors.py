@@ -8,6 +8,7 @@ from service.api.errors import TABLE, InternalError, install_error_handlers, kin
 from service.errors import (
     BadRequestError,
     DeadlineExceededError,
+    GivenUpError,
     OverloadedError,
     ServiceError,
     UnavailableError,
@@ -62,13 +63,14 @@ def test_a_problem_has_the_members_of_rfc_9457_and_ours() -> None:
         (OverloadedError("full", retry_after_s=7), b"7"),
         (OverloadedError("full", retry_after_s=0), b"1"),
         (UnavailableError("gone"), b"1"),
+        (GivenUpError("never"), None),
         (DeadlineExceededError("late"), None),
     ],
 )
 def test_overload_says_when_to_come_back(error: ServiceError, seconds: bytes | None) -> None:
     _, headers, body = problem(error, "id", "/predict")
     assert dict(headers).get(b"retry-after") == seconds
-    assert json.loads(body)["retryable"]
+    assert json.loads(body)["retryable"] is not isinstance(error, GivenUpError)
 
 
 def make_app() -> FastAPI:

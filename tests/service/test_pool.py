@@ -1,0 +1,112 @@
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from models.spec import Placement
+from service.admission import Admission
+from service.dispatcher import Dispatcher
+from service.errors import GivenUpError, UnavailableError
+from service.metrics import ModelMetrics
+from service.pool import Pool
+from service.quarantine import Quarantine
+from service.request import CallOptions, Payload
+from tests.fakes import FakeEngine
+from workers.arena import Arena
+from workers.config import ModelConfig, WorkerConfig
+from workers.errors import WorkerStartError
+from workers.supervisor import RestartPolicy
+
+CONFIG = WorkerConfig(
+    model=ModelConfig(name="m", source="echo"), placement=Placement(devices=("cpu",))
+)
+
+
+class Silent:
+    def progress(self, worker: str, stage: str) -> None: ...
+    def ready(self, worker: str, seconds: float) -> None: ...
+    def failed(self, worker: str, reason: str) -> None: ...
+
+
+def pool_over(engine: FakeEngine, arena: Arena, **policy: int) -> Pool:
+    metrics = ModelMetrics("m")
+    dispatcher = Dispatcher(
+        name="m",
+        arena=arena,
+        admission=Admission(max_queue_length=10, rejected=metrics.rejected),
+        quarantine=Quarantine(duration_s=60),
+        metrics=metrics,
+        max_batch_size=1,
+    )
+    return Pool(
+        name="m",
+        configs=[CONFIG],
+        engine=engine,
+        dispatcher=dispatcher,
+        policy=RestartPolicy(**policy),
+        metrics=metrics,
+        announcer=Silent(),
+        on_change=lambda: None,
+    )
+
+
+def submit(pool: Pool) -> "asyncio.Future[object]":
+    options = CallOptions(deadline=time.monotonic() + 30)
+    return pool.submit(Payload("bytes", [b"x"]), options, "id")  # type: ignore[return-value]
+
+
+def run(go: Callable[[Arena], Awaitable[None]]) -> None:
+    arena = Arena(1 << 16)
+    try:
+        asyncio.run(asyncio.wait_for(go(arena), 10))
+    finally:
+        arena.close()
+
+
+async def until(claim: Callable[[], object]) -> None:
+    while not claim():  # noqa: ASYNC110  # the supervisor tells nobody but the pool
+        await asyncio.sleep(0)
+
+
+def test_nobody_is_ready_yet_and_that_can_be_tried_again():
+    async def go(arena: Arena) -> None:
+        pool = pool_over(FakeEngine(), arena)
+        pool.start()
+        with pytest.raises(UnavailableError, match="starting: waiting to start") as caught:
+            submit(pool)
+        assert caught.value.retry_after_s == 1
+        await until(lambda: pool.is_ready)
+        submit(pool).cancel()
+        await pool.stop(0)
+
+    run(go)
+
+
+def test_time_to_come_back_covers_the_pause_before_the_next_start():
+    async def go(arena: Arena) -> None:
+        failures = [WorkerStartError("no luck", permanent=False)] * 5
+        pool = pool_over(FakeEngine(failures), arena)
+        pool.start()
+        slot = pool.slots[0]
+        await until(lambda: slot.state == "backoff" and slot.num_failures == 2)
+        slot.due += 6  # as after a few failures more
+        with pytest.raises(UnavailableError, match="backoff: no luck") as caught:
+            submit(pool)
+        assert caught.value.retry_after_s in (6, 7)
+        await pool.stop(0)
+
+    run(go)
+
+
+def test_model_that_was_given_up_does_not_ask_for_another_try():
+    async def go(arena: Arena) -> None:
+        pool = pool_over(FakeEngine([WorkerStartError("wrong weights", permanent=True)]), arena)
+        pool.start()
+        await until(lambda: pool.is_lost)
+        with pytest.raises(GivenUpError, match="wrong weights") as caught:
+            submit(pool)
+        assert caught.value.retry_after_s is None
+        await pool.stop(0)
+
+    run(go)
