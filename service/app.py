@@ -1,41 +1,49 @@
 """The composition root: engine, pools, dispatchers and the HTTP application, wired in one place."""
 
 import asyncio
-import errno
 import gc
 import json
 import logging
 import multiprocessing
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
-from ipaddress import ip_address
 from math import prod
 
 import uvicorn
 
 from service import logs as log_setup
 from service.admission import Admission
+from service.api.admin import admin_router
 from service.api.auth import Guard
 from service.api.body import Limits
 from service.api.call import Call
-from service.api.connections import EdgeLimits
 from service.api.health import HealthReport, health_router
 from service.api.metrics import metrics_router
 from service.api.predict import PREFIX, Predict
 from service.api.protocol import PredictProtocol
 from service.api.web import App
+from service.cli_config import json_of
 from service.console import Console
-from service.descriptors import max_connections, raise_limit
 from service.dispatcher import Dispatcher
+from service.listening import (
+    BACKLOG,
+    StartError,
+    edge_limits,
+    listen,
+    tls_context,
+    warn_if_open,
+)
 from service.metrics import Metrics, Reading
+from service.operations import Operations
 from service.pool import Pool
 from service.quarantine import Quarantine
 from service.report import report_of
 from service.server import Server
 from service.settings import ModelSettings, Settings, version_of
-from service.tls import TlsError, expiry_warning, server_context
+from service.settings_loader import Loaded
+from service.tls import TlsError
 from workers.arena import Arena
 from workers.config import WorkerConfig
 from workers.devices import DeviceError, Host, find_host, place
@@ -48,8 +56,6 @@ logger = logging.getLogger(__name__)
 EXIT_NEVER_SERVED = 3
 """No model could be loaded, and none ever will be."""
 EXIT_CANNOT_START = 1
-_BACKLOG = 2048
-"""Connections that the kernel accepts for us before we do."""
 _MAX_EXAMPLE_NUMBERS = 32
 _MAX_LOGGED_PATH = 200
 _STOP_GRACE_S = 5.0
@@ -58,14 +64,17 @@ _HALF_SENT_S = 2
 """How long connections with half a request may hold up the end, once all accepted is answered."""
 
 
-class StartError(Exception):
-    """The service cannot start; the message says why and what to do."""
-
-
 class Service:
     """One engine and one pool per model, from start to stop. Lives in the event loop."""
 
-    def __init__(self, settings: Settings, host: Host, metrics: Metrics, console: Console) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        host: Host,
+        metrics: Metrics,
+        console: Console,
+        origins: Mapping[str, str] | None = None,
+    ) -> None:
         """Decide what goes where, and start nothing yet.
 
         Raises:
@@ -75,8 +84,16 @@ class Service:
         self.metrics = metrics
         self.pools: dict[str, Pool] = {}
         self.is_draining = False
+        self._is_stopping = False
         self._is_hurried = False
         self._console = console
+        loaded = Loaded(settings=settings, origins=origins or {})
+        self.operations = Operations(
+            self.pools,
+            grace_s=settings.drain_timeout_s,
+            drain=self.set_draining,
+            settings_json=lambda: json_of(loaded.rows()),
+        )
         self._plans = _plan(settings, host)
         try:
             self._arena = Arena(settings.arena_bytes)
@@ -103,24 +120,32 @@ class Service:
         for pool in self.pools.values():
             pool.start()
 
-    def begin_drain(self) -> None:
-        """Turn readiness red; what comes is still answered."""
-        self.is_draining = True
+    def begin_stop(self) -> None:
+        """Turn readiness red for good; what comes is still answered."""
+        self._is_stopping = self.is_draining = True
+
+    def set_draining(self, is_draining: bool) -> bool:
+        """Turn readiness red, or green again; False where the service is shutting down."""
+        if not self._is_stopping:
+            self.is_draining = is_draining
+        return self.is_draining == is_draining
 
     async def drain(self) -> None:
         """Admit nothing more, and answer all that was accepted."""
-        self.is_draining = True
+        self.begin_stop()
         grace_s = self.settings.drain_timeout_s
         await asyncio.gather(*(pool.drain(grace_s) for pool in self.pools.values()))
 
     def cut_off(self) -> None:
         """Wait for nothing any more: answer what is in flight; `stop` will kill the workers."""
-        self.is_draining = self._is_hurried = True
+        self.begin_stop()
+        self._is_hurried = True
         for pool in self.pools.values():
             pool.cut_off("this server was told to stop at once")
 
     async def stop(self) -> None:
         """See every worker out and give the memory back."""
+        await self.operations.stop()
         await self.drain()
         grace_s = 0.0 if self._is_hurried else _STOP_GRACE_S
         await asyncio.gather(*(pool.stop(grace_s) for pool in self.pools.values()))
@@ -180,22 +205,26 @@ class Service:
             yield from pool.read_gauges()
 
 
-def run(settings: Settings) -> int:
+def run(settings: Settings, origins: Mapping[str, str] | None = None) -> int:
     """Serve until a signal, and return the process's exit code. Called in the main thread.
 
     Workers start sooner if `workers.local.start_forkserver` was called before, which it can be
     before this module is imported.
+
+    Args:
+        settings: What to serve and how.
+        origins: Who set each of them, for /admin/settings; see `Loaded`.
     """
     is_colored = None if settings.color == "auto" else False
     logs = log_setup.configure(settings.log_format, settings.log_level, is_colored=is_colored)
     try:
-        listener = _listen(settings.host, settings.port)
+        listener = listen(settings.host, settings.port)
         host = find_host(settings.cuda_visible_devices)
         metrics = Metrics(settings.models, {"version": version_of(), "torch": version_of("torch")})
         console = Console(logs, is_colored=settings.color == "auto")
         metrics.gauge_source(lambda: [Reading(name="log_lines_dropped", value=logs.num_dropped)])
-        service = Service(settings, host, metrics, console)
-        tls = _tls(settings)
+        service = Service(settings, host, metrics, console, origins)
+        tls = tls_context(settings)
     except (StartError, DeviceError, TlsError) as error:
         logger.critical("%s", error)
         logs.close()
@@ -249,9 +278,12 @@ def make_app(service: Service, predict: Predict, guard: Guard) -> App:
         finally:
             await service.stop()
 
+    routers = [health_router(service, guard), metrics_router(service.metrics)]
+    if service.settings.admin_keys:
+        routers.append(admin_router(service.operations))
     app = App(
         version=version_of(),
-        routers=[health_router(service, guard), metrics_router(service.metrics)],
+        routers=routers,
         guard=guard,
         docs=service.settings.docs,
         lifespan=lifespan,
@@ -269,7 +301,7 @@ def _serve(
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http=PredictProtocol.bound_to(predict, _edge_limits(service)),
+        http=PredictProtocol.bound_to(predict, edge_limits(service.settings, len(service.plan))),
         ssl_context_factory=None if tls is None else lambda *_: tls,
         ws="none",
         lifespan="on",
@@ -280,14 +312,14 @@ def _serve(
         headers=[("x-content-type-options", "nosniff")],
         timeout_keep_alive=int(service.settings.keep_alive_s),
         timeout_graceful_shutdown=_HALF_SENT_S,
-        backlog=_BACKLOG,
+        backlog=BACKLOG,
     )
 
     listening: list[str] = []
 
     def on_stopping(reason: str) -> None:
         console.stopping(reason)
-        service.begin_drain()
+        service.begin_stop()
 
     server = Server(
         config,
@@ -384,71 +416,3 @@ def _example(url: str, pool: Pool) -> str:
     for size in reversed(shape):
         numbers = [numbers] * size
     return f"{post}application/json' -d '{json.dumps({'instances': [numbers]})}'"
-
-
-def _tls(settings: Settings) -> ssl.SSLContext | None:
-    """What HTTPS is served with, if it is.
-
-    Raises:
-        TlsError: The certificate or its key cannot be used.
-    """
-    if settings.tls_certificate is None:
-        return None
-    context = server_context(settings.tls_certificate, settings.tls_key)
-    if warning := expiry_warning(settings.tls_certificate):
-        logger.warning("%s", warning)
-    return context
-
-
-def _edge_limits(service: Service) -> EdgeLimits:
-    """What connections may cost. Raises this process's limit of descriptors for them."""
-    settings = service.settings
-    num_files = raise_limit()
-    fitting = max_connections(num_files, len(service.plan))
-    wanted = settings.max_connections
-    if wanted != "auto" and wanted > fitting:
-        logger.warning(
-            "max_connections: %d do not fit: this process may open %d files, some of which the "
-            "workers need; %d connections are allowed. Raise the limit (ulimit -n)",
-            wanted,
-            num_files,
-            fitting,
-        )
-    return EdgeLimits(
-        max_connections=fitting if wanted == "auto" else min(wanted, fitting),
-        head_timeout_s=settings.head_timeout_s,
-        write_timeout_s=settings.write_timeout_s,
-    )
-
-
-def warn_if_open(settings: Settings, listener: socket.socket) -> None:
-    """Say so when others than this host may use the service without a key."""
-    address = listener.getsockname()[0]
-    if settings.predict_keys or ip_address(address.partition("%")[0]).is_loopback:
-        return
-    logger.warning(
-        "whoever reaches %s may use this service: no API key is set. Put one into "
-        "INFERPOOL_PREDICT_KEYS or a file named by --predict-keys-file, or listen on 127.0.0.1",
-        address,
-    )
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Take the address before anything else is started.
-
-    Raises:
-        StartError: It is in use, or is not this host's.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        in_use = error.errno == errno.EADDRINUSE
-        hint = "; is another service running? Choose another with --port" if in_use else ""
-        raise StartError(f"cannot listen on {host}:{port}: {error.strerror}{hint}") from error
-    return listener

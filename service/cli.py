@@ -190,7 +190,7 @@ def _serve(args: Namespace) -> int:
         return CANNOT_START
     from service.app import run as run_app
 
-    return run_app(loaded.settings)
+    return run_app(loaded.settings, loaded.origins)
 
 
 def _cure(error: OSError) -> str:

@@ -40,9 +40,13 @@ def write_toml(rows: Sequence[Row], stream: TextIO) -> None:
 
 def write_json(rows: Sequence[Row], stream: TextIO) -> None:
     """One object: dotted key to value and origin."""
+    stream.write(f"{json_of(rows)}\n")
+
+
+def json_of(rows: Sequence[Row]) -> str:
+    """One object: dotted key to value and origin."""
     body = {dotted(key): {"value": value, "origin": origin} for key, value, origin in rows}
-    json.dump(body, stream, indent=2, default=str)
-    stream.write("\n")
+    return json.dumps(body, indent=2, default=str)
 
 
 def _write_rich(cells: Sequence[tuple[str, str, str]], stream: TextIO) -> None:

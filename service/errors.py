@@ -3,6 +3,7 @@
 ServiceError
 +-- BadRequestError            the request cannot be read: 400
 +-- UnknownModelError          no model of that name: 404
++-- ConflictError              something else is being done: 409
 +-- TooLargeError              a body, or a part of one, over its limit: 413
 +-- NotAcceptableError         no answer in any form that `Accept` allows: 406
 +-- UnsupportedTypeError       a content type that no codec reads: 415
@@ -45,6 +46,12 @@ class UnknownModelError(ServiceError):
     """No model of that name is served here."""
 
     code = "unknown_model"
+
+
+class ConflictError(ServiceError):
+    """Something else is being done, which must end first."""
+
+    code = "conflict"
 
 
 class TooLargeError(ServiceError):

@@ -148,6 +148,13 @@ class Pool:
         """Answer all that is in flight now, and admit nothing more."""
         self.dispatcher.cut_off(reason)
 
+    async def replace(self, slots: Sequence[Slot], grace_s: float) -> None:
+        """Replace workers one after another, and go on only while their successors come up."""
+        for slot in slots:
+            if not await self._supervisor.replace(slot, grace_s):
+                logger.error("%s did not come up again: the rest stay as they are", slot.id)
+                return
+
     async def stop(self, grace_s: float) -> None:
         """See every worker out."""
         await self._supervisor.stop(grace_s)

@@ -23,6 +23,10 @@ class WorkerId:
         """The worker over all its lives, for people: model/slot."""
         return f"{self.model}/{self.slot}"
 
+    def next_life(self) -> "WorkerId":
+        """The incarnation after this one."""
+        return WorkerId(model=self.model, slot=self.slot, incarnation=self.incarnation + 1)
+
     def __str__(self) -> str:
         """As it is written in logs: model/slot#incarnation."""
         return f"{self.worker}#{self.incarnation}"
@@ -38,8 +42,8 @@ class Vitals:
     num_batches: int
 
 
-Cause = Literal["exit", "hang", "signal", "start"]
-"""What ended an incarnation: it left, it hung, a signal, or it never started."""
+Cause = Literal["exit", "hang", "signal", "start", "asked"]
+"""What ended an incarnation: it left, it hung, a signal, it never started, or it was asked to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

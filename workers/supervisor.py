@@ -5,7 +5,7 @@ import logging
 import random
 from asyncio import Task
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from workers.config import WorkerConfig
@@ -52,6 +52,10 @@ class Slot:
     was_ever_ready: bool = False
     due: float = 0.0
     """When the next incarnation is to be started, on the event loop's clock."""
+    is_asked_to_leave: bool = False
+    """Its incarnation is to be replaced, though nothing is wrong with it."""
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    """It is known whether the newest incarnation came up."""
 
 
 class Watcher(Protocol):
@@ -98,6 +102,28 @@ class Supervisor:
         await asyncio.gather(*(handle.stop(grace_s) for handle in handles))
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    async def replace(self, slot: Slot, grace_s: float) -> bool:
+        """Let a worker finish what it holds and leave; wait for its successor.
+
+        A worker that was given up is tried again.
+
+        Returns:
+            Whether the successor is ready.
+        """
+        slot.settled.clear()
+        handle = slot.handle
+        if handle is not None:
+            slot.is_asked_to_leave = True
+            self._watcher.on_gone(handle)
+            await handle.stop(grace_s)
+        elif slot.state == "failed" and not self._is_stopping:
+            slot.num_failures = 0
+            slot.id = slot.id.next_life()
+            task = asyncio.create_task(self._keep(slot), name=f"keep {slot.id}")
+            self._tasks[self.slots.index(slot)] = task
+        await slot.settled.wait()
+        return slot.state == "ready"
+
     async def _keep(self, slot: Slot) -> None:
         try:
             while True:
@@ -111,9 +137,7 @@ class Supervisor:
                     return
                 slot.num_restarts += 1
                 await asyncio.sleep(pause_s)
-                slot.id = WorkerId(
-                    model=slot.id.model, slot=slot.id.slot, incarnation=slot.id.incarnation + 1
-                )
+                slot.id = slot.id.next_life()
         except Exception:
             logger.critical("%s is no longer looked after", slot.id, exc_info=True)
             slot.state, slot.reason = "failed", "a mistake of the service; its log has more"
@@ -121,6 +145,7 @@ class Supervisor:
         finally:
             if slot.state != "failed":
                 slot.state = "stopped"
+            slot.settled.set()
 
     async def _live_once(self, slot: Slot) -> bool:
         """One incarnation, from start to end; whether its failure to start is permanent."""
@@ -136,6 +161,7 @@ class Supervisor:
             slot.cause, slot.reason = "start", str(error)
             slot.num_failures += 1
             logger.error("%s did not start: %s", slot.id, error)
+            slot.settled.set()
             return error.permanent
         if self._is_stopping:
             await handle.stop(0)
@@ -143,6 +169,7 @@ class Supervisor:
         slot.handle, slot.was_ever_ready = handle, True
         slot.state, slot.stage = "ready", ""
         self._watcher.on_ready(slot)
+        slot.settled.set()
         began = asyncio.get_running_loop().time()
         try:
             ending = await handle.wait()
@@ -150,6 +177,11 @@ class Supervisor:
             slot.handle = None
             self._watcher.on_gone(handle)
         slot.cause, slot.reason = ending.cause, ending.reason
+        if slot.is_asked_to_leave:
+            slot.is_asked_to_leave = False
+            slot.cause, slot.num_failures = "asked", 0
+            logger.info("%s ended, as it was asked to", slot.id)
+            return False
         if not self._is_stopping:
             logger.warning("%s ended: %s", slot.id, slot.reason)
         was_stable = asyncio.get_running_loop().time() - began > _STABLE_S

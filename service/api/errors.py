@@ -28,6 +28,7 @@ from service.api.trace import new_ids, request_id_of
 from service.errors import (
     BadRequestError,
     CancelledByClientError,
+    ConflictError,
     DeadlineExceededError,
     GivenUpError,
     InvalidInputError,
@@ -122,6 +123,7 @@ TABLE: dict[type[ServiceError], Kind] = {
     MethodNotAllowedError: Kind(405, "Method not allowed", False),
     NotAcceptableError: Kind(406, "No answer in an accepted form", False),
     SlowBodyError: Kind(408, "The body did not arrive in time", True),
+    ConflictError: Kind(409, "Something else is being done", True),
     TooLargeError: Kind(413, "Too large", False),
     LongUrlError: Kind(414, "The URL is too long", False),
     UnsupportedTypeError: Kind(415, "Unsupported content type", False),

@@ -6,8 +6,9 @@ from starlette.routing import BaseRoute, Mount, Route
 
 from service.api.auth import POLICIES, policy_of
 from service.api.web import App
-from service.app import Service, make_app, make_guard, make_predict, warn_if_open
+from service.app import Service, make_app, make_guard, make_predict
 from service.console import Console
+from service.listening import warn_if_open
 from service.logs import configure
 from service.metrics import Metrics
 from service.settings import Settings
@@ -50,6 +51,7 @@ def test_every_route_has_a_policy(app):
     assert len(paths) > 8
     assert [path for path in paths if policy_of(path) is None] == []
     assert set(POLICIES) - {"/admin"} <= set(paths)
+    assert any(path.startswith("/admin/") for path in paths)
 
 
 @pytest.mark.parametrize(

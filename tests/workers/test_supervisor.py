@@ -209,3 +209,30 @@ def test_worker_that_comes_up_during_the_stop_is_stopped(supervise):
 
     supervise(Slow(), test)
     assert all(worker.is_gone for worker in engine.started)
+
+
+def test_a_worker_that_is_replaced_finishes_first_and_counts_no_failure(supervise):
+    async def test(supervisor: Supervisor, log: Log) -> None:
+        await log.until("ready", 2)
+        for _ in range(5):  # more often than failures would be allowed
+            assert await supervisor.replace(supervisor.slots[0], 1)
+        first, second = supervisor.slots
+        assert (first.id.incarnation, first.state, first.num_failures) == (5, "ready", 0)
+        assert first.cause == "asked"
+        assert (second.id.incarnation, second.state) == (0, "ready")
+        gone = log.events.index(("gone", "m/0#0"))
+        assert gone < log.events.index(("ready", "m/0#1"))
+
+    supervise(FakeEngine(), test, num_workers=2)
+
+
+def test_a_successor_that_does_not_come_up_is_told(supervise):
+    engine = FakeEngine()
+
+    async def test(supervisor: Supervisor, log: Log) -> None:
+        await log.until("ready")
+        engine.failures = [unlucky()]
+        assert not await supervisor.replace(supervisor.slots[0], 1)
+        await log.until("ready", 2)
+
+    supervise(engine, test)
