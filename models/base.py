@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from models.errors import InputError
-from models.spec import Placement, TensorHeader, TensorSpec
+from models.spec import MAX_IMAGE_PIXELS, Placement, TensorHeader, TensorSpec
 
 Kind: TypeAlias = Literal["image", "bytes", "json", "tensors"]
 """What a payload is: an encoded image, opaque bytes, a JSON value, or raw tensors with headers."""
@@ -90,6 +90,8 @@ class Model:
     """What `preprocess` yields, with the batch dimension first; used to check tensors and JSON."""
     outputs: Sequence[TensorSpec] = ()
     """What `postprocess` yields, with the batch dimension first."""
+    max_image_pixels = MAX_IMAGE_PIXELS
+    """The setting of that name, for `decode_image`; set by the worker before `load`."""
 
     def load(self, placement: Placement) -> None:
         """Load the weights on the placement's devices, once per incarnation.

@@ -4,10 +4,13 @@ A picture is what its first bytes say, not what a header or a file name claims. 
 `InputError` leaves this module for a picture that cannot be had.
 """
 
+import contextlib
+import ctypes
+from functools import cache, partial
 from io import BytesIO
 
 import numpy as np
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, _imaging
 from PIL.BmpImagePlugin import BmpImageFile
 from PIL.GifImagePlugin import GifImageFile
 from PIL.ImageFile import ImageFile
@@ -16,10 +19,9 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
+from models.containers import check_container, check_exif
 from models.errors import InputError
-
-MAX_PIXELS = 50_000_000
-"""Of one picture: 150 MB as RGB, more than any camera's usual frame."""
+from models.spec import MAX_IMAGE_PIXELS
 
 _OPENERS: dict[bytes, type[ImageFile]] = {
     b"\xff\xd8\xff": JpegImageFile,
@@ -34,6 +36,10 @@ _OPENERS: dict[bytes, type[ImageFile]] = {
 }
 _FORMATS = "JPEG, PNG, WEBP, GIF, BMP and TIFF"
 
+_TILE_WIDTH, _TILE_LENGTH = 322, 323
+"""TIFF 6.0, section 15."""
+_SMALL_TILE_PIXELS = 1 << 20
+
 # EXIF 2.3, 4.6.4 A, tag 274: what undoes each orientation.
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -46,7 +52,7 @@ _UPRIGHT = {
 }
 
 
-def decode_image(data: bytes | memoryview, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
+def decode_image(data: bytes | memoryview, *, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
     """Decode a picture to RGB, turned upright as its EXIF orientation says.
 
     Of an animation the first frame is taken. Grayscale, CMYK and palettes become RGB as Pillow's
@@ -62,13 +68,18 @@ def decode_image(data: bytes | memoryview, *, max_pixels: int = MAX_PIXELS) -> I
     """
     if not len(data):
         raise InputError("the image is empty: 0 bytes")
-    opener = _opener_of(bytes(data[:16]))
+    data = bytes(data)  # `BytesIO` shares what is bytes, and copies anything else
+    opener = _opener_of(data[:16])
     if opener is None:
         raise InputError(f"these {len(data)} bytes are no image: {_FORMATS} are understood")
     try:
+        check_container(opener.format, data, partial(check_size, max_pixels=max_pixels))
         # Past `Image.open`, whose size check is global and warns where this one refuses.
         image = opener(BytesIO(data))
         check_size(*image.size, max_pixels=max_pixels)
+        if isinstance(image, TiffImageFile):
+            _silence_libtiff()
+            _check_tile(image)
         image.load()
         return _to_rgb(_upright(image))
     except InputError:
@@ -78,7 +89,7 @@ def decode_image(data: bytes | memoryview, *, max_pixels: int = MAX_PIXELS) -> I
         raise InputError(f"the {opener.format} image cannot be decoded: {reason}") from error
 
 
-def check_size(width: int, height: int, *, max_pixels: int = MAX_PIXELS) -> None:
+def check_size(width: int, height: int, *, max_pixels: int = MAX_IMAGE_PIXELS) -> None:
     """Refuse a picture of no pixels, or of too many.
 
     Raises:
@@ -102,7 +113,28 @@ def _opener_of(head: bytes) -> type[ImageFile] | None:
     return None
 
 
+@cache
+def _silence_libtiff() -> None:
+    """Keep libtiff from writing what it finds wrong with a client's picture to our stderr."""
+    with contextlib.suppress(OSError, AttributeError):  # built in, or built without
+        libtiff = ctypes.CDLL(_imaging.__file__)  # its symbols are found through who links it
+        libtiff.TIFFSetErrorHandler(None)
+        libtiff.TIFFSetWarningHandler(None)
+
+
+def _check_tile(image: TiffImageFile) -> None:
+    """A tile may be larger than the picture that it is for, and is decoded as a whole."""
+    num_pixels = image.width * image.height
+    width, height = (image.tag_v2.get(tag) or 1 for tag in (_TILE_WIDTH, _TILE_LENGTH))
+    if width * height > 2 * num_pixels + _SMALL_TILE_PIXELS:
+        raise InputError(
+            f"the image of {image.width} x {image.height} pixels is in tiles of {width} x {height}"
+        )
+
+
 def _upright(image: Image.Image) -> Image.Image:
+    check_exif(len(image.info.get("exif", b"")))
+    check_exif(len(image.info.get("Raw profile type exif", "")) // 2)
     try:
         orientation = image.getexif().get(ExifTags.Base.Orientation)
     except Exception:  # damaged metadata does not make the picture unreadable

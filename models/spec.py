@@ -24,6 +24,11 @@ DTYPE_BYTES = {
 """Bytes of one element, by the name that torch gives a dtype (`torch.float32` is "float32")."""
 
 
+MAX_IMAGE_PIXELS = 50_000_000
+"""Of one encoded picture, unless told otherwise: as many as the largest sensors of telephones have.
+While a picture is decoded each pixel takes 5 to 10 bytes."""
+
+
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The name, dtype and shape of one input or output of a model."""
 

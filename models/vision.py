@@ -5,7 +5,6 @@ Axes: B batch, H height, W width, C = 3 colours, K classes.
 
 # ruff: noqa: N803, N806 - tensors carry their axes in their names
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -116,8 +115,6 @@ class Classifier(Model):
         Raises:
             ModelError: They are not, or the network cannot be had.
         """
-        # What Pillow says of damaged metadata is a client's matter, and would fill the log.
-        warnings.filterwarnings("ignore", module="PIL")
         self.device = torch.device(placement.devices[0])
         self.network = self.build_network().eval().requires_grad_(False).to(self.device)
         self.normalize = Normalize(self.transform).to(self.device)
@@ -137,7 +134,7 @@ class Classifier(Model):
             return {"image": self._from_tensor(item)}
         if item.kind == "json":
             return {"image": self._from_json(item.payload)}
-        return {"image": self.transform_image(decode_image(item.payload))}
+        return {"image": self.transform_image(self._decode(item.payload))}
 
     def transform_image(self, image: Image.Image) -> Tensor:
         """Make uint8 [crop, crop, C] of an RGB image, or the normalised float32 [C, H, W]."""
@@ -241,6 +238,9 @@ class Classifier(Model):
                 return self._from_pixels(tensor.numpy())
         raise InputError(f"{self._takes()}, not {header.dtype} {list(header.shape)}")
 
+    def _decode(self, payload: memoryview) -> Image.Image:
+        return decode_image(payload, max_pixels=self.max_image_pixels)
+
     def _from_json(self, payload: memoryview) -> Tensor:
         text = json_texts(payload, ["image"])["image"]
         numbers = json_array(text, "float32")
@@ -254,7 +254,7 @@ class Classifier(Model):
 
     def _from_pixels(self, pixels: NDArray[np.uint8]) -> Tensor:
         height, width = pixels.shape[:2]
-        check_size(width, height)
+        check_size(width, height, max_pixels=self.max_image_pixels)
         image = Image.fromarray(np.ascontiguousarray(pixels))
         return self.transform_image(image.convert("RGB") if image.mode == "L" else image)
 

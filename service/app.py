@@ -364,17 +364,25 @@ def _serve(
 
 
 def _plan(settings: Settings, host: Host) -> dict[str, list[WorkerConfig]]:
-    return {name: _configs(name, model, host) for name, model in settings.models.items()}
+    return {
+        name: _configs(name, model, host, settings.max_image_pixels)
+        for name, model in settings.models.items()
+    }
 
 
-def _configs(name: str, model: ModelSettings, host: Host) -> list[WorkerConfig]:
+def _configs(
+    name: str, model: ModelSettings, host: Host, max_image_pixels: int
+) -> list[WorkerConfig]:
     placements = place(
         host,
         devices=model.devices,
         replicas=None if model.replicas == "auto" else model.replicas,
         threads=None if model.threads_per_replica == "auto" else model.threads_per_replica,
     )
-    return [model.worker_config_for(name, placement) for placement in placements]
+    return [
+        model.worker_config_for(name, placement, max_image_pixels=max_image_pixels)
+        for placement in placements
+    ]
 
 
 def _recorder(metrics: Metrics) -> Callable[[str, int, float], None]:

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from models.spec import Placement
+from models.spec import MAX_IMAGE_PIXELS, Placement
 from service.keys import Keys
 from workers.cgroups import read_limits
 from workers.config import ModelConfig, WorkerConfig
@@ -107,7 +107,9 @@ class ModelSettings(_Table):
             options=dict(self.options),
         )
 
-    def worker_config_for(self, name: str, placement: Placement) -> WorkerConfig:
+    def worker_config_for(
+        self, name: str, placement: Placement, *, max_image_pixels: int
+    ) -> WorkerConfig:
         """All that the worker on one placement is told."""
         return WorkerConfig(
             model=self.model_config_for(name),
@@ -117,6 +119,7 @@ class ModelSettings(_Table):
             prepare_threads=self._num_prepare_threads(placement),
             load_timeout_s=self.load_timeout_s,
             batch_timeout_s=self.batch_timeout_s,
+            max_image_pixels=max_image_pixels,
         )
 
     def _num_prepare_threads(self, placement: Placement) -> int:
@@ -186,6 +189,9 @@ class Settings(_Table):
     """How long an input that has killed workers is refused with 422; 0: it is tried each time."""
     max_instances_per_request: int = Field(256, ge=1)
     """Instances in one HTTP call."""
+    max_image_pixels: int = Field(MAX_IMAGE_PIXELS, ge=1)
+    """Pixels of an encoded image, by its header; more are refused with 422 before anything is
+    decoded. While it is decoded, a pixel takes a worker 5 to 10 bytes."""
     default_timeout_s: float = Field(30.0, gt=0, allow_inf_nan=False)
     """How long a call may take if it does not say."""
     max_timeout_s: float = Field(300.0, gt=0, allow_inf_nan=False)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from models.spec import Placement
+from models.spec import MAX_IMAGE_PIXELS, Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +30,8 @@ class WorkerConfig:
     max_batch_size: int = 8
     prepare_threads: int = 1
     """Threads that run `preprocess`."""
+    max_image_pixels: int = MAX_IMAGE_PIXELS
+    """Encoded images with more are refused by their header."""
     load_timeout_s: float = 600.0
     batch_timeout_s: float = 60.0
     """A batch that has run for longer means a hang."""

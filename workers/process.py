@@ -194,6 +194,7 @@ def _load(config: WorkerConfig, outbox: WorkerQueue) -> tuple[Model, Ready]:
     began = time.monotonic()
     outbox.put(Progress(f"loading {config.model.source}"))
     model = build(config.model.source, config.model.weights, dict(config.model.options))
+    model.max_image_pixels = config.max_image_pixels
     model.load(config.placement)
     samples = list(model.warmup())
     if samples:
@@ -258,3 +259,5 @@ def _log_to(outbox: WorkerQueue) -> None:
     logging.captureWarnings(True)
     # Payloads are mapped read-only on purpose, and `Item.tensors` copies for those who write.
     warnings.filterwarnings("ignore", message="The given buffer is not writable")
+    # What Pillow says of damaged metadata is a client's matter, and would fill the log.
+    warnings.filterwarnings("ignore", module="PIL")
