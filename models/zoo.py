@@ -63,6 +63,12 @@ class TorchvisionClassifier(Classifier):
             self._options.setdefault("num_classes", len(categories))
         super().__init__(transform=_transform(self._preset), labels=categories)
 
+    @property
+    def download(self) -> str:
+        """The URL that `build_network` will fetch; empty if it needs none, or has it already."""
+        url: str = self._published.url if self._published else ""
+        return "" if not url or _cache_path(url).is_file() else url
+
     def build_network(self) -> nn.Module:
         """Build the network, downloading published weights if they are not in torch.hub's folder.
 
@@ -165,13 +171,18 @@ def _transform(preset: Any) -> ImageTransform:
     )
 
 
+def _cache_path(url: str) -> Path:
+    """Where torch.hub keeps what it has downloaded."""
+    return Path(torch.hub.get_dir(), "checkpoints", Path(urlparse(url).path).name)
+
+
 def _check_cached(url: str) -> None:
     """Hold a weight file that is already there against the hash in its name.
 
     torch.hub checks only what it downloads, and unpickles what it finds: a file that was cut short
     or replaced must not get there.
     """
-    path = Path(torch.hub.get_dir(), "checkpoints", Path(urlparse(url).path).name)
+    path = _cache_path(url)
     wanted = re.search(r"-([0-9a-f]{8,})\.", path.name)
     if wanted is None or not path.is_file():
         return

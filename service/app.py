@@ -27,6 +27,7 @@ from service.api.web import App
 from service.cli_config import json_of
 from service.console import Console
 from service.dispatcher import Dispatcher
+from service.doctor.diagnosis import diagnose_quickly
 from service.listening import (
     BACKLOG,
     StartError,
@@ -220,6 +221,7 @@ def run(settings: Settings, origins: Mapping[str, str] | None = None) -> int:
     try:
         listener = listen(settings.host, settings.port)
         host = find_host(settings.cuda_visible_devices)
+        _look_around(settings, host)
         metrics = Metrics(settings.models, {"version": version_of(), "torch": version_of("torch")})
         console = Console(logs, is_colored=settings.color == "auto")
         metrics.gauge_source(lambda: [Reading(name="log_lines_dropped", value=logs.num_dropped)])
@@ -238,6 +240,19 @@ def run(settings: Settings, origins: Mapping[str, str] | None = None) -> int:
             process.kill()  # only those that a hurried shutdown has left
         listener.close()
         logs.close()
+
+
+def _look_around(settings: Settings, host: Host) -> None:
+    """Log what the quick checks of `inferpool doctor` find wrong with this machine.
+
+    Raises:
+        StartError: Nothing could be served.
+    """
+    for finding in diagnose_quickly(settings, host):
+        if finding.is_fatal:
+            raise StartError(str(finding))
+        if finding.level in ("warning", "error"):
+            logger.log(logging.getLevelNamesMapping()[finding.level.upper()], "%s", finding)
 
 
 def make_guard(settings: Settings) -> Guard:

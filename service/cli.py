@@ -1,4 +1,4 @@
-"""The verbs of the command `inferpool`: serve, config, version. Runs in the front end."""
+"""The verbs of the command `inferpool`: serve, doctor, config, version. Runs in the front end."""
 
 import difflib
 import errno
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 CANNOT_START = 1
 """The exit status where this machine has no room for the service."""
+FOUND_ERRORS = 1
+"""The exit status where `doctor` found something that will not work."""
 USAGE_ERROR = 2
 """The exit status for a wrong command line or wrong settings."""
 
@@ -25,6 +27,7 @@ examples:
   inferpool serve torchvision:resnet50         a network of torchvision
   inferpool serve my_package.nets:MyModel      a class of your own
   inferpool serve exported.pt2 --replicas 2    a torch.export archive, in two processes
+  inferpool doctor                             what would go wrong here, and what to do
   inferpool config                             every setting in force, and who set it
 """
 _SETTINGS = """\
@@ -112,6 +115,25 @@ def _parser() -> tuple[_Parser, Mapping[str, ArgumentParser]]:
         help="toml can be saved as inferpool.toml (default: table)",
     )
     config.set_defaults(verb=_config)
+    doctor = verbs.add_parser(
+        "doctor",
+        help="say what on this machine would go wrong, and what to do",
+        description="Look at this machine and at the settings that `inferpool serve` with the same "
+        "arguments would have. The exit status is 1 if something will not work.",
+        epilog=_SETTINGS,
+        parents=[flags],
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    doctor.add_argument(
+        "--measure",
+        action="store_true",
+        help="load each model once, and measure its memory, its start and a prediction",
+    )
+    doctor.add_argument(
+        "--format", choices=("table", "json"), default="table", help="default: table"
+    )
+    doctor.set_defaults(verb=_doctor)
     about = verbs.add_parser(
         "version",
         help="print the versions of inferpool, Python and torch",
@@ -119,7 +141,7 @@ def _parser() -> tuple[_Parser, Mapping[str, ArgumentParser]]:
         allow_abbrev=False,
     )
     about.set_defaults(verb=_version)
-    return parser, {"serve": serve, "config": config, "version": about}
+    return parser, {"serve": serve, "config": config, "doctor": doctor, "version": about}
 
 
 def _settings_flags() -> _Parser:
@@ -213,6 +235,25 @@ def _config(args: Namespace) -> int:
     write = {"table": cli_config.write_table, "toml": cli_config.write_toml}
     write.get(args.format, cli_config.write_json)(loaded.rows(), sys.stdout)
     return 0
+
+
+def _doctor(args: Namespace) -> int:
+    loaded = _load(args)
+    if loaded is None:
+        return USAGE_ERROR
+    from service.doctor import report
+    from service.doctor.diagnosis import diagnose
+    from service.settings_loader import secret_variables
+    from workers.devices import find_host
+
+    for name in secret_variables(os.environ):  # as when it serves
+        del os.environ[name]
+    settings = loaded.settings
+    host = find_host(settings.cuda_visible_devices)
+    findings = list(diagnose(settings, host, loaded.origins, is_measured=args.measure))
+    write = report.write_json if args.format == "json" else report.write_table
+    write(findings, sys.stdout)
+    return FOUND_ERRORS if any(finding.level == "error" for finding in findings) else 0
 
 
 def _version(_: Namespace) -> int:

@@ -16,11 +16,18 @@ _ENOUGH = 1 << 20
 def raise_limit() -> int:
     """Raise the limit of this process to what it may have at most, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        return wanted
-    return _ENOUGH if soft == resource.RLIM_INFINITY else soft
+    limit = limit_to_be()
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return limit
+
+
+def limit_to_be() -> int:
+    """What `raise_limit` makes of the limit of this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or hard == resource.RLIM_INFINITY:
+        return max(_ENOUGH, soft)
+    return max(soft, min(hard, _ENOUGH))
 
 
 def max_connections(limit: int, num_workers: int) -> int:

@@ -49,7 +49,9 @@ def assert_scores_as_torchvision_alone(model, weights):
 )
 def test_published_weights_are_downloaded_once_and_checked(published, weights, name):
     model = build(f"torchvision:{NAME}", name, {})
+    assert model.download == published.as_uri()
     model.load(CPU)
+    assert model.download == ""
     assert_scores_as_torchvision_alone(model, weights)
     published.unlink()
     again = build(f"torchvision:{NAME}", name, {})

@@ -1,0 +1,95 @@
+"""All the checks, in the order in which their findings are read."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from service.doctor.devices import check_driver, check_gpus, check_placement, check_visible
+from service.doctor.facts import Facts, gather
+from service.doctor.findings import Finding
+from service.doctor.limits import (
+    check_connections,
+    check_container,
+    check_cores,
+    check_descriptors,
+    check_processes,
+    check_ulimits,
+)
+from service.doctor.memory import (
+    check_arena,
+    check_gpu_memory,
+    check_huge_pages,
+    check_replicas,
+    check_shared_memory,
+    check_swap,
+)
+from service.doctor.system import (
+    check_disk,
+    check_kernel,
+    check_processor,
+    check_temporary,
+    check_torch,
+)
+from service.doctor.weights import check_weights
+from service.settings import Settings
+from workers.devices import Host
+
+Check = Callable[[Facts, Settings], Iterator[Finding]]
+
+FOUND_BY_STARTING: Sequence[Check] = (check_placement, check_arena, check_connections)
+"""What the start of the service comes upon by itself, and says."""
+QUICK: Sequence[Check] = (
+    check_visible,
+    check_torch,
+    check_weights,
+    check_cores,
+    check_replicas,
+    check_gpu_memory,
+    check_shared_memory,
+    check_descriptors,
+    check_processes,
+    check_ulimits,
+    check_container,
+    check_temporary,
+    check_disk,
+    check_processor,
+    check_kernel,
+    check_huge_pages,
+    check_swap,
+)
+"""Those that cost milliseconds and start no process."""
+
+
+def diagnose_quickly(settings: Settings, host: Host) -> list[Finding]:
+    """What the service looks at when it starts."""
+    facts = gather(settings, host)
+    return [finding for check in QUICK for finding in check(facts, settings)]
+
+
+def diagnose(
+    settings: Settings, host: Host, origins: Mapping[str, str], *, is_measured: bool
+) -> Iterator[Finding]:
+    """All that `inferpool doctor` looks at; the slow checks come last.
+
+    Args:
+        settings: What is to be served.
+        host: The devices of this machine.
+        origins: Who set what, by dotted key.
+        is_measured: Whether to load each model as well.
+    """
+    import pynvml
+
+    from service.doctor.network import check_address, check_settings_file
+    from service.doctor.probes import check_imports, measure
+    from workers.nvml import read_nvml
+
+    facts = gather(settings, host)
+    yield from check_settings_file(origins)
+    yield from check_address(settings, Path("/proc/sys/net/core/somaxconn"))
+    nvml = read_nvml(pynvml)
+    yield from check_driver(facts, nvml)
+    yield from check_gpus(facts, nvml)
+    for check in (*FOUND_BY_STARTING, *QUICK):
+        yield from check(facts, settings)
+    yield from check_imports(facts, settings)
+    if is_measured:
+        yield from measure(facts, settings)

@@ -1,0 +1,56 @@
+"""What a check has found: a value with a level, a sentence, and what to do."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Level = Literal["ok", "note", "warning", "error"]
+"""A note is worth knowing; a warning may cost speed or requests; an error will stop something."""
+LEVELS: tuple[Level, ...] = ("error", "warning", "note", "ok")
+"""The worst first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that was looked at."""
+
+    check: str
+    """What was looked at, in a word or two."""
+    level: Level
+    message: str
+    advice: str = ""
+    """What to do; empty where there is nothing to be done."""
+    is_fatal: bool = False
+    """Nothing can be served: the service does not start."""
+
+    def __str__(self) -> str:
+        """On one line, for a log."""
+        return f"{self.check}: {self.message}{'; ' if self.advice else ''}{self.advice}"
+
+
+def ok(check: str, message: str) -> Finding:
+    """All is well."""
+    return Finding(check=check, level="ok", message=message)
+
+
+def note(check: str, message: str, advice: str = "") -> Finding:
+    """Something to know."""
+    return Finding(check=check, level="note", message=message, advice=advice)
+
+
+def warning(check: str, message: str, advice: str) -> Finding:
+    """Something that may cost speed or requests."""
+    return Finding(check=check, level="warning", message=message, advice=advice)
+
+
+def error(check: str, message: str, advice: str, *, is_fatal: bool = False) -> Finding:
+    """Something that will not work."""
+    return Finding(check=check, level="error", message=message, advice=advice, is_fatal=is_fatal)
+
+
+def in_words(num_bytes: float) -> str:
+    """A size for people: "1.5 GiB", "300 MiB"."""
+    if num_bytes >= 1 << 30:
+        return f"{num_bytes / 2**30:.1f} GiB"
+    if num_bytes >= 1 << 20:
+        return f"{num_bytes / 2**20:.0f} MiB"
+    return f"{num_bytes / 2**10:.0f} KiB"

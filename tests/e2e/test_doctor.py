@@ -1,0 +1,81 @@
+"""`inferpool doctor` as a user runs it, and what a start says of the same."""
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.e2e.running import ROOT, running
+
+FAULTY = "tests.fault_model:FaultModel"
+
+
+def doctor(*arguments: str, cwd: Path = ROOT) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "service", "doctor", *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_model_that_is_well_is_measured():
+    done = doctor(FAULTY, "--port", "0", "--measure", "--format", "json")
+    assert (done.returncode, done.stderr) == (0, "")
+    found = {finding["check"]: finding for finding in json.loads(done.stdout)["findings"]}
+    assert found["model faultmodel"]["level"] == "ok"
+    assert found["measured faultmodel"]["level"] == "ok"
+    assert "ms for a batch of 8" in found["measured faultmodel"]["message"]
+
+
+def test_everything_that_is_wrong_is_named_with_what_to_do(tmp_path: Path):
+    (tmp_path / "broken.py").write_text("import nothing_of_this_name\n")
+    (tmp_path / "models").mkdir()  # the user's own, which must not pass for ours
+    (tmp_path / "models" / "__init__.py").write_text("raise RuntimeError('not ours')")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        (tmp_path / "inferpool.toml").write_text(
+            f"""
+            port = {port}
+            [models.a]
+            source = "broken:Model"
+            [models.b]
+            source = "efficientnet_lite0"
+            weights = "missing.safetensors"
+            """
+        )
+        command = [str(Path(sys.executable).parent / "inferpool"), "doctor"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (1, "")
+    text = " ".join(done.stdout.split())
+    assert f"error address cannot listen on 127.0.0.1:{port}" in text
+    assert "error model a module 'broken' fails on import" in text
+    assert "error weights of b missing.safetensors: there is no such file" in text
+    assert "-> give the path of a whole, readable file" in text
+
+
+def test_wrong_settings_are_told_apart(tmp_path: Path):
+    done = doctor("--port", "http", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--port: 'http' is not a whole number" in done.stderr
+
+
+def test_start_warns_of_what_the_quick_checks_find_and_serves():
+    with running(FAULTY, "--replicas", "6") as service:
+        said = [line for line in service.log if str(line["message"]).startswith("cores: ")]
+        assert [line["level"] for line in said] in ([], ["warning"])  # a large host has room
+        assert bool(said) == (len(os.sched_getaffinity(0)) < 3)
+
+
+def test_start_that_is_bound_to_fail_says_so_at_once():
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+
+    with running("echo", ready=False, preexec_fn=limit) as service:
+        assert service.wait(30) == 1
+        assert "file size: 1 MiB (ulimit -f)" in str(service.log[-1]["message"])
