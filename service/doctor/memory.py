@@ -7,12 +7,13 @@ from service.doctor.findings import Finding, error, in_words, note, ok, warning
 from service.doctor.weights import weights_file
 from service.settings import ModelSettings, Settings
 
-FRONT_END_BYTES = 70 << 20
-FORKSERVER_BYTES = 540 << 20
-"""Proportional set sizes on x86-64 with torch 2.15, from /proc/PID/smaps_rollup: the front end, the
-forkserver with torch, and what a worker has of its own beside the weights."""
-WORKER_BYTES = 180 << 20
-CUDA_WORKER_BYTES = 1 << 30
+# From /proc/PID/smaps_rollup on x86-64 with torch 2.15, two workers, efficientnet_lite0.
+_FRONT_END_BYTES = 70 << 20
+_FORKSERVER_BYTES = 540 << 20
+"""With torch; the workers share it."""
+_WORKER_BYTES = 180 << 20
+"""What each has of its own beside the weights."""
+_CUDA_WORKER_BYTES = 1 << 30
 """Of the host's memory, with a CUDA context. An estimate: no GPU has been measured yet."""
 _TIGHT = 0.8
 _MIN_SHM_BYTES = 64 << 20
@@ -50,7 +51,7 @@ def check_shared_memory(facts: Facts, settings: Settings) -> Iterator[Finding]:
 
 def check_replicas(facts: Facts, settings: Settings) -> Iterator[Finding]:
     """The host's memory against all that is to be started."""
-    need = settings.arena_bytes + FRONT_END_BYTES + FORKSERVER_BYTES
+    need = settings.arena_bytes + _FRONT_END_BYTES + _FORKSERVER_BYTES
     unknown = []
     for name, placements in facts.placements.items():
         size = _weight_bytes(settings.models[name])
@@ -58,7 +59,7 @@ def check_replicas(facts: Facts, settings: Settings) -> Iterator[Finding]:
             unknown.append(name)
         for placement in placements:
             on_gpu = placement.devices[0].startswith("cuda")
-            need += CUDA_WORKER_BYTES if on_gpu else WORKER_BYTES + (size or 0)
+            need += _CUDA_WORKER_BYTES if on_gpu else _WORKER_BYTES + (size or 0)
     least = "at least " if unknown else "about "
     more = f" and the weights of {', '.join(unknown)}" if unknown else ""
     message = (
