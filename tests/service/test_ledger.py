@@ -1,0 +1,322 @@
+"""The dispatcher's books under random schedules of everything that may happen to an instance.
+
+The clock is ours, the workers are fakes that echo what lies in the slots of their batches, and
+after each step the books are compared with what was done.
+"""
+
+import asyncio
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
+
+from service import dispatcher as dispatcher_module
+from service.admission import Admission
+from service.dispatcher import Dispatcher
+from service.errors import (
+    DeadlineExceededError,
+    InvalidInputError,
+    ModelFailedError,
+    QuarantinedError,
+    ServiceError,
+    UnavailableError,
+    WorkerCrashedError,
+)
+from service.metrics import ModelMetrics
+from service.quarantine import Quarantine
+from service.request import CallOptions, Payload
+from tests.fakes import FakeWorker
+from workers.arena import MIN_BLOCK_BYTES, Arena
+from workers.messages import BatchDone, ItemError, ItemRef
+
+if TYPE_CHECKING:
+    from service.instance import Instance
+
+NUM_SCHEDULES = 60
+NUM_STEPS = 150
+MAX_BATCH_SIZE = 4
+ITEM_ERRORS = ("invalid_input", "model_error", "deadline_exceeded")
+FAILURES = (
+    InvalidInputError,
+    ModelFailedError,
+    QuarantinedError,
+    UnavailableError,
+    WorkerCrashedError,
+)
+POISON = b"the same each time"
+
+
+class Clock:
+    """In the place of the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class ClockedLoop(asyncio.SelectorEventLoop):
+    """Its time passes when it is told to."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def time(self) -> float:
+        return self._clock.now
+
+
+class EchoWorker(FakeWorker):
+    """Answers with the payloads, which must lie in their slots until it does."""
+
+    def __init__(self, arena: Arena, credit: int) -> None:
+        super().__init__(credit=credit)
+        self._arena = arena
+        self._given: dict[int, bytes] = {}
+
+    def run(self, items: Sequence[ItemRef]) -> "asyncio.Future[BatchDone]":
+        assert 1 <= len(items) <= MAX_BATCH_SIZE
+        assert len(self.batches) < self.credit
+        for ref in items:
+            assert ref.offset not in self._given, "a slot that it holds was given out again"
+            self._given[ref.offset] = self._arena.read(ref.offset, ref.num_bytes)
+        return super().run(items)
+
+    def held(self) -> list[ItemRef]:
+        return [ref for items, _ in self.batches for ref in items]
+
+    def take(self, items: Sequence[ItemRef]) -> list[bytes]:
+        """The payloads of a batch that it gives up, as they lie there now."""
+        found = [self._arena.read(ref.offset, ref.num_bytes) for ref in items]
+        assert found == [self._given.pop(ref.offset) for ref in items], "a slot was written over"
+        return found
+
+    def echo(self, chance: random.Random) -> None:
+        """Answer the oldest batch, some of its items with errors."""
+        outcomes: list[bytes | ItemError] = [*self.take(self.batches[0][0])]
+        for place in range(len(outcomes)):
+            if chance.random() < 0.2:
+                outcomes[place] = ItemError(chance.choice(ITEM_ERRORS), "no")  # type: ignore[arg-type]
+        self.answer(outcomes)
+
+    def perish(self, *, started: bool) -> None:
+        self.take(self.held())
+        self.die(started=started)
+
+
+class Schedule:
+    """A dispatcher, what was done to it, and what it must have made of that."""
+
+    def __init__(self, seed: int, clock: Clock) -> None:
+        self.chance = random.Random(seed)
+        self.clock = clock
+        self.loop = ClockedLoop(clock)
+        self.arena = Arena(32 * 1024)
+        self.metrics = ModelMetrics("m")
+        self.payloads: dict[Instance, bytes] = {}
+        self.settled: Counter[Instance] = Counter()
+        self.num_refused = 0
+        self.workers: list[EchoWorker] = []
+        self.numbers = itertools.count()
+        self.drain: asyncio.Future[None] | None = None
+        self.do(self.make())
+
+    def do(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        self.loop.run_until_complete(coroutine)
+
+    async def make(self) -> None:
+        self.dispatcher = Dispatcher(
+            name="m",
+            arena=self.arena,
+            admission=Admission(max_queue_length=12, rejected=self.metrics.rejected),
+            quarantine=Quarantine(duration_s=5, max_inputs=2),
+            metrics=self.metrics,
+            max_batch_size=MAX_BATCH_SIZE,
+            batch_wait_ms=self.chance.choice([0.0, 2.0]),
+        )
+
+    def run(self) -> None:
+        for step in range(NUM_STEPS):
+            weights = list(self.STEPS.values())
+            (act,) = self.chance.choices(list(self.STEPS), weights)
+            self.do(act(self))
+            if self.chance.random() < 0.7:
+                self.do(turn())
+                self.check_slots()
+            self.check_outcomes()
+            if step > NUM_STEPS * 0.9 and self.drain is None:
+                self.do(self.begin_drain())
+        self.finish()
+
+    async def submit(self) -> None:
+        for _ in range(self.chance.randint(1, 6)):
+            is_poison = self.chance.random() < 0.2
+            size = self.chance.choice([0, 900, 3000])
+            payload = POISON if is_poison else b"%d " % next(self.numbers) + bytes(size)
+            timeout_s = self.chance.choice([60.0, 60.0, 2.0, 0.05, 0.004, -0.01])
+            options = CallOptions(
+                deadline=self.clock.now + timeout_s, priority=self.chance.choice([1, 5, 9])
+            )
+            before = self.metrics.accepted
+            try:
+                instance = self.dispatcher.submit(Payload("bytes", [payload]), options)
+            except ServiceError:
+                self.num_refused += 1
+                assert self.metrics.accepted == before
+                continue
+            self.payloads[instance] = payload
+            instance.add_done_callback(lambda done: self.settled.update([done]))
+
+    async def attach(self) -> None:
+        if len(self.workers) < 3:
+            self.workers.append(EchoWorker(self.arena, self.chance.randint(1, 3)))
+            self.dispatcher.attach(self.workers[-1])
+
+    async def detach(self) -> None:
+        if self.workers:
+            self.dispatcher.detach(self.chance.choice(self.workers))
+
+    async def answer(self) -> None:
+        busy = [worker for worker in self.workers if worker.batches]
+        if busy:
+            self.chance.choice(busy).echo(self.chance)
+
+    async def lose(self) -> None:
+        """A worker dies, as one does that has a poison."""
+        if not self.workers:
+            return
+        worker = self.chance.choice(self.workers)
+        has_poison = any(
+            self.arena.read(ref.offset, ref.num_bytes) == POISON for ref in worker.held()
+        )
+        if not has_poison and self.chance.random() < 0.5:
+            return
+        self.workers.remove(worker)
+        was_idle = not worker.batches
+        worker.perish(started=has_poison or self.chance.random() < 0.5)
+        if was_idle:
+            self.dispatcher.detach(worker)  # as the pool does, since nothing else tells
+
+    async def cancel(self) -> None:
+        waiting = [instance for instance in self.payloads if not instance.done()]
+        if waiting:
+            instance = self.chance.choice(waiting)
+            assert instance.cancel()
+            assert not instance.cancel()
+
+    async def let_time_pass(self) -> None:
+        self.clock.now += self.chance.choice([0.001, 0.001, 0.006, 0.06, 3.0])
+
+    async def abandon(self) -> None:
+        self.dispatcher.abandon(lambda: UnavailableError("over"))
+
+    async def begin_drain(self) -> None:
+        self.drain = asyncio.ensure_future(self.dispatcher.drain(self.chance.choice([0.01, 1.0])))
+
+    STEPS: ClassVar[dict[Callable[["Schedule"], Coroutine[Any, Any, None]], int]] = {
+        submit: 30,
+        attach: 20,
+        answer: 30,
+        lose: 15,
+        cancel: 8,
+        let_time_pass: 10,
+        detach: 3,
+        abandon: 1,
+    }
+
+    def check_outcomes(self) -> None:
+        """Each outcome is counted once, and is the right one."""
+        found: Counter[str] = Counter()
+        for instance, payload in self.payloads.items():
+            if not instance.done():
+                found["in_flight"] += 1
+            elif instance.cancelled():
+                found["cancelled"] += 1
+            elif (error := instance.exception()) is None:
+                found["succeeded"] += 1
+                assert instance.result().value == payload
+            elif isinstance(error, DeadlineExceededError):
+                found["expired"] += 1
+            else:
+                found["failed"] += 1
+                assert isinstance(error, FAILURES)
+        metrics = self.metrics
+        assert metrics.accepted == len(self.payloads)
+        for name in ("succeeded", "failed", "expired", "cancelled", "in_flight"):
+            assert getattr(metrics, name) == found[name], name
+        assert self.dispatcher.num_unsettled == found["in_flight"]
+        assert sum(metrics.rejected.values()) == self.num_refused
+        assert set(self.settled.values()) <= {1}
+
+    def check_slots(self) -> None:
+        """Slots are taken by what waits and by what workers hold, and by nothing else."""
+        queued = {instance.ref.offset: instance.ref for instance in self.dispatcher._queue}
+        held = {ref.offset: ref for worker in self.workers for ref in worker.held()}
+        assert not queued.keys() & held.keys()
+        slots = [*queued.values(), *held.values()]
+        assert self.arena.used_bytes == sum(slot_bytes(ref.num_bytes) for ref in slots)
+        assert self.dispatcher.num_queued == len(queued)
+        assert self.dispatcher.queued_bytes == sum(ref.num_bytes for ref in queued.values())
+        waiting = [instance for instance in self.payloads if not instance.done()]
+        assert {each.ref.offset for each in waiting} <= queued.keys() | held.keys()
+
+    def finish(self) -> None:
+        """What is in flight has a deadline; what workers hold comes back with their end."""
+        assert self.drain is not None
+        self.do(turn())
+        for _ in range(self.chance.choice([0, 100])):
+            self.do(self.answer())
+            self.do(turn())
+        if not self.metrics.in_flight:
+            assert self.drain.done(), "it waits for nothing"
+        self.clock.now += 2
+        self.do(turn())
+        assert self.drain.done()
+        self.drain.result()
+        assert self.metrics.in_flight == 0
+        for worker in self.workers:
+            worker.perish(started=False)
+        self.do(turn())
+        assert self.arena.used_bytes == 0
+        self.check_outcomes()
+        self.loop.close()
+        self.arena.close()
+
+
+async def turn() -> None:
+    """Let all happen that was caused."""
+    for _ in range(8):
+        await asyncio.sleep(0)
+
+
+def slot_bytes(num_bytes: int) -> int:
+    """What a payload takes of the arena."""
+    size = MIN_BLOCK_BYTES
+    while size < num_bytes:
+        size *= 2
+    return size
+
+
+def test_books_balance_and_slots_are_kept_whatever_happens_in_whatever_order(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    clock = Clock()
+    monkeypatch.setattr(dispatcher_module, "time", clock)
+    seen: Counter[str] = Counter()
+    for seed in range(NUM_SCHEDULES):
+        schedule = Schedule(seed, clock)
+        try:
+            schedule.run()
+        except BaseException as error:
+            error.add_note(f"in the schedule of seed {seed}")
+            raise
+        metrics = schedule.metrics
+        for name in ("accepted", "succeeded", "failed", "expired", "cancelled", "retried"):
+            seen[name] += getattr(metrics, name)
+        seen.update(metrics.rejected)
+    never = {name for name in (*seen, "quarantined") if not seen[name]}
+    assert never == {"unavailable"}, seen  # which is for the pool to say
