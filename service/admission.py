@@ -5,88 +5,140 @@ The bound on bytes is the arena: a payload that finds no slot is refused by the 
 
 from collections import deque
 from math import ceil
+from statistics import median
 
-from service.errors import OverloadedError, UnavailableError
+from service.errors import DeadlineExceededError, OverloadedError, UnavailableError
 from service.metrics import RejectReason
 
 _WEIGHT = 0.2
-"""Of the newest batch in the moving average."""
+"""Of the newest batch in the moving averages."""
 _NUM_RECENT = 16
 _NUM_NEEDED = 4
 _RECENT_S = 10.0
-"""Older batches say nothing of the rate now."""
+_RECENT_BATCHES = 8.0
+"""Batches of longer ago than this many of them would take, and than the above, say nothing of the
+rate now."""
+_SPARE = 1.2
+"""What an estimate is multiplied with: batches vary, and of those on the edge every other one would
+be late (3 in 100 of all that were admitted, at ten times the capacity)."""
+_LARGE = 0.75
+"""Of the largest batch lately: from here on, one tells how long full ones take."""
 
 
 class RateMeter:
     """How fast the workers of one model answer, from what their batches took."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_batch_size: int) -> None:
         self.item_s = 0.0
         """Seconds of one worker per instance, as a moving average; 0 until the first batch."""
-        self._recent: deque[tuple[float, float]] = deque(maxlen=_NUM_RECENT)
+        self.batch_s = 0.0
+        """Seconds of one worker per batch, likewise."""
+        self._max_batch_size = max_batch_size
+        self._recent: deque[tuple[float, int, float]] = deque(maxlen=_NUM_RECENT)
 
     def note(self, num_items: int, elapsed_s: float, now: float) -> None:
         """A worker that was never without work took this long for a batch."""
         item_s = elapsed_s / num_items
         self.item_s += _WEIGHT * (item_s - self.item_s) if self.item_s else item_s
-        self._recent.append((now, item_s))
+        self.batch_s += _WEIGHT * (elapsed_s - self.batch_s) if self.batch_s else elapsed_s
+        self._recent.append((now, num_items, elapsed_s))
 
-    def least_item_s(self, now: float) -> float:
-        """Seconds per instance that lately three batches in four were slower than; 0 if unknown.
+    def under_load(self, now: float) -> tuple[float, float]:
+        """Seconds per instance and per batch once batches are full; 0 if unknown.
 
-        What must not be refused by mistake is judged by this: one slow batch, or a small one,
-        says little of the next.
+        What must not be refused by mistake is judged by this: by medians, since one slow batch says
+        little of the next, and as if a full batch took no longer than a small one where only small
+        ones were seen.
         """
-        recent = sorted(item_s for at, item_s in self._recent if now - at < _RECENT_S)
-        return recent[len(recent) // 4] if len(recent) >= _NUM_NEEDED else 0.0
+        recent = [
+            (size, elapsed_s)
+            for at, size, elapsed_s in self._recent
+            if now - at < max(_RECENT_S, _RECENT_BATCHES * elapsed_s)
+        ]
+        if len(recent) < _NUM_NEEDED:
+            return 0.0, 0.0
+        largest = max(size for size, _ in recent)
+        large = [each for each in recent if each[0] >= _LARGE * largest]
+        is_full = largest >= self._max_batch_size / 2
+        item_s = median(
+            elapsed_s / (size if is_full else self._max_batch_size) for size, elapsed_s in large
+        )
+        return item_s, median(elapsed_s for _, elapsed_s in large)
 
 
 class Admission:
     """Admits a request to the queue of one model, or refuses it at once."""
 
-    def __init__(self, *, max_queue_length: int, rejected: dict[RejectReason, int]) -> None:
+    def __init__(
+        self, *, max_queue_length: int, max_batch_size: int, rejected: dict[RejectReason, int]
+    ) -> None:
         """Begin to admit.
 
         Args:
             max_queue_length: Requests that may wait.
+            max_batch_size: Of the model's batches.
             rejected: Counts of the refused, by reason.
         """
-        self.rate = RateMeter()
+        self.rate = RateMeter(max_batch_size)
         self._rejected = rejected
         self.is_draining = False
         self._max_queue_length = max_queue_length
 
-    def check(self, *, num_queued: int, num_workers: int, left_s: float, now: float) -> None:
-        """Admit an instance, or say why not.
+    def check(self, num_queued: int, num_workers: int, left_s: float) -> None:
+        """Admit an instance, as far as room goes, or say why not.
 
         Args:
             num_queued: How many wait.
             num_workers: How many workers are ready, or one that soon will be.
             left_s: Seconds until its deadline.
-            now: CLOCK_MONOTONIC seconds.
 
         Raises:
             UnavailableError: The service is shutting down.
-            OverloadedError: The queue is full, or too long for the deadline.
+            DeadlineExceededError: It is too late already.
+            OverloadedError: The queue is full.
         """
         if self.is_draining:
             self._rejected["draining"] += 1
             raise UnavailableError("this server is shutting down", retry_after_s=1)
+        if left_s <= 0:
+            self._rejected["deadline"] += 1
+            raise DeadlineExceededError("the deadline passed before it could be queued")
         if num_queued >= self._max_queue_length:
             self._rejected["queue_full"] += 1
             raise OverloadedError(
                 f"the queue is full ({num_queued} requests wait)",
                 retry_after_s=self._time_for_half(num_queued, num_workers),
             )
-        if num_queued * self.rate.item_s <= left_s * num_workers:
-            return
-        wait_s = num_queued * self.rate.least_item_s(now) / num_workers
-        if wait_s > left_s:
+
+    def is_in_time(self, num_ahead: int, num_workers: int, left_s: float) -> bool:
+        """Whether the deadline is so far off that it need not be looked at closely."""
+        rate = self.rate
+        answered_s = num_ahead * rate.item_s / num_workers + rate.batch_s
+        return not num_ahead or answered_s * _SPARE <= left_s
+
+    def check_time(self, num_ahead: int, num_workers: int, left_s: float, now: float) -> None:
+        """Admit an instance, as far as its deadline goes, or say why not.
+
+        One that is admitted and then late takes the time of another that would not have been: at
+        ten times the capacity, with deadlines shorter than the queue, nearly all would be late.
+
+        Args:
+            num_ahead: How many will be computed before it, those that workers hold included.
+            num_workers: How many workers are ready.
+            left_s: Seconds until its deadline.
+            now: CLOCK_MONOTONIC seconds.
+
+        Raises:
+            OverloadedError: It would not be answered in time.
+        """
+        item_s, batch_s = self.rate.under_load(now)
+        answered_s = num_ahead * item_s / num_workers + batch_s
+        if num_ahead and answered_s * _SPARE > left_s:
             self._rejected["deadline"] += 1
             raise OverloadedError(
-                f"the deadline cannot be met: about {wait_s:.1f} s of work is waiting, "
-                f"and {max(left_s, 0.0):.1f} s are left",
-                retry_after_s=max(1, ceil(wait_s - left_s)),
+                f"the deadline cannot be met: an answer would take about {answered_s:.1f} s, "
+                f"and {left_s:.1f} s are left",
+                retry_after_s=max(1, ceil(answered_s * _SPARE - left_s)),
             )
 
     def _time_for_half(self, num_queued: int, num_workers: int) -> int:

@@ -169,7 +169,9 @@ class Service:
         model = self.settings.models[name]
         metrics = self.metrics.model(name)
         admission = Admission(
-            max_queue_length=self.settings.max_queue_length, rejected=metrics.rejected
+            max_queue_length=self.settings.max_queue_length,
+            max_batch_size=model.max_batch_size,
+            rejected=metrics.rejected,
         )
         dispatcher = Dispatcher(
             name=name,

@@ -44,9 +44,14 @@ class Batcher(Generic[Q]):
         for key in self._order:
             yield from self._lanes[key]
 
+    def num_ahead(self, priority: int, deadline: float, now: float) -> int:
+        """How many of those that wait would go before a request that came now."""
+        lane = _lane_of(priority, deadline, now)
+        return sum(len(self._lanes[key]) for key in self._order if key <= lane)
+
     def push(self, request: Q, now: float) -> None:
         """Add a request behind its equals."""
-        request.lane = lane = _lane_of(request, now)
+        request.lane = lane = _lane_of(request.priority, request.deadline, now)
         self._lane(lane)[request] = None
         self._length += 1
 
@@ -95,9 +100,9 @@ class Batcher(Generic[Q]):
         return lane
 
 
-def _lane_of(request: Queueable, now: float) -> int:
-    left_s = request.deadline - now
+def _lane_of(priority: int, deadline: float, now: float) -> int:
+    left_s = deadline - now
     for number, edge_s in enumerate(_CLASS_EDGES_S):
         if left_s <= edge_s:
-            return request.priority * 4 + number
-    return request.priority * 4 + 3
+            return priority * 4 + number
+    return priority * 4 + 3

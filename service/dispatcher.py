@@ -110,6 +110,8 @@ class Dispatcher:
         """Of the workers that take batches."""
         self._leaving: list[_Lane] = []
         """Of those that take no more, and hold some yet."""
+        self._num_sent = 0
+        """Instances that workers hold, settled or not."""
         self._num_unsettled = 0
         self._is_pump_due = False
         self._timer: asyncio.TimerHandle | None = None
@@ -156,6 +158,7 @@ class Dispatcher:
 
         Raises:
             QuarantinedError: This input has killed workers.
+            DeadlineExceededError: It comes too late.
             OverloadedError: The queue or the arena is full, or the deadline cannot be met.
             UnavailableError: The service is draining.
         """
@@ -163,12 +166,7 @@ class Dispatcher:
         num_bytes = payload.num_bytes
         if num_bytes in self._quarantine.lengths:
             self._refuse_quarantined(payload, options, now)
-        self._admission.check(
-            num_queued=len(self._queue),
-            num_workers=len(self._lanes) or 1,
-            left_s=options.deadline - now,
-            now=now,
-        )
+        self._check_admission(options, now)
         offset = self._arena.put(payload.chunks, num_bytes)
         if offset is None:
             self._metrics.rejected["arena_full"] += 1
@@ -251,6 +249,16 @@ class Dispatcher:
         self._unqueue(instance)
         self._expire(instance, f"the deadline passed {where}")
 
+    def _check_admission(self, options: CallOptions, now: float) -> None:
+        admission, queue = self._admission, self._queue
+        num_queued = len(queue)
+        num_workers = len(self._lanes) or 1
+        left_s = options.deadline - now
+        admission.check(num_queued, num_workers, left_s)
+        if not admission.is_in_time(num_queued + self._num_sent, num_workers, left_s):
+            num_ahead = queue.num_ahead(options.priority, options.deadline, now) + self._num_sent
+            admission.check_time(num_ahead, num_workers, left_s, now)
+
     def _unqueue(self, instance: Instance) -> None:
         if instance.state == QUEUED:
             self._queue.remove(instance)
@@ -323,6 +331,7 @@ class Dispatcher:
         batch = self._queue.next_batch(size)
         for instance in batch:
             instance.state = SENT
+        self._num_sent += len(batch)
         lane.batches.append(batch)
         if len(lane.batches) == 1:
             self._expect(lane, now, len(batch))
@@ -341,6 +350,7 @@ class Dispatcher:
             if instance.state == SETTLED:
                 self._arena.free(instance.ref.offset)
         lane.batches.remove(batch)
+        self._num_sent -= len(batch)
         if not lane.batches and lane in self._leaving:
             self._leaving.remove(lane)
         error = future.exception()

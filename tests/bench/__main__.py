@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from tests.bench import loss, model, peers, start
+from tests.bench import loss, model, overload, peers, start
 from tests.bench.processes import INFERPOOL, BenchError, require_free
 from tests.bench.rounds import Plan
 
-_BENCHMARKS = {"peers": peers, "loss": loss, "model": model, "start": start}
+_BENCHMARKS = {"peers": peers, "loss": loss, "model": model, "start": start, "overload": overload}
 _CONNECTIONS = {"peers": "1,16,64", "loss": "1,16,64", "model": "16,64"}
 _SECS = {"peers": 4, "loss": 4, "model": 8}
 

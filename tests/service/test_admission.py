@@ -1,38 +1,77 @@
 import pytest
 
 from service.admission import Admission
-from service.errors import OverloadedError, UnavailableError
+from service.errors import DeadlineExceededError, OverloadedError, UnavailableError
 from service.metrics import ModelMetrics
 
 
 def admission(**changes: int) -> tuple[Admission, ModelMetrics]:
     metrics = ModelMetrics("m")
-    return Admission(max_queue_length=100, rejected=metrics.rejected, **changes), metrics
+    return (
+        Admission(max_queue_length=100, max_batch_size=8, rejected=metrics.rejected, **changes),
+        metrics,
+    )
 
 
 def test_retry_after_is_computed_from_the_measured_rate():
     gate, metrics = admission()
     for _ in range(4):
-        gate.rate.note(num_items=10, elapsed_s=5.0, now=1.0)
+        gate.rate.note(num_items=8, elapsed_s=4.0, now=1.0)
     with pytest.raises(OverloadedError) as full:
-        gate.check(num_queued=100, num_workers=2, left_s=1000, now=2.0)
-    assert full.value.retry_after_s == 13  # half of 100 x 0.5 s / 2 workers
+        gate.check(num_queued=100, num_workers=2, left_s=1000)
+    assert full.value.retry_after_s == 13  # half of 100 x 0.5 s / 2 workers, rounded
+    assert not gate.is_in_time(num_ahead=40, num_workers=2, left_s=3)
     with pytest.raises(OverloadedError) as late:
-        gate.check(num_queued=40, num_workers=2, left_s=3, now=2.0)
-    assert late.value.retry_after_s == 7
+        gate.check_time(num_ahead=40, num_workers=2, left_s=3, now=2.0)
+    assert late.value.retry_after_s == 14  # (40 x 0.5 s / 2 workers + its own batch) x 1.2 - 3 s
     assert (metrics.rejected["queue_full"], metrics.rejected["deadline"]) == (1, 1)
+
+
+def test_what_workers_hold_and_the_batch_itself_take_time_too():
+    gate, _ = admission()
+    for _ in range(4):
+        gate.rate.note(num_items=8, elapsed_s=0.1, now=1.0)
+    gate.check_time(num_ahead=16, num_workers=1, left_s=0.37, now=1.0)
+    with pytest.raises(OverloadedError):
+        gate.check_time(num_ahead=16, num_workers=1, left_s=0.35, now=1.0)
+
+
+def test_with_nothing_ahead_it_is_tried():
+    gate, _ = admission()
+    for _ in range(4):
+        gate.rate.note(num_items=1, elapsed_s=5.0, now=1.0)
+    assert gate.is_in_time(num_ahead=0, num_workers=1, left_s=0.1)
+
+
+def test_deadline_that_has_passed_is_told_so():
+    gate, metrics = admission()
+    with pytest.raises(DeadlineExceededError):
+        gate.check(num_queued=0, num_workers=1, left_s=-0.001)
+    assert metrics.rejected["deadline"] == 1
 
 
 def test_nothing_is_assumed_of_a_rate_that_was_never_measured():
     gate, _ = admission()
-    gate.check(num_queued=99, num_workers=1, left_s=0.001, now=0.0)
+    gate.check(num_queued=99, num_workers=1, left_s=0.001)
+    assert gate.is_in_time(num_ahead=99, num_workers=1, left_s=0.001)
+
+
+def test_small_batches_do_not_tell_how_many_a_full_one_serves():
+    gate, _ = admission()
+    for _ in range(8):
+        gate.rate.note(num_items=1, elapsed_s=0.04, now=1.0)
+    gate.check_time(num_ahead=80, num_workers=1, left_s=0.6, now=1.0)
+    for _ in range(4):
+        gate.rate.note(num_items=8, elapsed_s=0.32, now=1.0)
+    with pytest.raises(OverloadedError):
+        gate.check_time(num_ahead=80, num_workers=1, left_s=0.6, now=1.0)
 
 
 def test_nothing_is_admitted_while_draining():
     gate, metrics = admission()
     gate.is_draining = True
     with pytest.raises(UnavailableError, match="shutting down"):
-        gate.check(num_queued=0, num_workers=1, left_s=1, now=0.0)
+        gate.check(num_queued=0, num_workers=1, left_s=1)
     assert metrics.rejected["draining"] == 1
 
 
@@ -41,13 +80,13 @@ def test_one_slow_batch_does_not_make_an_idle_service_refuse():
     for _ in range(3):
         gate.rate.note(num_items=8, elapsed_s=0.01, now=1.0)
     gate.rate.note(num_items=1, elapsed_s=30.0, now=2.0)
-    gate.check(num_queued=99, num_workers=1, left_s=1, now=2.0)
+    gate.check_time(num_ahead=99, num_workers=1, left_s=1, now=2.0)
 
 
 def test_rate_of_long_ago_refuses_nobody():
     gate, _ = admission()
     for _ in range(8):
-        gate.rate.note(num_items=1, elapsed_s=3.0, now=1.0)
+        gate.rate.note(num_items=8, elapsed_s=3.0, now=1.0)
     with pytest.raises(OverloadedError):
-        gate.check(num_queued=50, num_workers=1, left_s=10, now=2.0)
-    gate.check(num_queued=50, num_workers=1, left_s=10, now=60.0)
+        gate.check_time(num_ahead=50, num_workers=1, left_s=10, now=20.0)
+    gate.check_time(num_ahead=50, num_workers=1, left_s=10, now=60.0)

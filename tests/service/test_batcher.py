@@ -67,3 +67,13 @@ def test_removed_request_is_not_handed_out():
     batcher.remove(middle)
     assert len(batcher) == 2
     assert names(batcher.next_batch(8)) == "ac"
+
+
+def test_what_goes_before_a_request_is_what_is_more_urgent_or_came_sooner():
+    batcher: Batcher[Waiting] = Batcher()
+    for priority, deadline in [(5, 60.0), (5, 0.05), (1, 60.0), (9, 0.05)]:
+        batcher.push(Waiting("r", priority=priority, deadline=deadline), now=0)
+    assert batcher.num_ahead(5, 60.0, now=0) == 3
+    assert batcher.num_ahead(5, 0.05, now=0) == 2
+    assert batcher.num_ahead(1, 60.0, now=0) == 1
+    assert batcher.num_ahead(9, 60.0, now=0) == 4

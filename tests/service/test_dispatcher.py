@@ -30,8 +30,10 @@ class Bench:
     def __init__(self, **changes: float) -> None:
         self.arena = Arena(64 * 1024)
         self.metrics = ModelMetrics("m")
+        max_batch_size = int(changes.pop("max_batch_size", 4))
         self.admission = Admission(
             max_queue_length=int(changes.pop("max_queue_length", 100)),
+            max_batch_size=max_batch_size,
             rejected=self.metrics.rejected,
         )
         self.dispatcher = Dispatcher(
@@ -40,7 +42,7 @@ class Bench:
             admission=self.admission,
             quarantine=Quarantine(duration_s=changes.pop("quarantine_s", 60.0)),
             metrics=self.metrics,
-            max_batch_size=int(changes.pop("max_batch_size", 4)),
+            max_batch_size=max_batch_size,
             batch_wait_ms=changes.pop("batch_wait_ms", 0.0),
         )
 
@@ -225,10 +227,11 @@ def test_deadline_that_cannot_be_met_is_refused_at_once(bench):
             worker.answer()
             await turn()
         for _ in range(10):
-            b.submit()
+            b.submit(timeout_s=0.9)
         with pytest.raises(OverloadedError, match="deadline cannot be met"):
-            b.submit(timeout_s=0.2)
-        b.submit(timeout_s=2)
+            b.submit(timeout_s=0.3)
+        b.submit(timeout_s=0.9)
+        b.submit(timeout_s=0.3, priority=1)  # which overtakes
 
     run(go())
 

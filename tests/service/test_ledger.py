@@ -132,7 +132,11 @@ class Schedule:
         self.dispatcher = Dispatcher(
             name="m",
             arena=self.arena,
-            admission=Admission(max_queue_length=12, rejected=self.metrics.rejected),
+            admission=Admission(
+                max_queue_length=12,
+                max_batch_size=MAX_BATCH_SIZE,
+                rejected=self.metrics.rejected,
+            ),
             quarantine=Quarantine(duration_s=5, max_inputs=2),
             metrics=self.metrics,
             max_batch_size=MAX_BATCH_SIZE,

@@ -34,7 +34,7 @@ def pool_over(engine: FakeEngine, arena: Arena, **policy: int) -> Pool:
     dispatcher = Dispatcher(
         name="m",
         arena=arena,
-        admission=Admission(max_queue_length=10, rejected=metrics.rejected),
+        admission=Admission(max_queue_length=10, max_batch_size=1, rejected=metrics.rejected),
         quarantine=Quarantine(duration_s=60),
         metrics=metrics,
         max_batch_size=1,

@@ -1,0 +1,50 @@
+"""Ten times what the workers can do, from an open loop, against a real service."""
+
+import asyncio
+from pathlib import Path
+
+from tests.bench.overload import Phase, measure
+from tests.e2e.running import running
+
+MAX_BATCH_SIZE = 4
+MAX_QUEUE_LENGTH = 48
+"""Half a second of work: longer than the deadlines below, and shorter than the default ones."""
+TIMEOUT_MS = 300
+
+
+def test_ten_times_the_capacity_costs_those_who_are_admitted_nothing(tmp_path: Path):
+    config = tmp_path / "inferpool.toml"
+    config.write_text(
+        f"""
+        max_queue_length = {MAX_QUEUE_LENGTH}
+        [models.m]
+        source = "tests.fault_model:FaultModel"
+        replicas = 1
+        max_batch_size = {MAX_BATCH_SIZE}
+        options = {{ forward_s = 0.04 }}
+        """
+    )
+    with running("--config", str(config)) as service:
+        port = int(service.url.rpartition(":")[2])
+        full, tight = (
+            asyncio.run(
+                measure("127.0.0.1", port, times=10, secs=2, timeout_ms=timeout_ms, peak_s=1.5)
+            )
+            for timeout_ms in (None, TIMEOUT_MS)
+        )
+    for found in (full, tight):
+        check(found)
+    assert full.of(504) == []
+    assert full.latency_s(0.99) < (MAX_QUEUE_LENGTH + 3 * MAX_BATCH_SIZE) / full.peak + 0.15
+    assert len(tight.of(504)) <= 0.05 * len(tight.of(200))
+    assert tight.latency_s(0.99) < TIMEOUT_MS / 1000 + 0.15
+
+
+def check(found: Phase) -> None:
+    refused = found.of(429)
+    assert len(refused) > 5 * len(found.of(200))
+    assert all(answer.retry_after_s >= 1 for answer in refused)
+    assert found.refusal_ms(0.9) < 10
+    assert found.num_wrong == 0
+    assert found.goodput >= 0.9 * found.peak
+    assert {answer.status for answer in found.answers} <= {200, 429, 504}
