@@ -115,6 +115,7 @@ class Dispatcher:
         self._num_unsettled = 0
         self._is_pump_due = False
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_due = 0.0
         self._drained: asyncio.Event = asyncio.Event()
         self._prepare_s = 0.0
 
@@ -318,9 +319,10 @@ class Dispatcher:
     def _wake_in(self, delay_s: float) -> None:
         due = self.loop.time() + delay_s
         if self._timer is not None:
-            if self._timer.when() <= due:
+            if self._timer_due <= due:
                 return
             self._timer.cancel()
+        self._timer_due = due  # uvloop's handles for less than a millisecond do not say
         self._timer = self.loop.call_at(due, self._on_timer)
 
     def _on_timer(self) -> None:

@@ -3,6 +3,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
+import uvloop
 
 from service.admission import Admission
 from service.dispatcher import Dispatcher
@@ -183,6 +184,18 @@ def test_batch_wait_holds_an_idle_worker_until_the_batch_is_full_or_time_is_up(b
         assert worker.sizes == [1]
 
     run(go())
+
+
+def test_wake_ups_closer_than_the_event_loop_can_tell_are_told_apart(bench):
+    async def go():
+        b = bench()
+        b.dispatcher._wake_in(0.0003)  # to uvloop, which counts milliseconds, this is at once
+        b.dispatcher._wake_in(0.0002)
+        b.dispatcher._wake_in(0.0004)
+        await turn()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(go(), 10))
 
 
 def test_full_queue_refuses_with_a_time_to_come_back(bench):
