@@ -117,7 +117,9 @@ class Exchange:
 
     def watch_body(self) -> None:
         """Begin to time a body that did not come with its head, unless that is being done."""
-        if self._is_complete or not self._is_started or self._timer is not None:
+        if self._is_complete or self.response_complete or not self._is_started:
+            return
+        if self._timer is not None:
             return
         self._pace = BodyPace(self.call.deadline, self.call.started, self._predict.limits)
         self._timer = self._protocol.loop.call_at(self._pace.next_check, self._check_pace)

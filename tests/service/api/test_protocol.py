@@ -279,3 +279,20 @@ def test_beyond_the_limit_a_newcomer_is_turned_away_while_all_others_are_at_work
             assert (await read_answer(one))[0] == 200
 
     run(test, model=FakeModel(lambda _: None), max_connections=1)
+
+
+def test_a_pipelined_call_that_is_refused_while_its_body_comes_is_over() -> None:
+    late = POST + b"x-timeout-ms: bad\r\ncontent-length: 100000\r\n\r\nthe beginning"
+    mistakes: list[dict[str, object]] = []
+
+    async def test(bench: Bench) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, about: mistakes.append(about))
+        async with bench.connect() as (reader, writer):
+            writer.write(ONE + late)
+            assert (await read_answer(reader))[0] == 200
+            assert (await read_answer(reader))[0] == 400
+            assert await reader.read() == b""
+            await is_well(bench)
+
+    run(test)
+    assert mistakes == []
