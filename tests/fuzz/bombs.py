@@ -50,7 +50,7 @@ def small_png(*extra: bytes) -> bytes:
 def jpeg(width: int = 64, height: int = 64, **options: object) -> bytes:
     """A gray JPEG file."""
     file = io.BytesIO()
-    Image.new("RGB", (width, height), "gray").save(file, "JPEG", **options)  # type: ignore[arg-type]
+    Image.new("RGB", (width, height), "gray").save(file, "JPEG", **options)
     return file.getvalue()
 
 

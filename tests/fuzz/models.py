@@ -1,0 +1,51 @@
+"""What the campaign is run against, besides `echo` and the default model."""
+
+import torch
+from torch import nn
+
+from models.base import Features, Model
+from models.spec import TensorSpec
+from models.vision import Classifier, ImageTransform
+
+
+class TwoInputs(Model):
+    """Adds and compares: named tensors of several dtypes and ranks."""
+
+    inputs = (
+        TensorSpec(name="x", dtype="float32", shape=(-1, 3)),
+        TensorSpec(name="ids", dtype="int64", shape=(-1, -1)),
+    )
+    outputs = (
+        TensorSpec(name="sum", dtype="float32", shape=(-1,)),
+        TensorSpec(name="twice", dtype="float32", shape=(-1, 3)),
+    )
+
+    def forward(self, batch: Features) -> Features:
+        total = batch["x"].sum(-1) + batch["ids"].float().sum(-1)
+        # What is finite as it comes in stays so: sums of large numbers are the client's matter.
+        return {
+            "sum": total.nan_to_num().clamp(-1e30, 1e30),
+            "twice": (batch["x"] * 2).nan_to_num().clamp(-1e30, 1e30),
+        }
+
+
+class Grid(Model):
+    """One input of three dimensions, as nested lists or as an array."""
+
+    inputs = (TensorSpec(name="image", dtype="float32", shape=(-1, 2, 3, 4)),)
+    outputs = (TensorSpec(name="mean", dtype="float32", shape=(-1,)),)
+
+    def forward(self, batch: Features) -> Features:
+        return {"mean": batch["image"].clamp(-1e6, 1e6).mean((1, 2, 3)).nan_to_num()}
+
+
+class Decoder(Classifier):
+    """An image classifier whose network costs nothing: what is tried is all that comes before."""
+
+    def __init__(self) -> None:
+        transform = ImageTransform(resize=40, crop=32)
+        super().__init__(transform=transform, labels=["dark", "bright", "gray"])
+
+    def build_network(self) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 3))

@@ -1,0 +1,60 @@
+"""A short campaign of `python -m tests.fuzz`, and what its judge may not overlook."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.campaign import Verdict, campaign, judge, keep, read_input, service
+from tests.fuzz.client import Answer, Outcome
+from tests.fuzz.inputs import KINDS, Input, make_input
+
+SEED = 20261121
+
+
+def test_hostile_inputs_cost_nothing_but_their_own_answers(tmp_path: Path):
+    with service(tmp_path, replicas=1) as target:
+        verdict = campaign(target, num_inputs=4_000, seed=SEED)
+    assert verdict.offences == []
+    assert verdict.num_inputs == 4_000
+    assert set(verdict.statuses) == set(KINDS)
+    found = set().union(*verdict.statuses.values())
+    assert {"200", "400", "404", "405", "406", "413", "415", "422"} <= found
+
+
+def test_an_input_comes_from_its_seed_and_number_alone():
+    for number in range(100):
+        assert make_input(1, number) == make_input(1, number)
+    assert make_input(1, 5) != make_input(2, 5)
+
+
+PROBLEM = b'{"status":400,"detail":"no"}'
+HEAD = b"HTTP/1.1 %d X\r\ncontent-type: application/problem+json"
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "is_offence"),
+    [
+        (400, PROBLEM, False),
+        (400, b"{", True),
+        (422, PROBLEM, True),
+        (500, b'{"status":500,"detail":"oh"}', True),
+        (504, b'{"status":504,"detail":"late"}', True),
+        (0, b"", True),
+    ],
+)
+def test_the_judge_sees_what_may_not_be(status: int, body: bytes, is_offence: bool):
+    input = Input(number=3, kind="json", data=b"", is_framed=True)
+    verdict = Verdict()
+    judge(Outcome(input, [Answer(status, HEAD % status, body)]), verdict)
+    assert bool(verdict.offences) == is_offence
+    judge(Outcome(input, error="neither answered nor closed"), verdict)
+    assert verdict.offences[-1] == ("neither answered nor closed", input)
+
+
+def test_offending_inputs_are_kept_and_can_be_read_again(tmp_path: Path):
+    input = Input(number=7, kind="head", data=b"GET \0", is_framed=False)
+    verdict = Verdict()
+    verdict.offend("why", input)
+    (path,) = keep(verdict, tmp_path)
+    assert read_input(path) == input
+    assert path.with_suffix(".txt").read_text() == "why\n"
