@@ -112,7 +112,6 @@ class Dispatcher:
         """Of those that take no more, and hold some yet."""
         self._num_sent = 0
         """Instances that workers hold, settled or not."""
-        self._num_unsettled = 0
         self._is_pump_due = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0
@@ -137,7 +136,7 @@ class Dispatcher:
     @property
     def num_unsettled(self) -> int:
         """Instances that have no answer yet."""
-        return self._num_unsettled
+        return self._metrics.in_flight
 
     @property
     def is_draining(self) -> bool:
@@ -183,8 +182,9 @@ class Dispatcher:
             request_id,
         )
         instance = Instance(self, ref, now, options)
-        self._metrics.accepted += 1
-        self._num_unsettled += 1
+        metrics = self._metrics
+        metrics.accepted += 1
+        metrics.in_flight += 1
         instance.tick = self._deadlines.add(instance, options.deadline)
         self._queue.push(instance, now)
         self._pump_soon()
@@ -229,12 +229,12 @@ class Dispatcher:
     async def drain(self, grace_s: float) -> None:
         """Admit nothing more, and wait until all is settled; after the grace the rest is failed."""
         self._admission.is_draining = True
-        if self._num_unsettled:
+        if self._metrics.in_flight:
             self._drained.clear()
             try:
                 await asyncio.wait_for(self._drained.wait(), grace_s)
             except TimeoutError:
-                logger.warning("%s: %d requests cut off", self.name, self._num_unsettled)
+                logger.warning("%s: %d requests cut off", self.name, self._metrics.in_flight)
                 self.cut_off("this server is shutting down and ran out of time")
 
     def on_cancelled(self, instance: Instance) -> None:
@@ -473,8 +473,9 @@ class Dispatcher:
     def _settle(self, instance: Instance) -> None:
         instance.state = SETTLED
         self._deadlines.discard(instance, instance.tick)
-        self._num_unsettled -= 1
-        if not self._num_unsettled:
+        metrics = self._metrics
+        metrics.in_flight -= 1
+        if not metrics.in_flight:
             self._drained.set()
 
 

@@ -101,7 +101,8 @@ class ModelMetrics:
     """What is counted for one model. The attributes are written where things happen.
 
     Every instance that is `accepted` ends in exactly one of `succeeded`, `failed`, `expired` and
-    `cancelled`; `in_flight` is what has not ended yet, by definition.
+    `cancelled`. `in_flight` is counted by itself, so that the books can be checked: at every
+    instant accepted = succeeded + failed + expired + cancelled + in flight.
     """
 
     __slots__ = (
@@ -110,6 +111,7 @@ class ModelMetrics:
         "cancelled",
         "expired",
         "failed",
+        "in_flight",
         "inference_duration",
         "name",
         "prepare_duration",
@@ -142,17 +144,13 @@ class ModelMetrics:
         self.failed = 0
         self.expired = 0
         self.cancelled = 0
+        self.in_flight = 0
         self.retried = 0
         """Instances sent again after the worker that held them was lost."""
         self.rejected: dict[RejectReason, int] = dict.fromkeys(get_args(RejectReason), 0)
         """Instances refused at the door, by reason: `rejected["queue_full"] += 1`."""
         self.restarts: dict[Cause, int] = dict.fromkeys(get_args(Cause), 0)
         """Incarnations that ended, or did not start, by what ended them."""
-
-    @property
-    def in_flight(self) -> int:
-        """Instances accepted that have no outcome yet."""
-        return self.accepted - self.succeeded - self.failed - self.expired - self.cancelled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,24 +25,31 @@ class FaultModel(Model):
         self,
         *,
         load: str = "ok",
+        load_s: float = 0.0,
         forward_s: float = 0.0,
         prepare_s: float = 0.0,
         once: str | None = None,
+        calls: str | None = None,
     ) -> None:
         """Choose how to load.
 
         Args:
             load: "ok", "raise", "wrong" (a permanent error), "exit" or "hang".
+            load_s: What loading takes.
             forward_s: What each forward pass takes.
             prepare_s: What each preparation takes.
             once: A file: act on "kill" and "hang" only while it does not exist, and create it.
+            calls: A file: the number of each input is written to it before it is computed.
         """
         self._load = load
+        self._load_s = load_s
         self._forward_s = forward_s
         self._prepare_s = prepare_s
         self._once = Path(once) if once else None
+        self._calls = Path(calls) if calls else None
 
     def load(self, placement: Placement) -> None:
+        time.sleep(self._load_s)
         match self._load:
             case "raise":
                 raise RuntimeError("no luck today")
@@ -61,8 +68,11 @@ class FaultModel(Model):
         return {"x": torch.tensor([value["n"], ACTS.index(value.get("do", "ok"))])}
 
     def forward(self, batch: Features) -> Features:
-        time.sleep(self._forward_s)
         x_BA = batch["x"]
+        if self._calls:
+            with self._calls.open("a") as file:
+                file.write("".join(f"{n}\n" for n in x_BA[:, 0].tolist()))
+        time.sleep(self._forward_s)
         for act in x_BA[:, 1].tolist():
             self._act(ACTS[act])
         rows = x_BA[:-1] if ACTS.index("rows") in x_BA[:, 1].tolist() else x_BA
