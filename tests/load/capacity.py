@@ -1,0 +1,134 @@
+"""`ramp`: the highest rate that keeps the thresholds, by doubling and then bisection."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from tests.load.plan import Plan
+from tests.load.team import Outcome, Team
+from tests.load.thresholds import Thresholds
+
+_LOWEST_RATE = 0.5
+_MAX_WAITING_S = 2.0
+"""A step is given up when more requests than arrive in this time have no answer."""
+_BUSY_CORE = 0.9
+
+
+@dataclass(slots=True)
+class Search:
+    """Which rate to try next. Pure: what a rate does is told to it."""
+
+    start: float
+    max_rate: float = math.inf
+    precision: float = 0.05
+    """How near, as a share, the rate that fails is to the one that holds at the end."""
+    low: float = 0.0
+    """The highest rate that held."""
+    high: float = math.inf
+    """The lowest rate that failed."""
+
+    def next_rate(self) -> float | None:
+        """The rate to try; None when the search is over."""
+        if self.low == 0.0 and math.isinf(self.high):
+            return min(self.start, self.max_rate)
+        if self.low == 0.0:
+            return self.high / 2 if self.high / 2 >= _LOWEST_RATE else None
+        if math.isinf(self.high):
+            return min(self.low * 2, self.max_rate) if self.low < self.max_rate else None
+        if self.high / self.low <= 1 + self.precision:
+            return None
+        return math.sqrt(self.low * self.high)
+
+    def tell(self, rate: float, *, holds: bool) -> None:
+        """Take in what a rate did."""
+        if holds:
+            self.low = max(self.low, rate)
+        else:
+            self.high = min(self.high, rate)
+
+
+@dataclass(slots=True)
+class Step:
+    """One rate that was tried."""
+
+    rate: float
+    outcome: Outcome
+    missed: list[str]
+
+    @property
+    def holds(self) -> bool:
+        """Whether the rate kept the thresholds."""
+        return not self.missed
+
+    @property
+    def is_generators(self) -> bool:
+        """Whether the generator itself was what could do no more."""
+        return self.outcome.busiest_core > _BUSY_CORE
+
+
+@dataclass(slots=True)
+class Ramp:
+    """All steps so far, and what they say."""
+
+    thresholds: Thresholds
+    steps: list[Step] = field(default_factory=list)
+    is_complete: bool = False
+
+    @property
+    def capacity(self) -> Step | None:
+        """The step with the highest rate that held."""
+        holding = [step for step in self.steps if step.holds]
+        return max(holding, key=lambda step: step.rate, default=None)
+
+
+def climb(
+    plan: Plan,
+    search: Search,
+    ramp: Ramp,
+    begin: Callable[[Plan, str], Callable[[Outcome], None]],
+) -> None:
+    """Try rates until the search is over; a rate that fails gets a second chance.
+
+    Args:
+        plan: One step; its rate is replaced.
+        search: Where to look.
+        ramp: Gets the steps as they are done, so that an interruption loses none.
+        begin: Announces a step, and returns what shows its course.
+    """
+    while (rate := search.next_rate()) is not None:
+        step = _try(plan, rate, ramp.thresholds, begin, f"{rate:,.1f}/s")
+        if not step.holds:
+            again = _try(plan, rate, ramp.thresholds, begin, f"{rate:,.1f}/s once more")
+            step = again if again.holds else step
+        ramp.steps.append(step)
+        search.tell(rate, holds=step.holds)
+    ramp.is_complete = True
+
+
+def _try(
+    plan: Plan,
+    rate: float,
+    thresholds: Thresholds,
+    begin: Callable[[Plan, str], Callable[[Outcome], None]],
+    title: str,
+) -> Step:
+    plan = replace(plan, rate=rate)
+    show = begin(plan, title)
+    num_planned = rate * (plan.duration_s or 0.0)
+
+    def watch(outcome: Outcome) -> bool:
+        show(outcome)
+        num_open = outcome.num_in_flight + outcome.num_waiting
+        is_flooded = num_open > max(50.0, rate * _MAX_WAITING_S)
+        if is_flooded:
+            flood.append(f"{num_open:,} requests without an answer")
+        return not is_flooded and not thresholds.are_lost(outcome, num_planned)
+
+    flood: list[str] = []
+    with Team(plan) as team:
+        outcome = team.run(watch)
+    return Step(
+        rate=rate,
+        outcome=outcome,
+        missed=thresholds.misses_in(plan.duration_s or 0.0, outcome) or flood,
+    )

@@ -1,0 +1,79 @@
+"""`soak`: whether latency and throughput change while the load stays the same."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tests.load.histogram import Histogram
+from tests.load.team import Outcome
+
+_MIN_BINS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slope:
+    """How fast a figure changes: a straight line through it by least squares."""
+
+    mean: float
+    per_hour: float
+    error_per_hour: float
+    """Two standard errors: a slope that is smaller than this is not told from none."""
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether the figure changes, rather than only scatters."""
+        return abs(self.per_hour) > self.error_per_hour
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drift:
+    """What changed over a run."""
+
+    p50_ms: Slope
+    p99_ms: Slope
+    rate: Slope
+    first_p99_ms: float
+    """Of the first quarter of the time."""
+    last_p99_ms: float
+    """Of the last quarter."""
+
+    @property
+    def p99_growth_percent(self) -> float:
+        """From the first to the last quarter."""
+        return 100 * (self.last_p99_ms / self.first_p99_ms - 1) if self.first_p99_ms else 0.0
+
+
+def find_drift(outcome: Outcome) -> Drift | None:
+    """The drift of a run; None if it was too short to say."""
+    bins = outcome.series.bins[:-1]  # the last one is not full
+    width_s = outcome.series.width_s
+    if sum(each.num_good > 0 for each in bins) < _MIN_BINS:
+        return None
+    quarter = len(bins) // 4
+    p99_ms = [each.latency.percentile_s(99) * 1e3 for each in bins]
+    return Drift(
+        p50_ms=_slope([each.latency.percentile_s(50) * 1e3 for each in bins], width_s),
+        p99_ms=_slope(p99_ms, width_s),
+        rate=_slope([each.num_good / width_s for each in bins], width_s),
+        first_p99_ms=_p99_ms([each.latency for each in bins[:quarter]]),
+        last_p99_ms=_p99_ms([each.latency for each in bins[-quarter:]]),
+    )
+
+
+def _slope(values: Sequence[float], width_s: float) -> Slope:
+    hours = np.arange(len(values)) * width_s / 3600
+    figures = np.asarray(values)
+    centred = hours - hours.mean()
+    spread = float(centred @ centred)
+    per_hour = float(centred @ figures) / spread
+    rest = figures - figures.mean() - per_hour * centred
+    error = float(np.sqrt(rest @ rest / (len(values) - 2) / spread))
+    return Slope(mean=float(figures.mean()), per_hour=per_hour, error_per_hour=2 * error)
+
+
+def _p99_ms(latencies: Sequence[Histogram]) -> float:
+    whole = Histogram()
+    for each in latencies:
+        whole.add(each)
+    return whole.percentile_s(99) * 1e3

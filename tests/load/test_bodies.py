@@ -1,0 +1,72 @@
+import io
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.load.bodies import Source, find_files
+from tests.load.errors import LoadError
+
+
+def test_a_folder_gives_its_files_with_the_types_of_their_suffixes(tmp_path):
+    (tmp_path / "a.jpg").write_bytes(b"jpeg")
+    (tmp_path / "b.npy").write_bytes(b"npy")
+    (tmp_path / "notes.txt").write_text("not sent")
+    bodies = Source(files=find_files(tmp_path)).bodies()
+    assert [(each.content, each.content_type) for each in bodies] == [
+        (b"jpeg", "image/jpeg"),
+        (b"npy", "application/x-npy"),
+    ]
+
+
+def test_a_file_of_unknown_suffix_needs_a_type(tmp_path):
+    file = tmp_path / "x.raw"
+    file.write_bytes(b"1")
+    with pytest.raises(LoadError, match="--content-type"):
+        Source(files=[file]).bodies()
+    body = Source(files=[file], content_type="application/octet-stream").bodies()[0]
+    assert body.content_type == "application/octet-stream"
+
+
+@pytest.mark.parametrize("name", ["nowhere", "empty"])
+def test_nothing_to_send_is_said(tmp_path, name):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(LoadError, match=name):
+        find_files(tmp_path / name)
+
+
+def test_synthetic_images_have_their_size_and_are_the_same_for_a_seed():
+    first, second = Source(image=(90, 50)).bodies(), Source(image=(90, 50)).bodies()
+    assert first == second
+    assert len({each.content for each in first}) == len(first) > 1
+    with Image.open(io.BytesIO(first[0].content)) as image:
+        assert image.size == (90, 50)
+    assert Source(image=(90, 50), seed=1).bodies() != first
+
+
+def test_instances_of_json_are_repeated():
+    body = Source(json_text='{"instances": [1, 2], "parameters": {"a": 1}}', instances=5).bodies()[
+        0
+    ]
+    assert json.loads(body.content) == {"instances": [1, 2, 1, 2, 1], "parameters": {"a": 1}}
+    with pytest.raises(LoadError, match="instances"):
+        Source(json_text="[1]", instances=2).bodies()
+
+
+def test_instances_of_files_become_a_form_that_the_service_reads(tmp_path):
+    from service.api.body import Head, Limits
+    from service.api.codecs import decode
+
+    file = io.BytesIO()
+    np.save(file, np.zeros(3, np.float32))
+    (tmp_path / "x.npy").write_bytes(file.getvalue())
+    body = Source(files=[tmp_path / "x.npy"], instances=3).bodies()[0]
+    head = Head({}, b"", (), Limits())
+    assert len(decode(body.content_type.encode(), [body.content], head).payloads) == 3
+
+
+def test_safetensors_are_not_repeated(tmp_path):
+    (tmp_path / "x.safetensors").write_bytes(b"1")
+    with pytest.raises(LoadError, match="stack"):
+        Source(files=[tmp_path / "x.safetensors"], instances=2).bodies()

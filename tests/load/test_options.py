@@ -1,0 +1,79 @@
+import pytest
+
+from tests.load.errors import LoadError
+from tests.load.options import read_options
+
+
+def _plan(*words):
+    return read_options([*words]).plan
+
+
+@pytest.mark.parametrize(
+    ("url", "model", "whole"),
+    [
+        ("http://host:8000", [], "http://host:8000/predict"),
+        ("host:8000/", [], "http://host:8000/predict"),
+        ("https://host", ["--model", "a b"], "https://host/predict/a%20b"),
+        ("http://host/v2/models/x/infer", [], "http://host/v2/models/x/infer"),
+    ],
+)
+def test_a_host_is_enough_of_a_url(url, model, whole):
+    assert _plan("closed", url, *model).url == whole
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("30", 30), ("1.5s", 1.5), ("10m", 600), ("2h", 7200), ("1d", 86400)]
+)
+def test_durations_have_units(text, seconds):
+    assert _plan("open", "h", "--rate", "1", "-d", text).duration_s == seconds
+
+
+def test_the_key_is_the_first_line_that_is_no_comment(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("# mine\n\nsecret-secret-secret\nother\n")
+    headers = _plan("closed", "h", "--key-file", str(file), "--timeout-ms", "250").headers
+    assert headers["Authorization"] == "Bearer secret-secret-secret"
+    assert headers["X-Timeout-Ms"] == "250"
+
+
+def test_ramp_has_an_objective_of_its_own_unless_one_is_given():
+    assert read_options(["ramp", "h"]).thresholds.p99_ms == 50
+    given = read_options(["ramp", "h", "--p50-ms", "5", "--errors", "1%"]).thresholds
+    assert (given.p99_ms, given.p50_ms) == (None, 5)
+    assert given.errors is not None
+    assert given.errors.allowed(1000) == 10
+
+
+def test_there_are_no_more_processes_than_connections():
+    assert _plan("closed", "h", "-c", "2", "--processes", "8").processes == 2
+
+
+def test_shares_add_up_to_the_plan():
+    plan = _plan("closed", "h", "-c", "7", "-n", "100", "--processes", "3")
+    shares = [plan.share(index) for index in range(3)]
+    assert sum(each.connections for each in shares) == 7
+    assert sum(each.num_requests or 0 for each in shares) == 100
+    assert len({each.seed for each in shares}) == 3
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["closed", "ftp://host"],
+        ["closed", "http://host/x", "--model", "m"],
+        ["closed", "host", "--header", "nonsense"],
+        ["closed", "host", "--key-file", "/nowhere"],
+        ["closed", "host", "--body", "/nowhere"],
+    ],
+)
+def test_what_cannot_be_used_is_said(words):
+    with pytest.raises(LoadError):
+        read_options(words)
+
+
+@pytest.mark.parametrize("words", [["open", "h"], ["closed", "h", "-d", "soon"], ["closed"]])
+def test_wrong_words_end_with_status_2(words, capsys):
+    with pytest.raises(SystemExit) as error:
+        read_options(words)
+    assert error.value.code == 2
+    assert "usage" in capsys.readouterr().err
