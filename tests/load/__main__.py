@@ -19,7 +19,7 @@ from tests.load.live import Live
 from tests.load.options import Options, read_options
 from tests.load.page import Note, Part, write_page
 from tests.load.plan import Plan
-from tests.load.team import Team
+from tests.load.team import Outcome, Team
 
 _KEPT, _MISSED, _UNUSABLE, _INTERRUPTED = 0, 1, 2, 130
 
@@ -63,13 +63,13 @@ def _check(plan: Plan) -> None:
 def _steady(options: Options) -> int:
     """`closed`, `open` and `soak`: one phase."""
     is_interrupted = False
-    with Live() as live, Team(options.plan) as team:
+    outcome = Outcome(plan=options.plan)
+    with Live() as live, Team(options.plan.processes) as team:
         show = live.begin(options.plan, options.kind)
         try:
-            team.run(lambda outcome: show(outcome) is None)
+            team.run(outcome, lambda: show(outcome) is None)
         except KeyboardInterrupt:
             is_interrupted = True
-    outcome = team.outcome
     missed = options.thresholds.misses(outcome) if options.thresholds else []
     parts = report.outcome_parts(outcome)
     content = report.outcome_json(outcome)
@@ -94,9 +94,9 @@ def _ramp(options: Options) -> int:
     assert plan.rate is not None
     search = Search(start=plan.rate, max_rate=options.max_rate, precision=options.precision)
     ramp = Ramp(thresholds=thresholds)
-    with Live() as live:
+    with Live() as live, Team(plan.processes) as team:
         try:
-            climb(plan, search, ramp, live.begin)
+            climb(plan, search, ramp, team, live.begin)
         except KeyboardInterrupt:
             live.say("interrupted")
     parts = report.ramp_parts(ramp)

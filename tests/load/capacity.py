@@ -85,6 +85,7 @@ def climb(
     plan: Plan,
     search: Search,
     ramp: Ramp,
+    team: Team,
     begin: Callable[[Plan, str], Callable[[Outcome], None]],
 ) -> None:
     """Try rates until the search is over; a rate that fails gets a second chance.
@@ -93,12 +94,18 @@ def climb(
         plan: One step; its rate is replaced.
         search: Where to look.
         ramp: Gets the steps as they are done, so that an interruption loses none.
+        team: Carries them out.
         begin: Announces a step, and returns what shows its course.
     """
+
+    def attempt(rate: float, title: str) -> Step:
+        outcome = Outcome(plan=replace(plan, rate=rate))
+        return _try(outcome, ramp.thresholds, team, begin(outcome.plan, title))
+
     while (rate := search.next_rate()) is not None:
-        step = _try(plan, rate, ramp.thresholds, begin, f"{rate:,.1f}/s")
+        step = attempt(rate, f"{rate:,.1f}/s")
         if not step.holds:
-            again = _try(plan, rate, ramp.thresholds, begin, f"{rate:,.1f}/s once more")
+            again = attempt(rate, f"{rate:,.1f}/s once more")
             step = again if again.holds else step
         ramp.steps.append(step)
         search.tell(rate, holds=step.holds)
@@ -106,29 +113,20 @@ def climb(
 
 
 def _try(
-    plan: Plan,
-    rate: float,
-    thresholds: Thresholds,
-    begin: Callable[[Plan, str], Callable[[Outcome], None]],
-    title: str,
+    outcome: Outcome, thresholds: Thresholds, team: Team, show: Callable[[Outcome], None]
 ) -> Step:
-    plan = replace(plan, rate=rate)
-    show = begin(plan, title)
-    num_planned = rate * (plan.duration_s or 0.0)
+    rate, duration_s = outcome.plan.rate, outcome.plan.duration_s
+    assert rate is not None
+    assert duration_s is not None
+    flood: list[str] = []
 
-    def watch(outcome: Outcome) -> bool:
+    def watch() -> bool:
         show(outcome)
         num_open = outcome.num_in_flight + outcome.num_waiting
-        is_flooded = num_open > max(50.0, rate * _MAX_WAITING_S)
-        if is_flooded:
+        if num_open > max(50.0, rate * _MAX_WAITING_S):
             flood.append(f"{num_open:,} requests without an answer")
-        return not is_flooded and not thresholds.are_lost(outcome, num_planned)
+        return not flood and not thresholds.are_lost(outcome, rate * duration_s)
 
-    flood: list[str] = []
-    with Team(plan) as team:
-        outcome = team.run(watch)
-    return Step(
-        rate=rate,
-        outcome=outcome,
-        missed=thresholds.misses_in(plan.duration_s or 0.0, outcome) or flood,
-    )
+    team.run(outcome, watch)
+    missed = thresholds.misses_in(duration_s, outcome)
+    return Step(rate=rate, outcome=outcome, missed=missed or flood)

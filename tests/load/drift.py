@@ -1,9 +1,9 @@
 """`soak`: whether latency and throughput change while the load stays the same."""
 
+import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from tests.load.histogram import Histogram
 from tests.load.team import Outcome
@@ -62,14 +62,15 @@ def find_drift(outcome: Outcome) -> Drift | None:
 
 
 def _slope(values: Sequence[float], width_s: float) -> Slope:
-    hours = np.arange(len(values)) * width_s / 3600
-    figures = np.asarray(values)
-    centred = hours - hours.mean()
-    spread = float(centred @ centred)
-    per_hour = float(centred @ figures) / spread
-    rest = figures - figures.mean() - per_hour * centred
-    error = float(np.sqrt(rest @ rest / (len(values) - 2) / spread))
-    return Slope(mean=float(figures.mean()), per_hour=per_hour, error_per_hour=2 * error)
+    hours = [number * width_s / 3600 for number in range(len(values))]
+    line = statistics.linear_regression(hours, values)
+    rests = [
+        value - line.intercept - line.slope * hour
+        for hour, value in zip(hours, values, strict=True)
+    ]
+    spread = statistics.variance(hours) * (len(hours) - 1)
+    error = math.sqrt(sum(rest * rest for rest in rests) / (len(values) - 2) / spread)
+    return Slope(mean=statistics.fmean(values), per_hour=line.slope, error_per_hour=2 * error)
 
 
 def _p99_ms(latencies: Sequence[Histogram]) -> float:

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.context import SpawnContext, SpawnProcess
 from types import TracebackType
 
@@ -22,6 +22,7 @@ from tests.load.tally import Series, Tally
 _START_TIMEOUT_S = 60.0
 _LEAD_S = 0.05
 _STOP_TIMEOUT_S = 10.0
+_LEAVE_S = 2.0
 _MIN_BIN_S = 0.5
 _NUM_BINS = 120
 
@@ -31,7 +32,7 @@ class Outcome:
     """What one phase of load has shown so far."""
 
     plan: Plan
-    series: Series
+    series: Series = field(init=False)
     tally: Tally = field(default_factory=Tally)
     at_s: float = 0.0
     """From the start of measuring; negative while it warms up."""
@@ -44,6 +45,10 @@ class Outcome:
     """Of all of them."""
     is_complete: bool = False
     """The plan was carried out to its end."""
+
+    def __post_init__(self) -> None:
+        width_s = max(_MIN_BIN_S, (self.plan.duration_s or 60) / _NUM_BINS)
+        self.series = Series(width_s)
 
     @property
     def wall_s(self) -> float:
@@ -59,26 +64,22 @@ class Outcome:
 
 
 class Team:
-    """The processes of one phase. A context manager: leaving it ends them."""
+    """The generator processes, for phase after phase. A context manager: leaving it ends them."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+    def __init__(self, num_processes: int) -> None:
+        self._num_processes = num_processes
         self._processes: list[SpawnProcess] = []
         self._links: list[Connection] = []
         self._last: dict[Connection, Tick] = {}
-        width_s = max(_MIN_BIN_S, (plan.duration_s or 60) / _NUM_BINS)
-        self.outcome = Outcome(plan=plan, series=Series(width_s))
+        self._is_idle = True
 
     def __enter__(self) -> "Team":
-        context = SpawnContext()
         # Ctrl-C reaches the whole group; the generators are stopped by this process alone.
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
-            for index in range(self._plan.processes):
-                link, far = context.Pipe()
-                process = context.Process(
-                    target=_generate, args=(self._plan.share(index), far), daemon=True
-                )
+            for _ in range(self._num_processes):
+                link, far = Pipe()
+                process = SpawnContext().Process(target=_generate, args=(far,), daemon=True)
                 process.start()
                 far.close()
                 self._processes.append(process)
@@ -96,34 +97,41 @@ class Team:
         for link in self._links:
             link.close()
         for process in self._processes:
-            process.join(0.5 if kind is None else 0.1)
+            process.join(_LEAVE_S if self._is_idle else 0)
             process.kill()
             process.join()
 
-    def run(self, watch: Callable[[Outcome], bool]) -> Outcome:
-        """Load until the plan is done, or until `watch`, which sees every step, says False.
+    def run(self, outcome: Outcome, watch: Callable[[], bool]) -> None:
+        """Load until the plan is done, or until `watch`, which is called at every step, says False.
 
-        Ctrl-C stops the generators and is raised once they have told what they know: it is in
-        `outcome` then.
+        Ctrl-C stops the generators, and is raised once they have told what they know.
+
+        Args:
+            outcome: Names the plan, and gets all that becomes known.
+            watch: Looks at it.
 
         Raises:
             LoadError: A generator could not begin, or ended.
         """
+        self._is_idle = False
+        self._last.clear()
         try:
-            self._begin()
-            for _ in self._ticks(None):
-                if not watch(self.outcome):
-                    self._stop()
-                    return self.outcome
+            self._begin(outcome.plan)
+            for _ in self._ticks(outcome, None):
+                if not watch():
+                    self._stop(outcome)
+                    return
         except KeyboardInterrupt:
-            self._stop()
+            self._stop(outcome)
             raise
-        self.outcome.is_complete = True
-        return self.outcome
+        outcome.is_complete = True
+        self._is_idle = True
 
-    def _begin(self) -> None:
+    def _begin(self, plan: Plan) -> None:
+        for index, link in enumerate(self._links):
+            link.send(plan.share(index))
         for link in self._links:
-            if not link.poll(_START_TIMEOUT_S):
+            if not link.poll(_START_TIMEOUT_S + plan.timeout_s):
                 raise LoadError(f"a generator did not start in {_START_TIMEOUT_S:g} s")
             if complaint := _received(link):
                 raise LoadError(str(complaint))
@@ -131,23 +139,25 @@ class Team:
         for link in self._links:
             link.send(start_at)
 
-    def _stop(self) -> None:
-        """Have the generators end now, and take in what they know."""
+    def _stop(self, outcome: Outcome) -> None:
+        """Have the generators end this now, and take in what they know."""
         for link in self._links:
             with contextlib.suppress(OSError):
                 link.send(None)
-        for _ in self._ticks(time.monotonic() + _STOP_TIMEOUT_S):
+        for _ in self._ticks(outcome, time.monotonic() + _STOP_TIMEOUT_S):
             pass
+        self._is_idle = all(self._is_done(link) for link in self._links)
 
-    def _ticks(self, until: float | None) -> Iterator[None]:
+    def _ticks(self, outcome: Outcome, until: float | None) -> Iterator[None]:
         """Take in what the generators tell until each has said its last."""
         open_links = [link for link in self._links if not self._is_done(link)]
         while open_links and (until is None or time.monotonic() < until):
             for link in wait(open_links, TICK_S):
                 assert isinstance(link, Connection)
                 tick = _received(link)
-                assert isinstance(tick, Tick)
-                self._take_in(link, tick)
+                if not isinstance(tick, Tick):
+                    continue  # it was stopped before it began
+                self._take_in(outcome, link, tick)
                 if tick.is_last:
                     open_links.remove(link)
             yield
@@ -155,8 +165,7 @@ class Team:
     def _is_done(self, link: Connection) -> bool:
         return link in self._last and self._last[link].is_last
 
-    def _take_in(self, link: Connection, tick: Tick) -> None:
-        outcome = self.outcome
+    def _take_in(self, outcome: Outcome, link: Connection, tick: Tick) -> None:
         self._last[link] = tick
         outcome.tally.add(tick.tally)
         if tick.tally.num_requests:
@@ -178,31 +187,45 @@ def _received(link: Connection) -> object:
         raise LoadError("a generator process ended by itself; see above") from error
 
 
-def _generate(plan: Plan, link: Connection) -> None:
-    """All that a generator process runs."""
+def _generate(link: Connection) -> None:
+    """All that a generator process runs: one plan after another, until the other end is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _raise_file_limit()
     # httpcore asks four times per request for a package that it can do without; where it is not
     # installed, each time is a search of the whole path: 28 % of all that a request costs.
     if importlib.util.find_spec("sniffio") is None:
         sys.modules["sniffio"] = None  # type: ignore[assignment]  # "not there", says import
-    try:
-        bodies = plan.source.bodies()
-    except LoadError as error:
-        link.send(str(error))
-        return
-    generator = Generator(plan, bodies, link.send)
     with (
         contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError),
         asyncio.Runner(loop_factory=precise_loop) as runner,
     ):
-        runner.run(generator.prepare())
-        gc.freeze()
-        link.send("")
-        start_at = link.recv()
-        if start_at is not None:
-            # A message, or the end of the other process: both mean that it is over.
-            runner.run(generator.run(start_at, link.poll))
+        while True:
+            plan = link.recv()
+            if plan is not None:  # else it was told to stop when it had nothing to do
+                _carry_out(plan, link, runner)
+
+
+def _carry_out(plan: Plan, link: Connection, runner: asyncio.Runner) -> None:
+    try:
+        generator = Generator(plan, plan.source.bodies(), link.send)
+    except (LoadError, OSError) as error:
+        link.send(str(error))
+        return
+    runner.run(generator.prepare())
+    gc.freeze()
+    link.send("")
+    start_at = link.recv()
+    if start_at is None:
+        start_at = time.monotonic()
+        runner.run(generator.run(start_at, lambda: True))
+        return
+
+    def is_stopped() -> bool:
+        # A message, or the end of the other process: both mean that it is over.
+        return link.poll()
+
+    runner.run(generator.run(start_at, is_stopped))
+    gc.unfreeze()
 
 
 def _raise_file_limit() -> None:
