@@ -33,6 +33,7 @@ from service.errors import (
     WorkerCrashedError,
 )
 from service.instance import QUEUED, SENT, SETTLED, Instance
+from service.lanes import Lane, Lanes
 from service.metrics import ModelMetrics
 from service.quarantine import Quarantine
 from service.request import CallOptions, Payload, Result, Timing
@@ -54,27 +55,6 @@ _EARLY_S = 0.001
 """How long before the end of a batch the next one is sent, beyond what its preparation takes."""
 _OVERLAP_PAYS_S = 0.002
 """Below this, a worker is back for more before a timer could be of use."""
-
-
-class _Lane:
-    """A worker as the dispatcher sees it."""
-
-    __slots__ = ("batches", "busy_since", "ends_at", "worker")
-
-    def __init__(self, worker: WorkerHandle) -> None:
-        self.worker = worker
-        self.batches: list[list[Instance]] = []
-        """Those that it holds, oldest first."""
-        self.busy_since = 0.0
-        """Since when it has been on its oldest batch."""
-        self.ends_at = 0.0
-        """When it will probably have answered that."""
-
-    @property
-    def has_credit(self) -> bool:
-        """It may be sent a batch now; beside a solo instance, nothing else is at stake."""
-        batches = self.batches
-        return not batches or (len(batches) < self.worker.credit and not batches[-1][0].is_solo)
 
 
 class Dispatcher:
@@ -106,12 +86,7 @@ class Dispatcher:
         self._batch_wait_s = batch_wait_ms / 1000
         self._queue: Batcher[Instance] = Batcher()
         self._deadlines: Deadlines[Instance] = Deadlines(self._on_deadline)
-        self._lanes: list[_Lane] = []
-        """Of the workers that take batches."""
-        self._leaving: list[_Lane] = []
-        """Of those that take no more, and hold some yet."""
-        self._num_sent = 0
-        """Instances that workers hold, settled or not."""
+        self._lanes = Lanes()
         self._is_pump_due = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0
@@ -146,7 +121,7 @@ class Dispatcher:
     @property
     def num_ready(self) -> int:
         """Workers that take batches."""
-        return len(self._lanes)
+        return len(self._lanes.open)
 
     def submit(self, payload: Payload, options: CallOptions, request_id: str = "") -> Instance:
         """Admit one instance: copy its payload into the arena and queue it.
@@ -193,17 +168,12 @@ class Dispatcher:
     def attach(self, worker: WorkerHandle) -> None:
         """Give a ready worker its share of the work, until it is lost."""
         self.inputs = worker.ready.inputs
-        self._lanes.append(_Lane(worker))
+        self._lanes.attach(worker)
         self._pump_soon()
 
     def detach(self, worker: WorkerHandle) -> None:
         """Send nothing more to a worker: it is gone, or about to go."""
-        for lane in self._lanes:
-            if lane.worker is worker:
-                self._lanes.remove(lane)
-                if lane.batches:
-                    self._leaving.append(lane)
-                return
+        self._lanes.detach(worker)
 
     def abandon(self, error: Callable[[], ServiceError]) -> None:
         """Answer all that is in flight: there is no worker, or no time, left for it.
@@ -215,11 +185,9 @@ class Dispatcher:
             for instance in self._queue.next_batch(self._max_batch_size):
                 self._arena.free(instance.ref.offset)
                 self._fail(instance, error())
-        for lane in (*self._lanes, *self._leaving):
-            for batch in lane.batches:
-                for instance in batch:
-                    if instance.state != SETTLED:
-                        self._fail(instance, error())
+        for instance in self._lanes.held():
+            if instance.state != SETTLED:
+                self._fail(instance, error())
 
     def cut_off(self, reason: str) -> None:
         """Admit nothing more, and answer all that is in flight."""
@@ -253,11 +221,12 @@ class Dispatcher:
     def _check_admission(self, options: CallOptions, now: float) -> None:
         admission, queue = self._admission, self._queue
         num_queued = len(queue)
-        num_workers = len(self._lanes) or 1
+        num_workers = len(self._lanes.open) or 1
         left_s = options.deadline - now
         admission.check(num_queued, num_workers, left_s)
-        if not admission.is_in_time(num_queued + self._num_sent, num_workers, left_s):
-            num_ahead = queue.num_ahead(options.priority, options.deadline, now) + self._num_sent
+        if not admission.is_in_time(num_queued + self._lanes.num_sent, num_workers, left_s):
+            num_ahead = queue.num_ahead(options.priority, options.deadline, now)
+            num_ahead += self._lanes.num_sent
             admission.check_time(num_ahead, num_workers, left_s, now)
 
     def _unqueue(self, instance: Instance) -> None:
@@ -275,7 +244,7 @@ class Dispatcher:
         self._is_pump_due = False
         while self._queue:
             now = time.monotonic()
-            idle = [lane for lane in self._lanes if not lane.batches]
+            idle = [lane for lane in self._lanes.open if not lane.batches]
             if idle:
                 if self._waits_for_more(now):
                     return
@@ -299,9 +268,9 @@ class Dispatcher:
         self._wake_in(left_s)
         return True
 
-    def _next_busy(self, now: float) -> _Lane | None:
+    def _next_busy(self, now: float) -> Lane | None:
         """A busy worker that should have its next batch now: a full one, or the end is near."""
-        lanes = [lane for lane in self._lanes if lane.has_credit]
+        lanes = [lane for lane in self._lanes.open if lane.has_credit]
         oldest = self._queue.oldest()
         if not lanes or oldest is None or oldest.is_solo:  # which waits for an idle worker
             return None
@@ -329,39 +298,31 @@ class Dispatcher:
         self._timer = None
         self._pump()
 
-    def _send(self, lane: _Lane, size: int, now: float) -> None:
+    def _send(self, lane: Lane, size: int, now: float) -> None:
         batch = self._queue.next_batch(size)
         for instance in batch:
             instance.state = SENT
-        self._num_sent += len(batch)
-        lane.batches.append(batch)
+        self._lanes.give(lane, batch)
         if len(lane.batches) == 1:
-            self._expect(lane, now, len(batch))
+            lane.expect(now, self._admission.rate.item_s)
         future = lane.worker.run([instance.ref for instance in batch])
         future.add_done_callback(partial(self._on_batch_done, lane, batch))
 
-    def _expect(self, lane: _Lane, now: float, size: int) -> None:
-        lane.busy_since = now
-        lane.ends_at = now + size * self._admission.rate.item_s
-
     def _on_batch_done(
-        self, lane: _Lane, batch: list[Instance], future: "asyncio.Future[BatchDone]"
+        self, lane: Lane, batch: list[Instance], future: "asyncio.Future[BatchDone]"
     ) -> None:
         now = time.monotonic()
         for instance in batch:
             if instance.state == SETTLED:
                 self._arena.free(instance.ref.offset)
-        lane.batches.remove(batch)
-        self._num_sent -= len(batch)
-        if not lane.batches and lane in self._leaving:
-            self._leaving.remove(lane)
+        self._lanes.take(lane, batch)
         error = future.exception()
         if error is None:
             self._admission.rate.note(len(batch), now - lane.busy_since, now)
-            self._expect(lane, now, len(lane.batches[0]) if lane.batches else 0)
+            lane.expect(now, self._admission.rate.item_s)
             self._settle_batch(batch, future.result(), now)
         elif isinstance(error, WorkerLostError):
-            self.detach(lane.worker)
+            self._lanes.detach(lane.worker)
             self._take_back(batch, error)
         else:
             raise error
