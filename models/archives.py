@@ -27,10 +27,14 @@ class ExportedModel(TensorModel):
 
     Dimension 0 of each is the batch. A program exported for batches of one size only, or of a
     limited range, is given batches of that size: larger ones in pieces, the last one filled up.
+
+    Args:
+        path: The archive.
+        finite_outputs: NaN and infinities in what it returns are mistakes.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__()
+    def __init__(self, path: Path, *, finite_outputs: bool = True) -> None:
+        super().__init__(finite_outputs=finite_outputs)
         self._path = path
 
     def build_network(self, device: torch.device) -> Callable[..., object]:
@@ -89,6 +93,7 @@ class ScriptedModel(TensorModel):
         path: The archive.
         inputs: What forward takes, in its order; by default one float32 tensor of any shape.
         outputs: What it returns, in its order; by default found by a trial.
+        finite_outputs: NaN and infinities in what it returns are mistakes.
     """
 
     def __init__(
@@ -97,8 +102,9 @@ class ScriptedModel(TensorModel):
         *,
         inputs: Sequence[TensorSpec] = (),
         outputs: Sequence[TensorSpec] = (),
+        finite_outputs: bool = True,
     ) -> None:
-        super().__init__(inputs=inputs, outputs=outputs)
+        super().__init__(inputs=inputs, outputs=outputs, finite_outputs=finite_outputs)
         self._path = path
 
     def build_network(self, device: torch.device) -> Callable[..., object]:

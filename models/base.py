@@ -89,7 +89,11 @@ class Model:
     inputs: Sequence[TensorSpec] = ()
     """What `preprocess` yields, with the batch dimension first; used to check tensors and JSON."""
     outputs: Sequence[TensorSpec] = ()
-    """What `postprocess` yields, with the batch dimension first."""
+    """What `postprocess` yields, with the batch dimension first: an instance whose outputs have
+    another shape fails."""
+    finite_outputs: bool = True
+    """A promise: what `postprocess` yields has no NaN and no infinity in it. An instance whose
+    outputs have fails, and its neighbours succeed. Set it to False where they mean something."""
     max_image_pixels = MAX_IMAGE_PIXELS
     """The setting of that name, for `decode_image`; set by the worker before `load`."""
 
@@ -155,5 +159,8 @@ class Model:
         return values
 
     def warmup(self) -> Sequence[Item]:
-        """Sample instances that are computed before the worker counts as ready; by default none."""
+        """Sample instances that are computed before the worker counts as ready; by default none.
+
+        The first is computed again whenever an idle worker must prove that it is well.
+        """
         return ()

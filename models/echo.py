@@ -27,6 +27,8 @@ class Echo(Model):
         delay_s: How long each forward pass sleeps.
     """
 
+    finite_outputs = False  # it gives back what it was given
+
     def __init__(self, *, delay_s: float = 0.0) -> None:
         if not 0 <= delay_s <= 3600:
             raise ValueError(f"delay_s must be from 0 to 3600 seconds, not {delay_s}")

@@ -21,10 +21,15 @@ class TensorModel(Model, ABC):
     """Serves a network that takes tensors by position, with the batch dimension first."""
 
     def __init__(
-        self, *, inputs: Sequence[TensorSpec] = (), outputs: Sequence[TensorSpec] = ()
+        self,
+        *,
+        inputs: Sequence[TensorSpec] = (),
+        outputs: Sequence[TensorSpec] = (),
+        finite_outputs: bool = True,
     ) -> None:
         self.inputs = list(inputs) or [_ANY_INPUT]
         self.outputs = list(outputs)
+        self.finite_outputs = finite_outputs
 
     @abstractmethod
     def build_network(self, device: torch.device) -> Callable[..., object]:
@@ -104,6 +109,7 @@ class ModuleModel(TensorModel):
         weights: A checkpoint to load into it; None leaves it as built.
         inputs: What forward takes, in its order; by default one float32 tensor of any shape.
         outputs: What it returns, in its order; by default found by a trial.
+        finite_outputs: NaN and infinities in what it returns are mistakes.
     """
 
     def __init__(
@@ -113,8 +119,9 @@ class ModuleModel(TensorModel):
         weights: str | None = None,
         inputs: Sequence[TensorSpec] = (),
         outputs: Sequence[TensorSpec] = (),
+        finite_outputs: bool = True,
     ) -> None:
-        super().__init__(inputs=inputs, outputs=outputs)
+        super().__init__(inputs=inputs, outputs=outputs, finite_outputs=finite_outputs)
         self._build = build
         self._weights = weights
 

@@ -26,6 +26,8 @@ _FORMS = (
     "or a file: .pt2 (torch.export), .pt, .ts or .torchscript (TorchScript)"
 )
 _OWN_PACKAGES = ("models", "service", "workers")
+_WRAPPER_OPTIONS = ("inputs", "outputs", "finite_outputs")
+"""Of `ModuleModel`; the others go to the user's network."""
 _SCRIPT_SUFFIXES = (".pt", ".ts", ".torchscript")
 _WEIGHT_SUFFIXES = (".pth", ".safetensors")
 
@@ -41,7 +43,8 @@ def build(source: str, weights: str | None, options: Mapping[str, object]) -> Mo
         weights: "DEFAULT" for what the source comes with, a named weight of torchvision's, a
             checkpoint's path, or None for random weights.
         options: Keyword arguments of the class. For networks and TorchScript, `inputs` and
-            `outputs` declare the tensors.
+            `outputs` declare the tensors; for all that take tensors, `finite_outputs = false` lets
+            NaN and infinities be.
 
     Raises:
         SourceError: The source names nothing that can be built; says what would.
@@ -104,7 +107,7 @@ def _users(
         raise SourceError(f"{source} is no subclass of models.base.Model or torch.nn.Module")
     checkpoint = None if weights == "DEFAULT" else weights
     if issubclass(found, nn.Module):
-        specs = {k: v for k, v in options.items() if k in ("inputs", "outputs")}
+        specs = {k: v for k, v in options.items() if k in _WRAPPER_OPTIONS}
         rest = {k: v for k, v in options.items() if k not in specs}
         _check_options(found, rest, source)
         return ModuleModel(

@@ -26,6 +26,7 @@ from service.errors import (
     DeadlineExceededError,
     InvalidInputError,
     ModelFailedError,
+    NonFiniteOutputError,
     OverloadedError,
     QuarantinedError,
     ServiceError,
@@ -357,6 +358,8 @@ class Dispatcher:
             self._expire(instance, error.message)
         elif error.code == "invalid_input":
             self._fail(instance, InvalidInputError(error.message))
+        elif error.code == "non_finite_output":
+            self._fail(instance, NonFiniteOutputError(error.message))
         else:
             self._fail(instance, ModelFailedError(error.message))
 

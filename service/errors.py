@@ -11,6 +11,7 @@ ServiceError
 +-- QuarantinedError           this very input has killed workers lately: 422
 +-- OverloadedError            the queue or the arena is full, or the deadline cannot be met: 429
 +-- ModelFailedError           the model raised on this input: 500
+|   +-- NonFiniteOutputError   its output has NaN or an infinity in it: 500
 +-- WorkerCrashedError         the workers that computed this input died: 500
 +-- UnavailableError           starting, draining, or no healthy replica: 503
 +-- GivenUpError               the model can never be served here: 503, and no use in another try
@@ -94,6 +95,12 @@ class ModelFailedError(ServiceError):
     """The model raised an error on this input."""
 
     code = "model_error"
+
+
+class NonFiniteOutputError(ModelFailedError):
+    """The model's output for this input has NaN or an infinity in it, which it promises not to."""
+
+    code = "non_finite_output"
 
 
 class WorkerCrashedError(ServiceError):

@@ -1,10 +1,11 @@
 """From the items of a batch to their outcomes, whatever some of them do. Runs in a worker process.
 
-Preparation that fails, fails its own item. A forward pass that fails is halved until the items at
-fault stand alone, so their neighbours succeed.
+Preparation that fails, fails its own item. A forward pass that fails, or yields what the model
+does not promise, is halved until the items at fault stand alone, so their neighbours succeed.
 """
 
 import logging
+import math
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,12 +16,16 @@ import torch
 from torch import Tensor
 
 from models.base import Features, Item, Model
-from models.errors import InputError
+from models.errors import InputError, ModelError
+from workers.checks import BrokenPromiseError, OutputChecks
 from workers.messages import ItemError, ItemRef, Outcome, TensorBlob
+from workers.shortage import SafeSizes, is_out_of_memory, release, signature_of
 
 logger = logging.getLogger(__name__)
 
 _MAX_MESSAGE_CHARS = 500
+_SAMPLE_REF = ItemRef("bytes", 0, 0, math.inf, wants_tensors=True, request_id="canary")
+"""Of a canary's item, which is the model's own and lies elsewhere."""
 _POOL_PAYS_S = 0.0005
 """A preparation per item that is shorter than this is not worth a hand-over to another thread."""
 
@@ -38,24 +43,47 @@ class Prepared:
     """The collated features of the `live` items, if they could be collated."""
     live: list[int] = field(default_factory=list)
     prepare_s: float = 0.0
+    is_canary: bool = False
 
 
 class Computer:
     """Runs a loaded model on batches of items."""
 
-    def __init__(self, model: Model, *, num_threads: int, pin_memory: bool) -> None:
+    def __init__(
+        self, model: Model, *, num_threads: int, pin_memory: bool, sample: Item | None = None
+    ) -> None:
         self._model = model
         self._pin_memory = pin_memory
+        self._sample = sample
+        self._is_sample_finite: bool | None = None
+        self._checks = OutputChecks(model)
+        self._safe_sizes = SafeSizes()
         self._pool = ThreadPoolExecutor(num_threads, "prepare") if num_threads > 1 else None
         self._item_s = 0.0
         self._encode = msgspec.json.Encoder(enc_hook=_plain).encode
 
+    def warm_up(self, samples: Sequence[Item], sizes: Sequence[int]) -> None:
+        """Compute batches of some sizes, made of samples.
+
+        Raises:
+            ModelError: The outputs are not what the model declares.
+        """
+        model = self._model
+        with torch.inference_mode():
+            features = [model.preprocess(item) for item in samples]
+            for size in sizes:
+                batch = model.collate([features[i % len(features)] for i in range(size)])
+                outputs = {name: out.cpu() for name, out in model.forward(batch).items()}
+                outputs = dict(model.postprocess(outputs))
+                try:
+                    self._checks.check_shapes(outputs, size)
+                except BrokenPromiseError as error:
+                    raise ModelError(str(error)) from error
+
     def prepare(self, id: int, refs: Sequence[ItemRef], payloads: Sequence[memoryview]) -> Prepared:
         """Decode, transform and collate. May run while another batch is in `compute`."""
         began = time.monotonic()
-        prepared = Prepared(
-            id=id, refs=refs, items=[], features=[None] * len(refs), outcomes=[None] * len(refs)
-        )
+        prepared = _prepared(id, refs)
         for ref, payload in zip(refs, payloads, strict=True):
             prepared.items.append(
                 Item(
@@ -65,19 +93,32 @@ class Computer:
                     parameters=msgspec.json.decode(ref.parameters) if ref.parameters else None,
                 )
             )
-        if self._pool and len(refs) > 1 and self._item_s > _POOL_PAYS_S:
-            list(self._pool.map(lambda i: self._prepare_some(prepared, (i,)), range(len(refs))))
-        else:
-            self._prepare_some(prepared, range(len(refs)))
-            self._item_s = (time.monotonic() - began) / len(refs)
-        prepared.live = [i for i, outcome in enumerate(prepared.outcomes) if outcome is None]
-        try:
-            prepared.batch = self._collate(prepared, prepared.live) if prepared.live else None
-        except Exception:
-            # Some of the items do not go together: `compute` finds out which.
-            logger.debug("a batch of %d could not be collated", len(prepared.live), exc_info=True)
-        prepared.prepare_s = time.monotonic() - began
+        self._prepare(prepared, began)
         return prepared
+
+    def prepare_sample(self, id: int) -> Prepared:
+        """As `prepare`, for a canary: the model's sample, or nothing if it has none."""
+        sample = self._sample
+        prepared = _prepared(id, [] if sample is None else [_SAMPLE_REF])
+        prepared.is_canary = True
+        if sample is not None:
+            prepared.items.append(sample)
+            self._prepare(prepared, time.monotonic())
+        return prepared
+
+    def judge_sample(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """The error of a canary, if there is one.
+
+        A model may yield NaN for a sample of mere zeros and be well: not being finite counts
+        against it only where it was before.
+        """
+        errors = [outcome for outcome in outcomes if isinstance(outcome, ItemError)]
+        is_finite = not any(error.code == "non_finite_output" for error in errors)
+        if self._is_sample_finite is None:
+            self._is_sample_finite = is_finite
+            if not is_finite:
+                logger.warning("the model's output for a sample of its own is not finite")
+        return [*errors] if is_finite or self._is_sample_finite else []
 
     def compute(self, prepared: Prepared) -> list[Outcome]:
         """Run the model on what was prepared, and render the answers."""
@@ -86,9 +127,26 @@ class Computer:
         if len(live) != len(prepared.live):
             prepared.batch = None
         if live:
-            self._compute_some(prepared, live, prepared.batch)
+            pieces = self._safe_sizes.split(live, prepared.features)
+            for piece in pieces:
+                self._compute_some(prepared, piece, is_whole=len(pieces) == 1)
         late = ItemError("deadline_exceeded", "the deadline passed before it was computed")
         return [late if outcome is None else outcome for outcome in prepared.outcomes]
+
+    def _prepare(self, prepared: Prepared, began: float) -> None:
+        num_items = len(prepared.refs)
+        if self._pool and num_items > 1 and self._item_s > _POOL_PAYS_S:
+            list(self._pool.map(lambda i: self._prepare_some(prepared, (i,)), range(num_items)))
+        else:
+            self._prepare_some(prepared, range(num_items))
+            self._item_s = (time.monotonic() - began) / num_items
+        prepared.live = [i for i, outcome in enumerate(prepared.outcomes) if outcome is None]
+        try:
+            prepared.batch = self._collate(prepared, prepared.live) if prepared.live else None
+        except Exception:
+            # Some of the items do not go together: `compute` finds out which.
+            logger.debug("a batch of %d could not be collated", len(prepared.live), exc_info=True)
+        prepared.prepare_s = time.monotonic() - began
 
     @torch.inference_mode()
     def _prepare_some(self, prepared: Prepared, indices: Iterable[int]) -> None:
@@ -112,46 +170,94 @@ class Computer:
                 return {name: tensor.pin_memory() for name, tensor in batch.items()}
         return batch
 
-    def _compute_some(self, prepared: Prepared, indices: list[int], batch: Features | None) -> None:
-        try:
-            self._compute_once(prepared, indices, batch)
-            return
-        except torch.OutOfMemoryError as error:  # before AcceleratorError: both are RuntimeErrors
-            torch.cuda.empty_cache()
-            failure: Exception = error
-        except torch.AcceleratorError:
-            raise  # the context is lost: this incarnation is over
-        except Exception as error:
-            failure = error
-        if len(indices) == 1:
-            prepared.outcomes[indices[0]] = _error_of(failure, "forward", prepared.refs[indices[0]])
-            return
-        logger.warning(
-            "a batch of %d failed (%s): computing it in halves", len(indices), _describe(failure)
-        )
-        middle = len(indices) // 2
-        self._compute_some(prepared, indices[:middle], None)
-        self._compute_some(prepared, indices[middle:], None)
+    def _compute_some(self, prepared: Prepared, indices: list[int], *, is_whole: bool) -> None:
+        """Compute some items; halve them for as long as they fail together.
 
-    def _compute_once(self, prepared: Prepared, indices: list[int], batch: Features | None) -> None:
+        If they are the whole batch, they need not be collated again.
+        """
+        batch = prepared.batch if is_whole else None
+        prepared.batch = None  # a batch that does not fit must not take up room while it is halved
+        try:
+            again = self._compute_once(prepared, indices, batch)
+        except torch.AcceleratorError as error:
+            if not is_out_of_memory(error):
+                raise  # the context is lost: this incarnation is over
+            again = self._survive(prepared, indices, error)
+        except Exception as error:
+            again = self._survive(prepared, indices, error)
+        del batch
+        if again:
+            middle = len(again) // 2
+            self._compute_some(prepared, again[:middle], is_whole=False)
+            self._compute_some(prepared, again[middle:], is_whole=False)
+
+    def _survive(self, prepared: Prepared, indices: list[int], error: Exception) -> list[int]:
+        """Settle what a failed computation leaves to settle; returns which to compute in halves.
+
+        Raises:
+            torch.AcceleratorError: The device's context is lost, whatever the error said.
+        """
+        is_shortage = is_out_of_memory(error)
+        first = indices[0]
+        if len(indices) == 1:
+            prepared.outcomes[first] = _error_of(error, "forward", prepared.refs[first])
+            if is_shortage:
+                text = "out of memory on this input alone"
+                prepared.outcomes[first] = ItemError("model_error", f"{text}: {_describe(error)}")
+        else:
+            text = "a batch of %d failed (%s): computing it in halves"
+            logger.warning(text, len(indices), _describe(error))
+        if is_shortage:
+            release(error)
+            if len(indices) > 1:
+                signature = signature_of(prepared.features[first])
+                size = self._safe_sizes.note(signature, len(indices))
+                logger.warning("from now on at most %d inputs of this shape at once", size)
+        elif torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # errors of the libraries on top may hide that it is lost
+        return indices if len(indices) > 1 else []
+
+    def _compute_once(
+        self, prepared: Prepared, indices: list[int], batch: Features | None
+    ) -> list[int]:
+        """Compute some items together; returns which must be computed in halves."""
         model = self._model
         with torch.inference_mode():
             outputs = model.forward(batch or self._collate(prepared, indices))
             outputs = model.postprocess({name: out.cpu() for name, out in outputs.items()})
-            for name, output in outputs.items():
-                if len(output) != len(indices):
-                    raise RuntimeError(
-                        f"the model returned {len(output)} rows of {name!r} "
-                        f"for a batch of {len(indices)}"
-                    )
-            wants_json = [i for i in indices if not prepared.refs[i].wants_tensors]
-            if wants_json:
-                self._render(prepared, indices, wants_json, outputs)
-            for row, i in enumerate(indices):
-                if prepared.refs[i].wants_tensors:
-                    prepared.outcomes[i] = [
-                        blob_of(name, tensor[row]) for name, tensor in outputs.items()
-                    ]
+            self._checks.check_shapes(outputs, len(indices))
+            if rows := self._checks.non_finite_rows(outputs):
+                return self._leave_out(prepared, indices, rows, outputs)
+            self._settle(prepared, indices, outputs)
+        return []
+
+    def _leave_out(
+        self, prepared: Prepared, indices: list[int], rows: list[int], outputs: Features
+    ) -> list[int]:
+        """Settle the rows that are finite. Of several others, one may have spoilt the rest."""
+        good = [row for row in range(len(indices)) if row not in rows]
+        if good:
+            chosen = {name: tensor[good] for name, tensor in outputs.items()}
+            self._settle(prepared, [indices[row] for row in good], chosen)
+        if len(rows) > 1:
+            return [indices[row] for row in rows]
+        i = indices[rows[0]]
+        extra = {"request_id": prepared.refs[i].request_id}
+        logger.error("the model's output for an input is not finite", extra=extra)
+        prepared.outcomes[i] = ItemError(
+            "non_finite_output", "the model's output for this input has NaN or an infinity in it"
+        )
+        return []
+
+    def _settle(self, prepared: Prepared, indices: list[int], outputs: Features) -> None:
+        wants_json = [i for i in indices if not prepared.refs[i].wants_tensors]
+        if wants_json:
+            self._render(prepared, indices, wants_json, outputs)
+        for row, i in enumerate(indices):
+            if prepared.refs[i].wants_tensors:
+                prepared.outcomes[i] = [
+                    blob_of(name, tensor[row]) for name, tensor in outputs.items()
+                ]
 
     def _render(
         self, prepared: Prepared, indices: list[int], wants_json: list[int], outputs: Features
@@ -165,6 +271,13 @@ class Computer:
                 prepared.outcomes[i] = _error_of(value, "render", prepared.refs[i])
             else:
                 prepared.outcomes[i] = self._encode(value)
+
+
+def _prepared(id: int, refs: Sequence[ItemRef]) -> Prepared:
+    num_items = len(refs)
+    return Prepared(
+        id=id, refs=refs, items=[], features=[None] * num_items, outcomes=[None] * num_items
+    )
 
 
 def blob_of(name: str, tensor: Tensor) -> TensorBlob:

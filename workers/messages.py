@@ -32,7 +32,10 @@ class ItemRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Front end to worker: compute these together."""
+    """Front end to worker: compute these together.
+
+    Without items it is a canary: compute a sample of the model's own.
+    """
 
     id: int
     items: list[ItemRef]
@@ -50,7 +53,7 @@ class TensorBlob(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class ItemError(msgspec.Struct, frozen=True, gc=False):
     """Why one instance of a batch has no prediction."""
 
-    code: Literal["invalid_input", "model_error", "deadline_exceeded"]
+    code: Literal["invalid_input", "model_error", "non_finite_output", "deadline_exceeded"]
     message: str
 
 
@@ -59,7 +62,10 @@ Outcome = bytes | list[TensorBlob] | ItemError
 
 
 class BatchDone(msgspec.Struct, frozen=True, array_like=True, tag="done", gc=False):
-    """Worker to front end: the outcomes of a batch, in its order."""
+    """Worker to front end: the outcomes of a batch, in its order.
+
+    Of a canary there is none, or the error that it met with.
+    """
 
     id: int
     outcomes: list[Outcome]
@@ -74,7 +80,7 @@ class Progress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """Worker to front end, once: loaded and warm, send batches."""
+    """Worker to front end, once: loaded and warm, send a canary."""
 
     pid: int
     inputs: list[TensorSpec]
@@ -93,6 +99,13 @@ class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     permanent: bool
 
 
+class Leaving(msgspec.Struct, frozen=True, array_like=True, tag="leaving"):
+    """Worker to front end, before it ends of its own accord: why."""
+
+    cause: Literal["device", "exit"]
+    reason: str
+
+
 class LogLine(msgspec.Struct, frozen=True, array_like=True, tag="log"):
     """Worker to front end: a record of the worker's log."""
 
@@ -104,4 +117,4 @@ class LogLine(msgspec.Struct, frozen=True, array_like=True, tag="log"):
     """A traceback, or nothing."""
 
 
-FromWorker = BatchDone | LogLine | Progress | Ready | StartFailed
+FromWorker = BatchDone | Leaving | LogLine | Progress | Ready | StartFailed

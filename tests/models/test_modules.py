@@ -90,3 +90,8 @@ def test_malformed_specs_are_refused_with_an_example(value):
 def test_a_dtype_that_no_protocol_carries_is_refused():
     with pytest.raises(SourceError, match="no dtype 'float'; known are bool"):
         specs_of([{"name": "x", "dtype": "float", "shape": [-1]}], "inputs")
+
+
+def test_finite_outputs_are_promised_unless_the_options_say_otherwise():
+    assert ModuleModel(nn.Identity).finite_outputs
+    assert not ModuleModel(nn.Identity, finite_outputs=False).finite_outputs
