@@ -176,6 +176,10 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "worker_up": ("Whether this worker takes batches.", ("model", "worker", "device")),
     "worker_resident_memory_bytes": ("Memory of the worker's process.", ("model", "worker")),
     "worker_beat_age_seconds": ("Since the worker's loop last turned.", ("model", "worker")),
+    "worker_answer_age_seconds": (
+        "Since the worker last proved itself by an answer.",
+        ("model", "worker"),
+    ),
     "model_ready": ("Whether the model has a worker that takes batches.", ("model",)),
     "connections": ("Open HTTP connections.", ()),
 }

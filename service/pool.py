@@ -122,6 +122,11 @@ class Pool:
                 yield Reading(
                     name="worker_beat_age_seconds", value=vitals.last_beat_age_s, labels=labels
                 )
+                yield Reading(
+                    name="worker_answer_age_seconds",
+                    value=vitals.last_answer_age_s,
+                    labels=labels,
+                )
 
     def start(self) -> None:
         """Begin to start the workers."""

@@ -1,8 +1,9 @@
 """What `/health` says, read off the pools."""
 
+import asyncio
 from collections.abc import Mapping
 
-from service.api.health import HealthReport, HostStatus, ModelHealth, WorkerHealth
+from service.api.health import HealthReport, HostStatus, LastEnding, ModelHealth, WorkerHealth
 from service.pool import Pool
 from workers.supervisor import Slot
 
@@ -54,7 +55,26 @@ def _worker_health(slot: Slot) -> WorkerHealth:
         pid=vitals.pid if vitals else None,
         num_batches=vitals.num_batches if vitals else 0,
         last_beat_age_s=round(vitals.last_beat_age_s, 3) if vitals else None,
+        last_answer_age_s=round(vitals.last_answer_age_s, 3) if vitals else None,
         rss_bytes=vitals.rss_bytes if vitals else None,
         restarts=slot.num_restarts,
-        reason=slot.stage if slot.state == "starting" else slot.reason,
+        reason=_reason(slot),
+        last_ending=_last_ending(slot),
     )
+
+
+def _reason(slot: Slot) -> str:
+    match slot.state:
+        case "starting":
+            return slot.stage
+        case "ready":
+            return ""
+        case _:
+            return slot.reason
+
+
+def _last_ending(slot: Slot) -> LastEnding | None:
+    if slot.ended_at is None:
+        return None
+    age_s = asyncio.get_running_loop().time() - slot.ended_at
+    return LastEnding(cause=slot.cause, reason=slot.reason, age_s=round(age_s, 3))

@@ -60,7 +60,7 @@ class FakeWorker:
             self._gone.set_result(Ending(cause="exit", reason="stopped"))
 
     def vitals(self) -> Vitals:
-        return Vitals(pid=1, rss_bytes=0, last_beat_age_s=0.0, num_batches=0)
+        return Vitals(pid=1, rss_bytes=0, last_beat_age_s=0.0, num_batches=0, last_answer_age_s=0.0)
 
 
 class FakeEngine:

@@ -1,6 +1,7 @@
 """A model whose behaviour is chosen by its input, and whose right answers are known."""
 
 import os
+import re
 import signal
 import sys
 import time
@@ -13,13 +14,24 @@ from models.base import Features, Item, Model
 from models.errors import InputError, ModelError
 from models.spec import Placement, TensorSpec
 
-ACTS = ("ok", "raise", "kill", "hang", "exit", "sleep", "rows", "leave")
+ACTS = (
+    *("ok", "raise", "kill", "hang", "exit", "sleep", "rows", "leave"),
+    *("nan", "spoil", "shape", "segfault", "spin", "eat", "device", "ill"),
+    *("kill early", "hang early", "spin early"),
+)
+_BIG_BYTES = 8 << 20
 
 
 class FaultModel(Model):
-    """Takes {"n": number, "do": act}; answers {"twice": 2 * number, "pid": ..., "batch": ...}."""
+    """Takes {"n": number, "do": act}; answers {"twice": 2 * number, "pid": ..., "batch": ...}.
 
-    outputs = (TensorSpec(name="twice", dtype="int64", shape=(-1,)),)
+    An act that ends in "early" is done while the input is prepared, and any other in `forward`.
+    """
+
+    outputs = (
+        TensorSpec(name="twice", dtype="int64", shape=(-1,)),
+        TensorSpec(name="share", dtype="float32", shape=(-1, 2)),
+    )
 
     def __init__(
         self,
@@ -28,25 +40,32 @@ class FaultModel(Model):
         load_s: float = 0.0,
         forward_s: float = 0.0,
         prepare_s: float = 0.0,
+        max_rows: int = 1000,
         once: str | None = None,
         calls: str | None = None,
     ) -> None:
         """Choose how to load.
 
         Args:
-            load: "ok", "raise", "wrong" (a permanent error), "exit" or "hang".
+            load: "ok", "raise", "wrong" (a permanent error), "exit", "hang", "kill" or "dumb"
+                (its first forward pass after the warm-up hangs).
             load_s: What loading takes.
             forward_s: What each forward pass takes.
             prepare_s: What each preparation takes.
-            once: A file: act on "kill" and "hang" only while it does not exist, and create it.
+            max_rows: A larger batch does not fit into the memory.
+            once: A file: whatever ends or blocks the process is done only while it does not
+                exist, and creates it.
             calls: A file: the number of each input is written to it before it is computed.
         """
         self._load = load
         self._load_s = load_s
         self._forward_s = forward_s
         self._prepare_s = prepare_s
+        self._max_rows = max_rows
         self._once = Path(once) if once else None
         self._calls = Path(calls) if calls else None
+        self._num_forwards = 0
+        self._is_ill = False
 
     def load(self, placement: Placement) -> None:
         time.sleep(self._load_s)
@@ -59,13 +78,18 @@ class FaultModel(Model):
                 os._exit(3)
             case "hang":
                 time.sleep(3600)
+            case "kill" if self._is_first():
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def preprocess(self, item: Item) -> Features:
         time.sleep(self._prepare_s)
         value = item.json()
         if not isinstance(value, dict) or not isinstance(value.get("n"), int):
             raise InputError('an instance is {"n": number, "do": act}')
-        return {"x": torch.tensor([value["n"], ACTS.index(value.get("do", "ok"))])}
+        act = value.get("do", "ok")
+        if act.endswith("early"):
+            self._act(act.removesuffix(" early"))
+        return {"x": torch.tensor([value["n"], ACTS.index(act)])}
 
     def forward(self, batch: Features) -> Features:
         x_BA = batch["x"]
@@ -73,35 +97,67 @@ class FaultModel(Model):
             with self._calls.open("a") as file:
                 file.write("".join(f"{n}\n" for n in x_BA[:, 0].tolist()))
         time.sleep(self._forward_s)
-        for act in x_BA[:, 1].tolist():
-            self._act(ACTS[act])
-        rows = x_BA[:-1] if ACTS.index("rows") in x_BA[:, 1].tolist() else x_BA
-        return {"twice": rows[:, 0] * 2}
+        self._num_forwards += 1
+        if self._load == "dumb" and self._num_forwards > 2:
+            time.sleep(3600)
+        if len(x_BA) > self._max_rows:
+            raise torch.OutOfMemoryError(f"{len(x_BA)} rows are too many for me")
+        acts = [ACTS[act] for act in x_BA[:, 1].tolist()]
+        for act in acts:
+            self._act(act)
+        rows = x_BA[:-1] if "rows" in acts else x_BA
+        share_BS = torch.zeros(len(rows), 3 if "shape" in acts else 2)
+        share_BS[[act == "nan" for act in acts[: len(rows)]]] = torch.nan
+        if "spoil" in acts or self._is_ill:
+            share_BS[:] = torch.inf
+        return {"twice": rows[:, 0] * 2, "share": share_BS}
 
     def render(self, outputs: Features, parameters: Mapping[str, object]) -> object:
         if "fail" in parameters:
             raise InputError("this parameter cannot be")
-        return {"twice": int(outputs["twice"]), "pid": os.getpid()}
+        answer: dict[str, object] = {"twice": int(outputs["twice"]), "pid": os.getpid()}
+        if "big" in parameters:
+            answer["big"] = "x" * _BIG_BYTES
+        return answer
 
     def warmup(self) -> Sequence[Item]:
         return [Item(kind="json", payload=memoryview(b'{"n": 0}'))]
 
     def _act(self, act: str) -> None:
-        if act in ("kill", "hang") and self._once:
-            try:
-                self._once.touch(exist_ok=False)
-            except FileExistsError:
-                return
         match act:
             case "raise":
                 raise ValueError("I was told to")
+            case "sleep":
+                time.sleep(0.3)
+            case "ill":
+                self._is_ill = True
+            case "kill" | "hang" | "spin" | "segfault" | "eat" | "device" if not self._is_first():
+                return
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "hang":
                 time.sleep(3600)
+            case "spin":
+                re.match(r"(a+)+$", "a" * 64 + "b")  # in C, with the GIL, for years
+            case "segfault":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            case "eat":
+                eaten = []
+                while True:
+                    eaten.append(bytearray(os.urandom(1 << 20)))
+                    time.sleep(0.002)
+            case "device":
+                raise torch.AcceleratorError("CUDA error: device-side assert triggered\nand more")
             case "exit":
                 os._exit(7)
             case "leave":
                 sys.exit(9)
-            case "sleep":
-                time.sleep(0.3)
+
+    def _is_first(self) -> bool:
+        """Whether `once` lets something be done, which is now done."""
+        try:
+            if self._once:
+                self._once.touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True

@@ -36,9 +36,9 @@ def read_limits(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> CgroupLim
         membership: The file that names this process's groups.
     """
     groups = _read(membership)
-    memory = [m for group in _groups(mount, groups, "memory") if (m := _memory(group))]
-    cores = [c for group in _groups(mount, groups, "cpu") if (c := _cores(group))]
-    pids = [p for group in _groups(mount, groups, "pids") if (p := _pids(group))]
+    memory = [m for group in groups_of(mount, groups, "memory") if (m := _memory(group))]
+    cores = [c for group in groups_of(mount, groups, "cpu") if (c := _cores(group))]
+    pids = [p for group in groups_of(mount, groups, "pids") if (p := _pids(group))]
     return CgroupLimits(
         memory_bytes=min((limit for limit, _ in memory), default=None),
         memory_left_bytes=min((left for _, left in memory), default=None),
@@ -48,11 +48,16 @@ def read_limits(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> CgroupLim
     )
 
 
-def _groups(mount: Path, membership: str, controller: str) -> Iterator[Path]:
+def groups_of(mount: Path, membership: str, controller: str) -> Iterator[Path]:
     """The folders of this process's group and of those above it.
 
     In a container the mount may show the container's group as its root while the membership names
     the whole path: then only the root is there to be read.
+
+    Args:
+        mount: Where the cgroup file systems are mounted.
+        membership: What the file says that names this process's groups.
+        controller: As version 1 calls it.
     """
     for line in membership.splitlines() or ["0::/"]:
         _, controllers, path = line.split(":", 2)

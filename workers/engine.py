@@ -40,10 +40,14 @@ class Vitals:
     rss_bytes: int
     last_beat_age_s: float
     num_batches: int
+    last_answer_age_s: float
+    """Since it last proved itself by a good answer, to a batch or to a canary."""
 
 
-Cause = Literal["exit", "hang", "signal", "start", "asked"]
-"""What ended an incarnation: it left, it hung, a signal, it never started, or it was asked to."""
+Cause = Literal["asked", "canary", "device", "exit", "hang", "memory", "signal", "start"]
+"""What ended an incarnation: it was asked to leave, it failed on its own sample, it lost its
+device's context, it left, it hung, it was killed for memory, or by another signal, or it never
+started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,15 +4,22 @@ from mmap import mmap
 from typing import TYPE_CHECKING
 
 from workers.config import WorkerConfig
+from workers.stacks import record
 
 if TYPE_CHECKING:
     from workers.worker_queue import WorkerQueue
 
 
 def run(
-    config: WorkerConfig, inbox: "WorkerQueue", outbox: "WorkerQueue", arena: mmap, row: mmap
+    config: WorkerConfig,
+    inbox: "WorkerQueue",
+    outbox: "WorkerQueue",
+    arena: mmap,
+    row: mmap,
+    stacks: int,
 ) -> None:
     """Run one incarnation of a worker; see `workers.process.main`."""
+    record(stacks)  # first: importing torch may take its time too
     from workers import process
 
     process.main(config, inbox, outbox, arena, row)

@@ -28,7 +28,7 @@ class Heartbeat:
         self._row[_RECEIVED] = batch_id
 
     def answered(self) -> None:
-        """A batch is done."""
+        """A batch is done, which was no canary."""
         self._row[_BEAT_NS] = time.monotonic_ns()
         self._row[_NUM_BATCHES] += 1
 

@@ -48,7 +48,7 @@ class SharedMemory:
             if num_bytes > available:
                 reason = f"{available >> 20} MiB are free"
                 raise SharedMemoryError(_refusal(name, num_bytes, reason))
-            self._fd = _open_anonymous(name)
+            self._fd = open_anonymous(name)
         except OSError as error:
             raise SharedMemoryError(_refusal(name, num_bytes, _explain(error))) from error
         try:
@@ -108,7 +108,8 @@ def available_bytes() -> int:
     return available if left is None else min(available, left)
 
 
-def _open_anonymous(name: str) -> int:
+def open_anonymous(name: str) -> int:
+    """A file descriptor of memory that has a name for people only, and no pages yet."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(f"inferpool-{name}", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile(prefix=f"inferpool-{name}-") as file:

@@ -23,15 +23,14 @@ from types import FrameType
 
 import torch
 
-from models.base import Model
 from models.errors import ModelError
 from models.registry import build
 from models.spec import Placement
 from workers.compute import Computer, Prepared, printable
 from workers.config import WorkerConfig
-from workers.guard import die_with_front_end, die_with_parent
+from workers.guard import die_with_front_end, die_with_parent, give_way_for_memory
 from workers.heartbeat import Heartbeat
-from workers.messages import BatchDone, ItemRef, LogLine, Progress, Ready, StartFailed
+from workers.messages import BatchDone, ItemRef, Leaving, LogLine, Progress, Ready, StartFailed
 from workers.worker_queue import WorkerQueue
 
 logger = logging.getLogger(__name__)
@@ -64,7 +63,7 @@ def main(
     _log_to(outbox)
     try:
         pin(config.placement)
-        model, ready = _load(config, outbox)
+        computer, ready = _load(config, outbox)
     except ModelError as error:
         outbox.put(StartFailed(printable(str(error)), permanent=True))
         return
@@ -73,19 +72,16 @@ def main(
         last = traceback.format_exception_only(error)[-1].strip()
         outbox.put(StartFailed(printable(f"loading failed: {last}"), permanent=False))
         return
-    computer = Computer(
-        model,
-        num_threads=config.prepare_threads,
-        pin_memory=config.placement.devices[0].startswith("cuda"),
-    )
     gc.freeze()  # what is loaded now stays: later collections need not walk through it
     outbox.put(ready)
     try:
         Loop(computer, inbox, outbox, memoryview(arena), heartbeat).run()
     except (EOFError, BrokenPipeError):
         os._exit(0)  # the front end is gone: nobody is left to tell
-    except torch.AcceleratorError:
+    except torch.AcceleratorError as error:
         logger.critical("the device's context is lost", exc_info=True)
+        first_line = str(error).partition("\n")[0]
+        outbox.put(Leaving("device", printable(f"the device's context is lost: {first_line}")))
         os._exit(EXIT_ACCELERATOR)
     except SystemExit as error:
         os._exit(error.code if isinstance(error.code, int) else 1)
@@ -142,6 +138,8 @@ class Loop:
         if batch is None:
             return None
         self._heartbeat.received(batch.id)
+        if not batch.items:
+            return self._computer.prepare_sample(batch.id)
         return self._computer.prepare(batch.id, batch.items, self._payloads(batch.items))
 
     def _payloads(self, items: Sequence[ItemRef]) -> list[memoryview]:
@@ -159,7 +157,11 @@ class Loop:
         began = time.monotonic()
         outcomes = self._computer.compute(prepared)
         self._compute_s = time.monotonic() - began
-        self._heartbeat.answered()
+        if prepared.is_canary:
+            outcomes = self._computer.judge_sample(outcomes)
+            self._heartbeat.beat()
+        else:
+            self._heartbeat.answered()
         self._outbox.put(BatchDone(prepared.id, outcomes, prepared.prepare_s, self._compute_s))
 
 
@@ -190,18 +192,24 @@ def _keep_large_buffers() -> None:
     mallopt(_M_TOP_PAD, 1 << 26)
 
 
-def _load(config: WorkerConfig, outbox: WorkerQueue) -> tuple[Model, Ready]:
+def _load(config: WorkerConfig, outbox: WorkerQueue) -> tuple[Computer, Ready]:
     began = time.monotonic()
     outbox.put(Progress(f"loading {config.model.source}"))
     model = build(config.model.source, config.model.weights, dict(config.model.options))
     model.max_image_pixels = config.max_image_pixels
     model.load(config.placement)
+    device = config.placement.devices[0]
     samples = list(model.warmup())
+    computer = Computer(
+        model,
+        num_threads=config.prepare_threads,
+        pin_memory=device.startswith("cuda"),
+        sample=samples[0] if samples else None,
+    )
     if samples:
         outbox.put(Progress("warming up"))
-        _warm_up(model, config, samples)
-    device = config.placement.devices[0]
-    return model, Ready(
+        computer.warm_up(samples, (1, config.max_batch_size))
+    return computer, Ready(
         pid=os.getpid(),
         inputs=list(model.inputs),
         outputs=list(model.outputs),
@@ -211,18 +219,11 @@ def _load(config: WorkerConfig, outbox: WorkerQueue) -> tuple[Model, Ready]:
     )
 
 
-def _warm_up(model: Model, config: WorkerConfig, samples: Sequence[object]) -> None:
-    with torch.inference_mode():
-        features = [model.preprocess(item) for item in samples]  # type: ignore[arg-type]
-        for size in (1, config.max_batch_size):
-            batch = model.collate([features[i % len(features)] for i in range(size)])
-            model.postprocess({name: out.cpu() for name, out in model.forward(batch).items()})
-
-
 def _guard(heartbeat: Heartbeat) -> None:
     forkserver = sys.modules.get("workers.forkserver_guard")
     die_with_parent(forkserver.FORKSERVER_PID if forkserver else os.getppid())
     die_with_front_end()
+    give_way_for_memory()
     # Ctrl-C and a stop of the whole cgroup reach workers too; the front end alone decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 

@@ -45,6 +45,8 @@ class Slot:
     """Why the last incarnation ended, or did not start."""
     cause: Cause = "start"
     """What kind of end that was."""
+    ended_at: float | None = None
+    """When that was, in the loop's time; None before the first."""
     num_restarts: int = 0
     handle: WorkerHandle | None = None
     num_failures: int = 0
@@ -159,6 +161,7 @@ class Supervisor:
             handle = await self._engine.start(slot.id, slot.config, on_progress)
         except WorkerStartError as error:
             slot.cause, slot.reason = "start", str(error)
+            slot.ended_at = asyncio.get_running_loop().time()
             slot.num_failures += 1
             logger.error("%s did not start: %s", slot.id, error)
             slot.settled.set()
@@ -177,6 +180,7 @@ class Supervisor:
             slot.handle = None
             self._watcher.on_gone(handle)
         slot.cause, slot.reason = ending.cause, ending.reason
+        slot.ended_at = asyncio.get_running_loop().time()
         if slot.is_asked_to_leave:
             slot.is_asked_to_leave = False
             slot.cause, slot.num_failures = "asked", 0
@@ -184,7 +188,7 @@ class Supervisor:
             return False
         if not self._is_stopping:
             logger.warning("%s ended: %s", slot.id, slot.reason)
-        was_stable = asyncio.get_running_loop().time() - began > _STABLE_S
+        was_stable = slot.ended_at - began > _STABLE_S
         if handle.has_worked or was_stable:
             slot.num_failures = 0
         elif not ending.was_at_work:  # else the batch is to blame, and its requests are counted

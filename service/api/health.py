@@ -15,6 +15,16 @@ HostStatus = Literal["starting", "ready", "degraded", "unavailable", "draining"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LastEnding:
+    """How the life of a worker before this one ended."""
+
+    cause: str
+    """`canary`, `device`, `exit`, `hang`, `memory`, `signal` or `start`."""
+    reason: str
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerHealth:
     """One worker process."""
 
@@ -28,11 +38,15 @@ class WorkerHealth:
     num_batches: int
     last_beat_age_s: float | None
     """Since its loop last showed that it turns."""
+    last_answer_age_s: float | None
+    """Since it last proved itself by an answer, to a request or to a canary."""
     rss_bytes: int | None
     """Memory that it holds, as the operating system counts it."""
     restarts: int
     reason: str = ""
     """What it is doing while it loads, or why it is not there."""
+    last_ending: LastEnding | None = None
+    """None in its first life."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -190,7 +190,7 @@ def test_stopped_idle_worker_is_noticed_and_replaced():
     with running(FAULTY, "--replicas", "1") as service:
         (pid,) = service.worker_pids()
         os.kill(pid, signal.SIGSTOP)
-        service.wait_for_log("no sign of life", 30)
+        service.wait_for_log("it is stopped", 30)
         asyncio.run(until(lambda: service.worker_pids() not in ([pid], [])))
 
 

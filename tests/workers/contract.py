@@ -75,7 +75,7 @@ class EngineContract:
             stages: list[str] = []
             worker = await engine.start(WorkerId(model="m", slot=0), config_of(), stages.append)
             assert worker.ready.device == "cpu"
-            assert [spec.name for spec in worker.ready.outputs] == ["twice"]
+            assert [spec.name for spec in worker.ready.outputs] == ["twice", "share"]
             assert stages == ["loading tests.fault_model:FaultModel", "warming up"]
             await worker.stop(5)
 
@@ -97,6 +97,60 @@ class EngineContract:
             worker = await started(engine)
             done = await worker.run([put({"n": 1}), put({"n": 2, "do": "rows"}), put({"n": 3})])
             assert answers(done) == [2, "model_error", 6]
+            await worker.stop(5)
+
+        run(go())
+
+    @pytest.mark.parametrize(
+        ("act", "code"), [("nan", "non_finite_output"), ("shape", "model_error")]
+    )
+    def test_output_that_breaks_a_promise_fails_alone(
+        self, engine: Engine, put: Put, run: "Run", act: str, code: str
+    ):
+        async def go():
+            worker = await started(engine)
+            refs = [put({"n": n, "do": act if n == 3 else "ok"}) for n in range(6)]
+            assert answers(await worker.run(refs)) == [0, 2, 4, code, 8, 10]
+            await worker.stop(5)
+
+        run(go())
+
+    def test_batch_that_does_not_fit_is_computed_in_parts(
+        self, engine: Engine, put: Put, run: "Run"
+    ):
+        async def go():
+            worker = await started(engine, options={"max_rows": 3}, max_batch_size=3)
+            for _ in range(2):
+                done = await worker.run([put({"n": n}) for n in range(7)])
+                assert answers(done) == [0, 2, 4, 6, 8, 10, 12]
+            await worker.stop(5)
+
+        run(go())
+
+    def test_lost_device_ends_the_incarnation_and_is_given_as_the_reason(
+        self, engine: Engine, put: Put, run: "Run"
+    ):
+        async def go():
+            worker = await started(engine)
+            with pytest.raises(WorkerLostError, match="the device's context is lost") as lost:
+                await worker.run([put({"n": 1, "do": "device"})])
+            assert lost.value.started
+            ending = await worker.wait()
+            assert ending.cause == "device"
+            assert ending.reason.endswith("CUDA error: device-side assert triggered")
+
+        run(go())
+
+    def test_worker_has_proved_itself_before_it_counts_as_started(
+        self, engine: Engine, put: Put, run: "Run"
+    ):
+        async def go():
+            with pytest.raises(WorkerStartError, match="hung: a sample of its own"):
+                await started(engine, options={"load": "dumb"}, batch_timeout_s=0.5)
+            worker = await started(engine)
+            assert 0 < worker.vitals().last_answer_age_s < 5
+            assert not worker.has_worked
+            assert worker.vitals().num_batches == 0
             await worker.stop(5)
 
         run(go())
@@ -182,6 +236,31 @@ class EngineContract:
 
         run(go())
 
+    @pytest.mark.parametrize("act", ["hang early", "spin early", "spin"])
+    def test_worker_that_hangs_anywhere_is_killed(
+        self, engine: Engine, put: Put, run: "Run", act: str
+    ):
+        async def go():
+            worker = await started(engine, batch_timeout_s=0.5)
+            with pytest.raises(WorkerLostError, match="hung"):
+                await worker.run([put({"n": 1, "do": act})])
+            assert (await worker.wait()).cause == "hang"
+            assert is_gone(pid_of(worker))
+
+        run(go())
+
+    def test_death_while_an_input_is_prepared_is_laid_to_its_batch(
+        self, engine: Engine, put: Put, run: "Run"
+    ):
+        async def go():
+            worker = await started(engine)
+            with pytest.raises(WorkerLostError, match="SIGKILL") as lost:
+                await worker.run([put({"n": 1, "do": "kill early"})])
+            assert lost.value.started
+            assert (await worker.wait()).was_at_work
+
+        run(go())
+
     def test_stop_waits_for_the_batch_that_runs(self, engine: Engine, put: Put, run: "Run"):
         async def go():
             worker = await started(engine)
@@ -212,7 +291,8 @@ class EngineContract:
         run(go())
 
     @pytest.mark.parametrize(
-        ("load", "message"), [("raise", "no luck today"), ("exit", "exit code 3")]
+        ("load", "message"),
+        [("raise", "no luck today"), ("exit", "exit code 3"), ("kill", "SIGKILL from outside")],
     )
     def test_bad_luck_while_loading_is_not_permanent(
         self, engine: Engine, put: Put, run: "Run", load: str, message: str

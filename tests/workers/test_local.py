@@ -1,13 +1,20 @@
 import asyncio
 import json
 import multiprocessing
+import os
+import select
+import signal
 import time
 from collections.abc import Coroutine
+from pathlib import Path
 
 import pytest
 
-from tests.workers.contract import EngineContract
+import workers.canary
+import workers.local_worker
+from tests.workers.contract import EngineContract, answers, is_gone, pid_of, started
 from workers.arena import Arena
+from workers.errors import WorkerLostError, WorkerStartError
 from workers.local import LocalEngine, start_forkserver
 from workers.messages import ItemRef
 
@@ -27,12 +34,20 @@ def engine(arena: Arena):
 
 @pytest.fixture
 def put(arena: Arena):
-    def put(value: object, *, deadline: float | None = None, parameters: bytes = b"") -> ItemRef:
+    def put(
+        value: object,
+        *,
+        deadline: float | None = None,
+        parameters: bytes = b"",
+        request_id: str = "",
+    ) -> ItemRef:
         body = json.dumps(value).encode()
         offset = arena.put([body], len(body))
         assert offset is not None
         late = time.monotonic() + 60 if deadline is None else deadline
-        return ItemRef("json", offset, len(body), late, parameters=parameters)
+        return ItemRef(
+            "json", offset, len(body), late, parameters=parameters, request_id=request_id
+        )
 
     return put
 
@@ -48,3 +63,219 @@ def run():
 
 class TestLocalEngine(EngineContract):
     pass
+
+
+def stacks_in(caplog: pytest.LogCaptureFixture) -> tuple[str, str]:
+    """The message and the trace of the one record that has stacks."""
+    ((message, trace),) = [
+        (record.getMessage(), record.exc_text or "")
+        for record in caplog.records
+        if "stacks" in record.getMessage() or "killing it" in record.getMessage()
+    ]
+    return message, trace
+
+
+@pytest.mark.parametrize(
+    ("act", "where"),
+    [("hang", "in _act"), ("spin", "in _act"), ("hang early", "in preprocess")],
+)
+def test_stacks_of_a_hung_worker_are_logged_with_the_requests_it_was_on(
+    engine: LocalEngine, put, run, caplog: pytest.LogCaptureFixture, act: str, where: str
+):
+    async def go():
+        worker = await started(engine, batch_timeout_s=0.5)
+        refs = [put({"n": n, "do": act}, request_id=f"call-{n}") for n in range(10)]
+        with pytest.raises(WorkerLostError):
+            await worker.run(refs)
+
+    run(go())
+    message, trace = stacks_in(caplog)
+    assert "m/0#0 hung: a batch ran for more than 0.5 s, at work on call-0, call-1," in message
+    assert "and 2 more" in message
+    assert where in trace
+    assert "Thread 0x" in trace
+
+
+def test_stacks_of_a_worker_that_hangs_while_it_loads_are_logged(
+    engine: LocalEngine, run, caplog: pytest.LogCaptureFixture
+):
+    async def go():
+        with pytest.raises(WorkerStartError):
+            await started(engine, options={"load": "hang"}, load_timeout_s=1)
+
+    run(go())
+    message, trace = stacks_in(caplog)
+    assert "not ready after 1 s" in message
+    assert "fault_model.py" in trace
+    assert "in load\n" in trace
+
+
+def test_stacks_of_a_crash_are_logged(
+    engine: LocalEngine, put, run, caplog: pytest.LogCaptureFixture
+):
+    async def go():
+        worker = await started(engine)
+        with pytest.raises(WorkerLostError, match="SIGSEGV"):
+            await worker.run([put({"n": 1, "do": "segfault"}, request_id="find-me")])
+
+    run(go())
+    message, trace = stacks_in(caplog)
+    assert "SIGSEGV" in message
+    assert "find-me" in message
+    assert "Segmentation fault" in trace
+    assert "in _act\n" in trace
+
+
+def test_stopped_worker_is_killed_at_once_and_said_to_be_stopped(
+    engine: LocalEngine, put, run, caplog: pytest.LogCaptureFixture
+):
+    async def go():
+        worker = await started(engine, batch_timeout_s=0.5)
+        batch = worker.run([put({"n": 1, "do": "sleep"})])
+        os.kill(pid_of(worker), signal.SIGSTOP)
+        with pytest.raises(WorkerLostError, match="hung"):
+            await batch
+
+    run(go())
+    message, trace = stacks_in(caplog)
+    assert "it is stopped" in message
+    assert trace == ""
+
+
+def test_idle_worker_that_does_not_take_up_a_batch_is_not_waited_for_as_if_it_computed(
+    engine: LocalEngine, put, run, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(workers.local_worker, "PATIENCE_S", 0.5)
+
+    async def go():
+        worker = await started(engine, batch_timeout_s=600)
+        os.kill(pid_of(worker), signal.SIGSTOP)
+        with pytest.raises(WorkerLostError, match="took up no work") as lost:
+            await worker.run([put({"n": 1})])
+        assert not lost.value.started
+
+    run(go())
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(workers.canary, "EVERY_S", 0.2)
+    monkeypatch.setattr(workers.canary, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(workers.local_worker, "PATIENCE_S", 0.5)
+
+
+@pytest.mark.usefixtures("often")
+def test_idle_worker_that_is_stopped_is_found_by_a_canary(engine: LocalEngine, run):
+    async def go():
+        worker = await started(engine)
+        os.kill(pid_of(worker), signal.SIGSTOP)
+        ending = await worker.wait()
+        assert ending.cause == "hang"
+        assert not ending.was_at_work
+        assert is_gone(pid_of(worker))
+
+    run(go())
+
+
+@pytest.mark.usefixtures("often")
+def test_idle_worker_goes_on_proving_itself_and_no_canary_is_counted_as_work(
+    engine: LocalEngine, put, run
+):
+    async def go():
+        worker = await started(engine)
+        proofs = set()
+        until = time.monotonic() + 10
+        while len(proofs) < 4:
+            assert time.monotonic() < until
+            proofs.add(round(time.monotonic() - worker.vitals().last_answer_age_s, 2))
+            await asyncio.sleep(0.02)
+        assert not worker.has_worked
+        assert worker.vitals().num_batches == 0
+        assert answers(await worker.run([put({"n": 4})])) == [8]
+        assert worker.vitals().num_batches == 1
+        await worker.stop(5)
+
+    run(go())
+
+
+@pytest.mark.usefixtures("often")
+def test_worker_whose_model_has_gone_bad_is_replaced(engine: LocalEngine, put, run):
+    async def go():
+        worker = await started(engine)
+        await worker.run([put({"n": 1, "do": "ill"})])
+        ending = await worker.wait()
+        assert ending.cause == "canary"
+        assert "it failed on a sample of its own: the model's output" in ending.reason
+        with pytest.raises(WorkerLostError) as lost:
+            await worker.run([put({"n": 1})])
+        assert not lost.value.started
+
+    run(go())
+
+
+@pytest.mark.usefixtures("often")
+def test_worker_that_has_gone_bad_is_found_under_load_too(engine: LocalEngine, put, run):
+    async def go():
+        worker = await started(engine)
+        await worker.run([put({"n": 1, "do": "ill"})])
+        until = time.monotonic() + 10
+        while time.monotonic() < until:
+            try:
+                done = await worker.run([put({"n": 1, "do": "sleep"})])
+            except WorkerLostError:
+                break
+            assert answers(done) == ["non_finite_output"]
+        assert (await worker.wait()).cause == "canary"
+
+    run(go())
+
+
+def wait_for_bytes(fd: int) -> None:
+    """Block until a pipe has something to read."""
+    assert select.select([fd], [], [], 20)[0]
+
+
+def test_worker_killed_in_the_middle_of_an_answer_loses_that_batch_alone(
+    engine: LocalEngine, put, run
+):
+    async def go():
+        worker = await started(engine)
+        batch = worker.run([put({"n": 1}, parameters=b'{"big": 1}')])
+        # This loop reads nothing meanwhile, and the answer is larger than the pipe.
+        wait_for_bytes(worker.outbox.reader.fileno())
+        os.kill(pid_of(worker), signal.SIGKILL)
+        with pytest.raises(WorkerLostError) as lost:
+            await batch
+        assert lost.value.started
+        again = await started(engine)
+        assert answers(await again.run([put({"n": 2})])) == [4]
+        await again.stop(5)
+
+    run(go())
+
+
+def oom_score_adj(pid: object) -> int:
+    return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+
+
+def test_worker_gives_way_for_memory_before_the_front_end(engine: LocalEngine, run):
+    async def go():
+        worker = await started(engine)
+        own, theirs = oom_score_adj("self"), oom_score_adj(pid_of(worker))
+        assert theirs == min(1000, own + 500)
+        await worker.stop(5)
+
+    run(go())
+
+
+def test_workers_leave_no_descriptor_open(engine: LocalEngine, put, run):
+    async def go():
+        for _ in range(2):
+            before = len(os.listdir("/proc/self/fd"))
+            worker = await started(engine)
+            with pytest.raises(WorkerLostError):
+                await worker.run([put({"n": 1, "do": "kill"})])
+            await worker.wait()
+        assert len(os.listdir("/proc/self/fd")) <= before
+
+    run(go())

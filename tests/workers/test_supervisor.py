@@ -82,8 +82,10 @@ def test_dead_worker_is_replaced_by_its_next_incarnation_and_the_others_go_on(su
 
     async def test(supervisor: Supervisor, log: Log) -> None:
         await log.until("ready", 2)
+        assert supervisor.slots[0].ended_at is None
         engine.started[0].die()
         await log.until("ready", 3)
+        assert supervisor.slots[0].ended_at is not None
         assert log.events[-1] == ("ready", "m/0#1")
         assert supervisor.slots[0].num_restarts == 1
         assert supervisor.slots[0].cause == "signal"

@@ -4,6 +4,7 @@ from service.api.errors import install_error_handlers
 from service.api.health import (
     HealthReport,
     HostStatus,
+    LastEnding,
     ModelHealth,
     WorkerHealth,
     health_router,
@@ -18,8 +19,10 @@ WORKER = WorkerHealth(
     pid=123,
     num_batches=7,
     last_beat_age_s=0.5,
+    last_answer_age_s=2.5,
     rss_bytes=1000,
     restarts=1,
+    last_ending=LastEnding(cause="memory", reason="SIGKILL, likely out of memory", age_s=60.0),
 )
 READY = ModelHealth(name="a", ready=True, queue_depth=3, workers=[WORKER])
 LOADING = ModelHealth(name="b", ready=False, reason="loading weights")
@@ -61,9 +64,15 @@ def test_health_shows_the_workers_one_by_one() -> None:
             "pid": 123,
             "num_batches": 7,
             "last_beat_age_s": 0.5,
+            "last_answer_age_s": 2.5,
             "rss_bytes": 1000,
             "restarts": 1,
             "reason": "",
+            "last_ending": {
+                "cause": "memory",
+                "reason": "SIGKILL, likely out of memory",
+                "age_s": 60.0,
+            },
         }
     ]
 

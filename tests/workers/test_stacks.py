@@ -1,0 +1,106 @@
+import asyncio
+import multiprocessing
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
+
+import pytest
+
+from workers.stacks import Stacks, record
+
+CONTEXT = multiprocessing.get_context("spawn")
+
+
+def stuck_in_c_with_the_gil(fd: int, started) -> None:
+    record(fd)
+    started.set()
+    re.match(r"(a+)+$", "a" * 64 + "b")
+
+
+def crash(fd: int, started) -> None:
+    record(fd)
+    started.set()
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def deep(fd: int, started) -> None:
+    record(fd)
+    for _ in range(2000):
+        os.write(fd, b"x" * 100)
+    os.write(fd, b"the end")
+    started.set()
+
+
+@pytest.fixture
+def stacks():
+    stacks = Stacks()
+    yield stacks
+    stacks.close()
+
+
+@pytest.fixture
+def process_of(stacks: Stacks) -> Iterator:
+    processes: list[BaseProcess] = []
+
+    def process_of(target) -> BaseProcess:
+        started = CONTEXT.Event()
+        process = CONTEXT.Process(target=target, args=(stacks, started))
+        process.start()
+        processes.append(process)
+        assert started.wait(30)
+        return process
+
+    yield process_of
+    for process in processes:
+        process.kill()
+        process.join()
+        process.close()
+
+
+def test_process_that_holds_the_gil_in_c_still_writes_its_stacks(stacks: Stacks, process_of):
+    process = process_of(stuck_in_c_with_the_gil)
+    time.sleep(0.1)
+    began = time.monotonic()
+    state, trace = asyncio.run(stacks.ask(process.pid))
+    assert time.monotonic() - began < 2
+    assert state == "running"
+    assert "stuck_in_c_with_the_gil" in trace
+    assert process.is_alive()
+
+
+def test_crash_leaves_its_stacks_behind(stacks: Stacks, process_of):
+    process = process_of(crash)
+    process.join(10)
+    trace = stacks.take()
+    assert "Segmentation fault" in trace
+    assert " in crash\n" in trace
+    assert stacks.take() == ""
+
+
+def test_stopped_process_is_not_waited_for(stacks: Stacks, process_of):
+    process = process_of(stuck_in_c_with_the_gil)
+    os.kill(process.pid, signal.SIGSTOP)
+    while True:
+        state, trace = asyncio.run(stacks.ask(process.pid))
+        if state != "running":  # until the signal has arrived
+            break
+        stacks.take()
+    assert "stopped" in state
+    assert trace == ""
+
+
+def test_process_that_is_gone_has_none(stacks: Stacks, process_of):
+    process = process_of(crash)
+    process.join(10)
+    assert asyncio.run(stacks.ask(process.pid)) == ("gone", "")
+
+
+def test_of_very_much_the_beginning_and_the_end_are_kept(stacks: Stacks, process_of):
+    process_of(deep).join(10)
+    trace = stacks.take()
+    assert len(trace) < 70_000
+    assert "\n...\n" in trace
+    assert trace.endswith("the end")

@@ -1,0 +1,443 @@
+"""One incarnation of a worker of this host, as the front end's event loop sees it.
+
+Nothing here waits for the process: reads and writes are non-blocking, and a death is seen as the
+end of file of the output queue.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from asyncio import Future, Task
+from collections.abc import Callable, Sequence
+from itertools import count
+from multiprocessing.process import BaseProcess
+
+import msgspec
+import psutil
+
+from workers.canary import PATIENCE_S, Canary
+from workers.config import WorkerConfig
+from workers.endings import OomKills, describe_exit
+from workers.engine import Cause, Ending, Vitals, WorkerId
+from workers.errors import WorkerLostError, WorkerStartError
+from workers.heartbeat import HeartbeatReader
+from workers.messages import (
+    Batch,
+    BatchDone,
+    FromWorker,
+    ItemError,
+    ItemRef,
+    Leaving,
+    LogLine,
+    Progress,
+    Ready,
+    StartFailed,
+)
+from workers.queues import FrameError, FrameReader, FrameWriter, PrivateQueue
+from workers.stacks import Stacks
+
+logger = logging.getLogger(__name__)
+
+EXIT_WAIT_S = 5.0
+"""How long a SIGKILLed process may take to go before its device is given up."""
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(FromWorker).decode
+_SENTINEL = _encode(None)
+_LOOK_S = 2.0
+"""How often each process is looked at, which costs some 0.1 ms."""
+_PAUSE_S = 0.5
+"""This loop was not just busy if it comes round so much too late: the whole host paused."""
+_RETIRE_S = 5.0
+"""How long a worker that is to be replaced may take to finish what it holds."""
+_MAX_NAMED_REQUESTS = 8
+
+
+class LocalWorker:
+    """One incarnation: its process, its two queues, and the batches that it holds."""
+
+    def __init__(
+        self,
+        id: WorkerId,
+        config: WorkerConfig,
+        on_progress: Callable[[str], None],
+        oom_kills: OomKills,
+    ) -> None:
+        self.id = id
+        self.credit = config.credit
+        self.inbox = PrivateQueue()
+        self.outbox = PrivateQueue()
+        self.stacks = Stacks()
+        self.heartbeat = HeartbeatReader()
+        self._batch_timeout_s = config.batch_timeout_s
+        self._patience_s = min(PATIENCE_S, config.batch_timeout_s)
+        self._canary = Canary(config.batch_timeout_s)
+        self._on_progress = on_progress
+        self._oom_kills = oom_kills
+        self._num_oom_kills = 0
+        self._loop = asyncio.get_running_loop()
+        self.started: Future[Ready] = self._loop.create_future()
+        """Done once it has answered a canary."""
+        self._gone: Future[Ending] = self._loop.create_future()
+        self._process: BaseProcess | None = None
+        self._observed: psutil.Process | None = None
+        self._pid = 0
+        self._rss_bytes = 0
+        self._ready: Ready | None = None
+        self._ids = count(1)
+        self._batches: dict[int, tuple[Sequence[ItemRef], Future[BatchDone] | None, float]] = {}
+        """By id, oldest first: the items, the future, how long it may take. A canary has neither
+        of the first two."""
+        self._head_since = 0.0
+        """Since when the oldest batch is the oldest."""
+        self._proven_at = 0.0
+        self._watching: Task[None] | None = None
+        self._cause: Cause | None = None
+        self._reason = ""
+        self._is_ending = False
+        """It takes no more batches."""
+        self._is_unread = True
+        """What it writes is still read."""
+        self.has_worked = False
+
+    @property
+    def ready(self) -> Ready:
+        """What the worker said of itself when it was ready."""
+        return self.started.result()
+
+    def attach(self, process: BaseProcess) -> None:
+        """Take charge of the started process: keep our ends of its queues, and listen."""
+        self._process = process
+        self._pid = process.pid or 0
+        try:
+            self._observed = psutil.Process(self._pid)
+        except psutil.Error:
+            self._observed = None  # it has ended already, as we shall see
+        self._num_oom_kills = self._oom_kills.count()
+        self.inbox.reader.close()
+        self.outbox.writer.close()
+        self._reader = FrameReader(self.outbox.reader)
+        self._writer = FrameWriter(self.inbox.writer)
+        self._loop.add_reader(self._reader.fd, self._on_readable)
+        self._loop.add_reader(process.sentinel, self._on_exit)
+        self._watching = self._loop.create_task(self._watch(), name=f"watch {self.id}")
+        self._watching.add_done_callback(self._on_unwatched)
+
+    def run(self, items: Sequence[ItemRef]) -> "Future[BatchDone]":
+        """Send a batch; see `WorkerHandle.run`."""
+        assert items, "a batch without items is a canary"
+        future: Future[BatchDone] = self._loop.create_future()
+        if self._is_ending:
+            future.set_exception(WorkerLostError(self._reason, started=False))
+            return future
+        self._give(items, future, self._batch_timeout_s)
+        return future
+
+    async def wait(self) -> Ending:
+        """Wait until the process is gone, and say how it ended."""
+        return await asyncio.shield(self._gone)
+
+    async def stop(self, grace_s: float) -> None:
+        """Send the sentinel and wait; then SIGTERM, then SIGKILL."""
+        if self._gone.done():
+            return
+        if grace_s <= 0:
+            await self.kill("stopped in a hurry")
+            return
+        self._reason = self._reason or "stopped"
+        self._send(_SENTINEL)
+        if await self._is_gone_within(grace_s):
+            return
+        logger.warning("%s did not stop within %g s: terminating it", self.id, grace_s)
+        self.heartbeat.tell_to_leave()
+        self._signal(signal.SIGTERM)
+        if not await self._is_gone_within(1.0):
+            await self.kill(f"did not stop within {grace_s:g} s", with_stacks=True)
+
+    async def kill(self, reason: str, *, with_stacks: bool = False) -> None:
+        """SIGKILL the process, if there is one, and wait for its exit.
+
+        Args:
+            reason: Why, for a person.
+            with_stacks: Have it write the stacks of its threads into the log first.
+        """
+        self._reason = self._reason or reason
+        self._is_ending = True
+        if self._process is None:
+            self._close()
+            return
+        if with_stacks:
+            await self._log_stacks(reason)
+        self._signal(signal.SIGKILL)
+        if not await self._is_gone_within(EXIT_WAIT_S):
+            logger.critical("%s does not exit after SIGKILL (stuck in the kernel?)", self.id)
+
+    def vitals(self) -> Vitals:
+        """The process as seen from here."""
+        is_gone = self._gone.done()
+        now = time.monotonic()
+        return Vitals(
+            pid=self._pid,
+            rss_bytes=self._look_at_rss(),
+            last_beat_age_s=0.0 if is_gone else self.heartbeat.age_s,
+            num_batches=0 if is_gone else self.heartbeat.num_batches,
+            last_answer_age_s=now - self._proven_at if self._proven_at else 0.0,
+        )
+
+    def _give(
+        self, items: Sequence[ItemRef], future: "Future[BatchDone] | None", limit_s: float
+    ) -> None:
+        id = next(self._ids)
+        if not self._batches:
+            self._head_since = time.monotonic()
+        self._batches[id] = items, future, limit_s
+        self._send(_encode(Batch(id, list(items))))
+
+    def _on_readable(self) -> None:
+        try:
+            for frame in self._reader.frames():
+                self._take(_decode(frame))
+        except EOFError:
+            self._end()
+        except (FrameError, msgspec.MsgspecError) as error:
+            logger.error("%s wrote what is no message: %s", self.id, error)
+            self._end("wrote what is no message")
+
+    def _take(self, message: FromWorker) -> None:
+        match message:
+            case BatchDone():
+                self._take_answer(message)
+            case Progress():
+                self._on_progress(message.stage)
+            case LogLine():
+                extra = {"worker": str(self.id)}
+                if message.request_id:
+                    extra["request_id"] = message.request_id
+                _log(message, extra)
+            case Ready():
+                if not message.preloaded and self.id.incarnation == 0:
+                    logger.info("%s was started without a preloaded torch", self.id)
+                self._ready = message
+                self._give((), None, self._canary.limit_s)
+            case Leaving():
+                self._cause = self._cause or message.cause
+                self._reason = self._reason or message.reason
+            case StartFailed():
+                self._fail_start(message.message, permanent=message.permanent)
+
+    def _take_answer(self, done: BatchDone) -> None:
+        items, future, limit_s = self._batches.pop(done.id, ((), None, 0.0))
+        now = time.monotonic()
+        if future is not None:
+            outcomes = done.outcomes
+            if len(items) != len(outcomes):
+                self._batches[done.id] = items, future, limit_s
+                raise FrameError(f"{len(outcomes)} outcomes for {len(items)} items")
+            if not isinstance(outcomes[0], ItemError):
+                self._proven_at = now
+            self._head_since = now
+            self.has_worked = True
+            future.set_result(done)
+        elif limit_s:
+            self._head_since = now
+            self._take_canary(done, now)
+        else:
+            raise FrameError(f"an answer to batch {done.id}, which it does not hold")
+
+    def _take_canary(self, done: BatchDone, now: float) -> None:
+        if self._canary.note(done):
+            self._proven_at = now
+            if not self.started.done():
+                assert self._ready is not None
+                self.started.set_result(self._ready)
+        elif not self.started.done():
+            failure = self._canary.failure
+            self._fail_start(f"it failed on a sample of its own: {failure}", permanent=False)
+        else:
+            logger.warning("%s failed on a sample of its own: %s", self.id, self._canary.failure)
+
+    def _send(self, body: bytes) -> None:
+        if not self._writer.write(body):
+            self._loop.add_writer(self._writer.fd, self._on_writable)
+
+    def _on_writable(self) -> None:
+        if self._writer.flush():
+            self._loop.remove_writer(self._writer.fd)
+
+    def _on_exit(self) -> None:
+        """The process has ended: read what it wrote before, then settle all that it held."""
+        assert self._process is not None
+        self._loop.remove_reader(self._process.sentinel)
+        self._process.join()
+        self._reader.is_dry = False
+        while self._is_unread and not self._reader.is_dry:
+            self._on_readable()  # a process that the worker forked may keep the pipe open
+        self._is_ending = True
+        self._name_the_end(self._process.exitcode)
+        if trace := self.stacks.take():
+            text = f"{self.id} left its stacks ({self._reason}){self._at_work_on()}"
+            _log(LogLine(logging.ERROR, __name__, text, trace=trace), {"worker": str(self.id)})
+        last_received = self.heartbeat.last_received
+        self._fail_start(f"the process ended before it was ready: {self._reason}", permanent=False)
+        self._process.close()
+        self._close()
+        batches, self._batches = self._batches, {}
+        was_at_work = False
+        for id, (_, future, _) in batches.items():
+            if future is not None:
+                is_started = id <= last_received
+                was_at_work = was_at_work or is_started
+                future.set_exception(WorkerLostError(self._reason, started=is_started))
+        assert self._cause is not None
+        self._gone.set_result(
+            Ending(cause=self._cause, reason=self._reason, was_at_work=was_at_work)
+        )
+
+    def _name_the_end(self, exitcode: int | None) -> None:
+        """Decide why it ended, unless it or we have said so before."""
+        if self._reason:
+            self._cause = self._cause or ("signal" if (exitcode or 0) < 0 else "exit")
+            return
+        is_oom = self._oom_kills.count() > self._num_oom_kills
+        self._cause, self._reason = describe_exit(
+            exitcode, is_oom=is_oom, rss_bytes=self._rss_bytes
+        )
+
+    def _end(self, reason: str = "") -> None:
+        """No more will be read: make sure that the process goes, if it is not going already."""
+        self._is_ending, self._is_unread = True, False
+        self._loop.remove_reader(self._reader.fd)
+        self._reason = self._reason or reason
+        # At its end of file the process is exiting; a moment later it has no excuse.
+        self._loop.call_later(0.5, self._signal, signal.SIGKILL)
+
+    def _fail_start(self, message: str, *, permanent: bool) -> None:
+        if not self.started.done():
+            self.started.set_exception(WorkerStartError(message, permanent=permanent))
+            self.started.exception()  # it is retrieved, even if the start was cancelled
+
+    async def _watch(self) -> None:
+        """Look at the process now and then: have it prove itself, and end it when it cannot."""
+        num_oom_kills = self._num_oom_kills
+        while True:
+            now = time.monotonic()
+            wake_at = now + max(0.001, min(_LOOK_S, self._patience_s, self._next_due_s(now)))
+            await asyncio.sleep(wake_at - now)
+            now = time.monotonic()
+            if now - wake_at > _PAUSE_S:
+                self._head_since += now - wake_at
+            if self._is_ending:
+                return
+            self._look_at_rss()
+            # Of the look before, since a large process takes a while to be gone.
+            self._num_oom_kills, num_oom_kills = num_oom_kills, self._oom_kills.count()
+            if reason := self._hang(now):
+                self._cause = "hang"
+                await self.kill(reason, with_stacks=True)
+            elif self._canary.is_ill:
+                await self._retire(f"it failed on a sample of its own: {self._canary.failure}")
+            elif self.started.done() and now - self._proven_at >= self._canary.every_s:
+                self._send_canary()
+
+    def _on_unwatched(self, watching: Task[None]) -> None:
+        if not watching.cancelled() and (error := watching.exception()):
+            logger.critical("%s is no longer watched", self.id, exc_info=error)
+
+    def _next_due_s(self, now: float) -> float:
+        """How soon the watch may have something to do."""
+        if not self._batches:
+            return self._proven_at + self._canary.every_s - now if self.started.done() else _LOOK_S
+        id, (_, _, limit_s) = next(iter(self._batches.items()))
+        is_begun = id <= self.heartbeat.last_received
+        return self._head_since + (limit_s if is_begun else self._patience_s) - now
+
+    def _hang(self, now: float) -> str:
+        """What its oldest batch says of it, if that has taken too long."""
+        if not self._batches:
+            return ""
+        id, (_, future, limit_s) = next(iter(self._batches.items()))
+        for_s = now - self._head_since
+        if for_s > limit_s:
+            what = "a sample of its own" if future is None else "a batch"
+            return f"hung: {what} ran for more than {limit_s:g} s"
+        if for_s > self._patience_s and id > self.heartbeat.last_received:
+            return f"hung: it was idle, and took up no work for {self._patience_s:g} s"
+        return ""
+
+    def _send_canary(self) -> None:
+        is_asked = any(future is None for _, future, _ in self._batches.values())
+        if not is_asked and len(self._batches) < self.credit:
+            self._give((), None, self._canary.limit_s)
+
+    async def _retire(self, reason: str) -> None:
+        """Have it finish what it holds and leave, to be replaced."""
+        logger.error("%s: %s; replacing it", self.id, reason)
+        self._cause, self._reason, self._is_ending = "canary", reason, True
+        self._send(_SENTINEL)
+        if not await self._is_gone_within(_RETIRE_S):
+            await self.kill(reason, with_stacks=True)
+
+    async def _log_stacks(self, reason: str) -> None:
+        at_work = self._at_work_on()
+        state, trace = await self.stacks.ask(self._pid)
+        text = f"{self.id} {reason}{at_work}; it is {state}: killing it"
+        _log(LogLine(logging.ERROR, __name__, text, trace=trace), {"worker": str(self.id)})
+
+    def _at_work_on(self) -> str:
+        """The requests that it is computing, for a log line."""
+        last_received = self.heartbeat.last_received
+        ids = {
+            item.request_id: None
+            for id, (items, _, _) in self._batches.items()
+            if id <= last_received
+            for item in items
+            if item.request_id
+        }
+        if not ids:
+            return ""
+        named = ", ".join(list(ids)[:_MAX_NAMED_REQUESTS])
+        more = len(ids) - _MAX_NAMED_REQUESTS
+        return f", at work on {named}" + (f" and {more} more" if more > 0 else "")
+
+    def _look_at_rss(self) -> int:
+        """The memory that it holds; after its end, what it held when last looked at."""
+        if self._observed is not None and not self._gone.done():
+            try:
+                self._rss_bytes = self._observed.memory_info().rss or self._rss_bytes
+            except psutil.Error:
+                return 0
+        return self._rss_bytes
+
+    def _signal(self, signum: int) -> None:
+        if self._pid and not self._gone.done():
+            try:
+                os.kill(self._pid, signum)
+            except ProcessLookupError:
+                return
+
+    async def _is_gone_within(self, timeout_s: float) -> bool:
+        done, _ = await asyncio.wait([self._gone], timeout=timeout_s)
+        return bool(done)
+
+    def _close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+        if self._process is not None:
+            self._loop.remove_writer(self._writer.fd)
+            self._loop.remove_reader(self._reader.fd)
+        self.inbox.close()
+        self.outbox.close()
+        self.stacks.close()
+        self.heartbeat.close()
+
+
+def _log(line: LogLine, extra: dict[str, str]) -> None:
+    """Log what a worker logged, its traceback as one."""
+    source = logging.getLogger(line.logger)
+    if source.isEnabledFor(line.level):
+        record = source.makeRecord(
+            line.logger, line.level, "", 0, "%s", (line.text,), None, extra=extra
+        )
+        record.exc_text = line.trace or None
+        source.handle(record)
