@@ -73,6 +73,7 @@ def main(
         outbox.put(StartFailed(printable(f"loading failed: {last}"), permanent=False))
         return
     gc.freeze()  # what is loaded now stays: later collections need not walk through it
+    heartbeat.beat()  # from now on silence means a hang, and the last sign was before the loading
     outbox.put(ready)
     try:
         Loop(computer, inbox, outbox, memoryview(arena), heartbeat).run()

@@ -336,6 +336,14 @@ class EngineContract:
 
         run(go())
 
+    def test_time_spent_loading_is_not_held_against_a_worker(self, engine: Engine, run: "Run"):
+        async def go():
+            worker = await started(engine, options={"load_s": 2.0})
+            assert worker.vitals().last_beat_age_s < 1.5
+            await worker.stop(5)
+
+        run(go())
+
     def test_many_batches_in_flight_all_come_back(self, engine: Engine, put: Put, run: "Run"):
         async def go():
             worker = await started(engine)
