@@ -6,6 +6,7 @@ worker, memory that grows, a ledger out of balance, or an error in the log.
 """
 
 import argparse
+import re
 import sys
 import tempfile
 from collections import Counter
@@ -18,6 +19,8 @@ from rich.table import Table
 
 from tests.fuzz.campaign import Verdict, campaign, keep, read_input, replay, service
 
+_REQUEST_ID = re.compile(r'"request_id":"[^"]*"')
+_MAX_REASONS = 30
 _OUT = Path(__file__).with_name("out")
 
 
@@ -62,8 +65,9 @@ def _report(console: Console, verdict: Verdict) -> None:
         f"{verdict.num_workers} workers. "
         f"Memory: {before:.0f} MiB before, {middle:.0f} in the middle, {after:.0f} after."
     )
-    reasons = Counter(reason for reason, _ in verdict.offences)
-    for reason, count in reasons.most_common(30):
+    offences = sorted(verdict.offences, key=lambda each: each[1] is not None)
+    reasons = Counter(_REQUEST_ID.sub("", reason) for reason, _ in offences)
+    for reason, count in list(reasons.items())[:_MAX_REASONS]:
         console.print(f"{count} x {reason}", style="red", markup=False)
     console.print("nothing that must not happen" if not reasons else f"{len(reasons)} offences")
 

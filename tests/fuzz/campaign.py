@@ -101,7 +101,8 @@ def campaign(
     verdict.seconds = time.monotonic() - began
     _judge_ledger(target, verdict)
     if sorted(target.worker_pids()) != pids:
-        verdict.offend("workers were lost")
+        warnings = [line for line in target.log if line["level"] not in ("debug", "info")]
+        verdict.offend(f"workers were lost; the log says {warnings}")
     growth = verdict.pss_bytes[2] - verdict.pss_bytes[1]
     if growth > _MAX_GROWTH_BYTES:
         verdict.offend(f"memory grew by {growth >> 20} MiB in the second half")
