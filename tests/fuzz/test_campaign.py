@@ -4,16 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz.campaign import Verdict, campaign, judge, keep, read_input, service
+from tests.e2e.running import Running
+from tests.fuzz.campaign import Verdict, campaign, judge, keep, read_input
 from tests.fuzz.client import Answer, Outcome
 from tests.fuzz.inputs import KINDS, Input, make_input
 
 SEED = 20261121
 
 
-def test_hostile_inputs_cost_nothing_but_their_own_answers(tmp_path: Path):
-    with service(tmp_path, replicas=1) as target:
-        verdict = campaign(target, num_inputs=4_000, seed=SEED)
+def test_hostile_inputs_cost_nothing_but_their_own_answers(target: Running):
+    verdict = campaign(target, num_inputs=4_000, seed=SEED)
     assert verdict.offences == []
     assert verdict.num_inputs == 4_000
     assert set(verdict.statuses) == set(KINDS)

@@ -1,0 +1,76 @@
+"""A running service against its own OpenAPI document."""
+
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from tests.e2e.running import Running
+
+
+def no_server_error(
+    _: object, answer: schemathesis.Response, case: "schemathesis.Case[Any]"
+) -> None:
+    """Only who asks for an answer in no time may hear that there is none yet."""
+    is_late = answer.status_code == 504 and "X-Timeout-Ms" in case.headers
+    assert answer.status_code < 500 or is_late, answer.text
+
+
+CHECKS = [
+    no_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+]
+
+
+OPERATIONS = [
+    "POST /predict",
+    "POST /predict/{model}",
+    "GET /health",
+    "GET /health/live",
+    "GET /health/ready",
+    "GET /metrics",
+]
+
+
+@pytest.fixture(scope="module")
+def operations(target: Running) -> dict[str, Any]:
+    schema = schemathesis.openapi.from_url(f"{target.url}/openapi.json")
+    found = [result.ok() for result in schema.get_all_operations()]  # type: ignore[union-attr]
+    return {operation.label: operation for operation in found}
+
+
+def test_every_operation_is_tried(operations: dict[str, Any]) -> None:
+    assert sorted(operations) == sorted(OPERATIONS)
+
+
+@pytest.mark.parametrize(
+    ("label", "mode"),
+    [(label, GenerationMode.POSITIVE) for label in OPERATIONS]
+    + [(label, GenerationMode.NEGATIVE) for label in OPERATIONS[:2]],
+)
+def test_the_service_does_as_its_document_says(
+    operations: dict[str, Any], label: str, mode: GenerationMode
+) -> None:
+    @settings(
+        max_examples=60 if "predict" in label else 10,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operations[label].as_strategy(generation_mode=mode))
+    def run(case: "schemathesis.Case[Any]") -> None:
+        case.call_and_validate(checks=CHECKS, timeout=20)
+
+    run()
