@@ -1,12 +1,13 @@
 """What a user writes to serve a model: a subclass of `Model`. Runs in worker processes only."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeAlias
 
 import msgspec
 import torch
 from torch import Tensor
 
+from models.agreement import Tolerance, ValueTolerance
 from models.errors import InputError
 from models.spec import MAX_IMAGE_PIXELS, Placement, TensorHeader, TensorSpec
 
@@ -96,6 +97,11 @@ class Model:
     outputs have fails, and its neighbours succeed. Set it to False where they mean something."""
     max_image_pixels = MAX_IMAGE_PIXELS
     """The setting of that name, for `decode_image`; set by the worker before `load`."""
+    network: Callable[..., object] | None = None
+    """What `forward` calls to compute. If `load` sets it to an `nn.Module`, a speed preset may put
+    a faster one in its place, which takes and returns the same and is tried on `samples`."""
+    tolerance: Tolerance = ValueTolerance()
+    """How far a preset's outputs may be from the exact ones, after `postprocess`."""
 
     def load(self, placement: Placement) -> None:
         """Load the weights on the placement's devices, once per incarnation.
@@ -164,3 +170,10 @@ class Model:
         The first is computed again whenever an idle worker must prove that it is well.
         """
         return ()
+
+    def samples(self) -> Sequence[Item]:
+        """Instances like those to come, on which speed presets are tried; by default `warmup`'s.
+
+        Without any, the model is served as it is.
+        """
+        return self.warmup()

@@ -13,12 +13,16 @@ from models.errors import ModelError, SourceError
 from models.spec import DTYPE_BYTES, Placement, TensorHeader, TensorSpec
 
 _ANY_INPUT = TensorSpec(name="input", dtype="float32", shape=())
+_NUM_SAMPLES = 16
+"""For speed presets."""
 _PROBE_ROWS = 2
 """Two, since one row may come out with the batch dimension squeezed away."""
 
 
 class TensorModel(Model, ABC):
     """Serves a network that takes tensors by position, with the batch dimension first."""
+
+    network: Callable[..., object]
 
     def __init__(
         self,
@@ -58,6 +62,13 @@ class TensorModel(Model, ABC):
     def warmup(self) -> Sequence[Item]:
         """Zeros, where the shapes of the inputs are known."""
         return [_zeros(self.inputs)] if all(_is_known(spec) for spec in self.inputs) else []
+
+    def samples(self) -> Sequence[Item]:
+        """Random numbers, where the shapes of the inputs are known and all are float32."""
+        if not all(_is_known(spec) and spec.dtype == "float32" for spec in self.inputs):
+            return []
+        generator = torch.Generator().manual_seed(0)
+        return [_random(self.inputs, generator) for _ in range(_NUM_SAMPLES)]
 
     def _named(self, result: object) -> dict[str, Tensor]:
         outputs = named_outputs(result)
@@ -191,6 +202,14 @@ def specs_of(value: object, option: str) -> list[TensorSpec]:
 
 def _is_known(spec: TensorSpec) -> bool:
     return bool(spec.shape) and -1 not in spec.instance_shape
+
+
+def _random(inputs: Sequence[TensorSpec], generator: torch.Generator) -> Item:
+    """Normally distributed float32 inputs of one instance."""
+    item = _zeros(inputs)
+    numbers = torch.randn(len(item.payload) // 4, generator=generator)
+    payload = memoryview(bytearray(numbers.numpy().tobytes()))
+    return Item(kind="tensors", payload=payload, headers=item.headers)
 
 
 def _zeros(inputs: Sequence[TensorSpec]) -> Item:

@@ -17,11 +17,13 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
+from models.agreement import LabelTolerance, Tolerance
 from models.base import Features, Item, Model
 from models.errors import InputError, ModelError
 from models.images import check_size, decode_image
 from models.inputs import json_array, json_texts
-from models.spec import Placement, TensorSpec
+from models.photos import sample_views
+from models.spec import Placement, TensorHeader, TensorSpec
 
 _DEFAULT_TOP_K = 5
 
@@ -91,6 +93,9 @@ class Classifier(Model):
 
     The parameter `top_k` says how many labels to answer with, best first.
     """
+
+    network: nn.Module
+    tolerance: Tolerance = LabelTolerance()
 
     def __init__(self, *, transform: ImageTransform, labels: Sequence[str]) -> None:
         self.transform = transform
@@ -192,6 +197,10 @@ class Classifier(Model):
         Image.new("RGB", (edge + edge // 2, edge + edge // 4), "gray").save(encoded, "JPEG")
         return [Item(kind="image", payload=memoryview(encoded.getvalue()))]
 
+    def samples(self) -> Sequence[Item]:
+        """Photographs, whole and in parts."""
+        return [_pixels_item(np.asarray(view)) for view in sample_views()]
+
     def _answers(
         self, probabilities_BK: Tensor, top_ks: Sequence[int]
     ) -> list[list[dict[str, object]]]:
@@ -278,6 +287,11 @@ class Classifier(Model):
 def imagenet_labels() -> Sequence[str]:
     """The names of the 1000 classes of ImageNet-1k (ILSVRC 2012), by index."""
     return tuple((files("models") / "imagenet.txt").read_text("utf-8").splitlines())
+
+
+def _pixels_item(pixels: NDArray[np.uint8]) -> Item:
+    header = TensorHeader("image", "uint8", pixels.shape, 0)
+    return Item(kind="tensors", payload=memoryview(bytearray(pixels.tobytes())), headers=[header])
 
 
 def _margin(edge: int, crop: int) -> int:

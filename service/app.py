@@ -381,15 +381,10 @@ def _serve(
 
 
 def _plan(settings: Settings, host: Host) -> dict[str, list[WorkerConfig]]:
-    return {
-        name: _configs(name, model, host, settings.max_image_pixels)
-        for name, model in settings.models.items()
-    }
+    return {name: _configs(name, model, host, settings) for name, model in settings.models.items()}
 
 
-def _configs(
-    name: str, model: ModelSettings, host: Host, max_image_pixels: int
-) -> list[WorkerConfig]:
+def _configs(name: str, model: ModelSettings, host: Host, settings: Settings) -> list[WorkerConfig]:
     placements = place(
         host,
         devices=model.devices,
@@ -397,7 +392,12 @@ def _configs(
         threads=None if model.threads_per_replica == "auto" else model.threads_per_replica,
     )
     return [
-        model.worker_config_for(name, placement, max_image_pixels=max_image_pixels)
+        model.worker_config_for(
+            name,
+            placement,
+            max_image_pixels=settings.max_image_pixels,
+            cache_dir=settings.cache_folder(),
+        )
         for placement in placements
     ]
 

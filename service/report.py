@@ -47,6 +47,7 @@ def _model_health(pool: Pool) -> ModelHealth:
 
 def _worker_health(slot: Slot) -> WorkerHealth:
     vitals = slot.handle.vitals() if slot.handle else None
+    speed = slot.handle.ready.speed if slot.handle else None
     return WorkerHealth(
         name=slot.id.worker,
         state=slot.state,
@@ -58,6 +59,9 @@ def _worker_health(slot: Slot) -> WorkerHealth:
         last_answer_age_s=round(vitals.last_answer_age_s, 3) if vitals else None,
         rss_bytes=vitals.rss_bytes if vitals else None,
         restarts=slot.num_restarts,
+        speed=speed.preset if speed else None,
+        speed_gain=round(speed.gain, 2) if speed else None,
+        speed_deviation=speed.deviation if speed else None,
         reason=_reason(slot),
         last_ending=_last_ending(slot),
     )

@@ -8,11 +8,13 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from models.spec import MAX_IMAGE_PIXELS, Placement
+from models.speed.names import CHOICES
 from service.keys import Keys
 from workers.cgroups import read_limits
 from workers.config import ModelConfig, WorkerConfig
@@ -79,6 +81,9 @@ class ModelSettings(_Table):
     """A worker that has never been ready is given up after this many restarts in a row."""
     threads_per_replica: Auto | PositiveInt = "auto"
     """Threads that torch computes with in each replica; `auto`: an equal share of the cores."""
+    speed: str = "auto"
+    """`exact` serves the network as it is, `auto` with the fastest preset that agrees with that; or
+    name a preset: `channels_last`, `folded`, `bf16`, `fp16`."""
     prepare_threads: Auto | PositiveInt = "auto"
     """Threads that decode and resize in each worker; `auto`: 1 on a CPU, up to 8 for a GPU."""
 
@@ -98,6 +103,13 @@ class ModelSettings(_Table):
             )
         return devices
 
+    @field_validator("speed")
+    @classmethod
+    def _check_speed(cls, speed: str) -> str:
+        if speed not in CHOICES:
+            raise ValueError(f"is not one of {', '.join(CHOICES)}")
+        return speed
+
     def model_config_for(self, name: str) -> ModelConfig:
         """What a worker is told of the model."""
         return ModelConfig(
@@ -108,7 +120,12 @@ class ModelSettings(_Table):
         )
 
     def worker_config_for(
-        self, name: str, placement: Placement, *, max_image_pixels: int
+        self,
+        name: str,
+        placement: Placement,
+        *,
+        max_image_pixels: int,
+        cache_dir: str | None = None,
     ) -> WorkerConfig:
         """All that the worker on one placement is told."""
         return WorkerConfig(
@@ -117,6 +134,8 @@ class ModelSettings(_Table):
             credit=self.credit,
             max_batch_size=self.max_batch_size,
             prepare_threads=self._num_prepare_threads(placement),
+            speed=self.speed,
+            cache_dir=cache_dir,
             load_timeout_s=self.load_timeout_s,
             batch_timeout_s=self.batch_timeout_s,
             max_image_pixels=max_image_pixels,
@@ -203,6 +222,9 @@ class Settings(_Table):
     keep_alive_s: float = Field(75.0, gt=0, allow_inf_nan=False)
     """How long an idle connection stays open: longer than the 60 s of common load balancers, which
     would otherwise send a request into a connection that is just being closed."""
+    cache_dir: str = Field("~/.cache/inferpool", min_length=1)
+    """Where workers keep what they find out about speed; `none` keeps it nowhere. The variable
+    XDG_CACHE_HOME moves it."""
     cuda_visible_devices: str | None = None
     """The GPUs to use, as indices or UUIDs; from CUDA_VISIBLE_DEVICES."""
     models: Mapping[str, ModelSettings]
@@ -221,6 +243,15 @@ class Settings(_Table):
         if tls_key is not None and info.data.get("tls_certificate") is None:
             raise ValueError("is a key without a certificate; set tls_certificate too")
         return tls_key
+
+    def cache_folder(self) -> str | None:
+        """`cache_dir` as an absolute path; None for `none`, or where the user has no home."""
+        if self.cache_dir.lower() == "none":
+            return None
+        try:
+            return str(Path(self.cache_dir).expanduser().absolute())
+        except RuntimeError:
+            return None
 
     def preload(self) -> list[str]:
         """What is worth importing once, before workers are forked, besides what all need."""

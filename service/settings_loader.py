@@ -54,6 +54,7 @@ FLAGS: Mapping[str, str] = {
     "devices": "--devices",
     "weights": "--weights",
     "max_batch_size": "--max-batch-size",
+    "speed": "--speed",
 }
 """The settings that have a flag. Those of a model apply to each model served."""
 
@@ -179,6 +180,8 @@ class _Draft:
         """Take the variables that are ours."""
         if environ.get("NO_COLOR"):
             self._set(("color",), "never", "environment NO_COLOR")
+        if home := environ.get("XDG_CACHE_HOME"):
+            self._set(("cache_dir",), f"{home}/inferpool", "environment XDG_CACHE_HOME")
         if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
             self._set(("cuda_visible_devices",), visible, "environment CUDA_VISIBLE_DEVICES")
         for variable, text in environ.items():

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 
+from models.speed.names import SpeedReport
 from workers.config import WorkerConfig
 from workers.engine import Ending, Vitals, WorkerId
 from workers.errors import WorkerLostError, WorkerStartError
@@ -15,7 +16,7 @@ class FakeWorker:
     def __init__(self, id: WorkerId | None = None, credit: int = 2) -> None:
         self.id = id or WorkerId(model="m", slot=0)
         self.credit = credit
-        self.ready = Ready(1, [], [], "cpu", 0.0, True)
+        self.ready = Ready(1, [], [], "cpu", 0.0, True, SpeedReport())
         self.has_worked = False
         self.batches: list[tuple[list[ItemRef], asyncio.Future[BatchDone]]] = []
         """Those that it holds, oldest first."""

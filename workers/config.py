@@ -33,5 +33,9 @@ class WorkerConfig:
     max_image_pixels: int = MAX_IMAGE_PIXELS
     """Encoded images with more are refused by their header."""
     load_timeout_s: float = 600.0
+    speed: str = "exact"
+    """One of `models.speed.names.CHOICES`."""
+    cache_dir: str | None = None
+    """Where what was found out about speed is kept; None keeps it nowhere."""
     batch_timeout_s: float = 60.0
     """A batch that has run for longer means a hang."""

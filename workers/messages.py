@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from models.spec import TensorHeader, TensorSpec
+from models.speed.names import SpeedReport
 
 Kind = Literal["image", "bytes", "json", "tensors"]
 """As `models.base.Kind`, which the front end cannot import without torch."""
@@ -88,8 +89,11 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     device: str
     """The device as a person knows it: "NVIDIA H100 80GB HBM3", "cpu"."""
     load_s: float
+    """Without what it took to choose a speed preset, which a restart does not repeat."""
     preloaded: bool
     """The process was forked from a server that had torch in memory already."""
+    speed: SpeedReport
+    """Which preset it serves with."""
 
 
 class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):

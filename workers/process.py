@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from mmap import mmap
+from pathlib import Path
 from types import FrameType
 
 import torch
@@ -26,6 +27,7 @@ import torch
 from models.errors import ModelError
 from models.registry import build
 from models.spec import Placement
+from models.speed.choose import SpeedWish, choose
 from workers.compute import Computer, Prepared, printable
 from workers.config import WorkerConfig
 from workers.guard import die_with_front_end, die_with_parent, give_way_for_memory
@@ -199,6 +201,14 @@ def _load(config: WorkerConfig, outbox: WorkerQueue) -> tuple[Computer, Ready]:
     model = build(config.model.source, config.model.weights, dict(config.model.options))
     model.max_image_pixels = config.max_image_pixels
     model.load(config.placement)
+    wish = SpeedWish(
+        speed=config.speed,
+        max_batch_size=config.max_batch_size,
+        cache_dir=Path(config.cache_dir) if config.cache_dir else None,
+    )
+    speed = choose(model, wish, lambda stage: outbox.put(Progress(stage)))
+    if config.speed != "exact":
+        logger.info("speed: %s", speed.text())
     device = config.placement.devices[0]
     samples = list(model.warmup())
     computer = Computer(
@@ -215,8 +225,9 @@ def _load(config: WorkerConfig, outbox: WorkerQueue) -> tuple[Computer, Ready]:
         inputs=list(model.inputs),
         outputs=list(model.outputs),
         device=torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
-        load_s=time.monotonic() - began,
+        load_s=time.monotonic() - began - speed.measured_s,
         preloaded="workers.preload" in sys.modules,
+        speed=speed,
     )
 
 

@@ -43,6 +43,12 @@ class WorkerHealth:
     rss_bytes: int | None
     """Memory that it holds, as the operating system counts it."""
     restarts: int
+    speed: str | None = None
+    """The speed preset that it serves with; null while it is not there."""
+    speed_gain: float | None = None
+    """How many times as fast as `exact` that preset was when it was measured."""
+    speed_deviation: float | None = None
+    """How far it was from `exact` on the sample inputs, at most."""
     reason: str = ""
     """What it is doing while it loads, or why it is not there."""
     last_ending: LastEnding | None = None

@@ -207,6 +207,8 @@ def _service(command: str, setting: Setting) -> Contender:
         setting.source,
         "--weights",
         setting.weights,
+        "--speed",
+        "exact",
         "--max-batch-size",
         str(setting.batch_size),
         "--replicas",

@@ -108,8 +108,9 @@ def running(
     preexec_fn: Callable[[], None] | None = None,
 ) -> Iterator[Running]:
     """Start `python -m service serve`, and end it however the test left it."""
+    speed = [] if "--speed" in arguments else ["--speed", "exact"]  # to choose takes seconds
     process = subprocess.Popen(
-        [*command, "serve", *arguments, "--port", str(port), "--log-format", "json"],
+        [*command, "serve", *arguments, *speed, "--port", str(port), "--log-format", "json"],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
         stdout=subprocess.DEVNULL,

@@ -14,7 +14,7 @@ from service.settings import (
     slug,
     source_hint,
 )
-from service.settings_loader import load
+from service.settings_loader import SettingsError, load
 
 
 def test_settings_cannot_be_changed(tmp_path):
@@ -46,6 +46,17 @@ def test_a_worker_is_told_what_the_settings_say(tmp_path):
     assert (config.max_batch_size, config.prepare_threads) == (3, 1)
     gpu = Placement(devices=("cuda:0",), visible=("GPU-1",), num_threads=4)
     assert model.worker_config_for("echo", gpu, max_image_pixels=9).prepare_threads == 4
+
+
+def test_speed_and_its_cache_reach_the_worker(tmp_path):
+    settings = load({"speed": "folded"}, {"HOME": "/nowhere"}, tmp_path).settings
+    (model,) = settings.models.values()
+    placement = Placement(devices=("cpu",))
+    config = model.worker_config_for("m", placement, max_image_pixels=9, cache_dir="/c")
+    assert (config.speed, config.cache_dir) == ("folded", "/c")
+    assert load({}, {"INFERPOOL_CACHE_DIR": "none"}, tmp_path).settings.cache_folder() is None
+    with pytest.raises(SettingsError, match="is not one of auto, exact"):
+        load({"speed": "ludicrous"}, {}, tmp_path)
 
 
 def test_every_field_is_documented():

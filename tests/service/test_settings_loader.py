@@ -123,6 +123,8 @@ def test_variables_of_others_that_everyone_honours(tmp_path):
     assert loaded.settings.cuda_visible_devices == ""
     assert origin_of(loaded, "color") == "environment NO_COLOR"
     assert load({}, {}, tmp_path).settings.cuda_visible_devices is None
+    moved = load({}, {"XDG_CACHE_HOME": "/var/cache"}, tmp_path).settings
+    assert moved.cache_folder() == "/var/cache/inferpool"
 
 
 def test_a_source_as_argument_becomes_the_only_model(tmp_path):

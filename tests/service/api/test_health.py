@@ -22,6 +22,9 @@ WORKER = WorkerHealth(
     last_answer_age_s=2.5,
     rss_bytes=1000,
     restarts=1,
+    speed="folded",
+    speed_gain=1.5,
+    speed_deviation=1e-06,
     last_ending=LastEnding(cause="memory", reason="SIGKILL, likely out of memory", age_s=60.0),
 )
 READY = ModelHealth(name="a", ready=True, queue_depth=3, workers=[WORKER])
@@ -67,6 +70,9 @@ def test_health_shows_the_workers_one_by_one() -> None:
             "last_answer_age_s": 2.5,
             "rss_bytes": 1000,
             "restarts": 1,
+            "speed": "folded",
+            "speed_gain": 1.5,
+            "speed_deviation": 1e-06,
             "reason": "",
             "last_ending": {
                 "cause": "memory",

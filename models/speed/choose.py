@@ -1,0 +1,245 @@
+"""Chooses the preset to serve with: tries them, compares, and remembers. Worker processes only."""
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from models.agreement import Agreement
+from models.base import Features, Model
+from models.errors import ModelError
+from models.speed.names import SpeedReport
+from models.speed.presets import can_be_changed, prepare, presets_for
+from models.speed.verdicts import VerdictStore, fingerprint
+
+logger = logging.getLogger(__name__)
+
+_BUDGET_S = 10.0
+"""What trying may take; presets that it does not suffice for are left out."""
+_EXACT_S = 1.5
+"""Samples are compared for as long as the exact network takes no longer than this for them."""
+_ROUNDS_S = 0.5
+"""What timing one preset at one batch size may take, once there are `_MIN_ROUNDS`."""
+_MIN_ROUNDS, _MAX_ROUNDS = 3, 15
+_COMPARED_BATCH = 8
+_MAX_TIMED_BATCH = 32
+_LEAST_GAIN = 1.1
+"""A preset must be faster than what we have by this factor: less may be noise."""
+_LOCK_WAIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedWish:
+    """What the settings say of speed."""
+
+    speed: str
+    """One of `names.CHOICES`."""
+    max_batch_size: int
+    cache_dir: Path | None
+    """Where verdicts are kept; None keeps them nowhere."""
+
+
+def choose(model: Model, wish: SpeedWish, on_progress: Callable[[str], None]) -> SpeedReport:
+    """Give a loaded model the fastest network that answers as its own does.
+
+    Raises:
+        ModelError: The preset that was asked for by name cannot be applied to this model.
+    """
+    if wish.speed == "exact":
+        return SpeedReport()
+    trial = _Trial(model, wish.max_batch_size)
+    if trial.obstacle:
+        if wish.speed != "auto":
+            raise ModelError(f'speed = "{wish.speed}" cannot be had: {trial.obstacle}')
+        return SpeedReport(note=trial.obstacle)
+    if wish.speed != "auto":
+        return _apply_named(trial, wish.speed)
+    return _choose_best(trial, wish, on_progress)
+
+
+def _apply_named(trial: "_Trial", name: str) -> SpeedReport:
+    try:
+        network = trial.prepare(name)
+        agreement = trial.compare(network)
+    except Exception as error:  # the network is the user's: it may raise anything
+        raise ModelError(f'speed = "{name}" cannot be had: {_first_line(error)}') from error
+    if not agreement.is_within:
+        logger.warning('speed = "%s" changes answers: %s', name, agreement.text)
+    gain = trial.gain(network)
+    trial.model.network = network
+    return SpeedReport(preset=name, gain=gain, deviation=agreement.deviation)
+
+
+def _choose_best(
+    trial: "_Trial", wish: SpeedWish, on_progress: Callable[[str], None]
+) -> SpeedReport:
+    store = VerdictStore(wish.cache_dir)
+    key = fingerprint(trial.exact, trial.device_name, torch.get_num_threads(), wish.max_batch_size)
+    if known := _reuse(trial, store.read(key)):
+        return known
+    began = time.monotonic()
+    with store.turn(key, _LOCK_WAIT_S, lambda: on_progress("waiting for the choice of a preset")):
+        report = _reuse(trial, store.read(key))
+        if report is None:
+            report = _measure(trial, on_progress)
+            store.write(key, report)
+    return msgspec.structs.replace(report, measured_s=time.monotonic() - began)
+
+
+def _reuse(trial: "_Trial", known: SpeedReport | None) -> SpeedReport | None:
+    """Apply what was chosen before, if it still holds on the first of the samples."""
+    if known is None or known.preset == "exact":
+        return known
+    try:
+        network = trial.prepare(known.preset)
+        agreement = trial.compare(network, max_batches=1)
+    except Exception as error:
+        logger.warning("the preset %s no longer works: %s", known.preset, _first_line(error))
+        return None
+    if not agreement.is_within:
+        logger.warning("the preset %s no longer agrees: %s", known.preset, agreement.text)
+        return None
+    trial.model.network = network
+    return known
+
+
+def _measure(trial: "_Trial", on_progress: Callable[[str], None]) -> SpeedReport:
+    names = presets_for(trial.exact, trial.device)
+    until = time.monotonic() + _BUDGET_S
+    best, best_network = SpeedReport(), trial.exact
+    notes = []
+    for number, name in enumerate(names, 1):
+        if time.monotonic() > until:
+            notes.append(f"{name} was not tried for lack of time")
+            continue
+        on_progress(f"measuring speed presets {number}/{len(names)}: {name}")
+        try:
+            network = trial.prepare(name)
+            agreement = trial.compare(network)
+        except Exception as error:  # the network is the user's: it may raise anything
+            logger.debug("the preset %s fails", name, exc_info=True)
+            notes.append(f"{name} fails: {_first_line(error)}")
+            continue
+        if not agreement.is_within:
+            notes.append(f"{name} refused: {agreement.text}")
+            continue
+        gain = trial.gain(network)
+        notes.append(f"{name} {gain:.2f} x")
+        if gain > best.gain * _LEAST_GAIN:
+            best = SpeedReport(preset=name, gain=gain, deviation=agreement.deviation)
+            best_network = network
+    trial.model.network = best_network
+    return SpeedReport(
+        preset=best.preset, gain=best.gain, deviation=best.deviation, note="; ".join(notes)
+    )
+
+
+class _Trial:
+    """A model, its exact network, and samples to try others on."""
+
+    def __init__(self, model: Model, max_batch_size: int) -> None:
+        self.model = model
+        self.obstacle = ""
+        network = model.network
+        if not isinstance(network, nn.Module) or not can_be_changed(network):
+            self.obstacle = "the model has no network in float32 that presets could replace"
+            return
+        self.exact = network
+        tensor = next(iter(network.state_dict().values()))
+        self.device = tensor.device
+        is_cuda = self.device.type == "cuda"
+        self.device_name = torch.cuda.get_device_name(self.device) if is_cuda else "cpu"
+        with torch.inference_mode():
+            self._features = [model.preprocess(item) for item in model.samples()]
+        if not self._features:
+            self.obstacle = "the model has no sample inputs to verify presets on"
+            return
+        self._compared: list[tuple[Features, Features]] = []
+        """Batches of samples, with the exact outputs."""
+        self._timed = [self._batch(size) for size in {1, min(max_batch_size, _MAX_TIMED_BATCH)}]
+
+    def prepare(self, name: str) -> nn.Module:
+        """The network of a preset."""
+        sample = self._batch(1)
+        return prepare(name, self.exact, lambda network: self._run(network, sample))
+
+    def compare(self, network: nn.Module, max_batches: int | None = None) -> Agreement:
+        """Hold the outputs of a network against the exact ones."""
+        pairs = [(exact, self._run(network, batch)) for batch, exact in self._exact(max_batches)]
+        exact, other = (
+            {name: torch.cat([each[side][name] for each in pairs]) for name in pairs[0][side]}
+            for side in (0, 1)
+        )
+        return self.model.tolerance.judge(exact, other)
+
+    def gain(self, network: nn.Module) -> float:
+        """How many times as fast it is as the exact one: the geometric mean over batch sizes."""
+        gains = [self._gain(network, batch) for batch in self._timed]
+        return float(prod(gains) ** (1 / len(gains)))
+
+    def _gain(self, network: nn.Module, batch: Features) -> float:
+        """The median over rounds in which both take turns, so that a slow moment hits both."""
+        ratios: list[float] = []
+        began = time.monotonic()
+        for each in (network, self.exact):
+            self._run(each, batch)
+        while len(ratios) < _MIN_ROUNDS or (
+            time.monotonic() - began < _ROUNDS_S and len(ratios) < _MAX_ROUNDS
+        ):
+            seconds = []
+            for each in (self.exact, network):
+                start = time.perf_counter()
+                self._run(each, batch)
+                seconds.append(time.perf_counter() - start)
+            ratios.append(seconds[0] / seconds[1])
+        return statistics.median(ratios)
+
+    def _exact(self, max_batches: int | None) -> Sequence[tuple[Features, Features]]:
+        """Batches of samples with their exact outputs, computed when first asked for."""
+        if max_batches is not None:
+            batch = self._batch(_COMPARED_BATCH)
+            return self._compared[:max_batches] or [(batch, self._run(self.exact, batch))]
+        if not self._compared:
+            began = time.monotonic()
+            for start in range(0, len(self._features), _COMPARED_BATCH):
+                batch = self._collate(self._features[start : start + _COMPARED_BATCH])
+                self._compared.append((batch, self._run(self.exact, batch)))
+                if time.monotonic() - began > _EXACT_S:
+                    break
+        return self._compared
+
+    def _batch(self, size: int) -> Features:
+        features = self._features
+        return self._collate([features[i % len(features)] for i in range(size)])
+
+    @torch.inference_mode()
+    def _collate(self, features: Sequence[Features]) -> Features:
+        return self.model.collate(features)
+
+    @torch.inference_mode()
+    def _run(self, network: nn.Module, batch: Features) -> dict[str, Tensor]:
+        with _serving(self.model, network):
+            outputs = self.model.forward(batch)
+        # On a GPU nothing has been computed before the outputs are here.
+        return dict(self.model.postprocess({name: out.cpu() for name, out in outputs.items()}))
+
+
+@contextmanager
+def _serving(model: Model, network: nn.Module) -> Iterator[None]:
+    before, model.network = model.network, network
+    try:
+        yield
+    finally:
+        model.network = before
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]

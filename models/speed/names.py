@@ -1,0 +1,35 @@
+"""The names of the presets, and what a worker says of its choice. Without torch."""
+
+import msgspec
+
+CHOICES = ("auto", "exact", "channels_last", "folded", "bf16", "fp16")
+"""What the setting `speed` may be.
+
+`exact` serves the network as it is, in float32. `channels_last` lays images out with their colours
+together; `folded` also folds batch normalisation into convolutions; `bf16` and `fp16` also keep
+weights and activations in half the bits. `auto` takes the fastest of those that agree with `exact`.
+"""
+
+
+class SpeedReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Which preset a worker serves with, and what was found out about it."""
+
+    preset: str = "exact"
+    gain: float = 1.0
+    """Throughput as a multiple of that of `exact`: the mean over single instances and full batches.
+    """
+    deviation: float = 0.0
+    """The largest difference from `exact` on the sample inputs, as the model's tolerance has it."""
+    note: str = ""
+    """What the others came to, or why none was tried; for a person."""
+    measured_s: float = 0.0
+    """What measuring took this worker, or waiting for the one that measured."""
+
+    def text(self) -> str:
+        """The report on one line."""
+        note = f" ({self.note})" if self.note else ""
+        if self.preset == "exact":
+            return f"exact{note}"
+        return (
+            f"{self.preset}, {self.gain:.2f} x exact, largest deviation {self.deviation:.2g}{note}"
+        )

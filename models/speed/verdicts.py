@@ -1,0 +1,123 @@
+"""Remembers which preset was chosen, from one start to the next. Worker processes only."""
+
+import contextlib
+import fcntl
+import hashlib
+import inspect
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import nn
+
+from models.speed.names import CHOICES, SpeedReport
+
+_LOCK_POLL_S = 0.05
+
+
+def fingerprint(network: nn.Module, *facts: object) -> str:
+    """Say in a few characters all that a verdict depends on.
+
+    That is the weights, the structure and the code of a network, this machine's processor, torch,
+    and the facts given.
+    """
+    digest = hashlib.sha256()
+
+    def add(value: object) -> None:
+        digest.update(repr(value).encode())
+
+    for fact in (*facts, CHOICES, torch.__version__, _processor(), str(network)):
+        add(fact)
+    for kind in sorted({type(module) for module in network.modules()}, key=repr):
+        with contextlib.suppress(OSError, TypeError):  # it has no source
+            add(inspect.getsource(kind))
+    for name, tensor in network.state_dict().items():
+        add((name, tensor.dtype, tuple(tensor.shape)))
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy())
+    return digest.hexdigest()[:32]
+
+
+class VerdictStore:
+    """A folder of verdicts. Whatever goes wrong with it costs time, and nothing else."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+
+    def read(self, key: str) -> SpeedReport | None:
+        """What was found out before, if it was."""
+        if self._folder is None:
+            return None
+        try:
+            return msgspec.json.decode(
+                (self._folder / f"{key}.json").read_bytes(), type=SpeedReport
+            )
+        except (OSError, msgspec.MsgspecError):
+            return None
+
+    def write(self, key: str, report: SpeedReport) -> None:
+        """Keep it, if that can be done."""
+        if self._folder is None:
+            return
+        path = self._folder / f"{key}.json"
+        draft = path.with_suffix(f".{os.getpid()}")
+        with contextlib.suppress(OSError):
+            draft.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+            draft.replace(path)
+
+    @contextlib.contextmanager
+    def turn(self, key: str, timeout_s: float, on_wait: Callable[[], None]) -> Iterator[None]:
+        """Be the only one that measures this: the others wait, and find the verdict.
+
+        Where the folder cannot be written, or the wait is over, each does it alone. The kernel
+        gives the lock of a process back when that ends, however it ends.
+        """
+        descriptor = self._open_lock(key)
+        if descriptor is None:
+            yield
+            return
+        try:
+            _lock(descriptor, timeout_s, on_wait)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _open_lock(self, key: str) -> int | None:
+        if self._folder is None:
+            return None
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return os.open(self._folder / f"{key}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError:
+            return None
+
+
+def _lock(descriptor: int, timeout_s: float, on_wait: Callable[[], None]) -> None:
+    until = time.monotonic() + timeout_s
+    has_waited = False
+    while time.monotonic() < until:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if not has_waited:
+                on_wait()
+            has_waited = True
+            time.sleep(_LOCK_POLL_S)
+        except OSError:
+            return  # a file system without locks
+
+
+def _processor() -> str:
+    """The processor as the kernel names it, with what torch makes of its instructions."""
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                name = line
+                break
+    return f"{name} {torch.backends.cpu.get_cpu_capability()}"

@@ -1,0 +1,45 @@
+"""Speed presets, chosen by real workers of a real service."""
+
+import json
+import os
+import signal
+
+import httpx
+import pytest
+
+from tests.e2e.photos import jpeg
+from tests.e2e.running import running
+
+SMALL = "tests.small_classifier:SmallClassifier"
+
+
+def workers(url):
+    (model,) = httpx.get(f"{url}/health").json()["models"]
+    return model["workers"]
+
+
+def test_two_replicas_share_one_verdict_and_say_which(tmp_path):
+    env = {"INFERPOOL_CACHE_DIR": str(tmp_path)}
+    with running(SMALL, "--replicas", "2", "--speed", "auto", env=env) as service:
+        logged = [str(line["message"]) for line in service.log if "speed: " in str(line["message"])]
+        (verdict,) = [json.loads(path.read_bytes()) for path in tmp_path.glob("*.json")]
+        assert all(verdict["preset"] in line for line in logged)
+        assert {worker["speed"] for worker in workers(service.url)} == {verdict["preset"]}
+
+
+def test_a_preset_by_name_serves_in_every_incarnation(tmp_path):
+    env = {"INFERPOOL_CACHE_DIR": "none", "XDG_CACHE_HOME": str(tmp_path)}
+    arguments = (SMALL, "--replicas", "1", "--speed", "folded")
+    with running(*arguments, env=env) as service, httpx.Client(base_url=service.url) as client:
+        headers = {"Content-Type": "image/jpeg"}
+        answer = client.post("/predict", content=jpeg("chelsea"), headers=headers)
+        assert answer.status_code == 200, (answer.text, service.log)
+        before = answer.json()
+        (pid,) = service.worker_pids() or pytest.fail(str(service.log))
+        os.kill(pid, signal.SIGKILL)
+        service.wait_for_log("ended")
+        service.wait_for_log("ready in")
+        (worker,) = workers(service.url)
+        assert (worker["speed"], worker["incarnation"]) == ("folded", 1)
+        assert client.post("/predict", content=jpeg("chelsea"), headers=headers).json() == before
+    assert not list(tmp_path.iterdir())

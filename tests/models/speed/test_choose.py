@@ -1,0 +1,265 @@
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from models.base import Item, Model
+from models.echo import Echo
+from models.errors import ModelError
+from models.modules import ModuleModel
+from models.spec import TensorSpec
+from models.speed import choose as choosing
+from models.speed.choose import SpeedWish, choose
+from models.speed.names import SpeedReport
+from models.speed.verdicts import VerdictStore
+from models.vision import Classifier
+from tests.models.items import CPU, run
+from tests.models.test_vision import SMALL
+
+HAS_BF16 = torch.cpu._is_avx512_bf16_supported()
+
+
+class Convolutions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 10, 3)
+        )
+
+    def forward(self, x):
+        return self.layers(x).mean((2, 3))
+
+
+class Small(Classifier):
+    def __init__(self):
+        super().__init__(transform=SMALL, labels=[f"label {i}" for i in range(10)])
+
+    def build_network(self):
+        return Convolutions()
+
+
+def wish(speed="auto", cache_dir=None):
+    return SpeedWish(speed=speed, max_batch_size=4, cache_dir=cache_dir)
+
+
+def loaded(model=None):
+    model = model or Small()
+    model.load(CPU)
+    return model
+
+
+@pytest.fixture
+def always_faster(monkeypatch):
+    """Timings that favour every preset, the later the more: on a busy machine none can be had."""
+    gains = iter(range(2, 100))
+    monkeypatch.setattr(choosing._Trial, "gain", lambda self, network: float(next(gains)))
+
+
+@pytest.fixture
+def never_faster(monkeypatch):
+    monkeypatch.setattr(choosing._Trial, "gain", lambda self, network: 1.05)
+
+
+def quietly(stage):
+    return None
+
+
+def test_the_fastest_that_agrees_serves_with_the_same_answers(always_faster):
+    model = loaded()
+    want = run(model, model.samples())["probabilities"]
+    stages = []
+    report = choose(model, wish(), stages.append)
+    assert report.preset != "exact"
+    assert report.gain >= 2
+    assert "measuring speed presets 1/" in stages[0]
+    found = run(model, model.samples())["probabilities"]
+    assert (found - want).abs().max() <= report.deviation + 1e-6
+
+
+def test_a_preset_that_is_hardly_faster_is_not_worth_it(never_faster):
+    model = loaded()
+    network = model.network
+    report = choose(model, wish(), quietly)
+    assert report.preset == "exact"
+    assert "1.05 x" in report.note
+    assert model.network is network
+
+
+@pytest.mark.skipif(not HAS_BF16, reason="this processor has no bf16")
+def test_a_preset_that_strays_is_refused_with_the_figures(always_faster):
+    module = ModuleModel(
+        Convolutions, inputs=[TensorSpec(name="x", dtype="float32", shape=(-1, 3, 16, 16))]
+    )
+    report = choose(loaded(module), wish(), quietly)
+    assert report.preset == "folded"
+    assert "bf16 refused: off by" in report.note
+    assert "allowed is 0.001" in report.note
+
+
+def test_a_preset_asked_for_by_name_is_taken_and_its_deviation_told(caplog):
+    module = ModuleModel(
+        Convolutions, inputs=[TensorSpec(name="x", dtype="float32", shape=(-1, 3, 16, 16))]
+    )
+    with caplog.at_level(logging.WARNING):
+        report = choose(loaded(module), wish("bf16"), quietly)
+    assert report.preset == "bf16"
+    assert report.deviation > 1e-4
+    assert run(module, module.samples())["output"].dtype == torch.float32
+    assert "changes answers: off by" in caplog.text
+
+
+def test_exact_leaves_the_network_alone():
+    model = loaded()
+    network = model.network
+    assert choose(model, wish("exact"), quietly) == SpeedReport()
+    assert model.network is network
+
+
+class Unsampled(Small):
+    def samples(self):
+        return []
+
+
+@pytest.mark.parametrize("make", [Echo, Unsampled])
+def test_a_model_that_nothing_can_be_verified_on_stays_exact(make):
+    model = make()
+    model.load(CPU)
+    report = choose(model, wish(), quietly)
+    assert report.preset == "exact"
+    assert report.note
+    with pytest.raises(ModelError, match="cannot be had"):
+        choose(model, wish("folded"), quietly)
+
+
+class Peculiar(Convolutions):
+    """Fails unless it is called exactly as it is."""
+
+    def __deepcopy__(self, memo):
+        raise RuntimeError("not to be copied")
+
+
+class Uncopied(Small):
+    def build_network(self):
+        return Peculiar()
+
+
+def test_a_network_that_presets_break_on_is_served_as_it_is():
+    report = choose(loaded(Uncopied()), wish(), quietly)
+    assert report.preset == "exact"
+    assert "not to be copied" in report.note
+
+
+class Own(Model):
+    """A user's class with a network, which takes two inputs and returns a dict."""
+
+    inputs = (TensorSpec(name="x", dtype="float32", shape=(-1, 3, 8, 8)),)
+
+    def load(self, placement):
+        self.network = Convolutions().eval().requires_grad_(False)
+
+    def forward(self, batch):
+        return {"y": self.network(batch["x"])}
+
+    def warmup(self):
+        from tests.models.items import tensor_item
+
+        return [tensor_item({"x": torch.randn(3, 8, 8)})]
+
+
+def test_a_class_of_the_users_own_gets_presets_by_naming_its_network(always_faster):
+    model = loaded(Own())
+    report = choose(model, wish("folded"), quietly)
+    assert report.preset == "folded"
+    assert run(model, model.warmup())["y"].shape == (1, 10)
+
+
+# The verdict, kept
+
+
+def count_measurements(monkeypatch):
+    calls = []
+    measure = choosing._measure
+    monkeypatch.setattr(
+        choosing, "_measure", lambda *arguments: calls.append(1) or measure(*arguments)
+    )
+    return calls
+
+
+def test_a_verdict_is_reused_and_verified_again(tmp_path, monkeypatch, always_faster):
+    calls = count_measurements(monkeypatch)
+    first = choose(loaded(), wish(cache_dir=tmp_path), quietly)
+    again = loaded()
+    second = choose(again, wish(cache_dir=tmp_path), quietly)
+    assert len(calls) == 1
+    assert (second.preset, second.gain, second.note) == (first.preset, first.gain, first.note)
+    assert second.measured_s == 0.0
+    assert type(again.network).__name__ == "Recast"
+
+
+def test_other_weights_get_a_verdict_of_their_own(tmp_path, monkeypatch, always_faster):
+    calls = count_measurements(monkeypatch)
+    choose(loaded(), wish(cache_dir=tmp_path), quietly)
+    other = loaded()
+    with torch.no_grad():
+        other.network.layers[0].weight[0, 0, 0, 0] += 0.1
+    choose(other, wish(cache_dir=tmp_path), quietly)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b'{"preset": 3}', b'{"preset": "bf17", "gain": 9.0}'])
+def test_a_damaged_verdict_is_measured_anew(tmp_path, text, always_faster):
+    choose(loaded(), wish(cache_dir=tmp_path), quietly)
+    (path,) = tmp_path.glob("*.json")
+    path.write_bytes(text)
+    assert choose(loaded(), wish(cache_dir=tmp_path), quietly).preset != "exact"
+    assert b"bf17" not in path.read_bytes()
+
+
+def test_a_folder_that_cannot_be_written_costs_nothing_but_time(tmp_path, always_faster):
+    (tmp_path / "file").write_text("in the way")
+    report = choose(loaded(), wish(cache_dir=tmp_path / "file" / "cache"), quietly)
+    assert report.preset != "exact"
+
+
+_HOLD = """
+import fcntl, sys
+file = open(sys.argv[1], "w")
+fcntl.flock(file, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_only_one_measures_and_a_killed_one_holds_up_nobody(tmp_path):
+    command = [sys.executable, "-c", _HOLD, str(tmp_path / "key.lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        waited = []
+
+        def on_wait():
+            waited.append(1)
+            holder.kill()
+
+        with VerdictStore(tmp_path).turn("key", 60, on_wait):
+            assert waited == [1]
+
+
+def test_a_wait_for_another_has_an_end(tmp_path):
+    command = [sys.executable, "-c", _HOLD, str(tmp_path / "key.lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        with VerdictStore(tmp_path).turn("key", 0.2, lambda: None):
+            assert holder.poll() is None
+        holder.kill()
+
+
+def test_samples_of_a_classifier_are_photographs():
+    items = Small().samples()
+    assert len(items) == 60
+    assert all(isinstance(item, Item) and item.kind == "tensors" for item in items)

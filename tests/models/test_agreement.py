@@ -1,0 +1,70 @@
+import pytest
+import torch
+
+from models.agreement import LabelTolerance, ValueTolerance, expected_agreement
+
+
+def probabilities(num_samples=200, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return (2 * torch.randn(num_samples, 50, generator=generator)).softmax(-1)
+
+
+def disturbed(scores, noise, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return (scores.log() + noise * torch.randn(scores.shape, generator=generator)).softmax(-1)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02, 0.1, 0.5])
+def test_a_few_dozen_samples_tell_how_often_labels_change(noise):
+    many = probabilities(20_000)
+    changed = disturbed(many, noise)
+    truth = (many.argmax(-1) == changed.argmax(-1)).float().mean().item()
+    assert expected_agreement(many[:60], changed[:60]) == pytest.approx(truth, abs=0.03)
+
+
+def test_labels_that_change_too_often_are_refused_with_the_figures():
+    exact = {"probabilities": probabilities()}
+    found = LabelTolerance().judge(exact, {"probabilities": disturbed(probabilities(), 0.2)})
+    assert not found.is_within
+    assert "99%" in found.text
+    assert f"{found.deviation:.2g}" in found.text
+
+
+def test_probabilities_that_move_far_are_refused_even_if_no_label_changes():
+    exact = {"probabilities": torch.tensor([[0.9, 0.1], [0.2, 0.8]])}
+    other = {"probabilities": torch.tensor([[0.7, 0.3], [0.2, 0.8]])}
+    assert not LabelTolerance().judge(exact, other).is_within
+    assert LabelTolerance(max_deviation=0.3).judge(exact, other).is_within
+
+
+def test_probabilities_that_are_no_numbers_are_refused():
+    exact = {"probabilities": probabilities()}
+    broken = {"probabilities": probabilities().fill_(torch.nan)}
+    assert not LabelTolerance().judge(exact, broken).is_within
+
+
+def test_values_may_be_off_by_a_fraction_of_the_largest():
+    exact = {"y": torch.tensor([[1.0, -100.0]])}
+    near = ValueTolerance().judge(exact, {"y": torch.tensor([[1.05, -100.0]])})
+    assert near.is_within
+    assert near.deviation == pytest.approx(0.0005, rel=0.01)
+    assert not ValueTolerance().judge(exact, {"y": torch.tensor([[1.5, -100.0]])}).is_within
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {},
+        {"y": torch.ones(2, 3)},
+        {"y": torch.ones(2, 2).bfloat16()},
+        {"y": torch.full((2, 2), torch.nan)},
+    ],
+)
+def test_outputs_of_another_form_are_refused(other):
+    assert not ValueTolerance().judge({"y": torch.ones(2, 2)}, other).is_within
+
+
+def test_whole_numbers_must_be_equal():
+    exact = {"y": torch.tensor([[100_000]])}
+    assert ValueTolerance().judge(exact, exact).is_within
+    assert not ValueTolerance().judge(exact, {"y": torch.tensor([[100_001]])}).is_within
