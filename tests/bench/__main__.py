@@ -7,13 +7,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from tests.bench import loss, model, overload, peers, start
+from tests.bench import loss, model, overload, peers, start, sweep
 from tests.bench.processes import INFERPOOL, BenchError, require_free
 from tests.bench.rounds import Plan
 
-_BENCHMARKS = {"peers": peers, "loss": loss, "model": model, "start": start, "overload": overload}
-_CONNECTIONS = {"peers": "1,16,64", "loss": "1,16,64", "model": "16,64"}
-_SECS = {"peers": 4, "loss": 4, "model": 8}
+_BENCHMARKS = {
+    "peers": peers,
+    "sweep": sweep,
+    "loss": loss,
+    "model": model,
+    "start": start,
+    "overload": overload,
+}
+_CONNECTIONS = {"peers": "1,16,64", "loss": "1,16,64", "model": "16,64", "sweep": "64"}
+_SECS = {"peers": 4, "loss": 4, "model": 8, "sweep": 5}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

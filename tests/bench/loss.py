@@ -10,6 +10,7 @@ from tests.bench import peers, rounds
 from tests.bench.load import Cell, require_wrk
 from tests.bench.processes import Contender, inferpool
 from tests.bench.report import paired, save, spread, table
+from tests.bench.workloads import WORKLOADS
 
 HELP = "what the service loses against a bare sketch of its design, step by step"
 STEPS = {
@@ -19,10 +20,12 @@ STEPS = {
 }
 """Plain ASGI on uvicorn; the same through a queue to one worker and back; that inside FastAPI."""
 
+_WORKLOADS = [name for name, workload in WORKLOADS.items() if not workload.network]
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--workload", default="echo-1k", choices=list(peers.WORKLOADS), help="default: %(default)s"
+        "--workload", default="echo-1k", choices=_WORKLOADS, help="default: %(default)s"
     )
     parser.add_argument(
         "--serve-args",
@@ -34,10 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, plan: rounds.Plan) -> int:
     """Measure, print and save; returns the exit status."""
     require_wrk()
-    workload = peers.WORKLOADS[args.workload]
+    workload = WORKLOADS[args.workload]
     server = [sys.executable, "-m", "tests.bench.servers.ladder_server", "{port}"]
     ladder = [Contender(name=name, argv=[*server, *flags]) for name, flags in STEPS.items()]
-    ours = inferpool(args.inferpool, *workload.serve, *shlex.split(args.serve_args))
+    ours = inferpool(args.inferpool, *workload.serve(), *shlex.split(args.serve_args))
     match = rounds.Match(
         workload=args.workload, bodies=workload.bodies(), contenders=[*ladder, ours]
     )

@@ -17,6 +17,7 @@ from tests.bench.load import Bodies, Cell, measure, require_wrk, warm
 from tests.bench.peers import conclude
 from tests.bench.photos import photos
 from tests.bench.processes import (
+    MALLOC,
     OUT,
     ROOT,
     BenchError,
@@ -33,13 +34,7 @@ from workers.devices import find_host, place
 
 HELP = "the model under load, against plain processes that do the same with no service"
 _LOAD_TIMEOUT_S = 180
-_MALLOC = {
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
-    "MALLOC_TOP_PAD_": str(1 << 26),
-}
-"""glibc keeps freed memory, rather than return it after each batch, as in the service's workers."""
-PLAIN: Mapping[str, Mapping[str, str]] = {"plain": {}, "plain+malloc": _MALLOC}
+PLAIN: Mapping[str, Mapping[str, str]] = {"plain": {}, "plain+malloc": MALLOC}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

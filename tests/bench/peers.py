@@ -1,19 +1,20 @@
 """`peers`: inferpool, LitServe and mosec at the same work, in alternating rounds."""
 
 import argparse
-import random
+import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import TypeVar
 
-from tests.bench import rounds
-from tests.bench.load import Bodies, require_wrk
-from tests.bench.processes import HOST, OUT, BenchError, Contender, inferpool
+from tests.bench import plots, rounds
+from tests.bench.load import require_wrk
+from tests.bench.processes import HOST, MALLOC, BenchError, Contender, inferpool
 from tests.bench.report import console, module_version, save
 from tests.bench.servers.work import Setting
+from tests.bench.workloads import WORKLOADS, Workload
 
 T = TypeVar("T")
 
@@ -22,40 +23,20 @@ HELP = "inferpool, LitServe and mosec side by side"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """What every server is asked to do. To add one, add its work to servers/work.py as well."""
-
-    work: str
-    """The name of what a peer does, in servers/work.py."""
-    bodies: Callable[[], Bodies]
-    serve: Sequence[str]
-    """The arguments of `inferpool serve` for the same work."""
-
-
-def _random_bytes(num_bytes: int) -> Bodies:
-    file = OUT / "bodies" / f"{num_bytes}.bin"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(random.Random(0).randbytes(num_bytes))
-    return Bodies(files=[file], content_type="application/octet-stream")
-
-
-WORKLOADS: Mapping[str, Workload] = {
-    "echo-1k": Workload(work="echo", bodies=lambda: _random_bytes(1024), serve=["echo"]),
-    "echo-150k": Workload(work="echo", bodies=lambda: _random_bytes(150_528), serve=["echo"]),
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """Another server, in the setting that was its best on two cores for work that costs nothing."""
+    """Another server, in the setting that was its best on two cores."""
 
     module: str
     """What its environment must have."""
     arguments: Sequence[str]
     num_workers: int
+    """For work that costs nothing."""
     wait_ms: float
+    num_model_workers: int = os.cpu_count() or 1
+    """Where there is a model: one for each core, with one thread each."""
     max_batch_size: int = 8
     stop_signal: signal.Signals = signal.SIGTERM
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
 _LITSERVE = Peer(
@@ -78,6 +59,9 @@ PEERS: Mapping[str, Peer] = {
     # Without batching neither waits for others to join: the best at one connection.
     "litserve-unbatched": replace(_LITSERVE, max_batch_size=1),
     "mosec-unbatched": replace(_MOSEC, max_batch_size=1),
+    # As released they return large buffers to the kernel after each batch; our workers do not.
+    "litserve+malloc": replace(_LITSERVE, env=MALLOC),
+    "mosec+malloc": replace(_MOSEC, env=MALLOC),
 }
 
 
@@ -100,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="PEER.FIELD=N",
-        help="another setting of a peer: num_workers, wait_ms or max_batch_size",
+        help="another setting of a peer: num_workers, num_model_workers, wait_ms or max_batch_size",
     )
     parser.add_argument(
         "--serve-args", default="", help='further arguments of inferpool, as "--replicas 1"'
@@ -110,33 +94,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, plan: rounds.Plan) -> int:
     """Measure, print and save; returns the exit status."""
     require_wrk()
-    pythons = dict(_pair(each) for each in args.peer_python)
-    settings = _settings(args.set)
-    peers = _usable_peers([name for name in args.peers.split(",") if name], pythons)
-    matches = [
-        rounds.Match(
-            workload=name,
-            bodies=workload.bodies(),
-            contenders=[
-                inferpool(args.inferpool, *workload.serve, *shlex.split(args.serve_args)),
-                *(_contender(peer, settings[peer], workload, python) for peer, python in peers),
-            ],
-        )
-        for name, workload in _chosen(args.workloads, WORKLOADS, "workload").items()
-    ]
+    matches, settings = make_matches(args)
     results = rounds.run(matches, plan)
     if results.cells:
         found = rounds.ratios(results.cells, OURS)
         rounds.print_cells("Side by side, closed loop", results.cells)
         rounds.print_ratios(found)
         content = {
-            "peers": {name: asdict(settings[name]) for name, _ in peers},
+            "peers": {name: asdict(peer) for name, peer in settings.items()},
             "plan": asdict(plan),
             "results": asdict(results),
             "ratios": [asdict(each) for each in found],
         }
-        save("peers", args.out, content)
+        saved = save("peers", args.out, content)
+        plots.write(
+            saved, "Side by side, closed loop", plots.of_cells(results.cells), str(args.workloads)
+        )
     return conclude(results)
+
+
+def make_matches(args: argparse.Namespace) -> tuple[list[rounds.Match], Mapping[str, Peer]]:
+    """What the arguments of `add_arguments` ask for, and how each peer is set.
+
+    Raises:
+        BenchError: Something is unknown, or not installed.
+    """
+    pythons = dict(_pair(each) for each in args.peer_python)
+    settings = _settings(args.set)
+    workloads = _chosen(args.workloads, WORKLOADS, "workload")
+    peers = _usable_peers([name for name in args.peers.split(",") if name], pythons)
+    matches = [
+        rounds.Match(
+            workload=name,
+            bodies=workload.bodies(),
+            contenders=[
+                inferpool(args.inferpool, *workload.serve(), *shlex.split(args.serve_args)),
+                *(_contender(peer, settings[peer], workload, python) for peer, python in peers),
+            ],
+        )
+        for name, workload in workloads.items()
+    ]
+    return matches, {name: settings[name] for name, _ in peers}
 
 
 def conclude(results: rounds.Results) -> int:
@@ -173,14 +171,17 @@ def _usable_peers(wanted: Sequence[str], pythons: Mapping[str, str]) -> list[tup
 
 
 def _contender(name: str, peer: Peer, workload: Workload, python: str) -> Contender:
+    weights = workload.weights()
     setting = Setting(
         work=workload.work,
-        num_workers=peer.num_workers,
+        num_workers=peer.num_model_workers if weights else peer.num_workers,
         max_batch_size=peer.max_batch_size,
         wait_ms=peer.wait_ms,
+        network=workload.network,
+        weights=str(weights or ""),
     )
     # One thread each, as ours: more of them than cores is slower for everybody.
-    env = {**setting.environment(), "OMP_NUM_THREADS": "1"}
+    env = {**peer.env, **setting.environment(), "OMP_NUM_THREADS": "1"}
     return Contender(
         name=name,
         argv=[python, "-m", *peer.arguments],
@@ -197,6 +198,8 @@ def _settings(changes: Sequence[str]) -> Mapping[str, Peer]:
         peer = settings.get(name)
         if peer and field == "num_workers":
             settings[name] = replace(peer, num_workers=int(value))
+        elif peer and field == "num_model_workers":
+            settings[name] = replace(peer, num_model_workers=int(value))
         elif peer and field == "max_batch_size":
             settings[name] = replace(peer, max_batch_size=int(value))
         elif peer and field == "wait_ms":

@@ -25,6 +25,13 @@ HOST = "127.0.0.1"
 INFERPOOL = str(Path(sys.executable).parent / "inferpool")
 """The command of the environment that runs the benchmark."""
 
+MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+    "MALLOC_TOP_PAD_": str(1 << 26),
+}
+"""glibc keeps freed memory, rather than return it after each batch, as in the service's workers."""
+
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 

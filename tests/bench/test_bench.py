@@ -1,14 +1,22 @@
 """That the benchmarks start, ask and end what they measure. What they measure is no test."""
 
+import os
+import signal
 import socket
 import sys
+from dataclasses import fields
+from typing import Any
 
 import pytest
 
-from tests.bench import peers
+from tests.bench import peers, plots, sweep
 from tests.bench.__main__ import main
+from tests.bench.load import Bodies, Cell
 from tests.bench.processes import HOST, Contender, Probe, Server, ask
 from tests.bench.report import paired, spread
+from tests.bench.rounds import Plan
+from tests.bench.servers.work import WORK
+from tests.bench.workloads import WORKLOADS
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
@@ -44,6 +52,47 @@ def _is_alive(pid: int) -> bool:
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_arrivals_come_at_their_rate_and_omit_nothing(tmp_path):
+    port = _free_port()
+    module = "tests.bench.servers.ladder_server"
+    contender = Contender(name="ladder", argv=[sys.executable, "-m", module, "{port}"])
+    body = tmp_path / "body"
+    body.write_bytes(b"x" * 200_000)  # more than a socket takes at once
+    bodies = Bodies(files=[body], content_type="application/octet-stream")
+    plan = Plan(connections=(), secs=1, warm_s=0, rounds=1, port=port)
+    with Server(contender, port, tmp_path / "log") as server:
+        server.wait_ready(bodies.probe(), timeout_s=30)
+        found = sweep.arrivals(port, bodies, 100.0, plan, max_connections=8, seed=0)
+        # 100 expected; five standard deviations of a Poisson process.
+        assert 50 <= found["num_due"] <= 150
+        assert found["num_good"] == found["num_due"]
+        assert found["p50_ms"] <= found["p99_ms"] <= found["max_ms"]
+        os.kill(server.pid, signal.SIGSTOP)
+        stopped = sweep.arrivals(port, bodies, 20.0, plan, max_connections=8, seed=0)
+        os.kill(server.pid, signal.SIGCONT)
+    assert stopped["num_good"] == 0
+    assert stopped["num_unanswered"] == stopped["num_due"] > 5
+    assert stopped["p50_ms"] > 3000
+
+
+def test_every_workload_is_known_to_the_peers_and_has_its_bodies():
+    for workload in WORKLOADS.values():
+        assert workload.work in WORK
+        assert all(file.stat().st_size for file in workload.bodies().files)
+
+
+def test_a_plot_of_cells_has_two_charts_for_each_workload():
+    def cell(contender, round_, rate):
+        values: dict[str, Any] = dict.fromkeys((each.name for each in fields(Cell)), 1)
+        return Cell(**values | {
+            "contender": contender, "workload": "w", "round": round_, "requests_per_s": rate
+        })  # fmt: skip
+
+    speed, tail = plots.of_cells([cell("a", 0, 10), cell("a", 1, 30), cell("b", 0, 5)])
+    assert [bars.values[0] for bars in speed.bars] == [(20, 10, 30), (5, 5, 5)]
+    assert [line.name for line in tail.lines] == ["a", "b"]
 
 
 def test_a_port_that_is_taken_is_refused(capsys):

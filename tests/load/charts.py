@@ -258,7 +258,7 @@ def _log_ticks(low: float, high: float) -> list[float]:
             for step in steps
             if low <= step * 10.0**power <= high
         ]
-        if len(found) >= 4:
+        if len(found) >= 3:
             break
     return found
 

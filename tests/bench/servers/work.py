@@ -1,12 +1,14 @@
 """The work that every peer does, so that only the servers differ.
 
-Runs in the peers' own environments: standard library only, and settings by environment variables.
+Runs in the peers' own environments: settings by environment variables, the standard library, and
+torch with torchvision where there is a model.
 """
 
+import io
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Work(Protocol):
@@ -22,6 +24,9 @@ class Work(Protocol):
 class Echo:
     """No model: what is measured is the server. The answer is the number of bytes that arrived."""
 
+    def __init__(self, setting: "Setting") -> None:
+        """Take what every work takes."""
+
     def prepare(self, body: bytes) -> object:
         return len(body)
 
@@ -29,7 +34,75 @@ class Echo:
         return [{"bytes": each} for each in inputs]
 
 
-_WORK: dict[str, type[Work]] = {"echo": Echo}
+class Classify:
+    """A classifier of torchvision in float32, as released: normalised tensors [3, 224, 224] in."""
+
+    def __init__(self, setting: "Setting") -> None:
+        """Load it."""
+        import torch
+        import torchvision  # type: ignore[import-untyped]  # it ships no annotations
+
+        self._torch = torch
+        torch.set_num_threads(1)
+        self._network = torchvision.models.get_model(setting.network, weights=None)
+        state = torch.load(setting.weights, weights_only=True)
+        self._network.load_state_dict(state)
+        self._network.eval()
+        with torch.inference_mode():
+            for num in range(1, setting.max_batch_size + 1):
+                self._network(torch.zeros(num, 3, 224, 224))
+
+    def prepare(self, body: bytes) -> object:
+        """View the bytes as a tensor."""
+        return self._torch.frombuffer(bytearray(body), dtype=self._torch.float32).view(3, 224, 224)
+
+    def compute(self, inputs: Sequence[object]) -> Sequence[dict[str, object]]:
+        """Classify a batch."""
+        torch = self._torch
+        with torch.inference_mode():
+            # Some servers hand the inputs on as tuples or as arrays.
+            images = [torch.as_tensor(each) for each in inputs]
+            probabilities = self._network(self._collate(images)).softmax(-1)
+            scores, indices = probabilities.topk(5)
+        return [
+            {"top5": [[index, score] for index, score in zip(*pair, strict=True)]}
+            for pair in zip(indices.tolist(), scores.tolist(), strict=True)
+        ]
+
+    def _collate(self, images: Sequence[Any]) -> Any:
+        return self._torch.stack(list(images))
+
+
+class ClassifyJpeg(Classify):
+    """The same from JPEGs: decoded, resized to 256, cropped to 224, as its weights are used."""
+
+    def __init__(self, setting: "Setting") -> None:
+        """Load it."""
+        super().__init__(setting)
+        from PIL import Image
+        from torchvision.transforms import functional  # type: ignore[import-untyped]  # as above
+
+        self._open = Image.open
+        self._functional = functional
+        self._mean = self._torch.tensor([0.485, 0.456, 0.406]).view(1, 3, 1, 1)
+        self._std = self._torch.tensor([0.229, 0.224, 0.225]).view(1, 3, 1, 1)
+
+    def prepare(self, body: bytes) -> object:
+        """Decode, resize and crop one image to uint8 [3, 224, 224]."""
+        image = self._open(io.BytesIO(body)).convert("RGB")
+        image = self._functional.resize(image, 256)
+        return self._functional.pil_to_tensor(self._functional.center_crop(image, 224))
+
+    def _collate(self, images: Sequence[Any]) -> Any:
+        # For the whole batch at once, which is faster than image by image.
+        return super()._collate(images).float().div_(255).sub_(self._mean).div_(self._std)
+
+
+WORK: dict[str, Callable[["Setting"], Work]] = {
+    "echo": Echo,
+    "tensor": Classify,
+    "jpeg": ClassifyJpeg,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,26 +114,34 @@ class Setting:
     max_batch_size: int
     wait_ms: float
     """How long a batch may wait to fill."""
+    network: str = ""
+    """A name of torchvision.models; "" where there is no model."""
+    weights: str = ""
+    """The file of its weights."""
 
     def make(self) -> Work:
         """The work, in the process that does it."""
-        return _WORK[self.work]()
+        return WORK[self.work](self)
 
     def environment(self) -> dict[str, str]:
         """The variables from which `setting` reads this in the peer's process."""
         return {
-            "BENCH_WORK": self.work,
-            "BENCH_WORKERS": str(self.num_workers),
+            "BENCHWORK": self.work,
+            "BENCHWORKERS": str(self.num_workers),
             "BENCH_MAX_BATCH": str(self.max_batch_size),
             "BENCH_WAIT_MS": str(self.wait_ms),
+            "BENCH_NETWORK": self.network,
+            "BENCH_WEIGHTS": self.weights,
         }
 
 
 def setting() -> Setting:
     """What this process was told."""
     return Setting(
-        work=os.environ["BENCH_WORK"],
-        num_workers=int(os.environ["BENCH_WORKERS"]),
+        work=os.environ["BENCHWORK"],
+        num_workers=int(os.environ["BENCHWORKERS"]),
         max_batch_size=int(os.environ["BENCH_MAX_BATCH"]),
         wait_ms=float(os.environ["BENCH_WAIT_MS"]),
+        network=os.environ["BENCH_NETWORK"],
+        weights=os.environ["BENCH_WEIGHTS"],
     )
