@@ -3,7 +3,14 @@
 import asyncio
 from collections.abc import Mapping
 
-from service.api.health import HealthReport, HostStatus, LastEnding, ModelHealth, WorkerHealth
+from service.api.health import (
+    HealthReport,
+    HostStatus,
+    InputDescription,
+    LastEnding,
+    ModelHealth,
+    WorkerHealth,
+)
 from service.pool import Pool
 from workers.supervisor import Slot
 
@@ -41,6 +48,10 @@ def _model_health(pool: Pool) -> ModelHealth:
         ready=pool.is_ready,
         reason=pool.reason,
         queue_depth=pool.dispatcher.num_queued,
+        inputs=[
+            InputDescription(name=each.name, dtype=each.dtype, shape=each.shape)
+            for each in pool.inputs
+        ],
         workers=[_worker_health(slot) for slot in pool.slots],
     )
 

@@ -56,6 +56,16 @@ class WorkerHealth:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InputDescription:
+    """One tensor that a model takes."""
+
+    name: str
+    dtype: str
+    shape: Sequence[int]
+    """With the batch dimension first; -1 where any length will do. Empty: any shape will do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelHealth:
     """One model and its workers."""
 
@@ -65,6 +75,8 @@ class ModelHealth:
     """Why it is not ready."""
     queue_depth: int = 0
     """Instances that wait for a worker."""
+    inputs: Sequence[InputDescription] = ()
+    """What it takes, once a worker has been ready; empty if it does not say."""
     workers: Sequence[WorkerHealth] = ()
 
 

@@ -4,6 +4,7 @@ from service.api.errors import install_error_handlers
 from service.api.health import (
     HealthReport,
     HostStatus,
+    InputDescription,
     LastEnding,
     ModelHealth,
     WorkerHealth,
@@ -27,7 +28,8 @@ WORKER = WorkerHealth(
     speed_deviation=1e-06,
     last_ending=LastEnding(cause="memory", reason="SIGKILL, likely out of memory", age_s=60.0),
 )
-READY = ModelHealth(name="a", ready=True, queue_depth=3, workers=[WORKER])
+INPUT = InputDescription(name="x", dtype="float32", shape=(-1, 3))
+READY = ModelHealth(name="a", ready=True, queue_depth=3, inputs=[INPUT], workers=[WORKER])
 LOADING = ModelHealth(name="b", ready=False, reason="loading weights")
 
 
@@ -58,6 +60,7 @@ def test_health_shows_the_workers_one_by_one() -> None:
     assert (document["status"], document["ready"], document["draining"]) == ("ready", True, False)
     (model,) = document["models"]
     assert (model["name"], model["ready"], model["queue_depth"]) == ("a", True, 3)
+    assert model["inputs"] == [{"name": "x", "dtype": "float32", "shape": [-1, 3]}]
     assert model["workers"] == [
         {
             "name": "a/0",
