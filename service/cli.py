@@ -1,4 +1,4 @@
-"""The verbs of the command `inferpool`: serve, doctor, config, version. Runs in the front end."""
+"""The verbs of the command `inferpool`: serve, doctor, chaos, config, version."""
 
 import difflib
 import errno
@@ -29,6 +29,7 @@ examples:
   inferpool serve exported.pt2 --replicas 2    a torch.export archive, in two processes
   inferpool doctor                             what would go wrong here, and what to do
   inferpool config                             every setting in force, and who set it
+  inferpool chaos echo                         see a service keep its word while workers die
 """
 _SETTINGS = """\
 MODEL is a source (efficientnet_lite0, echo, torchvision:NAME, package.module:Class, or a .pt2 or
@@ -89,6 +90,8 @@ def _parser() -> tuple[_Parser, Mapping[str, ArgumentParser]]:
     )
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     flags = _settings_flags()
+    from service.chaos.plan import add_flags as add_chaos_flags
+
     serve = verbs.add_parser(
         "serve",
         help="serve models until told to stop",
@@ -134,6 +137,19 @@ def _parser() -> tuple[_Parser, Mapping[str, ArgumentParser]]:
         "--format", choices=("table", "json"), default="table", help="default: table"
     )
     doctor.set_defaults(verb=_doctor)
+    chaos = verbs.add_parser(
+        "chaos",
+        help="kill workers of a service under load, and see whether it keeps its word",
+        description="Start a service of its own, load it with numbered requests whose right "
+        "answers are known, and SIGKILL, SIGSTOP and poison its workers meanwhile. Exit status: 0 "
+        "if each request had exactly one right answer, 1 if not, 3 if nothing could be tested.",
+        epilog=_SETTINGS,
+        parents=[flags],
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_chaos_flags(chaos)
+    chaos.set_defaults(verb=_chaos)
     about = verbs.add_parser(
         "version",
         help="print the versions of inferpool, Python and torch",
@@ -141,7 +157,13 @@ def _parser() -> tuple[_Parser, Mapping[str, ArgumentParser]]:
         allow_abbrev=False,
     )
     about.set_defaults(verb=_version)
-    return parser, {"serve": serve, "config": config, "doctor": doctor, "version": about}
+    return parser, {
+        "serve": serve,
+        "config": config,
+        "doctor": doctor,
+        "chaos": chaos,
+        "version": about,
+    }
 
 
 def _settings_flags() -> _Parser:
@@ -255,6 +277,16 @@ def _doctor(args: Namespace) -> int:
     write = report.write_json if args.format == "json" else report.write_table
     write(findings, sys.stdout)
     return FOUND_ERRORS if any(finding.level == "error" for finding in findings) else 0
+
+
+def _chaos(args: Namespace) -> int:
+    loaded = _load(args)
+    if loaded is None:
+        return USAGE_ERROR
+    from service.chaos.plan import plan_of
+    from service.chaos.run import run as run_chaos
+
+    return run_chaos(loaded, plan_of(args))
 
 
 def _version(_: Namespace) -> int:

@@ -255,7 +255,9 @@ class Settings(_Table):
 
     def preload(self) -> list[str]:
         """What is worth importing once, before workers are forked, besides what all need."""
-        needs_torchvision = any(m.source.startswith("torchvision:") for m in self.models.values())
+        sources = [m.source for m in self.models.values()]
+        sources += [str(m.options.get("source")) for m in self.models.values()]  # of a wrapper
+        needs_torchvision = any(source.startswith("torchvision:") for source in sources)
         return ["workers.preload_torchvision"] if needs_torchvision else []
 
     @field_validator("arena_bytes")

@@ -1,0 +1,194 @@
+"""What is done to the workers, when, and to which: all of it follows from a seed."""
+
+import asyncio
+import heapq
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from service.chaos.client import Address, NoAnswerError, connect
+from service.chaos.load import PATIENCE_S, Tally
+from service.chaos.plan import Fault
+from service.chaos.questions import Question, is_refusal, problem_code
+from service.chaos.watch import Recovery, Watch, Worker
+
+PLACES = ("preprocess", "forward", "render")
+"""Where a poisoned input kills its worker: see `models.poisonable`."""
+PARAMETER = "inferpool_chaos"
+
+_FIRST_POISON = 10**15
+"""Numbers of poisoned requests, far above all others."""
+_RETRY_S = 0.1
+
+
+def schedule(seed: int, every_s: Mapping[Fault, float]) -> Iterator[tuple[float, Fault]]:
+    """When what happens, in seconds from the beginning, for ever.
+
+    Args:
+        seed: Decides everything.
+        every_s: The mean time between two faults of a kind; 0 is never. Each comes after half to
+            one and a half of it, so that it meets the service in any state.
+    """
+    rngs = {kind: random.Random(f"{seed} {kind}") for kind in every_s}
+    due = [(rngs[kind].uniform(0.5, 1.5) * s, kind) for kind, s in every_s.items() if s > 0]
+    heapq.heapify(due)
+    while due:
+        moment, kind = due[0]
+        yield moment, kind
+        heapq.heapreplace(due, (moment + rngs[kind].uniform(0.5, 1.5) * every_s[kind], kind))
+
+
+@dataclass(slots=True)
+class Poisonings:
+    """What became of the inputs that kill their workers."""
+
+    num_sent: int = 0
+    """Different ones."""
+    right: int = 0
+    """Answered with 500 `worker_crashed`, and with 422 `quarantined` when asked again."""
+    num_accepted: int = 0
+    """Instances among them that were admitted."""
+    num_quarantined: int = 0
+    """Refused at the second try."""
+    num_attempts: int = 0
+    refused: Counter[int] = field(default_factory=Counter)
+
+
+class Faults:
+    """Does to a service what the schedule says. Lives in the event loop."""
+
+    def __init__(
+        self,
+        address: Address,
+        watch: Watch,
+        tally: Tally,
+        questions: Sequence[Question],
+        *,
+        seed: int,
+        every_s: Mapping[Fault, float],
+        timeout_s: float,
+        keeps_quarantine: bool,
+    ) -> None:
+        """Do nothing yet.
+
+        Args:
+            address: Of the service.
+            watch: Told of each fault.
+            tally: Where wrong and lost answers of poisoned inputs are counted too.
+            questions: What is poisoned.
+            seed: Decides when and to whom.
+            every_s: See `schedule`.
+            timeout_s: The deadline that the service itself gives each request.
+            keeps_quarantine: Whether the service refuses an input that has killed workers.
+        """
+        self.counts: Counter[Fault] = Counter()
+        self.poisonings = Poisonings()
+        self._address = address
+        self._watch = watch
+        self._tally = tally
+        self._questions = questions
+        self._schedule = schedule(seed, every_s)
+        self._rng = random.Random(f"{seed} who")
+        self._timeout_s = timeout_s
+        self._keeps_quarantine = keeps_quarantine
+
+    async def run(self) -> None:
+        """Follow the schedule until cancelled; a poisoning that is under way is seen through."""
+        began = time.monotonic()
+        poisoning: asyncio.Task[None] | None = None
+        try:
+            for moment, fault in self._schedule:
+                await asyncio.sleep(began + moment - time.monotonic())
+                if fault != "poison":
+                    if await self._strike(fault):
+                        self.counts[fault] += 1
+                elif poisoning is None or poisoning.done():  # each costs three workers their lives
+                    poisoning = asyncio.create_task(self._poison(self.counts[fault]))
+                    self.counts[fault] += 1
+        finally:
+            if poisoning is not None:
+                await poisoning
+
+    async def _strike(self, kind: Literal["kill", "stop"]) -> bool:
+        """Kill or stop a worker that is well; whether there was one.
+
+        While a killed one is not back, nothing is done: on a slow model the same request would be
+        struck until the service has to take it for the cause. A stopped one is no reason to wait.
+        """
+        if any(each.kind in ("kill", kind) for each in self._watch.pending):
+            return False
+        try:
+            health = await self._watch.look()
+        except (OSError, NoAnswerError):
+            return False
+        struck = {each.worker for each in self._watch.pending}
+        well = [w for w in health.workers if w.state == "ready" and w.pid and w.name not in struck]
+        if not well:
+            return False
+        worker = self._rng.choice(well)
+        assert worker.pid is not None
+        number = signal.SIGKILL if kind == "kill" else signal.SIGSTOP
+        began = time.monotonic()
+        try:
+            os.kill(worker.pid, number)
+        except ProcessLookupError:  # it died of a poison since
+            return False
+        self._watch.add(_recovery(kind, worker, began))
+        return True
+
+    async def _poison(self, index: int) -> None:
+        """Send an input that kills its worker, and the same once more."""
+        question = self._questions[index % len(self._questions)]
+        number = _FIRST_POISON + index
+        place = PLACES[index % len(PLACES)]
+        request = question.request(number, f"?{PARAMETER}={place}-{index}")
+        self.poisonings.num_sent += 1
+        if await self._ask(number, request, 500, "worker_crashed"):
+            self.poisonings.num_accepted += question.num_instances
+            if not self._keeps_quarantine:
+                self.poisonings.right += 1
+            elif await self._ask(number, request, 422, "quarantined"):
+                self.poisonings.right += 1
+                self.poisonings.num_quarantined += question.num_instances
+
+    async def _ask(self, number: int, request: bytes, status: int, code: str) -> bool:
+        """Whether a request has the answer that it should; counts it if not."""
+        tally = self._tally
+        while True:
+            self.poisonings.num_attempts += 1
+            try:
+                connection = await connect(self._address, self._on_stray)
+                try:
+                    answer = await connection.ask(request, self._timeout_s + PATIENCE_S)
+                finally:
+                    connection.close()
+            except (OSError, NoAnswerError) as error:
+                tally.lost += 1
+                tally.note(f"poison {number} is lost: {error!r}")
+                return False
+            if not is_refusal(answer.status, answer.body):
+                break
+            self.poisonings.refused[answer.status] += 1
+            await asyncio.sleep(_RETRY_S)
+        found = problem_code(answer.body)
+        if (answer.status, found, answer.request_id) == (status, code, b"%d" % number):
+            return True
+        tally.wrong += 1
+        tally.note(
+            f"poison {number}: expected {status} {code}, found {answer.status} {found} "
+            f"{answer.body[:200]!r}"
+        )
+        return False
+
+    def _on_stray(self) -> None:
+        self._tally.duplicated += 1
+        self._tally.note("an answer came to a poison that had one")
+
+
+def _recovery(kind: Literal["kill", "stop"], worker: Worker, began: float) -> Recovery:
+    return Recovery(kind=kind, worker=worker.name, incarnation=worker.incarnation, began=began)

@@ -1,0 +1,160 @@
+"""Inputs for any model: made up from what it declares and a seed, or files of the user's."""
+
+import io
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from models.spec import TensorSpec
+from service.chaos.errors import ChaosError
+
+_ANY_LENGTH = 16
+"""What a dimension gets that may have any length, where a tensor has few of them."""
+_ANY_EDGE = 64
+"""And where it looks like an image: three dimensions or more."""
+_MAX_INTEGER = 10
+"""Made-up whole numbers stay below: they may be indices into a table."""
+_IMAGE_EDGE = 256
+_SAFETENSORS_DTYPES = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32",
+    "int32": "I32", "uint64": "U64", "int64": "I64", "float16": "F16", "bfloat16": "BF16",
+    "float32": "F32", "float64": "F64",
+}  # fmt: skip
+"""https://huggingface.co/docs/safetensors: how the format names dtypes."""
+_CONTENT_TYPES = {
+    ".jpg": "image/jpeg",
+    ".jpeg": "image/jpeg",
+    ".png": "image/png",
+    ".webp": "image/webp",
+    ".gif": "image/gif",
+    ".bmp": "image/bmp",
+    ".tif": "image/tiff",
+    ".tiff": "image/tiff",
+    ".npy": "application/x-npy",
+    ".safetensors": "application/safetensors",
+    ".json": "application/json",
+    ".bin": "application/octet-stream",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Input:
+    """The body of a request that can be asked again and again."""
+
+    name: str
+    body: bytes
+    content_type: str
+
+
+def made_up(specs: Sequence[TensorSpec], seed: int, count: int) -> list[Input]:
+    """Inputs for a model that declares what it takes.
+
+    Raises:
+        ChaosError: It declares nothing.
+    """
+    if not specs:
+        raise ChaosError(
+            "the model does not declare its inputs, so none can be made up for it: "
+            "give a folder with some of yours (--inputs DIR)"
+        )
+    return [_made_up(specs, f"input {i}", np.random.default_rng((seed, i))) for i in range(count)]
+
+
+def from_folder(folder: Path) -> list[Input]:
+    """The files of a folder that are requests: images, .npy, .safetensors, .json, .bin.
+
+    Raises:
+        ChaosError: There is none, or one cannot be read.
+    """
+    try:
+        files = [file for file in sorted(folder.iterdir()) if file.suffix.lower() in _CONTENT_TYPES]
+        inputs = [
+            Input(
+                name=file.name,
+                body=file.read_bytes(),
+                content_type=_CONTENT_TYPES[file.suffix.lower()],
+            )
+            for file in files
+        ]
+    except OSError as error:
+        raise ChaosError(f"--inputs: {error.filename}: {error.strerror}") from error
+    if not inputs:
+        known = ", ".join(_CONTENT_TYPES)
+        raise ChaosError(f"--inputs: there is no file of a known kind in {folder} ({known})")
+    return inputs
+
+
+def safetensors_of(arrays: Mapping[str, tuple[str, NDArray[np.generic]]]) -> bytes:
+    """Say arrays in the format of safetensors; each comes with its dtype as torch names it."""
+    header = {}
+    pieces = []
+    offset = 0
+    for name, (dtype, array) in arrays.items():
+        piece = array.tobytes()
+        header[name] = {
+            "dtype": _SAFETENSORS_DTYPES[dtype],
+            "shape": list(array.shape),
+            "data_offsets": [offset, offset + len(piece)],
+        }
+        pieces.append(piece)
+        offset += len(piece)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + b"".join(pieces)
+
+
+def echo_texts(seed: int) -> str:
+    """Letters that requests to `echo` take pieces of, so that they differ in length."""
+    return "".join(random.Random(seed).choices("abcdefghijklmnopqrstuvwxyz", k=1024))
+
+
+def is_image(specs: Sequence[TensorSpec]) -> bool:
+    """Whether a model takes encoded images."""
+    return len(specs) == 1 and specs[0].name == "image" and specs[0].dtype == "uint8"
+
+
+def _made_up(specs: Sequence[TensorSpec], name: str, rng: np.random.Generator) -> Input:
+    if is_image(specs):
+        return Input(name=name, body=_photo(rng), content_type="image/jpeg")
+    arrays = {spec.name: (spec.dtype, _array(spec, rng)) for spec in specs}
+    return Input(name=name, body=safetensors_of(arrays), content_type="application/safetensors")
+
+
+def _array(spec: TensorSpec, rng: np.random.Generator) -> NDArray[np.generic]:
+    pattern = spec.instance_shape
+    length = _ANY_EDGE if len(pattern) >= 3 else _ANY_LENGTH
+    shape = [length if size < 0 else size for size in pattern]
+    if spec.dtype == "bool":
+        return rng.integers(0, 2, shape).astype(np.bool_)
+    if spec.dtype == "bfloat16":  # the upper half of a float32
+        floats = rng.standard_normal(shape).astype("<f4")
+        return (floats.view("<u4") >> 16).astype("<u2").reshape(shape)
+    if spec.dtype.startswith("float"):
+        return rng.standard_normal(shape).astype(spec.dtype)
+    high = 256 if spec.dtype == "uint8" and prod(shape) >= _ANY_EDGE**2 else _MAX_INTEGER
+    return rng.integers(0, high, shape).astype(spec.dtype)
+
+
+def _photo(rng: np.random.Generator) -> bytes:
+    """A JPEG with something to see: soft colours with sharp shapes before them."""
+    from PIL import Image, ImageDraw
+
+    size = (_IMAGE_EDGE, _IMAGE_EDGE)
+    coarse = rng.integers(0, 256, (*rng.integers(2, 9, 2), 3), dtype=np.uint8)
+    image = Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC)
+    pen = ImageDraw.Draw(image)
+    for _ in range(rng.integers(2, 12)):
+        left, top = (int(each) for each in rng.integers(-20, _IMAGE_EDGE - 20, 2))
+        width, height = (int(each) for each in rng.integers(10, 160, 2))
+        red, green, blue = (int(each) for each in rng.integers(0, 256, 3))
+        draw = pen.ellipse if rng.random() < 0.5 else pen.rectangle
+        draw((left, top, left + width, top + height), fill=(red, green, blue))
+    encoded = io.BytesIO()
+    image.save(encoded, "JPEG", quality=90)
+    return encoded.getvalue()

@@ -1,0 +1,125 @@
+"""What is to be done: the flags of `inferpool chaos`, checked.
+
+Imported whenever the command's line is read, so it imports little.
+"""
+
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Literal
+
+Fault = Literal["kill", "stop", "poison"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How much, how often, and by whom."""
+
+    requests: int = 10_000
+    """At least so many numbered requests, and at least `kills` kills."""
+    kills: int = 10
+    seconds: float | None = None
+    """For so long instead."""
+    clients: int = 16
+    every_s: Mapping[Fault, float]
+    """The mean time between two faults of a kind; 0 is never."""
+    seed: int = 1
+    inputs: Path | None = None
+    """A folder of requests; None makes inputs up."""
+    tolerance: float = 1e-3
+    """By how much floats may differ, as a part of themselves."""
+    json: Path | None = None
+    """Where to write the report."""
+
+    @property
+    def planned_kills(self) -> int:
+        """How many kills there should be."""
+        every_s = self.every_s["kill"]
+        if not every_s:
+            return 0
+        return self.kills if self.seconds is None else int(self.seconds / every_s)
+
+
+def add_flags(parser: ArgumentParser) -> None:
+    """The flags of the verb, beside those of the settings."""
+    load = parser.add_argument_group("load")
+    load.add_argument(
+        "--requests",
+        type=_count,
+        default=10_000,
+        metavar="N",
+        help="at least so many numbered requests (default: 10000)",
+    )
+    load.add_argument(
+        "--kills", type=_count, default=10, metavar="N", help="and so many kills (default: 10)"
+    )
+    load.add_argument("--seconds", type=_seconds, metavar="S", help="for so long instead of both")
+    load.add_argument(
+        "--clients", type=_count, default=16, metavar="N", help="at once (default: 16)"
+    )
+    load.add_argument(
+        "--inputs",
+        type=Path,
+        metavar="DIR",
+        help="ask with these files: images, .npy, .safetensors, .json, .bin (default: made up)",
+    )
+    load.add_argument(
+        "--tolerance",
+        type=_seconds,
+        default=1e-3,
+        metavar="X",
+        help="by how much of itself a float may differ, since batches of different sizes are "
+        "rounded differently (default: 0.001)",
+    )
+    faults = parser.add_argument_group("faults, each at random times; 0 for never")
+    for kind, default, what in (
+        ("kill", 2.0, "SIGKILL a worker"),
+        ("stop", 15.0, "SIGSTOP a worker, so that it hangs"),
+        ("poison", 10.0, "send an input that kills any worker that takes it"),
+    ):
+        faults.add_argument(
+            f"--{kind}-every",
+            type=_seconds,
+            default=default,
+            metavar="S",
+            help=f"{what} every S seconds (default: {default:g})",
+        )
+    faults.add_argument(
+        "--seed",
+        type=int,
+        default=1,
+        metavar="N",
+        help="decides the inputs, and what is done when (default: 1)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there, too")
+
+
+def plan_of(args: Namespace) -> Plan:
+    """What the flags say."""
+    return Plan(
+        requests=args.requests,
+        kills=args.kills,
+        seconds=args.seconds,
+        clients=args.clients,
+        every_s={"kill": args.kill_every, "stop": args.stop_every, "poison": args.poison_every},
+        seed=args.seed,
+        inputs=args.inputs,
+        tolerance=args.tolerance,
+        json=args.json,
+    )
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ArgumentTypeError(f"{text} is less than 1")
+    return number
+
+
+def _seconds(text: str) -> float:
+    number = float(text)
+    if not (isfinite(number) and number >= 0):
+        raise ArgumentTypeError(f"{text} is not 0 or more")
+    return number

@@ -1,0 +1,48 @@
+"""Live figures while it runs: a bar on a terminal, else a line now and then. On stderr."""
+
+import time
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+_LINE_EVERY_S = 5.0
+
+
+class Screen:
+    """Tells whoever waits how it goes. A context manager: leaving it clears the bar."""
+
+    def __init__(self, stream: TextIO) -> None:
+        """Show nothing yet."""
+        self._console = Console(file=stream, highlight=False)
+        columns = (TextColumn("{task.description}"), BarColumn(20), TimeElapsedColumn())
+        self._progress = Progress(
+            *columns, TextColumn("{task.fields[figures]}"), console=self._console, transient=True
+        )
+        self._task = self._progress.add_task("", total=None, figures="")
+        self._shown_at = time.monotonic()
+
+    def __enter__(self) -> "Screen":
+        """Show the bar, where there is a terminal."""
+        if self._console.is_terminal:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Clear it."""
+        self._progress.stop()
+
+    def begin(self, text: str) -> None:
+        """Say what is being done now."""
+        self._progress.update(self._task, description=text, total=None, figures="")
+        if not self._console.is_terminal:
+            self._console.print(text, markup=False)
+        self._shown_at = time.monotonic()
+
+    def show(self, share: float, figures: str) -> None:
+        """Say how far it has come, from 0 to 1, and what there is so far."""
+        self._progress.update(self._task, total=1.0, completed=min(share, 1.0), figures=figures)
+        now = time.monotonic()
+        if not self._console.is_terminal and now - self._shown_at > _LINE_EVERY_S:
+            self._console.print(f"{min(share, 1.0):4.0%}  {figures}", markup=False, soft_wrap=True)
+            self._shown_at = now

@@ -1,0 +1,174 @@
+"""What /health says of the workers, and how long they take to come back after a fault."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from models.spec import TensorSpec
+from service.chaos.client import Address, Connection, NoAnswerError, connect, head_of
+
+Kind = Literal["kill", "stop"]
+
+_HEALTH = head_of("GET", "/health") + b"\r\n"
+_TIMEOUT_S = 10.0
+_FINE_S = 0.004
+_COARSE_S = 0.05
+_SOON_S = 0.5
+"""For so long after a fault it is looked at finely."""
+_NO_WORKER = "failed"
+
+
+class Worker(msgspec.Struct):
+    """One worker, as /health has it."""
+
+    name: str
+    state: str
+    incarnation: int
+    pid: int | None
+    reason: str = ""
+
+
+class ModelState(msgspec.Struct):
+    """One model and its workers."""
+
+    name: str
+    workers: list[Worker]
+    inputs: list[TensorSpec] = []
+
+
+class Health(msgspec.Struct):
+    """The whole service."""
+
+    models: list[ModelState]
+
+    @property
+    def workers(self) -> list[Worker]:
+        """Of all models."""
+        return [worker for model in self.models for worker in model.workers]
+
+    @property
+    def is_full(self) -> bool:
+        """Every worker is ready."""
+        return all(worker.state == "ready" for worker in self.workers)
+
+    @property
+    def failure(self) -> str:
+        """Why a worker will never come; empty if none is given up."""
+        failed = [worker for worker in self.workers if worker.state == _NO_WORKER]
+        return f"{failed[0].name}: {failed[0].reason}" if failed else ""
+
+
+class Recovery(msgspec.Struct, kw_only=True):
+    """A worker that something was done to, and when what was seen. Times on CLOCK_MONOTONIC."""
+
+    kind: Kind
+    worker: str
+    incarnation: int
+    began: float
+    noticed: float | None = None
+    """The service no longer counts on the worker."""
+    recovered: float | None = None
+    """Its successor is ready, and so is every worker that nothing else was done to."""
+
+
+_decode = msgspec.json.Decoder(Health).decode
+
+
+async def read_health(connection: Connection) -> Health:
+    """Ask for the state of all workers.
+
+    Raises:
+        NoAnswerError: There is no answer that tells.
+    """
+    answer = await connection.ask(_HEALTH, _TIMEOUT_S)
+    if answer.status != 200:
+        raise NoAnswerError(f"/health answers with {answer.status}")
+    return _decode(answer.body)
+
+
+class Watch:
+    """Looks at /health, finely after a fault. Lives in the event loop."""
+
+    def __init__(self, address: Address) -> None:
+        self.recoveries: list[Recovery] = []
+        self._address = address
+        self._connection: Connection | None = None
+        self._is_asking = asyncio.Lock()
+        self._is_wanted = asyncio.Event()
+
+    @property
+    def pending(self) -> Sequence[Recovery]:
+        """The faults that are not over."""
+        return [each for each in self.recoveries if each.recovered is None]
+
+    async def look(self) -> Health:
+        """The state of all workers now.
+
+        Raises:
+            NoAnswerError: The service does not tell.
+            OSError: Nobody listens.
+        """
+        async with self._is_asking:
+            if self._connection is None or not self._connection.is_open:
+                self._connection = await connect(self._address, lambda: None)
+            return await read_health(self._connection)
+
+    def add(self, recovery: Recovery) -> None:
+        """Something was done to a worker: see how it comes back."""
+        self.recoveries.append(recovery)
+        self._is_wanted.set()
+
+    async def run(self) -> None:
+        """Look as long as there is something to see; cancelled at the end."""
+        while True:
+            await self._is_wanted.wait()
+            pending = self.pending
+            if not pending:
+                self._is_wanted.clear()
+                continue
+            try:
+                health = await self.look()
+            except (OSError, NoAnswerError):
+                await asyncio.sleep(_COARSE_S)
+                continue
+            now = time.monotonic()
+            self._compare(pending, health, now)
+            is_soon = now - max(each.began for each in pending) < _SOON_S
+            await asyncio.sleep(_FINE_S if is_soon else _COARSE_S)
+
+    async def settle(self, timeout_s: float) -> bool:
+        """Wait until all is well again; whether it is."""
+        until = time.monotonic() + timeout_s
+        while time.monotonic() < until:
+            try:
+                if not self.pending and (await self.look()).is_full:
+                    return True
+            except (OSError, NoAnswerError):
+                pass
+            await asyncio.sleep(_COARSE_S)
+        return False
+
+    def close(self) -> None:
+        """Hang up."""
+        if self._connection is not None:
+            self._connection.close()
+
+    def _compare(self, pending: Sequence[Recovery], health: Health, now: float) -> None:
+        workers = {worker.name: worker for worker in health.workers}
+        for each in pending:
+            worker = workers.get(each.worker)
+            if worker is None:
+                continue
+            is_gone = worker.incarnation > each.incarnation or worker.state != "ready"
+            if each.noticed is None and is_gone:
+                each.noticed = now
+        hidden = {each.worker for each in pending if each.noticed is None}
+        absent = {worker.name for worker in workers.values() if worker.state != "ready"}
+        for each in pending:
+            others = {other.worker for other in pending if other is not each}
+            is_back = each.noticed is not None and each.worker not in absent | hidden
+            if is_back and not absent - others:
+                each.recovered = now

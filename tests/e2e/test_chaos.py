@@ -1,0 +1,65 @@
+"""The command `inferpool chaos`, short, on real services."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.running import ROOT
+
+
+def chaos(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "service", "chaos", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+
+
+def test_echo_keeps_the_promise_while_workers_are_killed_stopped_and_poisoned(tmp_path: Path):
+    config = tmp_path / "inferpool.toml"
+    config.write_text('[models.echo]\nsource = "echo"\nreplicas = 2\nbatch_timeout_s = 1.5\n')
+    file = tmp_path / "report.json"
+    done = chaos(
+        "--config", str(config), "--json", str(file),
+        "--requests", "500", "--kills", "3", "--kill-every", "0.7",
+        "--stop-every", "1.5", "--poison-every", "1.5",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "The promise was kept" in done.stdout
+    report = json.loads(file.read_text())
+    assert report["problems"] == []
+    assert report["chaos"]["right"] == report["chaos"]["sent"] >= 500
+    assert report["faults"]["kill"] >= 3
+    assert report["faults"]["stop"] >= 1
+    assert report["poisonings"]["right"] == report["poisonings"]["sent"] >= 1
+    assert report["ledger"]["failed"] == report["poisonings"]["sent"]
+
+
+def test_service_that_does_not_start_is_exit_3_with_the_end_of_its_log():
+    done = chaos("tests.nowhere:Nothing")
+    assert done.returncode == 3
+    assert "inferpool chaos: the service ended with exit code 3" in done.stderr
+    assert "the end of its log:" in done.stderr
+    assert "there is no module 'tests.nowhere'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["echo", "--kill-every", "-1"], "-1 is not 0 or more"),
+        (["echo", "--clients", "0"], "0 is less than 1"),
+        (["echo", "--kill-evry", "1"], "did you mean --kill-every?"),
+        (["nothing"], "neither a model of the settings"),
+    ],
+)
+def test_wrong_command_line_is_exit_2(arguments: list[str], message: str):
+    done = chaos(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
