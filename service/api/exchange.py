@@ -1,13 +1,13 @@
 """One call to `/predict` on a connection, from its head to the answer on the socket."""
 
 from asyncio import Future, TimerHandle
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from service.api.body import BodyPace
 from service.api.call import Call
+from service.api.replies import CLOSE_LINE, refusal_of, reply_to
 from service.errors import ServiceError, TooLargeError, UnavailableError
 
 if TYPE_CHECKING:
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 _CLIENT_GONE = 499
 _COPIED_BODY_BYTES = 64 * 1024
 """Up to this, head and body go out as one piece of bytes."""
-_CLOSE_LINE = b"connection: close\r\n"
+_CLOSE_AND_END = CLOSE_LINE + b"\r\n"
+_OK = 200
 
 
 class _NoEvent:
@@ -96,6 +97,12 @@ class Exchange:
         if self._is_complete:
             self._submit()
 
+    def take(self, body: bytes) -> None:
+        """Submit a call that was checked and is all there."""
+        self._is_started = self._is_complete = True
+        self._chunks = [body]
+        self._submit()
+
     def feed(self, chunk: bytes) -> None:
         """Take a piece of the body."""
         self._chunks.append(chunk)
@@ -173,11 +180,11 @@ class Exchange:
         if self.response_complete:
             return
         try:
-            status, headers, body = self._predict.answer(self.call)
+            reply = reply_to(self.call)
         except Exception as error:
             self._refuse(error)
             return
-        self._write(status, headers, body)
+        self._write(*reply)
 
     def _refuse(self, error: Exception) -> None:
         if self._timer is not None:
@@ -185,29 +192,23 @@ class Exchange:
             self._timer = None
         self._predict.abandon(self.call)
         self._chunks = []
-        status, headers, body = self._predict.refuse(self.call, error)
-        self._write(status, headers, body)
+        self._write(*refusal_of(self.call, error))
 
-    def _write(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
+    def _write(self, status: int, lines: bytes, body: bytes) -> None:
         protocol = self._protocol
         self.response_complete = True
         if protocol.transport.is_closing():
             self._predict.close(self.call, _CLIENT_GONE)
             return
-        lines = [STATUS_LINE[status], protocol.default_head()]
-        closes = protocol.default_head_closes
-        for name, value in headers:
-            lines += (name, b": ", value, b"\r\n")
-            closes = closes or name == b"connection"
-        if closes:
+        end = b"\r\n"
+        if protocol.default_head_closes or (status != _OK and CLOSE_LINE in lines):
             self.keep_alive = False
         elif not self.keep_alive:
-            lines.append(_CLOSE_LINE)
-        lines.append(b"\r\n")
+            end = _CLOSE_AND_END
+        head = b"%b%b%b%b" % (STATUS_LINE[status], protocol.default_head(), lines, end)
         if len(body) <= _COPIED_BODY_BYTES:
-            lines.append(body)
-            protocol.transport.write(b"".join(lines))
+            protocol.transport.write(head + body)
         else:
-            protocol.transport.writelines((b"".join(lines), body))
+            protocol.transport.writelines((head, body))
         self._predict.close(self.call, status)
         protocol.on_exchange_complete(self)

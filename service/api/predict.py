@@ -1,30 +1,27 @@
 """POST /predict and /predict/{model}: from bytes to instances and back. Runs in the event loop.
 
-The steps are plain functions on a `Call` (`open`, `check`, `submit`, `answer` or `refuse`,
-`close`), so that what speaks to the socket can be an ASGI server, through `__call__`, or a protocol
-class with no ASGI in between.
+The steps are plain functions on a `Call` (`open`, `check`, `submit`, then `reply_to` or
+`refusal_of`, `close`), so that what speaks to the socket can be an ASGI server, through
+`__call__`, or a protocol class with no ASGI in between.
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from copy import copy
 from typing import Any
 
-from service.api.answers import Outcome, choose_format, encode, encode_json
+from service.api.answers import choose_format
 from service.api.auth import Guard
 from service.api.body import BodyPace, Head, Limits, joined
 from service.api.call import Call, ModelEntry, OnAccess, OnDone
 from service.api.codecs import decode
 from service.api.errors import (
-    Answer,
-    InternalError,
     MethodNotAllowedError,
-    SlowBodyError,
-    problem,
 )
 from service.api.hangups import HangupWatch, Receive, Waiting
-from service.api.parameters import OUTPUT_KEY, read_query
+from service.api.replies import GIVEN_UP, pairs_of, refusal_of, reply_to
 from service.api.trace import new_ids, request_id_of, trace_of, trace_state_of
 from service.errors import (
     BadRequestError,
@@ -34,7 +31,7 @@ from service.errors import (
     UnavailableError,
     UnknownModelError,
 )
-from service.request import CallOptions, Payload, Result, Timing
+from service.request import CallOptions, Payload, Result
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +40,6 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 PREFIX = "/predict"
 _PRIORITIES = {b"%d" % priority: priority for priority in range(1, 10)}
-_SMALL_BODY_BYTES = 64 * 1024
-"""A refused body up to this is read and dropped by the server; beyond, the connection is closed."""
-_GIVEN_UP = "the service gave this input up"
 
 
 class Predict:
@@ -88,13 +82,14 @@ class Predict:
             self.check(call)
             chunks = await self._read(call, receive)
             await self._wait(call, self.submit(call, chunks), receive)
-            status, headers, body = self.answer(call)
+            status, lines, body = reply_to(call)
         except CancelledByClientError:
             self.close(call, 499)
             return
         except Exception as error:
-            status, headers, body = self.refuse(call, error)
+            status, lines, body = refusal_of(call, error)
         try:
+            headers = pairs_of(lines)
             await send({"type": "http.response.start", "status": status, "headers": headers})
             await send({"type": "http.response.body", "body": body})
         except OSError:  # what ASGI 2.4 has `send` raise when the client has gone
@@ -126,6 +121,19 @@ class Predict:
         if trace is not None:
             call.trace_id, call.flags = trace
             call.trace_state = trace_state_of(found)
+        return call
+
+    def again(self, earlier: Call) -> Call:
+        """Begin a call whose head is that of an earlier one that was checked, byte for byte."""
+        call: Call = copy(earlier)
+        ids = new_ids()
+        call.started = time.monotonic()
+        call.deadline = call.started + (earlier.deadline - earlier.started)
+        call.request_id = call.trace_id = ids[:32]
+        call.span_id = ids[32:]
+        call.is_read = call.is_batch = False
+        call.num_instances = 0
+        call.outcomes = []
         return call
 
     def check(self, call: Call) -> None:
@@ -193,42 +201,6 @@ class Predict:
         future = entry.submit(payloads[0], options, call.request_id)
         call.outcomes.append(future)
         return future
-
-    def answer(self, call: Call) -> Answer:
-        """Render the answer, once the future of `submit` is done."""
-        outcomes = [self._outcome(call, each) for each in call.outcomes]
-        first = outcomes[0]
-        if len(outcomes) == 1 and call.chosen == "json" and isinstance(first, Result):
-            assert isinstance(first.value, bytes), "tensors came where JSON was asked for"
-            answer = encode_json((first.value,))
-            self._add_headers(call, answer, first.timing)
-            return answer
-        output = read_query(call.query).get(OUTPUT_KEY) if call.query else None
-        answer = encode(
-            call.chosen,
-            outcomes,
-            is_batch=call.is_batch,
-            output=output,
-            request_id=call.request_id,
-            path=call.path,
-        )
-        self._add_headers(call, answer, _longest(outcomes))
-        return answer
-
-    def refuse(self, call: Call, error: Exception) -> Answer:
-        """Render the answer to a call that failed as a whole."""
-        if not isinstance(error, ServiceError):
-            logger.error("request %s failed: %r", call.request_id, error, exc_info=error)
-            error = InternalError("this is a mistake of the service; its log has more")
-        answer = problem(error, call.request_id, call.path)
-        _, headers, _ = answer
-        if isinstance(error, MethodNotAllowedError):
-            headers.append((b"allow", b"POST"))
-        is_slow = isinstance(error, SlowBodyError)
-        if not call.is_read and (is_slow or _is_long(call.headers)):
-            headers.append((b"connection", b"close"))
-        self._add_headers(call, answer, None)
-        return answer
 
     def abandon(self, call: Call) -> None:
         """Give up all instances of a call that nobody waits for any more."""
@@ -298,7 +270,7 @@ class Predict:
                 raise CancelledByClientError("the client hung up") from None
             task = asyncio.current_task()
             if future.cancelled() and task is not None and not task.cancelling():
-                raise UnavailableError(_GIVEN_UP) from None
+                raise UnavailableError(GIVEN_UP) from None
             raise
         finally:
             self._watch.discard(waiting)
@@ -318,39 +290,6 @@ class Predict:
             self.abandon(call)
             raise
         return _all_done([each for each in outcomes if not isinstance(each, ServiceError)])
-
-    def _outcome(self, call: Call, outcome: "asyncio.Future[Result] | ServiceError") -> Outcome:
-        if isinstance(outcome, ServiceError):
-            return outcome
-        if outcome.cancelled():
-            return UnavailableError(_GIVEN_UP)
-        error = outcome.exception()
-        if error is None:
-            return outcome.result()
-        if isinstance(error, ServiceError):
-            return error
-        logger.error("request %s failed: %r", call.request_id, error, exc_info=error)
-        return InternalError("this is a mistake of the service; its log has more")
-
-    def _add_headers(self, call: Call, answer: Answer, timing: Timing | None) -> None:
-        """Add what every answer has: ids, and where the time went."""
-        headers = answer[1]
-        headers.append((b"x-request-id", call.request_id.encode()))
-        trace = f"00-{call.trace_id}-{call.span_id}-{call.flags}"
-        headers.append((b"traceparent", trace.encode()))
-        if call.trace_state:
-            headers.append((b"tracestate", call.trace_state))
-        total_ms = (time.monotonic() - call.started) * 1e3
-        if timing is None:
-            value = b"total;dur=%.2f" % total_ms
-        else:
-            value = b"queue;dur=%.2f, preprocess;dur=%.2f, inference;dur=%.2f, total;dur=%.2f" % (
-                timing.queue_s * 1e3,
-                timing.prepare_s * 1e3,
-                timing.compute_s * 1e3,
-                total_ms,
-            )
-        headers.append((b"server-timing", value))
 
     def _timeout_s(self, value: bytes) -> float:
         max_ms = int(self.limits.max_timeout_s * 1e3)
@@ -382,26 +321,6 @@ def route_path(scope: Scope) -> str:
 def is_predict(path: str) -> bool:
     """Whether a path belongs to this endpoint."""
     return path.startswith(PREFIX) and (len(path) == len(PREFIX) or path[len(PREFIX)] == "/")
-
-
-def _longest(outcomes: Sequence[Outcome]) -> Timing | None:
-    """The longest of each stage over all instances that were answered."""
-    timings = [each.timing for each in outcomes if isinstance(each, Result)]
-    if not timings:
-        return None
-    return Timing(
-        max(timing.queue_s for timing in timings),
-        max(timing.prepare_s for timing in timings),
-        max(timing.compute_s for timing in timings),
-    )
-
-
-def _is_long(headers: Mapping[bytes, bytes]) -> bool:
-    """Whether the rest of a refused body is not worth waiting for."""
-    if b"transfer-encoding" in headers:
-        return True
-    length = headers.get(b"content-length", b"0")
-    return not length.isdigit() or len(length) > 18 or int(length) > _SMALL_BODY_BYTES
 
 
 def _all_done(futures: Sequence["asyncio.Future[Result]"]) -> "asyncio.Future[None]":

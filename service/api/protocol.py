@@ -14,9 +14,11 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from service.api.call import Call
 from service.api.connections import Connections, EdgeLimits
 from service.api.errors import InternalError, LargeHeadError, LongUrlError, problem
 from service.api.exchange import Exchange
+from service.api.known_heads import KnownHeads
 from service.api.predict import Predict
 from service.api.trace import new_ids
 from service.errors import BadRequestError, ServiceError, UnavailableError
@@ -44,6 +46,7 @@ class PredictProtocol(HttpToolsProtocol):
 
     predict: Predict
     others: Connections
+    known_heads: KnownHeads
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -65,6 +68,8 @@ class PredictProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._chunk_bytes = 0
         self._asks_for_upgrade = False
+        self._new_head = b""
+        """Of the first request in the newest data, if no other has begun since."""
 
     @classmethod
     def bound_to(
@@ -72,7 +77,8 @@ class PredictProtocol(HttpToolsProtocol):
     ) -> type["PredictProtocol"]:
         """The class for one endpoint, as `uvicorn.Config(http=...)` takes it."""
         others = Connections(limits or EdgeLimits())
-        return type(cls.__name__, (cls,), {"predict": predict, "others": others})
+        bound = {"predict": predict, "others": others, "known_heads": KnownHeads()}
+        return type(cls.__name__, (cls,), bound)
 
     @property
     def is_idle(self) -> bool:
@@ -172,6 +178,12 @@ class PredictProtocol(HttpToolsProtocol):
         """Feed the parser."""
         if self._is_deaf:
             return
+        if self.is_idle and not self._is_in_head and not self._is_in_body:
+            known, length = self.known_heads.find(data)
+            if known is not None:
+                self._take_known(known.call, data[length:])
+                return
+            self._new_head = data[:length]
         self._chunk_bytes = len(data)
         try:
             rest: bytes | memoryview = data
@@ -196,6 +208,7 @@ class PredictProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Take the call, or hand it to uvicorn."""
         self._is_in_head = False
+        head, self._new_head = self._new_head, b""
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
@@ -223,14 +236,13 @@ class PredictProtocol(HttpToolsProtocol):
             self._hand_on()
             return
         call = self.predict.open("POST", path.decode("ascii"), query, self.headers)
-        self._take_turn(
-            Exchange(
-                self,
-                call,
-                keep_alive=parser.get_http_version() != "1.0" and parser.should_keep_alive(),
-                expects_continue=self.expect_100_continue,
-            )
+        keep_alive = parser.get_http_version() != "1.0" and parser.should_keep_alive()
+        exchange = Exchange(
+            self, call, keep_alive=keep_alive, expects_continue=self.expect_100_continue
         )
+        self._take_turn(exchange)
+        if self._active is exchange and keep_alive and not exchange.response_complete:
+            self.known_heads.remember(head, self.predict.again(call))
 
     def on_body(self, body: bytes) -> None:
         """A piece of the newest request's body."""
@@ -257,6 +269,14 @@ class PredictProtocol(HttpToolsProtocol):
         """It was idle for too long."""
         if not self.transport.is_closing():
             self.close()
+
+    def _take_known(self, earlier: Call, body: bytes) -> None:
+        """Begin a call with a head that is known, and with its whole body."""
+        exchange = Exchange(
+            self, self.predict.again(earlier), keep_alive=True, expects_continue=False
+        )
+        self.cycle = self._active = exchange  # type: ignore[assignment]  # see `_take_turn`
+        exchange.take(body)
 
     def _take_turn(self, exchange: Exchange) -> None:
         """Start a call, or put it behind those that came before it."""

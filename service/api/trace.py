@@ -58,4 +58,4 @@ def trace_state_of(headers: Mapping[bytes, bytes]) -> bytes:
     state = headers.get(b"tracestate", b"")
     if len(state) > _MAX_STATE_BYTES or state.count(b",") >= _MAX_STATE_MEMBERS:
         return b""
-    return state
+    return state if state.isascii() and state.decode().isprintable() else b""

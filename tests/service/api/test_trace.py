@@ -59,3 +59,5 @@ def test_a_tracestate_that_is_too_long_is_dropped() -> None:
     assert trace_state_of({b"tracestate": b",".join([b"a=1"] * 33)}) == b""
     assert trace_state_of({b"tracestate": b"a=" + b"1" * 512}) != b""
     assert trace_state_of({b"tracestate": b"a=" + b"1" * 2000}) == b""
+    assert trace_state_of({b"tracestate": b"a=\xe9"}) == b""
+    assert trace_state_of({b"tracestate": b"a=\x1b[1m"}) == b""

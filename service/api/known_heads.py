@@ -1,0 +1,57 @@
+"""Heads of calls that were seen before, so that the same bytes are not parsed and checked again.
+
+A client sends the same head with every call of a connection, and a load balancer much the same.
+What is remembered went through the parser and through `Predict.check`; what it depends on (keys,
+limits, models) does not change while the service runs. Used by the event loop alone.
+"""
+
+from typing import NamedTuple
+
+from service.api.call import Call
+
+_END = b"\r\n\r\n"
+_MAX_HEAD_BYTES = 2048
+_MAX_HEADS = 512
+_OF_ONE_CALL = (b"x-request-id", b"traceparent", b"tracestate", b"expect", b"transfer-encoding")
+"""A head with one of these will not come again, or needs more than to be known."""
+
+
+class KnownHead(NamedTuple):
+    """A head, as the call that it began, and how many bytes of body follow it."""
+
+    call: Call
+    num_body_bytes: int
+
+
+class KnownHeads:
+    """A bounded number of them."""
+
+    def __init__(self) -> None:
+        self._heads: dict[bytes, KnownHead] = {}
+
+    def find(self, data: bytes) -> tuple[KnownHead | None, int]:
+        """Look for the head of a request.
+
+        Args:
+            data: What has arrived, beginning where a request begins.
+
+        Returns:
+            The head, if it is known and the rest of the data is the whole body and no more; and
+            the length of the head, which is 3 where it has no end yet.
+        """
+        length = data.find(_END, 0, _MAX_HEAD_BYTES) + 4
+        known = self._heads.get(data[:length])
+        if known is not None and len(data) == length + known.num_body_bytes:
+            return known, length
+        return None, length
+
+    def remember(self, head: bytes, call: Call) -> None:
+        """Keep the head of a call that was checked, if it may come again."""
+        num_body_bytes = call.headers.get(b"content-length")
+        if not head.endswith(_END) or num_body_bytes is None:
+            return
+        if any(name in call.headers for name in _OF_ONE_CALL):
+            return
+        if len(self._heads) >= _MAX_HEADS:
+            self._heads.clear()
+        self._heads[head] = KnownHead(call, int(num_body_bytes))

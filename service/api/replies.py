@@ -1,0 +1,139 @@
+"""The reply to a call to `/predict`: status, header lines as they go onto the wire, and body.
+
+Every reply has the ids of the call and where its time went. Lines and not pairs, because most
+replies go straight to a socket; for ASGI `pairs_of` takes them apart again.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+
+from service.api.answers import Outcome, encode
+from service.api.call import Call
+from service.api.errors import InternalError, MethodNotAllowedError, SlowBodyError, problem
+from service.api.parameters import OUTPUT_KEY, read_query
+from service.errors import ServiceError, UnavailableError
+from service.request import Result, Timing
+
+logger = logging.getLogger(__name__)
+
+Reply = tuple[int, bytes, bytes]
+"""Status, header lines each with its line break, and body."""
+
+GIVEN_UP = "the service gave this input up"
+CLOSE_LINE = b"connection: close\r\n"
+_SMALL_BODY_BYTES = 64 * 1024
+"""A refused body up to this is read and dropped by the server; beyond, the connection is closed."""
+
+
+def reply_to(call: Call) -> Reply:
+    """Reply to a call whose instances all have their outcome."""
+    outcomes = call.outcomes
+    first = outcomes[0]
+    if (
+        len(outcomes) == 1
+        and call.chosen == "json"
+        and not isinstance(first, ServiceError)
+        and not first.cancelled()
+        and first.exception() is None
+    ):
+        # By far the most, and so in one go; `encode` would say the same.
+        result = first.result()
+        assert isinstance(result.value, bytes), "tensors came where JSON was asked for"
+        body = b'{"predictions":[%b]}' % result.value
+        common = _common_lines(call, result.timing)
+        head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n{common}"
+        return 200, head.encode(), body
+    return _reply_with_any([_outcome_of(call, each) for each in outcomes], call)
+
+
+def refusal_of(call: Call, error: Exception) -> Reply:
+    """Reply to a call that failed as a whole."""
+    if not isinstance(error, ServiceError):
+        logger.error("request %s failed: %r", call.request_id, error, exc_info=error)
+        error = InternalError("this is a mistake of the service; its log has more")
+    status, headers, body = problem(error, call.request_id, call.path)
+    lines = _lines_of(headers)
+    if isinstance(error, MethodNotAllowedError):
+        lines += b"allow: POST\r\n"
+    is_slow = isinstance(error, SlowBodyError)
+    if not call.is_read and (is_slow or _is_long(call.headers)):
+        lines += CLOSE_LINE
+    return status, lines + _common_lines(call, None).encode(), body
+
+
+def pairs_of(lines: bytes) -> list[tuple[bytes, bytes]]:
+    """Header lines as ASGI has them."""
+    pairs = []
+    for line in lines.split(b"\r\n")[:-1]:
+        name, _, value = line.partition(b": ")
+        pairs.append((name, value))
+    return pairs
+
+
+def _reply_with_any(outcomes: Sequence[Outcome], call: Call) -> Reply:
+    output = read_query(call.query).get(OUTPUT_KEY) if call.query else None
+    status, headers, body = encode(
+        call.chosen,
+        outcomes,
+        is_batch=call.is_batch,
+        output=output,
+        request_id=call.request_id,
+        path=call.path,
+    )
+    return status, _lines_of(headers) + _common_lines(call, _longest(outcomes)).encode(), body
+
+
+def _outcome_of(call: Call, outcome: asyncio.Future[Result] | ServiceError) -> Outcome:
+    if isinstance(outcome, ServiceError):
+        return outcome
+    if outcome.cancelled():
+        return UnavailableError(GIVEN_UP)
+    error = outcome.exception()
+    if error is None:
+        return outcome.result()
+    if isinstance(error, ServiceError):
+        return error
+    logger.error("request %s failed: %r", call.request_id, error, exc_info=error)
+    return InternalError("this is a mistake of the service; its log has more")
+
+
+def _common_lines(call: Call, timing: Timing | None) -> str:
+    """What every reply has. All of it is ASCII: ids were checked, states are dropped if not."""
+    state = f"tracestate: {call.trace_state.decode()}\r\n" if call.trace_state else ""
+    stages = (
+        ""
+        if timing is None
+        else f"queue;dur={timing.queue_s * 1e3:.2f}, preprocess;dur={timing.prepare_s * 1e3:.2f}, "
+        f"inference;dur={timing.compute_s * 1e3:.2f}, "
+    )
+    return (
+        f"x-request-id: {call.request_id}\r\n"
+        f"traceparent: 00-{call.trace_id}-{call.span_id}-{call.flags}\r\n{state}"
+        f"server-timing: {stages}total;dur={(time.monotonic() - call.started) * 1e3:.2f}\r\n"
+    )
+
+
+def _lines_of(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+    return b"".join([b"%b: %b\r\n" % header for header in headers])
+
+
+def _longest(outcomes: Sequence[Outcome]) -> Timing | None:
+    """The longest of each stage over all instances that were answered."""
+    timings = [each.timing for each in outcomes if isinstance(each, Result)]
+    if not timings:
+        return None
+    return Timing(
+        max(timing.queue_s for timing in timings),
+        max(timing.prepare_s for timing in timings),
+        max(timing.compute_s for timing in timings),
+    )
+
+
+def _is_long(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether the rest of a refused body is not worth waiting for."""
+    if b"transfer-encoding" in headers:
+        return True
+    length = headers.get(b"content-length", b"0")
+    return not length.isdigit() or len(length) > 18 or int(length) > _SMALL_BODY_BYTES

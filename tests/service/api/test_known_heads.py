@@ -1,0 +1,163 @@
+"""A head that comes again is answered as if it had been parsed again. Over real sockets."""
+
+import asyncio
+import json
+from collections.abc import Callable
+
+import pytest
+
+from service.api.known_heads import KnownHeads
+from service.api.protocol import PredictProtocol
+from service.errors import OverloadedError
+from tests.service.api import test_predict_over_sockets as sockets
+from tests.service.api.fakes import FakeModel
+from tests.service.api.test_predict_over_sockets import POST, read_answer, run
+
+HEAD = POST + b"content-length: 1\r\n\r\n"
+
+
+class Bench(sockets.Bench):
+    is_direct = True
+
+    @property
+    def known(self) -> KnownHeads:
+        protocol = self.server.config.http
+        assert issubclass(protocol, PredictProtocol)  # type: ignore[arg-type]  # it is a class
+        return protocol.known_heads  # type: ignore[union-attr]
+
+    @property
+    def num_known(self) -> int:
+        return len(self.known._heads)
+
+
+def bench(**limits: float) -> Callable[[], Bench]:
+    return lambda: Bench(FakeModel(), **limits)
+
+
+def test_the_second_call_with_a_head_is_not_parsed_and_answered_alike() -> None:
+    async def test(bench: Bench) -> None:
+        answers = []
+        async with bench.connect() as (reader, writer):
+            for body in (b"x", b"y", b"z"):
+                writer.write(HEAD + body)
+                answers.append(await read_answer(reader))
+                assert bench.num_known == 1
+        assert bench.model.bodies == [b"x", b"y", b"z"]
+        assert [json.loads(body)["predictions"] for _, _, body in answers] == [[0], [1], [2]]
+        names = [list(headers) for _, headers, _ in answers]
+        assert names[0] == names[1] == names[2]
+        assert len({headers["x-request-id"] for _, headers, _ in answers}) == 3
+        assert len({headers["traceparent"] for _, headers, _ in answers}) == 3
+        deadlines = [options.deadline for options in bench.model.options]
+        assert deadlines == sorted(set(deadlines))
+
+    run(bench(), test)
+
+
+def test_the_same_head_serves_other_connections() -> None:
+    async def test(bench: Bench) -> None:
+        for _ in range(2):
+            async with bench.connect() as (reader, writer):
+                writer.write(HEAD + b"x")
+                assert (await read_answer(reader))[0] == 200
+        assert bench.num_known == 1
+
+    run(bench(), test)
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 20])
+def test_a_known_head_whose_body_comes_in_pieces_or_with_the_next_call_is_parsed(size: int) -> None:
+    async def test(bench: Bench) -> None:
+        async with bench.connect() as (reader, writer):
+            writer.write(HEAD + b"x")
+            await read_answer(reader)
+            three = HEAD + b"1" + HEAD + b"2" + HEAD + b"3"
+            writer.write(three[: len(HEAD) + size])
+            await writer.drain()
+            if size:
+                await read_answer(reader)
+            writer.write(three[len(HEAD) + size :])
+            for _ in range(3 - bool(size)):
+                assert (await read_answer(reader))[0] == 200
+        assert bench.model.bodies == [b"x", b"1", b"2", b"3"]
+
+    run(bench(), test)
+
+
+def test_the_rest_of_a_refused_body_is_never_taken_for_a_call() -> None:
+    smuggled = HEAD + b"!"
+
+    async def test(bench: Bench) -> None:
+        async with bench.connect() as (reader, writer):
+            writer.write(HEAD + b"x")
+            await read_answer(reader)
+            bad = POST.replace(b"/predict", b"/predict/nobody")
+            writer.write(bad + b"content-length: %d\r\n\r\n" % (2 * len(smuggled)))
+            assert (await read_answer(reader))[0] == 404
+            writer.write(smuggled)
+            with pytest.raises(TimeoutError):  # it is not answered
+                await asyncio.wait_for(reader.readexactly(1), 0.3)
+            writer.write(smuggled + HEAD + b"y")
+            assert (await read_answer(reader))[0] == 200
+        assert bench.model.bodies == [b"x", b"y"]
+
+    run(bench(), test)
+
+
+def test_what_is_pipelined_behind_a_refusal_is_not_remembered_under_its_head() -> None:
+    refused = POST.replace(b"/predict", b"/predict/nobody") + b"content-length: 1\r\n\r\n"
+
+    async def test(bench: Bench) -> None:
+        async with bench.connect() as (reader, writer):
+            writer.write(refused + b"x" + HEAD + b"x")
+            assert [(await read_answer(reader))[0] for _ in range(2)] == [404, 200]
+            writer.write(refused + b"x")
+            assert (await read_answer(reader))[0] == 404
+
+    run(bench(), test)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"x-request-id: one\r\n",
+        b"traceparent: 00-%b-%b-01\r\n" % (b"1" * 32, b"2" * 16),
+        b"expect: 100-continue\r\n",
+        b"connection: close\r\n",
+        b"x: %b\r\n" % (b"y" * 3000),
+    ],
+)
+def test_a_head_that_is_of_one_call_is_not_remembered(line: bytes) -> None:
+    async def test(bench: Bench) -> None:
+        async with bench.connect() as (reader, writer):
+            writer.write(HEAD.replace(b"content-length", line + b"content-length") + b"x")
+            await reader.readuntil(b"\r\n\r\n")
+        assert bench.num_known == 0
+
+    run(bench(), test)
+
+
+def test_a_refusal_at_admission_is_made_anew_each_time() -> None:
+    refusals = [None, OverloadedError("full", retry_after_s=3), None]
+
+    async def test(bench: Bench) -> None:
+        statuses = []
+        async with bench.connect() as (reader, writer):
+            for _ in refusals:
+                writer.write(HEAD + b"x")
+                statuses.append((await read_answer(reader))[0])
+        assert statuses == [200, 429, 200]
+
+    run(lambda: Bench(FakeModel(refusals=refusals)), test)
+
+
+def test_the_number_of_known_heads_is_bounded() -> None:
+    async def test(bench: Bench) -> None:
+        async with bench.connect() as (reader, writer):
+            for number in range(600):
+                line = b"x-number: %d\r\ncontent-length" % number
+                writer.write(HEAD.replace(b"content-length", line) + b"x")
+                assert (await read_answer(reader))[0] == 200
+        assert 0 < bench.num_known <= 512
+
+    run(bench(), test)
