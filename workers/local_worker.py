@@ -6,7 +6,6 @@ end of file of the output queue.
 
 import asyncio
 import logging
-import os
 import signal
 import time
 from asyncio import Future, Task
@@ -15,11 +14,10 @@ from itertools import count
 from multiprocessing.process import BaseProcess
 
 import msgspec
-import psutil
 
 from workers.canary import PATIENCE_S, Canary
 from workers.config import WorkerConfig
-from workers.endings import OomKills, describe_exit
+from workers.endings import OomKills
 from workers.engine import Cause, Ending, Vitals, WorkerId
 from workers.errors import WorkerLostError, WorkerStartError
 from workers.heartbeat import HeartbeatReader
@@ -35,6 +33,7 @@ from workers.messages import (
     Ready,
     StartFailed,
 )
+from workers.observed import ObservedProcess
 from workers.queues import FrameError, FrameReader, FrameWriter, PrivateQueue
 from workers.stacks import Stacks
 
@@ -75,15 +74,12 @@ class LocalWorker:
         self._canary = Canary(config.batch_timeout_s)
         self._on_progress = on_progress
         self._oom_kills = oom_kills
-        self._num_oom_kills = 0
         self._loop = asyncio.get_running_loop()
         self.started: Future[Ready] = self._loop.create_future()
         """Done once it has answered a canary."""
         self._gone: Future[Ending] = self._loop.create_future()
         self._process: BaseProcess | None = None
-        self._observed: psutil.Process | None = None
-        self._pid = 0
-        self._rss_bytes = 0
+        self._observed: ObservedProcess | None = None
         self._ready: Ready | None = None
         self._ids = count(1)
         self._batches: dict[int, tuple[Sequence[ItemRef], Future[BatchDone] | None, float]] = {}
@@ -109,12 +105,8 @@ class LocalWorker:
     def attach(self, process: BaseProcess) -> None:
         """Take charge of the started process: keep our ends of its queues, and listen."""
         self._process = process
-        self._pid = process.pid or 0
-        try:
-            self._observed = psutil.Process(self._pid)
-        except psutil.Error:
-            self._observed = None  # it has ended already, as we shall see
-        self._num_oom_kills = self._oom_kills.count()
+        assert process.pid is not None
+        self._observed = ObservedProcess(process.pid, self._oom_kills)
         self.inbox.reader.close()
         self.outbox.writer.close()
         self._reader = FrameReader(self.outbox.reader)
@@ -178,8 +170,8 @@ class LocalWorker:
         is_gone = self._gone.done()
         now = time.monotonic()
         return Vitals(
-            pid=self._pid,
-            rss_bytes=self._look_at_rss(),
+            pid=self._observed.pid if self._observed else 0,
+            rss_bytes=self._observed.rss_bytes if self._observed else 0,
             last_beat_age_s=0.0 if is_gone else self.heartbeat.age_s,
             num_batches=0 if is_gone else self.heartbeat.num_batches,
             last_answer_age_s=now - self._proven_at if self._proven_at else 0.0,
@@ -268,13 +260,18 @@ class LocalWorker:
     def _on_exit(self) -> None:
         """The process has ended: read what it wrote before, then settle all that it held."""
         assert self._process is not None
+        assert self._observed is not None
         self._loop.remove_reader(self._process.sentinel)
         self._process.join()
         self._reader.is_dry = False
         while self._is_unread and not self._reader.is_dry:
             self._on_readable()  # a process that the worker forked may keep the pipe open
         self._is_ending = True
-        self._name_the_end(self._process.exitcode)
+        cause, reason = self._observed.end(self._process.exitcode)
+        if self._reason:  # it or we have said why
+            self._cause = self._cause or ("exit" if cause == "exit" else "signal")
+        else:
+            self._cause, self._reason = cause, reason
         if trace := self.stacks.take():
             text = f"{self.id} left its stacks ({self._reason}){self._at_work_on()}"
             _log(LogLine(logging.ERROR, __name__, text, trace=trace), {"worker": str(self.id)})
@@ -289,19 +286,8 @@ class LocalWorker:
                 is_started = id <= last_received
                 was_at_work = was_at_work or is_started
                 future.set_exception(WorkerLostError(self._reason, started=is_started))
-        assert self._cause is not None
         self._gone.set_result(
             Ending(cause=self._cause, reason=self._reason, was_at_work=was_at_work)
-        )
-
-    def _name_the_end(self, exitcode: int | None) -> None:
-        """Decide why it ended, unless it or we have said so before."""
-        if self._reason:
-            self._cause = self._cause or ("signal" if (exitcode or 0) < 0 else "exit")
-            return
-        is_oom = self._oom_kills.count() > self._num_oom_kills
-        self._cause, self._reason = describe_exit(
-            exitcode, is_oom=is_oom, rss_bytes=self._rss_bytes
         )
 
     def _end(self, reason: str = "") -> None:
@@ -319,7 +305,8 @@ class LocalWorker:
 
     async def _watch(self) -> None:
         """Look at the process now and then: have it prove itself, and end it when it cannot."""
-        num_oom_kills = self._num_oom_kills
+        observed = self._observed
+        assert observed is not None
         while True:
             now = time.monotonic()
             wake_at = now + max(0.001, min(_LOOK_S, self._patience_s, self._next_due_s(now)))
@@ -329,9 +316,7 @@ class LocalWorker:
                 self._head_since += now - wake_at
             if self._is_ending:
                 return
-            self._look_at_rss()
-            # Of the look before, since a large process takes a while to be gone.
-            self._num_oom_kills, num_oom_kills = num_oom_kills, self._oom_kills.count()
+            observed.look()
             if reason := self._hang(now):
                 self._cause = "hang"
                 await self.kill(reason, with_stacks=True)
@@ -379,8 +364,9 @@ class LocalWorker:
             await self.kill(reason, with_stacks=True)
 
     async def _log_stacks(self, reason: str) -> None:
+        assert self._observed is not None
         at_work = self._at_work_on()
-        state, trace = await self.stacks.ask(self._pid)
+        state, trace = await self.stacks.ask(self._observed.pid)
         text = f"{self.id} {reason}{at_work}; it is {state}: killing it"
         _log(LogLine(logging.ERROR, __name__, text, trace=trace), {"worker": str(self.id)})
 
@@ -400,21 +386,9 @@ class LocalWorker:
         more = len(ids) - _MAX_NAMED_REQUESTS
         return f", at work on {named}" + (f" and {more} more" if more > 0 else "")
 
-    def _look_at_rss(self) -> int:
-        """The memory that it holds; after its end, what it held when last looked at."""
-        if self._observed is not None and not self._gone.done():
-            try:
-                self._rss_bytes = self._observed.memory_info().rss or self._rss_bytes
-            except psutil.Error:
-                return 0
-        return self._rss_bytes
-
     def _signal(self, signum: int) -> None:
-        if self._pid and not self._gone.done():
-            try:
-                os.kill(self._pid, signum)
-            except ProcessLookupError:
-                return
+        if self._observed is not None:
+            self._observed.signal(signum)
 
     async def _is_gone_within(self, timeout_s: float) -> bool:
         done, _ = await asyncio.wait([self._gone], timeout=timeout_s)
