@@ -22,6 +22,7 @@ from workers.engine import Cause, Ending, Vitals, WorkerId
 from workers.errors import WorkerLostError, WorkerStartError
 from workers.heartbeat import HeartbeatReader
 from workers.messages import (
+    UNREADABLE,
     Batch,
     BatchDone,
     FromWorker,
@@ -192,7 +193,7 @@ class LocalWorker:
                 self._take(_decode(frame))
         except EOFError:
             self._end()
-        except (FrameError, msgspec.MsgspecError) as error:
+        except (FrameError, *UNREADABLE) as error:
             logger.error("%s wrote what is no message: %s", self.id, error)
             self._end("wrote what is no message")
 

@@ -1,7 +1,7 @@
 """What crosses between the front end and a worker: one msgpack value per batch, each way.
 
-Both sides are decoded by type with msgspec, never by pickle: a worker that writes rubbish makes a
-`msgspec.DecodeError` in the front end and nothing else.
+Both sides are decoded by type with msgspec, never by pickle: a worker that writes rubbish makes
+one of `UNREADABLE` in the front end and nothing else.
 """
 
 from typing import Literal
@@ -120,5 +120,8 @@ class LogLine(msgspec.Struct, frozen=True, array_like=True, tag="log"):
     trace: str = ""
     """A traceback, or nothing."""
 
+
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError)
+"""All that msgspec raises on bytes that are no message; the second is none of its own."""
 
 FromWorker = BatchDone | Leaving | LogLine | Progress | Ready | StartFailed

@@ -274,3 +274,4 @@ def _log_to(outbox: WorkerQueue) -> None:
     warnings.filterwarnings("ignore", message="The given buffer is not writable")
     # What Pillow says of damaged metadata is a client's matter, and would fill the log.
     warnings.filterwarnings("ignore", module="PIL")
+    logging.getLogger("PIL").setLevel(logging.CRITICAL)
