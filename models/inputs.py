@@ -61,6 +61,13 @@ def json_texts(payload: memoryview, names: Sequence[str]) -> dict[str, memoryvie
     return {name: memoryview(text) for name, text in texts.items()}
 
 
+def json_place(payload: memoryview, name: str) -> str:
+    """What messages call an input: where in the instance it was found."""
+    if bytes(payload[:64]).lstrip()[:1] != b"{":
+        return "instance"
+    return f"instance.{name}" if name.isidentifier() else f"instance[{name!r}]"
+
+
 def json_array(
     text: memoryview, dtype: str, *, shape: Sequence[int] | None = None, where: str = "instance"
 ) -> NDArray[Any]:
@@ -116,14 +123,13 @@ def _from_tensors(item: Item, inputs: Sequence[TensorSpec]) -> Features:
 
 def _from_json(payload: memoryview, inputs: Sequence[TensorSpec]) -> Features:
     texts = json_texts(payload, [spec.name for spec in inputs])
-    is_named = len(inputs) > 1
     features = {}
     for spec in inputs:
         array = json_array(
             texts[spec.name],
             spec.dtype,
             shape=spec.instance_shape if spec.shape else None,
-            where=f'instance["{spec.name}"]' if is_named else "instance",
+            where=json_place(payload, spec.name),
         )
         features[spec.name] = torch.from_numpy(array).to(getattr(torch, spec.dtype))
     return features

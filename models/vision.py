@@ -21,7 +21,7 @@ from models.agreement import LabelTolerance, Tolerance
 from models.base import Features, Item, Model
 from models.errors import InputError, ModelError
 from models.images import check_size, decode_image
-from models.inputs import json_array, json_texts
+from models.inputs import json_array, json_place, json_texts
 from models.photos import sample_views
 from models.spec import Placement, TensorHeader, TensorSpec
 
@@ -252,13 +252,14 @@ class Classifier(Model):
 
     def _from_json(self, payload: memoryview) -> Tensor:
         text = json_texts(payload, ["image"])["image"]
-        numbers = json_array(text, "float32")
+        where = json_place(payload, "image")
+        numbers = json_array(text, "float32", where=where)
         if numbers.shape == (3, self.transform.crop, self.transform.crop):
             return self._checked_input(torch.from_numpy(numbers))
         if numbers.ndim != 3 or numbers.shape[2] != 3:
             raise InputError(f"{self._takes()}, not numbers of shape {list(numbers.shape)}")
         if not ((numbers >= 0) & (numbers <= 255) & (numbers == numbers.round())).all():
-            numbers = json_array(text, "uint8")  # says which of them is no pixel
+            numbers = json_array(text, "uint8", where=where)  # says which of them is no pixel
         return self._from_pixels(numbers.astype(np.uint8))
 
     def _from_pixels(self, pixels: NDArray[np.uint8]) -> Tensor:

@@ -6,6 +6,7 @@ replies go straight to a socket; for ASGI `pairs_of` takes them apart again.
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Mapping, Sequence
 
@@ -13,7 +14,7 @@ from service.api.answers import Outcome, encode
 from service.api.call import Call
 from service.api.errors import InternalError, MethodNotAllowedError, SlowBodyError, problem
 from service.api.parameters import OUTPUT_KEY, read_query
-from service.errors import ServiceError, UnavailableError
+from service.errors import InvalidInputError, ServiceError, UnavailableError
 from service.request import Result, Timing
 
 logger = logging.getLogger(__name__)
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 Reply = tuple[int, bytes, bytes]
 """Status, header lines each with its line break, and body."""
 
+_IN_INSTANCE = re.compile(r"instance[:.\[]")
+"""A place in a JSON instance, as a worker names it, which knows no other."""
 GIVEN_UP = "the service gave this input up"
 CLOSE_LINE = b"connection: close\r\n"
 _SMALL_BODY_BYTES = 64 * 1024
@@ -45,7 +48,7 @@ def reply_to(call: Call) -> Reply:
         common = _common_lines(call, result.timing)
         head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n{common}"
         return 200, head.encode(), body
-    return _reply_with_any([_outcome_of(call, each) for each in outcomes], call)
+    return _reply_with_any([_outcome_of(call, *each) for each in enumerate(outcomes)], call)
 
 
 def refusal_of(call: Call, error: Exception) -> Reply:
@@ -85,7 +88,9 @@ def _reply_with_any(outcomes: Sequence[Outcome], call: Call) -> Reply:
     return status, _lines_of(headers) + _common_lines(call, _longest(outcomes)).encode(), body
 
 
-def _outcome_of(call: Call, outcome: asyncio.Future[Result] | ServiceError) -> Outcome:
+def _outcome_of(
+    call: Call, index: int, outcome: asyncio.Future[Result] | ServiceError
+) -> Outcome:
     if isinstance(outcome, ServiceError):
         return outcome
     if outcome.cancelled():
@@ -94,6 +99,8 @@ def _outcome_of(call: Call, outcome: asyncio.Future[Result] | ServiceError) -> O
     if error is None:
         return outcome.result()
     if isinstance(error, ServiceError):
+        if isinstance(error, InvalidInputError) and _IN_INSTANCE.match(error.message):
+            error.message = error.message.replace("instance", f"instances[{index}]", 1)
         return error
     logger.error("request %s failed: %r", call.request_id, error, exc_info=error)
     return InternalError("this is a mistake of the service; its log has more")

@@ -50,7 +50,7 @@ def test_a_program_says_what_it_takes_and_gives(tmp_path):
     )
     assert model.inputs == [spec("x", "float32", -1, 4), spec("y", "float32", -1, 4)]
     assert model.outputs == [spec("logits", "float32", -1, 3), spec("sum", "float32", -1, 4)]
-    with pytest.raises(InputError, match=r"instance\[\"x\"\]: expected 4 numbers, found 1"):
+    with pytest.raises(InputError, match=r"instance\.x: expected 4 numbers, found 1"):
         model.preprocess(json_item({"x": [1], "y": [0, 0, 0, 0]}))
 
 

@@ -154,7 +154,7 @@ def test_json_that_does_not_fit_is_refused_where_it_does_not(dtype, shape, value
 
 def test_the_place_names_the_input_where_there_are_several():
     message = refused(json_item({"a": [1, "x"], "b": 1}), TWO)
-    assert message == 'instance["a"][1]: expected a number, found a string'
+    assert message == "instance.a[1]: expected a number, found a string"
 
 
 @pytest.mark.parametrize(

@@ -299,3 +299,14 @@ def test_many_calls_at_once_get_their_own_answers() -> None:
         assert [each.json()["predictions"] for each in responses] == [[str(n)] for n in range(200)]
 
     asyncio.run(go())
+
+
+def test_a_place_in_an_instance_is_named_with_the_number_of_the_instance() -> None:
+    replies = [
+        result(b"1"),
+        InvalidInputError("instance.x[0]: no"),
+        InvalidInputError("an instance"),
+    ]
+    response = post(endpoint(FakeModel(lambda n: replies[n])), json={"instances": [1, 2, 3]})
+    messages = [each["error"]["message"] for each in response.json()["predictions"][1:]]
+    assert messages == ["instances[1].x[0]: no", "an instance"]
