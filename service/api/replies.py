@@ -88,9 +88,7 @@ def _reply_with_any(outcomes: Sequence[Outcome], call: Call) -> Reply:
     return status, _lines_of(headers) + _common_lines(call, _longest(outcomes)).encode(), body
 
 
-def _outcome_of(
-    call: Call, index: int, outcome: asyncio.Future[Result] | ServiceError
-) -> Outcome:
+def _outcome_of(call: Call, index: int, outcome: asyncio.Future[Result] | ServiceError) -> Outcome:
     if isinstance(outcome, ServiceError):
         return outcome
     if outcome.cancelled():
