@@ -83,7 +83,7 @@ class ModelSettings(_Table):
     """Threads that torch computes with in each replica; `auto`: an equal share of the cores."""
     speed: str = "auto"
     """`exact` serves the network as it is, `auto` with the fastest preset that agrees with that; or
-    name a preset: `channels_last`, `folded`, `bf16`, `fp16`."""
+    name a preset: `channels_last`, `folded`, `bf16`, `fp16`, `compiled`."""
     prepare_threads: Auto | PositiveInt = "auto"
     """Threads that decode and resize in each worker; `auto`: 1 on a CPU, up to 8 for a GPU."""
 

@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import partial
 from mmap import mmap
 from pathlib import Path
 from types import FrameType
@@ -28,6 +29,7 @@ from models.errors import ModelError
 from models.registry import build
 from models.spec import Placement
 from models.speed.choose import SpeedWish, choose
+from workers.compiling import compile_package
 from workers.compute import Computer, Prepared, printable
 from workers.config import WorkerConfig
 from workers.guard import die_with_front_end, die_with_parent, give_way_for_memory
@@ -205,6 +207,7 @@ def _load(config: WorkerConfig, outbox: WorkerQueue) -> tuple[Computer, Ready]:
         speed=config.speed,
         max_batch_size=config.max_batch_size,
         cache_dir=Path(config.cache_dir) if config.cache_dir else None,
+        compile_package=partial(compile_package, config),
     )
     speed = choose(model, wish, lambda stage: outbox.put(Progress(stage)))
     if config.speed != "exact":

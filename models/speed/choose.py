@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from models.agreement import Agreement
 from models.base import Features, Model
 from models.errors import ModelError
+from models.speed.compiled import Compiled, can_compile
 from models.speed.names import SpeedReport
 from models.speed.presets import can_be_changed, prepare, presets_for
 from models.speed.verdicts import VerdictStore, fingerprint
@@ -34,6 +35,7 @@ _MAX_TIMED_BATCH = 32
 _LEAST_GAIN = 1.1
 """A preset must be faster than what we have by this factor: less may be noise."""
 _LOCK_WAIT_S = 60.0
+_COMPILE_WAIT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +46,9 @@ class SpeedWish:
     """One of `names.CHOICES`."""
     max_batch_size: int
     cache_dir: Path | None
-    """Where verdicts are kept; None keeps them nowhere."""
+    """Where verdicts and compiled packages are kept; None keeps them nowhere."""
+    compile_package: Callable[[nn.Module, Path], None] | None = None
+    """Compiles the model's network to a package, or raises what tells why not."""
 
 
 def choose(model: Model, wish: SpeedWish, on_progress: Callable[[str], None]) -> SpeedReport:
@@ -60,9 +64,40 @@ def choose(model: Model, wish: SpeedWish, on_progress: Callable[[str], None]) ->
         if wish.speed != "auto":
             raise ModelError(f'speed = "{wish.speed}" cannot be had: {trial.obstacle}')
         return SpeedReport(note=trial.obstacle)
+    store = VerdictStore(wish.cache_dir)
+    key = fingerprint(trial.exact, trial.device_name, torch.get_num_threads(), wish.max_batch_size)
+    trial.package = store.package(key)
+    if wish.speed == "compiled":
+        _compile(trial, wish, store, key, on_progress)
     if wish.speed != "auto":
         return _apply_named(trial, wish.speed)
-    return _choose_best(trial, wish, on_progress)
+    return _choose_best(trial, store, key, on_progress)
+
+
+def _compile(
+    trial: "_Trial",
+    wish: SpeedWish,
+    store: VerdictStore,
+    key: str,
+    on_progress: Callable[[str], None],
+) -> None:
+    """See that there is a package; one worker compiles, the others wait for it."""
+    if trial.device.type != "cpu":
+        raise ModelError('speed = "compiled" is for CPUs')
+    if trial.package is None or wish.compile_package is None:
+        raise ModelError('speed = "compiled" needs a cache_dir')
+    if trial.package.exists():
+        return
+    with store.turn(key, _COMPILE_WAIT_S, lambda: on_progress("waiting for the compiler")):
+        if trial.package.exists():
+            return
+        if not can_compile():
+            raise ModelError('speed = "compiled" needs a C++ compiler (g++, or the one in CXX)')
+        on_progress("compiling, which takes a minute or two the first time")
+        try:
+            wish.compile_package(trial.exact, trial.package)
+        except Exception as error:
+            raise ModelError(f'speed = "compiled" cannot be had: {_first_line(error)}') from error
 
 
 def _apply_named(trial: "_Trial", name: str) -> SpeedReport:
@@ -79,10 +114,10 @@ def _apply_named(trial: "_Trial", name: str) -> SpeedReport:
 
 
 def _choose_best(
-    trial: "_Trial", wish: SpeedWish, on_progress: Callable[[str], None]
+    trial: "_Trial", store: VerdictStore, key: str, on_progress: Callable[[str], None]
 ) -> SpeedReport:
-    store = VerdictStore(wish.cache_dir)
-    key = fingerprint(trial.exact, trial.device_name, torch.get_num_threads(), wish.max_batch_size)
+    if trial.has_package:
+        key += "-compiled"  # once there is a package, the choice is another
     if known := _reuse(trial, store.read(key)):
         return known
     began = time.monotonic()
@@ -113,6 +148,8 @@ def _reuse(trial: "_Trial", known: SpeedReport | None) -> SpeedReport | None:
 
 def _measure(trial: "_Trial", on_progress: Callable[[str], None]) -> SpeedReport:
     names = presets_for(trial.exact, trial.device)
+    if trial.has_package:
+        names.insert(0, "compiled")
     until = time.monotonic() + _BUDGET_S
     best, best_network = SpeedReport(), trial.exact
     notes = []
@@ -148,6 +185,8 @@ class _Trial:
     def __init__(self, model: Model, max_batch_size: int) -> None:
         self.model = model
         self.obstacle = ""
+        self.package: Path | None = None
+        """Where the compiled network lies, if it is there."""
         network = model.network
         if not isinstance(network, nn.Module) or not can_be_changed(network):
             self.obstacle = "the model has no network in float32 that presets could replace"
@@ -166,8 +205,16 @@ class _Trial:
         """Batches of samples, with the exact outputs."""
         self._timed = [self._batch(size) for size in {1, min(max_batch_size, _MAX_TIMED_BATCH)}]
 
+    @property
+    def has_package(self) -> bool:
+        """The network has been compiled, once."""
+        return self.package is not None and self.package.exists()
+
     def prepare(self, name: str) -> nn.Module:
         """The network of a preset."""
+        if name == "compiled":
+            assert self.package is not None
+            return Compiled(self.package)
         sample = self._batch(1)
         return prepare(name, self.exact, lambda network: self._run(network, sample))
 
@@ -230,6 +277,14 @@ class _Trial:
             outputs = self.model.forward(batch)
         # On a GPU nothing has been computed before the outputs are here.
         return dict(self.model.postprocess({name: out.cpu() for name, out in outputs.items()}))
+
+
+@torch.inference_mode()
+def run_samples(model: Model, size: int) -> None:
+    """Compute a batch of samples with a model as it is."""
+    items = list(model.samples())
+    features = [model.preprocess(items[i % len(items)]) for i in range(size)]
+    model.forward(model.collate(features))
 
 
 @contextmanager

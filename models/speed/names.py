@@ -2,12 +2,14 @@
 
 import msgspec
 
-CHOICES = ("auto", "exact", "channels_last", "folded", "bf16", "fp16")
+CHOICES = ("auto", "exact", "channels_last", "folded", "bf16", "fp16", "compiled")
 """What the setting `speed` may be.
 
 `exact` serves the network as it is, in float32. `channels_last` lays images out with their colours
 together; `folded` also folds batch normalisation into convolutions; `bf16` and `fp16` also keep
-weights and activations in half the bits. `auto` takes the fastest of those that agree with `exact`.
+weights and activations in half the bits. `compiled` makes machine code of the network once, which
+takes a C++ compiler and a minute, and keeps it. `auto` takes the fastest of those that agree with
+`exact`.
 """
 
 

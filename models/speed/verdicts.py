@@ -48,6 +48,10 @@ class VerdictStore:
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
 
+    def package(self, key: str) -> Path | None:
+        """Where the compiled network of a key belongs."""
+        return self._folder / f"{key}.pt2" if self._folder else None
+
     def read(self, key: str) -> SpeedReport | None:
         """What was found out before, if it was."""
         if self._folder is None:
