@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TypeVar
 
 from tests.bench import plots, rounds
-from tests.bench.load import require_wrk
+from tests.bench.load import Cell, require_wrk
 from tests.bench.processes import HOST, MALLOC, BenchError, Contender, inferpool
 from tests.bench.report import console, module_version, save
 from tests.bench.servers.work import Setting
@@ -87,6 +87,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="another setting of a peer: num_workers, num_model_workers, wait_ms or max_batch_size",
     )
     parser.add_argument(
+        "--speeds", default="exact,auto", help="of inferpool, where there is a model (%(default)s)"
+    )
+    parser.add_argument(
         "--serve-args", default="", help='further arguments of inferpool, as "--replicas 1"'
     )
 
@@ -97,7 +100,7 @@ def run(args: argparse.Namespace, plan: rounds.Plan) -> int:
     matches, settings = make_matches(args)
     results = rounds.run(matches, plan)
     if results.cells:
-        found = rounds.ratios(results.cells, OURS)
+        found = _ratios(results.cells)
         rounds.print_cells("Side by side, closed loop", results.cells)
         rounds.print_ratios(found)
         content = {
@@ -111,6 +114,20 @@ def run(args: argparse.Namespace, plan: rounds.Plan) -> int:
             saved, "Side by side, closed loop", plots.of_cells(results.cells), str(args.workloads)
         )
     return conclude(results)
+
+
+def _ratios(cells: Sequence[Cell]) -> list[rounds.Ratio]:
+    """Each of ours against each of the others."""
+    names = dict.fromkeys(cell.contender for cell in cells)
+    ours = [name for name in names if name.startswith(OURS)]
+    return [
+        ratio
+        for name in ours
+        for ratio in rounds.ratios(
+            [cell for cell in cells if cell.contender == name or cell.contender not in ours], name
+        )
+        if ratio.requests_per_s
+    ]
 
 
 def make_matches(args: argparse.Namespace) -> tuple[list[rounds.Match], Mapping[str, Peer]]:
@@ -128,13 +145,24 @@ def make_matches(args: argparse.Namespace) -> tuple[list[rounds.Match], Mapping[
             workload=name,
             bodies=workload.bodies(),
             contenders=[
-                inferpool(args.inferpool, *workload.serve(), *shlex.split(args.serve_args)),
+                *_ours(workload, args),
                 *(_contender(peer, settings[peer], workload, python) for peer, python in peers),
             ],
         )
         for name, workload in workloads.items()
     ]
     return matches, {name: settings[name] for name, _ in peers}
+
+
+def _ours(workload: Workload, args: argparse.Namespace) -> list[Contender]:
+    """The service, once for each `speed` where there is a model."""
+    arguments = [*workload.serve(), *shlex.split(args.serve_args)]
+    if not workload.network:
+        return [inferpool(args.inferpool, *arguments)]
+    return [
+        inferpool(args.inferpool, *arguments, "--speed", speed, name=f"{OURS}-{speed}")
+        for speed in args.speeds.split(",")
+    ]
 
 
 def conclude(results: rounds.Results) -> int:
