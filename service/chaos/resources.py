@@ -21,6 +21,20 @@ _MAPPING = re.compile(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pss:
+    """Bytes of memory of a process, shared pages counted by share."""
+
+    total: int
+    files: int
+    """Pages of files, such as libraries: they count for less while strangers map them, too."""
+
+    @property
+    def own(self) -> int:
+        """Memory of no file, which only the service itself shares among its processes."""
+        return self.total - self.files
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Holdings:
     """What the processes of a service hold at one moment."""
 
@@ -72,6 +86,7 @@ class Ledger:
 def holdings_of(front_end_pid: int, family: Sequence[psutil.Process]) -> Holdings:
     """Look at the processes of a service."""
     front_end = psutil.Process(front_end_pid)
+    others = [each.pid for each in family if each.pid != front_end_pid]
     shared: dict[str, int] = {}
     for process in family:
         for inode, num_bytes in _shared_of(process.pid).items():
@@ -80,21 +95,25 @@ def holdings_of(front_end_pid: int, family: Sequence[psutil.Process]) -> Holding
         descriptors=front_end.num_fds(),
         threads=front_end.num_threads(),
         processes=len(family),
-        pss_bytes=pss_of(front_end_pid),
-        others_pss_bytes=sum(pss_of(each.pid) for each in family if each.pid != front_end_pid),
+        pss_bytes=pss_of(front_end_pid).total,
+        others_pss_bytes=sum(pss_of(pid).total for pid in others),
         shared_bytes=sum(shared.values()),
         shared_files=len(shared),
         dev_shm_files=num_dev_shm_files(),
     )
 
 
-def pss_of(pid: int) -> int:
-    """Bytes of memory of a process, shared pages counted by share; 0 if it has ended."""
+def pss_of(pid: int) -> Pss:
+    """The memory of a process; none if it has ended."""
     try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
+        lines = []
+    found = {
+        name: int(size.split()[0]) * 1024
+        for name, _, size in (line.partition(":") for line in lines)
+    }
+    return Pss(total=found.get("Pss", 0), files=found.get("Pss_File", 0))
 
 
 def num_dev_shm_files() -> int:

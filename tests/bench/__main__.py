@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from tests.bench import loss, model, overload, peers, presets, start, sweep
+from tests.bench import loss, model, overload, peers, presets, soak, start, sweep
 from tests.bench.processes import INFERPOOL, BenchError, require_free
 from tests.bench.rounds import Plan
 
@@ -19,6 +19,7 @@ _BENCHMARKS = {
     "start": start,
     "overload": overload,
     "presets": presets,
+    "soak": soak,
 }
 _CONNECTIONS = {"peers": "1,16,64", "loss": "1,16,64", "model": "16,64", "sweep": "64"}
 _SECS = {"peers": 4, "loss": 4, "model": 8, "sweep": 5}
@@ -55,8 +56,9 @@ def _parser() -> argparse.ArgumentParser:
             description=module.__doc__,
         )
         verb.set_defaults(run=module.run)
-        verb.add_argument("--rounds", type=_positive, default=5, help="default: %(default)s")
-        verb.set_defaults(connections=(), secs=0, warm=0)
+        verb.set_defaults(connections=(), secs=0, warm=0, rounds=1)
+        if module is not soak:
+            verb.add_argument("--rounds", type=_positive, default=5, help="default: %(default)s")
         if name in _CONNECTIONS:
             _add_load(verb, name)
         verb.add_argument("--port", type=int, default=8171, help="default: %(default)s")
