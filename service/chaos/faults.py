@@ -15,7 +15,7 @@ from service.chaos.client import Address, NoAnswerError, connect
 from service.chaos.load import PATIENCE_S, Tally
 from service.chaos.plan import Fault
 from service.chaos.questions import Question, is_refusal, problem_code
-from service.chaos.watch import Recovery, Watch, Worker
+from service.chaos.watch import Health, Recovery, Watch, Worker
 
 PLACES = ("preprocess", "forward", "render")
 """Where a poisoned input kills its worker: see `models.poisonable`."""
@@ -24,6 +24,7 @@ PARAMETER = "inferpool_chaos"
 _FIRST_POISON = 10**15
 """Numbers of poisoned requests, far above all others."""
 _RETRY_S = 0.1
+_WAIT_S = 0.02
 
 
 def schedule(seed: int, every_s: Mapping[Fault, float]) -> Iterator[tuple[float, Fault]]:
@@ -92,10 +93,15 @@ class Faults:
         self._watch = watch
         self._tally = tally
         self._questions = questions
+        self._every_s = every_s
         self._schedule = schedule(seed, every_s)
         self._rng = random.Random(f"{seed} who")
         self._timeout_s = timeout_s
         self._keeps_quarantine = keeps_quarantine
+
+    def does(self, fault: Fault) -> bool:
+        """Whether this is on the schedule at all."""
+        return self._every_s[fault] > 0
 
     async def run(self) -> None:
         """Follow the schedule until cancelled; a poisoning that is under way is seen through."""
@@ -105,27 +111,35 @@ class Faults:
             for moment, fault in self._schedule:
                 await asyncio.sleep(began + moment - time.monotonic())
                 if fault != "poison":
-                    if await self._strike(fault):
-                        self.counts[fault] += 1
-                elif poisoning is None or poisoning.done():  # each costs three workers their lives
+                    await self._strike(fault)
+                    # What had to wait puts all else off, so that nothing comes in a burst.
+                    began = max(began, time.monotonic() - moment)
+                elif poisoning is not None and not poisoning.done():
+                    continue  # one at a time: each costs three workers their lives
+                else:
                     poisoning = asyncio.create_task(self._poison(self.counts[fault]))
-                    self.counts[fault] += 1
+                self.counts[fault] += 1
         finally:
             if poisoning is not None:
                 await poisoning
 
-    async def _strike(self, kind: Literal["kill", "stop"]) -> bool:
-        """Kill or stop a worker that is well; whether there was one.
+    async def _strike(self, kind: Literal["kill", "stop"]) -> None:
+        """Kill or stop a worker that is well, as soon as there is one.
 
         While a killed one is not back, nothing is done: on a slow model the same request would be
         struck until the service has to take it for the cause. A stopped one is no reason to wait.
         """
-        if any(each.kind in ("kill", kind) for each in self._watch.pending):
-            return False
-        try:
-            health = await self._watch.look()
-        except (OSError, NoAnswerError):
-            return False
+        while True:
+            if not any(each.kind in ("kill", kind) for each in self._watch.pending):
+                try:
+                    health = await self._watch.look()
+                except (OSError, NoAnswerError):
+                    health = None
+                if health is not None and self._strike_one_of(health, kind):
+                    return
+            await asyncio.sleep(_WAIT_S)
+
+    def _strike_one_of(self, health: Health, kind: Literal["kill", "stop"]) -> bool:
         struck = {each.worker for each in self._watch.pending}
         well = [w for w in health.workers if w.state == "ready" and w.pid and w.name not in struck]
         if not well:
@@ -178,6 +192,10 @@ class Faults:
         found = problem_code(answer.body)
         if (answer.status, found, answer.request_id) == (status, code, b"%d" % number):
             return True
+        if answer.status == 504:  # three workers had no time to come back
+            tally.expired += 1
+            self.poisonings.num_accepted += 1
+            return False
         tally.wrong += 1
         tally.note(
             f"poison {number}: expected {status} {code}, found {answer.status} {found} "

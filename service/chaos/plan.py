@@ -18,7 +18,7 @@ class Plan:
     """How much, how often, and by whom."""
 
     requests: int = 10_000
-    """At least so many numbered requests, and at least `kills` kills."""
+    """At least so many numbered requests, at least `kills` kills, and one of each other fault."""
     kills: int = 10
     seconds: float | None = None
     """For so long instead."""

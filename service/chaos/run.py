@@ -18,7 +18,7 @@ from service.chaos.client import Connection, NoAnswerError, connect
 from service.chaos.errors import ChaosError
 from service.chaos.faults import Faults
 from service.chaos.load import Load, Tally
-from service.chaos.plan import Plan
+from service.chaos.plan import Fault, Plan
 from service.chaos.questions import EchoQuestion, KnownQuestion, Question, indistinct, learn
 from service.chaos.report import Report
 from service.chaos.resources import Holdings, Ledger, holdings_of, read_ledger
@@ -217,13 +217,15 @@ class _Run:
         """Load under faults; returns for how long, and whether that was to the end."""
         plan = self._plan
         began = time.monotonic()
+        enough: dict[Fault, int] = {"kill": plan.kills, "stop": 1, "poison": 1}
 
         def share(tally: Tally) -> float:
             if plan.seconds is not None:
                 return (time.monotonic() - began) / plan.seconds if plan.seconds else 1.0
             shares = [tally.num_sent / plan.requests]
-            if plan.every_s["kill"]:
-                shares.append(faults.counts["kill"] / plan.kills)
+            for fault, least in enough.items():
+                if faults.does(fault):
+                    shares.append(faults.counts[fault] / least)
             return min(shares)
 
         async def tell() -> None:
