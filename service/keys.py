@@ -10,6 +10,7 @@ MIN_KEY_LENGTH = 16
 """Shorter ones can be guessed over a network in time."""
 _KEY = re.compile(r"[\x21-\x2b\x2d-\x7e]+")
 """What a header carries unchanged: visible ASCII, without the comma that separates keys."""
+_QUOTES = ("'", '"')
 _FINGERPRINT_LENGTH = 8
 
 
@@ -36,7 +37,8 @@ def read_keys(text: str) -> Keys:
     """Read keys that stand one to a line or with commas between; `#` begins a comment line.
 
     Raises:
-        ValueError: One is too short or has odd characters. The message holds none of the text.
+        ValueError: One is too short, has odd characters or stands in quotes. The message holds none
+            of the text.
     """
     return Keys(frozenset(digest_of(key.encode()) for key in _checked(_words(text))))
 
@@ -64,6 +66,10 @@ def _words(text: str) -> Iterator[str]:
 
 def _checked(words: Iterable[str]) -> Iterator[str]:
     for number, word in enumerate(words, 1):
+        if word.startswith(_QUOTES) and word.endswith(_QUOTES):
+            raise ValueError(
+                f"key {number} has quotes around it, which would be part of it; take them away"
+            )
         if len(word) < MIN_KEY_LENGTH:
             raise ValueError(
                 f"key {number} has fewer than {MIN_KEY_LENGTH} characters; "

@@ -94,7 +94,8 @@ def load(flags: Mapping[str, str], environ: Mapping[str, str], cwd: Path) -> Loa
     Args:
         flags: As typed, by setting (the keys of `FLAGS`); also "config", the path of the file,
             and "model", a source or the name of a model in the file.
-        environ: The environment. An empty variable counts as not set.
+        environ: The environment. An empty variable counts as not set, but for those of keys, which
+            may not be empty: where a secret was lost on its way, the service must not stand open.
         cwd: Where `inferpool.toml` is looked for.
 
     Raises:
@@ -185,8 +186,12 @@ class _Draft:
         if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
             self._set(("cuda_visible_devices",), visible, "environment CUDA_VISIBLE_DEVICES")
         for variable, text in environ.items():
-            if variable.startswith(PREFIX) and text and not _is_foreign(variable, text):
+            if not variable.startswith(PREFIX) or _is_foreign(variable, text):
+                continue
+            if text:
                 self._add_variable(variable, text)
+            elif variable.removeprefix(PREFIX).lower().removesuffix("_file") in KEY_SETTINGS:
+                self._problems.append(f"{variable}: is empty; to do without these keys, unset it")
 
     def _add_variable(self, variable: str, text: str) -> None:
         origin = f"environment {variable}"
@@ -311,11 +316,10 @@ class _Draft:
                 continue
             place = self._place((setting,))
             try:
-                text = (cwd / path).read_text(encoding="utf-8")
+                text = (cwd / path).read_text(encoding="utf-8-sig")
             except (OSError, ValueError) as error:
                 # Not the path: it may be a key that was put here by mistake.
-                reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-                self._problems.append(f"{place}: there is no file of keys to read: {reason}")
+                self._problems.append(f"{place}: {_unreadable(error)}")
                 continue
             self._add_keys(name, text, place, f"file {path}")
 
@@ -393,6 +397,16 @@ def _read_file(file: Path, cwd: Path) -> dict[str, object]:
         raise SettingsError([f"{file}: byte {error.start} is not UTF-8, as TOML must be"]) from None
     except OSError as error:
         raise SettingsError([f"{file}: it cannot be read: {error.strerror}"]) from None
+
+
+def _unreadable(error: OSError | ValueError) -> str:
+    if isinstance(error, FileNotFoundError):
+        return f"there is no file of keys to read: {error.strerror}"
+    if isinstance(error, OSError):
+        return f"the file of keys cannot be read: {error.strerror}"
+    is_content = isinstance(error, UnicodeDecodeError)
+    reason = "it is not UTF-8" if is_content else "no file can have this name"
+    return f"the file of keys cannot be read: {reason}"
 
 
 def _is_foreign(variable: str, text: str) -> bool:

@@ -36,7 +36,9 @@ _SETTINGS: Mapping[Access, str] = {
     "metrics": "metrics_keys",
     "admin": "admin_keys",
 }
-_BEARER = b"bearer "
+_BEARER = b"bearer"
+_BLANKS = b" \t"
+"""What may stand around a header's value (RFC 9110, 5.6.3)."""
 
 Headers = Mapping[bytes, bytes]
 """Names in lower case."""
@@ -141,10 +143,12 @@ def policy_of(path: str) -> Policy | None:
 
 def key_of(headers: Headers) -> bytes | None:
     """The key that a call brings, or None."""
-    authorization = headers.get(b"authorization")
-    if authorization is not None and authorization[: len(_BEARER)].lower() == _BEARER:
-        return authorization[len(_BEARER) :].strip()
-    return headers.get(b"x-api-key")
+    authorization = headers.get(b"authorization", b"")
+    scheme, rest = authorization[: len(_BEARER)], authorization[len(_BEARER) :]
+    if scheme.lower() == _BEARER and rest.startswith((b" ", b"\t")):
+        return rest.strip(_BLANKS)
+    key = headers.get(b"x-api-key")
+    return None if key is None else key.strip(_BLANKS)
 
 
 def caller_of(headers: Headers) -> str:

@@ -24,6 +24,13 @@ def test_a_bad_key_is_named_by_its_number_alone(word):
     assert word not in str(caught.value)
 
 
+@pytest.mark.parametrize("word", [f'"{A}"', f"'{A}'"])
+def test_quotes_around_a_key_are_not_taken_for_a_part_of_it(word):
+    with pytest.raises(ValueError, match="key 1 has quotes around it"):
+        read_keys(word)
+    assert read_keys(word[1:])
+
+
 def test_nothing_shows_a_key():
     keys = read_keys(A) | read_keys(B)
     assert len(keys) == 2

@@ -101,6 +101,12 @@ def test_an_empty_variable_counts_as_not_set(tmp_path):
     assert load({}, {"INFERPOOL_PORT": "", "INFERPOOL_CONFIG": ""}, tmp_path).settings.port == 8000
 
 
+@pytest.mark.parametrize("name", ["PREDICT_KEYS", "ADMIN_KEYS", "METRICS_KEYS_FILE"])
+def test_an_empty_variable_of_keys_does_not_leave_the_service_open(problems, name):
+    (problem,) = problems(environ={f"INFERPOOL_{name}": ""})
+    assert problem == f"INFERPOOL_{name}: is empty; to do without these keys, unset it"
+
+
 def test_the_variables_of_kubernetes_for_a_service_called_inferpool_are_not_ours(tmp_path):
     environ = {
         "INFERPOOL_SERVICE_HOST": "10.0.0.1",
@@ -376,6 +382,21 @@ def test_keys_come_from_the_environment_and_from_files(tmp_path):
     assert not loaded.settings.admin_keys
     origin = "environment INFERPOOL_PREDICT_KEYS, file keys"
     assert origin_of(loaded, "predict_keys") == origin
+
+
+def test_a_file_of_keys_may_begin_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "keys").write_text(KEY, encoding="utf-8-sig")
+    loaded = load({"predict_keys_file": "keys"}, {}, tmp_path)
+    assert loaded.settings.predict_keys == read_keys(KEY)
+
+
+def test_a_file_of_keys_that_is_there_and_cannot_be_read_is_not_said_to_be_missing(
+    problems, tmp_path
+):
+    (tmp_path / "keys").write_text(KEY, encoding="utf-16")
+    for path, reason in {"keys": "it is not UTF-8", ".": "Is a directory"}.items():
+        (problem,) = problems(environ={"INFERPOOL_PREDICT_KEYS_FILE": path})
+        assert problem.endswith(f"the file of keys cannot be read: {reason}")
 
 
 def test_no_form_of_the_settings_shows_a_key(tmp_path):

@@ -47,7 +47,9 @@ def all_keys() -> App:
     [
         {"authorization": f"Bearer {PREDICT}"},
         {"authorization": f"bearer  {PREDICT} "},
+        {"authorization": f"Bearer\t{PREDICT}"},
         {"x-api-key": PREDICT},
+        {"x-api-key": f" {PREDICT}\t "},
         {"authorization": "Basic dXNlcjpwYXNz", "x-api-key": PREDICT},
     ],
 )
@@ -64,6 +66,7 @@ def test_a_key_opens_in_either_header(headers: dict[str, str]) -> None:
         {"authorization": "Bearer "},
         {"authorization": PREDICT},
         {"authorization": f"Basic {PREDICT}"},
+        {"authorization": f"Bearer{PREDICT}"},
         {"authorization": f"Bearer {PREDICT}x"},
         {"authorization": f"Bearer {PREDICT[:-1]}"},
         {"authorization": b"Bearer \xe9\xff\xfe"},
