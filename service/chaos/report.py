@@ -174,6 +174,10 @@ class Report:
                 f"{ledger.failed:,} failed + {ledger.expired:,} expired + "
                 f"{ledger.cancelled:,} cancelled + {ledger.in_flight:,} in flight",
             )
+            yield (
+                "lost workers",
+                f"{ledger.restarts:,} restarts; {ledger.retried:,} instances were sent again",
+            )
         if self.after is not None:
             yield from self._holdings_rows(self.before, self.after)
         for note in self.notes:

@@ -67,6 +67,8 @@ class Ledger:
     rejected: int
     arena_used_bytes: int
     restarts: int
+    retried: int
+    """Sent again, since their worker was lost."""
 
     @property
     def in_flight(self) -> int:
@@ -148,6 +150,7 @@ async def read_ledger(connection: Connection) -> Ledger:
         rejected=totals["inferpool_rejected_total"],
         arena_used_bytes=totals["inferpool_arena_used_bytes"],
         restarts=totals["inferpool_worker_restarts_total"],
+        retried=totals["inferpool_instances_retried_total"],
     )
 
 

@@ -30,6 +30,7 @@ _LEDGER = Ledger(
     rejected=0,
     arena_used_bytes=0,
     restarts=0,
+    retried=0,
 )
 _GROWTH = Trend(slope=3.0, low=2.0, high=4.0, mean=60.0)
 

@@ -24,7 +24,10 @@ def chaos(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_echo_keeps_the_promise_while_workers_are_killed_stopped_and_poisoned(tmp_path: Path):
     config = tmp_path / "inferpool.toml"
-    config.write_text('[models.echo]\nsource = "echo"\nreplicas = 2\nbatch_timeout_s = 1.5\n')
+    config.write_text(
+        '[models.echo]\nsource = "echo"\nreplicas = 2\nbatch_timeout_s = 1.5\n'
+        "options = { delay_s = 0.01 }\n"  # so that faults meet workers at work
+    )
     file = tmp_path / "report.json"
     done = chaos(
         "--config", str(config), "--json", str(file),
@@ -39,6 +42,7 @@ def test_echo_keeps_the_promise_while_workers_are_killed_stopped_and_poisoned(tm
     assert report["faults"]["kill"] >= 3
     assert report["faults"]["stop"] >= 1
     assert report["poisonings"]["right"] == report["poisonings"]["sent"] >= 1
+    assert report["ledger"]["retried"] > 0
     assert report["ledger"]["failed"] == report["poisonings"]["sent"]
 
 

@@ -29,6 +29,7 @@ _LEDGER = Ledger(
     rejected=1,
     arena_used_bytes=0,
     restarts=4,
+    retried=3,
 )
 
 
