@@ -40,6 +40,8 @@ class Console:
         )
         self._stages: dict[str, str] = {}
         self._placements: dict[str, str] = {}
+        self._known: set[str] = set()
+        """Workers that were ready before: of a restart, the end and the outcome are enough."""
 
     def started(
         self,
@@ -75,11 +77,15 @@ class Console:
         if self._stages.get(worker) == stage:
             return
         self._stages[worker] = stage
-        self._say(logging.INFO, worker, stage, "dim")
+        if worker not in self._known:
+            self._say(logging.INFO, worker, stage, "dim")
+        elif not self._is_terminal:
+            self._say(logging.DEBUG, worker, stage, "dim")
 
     def ready(self, worker: str, seconds: float) -> None:
-        """A worker takes batches, so many seconds after it began to load."""
+        """A worker takes batches, so many seconds after it first said what it was doing."""
         self._stages.pop(worker, None)
+        self._known.add(worker)
         self._say(logging.INFO, worker, f"ready in {seconds:.1f} s", "green")
 
     def failed(self, worker: str, reason: str) -> None:

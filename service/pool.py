@@ -8,6 +8,7 @@ from math import ceil
 from typing import Protocol, get_args
 
 from models.spec import TensorSpec
+from models.speed.names import SpeedReport
 from service.dispatcher import Dispatcher
 from service.errors import GivenUpError, ServiceError, UnavailableError
 from service.instance import Instance
@@ -57,6 +58,9 @@ class Pool:
         self._metrics = metrics
         self._announcer = announcer
         self._on_change = on_change
+        self._started_at: dict[str, float] = {}
+        """When those that start said so first, by worker, in the loop's time."""
+        self._told_presets: set[str] = set()
         self._load_s = 0.0
         """What the last incarnation took to load."""
         self._is_expecting = False
@@ -166,15 +170,21 @@ class Pool:
 
     def on_progress(self, slot: Slot) -> None:
         """See `Watcher`."""
+        self._started_at.setdefault(slot.id.worker, asyncio.get_running_loop().time())
         self._announcer.progress(slot.id.worker, slot.stage)
 
     def on_ready(self, slot: Slot) -> None:
         """See `Watcher`."""
         assert slot.handle is not None
         self.dispatcher.attach(slot.handle)
-        self._load_s = slot.handle.ready.load_s
+        ready = slot.handle.ready
+        self._load_s = ready.load_s
         self._expect()
-        self._announcer.ready(slot.id.worker, self._load_s)
+        now = asyncio.get_running_loop().time()
+        began = self._started_at.pop(slot.id.worker, now - self._load_s)
+        self._announcer.ready(slot.id.worker, now - began)
+        if slot.config.speed != "exact":
+            self._tell_speed(slot, ready.speed)
         self._on_change()
 
     def on_gone(self, handle: WorkerHandle) -> None:
@@ -184,6 +194,7 @@ class Pool:
 
     def on_down(self, slot: Slot) -> None:
         """See `Watcher`."""
+        self._started_at.pop(slot.id.worker, None)
         self._expect()
         if slot.state == "failed":
             self._announcer.failed(slot.id.worker, slot.reason)
@@ -192,6 +203,13 @@ class Pool:
         if self.is_lost:
             self.dispatcher.abandon(self._nobody)
         self._on_change()
+
+    def _tell_speed(self, slot: Slot, speed: SpeedReport) -> None:
+        """Log which preset it serves with, once per model for as long as that is the same."""
+        level = logging.DEBUG if speed.preset in self._told_presets else logging.INFO
+        self._told_presets.add(speed.preset)
+        logger.log(level, "%s speed: %s", self.name, speed.text())
+        logger.debug("%s tried: %s", slot.id, speed.note)
 
     def _expect(self) -> None:
         """Whether one of the workers will be back in no time, so that no caller need be told.

@@ -82,6 +82,8 @@ class LocalEngine:
         self._arena = arena
         self._context = multiprocessing.get_context(_start_method())
         self._oom_kills = OomKills()
+        self._is_torch_imported = False
+        """By the forkserver, so that a start need not wait for it."""
 
     async def start(
         self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
@@ -100,6 +102,8 @@ class LocalEngine:
             hint = " (ulimit -n)" if error.errno == errno.EMFILE else ""
             message = f"no queues for it: {error.strerror}{hint}"
             raise WorkerStartError(message, permanent=False) from error
+        if not self._is_torch_imported:
+            on_progress("importing torch")
         # A process that is half started cannot be killed yet: each way out waits for this first.
         launch = asyncio.ensure_future(self._launch(worker, config))
         try:
@@ -144,6 +148,7 @@ class LocalEngine:
             # The forkserver answers only when it has imported torch: wait for that off the loop.
             # The fork happens over there, so no signal of the kernel follows this thread.
             await asyncio.to_thread(process.start)
+            self._is_torch_imported = True
         else:
             process.start()
         worker.attach(process)

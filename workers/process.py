@@ -210,8 +210,6 @@ def _load(config: WorkerConfig, outbox: WorkerQueue) -> tuple[Computer, Ready]:
         compile_package=partial(compile_package, config),
     )
     speed = choose(model, wish, lambda stage: outbox.put(Progress(stage)))
-    if config.speed != "exact":
-        logger.info("speed: %s", speed.text())
     device = config.placement.devices[0]
     samples = list(model.warmup())
     computer = Computer(

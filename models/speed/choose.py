@@ -189,7 +189,7 @@ class _Trial:
         """Where the compiled network lies, if it is there."""
         network = model.network
         if not isinstance(network, nn.Module) or not can_be_changed(network):
-            self.obstacle = "the model has no network in float32 that presets could replace"
+            self.obstacle = "no float32 network to change"
             return
         self.exact = network
         tensor = next(iter(network.state_dict().values()))
@@ -199,7 +199,7 @@ class _Trial:
         with torch.inference_mode():
             self._features = [model.preprocess(item) for item in model.samples()]
         if not self._features:
-            self.obstacle = "the model has no sample inputs to verify presets on"
+            self.obstacle = "no sample inputs to verify presets on"
             return
         self._compared: list[tuple[Features, Features]] = []
         """Batches of samples, with the exact outputs."""

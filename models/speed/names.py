@@ -28,10 +28,7 @@ class SpeedReport(msgspec.Struct, frozen=True, kw_only=True):
     """What measuring took this worker, or waiting for the one that measured."""
 
     def text(self) -> str:
-        """The report on one line."""
-        note = f" ({self.note})" if self.note else ""
+        """The report on one short line; `note` has the rest where a preset was taken."""
         if self.preset == "exact":
-            return f"exact{note}"
-        return (
-            f"{self.preset}, {self.gain:.2f} x exact, largest deviation {self.deviation:.2g}{note}"
-        )
+            return f"exact ({self.note})" if self.note else "exact"
+        return f"{self.preset}, {self.gain:.2f} x exact, largest deviation {self.deviation:.2g}"

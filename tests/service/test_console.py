@@ -74,3 +74,17 @@ def test_elsewhere_the_same_facts_are_log_records(stream):
     ):
         assert message in messages
     assert {record["level"] for record in records if "failed" in record["message"]} == {"error"}
+
+
+def test_a_restart_does_not_tell_its_stages_again():
+    for stream in (io.StringIO(), Terminal()):
+        logs = configure("auto", "info", stream, is_colored=False)
+        console = Console(logs, stream, is_colored=False)
+        for _ in range(2):
+            for stage in ("loading weights", "warming up"):
+                console.progress("resnet/0", stage)
+            console.ready("resnet/0", 0.4)
+        logs.close()
+        text = stream.getvalue()
+        assert (text.count("loading weights"), text.count("warming up")) == (1, 1)
+        assert text.count("ready in") == 2

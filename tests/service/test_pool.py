@@ -1,20 +1,25 @@
 import asyncio
+import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
+import msgspec
 import pytest
 
 from models.spec import Placement
+from models.speed.names import SpeedReport
 from service.admission import Admission
 from service.dispatcher import Dispatcher
 from service.errors import GivenUpError, UnavailableError
 from service.metrics import ModelMetrics
-from service.pool import Pool
+from service.pool import Announcer, Pool
 from service.quarantine import Quarantine
 from service.request import CallOptions, Payload
-from tests.fakes import FakeEngine
+from tests.fakes import FakeEngine, FakeWorker
 from workers.arena import Arena
 from workers.config import ModelConfig, WorkerConfig
+from workers.engine import WorkerId
 from workers.errors import WorkerStartError
 from workers.supervisor import RestartPolicy
 
@@ -29,7 +34,13 @@ class Silent:
     def failed(self, worker: str, reason: str) -> None: ...
 
 
-def pool_over(engine: FakeEngine, arena: Arena, **policy: int) -> Pool:
+def pool_over(
+    engine: FakeEngine,
+    arena: Arena,
+    announcer: Announcer | None = None,
+    configs: Sequence[WorkerConfig] = (CONFIG,),
+    **policy: int,
+) -> Pool:
     metrics = ModelMetrics("m")
     dispatcher = Dispatcher(
         name="m",
@@ -41,12 +52,12 @@ def pool_over(engine: FakeEngine, arena: Arena, **policy: int) -> Pool:
     )
     return Pool(
         name="m",
-        configs=[CONFIG],
+        configs=configs,
         engine=engine,
         dispatcher=dispatcher,
         policy=RestartPolicy(**policy),
         metrics=metrics,
-        announcer=Silent(),
+        announcer=announcer or Silent(),
         on_change=lambda: None,
     )
 
@@ -110,3 +121,44 @@ def test_model_that_was_given_up_does_not_ask_for_another_try():
         await pool.stop(0)
 
     run(go)
+
+
+class Measuring(FakeEngine):
+    """Its workers take a while for their presets, which is no part of what a restart would take."""
+
+    async def start(
+        self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
+    ) -> FakeWorker:
+        worker = await super().start(id, config, on_progress)
+        speed = SpeedReport(preset="folded", gain=1.5, note="bf16 refused", measured_s=0.2)
+        worker.ready = msgspec.structs.replace(worker.ready, speed=speed)
+        await asyncio.sleep(0.2)
+        return worker
+
+
+class Noting(Silent):
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def ready(self, worker: str, seconds: float) -> None:
+        self.seconds.append(seconds)
+
+
+def test_ready_tells_all_the_time_since_the_start_and_the_speed_once(
+    caplog: pytest.LogCaptureFixture,
+):
+    async def go(arena: Arena) -> None:
+        engine, told = Measuring(), Noting()
+        config = replace(CONFIG, speed="auto")
+        pool = pool_over(engine, arena, announcer=told, configs=[config, config])
+        pool.start()
+        await until(lambda: len(told.seconds) == 2)
+        engine.started[0].die()
+        await until(lambda: len(told.seconds) == 3)
+        assert min(told.seconds) >= 0.19
+        await pool.stop(0)
+
+    with caplog.at_level(logging.INFO):
+        run(go)
+    lines = [line for line in caplog.messages if "speed" in line]
+    assert lines == ["m speed: folded, 1.50 x exact, largest deviation 0"]

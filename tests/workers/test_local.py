@@ -12,8 +12,16 @@ import pytest
 
 import workers.canary
 import workers.local_worker
-from tests.workers.contract import EngineContract, answers, is_gone, pid_of, started
+from tests.workers.contract import (
+    EngineContract,
+    answers,
+    config_of,
+    is_gone,
+    pid_of,
+    started,
+)
 from workers.arena import Arena
+from workers.engine import WorkerId
 from workers.errors import WorkerLostError, WorkerStartError
 from workers.local import LocalEngine, start_forkserver
 from workers.messages import ItemRef
@@ -63,6 +71,22 @@ def run():
 
 class TestLocalEngine(EngineContract):
     pass
+
+
+def test_first_start_says_that_torch_is_imported_meanwhile_and_later_ones_do_not(
+    engine: LocalEngine, run
+):
+    async def go():
+        first: list[str] = []
+        second: list[str] = []
+        id = WorkerId(model="m", slot=0)
+        for stages in (first, second):
+            worker = await engine.start(id, config_of(), stages.append)
+            await worker.stop(5)
+            id = id.next_life()
+        assert first == ["importing torch", *second]
+
+    run(go())
 
 
 def stacks_in(caplog: pytest.LogCaptureFixture) -> tuple[str, str]:
