@@ -61,7 +61,7 @@ def add_flags(parser: ArgumentParser) -> None:
     )
     load.add_argument(
         "--inputs",
-        type=Path,
+        type=_folder,
         metavar="DIR",
         help="ask with these files: images, .npy, .safetensors, .json, .bin (default: made up)",
     )
@@ -93,7 +93,7 @@ def add_flags(parser: ArgumentParser) -> None:
         metavar="N",
         help="decides the inputs, and what is done when (default: 1)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there, too")
+    load.add_argument("--json", type=_writable, metavar="FILE", help="write the report there, too")
 
 
 def plan_of(args: Namespace) -> Plan:
@@ -112,14 +112,32 @@ def plan_of(args: Namespace) -> Plan:
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ArgumentTypeError(f"{text} is less than 1")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    return int(text)
 
 
 def _seconds(text: str) -> float:
-    number = float(text)
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
     if not (isfinite(number) and number >= 0):
-        raise ArgumentTypeError(f"{text} is not 0 or more")
+        raise ArgumentTypeError(f"{text!r} is not a number from 0")
     return number
+
+
+def _writable(text: str) -> Path:
+    path = Path(text)
+    try:
+        path.open("a").close()  # now, rather than after the run
+    except OSError as error:
+        raise ArgumentTypeError(f"{text} cannot be written: {error.strerror}") from None
+    return path
+
+
+def _folder(text: str) -> Path:
+    path = Path(text)
+    if not path.is_dir():
+        raise ArgumentTypeError(f"{text} is no folder")
+    return path

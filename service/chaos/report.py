@@ -44,6 +44,8 @@ class Report:
     """Under faults."""
     is_complete: bool
     """Whether it ran to its end."""
+    is_interrupted: bool
+    """Whether a person ended it."""
     planned_kills: int
     quiet: Tally
     """Before the faults."""
@@ -70,6 +72,11 @@ class Report:
         poisoned = self.poisonings.num_attempts
         return self.quiet.num_instances_sent + self.chaos.num_instances_sent + poisoned
 
+    @property
+    def untried(self) -> list[str]:
+        """Kinds of faults that were asked for and did not happen."""
+        return [kind for kind, count in self.faults.items() if not count]
+
     def problems(self) -> list[str]:
         """What broke the promise; empty if it was kept."""
         found = []
@@ -79,7 +86,7 @@ class Report:
                 found.append(f"{count} {name}")
         if self.chaos.late or self.quiet.late:
             found.append(f"{self.chaos.late + self.quiet.late} answered long after their deadline")
-        if not self.is_complete:
+        if not self.is_complete and not self.is_interrupted:
             found.append("the run ended before its time")
         found += self._of_ledger()
         found += self._of_holdings()
@@ -104,6 +111,7 @@ class Report:
             "seed": self.seed,
             "seconds": round(self.seconds, 3),
             "is_complete": self.is_complete,
+            "is_interrupted": self.is_interrupted,
             "planned_kills": self.planned_kills,
             "faults": dict(self.faults),
             "poisonings": {
@@ -134,7 +142,10 @@ class Report:
         for text in [*self.chaos.examples, *self.quiet.examples]:
             stream.write(f"  {text}\n")
         problems = self.problems()
-        verdict = f"broken: {'; '.join(problems)}" if problems else "kept: one right answer each"
+        kept = "kept until the interruption" if self.is_interrupted else "kept"
+        if self.untried:
+            kept += f" (but {', '.join(self.untried)} did not come about: let it run for longer)"
+        verdict = f"broken: {'; '.join(problems)}" if problems else f"{kept}: one right answer each"
         stream.write(f"The promise was {verdict}.\n")
 
     def _rows(self) -> Iterator[tuple[str, str]]:
@@ -252,7 +263,7 @@ class Report:
             if now > was:
                 yield f"{name.replace('_', ' ')}: {was} before, {now} after"
         unrecovered = sum(each.recovered is None for each in self.recoveries)
-        if unrecovered:
+        if unrecovered and not self.is_interrupted:
             yield f"{unrecovered} workers did not come back"
 
 

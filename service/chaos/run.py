@@ -31,6 +31,8 @@ EXIT_KEPT = 0
 EXIT_BROKEN = 1
 EXIT_UNTESTED = 3
 """There was no service, or no input with a known answer."""
+EXIT_INTERRUPTED = 130
+"""Nothing had broken until then: 128 and the number of SIGINT, as shells have it."""
 _NUM_INPUTS = 32
 """For each model, made up."""
 _QUIET_S = 2.0
@@ -53,7 +55,9 @@ def run(loaded: Loaded, plan: Plan) -> int:
     report.write(sys.stdout)
     if plan.json is not None:
         plan.json.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
-    return EXIT_BROKEN if report.problems() else EXIT_KEPT
+    if report.problems():
+        return EXIT_BROKEN
+    return EXIT_INTERRUPTED if report.is_interrupted else EXIT_KEPT
 
 
 @dataclass(slots=True)
@@ -117,10 +121,11 @@ class _Run:
             seed=self._plan.seed,
             seconds=seconds,
             is_complete=is_complete,
+            is_interrupted=self._is_interrupted,
             planned_kills=self._plan.planned_kills,
             quiet=quiet,
             chaos=chaos,
-            faults=dict(faults.counts),
+            faults={kind: faults.counts[kind] for kind in self._plan.every_s if faults.does(kind)},
             poisonings=faults.poisonings,
             recoveries=watch.recoveries,
             indistinct=knowledge.num_indistinct,

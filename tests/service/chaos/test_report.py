@@ -49,6 +49,7 @@ def report(**changes: object) -> Report:
         seed=1,
         seconds=2.0,
         is_complete=True,
+        is_interrupted=False,
         planned_kills=1,
         quiet=tally(10),
         chaos=tally(100),
@@ -119,6 +120,21 @@ def test_report_says_the_figures_and_the_verdict():
     stream = io.StringIO()
     report(chaos=tally(100, lost=2, wrong=1)).write(stream)
     assert "The promise was broken: 1 wrong; 2 lost" in stream.getvalue()
+
+
+def test_interrupted_run_is_no_broken_promise():
+    interrupted = report(is_complete=False, is_interrupted=True, exit_code=-2)
+    assert interrupted.problems() == []
+    stream = io.StringIO()
+    interrupted.write(stream)
+    assert "kept until the interruption" in stream.getvalue()
+    assert replace(interrupted, chaos=tally(100, lost=1)).problems() == ["1 lost"]
+
+
+def test_report_names_the_faults_that_did_not_come_about():
+    stream = io.StringIO()
+    report(faults={"kill": 1, "stop": 0}).write(stream)
+    assert "(but stop did not come about" in stream.getvalue()
 
 
 def test_report_is_json_too():
