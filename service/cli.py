@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
+    from service.settings import Settings
     from service.settings_loader import Loaded
 
 CANNOT_START = 1
@@ -223,6 +224,9 @@ def _serve(args: Namespace) -> int:
     loaded = _load(args)
     if loaded is None:
         return USAGE_ERROR
+    if problem := _tls_problem(loaded.settings):
+        sys.stderr.write(f"inferpool: {problem}\n")
+        return USAGE_ERROR
     from service.settings_loader import secret_variables
     from workers.local import start_forkserver
 
@@ -236,6 +240,19 @@ def _serve(args: Namespace) -> int:
     from service.app import run as run_app
 
     return run_app(loaded.settings, loaded.origins)
+
+
+def _tls_problem(settings: "Settings") -> str:
+    """Why HTTPS cannot be served, if so: better said before torch is imported than after."""
+    if settings.tls_certificate is None:
+        return ""
+    from service.tls import TlsError, server_context
+
+    try:
+        server_context(settings.tls_certificate, settings.tls_key)
+    except TlsError as error:
+        return str(error)
+    return ""
 
 
 def _cure(error: OSError) -> str:

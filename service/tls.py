@@ -67,6 +67,11 @@ def _explained(error: ssl.SSLError, certificate: str, key: str) -> str:
         return f"tls_key: {key} is encrypted; give a key without a password"
     if "-----BEGIN CERTIFICATE-----" not in Path(certificate).read_text(errors="replace"):
         return f"tls_certificate: {certificate} holds no certificate in PEM form"
+    if key == certificate and "PRIVATE KEY-----" not in Path(key).read_text(errors="replace"):
+        return (
+            f"tls_certificate: {certificate} holds no private key; name the file of its key by "
+            "tls_key (--tls-key)"
+        )
     return (
         f"tls_key: {key} holds no private key in PEM form, or tls_certificate: {certificate} is "
         f"damaged ({error.reason or text})"

@@ -22,6 +22,7 @@ from service.doctor.memory import (
     check_shared_memory,
     check_swap,
 )
+from service.doctor.network import check_address, check_keys, check_settings_file, check_tls
 from service.doctor.system import (
     check_disk,
     check_kernel,
@@ -35,9 +36,15 @@ from workers.devices import Host
 
 Check = Callable[[Facts, Settings], Iterator[Finding]]
 
-FOUND_BY_STARTING: Sequence[Check] = (check_placement, check_arena, check_connections)
+FOUND_BY_STARTING: Sequence[Check] = (
+    check_placement,
+    check_arena,
+    check_connections,
+    check_tls,
+)
 """What the start of the service comes upon by itself, and says."""
 QUICK: Sequence[Check] = (
+    check_keys,
     check_visible,
     check_torch,
     check_weights,
@@ -78,7 +85,6 @@ def diagnose(
     """
     import pynvml
 
-    from service.doctor.network import check_address, check_settings_file
     from service.doctor.probes import check_imports, measure
     from workers.nvml import read_nvml
 

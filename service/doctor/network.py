@@ -1,15 +1,19 @@
-"""The address, and who may reach it; the file of settings."""
+"""The address, and who may reach it; keys and certificate; the file of settings."""
 
 import os
 import socket
 import stat
 from collections.abc import Iterator, Mapping
 from ipaddress import ip_address
+from itertools import combinations
 from pathlib import Path
 
+from service.doctor.facts import Facts
 from service.doctor.findings import Finding, error, note, ok, warning
+from service.keys import Keys, fingerprint_of
 from service.listening import StartError, listen
 from service.settings import Settings
+from service.tls import TlsError, expiry_warning, server_context
 
 _MIN_BACKLOG = 1024
 
@@ -42,6 +46,40 @@ def check_address(settings: Settings, somaxconn: Path) -> Iterator[Finding]:
             f"the kernel keeps {backlog} connections that wait to be accepted",
             f"sysctl net.core.somaxconn={socket.SOMAXCONN}",
         )
+
+
+def check_keys(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """Whether each key is for one kind of call: else whoever may predict may do the other too."""
+    scopes: Mapping[str, Keys] = {
+        "predict_keys": settings.predict_keys,
+        "metrics_keys": settings.metrics_keys,
+        "admin_keys": settings.admin_keys,
+    }
+    for (name, keys), (other_name, others) in combinations(scopes.items(), 2):
+        if shared := sorted(keys.digests & others.digests):
+            which = ", ".join(fingerprint_of(digest) for digest in shared)
+            yield warning(
+                "API keys",
+                f"{name} and {other_name} share a key (SHA-256 {which}...): whoever has it may ask "
+                "for both",
+                "give each a key of its own: `openssl rand -hex 32`",
+            )
+
+
+def check_tls(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """Whether HTTPS can be served, and for how long."""
+    certificate = settings.tls_certificate
+    if certificate is None:
+        return
+    try:
+        server_context(certificate, settings.tls_key)
+    except TlsError as failure:
+        yield error("TLS", str(failure), "give the PEM files of a certificate and of its key")
+        return
+    if expiry := expiry_warning(certificate):
+        yield warning("TLS", expiry, "renew it, and restart the service")
+    else:
+        yield ok("TLS", f"{certificate} and its key are whole and belong together")
 
 
 def check_settings_file(origins: Mapping[str, str]) -> Iterator[Finding]:

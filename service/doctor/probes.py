@@ -9,6 +9,7 @@ from typing import Any
 
 from service.doctor.facts import Facts
 from service.doctor.findings import Finding, error, in_words, note, ok, warning
+from service.doctor.weights import is_lost
 from service.settings import Settings
 
 PROBE_TIMEOUT_S = 120.0
@@ -21,7 +22,9 @@ def check_imports(facts: Facts, settings: Settings) -> Iterator[Finding]:
     """Whether torch can be imported and every model be built, short of loading its weights."""
     orders = {
         "has_gpu": bool(facts.host.gpus),
-        "models": [_order(facts, settings, name, measure=False) for name in facts.placements],
+        "models": [
+            _order(facts, settings, name, measure=False) for name in _known(facts, settings)
+        ],
     }
     for answer in _probe(orders, PROBE_TIMEOUT_S):
         yield from _judge(answer, settings)
@@ -29,14 +32,19 @@ def check_imports(facts: Facts, settings: Settings) -> Iterator[Finding]:
 
 def measure(facts: Facts, settings: Settings) -> Iterator[Finding]:
     """Load each model once, and say what a replica of it takes."""
-    for name, placements in facts.placements.items():
+    for name in _known(facts, settings):
         model = settings.models[name]
         orders = {"has_gpu": False, "models": [_order(facts, settings, name, measure=True)]}
         for answer in _probe(orders, PROBE_TIMEOUT_S + model.load_timeout_s):
             if answer["kind"] == "measured":
-                yield from _judge_measures(answer, facts, settings, len(placements))
+                yield from _judge_measures(answer, facts, settings, len(facts.placements[name]))
             elif answer.get("problem"):
                 yield from _judge(answer, settings)
+
+
+def _known(facts: Facts, settings: Settings) -> list[str]:
+    """The models that there is something to try of."""
+    return [name for name in facts.placements if not is_lost(settings.models[name])]
 
 
 def _order(facts: Facts, settings: Settings, name: str, *, measure: bool) -> dict[str, object]:

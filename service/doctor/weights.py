@@ -30,6 +30,11 @@ def weights_file(model: ModelSettings) -> Path | None:
     return None
 
 
+def is_lost(model: ModelSettings) -> bool:
+    """Whether a model is a file that cannot be read, which `check_weights` reports."""
+    return model.source.endswith(_MODEL_SUFFIXES) and problem_of(Path(model.source)) != ""
+
+
 def check_weights(facts: Facts, settings: Settings) -> Iterator[Finding]:
     """Each file that a model is to be read from."""
     for name, model in settings.models.items():

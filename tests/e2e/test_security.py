@@ -202,5 +202,8 @@ def test_a_certificate_that_cannot_be_used_is_said_at_start(pair, tmp_path):
     with running(
         "echo", "--tls-certificate", str(pair[0]), "--tls-key", str(other), ready=False
     ) as service:
-        assert "is not the key" in str(service.wait_for_log("tls_key")["message"])
-        assert service.wait() == 1
+        line = service.wait_for_log("tls_key")
+        assert str(line["message"]).startswith(f"inferpool: tls_key: {other} is not the key of")
+        assert service.wait() == 2
+        service.close()
+        assert service.log == [line]

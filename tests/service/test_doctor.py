@@ -1,5 +1,7 @@
+import hashlib
 import io
 import json
+import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -11,11 +13,12 @@ import pytest
 from safetensors.numpy import save_file
 
 from service.doctor import devices, limits, memory, network, probes, report, system, weights
-from service.doctor.diagnosis import diagnose_quickly
+from service.doctor.diagnosis import FOUND_BY_STARTING, diagnose_quickly
 from service.doctor.facts import Build, Facts, Folder, gather
 from service.doctor.findings import Finding, error, note, ok, warning
 from service.settings import Settings
 from service.settings_loader import load
+from tests.certificates import make_certificate
 from workers.cgroups import CgroupLimits
 from workers.devices import Gpu, Host
 from workers.nvml import NvmlState, read_nvml
@@ -357,6 +360,47 @@ def test_public_address_without_keys(tmp_path: Path):
     settings = settings_of(tmp_path, host="0.0.0.0", port="0")
     found = words(network.check_address(settings, tmp_path / "none"))
     assert "warning API keys: whoever reaches 0.0.0.0 may use this service" in found
+
+
+def test_key_for_two_kinds_of_calls_is_warned_of_at_start_and_by_doctor(tmp_path: Path):
+    one, two = "k" * 20, "o" * 20
+    environ = {"INFERPOOL_PREDICT_KEYS": f"{one},{two}", "INFERPOOL_ADMIN_KEYS": two}
+    settings = load({"model": "echo"}, environ, tmp_path).settings
+    said = words(iter(diagnose_quickly(settings, TWO_CORES)))
+    assert said.count("share a key") == 1
+    assert f"predict_keys and admin_keys share a key (SHA-256 {digest_of(two)[:8]}" in said
+    apart = load({"model": "echo"}, environ | {"INFERPOOL_ADMIN_KEYS": "a" * 20}, tmp_path)
+    assert "share" not in words(iter(diagnose_quickly(apart.settings, TWO_CORES)))
+
+
+def digest_of(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_certificate_is_looked_at(tmp_path: Path, facts: Facts):
+    certificate, key = map(str, make_certificate(tmp_path))
+    old, old_key = map(str, make_certificate(tmp_path, "old", days=3))
+    for pair, level, message in (
+        ((certificate, key), "ok", "belong together"),
+        ((certificate, old_key), "error", f"tls_key: {old_key} is not the key of"),
+        ((certificate, "none.key"), "error", "tls_key: none.key: No such file"),
+        ((old, old_key), "warning", "expires in 3.0 days"),
+    ):
+        settings = settings_of(tmp_path, tls_certificate=pair[0], tls_key=pair[1])
+        (found,) = network.check_tls(facts, settings)
+        assert (found.level, found.check) == (level, "TLS")
+        assert message in found.message
+    assert network.check_tls in FOUND_BY_STARTING
+    assert not list(network.check_tls(facts, settings_of(tmp_path)))
+
+
+def test_model_file_that_is_missing_is_named_once(tmp_path: Path):
+    settings = settings_of(tmp_path, model=str(tmp_path / "net.pt2"))
+    facts = gather(settings, TWO_CORES)
+    said = words(weights.check_weights(facts, settings))
+    said += words(probes.check_imports(facts, settings))
+    assert said.count("net.pt2") == 1
 
 
 def test_class_of_the_users_that_hangs_on_import_is_given_up(

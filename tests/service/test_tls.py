@@ -45,7 +45,7 @@ def test_what_cannot_be_used_is_named(pair, tmp_path):
         (certificate, str(other)): "is not the key of the certificate",
         (str(junk), key): "holds no certificate in PEM form",
         (certificate, str(junk)): "holds no private key in PEM form",
-        (certificate, None): "holds no private key in PEM form",
+        (certificate, None): "holds no private key; name the file of its key by tls_key",
         (certificate, str(encrypted)): "is encrypted",
     }.items():
         with pytest.raises(TlsError, match=message):
