@@ -39,7 +39,7 @@ def package(tmp_path_factory):
 
 
 @needs_compiler
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.timeout(600)
 def test_a_package_computes_batches_of_any_size_with_the_weights_of_the_worker(package: Path):
     model = loaded(bias=1.5)
@@ -53,7 +53,7 @@ def test_a_package_computes_batches_of_any_size_with_the_weights_of_the_worker(p
 
 
 @needs_compiler
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.timeout(600)
 def test_auto_chooses_what_was_compiled_once_it_is_there(package: Path, tmp_path, monkeypatch):
     monkeypatch.setattr(
@@ -77,7 +77,7 @@ def test_auto_chooses_what_was_compiled_once_it_is_there(package: Path, tmp_path
 
 
 @needs_compiler
-@pytest.mark.slow
+@pytest.mark.compile
 @pytest.mark.timeout(600)
 def test_a_package_that_others_could_have_written_is_not_loaded(package: Path, tmp_path):
     tmp_path.chmod(0o700)
