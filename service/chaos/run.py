@@ -42,6 +42,9 @@ _SETTLE_S = 60.0
 _SAME_S = 5.0
 """For connections that were closed to be gone from the service's descriptors."""
 _TICK_S = 0.1
+_ECHO_S = 0.5
+"""A second SIGINT is the first one again if it comes so soon: a command that started us may pass on
+what the terminal has sent us already. A later one ends the run at once."""
 
 
 def run(loaded: Loaded, plan: Plan) -> int:
@@ -49,6 +52,9 @@ def run(loaded: Loaded, plan: Plan) -> int:
     try:
         with Subject(loaded, can_be_poisoned=plan.every_s["poison"] > 0) as subject:
             report = uvloop.run(_Run(subject, loaded, plan).run())
+    except KeyboardInterrupt:
+        sys.stderr.write("inferpool chaos: ended at once, without a report\n")
+        return EXIT_INTERRUPTED
     except ChaosError as error:
         sys.stderr.write(f"inferpool chaos: {error}\n")
         return EXIT_UNTESTED
@@ -138,8 +144,10 @@ class _Run:
         )
 
     def _interrupt(self) -> None:
-        self._is_interrupted = True
-        asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)  # the next one hurries
+        if not self._is_interrupted:
+            self._is_interrupted = True
+            loop = asyncio.get_running_loop()
+            loop.call_later(_ECHO_S, loop.remove_signal_handler, signal.SIGINT)
 
     async def _learn(self, health: Health) -> _Knowledge:
         questions: list[Question] = []
