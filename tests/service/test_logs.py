@@ -154,6 +154,7 @@ def test_the_level_and_the_handlers_are_restored():
 def test_uvicorn_and_warnings_go_the_same_way():
     def log(_):
         logger = logging.getLogger("uvicorn.error")
+        logger.setLevel(logging.NOTSET)  # a server in this process has set another, perhaps
         logger.addHandler(logging.NullHandler())
         logger.info("started", extra={"color_message": "\x1b[1mstarted"})
         with warnings.catch_warnings():
