@@ -6,9 +6,12 @@ Workers import this module again when they start, so nothing is imported until `
 
 def main() -> int:
     """Run the command line of this process; returns its exit status."""
-    from service.cli import run
+    try:
+        from service.cli import run
 
-    return run()
+        return run()
+    except KeyboardInterrupt:  # while those are imported; afterwards `run` knows what to do
+        return 130
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import errno
 import os
 import platform
 import re
+import signal
 import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,8 @@ FOUND_ERRORS = 1
 """The exit status where `doctor` found something that will not work."""
 USAGE_ERROR = 2
 """The exit status for a wrong command line or wrong settings."""
+INTERRUPTED = 130
+"""The exit status after Ctrl-C, as shells have it (128 + SIGINT)."""
 
 _EXAMPLES = """\
 examples:
@@ -69,6 +72,8 @@ def run(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
     return status
 
 
@@ -227,16 +232,23 @@ def _serve(args: Namespace) -> int:
     if problem := _tls_problem(loaded.settings):
         sys.stderr.write(f"inferpool: {problem}\n")
         return USAGE_ERROR
+    from multiprocessing import resource_tracker
+
     from service.settings_loader import secret_variables
     from workers.local import start_forkserver
 
     for name in secret_variables(os.environ):  # so that model code cannot read them there
         del os.environ[name]
     try:
+        resource_tracker.ensure_running()  # first, since it lets Ctrl-C through once it has started
+        # What we start inherits this and is deaf to Ctrl-C at once: it is for us to end it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         start_forkserver(loaded.settings.preload())  # it imports torch while we import the rest
     except OSError as error:
         sys.stderr.write(f"inferpool: workers cannot be started: {error}{_cure(error)}\n")
         return CANNOT_START
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     from service.app import run as run_app
 
     return run_app(loaded.settings, loaded.origins)

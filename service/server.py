@@ -96,6 +96,16 @@ class Server(uvicorn.Server):
             scheme = "https" if self.config.is_ssl else "http"
             self._on_listening(f"{scheme}://{shown}:{port}")
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close the connections and end the lifespan.
+
+        uvicorn leaves the lifespan to be cancelled where it is hurried; but workers have to be seen
+        out, and that takes no time once they were cut off.
+        """
+        await super().shutdown(sockets)
+        if self.force_exit and not self.lifespan.shutdown_event.is_set():
+            await self.lifespan.shutdown()
+
     def _log_started_message(self, listeners: object) -> None:
         """Our own announcement says it."""
 

@@ -150,6 +150,8 @@ def test_second_signal_hurries():
 
         asyncio.run(go())
         assert left_over(family, 1.0) == []
+        service.close()
+        assert [line for line in service.log if line["level"] not in ("info", "warning")] == []
 
 
 def test_half_sent_request_does_not_hold_up_the_end():

@@ -1,6 +1,8 @@
+import contextlib
 import json
 import os
 import pty
+import signal
 import subprocess
 import sys
 import tomllib
@@ -138,6 +140,47 @@ def test_a_reader_that_leaves_early_gets_no_traceback(tmp_path):
         timeout=30,
     )
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("verb", "late"),
+    [
+        ("config", "service.settings_loader"),
+        ("serve", "uvicorn"),
+        ("doctor", "service.doctor.diagnosis"),
+    ],
+)
+def test_ctrl_c_before_all_is_imported_ends_the_command_without_a_word(tmp_path, verb, late):
+    # The import of a module that the command needs takes for ever, once it has said so.
+    (tmp_path / "sitecustomize.py").write_text(
+        f"""
+import sys, time
+class Slow:
+    def find_spec(self, name, *_):
+        if name == {late!r}:
+            print("importing", flush=True)
+            time.sleep(60)
+sys.meta_path.insert(0, Slow())
+"""
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "service", verb, "echo"],
+        cwd=tmp_path,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "importing\n"
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=20)  # until no process holds its stderr any more
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert (process.returncode, errors) == (130, "")
 
 
 def test_importing_the_main_module_costs_nothing():
