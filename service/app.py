@@ -177,7 +177,7 @@ class Service:
             name=name,
             arena=self._arena,
             admission=admission,
-            quarantine=Quarantine(duration_s=self.settings.quarantine_s),
+            quarantine=Quarantine(name=name, duration_s=self.settings.quarantine_s),
             metrics=metrics,
             max_batch_size=model.max_batch_size,
             batch_wait_ms=model.batch_wait_ms,

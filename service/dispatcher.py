@@ -2,10 +2,10 @@
 
 The states of an instance, who owns its slot of the arena, and what ends each:
 
-    queued    the dispatcher    sent to a worker; expired; cancelled
-    sent      the worker        its batch returns; the worker's exit is confirmed
-    settled   nobody            (an instance that expires or is cancelled while it is sent is
-                                settled at once, and its slot stays the worker's until the above)
+    queued    the dispatcher    sent to a worker; expired; cancelled; quarantined; abandoned
+    sent      the worker        its batch returns; the worker's exit is confirmed; and as for queued
+    settled   nobody            (an instance that ends otherwise while it is sent is settled at
+                                once, and its slot stays the worker's until either of the former)
 
 An instance is settled exactly once, and the counters of `ModelMetrics` say at every instant that
 accepted = succeeded + failed + expired + cancelled + in flight.
@@ -36,7 +36,7 @@ from service.errors import (
 from service.instance import QUEUED, SENT, SETTLED, Instance
 from service.lanes import Lane, Lanes
 from service.metrics import ModelMetrics
-from service.quarantine import Quarantine
+from service.quarantine import MAX_CRASHES, Input, Quarantine
 from service.request import CallOptions, Payload, Result, Timing
 from workers.arena import Arena
 from workers.engine import WorkerHandle
@@ -50,8 +50,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MAX_CRASHES = 3
-"""Workers that may die with an instance: in its batch, and twice while it was computed alone."""
 _EARLY_S = 0.001
 """How long before the end of a batch the next one is sent, beyond what its preparation takes."""
 _OVERLAP_PAYS_S = 0.002
@@ -140,8 +138,10 @@ class Dispatcher:
         """
         now = time.monotonic()
         num_bytes = payload.num_bytes
-        if num_bytes in self._quarantine.lengths:
-            self._refuse_quarantined(payload, options, now)
+        quarantine = self._quarantine
+        is_suspect = (
+            num_bytes in quarantine.lengths or num_bytes in quarantine.suspect_lengths
+        ) and self._check_record(payload, options, now)
         self._check_admission(options, now)
         offset = self._arena.put(payload.chunks, num_bytes)
         if offset is None:
@@ -158,6 +158,9 @@ class Dispatcher:
             request_id,
         )
         instance = Instance(self, ref, now, options)
+        if is_suspect:
+            instance.is_solo = True
+            instance.num_crashes = 1
         metrics = self._metrics
         metrics.accepted += 1
         metrics.in_flight += 1
@@ -313,11 +316,13 @@ class Dispatcher:
         self, lane: Lane, batch: list[Instance], future: "asyncio.Future[BatchDone]"
     ) -> None:
         now = time.monotonic()
+        error = future.exception()
+        if isinstance(error, WorkerLostError) and error.started:
+            self._blame(batch, now)  # of those, too, that nobody waits for, while they have a slot
         for instance in batch:
             if instance.state == SETTLED:
                 self._arena.free(instance.ref.offset)
         self._lanes.take(lane, batch)
-        error = future.exception()
         if error is None:
             self._admission.rate.note(len(batch), now - lane.busy_since, now)
             lane.expect(now, self._admission.rate.item_s)
@@ -331,6 +336,10 @@ class Dispatcher:
 
     def _settle_batch(self, batch: list[Instance], done: BatchDone, now: float) -> None:
         metrics = self._metrics
+        if self._quarantine.recent and not all(
+            isinstance(outcome, ItemError) for outcome in done.outcomes
+        ):
+            self._quarantine.note_success()
         self._prepare_s = done.prepare_s
         metrics.batch_size.observe(len(batch))
         metrics.prepare_duration.observe(done.prepare_s)
@@ -363,16 +372,48 @@ class Dispatcher:
         else:
             self._fail(instance, ModelFailedError(error.message))
 
+    def _blame(self, batch: list[Instance], now: float) -> None:
+        """Hold a worker's death against what it was at: for good, if that was one input twice."""
+        for instance in batch:
+            input = self._input_of(instance)
+            if instance.is_solo:
+                instance.num_crashes, digest = self._quarantine.note_death_alone(
+                    input, instance.num_crashes, now
+                )
+                if instance.num_crashes >= MAX_CRASHES:
+                    self._convict(instance, digest)
+            else:
+                self._quarantine.note_death(input, now)
+                instance.num_crashes = 1
+                instance.is_solo = True
+
+    def _convict(self, instance: Instance, digest: str) -> None:
+        """See to it that no more workers die of an input, for whomever that waits."""
+        logger.error(
+            "%s: an input has killed %d workers: not trying it again (digest %s)",
+            self.name,
+            instance.num_crashes,
+            digest,
+            extra={"request_id": instance.ref.request_id},
+        )
+        for other in [each for each in self._queue if self._is_quarantined(each)]:
+            self._unqueue(other)
+            self._fail(other, _quarantined(self._quarantine.duration_s))
+
     def _take_back(self, batch: list[Instance], error: WorkerLostError) -> None:
-        """Queue again what a lost worker held: alone, if the batch may be what killed it."""
+        """Queue again what a lost worker held, and is not settled nor guilty of its death."""
         for instance in reversed(batch):
             if instance.state == SETTLED:
                 continue
-            if error.started:
-                instance.num_crashes += 1
-                instance.is_solo = True
-            if instance.num_crashes >= _MAX_CRASHES:
-                self._give_up(instance, error)
+            if instance.num_crashes >= MAX_CRASHES:
+                self._arena.free(instance.ref.offset)
+                self._fail(
+                    instance,
+                    WorkerCrashedError(
+                        f"{instance.num_crashes} workers died while they computed this input "
+                        f"(the last: {error})"
+                    ),
+                )
             elif self._is_quarantined(instance):
                 self._arena.free(instance.ref.offset)
                 self._fail(instance, _quarantined(self._quarantine.duration_s))
@@ -381,48 +422,33 @@ class Dispatcher:
                 instance.state = QUEUED
                 self._queue.push_front(instance)
 
-    def _give_up(self, instance: Instance, error: WorkerLostError) -> None:
-        """Fail an input that workers die of, and see to it that no more of them do."""
+    def _input_of(self, instance: Instance) -> Input:
+        """What an instance asks for, as it lies in its slot; not to be kept."""
         ref = instance.ref
-        payload = self._arena.read(ref.offset, ref.num_bytes)
-        digest = self._quarantine.add(
-            ref.kind, ref.headers, ref.parameters, payload, time.monotonic()
-        )
-        logger.error(
-            "%s: an input has killed %d workers: not trying it again (digest %s)",
-            self.name,
-            instance.num_crashes,
-            digest,
-            extra={"request_id": ref.request_id},
-        )
-        self._arena.free(ref.offset)
-        self._fail(
-            instance,
-            WorkerCrashedError(
-                f"{instance.num_crashes} workers died while they computed this input "
-                f"(the last: {error})"
-            ),
-        )
-        for other in [each for each in self._queue if self._is_quarantined(each)]:
-            self._unqueue(other)
-            self._fail(other, _quarantined(self._quarantine.duration_s))
+        arena = memoryview(self._arena.memory.map)
+        payload = arena[ref.offset : ref.offset + ref.num_bytes]
+        return Input(ref.kind, ref.headers, ref.parameters, payload)
 
     def _is_quarantined(self, instance: Instance) -> bool:
         """Whether an instance that was admitted has the input of one that has killed workers."""
-        ref = instance.ref
-        if ref.num_bytes not in self._quarantine.lengths:
+        if instance.ref.num_bytes not in self._quarantine.lengths:
             return False
-        payload = self._arena.read(ref.offset, ref.num_bytes)
-        now = time.monotonic()
-        return self._quarantine.left_s(ref.kind, ref.headers, ref.parameters, [payload], now) > 0
+        return self._quarantine.left_s(self._input_of(instance), time.monotonic()) > 0
 
-    def _refuse_quarantined(self, payload: Payload, options: CallOptions, now: float) -> None:
-        left_s = self._quarantine.left_s(
-            payload.kind, payload.headers, options.parameters, payload.chunks, now
-        )
+    def _check_record(self, payload: Payload, options: CallOptions, now: float) -> bool:
+        """Whether an input is to be computed alone, since a worker has died with it.
+
+        Raises:
+            QuarantinedError: It is not to be computed at all.
+        """
+        chunks = payload.chunks
+        whole = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        input = Input(payload.kind, payload.headers, options.parameters, whole)
+        left_s = self._quarantine.left_s(input, now)
         if left_s > 0:
             self._metrics.rejected["quarantined"] += 1
             raise _quarantined(left_s)
+        return self._quarantine.is_suspect(input, now)
 
     def _expire(self, instance: Instance, message: str) -> None:
         self._metrics.expired += 1

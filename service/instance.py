@@ -38,6 +38,7 @@ class Instance(asyncio.Future[Result]):
         self.priority = options.priority
         self.state = QUEUED
         self.num_crashes = 0
+        """Workers that died with it: all that died with a batch count as one."""
         self.is_solo = False
         self.lane = 0
         self.tick = 0

@@ -175,6 +175,8 @@ def test_many_poisons_do_not_end_the_service():
             body = {"instances": [{"n": n, "do": "kill"}]}
             answer = client.post("/predict", json=body)
             assert (answer.status_code, answer.json()["code"]) == (500, "worker_crashed")
+            good = client.post("/predict", json={"instances": [{"n": n}]})
+            assert good.json()["predictions"][0]["twice"] == 2 * n
         asyncio.run(until(lambda: num_ready(service) == 1))
         again = client.post("/predict", json={"instances": [{"n": 3, "do": "kill"}]})
         assert (again.status_code, again.json()["code"]) == (422, "quarantined")

@@ -41,7 +41,7 @@ class Bench:
             name="m",
             arena=self.arena,
             admission=self.admission,
-            quarantine=Quarantine(duration_s=changes.pop("quarantine_s", 60.0)),
+            quarantine=Quarantine(name="m", duration_s=changes.pop("quarantine_s", 60.0)),
             metrics=self.metrics,
             max_batch_size=max_batch_size,
             batch_wait_ms=changes.pop("batch_wait_ms", 0.0),
@@ -572,5 +572,131 @@ def test_without_quarantine_a_poison_is_tried_each_time(bench):
             poison = b.submit()
             b.dispatcher.detach(await kill_with(b, poison))
             assert isinstance(poison.exception(), WorkerCrashedError)
+
+    run(go())
+
+
+async def resend(b: Bench, give_up: Callable[[Instance], Awaitable[None]]) -> Instance:
+    """Send a poison that nobody waits for any more when it kills its worker."""
+    worker = b.worker(credit=1)
+    poison = b.submit(payload=b"poison", timeout_s=0.02)
+    await turn()
+    assert worker.sizes == [1]
+    await give_up(poison)
+    assert poison.done()
+    worker.die()
+    await turn()
+    return poison
+
+
+async def expire(instance: Instance) -> None:
+    with pytest.raises(DeadlineExceededError):
+        await instance
+
+
+async def hang_up(instance: Instance) -> None:
+    instance.cancel()
+
+
+@pytest.mark.parametrize("give_up", [expire, hang_up])
+def test_poison_that_nobody_waits_for_when_it_kills_is_quarantined_too(bench, give_up):
+    async def go():
+        b = bench()
+        for _ in range(3):
+            assert b.dispatcher.num_quarantined == 0
+            await resend(b, give_up)
+        with pytest.raises(QuarantinedError):
+            b.submit(payload=b"poison")
+        assert b.metrics.accepted == 3
+        b.check_books()
+
+    run(go())
+
+
+def test_input_whose_worker_died_kills_nobody_elses_batch_when_it_comes_again(bench):
+    async def go():
+        b = bench(max_batch_size=4)
+        await resend(b, hang_up)
+        innocents = [b.submit(payload=b"cheese") for _ in range(2)]
+        poison = b.submit(payload=b"poison")
+        innocents += [b.submit(payload=b"cheese") for _ in range(2)]
+        worker = b.worker(credit=1)
+        await turn()
+        assert worker.sizes == [2]
+        worker.answer()
+        for _ in range(2):
+            await turn()
+            assert worker.sizes == [1]
+            worker.die()
+            worker = b.worker(credit=1)
+        await turn()
+        assert isinstance(poison.exception(), WorkerCrashedError)
+        assert worker.sizes == [2]
+        worker.answer()
+        await asyncio.gather(*innocents)
+        b.check_books()
+
+    run(go())
+
+
+def test_input_that_is_often_in_a_batch_with_a_poison_is_never_quarantined(bench):
+    async def go():
+        b = bench(max_batch_size=2)
+        workers = [b.worker(credit=1) for _ in range(5)]
+        innocents = [b.submit(payload=b"cheese") for _ in range(10)]
+        await turn()
+        for worker in workers:
+            assert worker.sizes == [2]
+            worker.die()
+        worker = b.worker(credit=1)
+        await turn()
+        worker.die()  # once alone is chance
+        worker = b.worker(credit=1)
+        for _ in innocents:
+            await turn()
+            assert worker.sizes == [1]
+            worker.answer()
+        await asyncio.gather(*innocents)
+        assert b.dispatcher.num_quarantined == 0
+        b.check_books()
+
+    run(go())
+
+
+def test_death_before_the_batch_began_makes_nobody_a_suspect(bench):
+    async def go():
+        b = bench(max_batch_size=2)
+        worker = b.worker()
+        for instance in [b.submit() for _ in range(2)]:
+            await turn()
+            instance.cancel()
+        worker.die(started=False)
+        worker = b.worker()
+        for _ in range(2):
+            b.submit()
+        await turn()
+        assert worker.sizes == [2]
+
+    run(go())
+
+
+def test_when_all_inputs_kill_it_is_not_the_inputs_until_one_succeeds(bench, caplog):
+    async def go():
+        b = bench()
+        for number in range(5):
+            victim = b.submit(payload=b"%d" % number)
+            b.dispatcher.detach(await kill_with(b, victim))
+            assert isinstance(victim.exception(), WorkerCrashedError)
+            assert b.dispatcher.num_quarantined == (number + 1 if number < 2 else 0)
+        assert [record.levelname for record in caplog.records].count("WARNING") == 1
+        worker = b.worker(credit=1)
+        good = b.submit(payload=b"0")
+        await turn()
+        worker.answer()
+        await good
+        b.dispatcher.detach(worker)
+        await kill_with(b, b.submit(payload=b"poison"))
+        assert b.dispatcher.num_quarantined == 1
+        b.check_books()
 
     run(go())

@@ -47,6 +47,7 @@ FAILURES = (
     WorkerCrashedError,
 )
 POISON = b"the same each time"
+QUARANTINE_S = 5
 
 
 class Clock:
@@ -95,13 +96,14 @@ class EchoWorker(FakeWorker):
         assert found == [self._given.pop(ref.offset) for ref in items], "a slot was written over"
         return found
 
-    def echo(self, chance: random.Random) -> None:
-        """Answer the oldest batch, some of its items with errors."""
+    def echo(self, chance: random.Random) -> bool:
+        """Answer the oldest batch, some of its items with errors; whether any succeeded."""
         outcomes: list[bytes | ItemError] = [*self.take(self.batches[0][0])]
         for place in range(len(outcomes)):
             if chance.random() < 0.2:
                 outcomes[place] = ItemError(chance.choice(ITEM_ERRORS), "no")  # type: ignore[arg-type]
         self.answer(outcomes)
+        return not all(isinstance(outcome, ItemError) for outcome in outcomes)
 
     def perish(self, *, started: bool) -> None:
         self.take(self.held())
@@ -119,7 +121,15 @@ class Schedule:
         self.metrics = ModelMetrics("m")
         self.payloads: dict[Instance, bytes] = {}
         self.settled: Counter[Instance] = Counter()
+        self.is_sick = self.chance.random() < 0.2
+        """Workers die of whatever they compute."""
         self.num_refused = 0
+        self.seen: Counter[str] = Counter()
+        self.suspects: dict[bytes, float] = {}
+        """Payloads with which a worker has died lately, and until when that is remembered."""
+        self.num_deaths_alone: Counter[bytes] = Counter()
+        self.recent: set[bytes] = set()
+        """Payloads that died alone since the last success."""
         self.workers: list[EchoWorker] = []
         self.numbers = itertools.count()
         self.drain: asyncio.Future[None] | None = None
@@ -137,7 +147,7 @@ class Schedule:
                 max_batch_size=MAX_BATCH_SIZE,
                 rejected=self.metrics.rejected,
             ),
-            quarantine=Quarantine(duration_s=5, max_inputs=2),
+            quarantine=Quarantine(name="m", duration_s=QUARANTINE_S, max_inputs=2),
             metrics=self.metrics,
             max_batch_size=MAX_BATCH_SIZE,
             batch_wait_ms=self.chance.choice([0.0, 2.0]),
@@ -145,7 +155,8 @@ class Schedule:
 
     def run(self) -> None:
         for step in range(NUM_STEPS):
-            weights = list(self.STEPS.values())
+            steps = self.SICK_STEPS if self.is_sick else self.STEPS
+            weights = list(steps.values())
             (act,) = self.chance.choices(list(self.STEPS), weights)
             self.do(act(self))
             if self.chance.random() < 0.7:
@@ -168,10 +179,15 @@ class Schedule:
             before = self.metrics.accepted
             try:
                 instance = self.dispatcher.submit(Payload("bytes", [payload]), options)
-            except ServiceError:
+            except ServiceError as error:
+                if isinstance(error, QuarantinedError):
+                    assert self.num_deaths_alone[payload] >= 2
                 self.num_refused += 1
                 assert self.metrics.accepted == before
                 continue
+            is_suspect = self.suspects.get(payload, 0) > self.clock.now
+            assert instance.is_solo is is_suspect
+            self.seen["suspect"] += is_suspect
             self.payloads[instance] = payload
             instance.add_done_callback(lambda done: self.settled.update([done]))
 
@@ -187,7 +203,9 @@ class Schedule:
     async def answer(self) -> None:
         busy = [worker for worker in self.workers if worker.batches]
         if busy:
-            self.chance.choice(busy).echo(self.chance)
+            answered = self.chance.choice(busy).echo(self.chance)
+            if answered:
+                self.loop.call_soon(self.recent.clear)
 
     async def lose(self) -> None:
         """A worker dies, as one does that has a poison."""
@@ -197,13 +215,33 @@ class Schedule:
         has_poison = any(
             self.arena.read(ref.offset, ref.num_bytes) == POISON for ref in worker.held()
         )
-        if not has_poison and self.chance.random() < 0.5:
+        if not has_poison and not self.is_sick and self.chance.random() < 0.5:
             return
         self.workers.remove(worker)
         was_idle = not worker.batches
-        worker.perish(started=has_poison or self.chance.random() < 0.5)
+        started = has_poison or self.is_sick or self.chance.random() < 0.5
+        refs = worker.batches[0][0] if worker.batches and started else []
+        lost = [instance for instance in self.payloads if any(instance.ref is ref for ref in refs)]
+        was_alone = any(instance.is_solo for instance in lost)
+        worker.perish(started=started)
+        self.loop.call_soon(self.note_death, lost, was_alone)  # when the dispatcher hears of it
         if was_idle:
             self.dispatcher.detach(worker)  # as the pool does, since nothing else tells
+
+    def note_death(self, lost: "Sequence[Instance]", was_alone: bool) -> None:
+        """What is to be remembered of those that were in the batch when its worker died."""
+        self.seen["nobody waited"] += was_alone and lost[0].cancelled()
+        if was_alone:
+            (payload,) = [self.payloads[instance] for instance in lost]
+            self.num_deaths_alone[payload] += 1
+            if len(self.recent) < 3:
+                self.recent.add(payload)
+                if len(self.recent) == 3:
+                    self.suspects.clear()
+                    self.seen["doubt"] += 1
+        if len(self.recent) < 3:
+            until = self.clock.now + QUARANTINE_S
+            self.suspects.update((self.payloads[instance], until) for instance in lost)
 
     async def cancel(self) -> None:
         waiting = [instance for instance in self.payloads if not instance.done()]
@@ -232,6 +270,8 @@ class Schedule:
         abandon: 1,
     }
 
+    SICK_STEPS: ClassVar = STEPS | {answer: 1, lose: 45}
+
     def check_outcomes(self) -> None:
         """Each outcome is counted once, and is the right one."""
         found: Counter[str] = Counter()
@@ -248,6 +288,8 @@ class Schedule:
             else:
                 found["failed"] += 1
                 assert isinstance(error, FAILURES)
+                if isinstance(error, (QuarantinedError, WorkerCrashedError)):
+                    assert self.num_deaths_alone[payload] >= 2
         metrics = self.metrics
         assert metrics.accepted == len(self.payloads)
         for name in ("succeeded", "failed", "expired", "cancelled", "in_flight"):
@@ -322,5 +364,6 @@ def test_books_balance_and_slots_are_kept_whatever_happens_in_whatever_order(
         for name in ("accepted", "succeeded", "failed", "expired", "cancelled", "retried"):
             seen[name] += getattr(metrics, name)
         seen.update(metrics.rejected)
-    never = {name for name in (*seen, "quarantined") if not seen[name]}
+        seen.update(schedule.seen)
+    never = {name for name in (*seen, "quarantined", "doubt") if not seen[name]}
     assert never == {"unavailable"}, seen  # which is for the pool to say

@@ -46,7 +46,7 @@ def pool_over(
         name="m",
         arena=arena,
         admission=Admission(max_queue_length=10, max_batch_size=1, rejected=metrics.rejected),
-        quarantine=Quarantine(duration_s=60),
+        quarantine=Quarantine(name="m", duration_s=60),
         metrics=metrics,
         max_batch_size=1,
     )
