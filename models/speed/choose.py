@@ -1,12 +1,12 @@
 """Chooses the preset to serve with: tries them, compares, and remembers. Worker processes only."""
 
 import logging
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 import msgspec
@@ -24,12 +24,16 @@ from models.speed.verdicts import VerdictStore, fingerprint
 logger = logging.getLogger(__name__)
 
 _BUDGET_S = 10.0
-"""What trying may take; presets that it does not suffice for are left out."""
+"""What trying may take; a preset that is not judged by then is left out."""
 _EXACT_S = 1.5
 """Samples are compared for as long as the exact network takes no longer than this for them."""
 _ROUNDS_S = 0.5
 """What timing one preset at one batch size may take, once there are `_MIN_ROUNDS`."""
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 15
+_CLEAR_SPREAD = 1.1
+"""Rounds that differ by no more than this factor need no more of them."""
+_BATCH_S = 0.25
+"""Batches that would take longer are made smaller, so that a few of them fit into the time."""
 _COMPARED_BATCH = 8
 _MAX_TIMED_BATCH = 32
 _LEAST_GAIN = 1.1
@@ -49,6 +53,8 @@ class SpeedWish:
     """Where verdicts and compiled packages are kept; None keeps them nowhere."""
     compile_package: Callable[[nn.Module, Path], None] | None = None
     """Compiles the model's network to a package, or raises what tells why not."""
+    chosen: SpeedReport | None = None
+    """What an earlier incarnation of this worker chose, to be applied as it is."""
 
 
 def choose(model: Model, wish: SpeedWish, on_progress: Callable[[str], None]) -> SpeedReport:
@@ -59,19 +65,37 @@ def choose(model: Model, wish: SpeedWish, on_progress: Callable[[str], None]) ->
     """
     if wish.speed == "exact":
         return SpeedReport()
+    if wish.chosen and (known := _apply_chosen(model, wish, wish.chosen)):
+        return known
     trial = _Trial(model, wish.max_batch_size)
     if trial.obstacle:
         if wish.speed != "auto":
             raise ModelError(f'speed = "{wish.speed}" cannot be had: {trial.obstacle}')
         return SpeedReport(note=trial.obstacle)
     store = VerdictStore(wish.cache_dir)
-    key = fingerprint(trial.exact, trial.device_name, torch.get_num_threads(), wish.max_batch_size)
+    key = trial.key()
     trial.package = store.package(key)
     if wish.speed == "compiled":
         _compile(trial, wish, store, key, on_progress)
     if wish.speed != "auto":
         return _apply_named(trial, wish.speed)
     return _choose_best(trial, store, key, on_progress)
+
+
+def _apply_chosen(model: Model, wish: SpeedWish, chosen: SpeedReport) -> SpeedReport | None:
+    """Apply what was verified in this run already; a crash must not wait for more than that."""
+    chosen = msgspec.structs.replace(chosen, measured_s=0.0)
+    if chosen.preset == "exact":
+        return chosen
+    trial = _Trial(model, wish.max_batch_size, num_samples=1)
+    try:
+        if chosen.preset == "compiled":
+            trial.package = VerdictStore(wish.cache_dir).package(trial.key())
+        model.network = trial.prepare(chosen.preset)
+    except Exception as error:  # the network is the user's: it may raise anything
+        logger.warning("the preset %s no longer works: %s", chosen.preset, _first_line(error))
+        return None
+    return chosen
 
 
 def _compile(
@@ -150,40 +174,47 @@ def _measure(trial: "_Trial", on_progress: Callable[[str], None]) -> SpeedReport
     names = presets_for(trial.exact, trial.device)
     if trial.has_package:
         names.insert(0, "compiled")
-    until = time.monotonic() + _BUDGET_S
+    trial.until = time.monotonic() + _BUDGET_S
     best, best_network = SpeedReport(), trial.exact
     notes = []
+    is_cut_short = False
     for number, name in enumerate(names, 1):
-        if time.monotonic() > until:
-            notes.append(f"{name} was not tried for lack of time")
-            continue
         on_progress(f"measuring speed presets {number}/{len(names)}: {name}")
         try:
             network = trial.prepare(name)
             agreement = trial.compare(network)
+            if not agreement.is_within:
+                notes.append(f"{name} refused: {agreement.text}")
+                continue
+            gain = trial.gain(network)
+        except _NoTimeLeftError:
+            is_cut_short = True
+            notes.append(f"{name} was not judged for lack of time")
+            break
         except Exception as error:  # the network is the user's: it may raise anything
             logger.debug("the preset %s fails", name, exc_info=True)
             notes.append(f"{name} fails: {_first_line(error)}")
             continue
-        if not agreement.is_within:
-            notes.append(f"{name} refused: {agreement.text}")
-            continue
-        gain = trial.gain(network)
         notes.append(f"{name} {gain:.2f} x")
         if gain > best.gain * _LEAST_GAIN:
             best = SpeedReport(preset=name, gain=gain, deviation=agreement.deviation)
             best_network = network
     trial.model.network = best_network
-    return SpeedReport(
-        preset=best.preset, gain=best.gain, deviation=best.deviation, note="; ".join(notes)
-    )
+    return msgspec.structs.replace(best, note="; ".join(notes), is_cut_short=is_cut_short)
+
+
+class _NoTimeLeftError(Exception):
+    """It is past `_Trial.until`."""
 
 
 class _Trial:
     """A model, its exact network, and samples to try others on."""
 
-    def __init__(self, model: Model, max_batch_size: int) -> None:
+    def __init__(self, model: Model, max_batch_size: int, num_samples: int | None = None) -> None:
+        """Prepare the samples: all, or the first few."""
         self.model = model
+        self.until = math.inf
+        """No batch is begun after this moment of CLOCK_MONOTONIC."""
         self.obstacle = ""
         self.package: Path | None = None
         """Where the compiled network lies, if it is there."""
@@ -197,13 +228,20 @@ class _Trial:
         is_cuda = self.device.type == "cuda"
         self.device_name = torch.cuda.get_device_name(self.device) if is_cuda else "cpu"
         with torch.inference_mode():
-            self._features = [model.preprocess(item) for item in model.samples()]
+            self._features = [model.preprocess(item) for item in model.samples()[:num_samples]]
         if not self._features:
             self.obstacle = "no sample inputs to verify presets on"
             return
         self._compared: list[tuple[Features, Features]] = []
         """Batches of samples, with the exact outputs."""
-        self._timed = [self._batch(size) for size in {1, min(max_batch_size, _MAX_TIMED_BATCH)}]
+        self._max_batch_size = max_batch_size
+        self._single_s: float | None = None
+
+    def key(self) -> str:
+        """What a verdict on this is kept under."""
+        return fingerprint(
+            self.exact, self.device_name, torch.get_num_threads(), self._max_batch_size
+        )
 
     @property
     def has_package(self) -> bool:
@@ -229,8 +267,9 @@ class _Trial:
 
     def gain(self, network: nn.Module) -> float:
         """How many times as fast it is as the exact one: the geometric mean over batch sizes."""
-        gains = [self._gain(network, batch) for batch in self._timed]
-        return float(prod(gains) ** (1 / len(gains)))
+        sizes = {1, self._fitting(min(self._max_batch_size, _MAX_TIMED_BATCH))}
+        gains = [self._gain(network, self._batch(size)) for size in sorted(sizes)]
+        return float(math.prod(gains) ** (1 / len(gains)))
 
     def _gain(self, network: nn.Module, batch: Features) -> float:
         """The median over rounds in which both take turns, so that a slow moment hits both."""
@@ -239,7 +278,9 @@ class _Trial:
         for each in (network, self.exact):
             self._run(each, batch)
         while len(ratios) < _MIN_ROUNDS or (
-            time.monotonic() - began < _ROUNDS_S and len(ratios) < _MAX_ROUNDS
+            time.monotonic() < min(began + _ROUNDS_S, self.until)
+            and len(ratios) < _MAX_ROUNDS
+            and max(ratios) > min(ratios) * _CLEAR_SPREAD
         ):
             seconds = []
             for each in (self.exact, network):
@@ -251,17 +292,28 @@ class _Trial:
 
     def _exact(self, max_batches: int | None) -> Sequence[tuple[Features, Features]]:
         """Batches of samples with their exact outputs, computed when first asked for."""
+        size = self._fitting(_COMPARED_BATCH)
         if max_batches is not None:
-            batch = self._batch(_COMPARED_BATCH)
+            batch = self._batch(size)
             return self._compared[:max_batches] or [(batch, self._run(self.exact, batch))]
         if not self._compared:
             began = time.monotonic()
-            for start in range(0, len(self._features), _COMPARED_BATCH):
-                batch = self._collate(self._features[start : start + _COMPARED_BATCH])
+            for start in range(0, len(self._features), size):
+                batch = self._collate(self._features[start : start + size])
                 self._compared.append((batch, self._run(self.exact, batch)))
                 if time.monotonic() - began > _EXACT_S:
                     break
         return self._compared
+
+    def _fitting(self, size: int) -> int:
+        """That size, or a smaller one if a batch of it would take too long."""
+        if self._single_s is None:
+            single = self._batch(1)
+            self._run(self.exact, single)  # the first call of a network is no measure
+            began = time.monotonic()
+            self._run(self.exact, single)
+            self._single_s = time.monotonic() - began
+        return max(1, min(size, int(_BATCH_S / max(self._single_s, 1e-6))))
 
     def _batch(self, size: int) -> Features:
         features = self._features
@@ -273,6 +325,8 @@ class _Trial:
 
     @torch.inference_mode()
     def _run(self, network: nn.Module, batch: Features) -> dict[str, Tensor]:
+        if time.monotonic() > self.until:
+            raise _NoTimeLeftError
         with _serving(self.model, network):
             outputs = self.model.forward(batch)
         # On a GPU nothing has been computed before the outputs are here.

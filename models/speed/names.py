@@ -24,6 +24,8 @@ class SpeedReport(msgspec.Struct, frozen=True, kw_only=True):
     """The largest difference from `exact` on the sample inputs, as the model's tolerance has it."""
     note: str = ""
     """What the others came to, or why none was tried; for a person."""
+    is_cut_short: bool = False
+    """Time did not suffice to judge all of the presets."""
     measured_s: float = 0.0
     """What measuring took this worker, or waiting for the one that measured."""
 

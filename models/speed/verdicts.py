@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import hashlib
 import inspect
+import logging
 import os
 import platform
 import time
@@ -16,7 +17,12 @@ from torch import nn
 
 from models.speed.names import CHOICES, SpeedReport
 
+logger = logging.getLogger(__name__)
+
 _LOCK_POLL_S = 0.05
+_CUT_SHORT_HOLDS_S = 3600.0
+"""A verdict cut short serves the other replicas, and a service that is started over and over; a
+later start may find the machine less busy."""
 
 
 def fingerprint(network: nn.Module, *facts: object) -> str:
@@ -47,6 +53,7 @@ class VerdictStore:
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
+        self._has_warned = False
 
     def package(self, key: str) -> Path | None:
         """Where the compiled network of a key belongs."""
@@ -56,12 +63,13 @@ class VerdictStore:
         """What was found out before, if it was."""
         if self._folder is None:
             return None
+        path = self._folder / f"{key}.json"
         try:
-            return msgspec.json.decode(
-                (self._folder / f"{key}.json").read_bytes(), type=SpeedReport
-            )
+            report = msgspec.json.decode(path.read_bytes(), type=SpeedReport)
+            age_s = time.time() - path.stat().st_mtime
         except (OSError, msgspec.MsgspecError):
             return None
+        return None if report.is_cut_short and age_s > _CUT_SHORT_HOLDS_S else report
 
     def write(self, key: str, report: SpeedReport) -> None:
         """Keep it, if that can be done."""
@@ -69,9 +77,11 @@ class VerdictStore:
             return
         path = self._folder / f"{key}.json"
         draft = path.with_suffix(f".{os.getpid()}")
-        with contextlib.suppress(OSError):
+        try:
             draft.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
             draft.replace(path)
+        except OSError as error:
+            self._warn(error)
 
     @contextlib.contextmanager
     def turn(self, key: str, timeout_s: float, on_wait: Callable[[], None]) -> Iterator[None]:
@@ -96,8 +106,15 @@ class VerdictStore:
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             return os.open(self._folder / f"{key}.lock", os.O_RDWR | os.O_CREAT, 0o600)
-        except OSError:
+        except OSError as error:
+            self._warn(error)
             return None
+
+    def _warn(self, error: OSError) -> None:
+        if not self._has_warned:
+            text = "what is found out about speed is not kept, as %s cannot be written: %s"
+            logger.warning(text, self._folder, error)
+        self._has_warned = True
 
 
 def _lock(descriptor: int, timeout_s: float, on_wait: Callable[[], None]) -> None:

@@ -1,9 +1,13 @@
 import logging
+import os
 import subprocess
 import sys
+import time
+from dataclasses import replace
 
 import pytest
 import torch
+from msgspec.structs import replace as replace_report
 from torch import nn
 
 from models.base import Item, Model
@@ -219,10 +223,83 @@ def test_a_damaged_verdict_is_measured_anew(tmp_path, text, always_faster):
     assert b"bf17" not in path.read_bytes()
 
 
-def test_a_folder_that_cannot_be_written_costs_nothing_but_time(tmp_path, always_faster):
+def test_a_folder_that_cannot_be_written_is_named_and_costs_nothing_but_time(
+    tmp_path, always_faster, caplog
+):
     (tmp_path / "file").write_text("in the way")
     report = choose(loaded(), wish(cache_dir=tmp_path / "file" / "cache"), quietly)
     assert report.preset != "exact"
+    (line,) = caplog.messages
+    assert str(tmp_path / "file" / "cache") in line
+    assert "Not a directory" in line
+
+
+class Clock:
+    """Goes on only when it is told to."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    perf_counter = monotonic
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Counts the batches of a network for which each is a second of the only clock there is."""
+    clock = Clock()
+    monkeypatch.setattr(choosing, "time", clock)
+
+    class Slow(Small):
+        num_batches = 0
+
+        def forward(self, batch):
+            clock.now += 1.0
+            Slow.num_batches += 1
+            return super().forward(batch)
+
+    return Slow
+
+
+def test_trying_ends_when_its_time_is_over_whatever_it_is_about(slow):
+    report = choose(loaded(slow()), wish(), quietly)
+    assert slow.num_batches <= choosing._BUDGET_S + 2
+    assert report.preset == "exact"
+    assert report.is_cut_short
+    assert "not judged for lack of time" in report.note
+
+
+def test_what_was_best_when_time_is_over_serves(slow, monkeypatch):
+    monkeypatch.setattr(choosing, "presets_for", lambda *_: ["folded", "channels_last"])
+    monkeypatch.setattr(choosing._Trial, "gain", lambda self, network: 2.0)
+    monkeypatch.setattr(choosing, "_BUDGET_S", 7.5)
+    report = choose(loaded(slow()), wish(), quietly)
+    assert (report.preset, report.is_cut_short) == ("folded", True)
+
+
+def test_a_verdict_cut_short_is_kept_for_a_while_only(tmp_path):
+    report = SpeedReport(preset="folded", gain=2.0, is_cut_short=True)
+    store = VerdictStore(tmp_path)
+    store.write("key", report)
+    assert store.read("key") == report
+    before = time.time() - 2 * 3600
+    os.utime(tmp_path / "key.json", (before, before))
+    assert store.read("key") is None
+
+
+def test_what_was_chosen_before_in_this_run_is_applied_without_trying(monkeypatch, always_faster):
+    first = choose(loaded(), wish(), quietly)
+    monkeypatch.setattr(choosing._Trial, "compare", lambda *_: pytest.fail("it compares"))
+    monkeypatch.setattr(choosing._Trial, "gain", lambda *_: pytest.fail("it measures"))
+    for speed in ("auto", first.preset):
+        again = loaded()
+        told = replace(wish(speed), chosen=replace_report(first, measured_s=3.0))
+        assert choose(again, told, quietly) == replace_report(first, measured_s=0.0)
+        assert type(again.network).__name__ == "Recast"
+    exact = SpeedReport(note="no preset is faster")
+    assert choose(loaded(), replace(wish(), chosen=exact), quietly) == exact
 
 
 _HOLD = """
