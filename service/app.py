@@ -44,6 +44,7 @@ from service.report import report_of
 from service.server import Server
 from service.settings import ModelSettings, Settings, version_of
 from service.settings_loader import Loaded
+from service.speed_cache import SpeedCache
 from service.tls import TlsError
 from workers.arena import Arena
 from workers.config import WorkerConfig
@@ -95,7 +96,8 @@ class Service:
             drain=self.set_draining,
             settings_json=lambda: json_of(loaded.rows()),
         )
-        self._plans = _plan(settings, host)
+        self._speed_cache = SpeedCache(settings)
+        self._plans = _plan(settings, host, self._speed_cache.folder)
         try:
             self._arena = Arena(settings.arena_bytes)
         except SharedMemoryError as error:
@@ -151,6 +153,7 @@ class Service:
         grace_s = 0.0 if self._is_hurried else _STOP_GRACE_S
         await asyncio.gather(*(pool.stop(grace_s) for pool in self.pools.values()))
         self._arena.close()
+        self._speed_cache.close()
 
     async def until_settled(self) -> None:
         """Wait until the default model is ready, or each is ready or given up."""
@@ -380,11 +383,16 @@ def _serve(
     return exit_code
 
 
-def _plan(settings: Settings, host: Host) -> dict[str, list[WorkerConfig]]:
-    return {name: _configs(name, model, host, settings) for name, model in settings.models.items()}
+def _plan(settings: Settings, host: Host, cache_dir: str | None) -> dict[str, list[WorkerConfig]]:
+    return {
+        name: _configs(name, model, host, settings, cache_dir)
+        for name, model in settings.models.items()
+    }
 
 
-def _configs(name: str, model: ModelSettings, host: Host, settings: Settings) -> list[WorkerConfig]:
+def _configs(
+    name: str, model: ModelSettings, host: Host, settings: Settings, cache_dir: str | None
+) -> list[WorkerConfig]:
     placements = place(
         host,
         devices=model.devices,
@@ -396,7 +404,7 @@ def _configs(name: str, model: ModelSettings, host: Host, settings: Settings) ->
             name,
             placement,
             max_image_pixels=settings.max_image_pixels,
-            cache_dir=settings.cache_folder(),
+            cache_dir=cache_dir,
         )
         for placement in placements
     ]

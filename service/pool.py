@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from math import ceil
 from typing import Protocol, get_args
 
@@ -160,6 +161,7 @@ class Pool:
     async def replace(self, slots: Sequence[Slot], grace_s: float) -> None:
         """Replace workers one after another, and go on only while their successors come up."""
         for slot in slots:
+            slot.config = replace(slot.config, chosen=None)  # something may have changed
             if not await self._supervisor.replace(slot, grace_s):
                 logger.error("%s did not come up again: the rest stay as they are", slot.id)
                 return
@@ -185,6 +187,7 @@ class Pool:
         self._announcer.ready(slot.id.worker, now - began)
         if slot.config.speed != "exact":
             self._tell_speed(slot, ready.speed)
+            slot.config = replace(slot.config, chosen=ready.speed)  # for its next life
         self._on_change()
 
     def on_gone(self, handle: WorkerHandle) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from models.spec import MAX_IMAGE_PIXELS, Placement
+from models.speed.names import SpeedReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +22,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    """All that one worker needs to know; the same for each of its incarnations."""
+    """All that one worker needs to know; the same for all its incarnations, but for `chosen`."""
 
     model: ModelConfig
     placement: Placement
@@ -37,5 +38,7 @@ class WorkerConfig:
     """One of `models.speed.names.CHOICES`."""
     cache_dir: str | None = None
     """Where what was found out about speed is kept; None keeps it nowhere."""
+    chosen: SpeedReport | None = None
+    """What an earlier incarnation chose by `speed`, to be applied as it is; None has it chosen."""
     batch_timeout_s: float = 60.0
     """A batch that has run for longer means a hang."""

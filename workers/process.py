@@ -208,6 +208,7 @@ def _load(config: WorkerConfig, outbox: WorkerQueue) -> tuple[Computer, Ready]:
         max_batch_size=config.max_batch_size,
         cache_dir=Path(config.cache_dir) if config.cache_dir else None,
         compile_package=partial(compile_package, config),
+        chosen=config.chosen,
     )
     speed = choose(model, wish, lambda stage: outbox.put(Progress(stage)))
     device = config.placement.devices[0]

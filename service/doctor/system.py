@@ -6,8 +6,9 @@ import re
 import sys
 from collections.abc import Iterator
 from multiprocessing import get_all_start_methods
+from pathlib import Path
 
-from service.doctor.facts import Build, Facts
+from service.doctor.facts import Build, Facts, folder
 from service.doctor.findings import Finding, error, in_words, note, ok, warning
 from service.settings import Settings
 
@@ -142,6 +143,23 @@ def check_disk(facts: Facts, settings: Settings) -> Iterator[Finding]:
         )
     else:
         yield ok("disk", f"{in_words(facts.cwd.free_bytes)} free in {facts.cwd.path}")
+
+
+def check_cache(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """Where the choice of speed presets is kept."""
+    path = settings.cache_folder()
+    if path is None or all(model.speed == "exact" for model in settings.models.values()):
+        return
+    nearest = next(p for p in (Path(path), *Path(path).parents) if os.path.lexists(p))
+    found = folder(nearest)
+    if found is None or not found.is_writable or not nearest.is_dir():
+        yield warning(
+            "cache folder",
+            f"{nearest} cannot be written: each start measures speed presets anew",
+            "set cache_dir to another folder",
+        )
+    else:
+        yield ok("cache folder", path)
 
 
 def _variant(build: Build) -> str:

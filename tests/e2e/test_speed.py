@@ -43,3 +43,21 @@ def test_a_preset_by_name_serves_in_every_incarnation(tmp_path):
         assert (worker["speed"], worker["incarnation"]) == ("folded", 1)
         assert client.post("/predict", content=jpeg("chelsea"), headers=headers).json() == before
     assert not list(tmp_path.iterdir())
+
+
+def test_without_a_folder_one_worker_measures_once_in_a_run_and_that_is_told(tmp_path):
+    (tmp_path / "file").touch()
+    env = {"INFERPOOL_CACHE_DIR": str(tmp_path / "file" / "cache"), "TMPDIR": str(tmp_path)}
+    arguments = (SMALL, "--replicas", "2", "--speed", "auto", "--log-level", "debug")
+    with running(*arguments, env=env) as service:
+        while len(pids := service.worker_pids()) < 2:
+            service.wait_for_log("ready in")
+        os.kill(pids[0], signal.SIGKILL)
+        service.wait_for_log("ended")
+        service.wait_for_log("ready in")
+        messages = [str(line["message"]) for line in service.log]
+        service.signal(signal.SIGTERM)
+        assert service.wait() == 0
+    assert sum(str(tmp_path / "file" / "cache") in message for message in messages) == 1
+    assert sum("measuring speed presets 1/" in message for message in messages) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

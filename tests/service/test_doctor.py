@@ -161,6 +161,18 @@ def test_process_1_needs_an_init(facts: Facts, settings: Settings):
     assert "docker run --init" in words(limits.check_container(replace(facts, pid=1), settings))
 
 
+def test_cache_folder(tmp_path: Path, facts: Facts):
+    def check(cache_dir: Path, speed: str) -> str:
+        env = {"INFERPOOL_CACHE_DIR": str(cache_dir)}
+        found = load({"model": "echo", "speed": speed}, env, tmp_path).settings
+        return words(system.check_cache(facts, found))
+
+    (tmp_path / "file").touch()
+    assert check(tmp_path / "not" / "yet", "auto").startswith("ok cache folder")
+    assert f"warning cache folder: {tmp_path}/file " in check(tmp_path / "file" / "x", "auto")
+    assert check(tmp_path / "file" / "x", "exact") == ""
+
+
 def test_temporary_folder(facts: Facts, settings: Settings):
     def at(path: str, free_bytes: int = GIB) -> Facts:
         tmp = Folder(path=Path(path), is_writable=True, total_bytes=GIB, free_bytes=free_bytes)

@@ -126,14 +126,36 @@ def test_model_that_was_given_up_does_not_ask_for_another_try():
 class Measuring(FakeEngine):
     """Its workers take a while for their presets, which is no part of what a restart would take."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: dict[str, SpeedReport | None] = {}
+        """By incarnation: the preset that it need not choose."""
+
     async def start(
         self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
     ) -> FakeWorker:
         worker = await super().start(id, config, on_progress)
+        self.told[str(id)] = config.chosen
         speed = SpeedReport(preset="folded", gain=1.5, note="bf16 refused", measured_s=0.2)
         worker.ready = msgspec.structs.replace(worker.ready, speed=speed)
         await asyncio.sleep(0.2)
         return worker
+
+
+def test_worker_after_a_crash_is_told_what_the_one_before_chose_and_one_asked_for_is_not():
+    async def go(arena: Arena) -> None:
+        engine = Measuring()
+        pool = pool_over(engine, arena, configs=[replace(CONFIG, speed="auto")])
+        pool.start()
+        await until(lambda: pool.is_ready)
+        engine.started[0].die()
+        await until(lambda: len(engine.started) == 2 and pool.is_ready)
+        await pool.replace(pool.slots, 1)
+        chosen = engine.started[0].ready.speed
+        assert engine.told == {"m/0#0": None, "m/0#1": chosen, "m/0#2": None}
+        await pool.stop(0)
+
+    run(go)
 
 
 class Noting(Silent):
