@@ -38,6 +38,7 @@ _DEVICES = re.compile(r"auto|cpu|cuda(:\d+(,\d+)*)?")
 _MIB = 2**20
 
 PositiveInt = Annotated[int, Field(ge=1)]
+PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Auto = Literal["auto"]
 
 
@@ -71,8 +72,9 @@ class ModelSettings(_Table):
     """The most instances that one forward pass serves."""
     batch_wait_ms: float = Field(0.0, ge=0, le=60_000, allow_inf_nan=False)
     """How long an idle worker waits for a batch to fill; 0: it starts with what is there."""
-    batch_timeout_s: float = Field(60.0, gt=0, allow_inf_nan=False)
-    """A batch that has run for longer means a hang: its worker is killed and replaced."""
+    batch_timeout_s: Auto | PositiveSeconds = "auto"
+    """A batch that has run for longer means a hang: its worker is killed and replaced. `auto`: ten
+    times the longest batch of the warm-up, at least 10 s; without a warm-up, 60 s."""
     load_timeout_s: float = Field(600.0, gt=0, allow_inf_nan=False)
     """A worker that has not become ready by then is killed, and started again."""
     credit: int = Field(2, ge=1, le=64)
@@ -137,7 +139,7 @@ class ModelSettings(_Table):
             speed=self.speed,
             cache_dir=cache_dir,
             load_timeout_s=self.load_timeout_s,
-            batch_timeout_s=self.batch_timeout_s,
+            batch_timeout_s=None if self.batch_timeout_s == "auto" else self.batch_timeout_s,
             max_image_pixels=max_image_pixels,
         )
 

@@ -16,7 +16,7 @@ class FakeWorker:
     def __init__(self, id: WorkerId | None = None, credit: int = 2) -> None:
         self.id = id or WorkerId(model="m", slot=0)
         self.credit = credit
-        self.ready = Ready(1, [], [], "cpu", 0.0, True, SpeedReport())
+        self.ready = Ready(1, [], [], "cpu", 0.0, None, True, SpeedReport())
         self.has_worked = False
         self.batches: list[tuple[list[ItemRef], asyncio.Future[BatchDone]]] = []
         """Those that it holds, oldest first."""

@@ -1,5 +1,6 @@
 """A model whose behaviour is chosen by its input, and whose right answers are known."""
 
+import ctypes
 import os
 import re
 import signal
@@ -17,7 +18,7 @@ from models.spec import Placement, TensorSpec
 ACTS = (
     *("ok", "raise", "kill", "hang", "exit", "sleep", "rows", "leave"),
     *("nan", "spoil", "shape", "segfault", "spin", "eat", "device", "ill"),
-    *("kill early", "hang early", "spin early"),
+    *("kill early", "hang early", "spin early", "hold early"),
 )
 _BIG_BYTES = 8 << 20
 
@@ -137,6 +138,8 @@ class FaultModel(Model):
                 os.kill(os.getpid(), signal.SIGKILL)
             case "hang":
                 time.sleep(3600)
+            case "hold":
+                ctypes.PyDLL(None).usleep(700_000)  # with the GIL
             case "spin":
                 re.match(r"(a+)+$", "a" * 64 + "b")  # in C, with the GIL, for years
             case "segfault":

@@ -41,6 +41,13 @@ class Canary:
         self.limit_s = min(self._batch_timeout_s, max(PATIENCE_S, took_s * _SLOWER))
         self.every_s = max(EVERY_S, took_s / _MAX_SHARE)
         errors = [outcome for outcome in done.outcomes if isinstance(outcome, ItemError)]
-        self._num_failures = self._num_failures + 1 if errors else 0
-        self.failure = errors[0].message if errors else ""
-        return not errors
+        if not errors:
+            self.forget_failures()
+            return True
+        self._num_failures += 1
+        self.failure = errors[0].message
+        return False
+
+    def forget_failures(self) -> None:
+        """It has given a good answer, if not to a canary."""
+        self._num_failures, self.failure = 0, ""

@@ -7,7 +7,7 @@ does not promise, is halved until the items at fault stand alone, so their neigh
 import logging
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -50,11 +50,27 @@ class Computer:
     """Runs a loaded model on batches of items."""
 
     def __init__(
-        self, model: Model, *, num_threads: int, pin_memory: bool, sample: Item | None = None
+        self,
+        model: Model,
+        *,
+        num_threads: int,
+        pin_memory: bool,
+        sample: Item | None = None,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
+        """Take over a loaded model.
+
+        Args:
+            model: What computes.
+            num_threads: How many preparations may run at once.
+            pin_memory: Whether batches go to a GPU.
+            sample: What canaries compute.
+            on_progress: Called before each further part of a batch that is computed in parts.
+        """
         self._model = model
         self._pin_memory = pin_memory
         self._sample = sample
+        self._on_progress = on_progress
         self._is_sample_finite: bool | None = None
         self._checks = OutputChecks(model)
         self._safe_sizes = SafeSizes()
@@ -62,16 +78,23 @@ class Computer:
         self._item_s = 0.0
         self._encode = msgspec.json.Encoder(enc_hook=_plain).encode
 
-    def warm_up(self, samples: Sequence[Item], sizes: Sequence[int]) -> None:
+    def warm_up(self, samples: Sequence[Item], sizes: Sequence[int]) -> float:
         """Compute batches of some sizes, made of samples.
+
+        Returns:
+            What the longest took, in seconds, with the preparation of so many samples.
 
         Raises:
             ModelError: The outputs are not what the model declares.
         """
         model = self._model
+        longest_s = 0.0
         with torch.inference_mode():
+            began = time.monotonic()
             features = [model.preprocess(item) for item in samples]
+            prepare_s = (time.monotonic() - began) / len(samples)
             for size in sizes:
+                began = time.monotonic()
                 batch = model.collate([features[i % len(features)] for i in range(size)])
                 outputs = {name: out.cpu() for name, out in model.forward(batch).items()}
                 outputs = dict(model.postprocess(outputs))
@@ -79,6 +102,8 @@ class Computer:
                     self._checks.check_shapes(outputs, size)
                 except BrokenPromiseError as error:
                     raise ModelError(str(error)) from error
+                longest_s = max(longest_s, prepare_s * size + time.monotonic() - began)
+        return longest_s
 
     def prepare(self, id: int, refs: Sequence[ItemRef], payloads: Sequence[memoryview]) -> Prepared:
         """Decode, transform and collate. May run while another batch is in `compute`."""

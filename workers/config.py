@@ -40,5 +40,5 @@ class WorkerConfig:
     """Where what was found out about speed is kept; None keeps it nowhere."""
     chosen: SpeedReport | None = None
     """What an earlier incarnation chose by `speed`, to be applied as it is; None has it chosen."""
-    batch_timeout_s: float = 60.0
-    """A batch that has run for longer means a hang."""
+    batch_timeout_s: float | None = None
+    """A batch that has run for longer means a hang; None: long beside those of the warm-up."""

@@ -9,7 +9,7 @@ import time
 
 from workers.memory import SharedMemory
 
-_BEAT_NS, _RECEIVED, _NUM_BATCHES, _LEAVE = range(4)
+_BEAT_NS, _RECEIVED, _NUM_BATCHES, _LEAVE, _PROGRESS_NS = range(5)
 _ROW_BYTES = mmap.PAGESIZE
 
 
@@ -26,6 +26,10 @@ class Heartbeat:
     def received(self, batch_id: int) -> None:
         """Work on a batch begins, in any thread; from here on it may be what ends the process."""
         self._row[_RECEIVED] = batch_id
+
+    def progressed(self) -> None:
+        """The next part of the batch that is computed begins."""
+        self._row[_BEAT_NS] = self._row[_PROGRESS_NS] = time.monotonic_ns()
 
     def answered(self) -> None:
         """A batch is done, which was no canary."""
@@ -65,6 +69,11 @@ class HeartbeatReader:
     def last_received(self) -> int:
         """The newest batch that the worker has begun to work on."""
         return self._row[_RECEIVED]
+
+    @property
+    def progressed_at(self) -> float:
+        """When it last began with a part of a batch, in seconds; 0.0 if it never did."""
+        return self._row[_PROGRESS_NS] / 1e9
 
     def tell_to_leave(self) -> None:
         """From now on SIGTERM ends the worker, which ignores it otherwise."""

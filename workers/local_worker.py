@@ -21,6 +21,7 @@ from workers.endings import OomKills
 from workers.engine import Cause, Ending, Vitals, WorkerId
 from workers.errors import WorkerLostError, WorkerStartError
 from workers.heartbeat import HeartbeatReader
+from workers.held import Held, HeldBatches, batch_timeout_s
 from workers.messages import (
     UNREADABLE,
     Batch,
@@ -70,9 +71,13 @@ class LocalWorker:
         self.outbox = PrivateQueue()
         self.stacks = Stacks()
         self.heartbeat = HeartbeatReader()
-        self._batch_timeout_s = config.batch_timeout_s
-        self._patience_s = min(PATIENCE_S, config.batch_timeout_s)
-        self._canary = Canary(config.batch_timeout_s)
+        self._wanted_timeout_s = config.batch_timeout_s
+        timeout_s = batch_timeout_s(config.batch_timeout_s, None)
+        self._patience_s = min(PATIENCE_S, timeout_s)
+        self._canary = Canary(timeout_s)
+        self._held = HeldBatches(
+            self.heartbeat, batch_timeout_s=timeout_s, patience_s=self._patience_s
+        )
         self._on_progress = on_progress
         self._oom_kills = oom_kills
         self._loop = asyncio.get_running_loop()
@@ -83,17 +88,14 @@ class LocalWorker:
         self._observed: ObservedProcess | None = None
         self._ready: Ready | None = None
         self._ids = count(1)
-        self._batches: dict[int, tuple[Sequence[ItemRef], Future[BatchDone] | None, float]] = {}
-        """By id, oldest first: the items, the future, how long it may take. A canary has neither
-        of the first two."""
-        self._head_since = 0.0
-        """Since when the oldest batch is the oldest."""
         self._proven_at = 0.0
         self._watching: Task[None] | None = None
         self._cause: Cause | None = None
         self._reason = ""
         self._is_ending = False
         """It takes no more batches."""
+        self._is_our_doing = False
+        """It is ended for another reason than what it does with its batches."""
         self._is_unread = True
         """What it writes is still read."""
         self.has_worked = False
@@ -124,7 +126,7 @@ class LocalWorker:
         if self._is_ending:
             future.set_exception(WorkerLostError(self._reason, started=False))
             return future
-        self._give(items, future, self._batch_timeout_s)
+        self._give(items, future, self._held.batch_timeout_s)
         return future
 
     async def wait(self) -> Ending:
@@ -136,6 +138,7 @@ class LocalWorker:
         if self._gone.done():
             return
         if grace_s <= 0:
+            self._take_blame()
             await self.kill("stopped in a hurry")
             return
         self._reason = self._reason or "stopped"
@@ -143,6 +146,7 @@ class LocalWorker:
         if await self._is_gone_within(grace_s):
             return
         logger.warning("%s did not stop within %g s: terminating it", self.id, grace_s)
+        self._take_blame()
         self.heartbeat.tell_to_leave()
         self._signal(signal.SIGTERM)
         if not await self._is_gone_within(1.0):
@@ -182,9 +186,7 @@ class LocalWorker:
         self, items: Sequence[ItemRef], future: "Future[BatchDone] | None", limit_s: float
     ) -> None:
         id = next(self._ids)
-        if not self._batches:
-            self._head_since = time.monotonic()
-        self._batches[id] = items, future, limit_s
+        self._held.add(id, Held(items, future, limit_s), time.monotonic())
         self._send(_encode(Batch(id, list(items))))
 
     def _on_readable(self) -> None:
@@ -212,6 +214,9 @@ class LocalWorker:
                 if not message.preloaded and self.id.incarnation == 0:
                     logger.info("%s was started without a preloaded torch", self.id)
                 self._ready = message
+                timeout_s = batch_timeout_s(self._wanted_timeout_s, message.warmup_s)
+                self._held.batch_timeout_s = timeout_s
+                self._canary = Canary(timeout_s)
                 self._give((), None, self._canary.limit_s)
             case Leaving():
                 self._cause = self._cause or message.cause
@@ -220,23 +225,25 @@ class LocalWorker:
                 self._fail_start(message.message, permanent=message.permanent)
 
     def _take_answer(self, done: BatchDone) -> None:
-        items, future, limit_s = self._batches.pop(done.id, ((), None, 0.0))
-        now = time.monotonic()
-        if future is not None:
-            outcomes = done.outcomes
-            if len(items) != len(outcomes):
-                self._batches[done.id] = items, future, limit_s
-                raise FrameError(f"{len(outcomes)} outcomes for {len(items)} items")
-            if not isinstance(outcomes[0], ItemError):
-                self._proven_at = now
-            self._head_since = now
-            self.has_worked = True
-            future.set_result(done)
-        elif limit_s:
-            self._head_since = now
-            self._take_canary(done, now)
-        else:
+        batch = self._held.get(done.id)
+        if batch is None:
             raise FrameError(f"an answer to batch {done.id}, which it does not hold")
+        outcomes = done.outcomes
+        if batch.future is not None and len(batch.items) != len(outcomes):
+            raise FrameError(f"{len(outcomes)} outcomes for {len(batch.items)} items")
+        now = time.monotonic()
+        self._held.remove(done.id, now)
+        if batch.future is None:
+            self._take_canary(done, now)
+            return
+        if not all(isinstance(outcome, ItemError) for outcome in outcomes):
+            self._proven_at = now
+            self._canary.forget_failures()
+        elif self._is_canary_due(now) and not self._held.has_canary:
+            # A busy worker is asked only if all its answers are errors, and then has all the time.
+            self._give((), None, self._held.batch_timeout_s)
+        self.has_worked = True
+        batch.future.set_result(done)
 
     def _take_canary(self, done: BatchDone, now: float) -> None:
         if self._canary.note(done):
@@ -280,13 +287,12 @@ class LocalWorker:
         self._fail_start(f"the process ended before it was ready: {self._reason}", permanent=False)
         self._process.close()
         self._close()
-        batches, self._batches = self._batches, {}
         was_at_work = False
-        for id, (_, future, _) in batches.items():
-            if future is not None:
-                is_started = id <= last_received
+        for id, batch in self._held.take_all().items():
+            if batch.future is not None:
+                is_started = id <= last_received and not self._is_our_doing
                 was_at_work = was_at_work or is_started
-                future.set_exception(WorkerLostError(self._reason, started=is_started))
+                batch.future.set_exception(WorkerLostError(self._reason, started=is_started))
         self._gone.set_result(
             Ending(cause=self._cause, reason=self._reason, was_at_work=was_at_work)
         )
@@ -314,54 +320,46 @@ class LocalWorker:
             await asyncio.sleep(wake_at - now)
             now = time.monotonic()
             if now - wake_at > _PAUSE_S:
-                self._head_since += now - wake_at
+                self._held.forgive(now - wake_at, now)
             if self._is_ending:
                 return
             observed.look()
-            if reason := self._hang(now):
+            if reason := self._held.hang(now):
                 self._cause = "hang"
+                self._is_our_doing = self._held.is_oldest_canary
                 await self.kill(reason, with_stacks=True)
             elif self._canary.is_ill:
                 await self._retire(f"it failed on a sample of its own: {self._canary.failure}")
-            elif self.started.done() and now - self._proven_at >= self._canary.every_s:
-                self._send_canary()
+            elif self._is_canary_due(now) and not self._held:
+                self._give((), None, self._canary.limit_s)
+
+    def _is_canary_due(self, now: float) -> bool:
+        return self.started.done() and now - self._proven_at >= self._canary.every_s
+
+    def _next_due_s(self, now: float) -> float:
+        """How soon the watch may have something to do."""
+        if self._held or not self.started.done():
+            return self._held.next_due_s(now)
+        return self._proven_at + self._canary.every_s - now
+
+    def _take_blame(self) -> None:
+        """What ends it from now on is no batch, unless one of them has hung already."""
+        self._is_our_doing = self._is_our_doing or self._cause != "hang"
 
     def _on_unwatched(self, watching: Task[None]) -> None:
         if not watching.cancelled() and (error := watching.exception()):
             logger.critical("%s is no longer watched", self.id, exc_info=error)
 
-    def _next_due_s(self, now: float) -> float:
-        """How soon the watch may have something to do."""
-        if not self._batches:
-            return self._proven_at + self._canary.every_s - now if self.started.done() else _LOOK_S
-        id, (_, _, limit_s) = next(iter(self._batches.items()))
-        is_begun = id <= self.heartbeat.last_received
-        return self._head_since + (limit_s if is_begun else self._patience_s) - now
-
-    def _hang(self, now: float) -> str:
-        """What its oldest batch says of it, if that has taken too long."""
-        if not self._batches:
-            return ""
-        id, (_, future, limit_s) = next(iter(self._batches.items()))
-        for_s = now - self._head_since
-        if for_s > limit_s:
-            what = "a sample of its own" if future is None else "a batch"
-            return f"hung: {what} ran for more than {limit_s:g} s"
-        if for_s > self._patience_s and id > self.heartbeat.last_received:
-            return f"hung: it was idle, and took up no work for {self._patience_s:g} s"
-        return ""
-
-    def _send_canary(self) -> None:
-        is_asked = any(future is None for _, future, _ in self._batches.values())
-        if not is_asked and len(self._batches) < self.credit:
-            self._give((), None, self._canary.limit_s)
-
     async def _retire(self, reason: str) -> None:
-        """Have it finish what it holds and leave, to be replaced."""
+        """Have it finish what it holds, in the time of batches, and leave to be replaced."""
         logger.error("%s: %s; replacing it", self.id, reason)
         self._cause, self._reason, self._is_ending = "canary", reason, True
         self._send(_SENTINEL)
-        if not await self._is_gone_within(_RETIRE_S):
+        while self._held and not self._held.hang(now := time.monotonic()):
+            if await self._is_gone_within(max(0.001, self._held.next_due_s(now))):
+                return
+        if self._held or not await self._is_gone_within(_RETIRE_S):
+            self._is_our_doing = True
             await self.kill(reason, with_stacks=True)
 
     async def _log_stacks(self, reason: str) -> None:
@@ -373,17 +371,10 @@ class LocalWorker:
 
     def _at_work_on(self) -> str:
         """The requests that it is computing, for a log line."""
-        last_received = self.heartbeat.last_received
-        ids = {
-            item.request_id: None
-            for id, (items, _, _) in self._batches.items()
-            if id <= last_received
-            for item in items
-            if item.request_id
-        }
+        ids = self._held.request_ids()
         if not ids:
             return ""
-        named = ", ".join(list(ids)[:_MAX_NAMED_REQUESTS])
+        named = ", ".join(ids[:_MAX_NAMED_REQUESTS])
         more = len(ids) - _MAX_NAMED_REQUESTS
         return f", at work on {named}" + (f" and {more} more" if more > 0 else "")
 

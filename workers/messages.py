@@ -90,6 +90,8 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     """The device as a person knows it: "NVIDIA H100 80GB HBM3", "cpu"."""
     load_s: float
     """Without what it took to choose a speed preset, which a restart does not repeat."""
+    warmup_s: float | None
+    """What the longest batch of the warm-up took, with its preparation; None without a warm-up."""
     preloaded: bool
     """The process was forked from a server that had torch in memory already."""
     speed: SpeedReport

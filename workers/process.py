@@ -67,7 +67,7 @@ def main(
     _log_to(outbox)
     try:
         pin(config.placement)
-        computer, ready = _load(config, outbox)
+        computer, ready = _load(config, outbox, heartbeat)
     except ModelError as error:
         outbox.put(StartFailed(printable(str(error)), permanent=True))
         return
@@ -197,7 +197,9 @@ def _keep_large_buffers() -> None:
     mallopt(_M_TOP_PAD, 1 << 26)
 
 
-def _load(config: WorkerConfig, outbox: WorkerQueue) -> tuple[Computer, Ready]:
+def _load(
+    config: WorkerConfig, outbox: WorkerQueue, heartbeat: Heartbeat
+) -> tuple[Computer, Ready]:
     began = time.monotonic()
     outbox.put(Progress(f"loading {config.model.source}"))
     model = build(config.model.source, config.model.weights, dict(config.model.options))
@@ -218,16 +220,19 @@ def _load(config: WorkerConfig, outbox: WorkerQueue) -> tuple[Computer, Ready]:
         num_threads=config.prepare_threads,
         pin_memory=device.startswith("cuda"),
         sample=samples[0] if samples else None,
+        on_progress=heartbeat.progressed,
     )
+    warmup_s: float | None = None
     if samples:
         outbox.put(Progress("warming up"))
-        computer.warm_up(samples, (1, config.max_batch_size))
+        warmup_s = computer.warm_up(samples, (1, config.max_batch_size))
     return computer, Ready(
         pid=os.getpid(),
         inputs=list(model.inputs),
         outputs=list(model.outputs),
         device=torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
         load_s=time.monotonic() - began - speed.measured_s,
+        warmup_s=warmup_s,
         preloaded="workers.preload" in sys.modules,
         speed=speed,
     )

@@ -19,7 +19,7 @@ class LastEnding:
     """How the life of a worker before this one ended."""
 
     cause: str
-    """`canary`, `device`, `exit`, `hang`, `memory`, `signal` or `start`."""
+    """`asked`, `canary`, `device`, `exit`, `hang`, `memory`, `signal` or `start`."""
     reason: str
     age_s: float
 
@@ -30,10 +30,10 @@ class WorkerHealth:
 
     name: str
     state: str
-    """`starting`, `ready`, `backing off`, `failed`: the supervisor's word."""
+    """`starting`, `ready`, `backoff`, `failed` or `stopped`: the supervisor's word."""
     device: str
     incarnation: int
-    """Counts the lives of the worker, from 1."""
+    """Counts the lives of the worker, from 0."""
     pid: int | None
     num_batches: int
     last_beat_age_s: float | None

@@ -171,8 +171,8 @@ def rows_for(loaded: Loaded, port: int, *, can_be_poisoned: bool) -> list[tuple[
         own = [row for row in loaded.rows() if row[0][:2] == ("models", name)]
         rows += _wrapped(own, name, dict(model.options)) if can_be_poisoned else own
     return [
-        (key, min(value, BATCH_TIMEOUT_S), "chaos")
-        if key[-1] == "batch_timeout_s" and isinstance(value, float) and origin == "default"
+        (key, BATCH_TIMEOUT_S, "chaos")
+        if key[-1] == "batch_timeout_s" and origin == "default"
         else (key, value, origin)
         for key, value, origin in rows
     ]

@@ -12,6 +12,7 @@ from service.doctor.limits import (
     check_cores,
     check_descriptors,
     check_processes,
+    check_timeouts,
     check_ulimits,
 )
 from service.doctor.memory import (
@@ -57,6 +58,7 @@ QUICK: Sequence[Check] = (
     check_descriptors,
     check_processes,
     check_ulimits,
+    check_timeouts,
     check_container,
     check_temporary,
     check_disk,

@@ -93,6 +93,19 @@ def check_ulimits(facts: Facts, settings: Settings) -> Iterator[Finding]:
         )
 
 
+def check_timeouts(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """A hang must be found before what waits behind it is too late."""
+    for name, model in settings.models.items():
+        timeout_s = model.batch_timeout_s
+        if timeout_s != "auto" and timeout_s >= settings.default_timeout_s:
+            yield warning(
+                f"batch_timeout_s of {name}",
+                f"{timeout_s:g} s, and requests wait {settings.default_timeout_s:g} s "
+                "(default_timeout_s): those behind an input that hangs will all be late",
+                "lower batch_timeout_s, or leave it at auto",
+            )
+
+
 def check_container(facts: Facts, settings: Settings) -> Iterator[Finding]:
     """What containers are usually given too little of."""
     if facts.cgroup.memory_bytes is not None:

@@ -157,6 +157,17 @@ def test_more_threads_than_cores_take_turns(tmp_path: Path, facts: Facts):
     assert "a quota of 0.5 cores" in words(limits.check_cores(half, settings))
 
 
+def test_hang_that_would_be_found_too_late_is_warned_of(tmp_path: Path, facts: Facts):
+    def found(timeout: str) -> list[tuple[str, str]]:
+        file = tmp_path / "inferpool.toml"
+        file.write_text(f"[models.echo]\nbatch_timeout_s = {timeout}\n")
+        return levels(limits.check_timeouts(facts, load({}, {}, tmp_path).settings))
+
+    assert found('"auto"') == []
+    assert found("29.9") == []
+    assert found("30") == [("warning", "batch_timeout_s of echo")]
+
+
 def test_process_1_needs_an_init(facts: Facts, settings: Settings):
     assert "docker run --init" in words(limits.check_container(replace(facts, pid=1), settings))
 

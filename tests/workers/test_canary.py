@@ -40,3 +40,11 @@ def test_only_failures_in_a_row_are_an_illness():
     canary.note(answer(error="never"))
     assert canary.is_ill
     assert canary.failure == "never"
+
+
+def test_good_answer_to_a_request_ends_the_row_too():
+    canary = Canary(60.0)
+    canary.note(answer(error="no"))
+    canary.forget_failures()
+    canary.note(answer(error="no"))
+    assert not canary.is_ill

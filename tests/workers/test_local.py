@@ -23,8 +23,10 @@ from tests.workers.contract import (
 from workers.arena import Arena
 from workers.engine import WorkerId
 from workers.errors import WorkerLostError, WorkerStartError
+from workers.held import batch_timeout_s
 from workers.local import LocalEngine, start_forkserver
-from workers.messages import ItemRef
+from workers.local_worker import LocalWorker
+from workers.messages import BatchDone, ItemError, ItemRef
 
 
 @pytest.fixture(scope="module")
@@ -250,6 +252,98 @@ def test_worker_that_has_gone_bad_is_found_under_load_too(engine: LocalEngine, p
                 break
             assert answers(done) == ["non_finite_output"]
         assert (await worker.wait()).cause == "canary"
+
+    run(go())
+
+
+@pytest.mark.usefixtures("often")
+def test_worker_at_work_is_not_ended_by_a_canary_that_the_next_batch_holds_up(
+    engine: LocalEngine, put, run
+):
+    async def go():
+        worker = await started(engine, options={"forward_s": 0.002})
+        await worker.run([put({"n": 0})])
+        for _ in range(2):
+            first = worker.run([put({"n": 1, "do": "hold early"})])
+            await asyncio.sleep(0.4)  # a canary would be due
+            second = worker.run([put({"n": 2, "do": "hold early"})])
+            assert answers(await first) == [2]
+            assert answers(await second) == [4]
+        await worker.stop(5)
+
+    run(go())
+
+
+@pytest.mark.usefixtures("often")
+def test_good_answers_to_requests_keep_a_worker_whose_sample_fails_now_and_then(
+    engine: LocalEngine, put, run
+):
+    async def go():
+        worker = await started(engine)
+        failed = BatchDone(1, [ItemError("model_error", "no")], 0.0, 0.0)
+        for _ in range(3):
+            worker._canary.note(failed)
+            assert answers(await worker.run([put({"n": 1})])) == [2]
+            assert not worker._canary.is_ill
+        await worker.stop(5)
+
+    run(go())
+
+
+def test_batch_is_not_blamed_for_an_end_that_others_cause(engine: LocalEngine, put, run):
+    async def go():
+        worker = await started(engine)
+        batch = worker.run([put({"n": 1, "do": "hang"})])
+        await until_begun(worker)
+        await worker.stop(0.2)
+        with pytest.raises(WorkerLostError) as lost:
+            await batch
+        assert not lost.value.started
+        assert not (await worker.wait()).was_at_work
+
+    run(go())
+
+
+async def until_begun(worker: LocalWorker) -> None:
+    until = time.monotonic() + 10
+    while worker.heartbeat.last_received < 2:  # the first is a canary
+        assert time.monotonic() < until
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.usefixtures("often")
+def test_worker_that_is_to_be_replaced_may_take_the_time_of_a_batch(
+    engine: LocalEngine, put, run, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(workers.local_worker, "_RETIRE_S", 0.1)
+
+    async def go():
+        worker = await started(engine, options={"forward_s": 0.7})
+        batch = worker.run([put({"n": 1})])
+        await until_begun(worker)
+        failed = BatchDone(1, [ItemError("model_error", "no")], 0.0, 0.0)
+        for _ in range(2):
+            worker._canary.note(failed)
+        assert answers(await batch) == [2]
+        assert (await worker.wait()).cause == "canary"
+
+    run(go())
+
+
+def test_batch_timeout_is_found_out_from_the_warm_up():
+    assert batch_timeout_s(0.5, 100.0) == 0.5
+    assert batch_timeout_s(None, None) == 60
+    assert batch_timeout_s(None, 0.01) == 10
+    assert batch_timeout_s(None, 3.0) == 30
+
+
+def test_worker_tells_how_long_its_warm_up_took(engine: LocalEngine, run):
+    async def go():
+        options = {"forward_s": 0.3, "prepare_s": 0.05}
+        worker = await started(engine, options=options, max_batch_size=8, batch_timeout_s=None)
+        assert worker.ready.warmup_s == pytest.approx(0.3 + 8 * 0.05, rel=0.5)
+        assert worker._held.batch_timeout_s == 10
+        await worker.stop(5)
 
     run(go())
 
