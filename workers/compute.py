@@ -24,7 +24,7 @@ from workers.shortage import SafeSizes, is_out_of_memory, release, signature_of
 logger = logging.getLogger(__name__)
 
 _MAX_MESSAGE_CHARS = 500
-_SAMPLE_REF = ItemRef("bytes", 0, 0, math.inf, wants_tensors=True, request_id="canary")
+_SAMPLE_REF = ItemRef("bytes", 0, 0, math.inf, request_id="canary")
 """Of a canary's item, which is the model's own and lies elsewhere."""
 _POOL_PAYS_S = 0.0005
 """A preparation per item that is shorter than this is not worth a hand-over to another thread."""
@@ -147,14 +147,14 @@ class Computer:
 
     def compute(self, prepared: Prepared) -> list[Outcome]:
         """Run the model on what was prepared, and render the answers."""
-        now = time.monotonic()
-        live = [i for i in prepared.live if prepared.refs[i].deadline > now]
+        live = _in_time(prepared, prepared.live)
         if len(live) != len(prepared.live):
             prepared.batch = None
         if live:
             pieces = self._safe_sizes.split(live, prepared.features)
             for piece in pieces:
-                self._compute_some(prepared, piece, is_whole=len(pieces) == 1)
+                if self._compute_some(prepared, piece, is_whole=len(pieces) == 1):
+                    self._safe_sizes.note_good(piece, prepared.features)
         late = ItemError("deadline_exceeded", "the deadline passed before it was computed")
         return [late if outcome is None else outcome for outcome in prepared.outcomes]
 
@@ -195,26 +195,44 @@ class Computer:
                 return {name: tensor.pin_memory() for name, tensor in batch.items()}
         return batch
 
-    def _compute_some(self, prepared: Prepared, indices: list[int], *, is_whole: bool) -> None:
+    def _compute_some(self, prepared: Prepared, indices: list[int], *, is_whole: bool) -> bool:
         """Compute some items; halve them for as long as they fail together.
 
         If they are the whole batch, they need not be collated again.
+
+        Returns:
+            Whether each of them fitted into the memory, if not all of them together: one that does
+            not fit alone says nothing of how many others do.
         """
         batch = prepared.batch if is_whole else None
         prepared.batch = None  # a batch that does not fit must not take up room while it is halved
+        if not is_whole:
+            self._on_progress()
+            indices = _in_time(prepared, indices)
+            if not indices:
+                return True
+        is_shortage = False
         try:
             again = self._compute_once(prepared, indices, batch)
         except torch.AcceleratorError as error:
             if not is_out_of_memory(error):
                 raise  # the context is lost: this incarnation is over
+            is_shortage = True
             again = self._survive(prepared, indices, error)
         except Exception as error:
+            is_shortage = is_out_of_memory(error)
             again = self._survive(prepared, indices, error)
         del batch
-        if again:
-            middle = len(again) // 2
-            self._compute_some(prepared, again[:middle], is_whole=False)
-            self._compute_some(prepared, again[middle:], is_whole=False)
+        if not again:
+            return not is_shortage
+        middle = len(again) // 2
+        has_first_fitted = self._compute_some(prepared, again[:middle], is_whole=False)
+        has_second_fitted = self._compute_some(prepared, again[middle:], is_whole=False)
+        has_fitted = has_first_fitted and has_second_fitted
+        if is_shortage and has_fitted:
+            size = self._safe_sizes.note(signature_of(prepared.features[again[0]]), len(again))
+            logger.warning("from now on at most %d inputs of this shape at once", size)
+        return has_fitted
 
     def _survive(self, prepared: Prepared, indices: list[int], error: Exception) -> list[int]:
         """Settle what a failed computation leaves to settle; returns which to compute in halves.
@@ -234,10 +252,6 @@ class Computer:
             logger.warning(text, len(indices), _describe(error))
         if is_shortage:
             release(error)
-            if len(indices) > 1:
-                signature = signature_of(prepared.features[first])
-                size = self._safe_sizes.note(signature, len(indices))
-                logger.warning("from now on at most %d inputs of this shape at once", size)
         elif torch.cuda.is_initialized():
             torch.cuda.synchronize()  # errors of the libraries on top may hide that it is lost
         return indices if len(indices) > 1 else []
@@ -275,6 +289,9 @@ class Computer:
         return []
 
     def _settle(self, prepared: Prepared, indices: list[int], outputs: Features) -> None:
+        if prepared.is_canary:  # nobody reads its answer, which may have no form as bytes
+            prepared.outcomes = [b""] * len(prepared.outcomes)
+            return
         wants_json = [i for i in indices if not prepared.refs[i].wants_tensors]
         if wants_json:
             self._render(prepared, indices, wants_json, outputs)
@@ -305,9 +322,27 @@ def _prepared(id: int, refs: Sequence[ItemRef]) -> Prepared:
     )
 
 
+def _in_time(prepared: Prepared, indices: Sequence[int]) -> list[int]:
+    """Those whose deadline has not passed."""
+    now = time.monotonic()
+    return [i for i in indices if prepared.refs[i].deadline > now]
+
+
 def blob_of(name: str, tensor: Tensor) -> TensorBlob:
-    """Say one CPU tensor as bytes."""
-    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    """Say one CPU tensor as bytes.
+
+    Raises:
+        BrokenPromiseError: It is sparse.
+    """
+    if tensor.layout is not torch.strided:
+        raise BrokenPromiseError(
+            f"the model returned {name!r} as a sparse tensor, which cannot be sent: "
+            "`to_dense` it in `postprocess`"
+        )
+    flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if flat.stride() != (1,):  # a single number counts as contiguous, whatever its stride
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    flat = flat.view(torch.uint8)
     return TensorBlob(
         name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat.numpy().tobytes()
     )

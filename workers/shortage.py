@@ -3,6 +3,7 @@
 import ctypes
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ _MESSAGES = (
     "CUDA error: out of memory",  # cudaErrorMemoryAllocation, after which the context is well
 )
 _MAX_SIGNATURES = 256
+_GOOD_BATCHES = 100
+"""Full batches of a safe size before a larger one is tried, which costs one batch at most."""
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -41,19 +44,46 @@ def release(error: Exception) -> None:
         return  # another C library
 
 
+@dataclass(slots=True)
+class _SafeSize:
+    num_rows: int
+    num_good: int = 0
+    """Full batches of it, since it was last changed."""
+
+
 class SafeSizes:
-    """How many instances of each shape could be computed at once when memory ran out."""
+    """How many instances of each shape could be computed at once when memory ran out.
+
+    What took the memory may be gone later, so sizes that go well grow again.
+    """
 
     def __init__(self) -> None:
-        self._sizes: dict[Signature, int] = {}
+        self._sizes: dict[Signature, _SafeSize] = {}
 
     def note(self, signature: Signature, num_rows: int) -> int:
         """That many were too many; returns how many to try from now on."""
         size = max(1, num_rows // 2)
         if signature not in self._sizes and len(self._sizes) >= _MAX_SIGNATURES:
             del self._sizes[next(iter(self._sizes))]
-        self._sizes[signature] = min(size, self._sizes.get(signature, size))
-        return self._sizes[signature]
+        known = self._sizes.get(signature)
+        if known is not None and known.num_rows <= size:
+            return known.num_rows
+        self._sizes[signature] = _SafeSize(size)
+        return size
+
+    def note_good(
+        self, indices: Sequence[int], features: Sequence[Mapping[str, Tensor] | None]
+    ) -> None:
+        """So many went well together; twice as many are tried after `_GOOD_BATCHES` full ones."""
+        if not self._sizes:
+            return
+        for signature in {signature_of(features[i]) for i in indices}:
+            size = self._sizes.get(signature)
+            if size is None or len(indices) != size.num_rows:
+                continue
+            size.num_good += 1
+            if size.num_good >= _GOOD_BATCHES:
+                size.num_rows, size.num_good = size.num_rows * 2, 0
 
     def split(
         self, indices: list[int], features: Sequence[Mapping[str, Tensor] | None]
@@ -61,7 +91,8 @@ class SafeSizes:
         """The indices in pieces that are known to fit."""
         if not self._sizes or not indices:
             return [indices]
-        size = min(self._sizes.get(signature_of(features[i]), len(indices)) for i in indices)
+        known = (self._sizes.get(signature_of(features[i])) for i in indices)
+        size = min((each.num_rows for each in known if each is not None), default=len(indices))
         return [indices[start : start + size] for start in range(0, len(indices), size)]
 
 

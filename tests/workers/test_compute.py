@@ -5,14 +5,18 @@ import logging
 import math
 import weakref
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import workers.compute
+import workers.shortage
 from models.base import Features, Item, Model
 from models.errors import ModelError
 from models.spec import TensorSpec
-from workers.compute import Computer
+from workers.checks import BrokenPromiseError
+from workers.compute import Computer, blob_of
 from workers.messages import ItemError, ItemRef, Outcome
 
 
@@ -71,6 +75,19 @@ def test_infinity_is_found_in_every_kind_of_float(dtype: torch.dtype):
             return {"y": 1 / x.to(dtype)}
 
     assert compute(Divided(), [1, 0, 2]) == [1, "non_finite_output", 0.5]
+
+
+def test_complex_numbers_and_sparse_tensors_are_held_to_be_finite_too():
+    class Odd(Plain):
+        def double(self, x: torch.Tensor) -> Features:
+            part = torch.complex(x * 2, torch.where(x < 0, torch.nan, 0.0)).conj()
+            sparse = torch.where(x > 8, torch.inf, x).to_sparse()
+            return {"y": x * 2, "part": part, "sparse": sparse}
+
+        def render(self, outputs: Features, parameters: object) -> object:
+            return outputs["y"].item()
+
+    assert compute(Odd(), [1, -1, 9, 3]) == [2, "non_finite_output", "non_finite_output", 6]
 
 
 def test_large_numbers_whose_sum_overflows_are_finite():
@@ -150,9 +167,10 @@ class Hungry(Plain):
     def __init__(self, error: Exception = SHORTAGES[0]) -> None:
         super().__init__()
         self._error = error
+        self.most = 3
 
     def double(self, x: torch.Tensor) -> Features:
-        if len(x) > 3 or x.dim() > 1:
+        if len(x) > self.most or x.dim() > 1:
             raise self._error
         return {"y": x * 2}
 
@@ -166,6 +184,72 @@ def test_batch_that_does_not_fit_is_halved_and_its_size_remembered(error: Except
     model.sizes.clear()
     assert compute(model, range(5), computer) == [0, 2, 4, 6, 8]
     assert model.sizes == [2, 2, 1]
+
+
+def test_input_that_needs_too_much_memory_does_not_make_batches_of_others_small():
+    class Greedy(Plain):
+        def double(self, x: torch.Tensor) -> Features:
+            if (x < 0).any():
+                raise MemoryError
+            return {"y": x * 2}
+
+    model = Greedy()
+    computer = Computer(model, num_threads=1, pin_memory=False)
+    assert compute(model, [1, 2, -1, 3], computer) == [2, 4, "model_error", 6]
+    model.sizes.clear()
+    assert compute(model, range(8), computer) == [2 * n for n in range(8)]
+    assert model.sizes == [8]
+
+
+def test_size_grows_again_when_the_memory_is_back(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(workers.shortage, "_GOOD_BATCHES", 3)
+    model = Hungry()
+    computer = Computer(model, num_threads=1, pin_memory=False)
+    compute(model, range(8), computer)
+    model.sizes.clear()
+    model.most = 100
+    for _ in range(3):
+        compute(model, range(4), computer)
+    assert model.sizes == [2, 2, 2, 2, 4]
+
+
+def test_size_that_has_grown_too_far_shrinks_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(workers.shortage, "_GOOD_BATCHES", 2)
+    model = Hungry()
+    computer = Computer(model, num_threads=1, pin_memory=False)
+    for _ in range(4):
+        assert compute(model, range(4), computer) == [0, 2, 4, 6]
+    assert model.sizes == [4, 2, 2, 2, 2, 4, 2, 2, 2, 2]
+
+
+def test_each_part_of_a_batch_that_is_computed_in_parts_is_told_of():
+    told: list[int] = []
+    model = Hungry()
+    computer = Computer(
+        model, num_threads=1, pin_memory=False, on_progress=lambda: told.append(len(model.sizes))
+    )
+    compute(model, range(3), computer)
+    assert told == []
+    compute(model, range(4), computer)
+    assert told == [2, 3]
+
+
+def test_items_that_get_late_while_a_batch_is_halved_are_not_computed():
+    now = [0.0]
+
+    class Slow(Hungry):
+        def double(self, x: torch.Tensor) -> Features:
+            now[0] += 1
+            return super().double(x)
+
+    model = Slow()
+    computer = Computer(model, num_threads=1, pin_memory=False)
+    refs = [ItemRef("json", 0, 1, 1.5 if n == 3 else math.inf) for n in range(4)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workers.compute, "time", SimpleNamespace(monotonic=lambda: now[0]))
+        outcomes = computer.compute(computer.prepare(1, refs, [memoryview(b"1")] * 4))
+    assert [read(outcome) for outcome in outcomes] == [2, 2, 2, "deadline_exceeded"]
+    assert model.sizes == [4, 2, 1]
 
 
 def test_size_is_remembered_for_its_shape_alone():
@@ -245,6 +329,24 @@ def test_canary_computes_the_models_sample():
     model = Sampled([1, 2])
     assert canaries(model, 2) == [[], []]
     assert model.sizes == [1, 1]
+
+
+@pytest.mark.parametrize("odd", ["conj", "neg", "sparse"])
+def test_canary_of_a_model_whose_outputs_have_no_form_as_bytes_goes_well(odd: str):
+    class Odd(Plain):
+        def double(self, x: torch.Tensor) -> Features:
+            conj = torch.complex(x, x).conj()
+            return {"y": {"conj": conj, "neg": conj.imag, "sparse": x.to_sparse()}[odd]}
+
+    assert canaries(Odd(), 1) == [[]]
+
+
+def test_lazy_tensors_are_sent_as_what_they_stand_for_and_sparse_ones_refused():
+    conj = torch.tensor([1 + 2j], dtype=torch.complex64).conj()
+    assert blob_of("y", conj).data == b"\0\0\x80\x3f\0\0\0\xc0"
+    assert blob_of("y", conj.imag).data == b"\0\0\0\xc0"
+    with pytest.raises(BrokenPromiseError, match="'y' as a sparse tensor"):
+        blob_of("y", torch.eye(2).to_sparse())
 
 
 def test_canary_tells_of_a_model_that_has_gone_bad():

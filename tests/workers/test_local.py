@@ -330,6 +330,18 @@ def test_worker_that_is_to_be_replaced_may_take_the_time_of_a_batch(
     run(go())
 
 
+def test_batch_that_is_computed_in_parts_has_its_time_for_each_of_them(
+    engine: LocalEngine, put, run
+):
+    async def go():
+        options = {"max_rows": 1, "forward_s": 0.3}
+        worker = await started(engine, options=options, max_batch_size=1, batch_timeout_s=1.0)
+        assert answers(await worker.run([put({"n": n}) for n in range(4)])) == [0, 2, 4, 6]
+        await worker.stop(5)
+
+    run(go())
+
+
 def test_batch_timeout_is_found_out_from_the_warm_up():
     assert batch_timeout_s(0.5, 100.0) == 0.5
     assert batch_timeout_s(None, None) == 60
