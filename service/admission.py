@@ -21,6 +21,8 @@ rate now."""
 _SPARE = 1.2
 """What an estimate is multiplied with: batches vary, and of those on the edge every other one would
 be late (3 in 100 of all that were admitted, at ten times the capacity)."""
+_KEPT_S = 0.1
+"""How long an estimate under load is kept where no batch comes back: refusals come in thousands."""
 _LARGE = 0.75
 """Of the largest batch lately: from here on, one tells how long full ones take."""
 
@@ -35,6 +37,8 @@ class RateMeter:
         """Seconds of one worker per batch, likewise."""
         self._max_batch_size = max_batch_size
         self._recent: deque[tuple[float, int, float]] = deque(maxlen=_NUM_RECENT)
+        self._kept = (0.0, 0.0)
+        self._kept_until = 0.0
 
     def note(self, num_items: int, elapsed_s: float, now: float) -> None:
         """A worker that was never without work took this long for a batch."""
@@ -42,6 +46,7 @@ class RateMeter:
         self.item_s += _WEIGHT * (item_s - self.item_s) if self.item_s else item_s
         self.batch_s += _WEIGHT * (elapsed_s - self.batch_s) if self.batch_s else elapsed_s
         self._recent.append((now, num_items, elapsed_s))
+        self._kept_until = 0.0
 
     def under_load(self, now: float) -> tuple[float, float]:
         """Seconds per instance and per batch once batches are full; 0 if unknown.
@@ -50,6 +55,12 @@ class RateMeter:
         little of the next, and as if a full batch took no longer than a small one where only small
         ones were seen.
         """
+        if now >= self._kept_until:
+            self._kept = self._estimate(now)
+            self._kept_until = now + _KEPT_S
+        return self._kept
+
+    def _estimate(self, now: float) -> tuple[float, float]:
         recent = [
             (size, elapsed_s)
             for at, size, elapsed_s in self._recent

@@ -15,6 +15,7 @@ ServiceError
 
 import logging
 from collections.abc import Sequence
+from functools import lru_cache
 from http import HTTPStatus
 from typing import NamedTuple
 from urllib.parse import quote
@@ -180,6 +181,9 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 def kind_of(error: ServiceError) -> Kind:
     """The row of the table for an error."""
+    kind = TABLE.get(type(error))
+    if kind is not None:
+        return kind
     for cls in type(error).__mro__:
         kind = TABLE.get(cls)
         if kind is not None:
@@ -219,7 +223,7 @@ def problem(
             title=kind.title,
             status=kind.status,
             detail=error.message,
-            instance=quote(instance_path),
+            instance=_quoted(instance_path),
             code=error.code,
             error=error.message,
             request_id=request_id,
@@ -242,6 +246,12 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(Exception, _on_unexpected)
+
+
+@lru_cache(maxsize=64)
+def _quoted(path: str) -> str:
+    """What an overloaded server refuses thousands of times is quoted once."""
+    return quote(path)
 
 
 def _render(document: Problem) -> Answer:
