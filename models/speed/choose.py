@@ -189,7 +189,7 @@ def _measure(trial: "_Trial", on_progress: Callable[[str], None]) -> SpeedReport
             gain = trial.gain(network)
         except _NoTimeLeftError:
             is_cut_short = True
-            notes.append(f"{name} was not judged for lack of time")
+            notes.append(f"no time was left for {', '.join(names[number - 1 :])}")
             break
         except Exception as error:  # the network is the user's: it may raise anything
             logger.debug("the preset %s fails", name, exc_info=True)

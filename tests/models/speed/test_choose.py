@@ -268,7 +268,7 @@ def test_trying_ends_when_its_time_is_over_whatever_it_is_about(slow):
     assert slow.num_batches <= choosing._BUDGET_S + 2
     assert report.preset == "exact"
     assert report.is_cut_short
-    assert "not judged for lack of time" in report.note
+    assert "no time was left for folded" in report.note
 
 
 def test_what_was_best_when_time_is_over_serves(slow, monkeypatch):
@@ -277,6 +277,7 @@ def test_what_was_best_when_time_is_over_serves(slow, monkeypatch):
     monkeypatch.setattr(choosing, "_BUDGET_S", 7.5)
     report = choose(loaded(slow()), wish(), quietly)
     assert (report.preset, report.is_cut_short) == ("folded", True)
+    assert "no time was left for channels_last" in report.note
 
 
 def test_a_verdict_cut_short_is_kept_for_a_while_only(tmp_path):
