@@ -118,7 +118,7 @@ class Kind(NamedTuple):
 
 TABLE: dict[type[ServiceError], Kind] = {
     BadRequestError: Kind(400, "The request cannot be read", False),
-    UnauthorizedError: Kind(401, "A key is needed", False),
+    UnauthorizedError: Kind(401, "A valid key is needed", False),
     ForbiddenError: Kind(403, "The key is for something else", False),
     UnknownModelError: Kind(404, "No such model", False),
     NotFoundError: Kind(404, "Not Found", False),
@@ -290,6 +290,9 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     detail = str(error.detail)
     if status == HTTPStatus.NOT_FOUND and detail == phrase:
         detail = f"there is nothing at {request.url.path[:200]}; /docs lists what there is"
+    allowed = (error.headers or {}).get("Allow")
+    if status == HTTPStatus.METHOD_NOT_ALLOWED and allowed:
+        detail = f"{request.url.path[:200]} takes {allowed}, not {request.method}"
     request_id = _request_id(request)
     answer = _render(
         Problem(

@@ -53,6 +53,8 @@ def decode_json(chunks: Sequence[bytes], head: Head) -> Decoded:
             f"the body has more than {head.limits.max_json_bytes} bytes, which is the limit for "
             "JSON; send tensors as safetensors or npy, images as they are or in a form"
         )
+    if not text:
+        raise BadRequestError("the body is empty, and JSON is expected")
     if parameters.is_too_deep(text):
         raise InvalidInputError(f"the body is nested more than {parameters.MAX_DEPTH} deep")
     max_instances = head.limits.max_instances

@@ -96,7 +96,7 @@ def make_app() -> FastAPI:
     ("method", "path", "status", "code", "detail"),
     [
         ("GET", "/nowhere", 404, "not_found", "there is nothing at /nowhere; /docs lists"),
-        ("PUT", "/busy", 405, "method_not_allowed", "Method Not Allowed"),
+        ("PUT", "/busy", 405, "method_not_allowed", "/busy takes GET, not PUT"),
         ("GET", "/count/x", 422, "invalid_input", "path.number: "),
         ("GET", "/count/0", 500, "internal_error", "mistake of the service"),
         ("GET", "/busy", 429, "overloaded", "full"),

@@ -52,7 +52,7 @@ def test_parameters_come_from_the_body_and_the_query() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"", "the body: "),
+        (b"", "the body is empty, and JSON is expected"),
         (b"{", "the body: "),
         (b'{"instances":[1,]}', "malformed JSON: trailing comma"),
         (b'{"instances":[NaN]}', "malformed JSON"),
