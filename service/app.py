@@ -9,6 +9,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from math import prod
 
 import uvicorn
@@ -44,6 +45,7 @@ from service.report import report_of
 from service.server import Server
 from service.settings import ModelSettings, Settings, version_of
 from service.settings_loader import Loaded
+from service.sparing import Sparing
 from service.speed_cache import SpeedCache
 from service.tls import TlsError
 from workers.arena import Arena
@@ -60,6 +62,8 @@ EXIT_NEVER_SERVED = 3
 EXIT_CANNOT_START = 1
 _MAX_EXAMPLE_NUMBERS = 32
 _MAX_LOGGED_PATH = 200
+_WARNINGS_PER_S = 3
+"""Of failed answers, for each status."""
 _STOP_GRACE_S = 5.0
 """How long a worker without work may take to leave."""
 _HALF_SENT_S = 2
@@ -283,7 +287,7 @@ def make_predict(service: Service, guard: Guard) -> Predict:
         ),
         guard=guard,
         on_done=_recorder(service.metrics),
-        on_access=_log_failure,
+        on_access=_failure_log(),
     )
 
 
@@ -359,7 +363,7 @@ def _serve(
         if served and listening:
             default = service.pools[service.settings.default_model]
             first = default if default.is_ready else service.pools[served[0]]
-            console.serving(listening[0], served, _example(listening[0], first))
+            console.serving(listening[0], served, _example(_from_here(listening[0]), first))
 
     async def leave_when_lost() -> None:
         nonlocal exit_code
@@ -419,19 +423,42 @@ def _recorder(metrics: Metrics) -> Callable[[str, int, float], None]:
     return on_done
 
 
-def _log_failure(call: Call, status: int, duration_s: float) -> None:
-    """Log what went wrong on our side; callers' own mistakes are for those who debug."""
-    level = logging.WARNING if status >= 500 else logging.DEBUG
-    if status >= 400 and logger.isEnabledFor(level):
-        logger.log(
-            level,
-            "%s %s: %d after %.3f s",
-            call.method,
-            call.path[:_MAX_LOGGED_PATH],
-            status,
-            duration_s,
-            extra={"request_id": call.request_id},
-        )
+def _failure_log() -> Callable[[Call, int, float], None]:
+    """Logs what went wrong on our side; callers' own mistakes are for those who debug.
+
+    Of each status it warns a few times in a second and then with a count: an outage fails all.
+    """
+    warnings: dict[int, Sparing] = {}
+
+    def warn_of_rest(status: int, num: int) -> None:
+        logger.warning("%d more answers of %d in the last second", num, status)
+
+    def log_failure(call: Call, status: int, duration_s: float) -> None:
+        if status < 400:
+            return
+        level = logging.DEBUG
+        if status >= 500:
+            if status not in warnings:
+                warnings[status] = Sparing(partial(warn_of_rest, status), most=_WARNINGS_PER_S)
+            if warnings[status].may_write():
+                level = logging.WARNING
+        if logger.isEnabledFor(level):
+            logger.log(
+                level,
+                "%s %s: %d after %.3f s",
+                call.method,
+                call.path[:_MAX_LOGGED_PATH],
+                status,
+                duration_s,
+                extra={"request_id": call.request_id},
+            )
+
+    return log_failure
+
+
+def _from_here(url: str) -> str:
+    """The URL as this host can ask for it: "every address" is none to connect to."""
+    return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
 def _example(url: str, pool: Pool) -> str:

@@ -1,5 +1,6 @@
 """The FastAPI application: `/predict` goes past it, and the rest is its routes, docs and errors."""
 
+import logging
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,14 +13,19 @@ from starlette.responses import HTMLResponse, RedirectResponse
 from starlette.staticfiles import StaticFiles
 from starlette.types import Lifespan, Receive, Scope, Send
 
-from service.api.auth import Guard
+from service.api.auth import Guard, policy_of
 from service.api.body import joined
-from service.api.errors import install_error_handlers, problem_response
+from service.api.errors import NotFoundError, install_error_handlers, problem_response
 from service.api.openapi import SCHEMAS, openapi_paths
 from service.api.page_headers import POLICY_HEADER, policy_for, with_page_headers
 from service.api.predict import Predict, is_predict, route_path
 from service.errors import ServiceError
+from service.sparing import Sparing
 
+logger = logging.getLogger(__name__)
+
+_REFUSALS_PER_S = 5
+"""Of administration: so many are logged, one by one."""
 _ASSETS_PATH = "/docs/assets"
 _ASSETS_PACKAGE = "fastapi_offline"
 """Swagger UI comes from this package's files, so that `/docs` asks no other host for anything."""
@@ -61,6 +67,7 @@ class App(FastAPI):
         )
         self.predict: Predict | None = None
         self._guard = guard
+        self._refusals = Sparing(_log_more_refusals, most=_REFUSALS_PER_S)
         install_error_handlers(self)
         for router in routers:
             self.include_router(router)
@@ -81,7 +88,10 @@ class App(FastAPI):
             try:
                 self._guard.check_path(path, joined(scope["headers"]))
             except ServiceError as error:
-                await problem_response(Request(scope), error)(scope, receive, send)
+                refusal = problem_response(Request(scope), error)
+                if policy_of(path) == "admin":
+                    self._log_refusal(scope, path, error, refusal.headers["x-request-id"])
+                await refusal(scope, receive, send)
                 return
         await super().__call__(scope, receive, send)
 
@@ -97,6 +107,21 @@ class App(FastAPI):
         if self._guard is not None:
             self._guard.document(schema)
         return schema
+
+    def _log_refusal(self, scope: Scope, path: str, error: ServiceError, request_id: str) -> None:
+        """Let an operator see that someone tries keys, which must not fill the log either."""
+        if isinstance(error, NotFoundError) or not self._refusals.may_write():
+            return
+        logger.warning(
+            "admin: refused %s %s: %s",
+            scope["method"],
+            path[:200],
+            error.message,
+            extra={
+                "request_id": request_id,
+                "client": scope["client"][0] if scope.get("client") else "unknown",
+            },
+        )
 
     def _install_docs(self) -> None:
         self.mount(_ASSETS_PATH, StaticFiles(directory=_assets_folder()), name="assets")
@@ -115,6 +140,10 @@ class App(FastAPI):
         )
         page.headers[POLICY_HEADER] = policy_for(page.body)
         return page
+
+
+def _log_more_refusals(num: int) -> None:
+    logger.warning("admin: refused %d more calls in the last second", num)
 
 
 async def _go_to_docs(_: Request) -> RedirectResponse:

@@ -1,3 +1,4 @@
+import asyncio
 import socket
 from collections.abc import Iterable, Iterator
 
@@ -5,8 +6,9 @@ import pytest
 from starlette.routing import BaseRoute, Mount, Route
 
 from service.api.auth import POLICIES, policy_of
+from service.api.call import Call
 from service.api.web import App
-from service.app import Service, make_app, make_guard, make_predict
+from service.app import Service, _failure_log, _from_here, make_app, make_guard, make_predict
 from service.console import Console
 from service.listening import warn_if_open
 from service.logs import configure
@@ -52,6 +54,33 @@ def test_every_route_has_a_policy(app):
     assert [path for path in paths if policy_of(path) is None] == []
     assert set(POLICIES) - {"/admin"} <= set(paths)
     assert any(path.startswith("/admin/") for path in paths)
+
+
+def test_a_flood_of_failures_is_a_few_warnings_and_a_count(caplog):
+    async def go() -> None:
+        log = _failure_log()
+        call = Call(
+            method="POST", path="/predict", query=b"", headers={}, started=0, entry=None,
+            request_id="id", trace_id="", span_id="",
+        )  # fmt: skip
+        for status in [503] * 100 + [500, 429]:
+            log(call, status, 0.1)
+        async with asyncio.timeout(20):
+            while "more" not in caplog.text:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+    asyncio.run(go())
+    said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert said.count("POST /predict: 503 after 0.100 s") == 3
+    assert said.count("POST /predict: 500 after 0.100 s") == 1
+    assert said[-1] == "97 more answers of 503 in the last second"
+    assert len(said) == 5
+
+
+def test_the_example_can_be_asked_for_from_this_host():
+    assert _from_here("https://0.0.0.0:8000") == "https://127.0.0.1:8000"
+    assert _from_here("http://[::]:80") == "http://[::1]:80"
+    assert _from_here("http://10.0.0.0:80") == "http://10.0.0.0:80"
 
 
 @pytest.mark.parametrize(

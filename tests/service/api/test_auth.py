@@ -1,5 +1,8 @@
+import asyncio
 import json
+from collections.abc import Callable
 
+import httpx
 import pytest
 
 from service.api.auth import Guard, key_of, policy_of
@@ -139,6 +142,43 @@ def test_probes_need_no_key_and_tell_strangers_no_reasons() -> None:
 def test_a_refusal_comes_before_the_model_is_looked_up() -> None:
     assert status(all_keys(), "/predict/none", None, "POST") == 401
     assert status(all_keys(), "/predict/none", PREDICT, "POST") == 404
+
+
+def test_refused_calls_of_administration_are_logged_with_their_caller_and_not_by_the_thousand(
+    caplog,
+) -> None:
+    app = all_keys()
+    wrong = call(app, "POST", "/admin/drain", headers={"x-api-key": "x" * 20})
+    (line,) = caplog.records
+    assert line.getMessage() == "admin: refused POST /admin/drain: this key is not known here"
+    assert line.levelname == "WARNING"
+    assert line.__dict__["request_id"] == wrong.headers["x-request-id"]
+    assert line.__dict__["client"] == "127.0.0.1"
+    caplog.clear()
+    app = all_keys()
+
+    async def flood() -> None:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://h") as client:
+            for _ in range(50):
+                assert (await client.post("/admin/drain")).status_code == 401
+            await wait_until(lambda: "more calls" in caplog.text)
+
+    asyncio.run(flood())
+    num_refused = sum("refused POST" in record.getMessage() for record in caplog.records)
+    left_out = [r for r in caplog.records if "more calls" in r.getMessage()]
+    assert num_refused + sum(int(str(r.args[0])) for r in left_out if r.args) >= 50
+    assert num_refused < 50
+    caplog.clear()
+    assert status(make_app(), "/admin/drain") == 404  # where there is no administration at all
+    assert status(app, "/metrics", ADMIN) == 403
+    assert not caplog.records
+
+
+async def wait_until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not is_so():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
 
 
 def test_a_route_without_a_policy_is_not_served() -> None:
