@@ -93,6 +93,8 @@ class App(FastAPI):
                     self._log_refusal(scope, path, error, refusal.headers["x-request-id"])
                 await refusal(scope, receive, send)
                 return
+        if scope["method"] == "HEAD":  # the server sends none of the body (RFC 9110, 9.3.2)
+            scope = {**scope, "method": "GET"}
         await super().__call__(scope, receive, send)
 
     def openapi(self) -> dict[str, object]:

@@ -108,6 +108,15 @@ def test_pages_bring_their_own_policy_and_name_no_server(client):
         assert "server" not in headers
 
 
+def test_the_head_of_an_answer_comes_without_its_body(client):
+    for path in ("/health/live", "/health/ready", "/health", "/metrics"):
+        for _ in range(2):  # the connection is still good for the next one
+            head = client.head(path, headers=bearer(METRICS))
+            assert (head.status_code, head.content) == (200, b"")
+            assert int(head.headers["content-length"]) > 0
+    assert client.head("/admin/drain", headers=bearer(ADMIN)).status_code == 405
+
+
 def test_an_operator_drains_and_resumes(client):
     assert client.post("/admin/drain").status_code == 401
     assert client.post("/admin/drain", headers=bearer(PREDICT)).status_code == 403

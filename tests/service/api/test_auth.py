@@ -181,6 +181,15 @@ async def wait_until(is_so: Callable[[], bool]) -> None:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.parametrize("path", ["/health", "/health/live", "/metrics", "/docs"])
+def test_balancers_may_ask_for_the_head_alone(path: str) -> None:
+    app = all_keys()
+    assert status(app, path, METRICS, "HEAD") == status(app, path, METRICS) == 200
+    if path in ("/health", "/metrics"):
+        assert status(app, path, None, "HEAD") == 401
+    assert status(app, "/predict", PREDICT, "HEAD") == 405
+
+
 def test_a_route_without_a_policy_is_not_served() -> None:
     app = all_keys()
     app.add_api_route("/forgotten", lambda: "secret")
