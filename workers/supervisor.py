@@ -51,6 +51,8 @@ class Slot:
     handle: WorkerHandle | None = None
     num_failures: int = 0
     """Incarnations in a row that did not start, or ended without having been of use."""
+    num_deaths_at_work: int = 0
+    """Incarnations in a row that ended at work and had not answered anything."""
     was_ever_ready: bool = False
     due: float = 0.0
     """When the next incarnation is to be started, on the event loop's clock."""
@@ -190,8 +192,10 @@ class Supervisor:
             logger.warning("%s ended: %s", slot.id, slot.reason)
         was_stable = slot.ended_at - began > _STABLE_S
         if handle.has_worked or was_stable:
-            slot.num_failures = 0
-        elif not ending.was_at_work:  # else the batch is to blame, and its requests are counted
+            slot.num_failures = slot.num_deaths_at_work = 0
+        elif ending.was_at_work:  # the batch is to blame, and its requests are counted
+            slot.num_deaths_at_work += 1
+        else:
             slot.num_failures += 1
         return False
 
@@ -208,7 +212,9 @@ class Supervisor:
             logger.error("%s is given up: %s", slot.id, slot.reason)
             return None
         slot.state = "backoff"
-        if slot.num_failures <= 1:
+        # Inputs that kill are sent again at once; a worker that dies of all of them is no use.
+        num_in_row = max(slot.num_failures, slot.num_deaths_at_work - 1)
+        if num_in_row <= 1:
             return 0.0
-        pause_s = min(_FIRST_BACKOFF_S * 2.0 ** (slot.num_failures - 2), _MAX_BACKOFF_S)
+        pause_s = min(_FIRST_BACKOFF_S * 2.0 ** (num_in_row - 2), _MAX_BACKOFF_S)
         return pause_s * (1 + random.random() * _MAX_JITTER)

@@ -158,6 +158,42 @@ def test_worker_that_dies_at_work_is_not_to_blame(supervise):
     supervise(engine, test)
 
 
+def test_worker_that_dies_of_all_its_work_is_not_started_again_and_again_at_once(
+    supervise, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(workers.supervisor, "_FIRST_BACKOFF_S", 100.0)
+    engine = FakeEngine()
+
+    async def test(supervisor: Supervisor, log: Log) -> None:
+        (slot,) = supervisor.slots
+        for life in range(3):
+            await log.until("ready", life + 1)
+            engine.started[-1].run([])
+            engine.started[-1].die()
+        await log.until("down backoff", 3)
+        assert slot.due - asyncio.get_running_loop().time() > 20
+
+    supervise(engine, test)
+
+
+def test_an_answer_between_deaths_at_work_ends_the_row(supervise, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(workers.supervisor, "_FIRST_BACKOFF_S", 100.0)
+    engine = FakeEngine()
+
+    async def test(supervisor: Supervisor, log: Log) -> None:
+        for life in range(5):
+            await log.until("ready", life + 1)
+            worker = engine.started[-1]
+            if life == 2:
+                worker.run([])
+                worker.answer([b"1"])
+            worker.run([])
+            worker.die()
+        await log.until("ready", 6)
+
+    supervise(engine, test)
+
+
 def test_worker_that_was_ready_once_is_never_given_up(supervise):
     engine = FakeEngine()
 
