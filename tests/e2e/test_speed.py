@@ -18,9 +18,15 @@ def workers(url):
     return model["workers"]
 
 
+def wait_for_workers(service, num):
+    while len(service.worker_pids()) < num:
+        service.wait_for_log("ready in")
+
+
 def test_two_replicas_share_one_verdict_and_say_which(tmp_path):
     env = {"INFERPOOL_CACHE_DIR": str(tmp_path)}
     with running(SMALL, "--replicas", "2", "--speed", "auto", env=env) as service:
+        wait_for_workers(service, 2)
         (logged,) = [m for line in service.log if " speed: " in (m := str(line["message"]))]
         (verdict,) = [json.loads(path.read_bytes()) for path in tmp_path.glob("*.json")]
         assert f"speed: {verdict['preset']}" in logged
@@ -50,9 +56,8 @@ def test_without_a_folder_one_worker_measures_once_in_a_run_and_that_is_told(tmp
     env = {"INFERPOOL_CACHE_DIR": str(tmp_path / "file" / "cache"), "TMPDIR": str(tmp_path)}
     arguments = (SMALL, "--replicas", "2", "--speed", "auto", "--log-level", "debug")
     with running(*arguments, env=env) as service:
-        while len(pids := service.worker_pids()) < 2:
-            service.wait_for_log("ready in")
-        os.kill(pids[0], signal.SIGKILL)
+        wait_for_workers(service, 2)
+        os.kill(service.worker_pids()[0], signal.SIGKILL)
         service.wait_for_log("ended")
         service.wait_for_log("ready in")
         messages = [str(line["message"]) for line in service.log]
