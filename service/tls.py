@@ -1,11 +1,17 @@
 """The TLS of the server: from two PEM files to a context, with errors for people."""
 
+import base64
+import re
 import ssl
 from datetime import UTC, datetime
 from pathlib import Path
 
 _SEQUENCE, _EXPLICIT_0, _UTC_TIME = 0x30, 0xA0, 0x17
 _SOON_DAYS = 7
+_CERTIFICATE = re.compile(
+    r"-----BEGIN (?:X509 |TRUSTED )?CERTIFICATE-----([^-]*)-----END", re.DOTALL
+)
+"""With the labels that OpenSSL reads too (openssl-pem(1ssl)): a trusted one has more after it."""
 
 
 class TlsError(Exception):
@@ -39,9 +45,9 @@ def server_context(certificate: str, key: str | None) -> ssl.SSLContext:
 
 def days_left(certificate: str, now: datetime | None = None) -> float:
     """How long the first certificate of a PEM file is still valid; negative where it is not."""
-    der = ssl.PEM_cert_to_DER_cert(
-        _first_certificate(Path(certificate).read_text(errors="replace"))
-    )
+    found = _CERTIFICATE.search(Path(certificate).read_text(errors="replace"))
+    assert found, "OpenSSL has found one"
+    der = base64.b64decode(found[1])
     return (_not_after(der) - (now or datetime.now(UTC))).total_seconds() / 86_400
 
 
@@ -65,7 +71,7 @@ def _explained(error: ssl.SSLError, certificate: str, key: str) -> str:
         return f"tls_key: {key} is not the key of the certificate in {certificate}"
     if "PASSWORD" in text:
         return f"tls_key: {key} is encrypted; give a key without a password"
-    if "-----BEGIN CERTIFICATE-----" not in Path(certificate).read_text(errors="replace"):
+    if not _CERTIFICATE.search(Path(certificate).read_text(errors="replace")):
         return f"tls_certificate: {certificate} holds no certificate in PEM form"
     if key == certificate and "PRIVATE KEY-----" not in Path(key).read_text(errors="replace"):
         return (
@@ -76,11 +82,6 @@ def _explained(error: ssl.SSLError, certificate: str, key: str) -> str:
         f"tls_key: {key} holds no private key in PEM form, or tls_certificate: {certificate} is "
         f"damaged ({error.reason or text})"
     )
-
-
-def _first_certificate(pem: str) -> str:
-    end = "-----END CERTIFICATE-----"
-    return pem[pem.index("-----BEGIN CERTIFICATE-----") : pem.index(end) + len(end)]
 
 
 def _not_after(der: bytes) -> datetime:

@@ -58,6 +58,14 @@ def test_the_days_that_are_left_are_read_off_the_certificate(tmp_path, days):
     assert days - 0.01 < days_left(str(certificate)) <= days
 
 
+def test_the_days_are_read_off_a_certificate_with_openssls_own_label_too(pair, tmp_path):
+    trusted = tmp_path / "trusted.pem"
+    command = ["openssl", "x509", "-in", pair[0], "-trustout", "-out", trusted]
+    subprocess.run(command, check=True, timeout=30)
+    server_context(str(trusted), str(pair[1]))
+    assert 29 < days_left(str(trusted)) <= 30
+
+
 def test_a_certificate_that_has_expired_or_soon_will_is_warned_of(pair):
     certificate = str(pair[0])
     now = datetime.now(UTC)
