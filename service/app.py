@@ -88,6 +88,7 @@ class Service:
         """
         self.settings = settings
         self.metrics = metrics
+        self._engine: LocalEngine | None = None
         self.pools: dict[str, Pool] = {}
         self.is_draining = False
         self._is_stopping = False
@@ -121,7 +122,7 @@ class Service:
 
     def start(self) -> None:
         """Begin to start every worker."""
-        engine = LocalEngine(self._arena)
+        self._engine = engine = LocalEngine(self._arena)
         for name, configs in self._plans.items():
             self.pools[name] = self._make_pool(name, configs, engine)
         for pool in self.pools.values():
@@ -156,6 +157,8 @@ class Service:
         await self.drain()
         grace_s = 0.0 if self._is_hurried else _STOP_GRACE_S
         await asyncio.gather(*(pool.stop(grace_s) for pool in self.pools.values()))
+        if self._engine is not None:
+            await self._engine.close()
         self._arena.close()
         self._speed_cache.close()
 

@@ -5,8 +5,11 @@ It runs in the front end's event loop, which never waits for a worker.
 
 import asyncio
 import errno
+import logging
 import multiprocessing
 import os
+import signal
+from asyncio import Task
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 
@@ -17,6 +20,8 @@ from workers.engine import WorkerId
 from workers.errors import WorkerStartError
 from workers.local_worker import EXIT_WAIT_S, LocalWorker
 from workers.memory import SharedMemoryError
+
+logger = logging.getLogger(__name__)
 
 _PRELOAD = ("workers.forkserver_guard", "workers.preload")
 _START_DESCRIPTORS = 16
@@ -84,6 +89,19 @@ class LocalEngine:
         self._oom_kills = OomKills()
         self._is_torch_imported = False
         """By the forkserver, so that a start need not wait for it."""
+        self._launches: set[Task[None]] = set()
+
+    async def close(self) -> None:
+        """Leave no thread that waits for a forkserver which does not answer. Starts are over.
+
+        Such a thread would hold up the end of this process for ever.
+        """
+        if not self._launches:
+            return
+        logger.error("the process that forks workers does not answer: killing it")
+        if pid := getattr(forkserver._forkserver, "_forkserver_pid", None):
+            os.kill(pid, signal.SIGKILL)
+        await asyncio.wait(self._launches, timeout=EXIT_WAIT_S)
 
     async def start(
         self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
@@ -105,7 +123,9 @@ class LocalEngine:
         if not self._is_torch_imported:
             on_progress("importing torch")
         # A process that is half started cannot be killed yet: each way out waits for this first.
-        launch = asyncio.ensure_future(self._launch(worker, config))
+        launch = asyncio.create_task(self._launch(worker, config))
+        self._launches.add(launch)
+        launch.add_done_callback(self._on_launched)
         try:
             async with asyncio.timeout(config.load_timeout_s):
                 await asyncio.shield(launch)
@@ -127,6 +147,11 @@ class LocalEngine:
                 f"the process could not be started: {error!r}", permanent=False
             ) from error
         return worker
+
+    def _on_launched(self, launch: Task[None]) -> None:
+        self._launches.discard(launch)
+        if not launch.cancelled():
+            launch.exception()  # it is retrieved, even if the start was given up before
 
     async def _launch(self, worker: LocalWorker, config: WorkerConfig) -> None:
         from workers import entry

@@ -5,12 +5,16 @@ end of file of the output queue.
 """
 
 import asyncio
+import fcntl
 import logging
 import signal
+import termios
 import time
+from array import array
 from asyncio import Future, Task
 from collections.abc import Callable, Sequence
 from itertools import count
+from multiprocessing.context import ForkServerProcess
 from multiprocessing.process import BaseProcess
 
 import msgspec
@@ -270,6 +274,10 @@ class LocalWorker:
         assert self._process is not None
         assert self._observed is not None
         self._loop.remove_reader(self._process.sentinel)
+        if _has_lost_forkserver(self._process):
+            self._is_our_doing = True
+            self._cause = self._cause or "signal"
+            self._reason = self._reason or "the process that forks workers ended, and they with it"
         self._process.join()
         self._reader.is_dry = False
         while self._is_unread and not self._reader.is_dry:
@@ -396,6 +404,15 @@ class LocalWorker:
         self.outbox.close()
         self.stacks.close()
         self.heartbeat.close()
+
+
+def _has_lost_forkserver(process: BaseProcess) -> bool:
+    """Whether a process that has ended has nobody left to report how: its sentinel has no code."""
+    if not isinstance(process, ForkServerProcess):
+        return False
+    num_bytes = array("i", [0])
+    fcntl.ioctl(process.sentinel, termios.FIONREAD, num_bytes)
+    return num_bytes[0] == 0
 
 
 def _log(line: LogLine, extra: dict[str, str]) -> None:

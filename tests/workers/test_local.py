@@ -8,9 +8,11 @@ import time
 from collections.abc import Coroutine
 from pathlib import Path
 
+import psutil
 import pytest
 
 import workers.canary
+import workers.local
 import workers.local_worker
 from tests.workers.contract import (
     EngineContract,
@@ -356,6 +358,61 @@ def test_worker_tells_how_long_its_warm_up_took(engine: LocalEngine, run):
         assert worker.ready.warmup_s == pytest.approx(0.3 + 8 * 0.05, rel=0.5)
         assert worker._held.batch_timeout_s == 10
         await worker.stop(5)
+
+    run(go())
+
+
+async def kill_forkserver(process: psutil.Process | None) -> None:
+    """Kill it, and see it dead, so that the next start makes another."""
+    assert process is not None
+    process.kill()
+    until = time.monotonic() + 10
+    while process.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < until
+        await asyncio.sleep(0.01)
+
+
+def test_end_of_the_forkserver_is_named_and_no_batch_is_blamed_for_it(
+    engine: LocalEngine, put, run
+):
+    async def go():
+        worker = await started(engine)
+        batch = worker.run([put({"n": 1, "do": "hang"})])
+        await until_begun(worker)
+        forkserver = psutil.Process(pid_of(worker)).parent()
+        await kill_forkserver(forkserver)
+        with pytest.raises(WorkerLostError, match="the process that forks workers ended") as lost:
+            await batch
+        assert not lost.value.started
+        again = await started(engine)
+        assert answers(await again.run([put({"n": 2})])) == [4]
+        await again.stop(5)
+
+    run(go())
+
+
+def test_forkserver_that_does_not_answer_does_not_hold_up_the_end(
+    engine: LocalEngine, run, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(workers.local, "EXIT_WAIT_S", 1.0)
+
+    async def go():
+        worker = await started(engine)
+        forkserver = psutil.Process(pid_of(worker)).parent()
+        assert forkserver is not None
+        await worker.stop(5)
+        forkserver.suspend()
+        try:
+            start = asyncio.create_task(started(engine))
+            await asyncio.sleep(0.1)
+            start.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await start
+            assert engine._launches
+            await engine.close()
+            assert not engine._launches
+        finally:
+            await kill_forkserver(forkserver)
 
     run(go())
 
