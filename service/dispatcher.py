@@ -118,6 +118,11 @@ class Dispatcher:
         return self._admission.is_draining
 
     @property
+    def num_responsive(self) -> int:
+        """Workers that take batches and, if they are not at work, show signs of life."""
+        return sum(not lane.worker.is_stalled for lane in self._lanes.open)
+
+    @property
     def num_ready(self) -> int:
         """Workers that take batches."""
         return len(self._lanes.open)

@@ -85,8 +85,8 @@ class Pool:
 
     @property
     def is_ready(self) -> bool:
-        """A worker takes batches, and new work is welcome."""
-        return self.dispatcher.num_ready > 0 and not self.is_draining
+        """A worker that shows signs of life takes batches, and new work is welcome."""
+        return self.dispatcher.num_responsive > 0 and not self.is_draining
 
     @property
     def is_lost(self) -> bool:
@@ -100,6 +100,8 @@ class Pool:
             return "draining"
         if self.is_ready:
             return ""
+        if self.dispatcher.num_ready:
+            return "stalled: no worker shows a sign of life"
         slot = min(self.slots, key=lambda slot: slot.state == "failed")
         about = slot.stage if slot.state == "starting" else slot.reason
         return f"{slot.state}: {about}" if about else slot.state

@@ -61,7 +61,7 @@ def _worker_health(slot: Slot) -> WorkerHealth:
     speed = slot.handle.ready.speed if slot.handle else None
     return WorkerHealth(
         name=slot.id.worker,
-        state=slot.state,
+        state="stalled" if slot.handle and slot.handle.is_stalled else slot.state,
         device=str(slot.config.placement),
         incarnation=slot.id.incarnation,
         pid=vitals.pid if vitals else None,

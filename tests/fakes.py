@@ -53,6 +53,8 @@ class FakeWorker:
         was_at_work = started and bool(batches)
         self._gone.set_result(Ending(cause="signal", reason="SIGKILL", was_at_work=was_at_work))
 
+    is_stalled = False
+
     async def wait(self) -> Ending:
         return await asyncio.shield(self._gone)
 

@@ -77,6 +77,10 @@ class WorkerHandle(Protocol):
         """What it said of itself when it was ready."""
 
     @property
+    def is_stalled(self) -> bool:
+        """It is not at work, and shows no sign of life: no work would be taken up now."""
+
+    @property
     def has_worked(self) -> bool:
         """It has answered a batch."""
 

@@ -72,6 +72,11 @@ class HeldBatches:
         """The worker is at work on a canary."""
         return any(batch.future is None for _, batch in self._oldest())
 
+    @property
+    def is_any_begun(self) -> bool:
+        """The worker is at work."""
+        return any(self._is_begun(id) for id, _ in self._oldest())
+
     def add(self, id: int, batch: Held, now: float) -> None:
         """It has been sent."""
         if not self._batches:

@@ -51,6 +51,8 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(FromWorker).decode
 _SENTINEL = _encode(None)
 _LOOK_S = 2.0
+_STALLED_S = 3.0
+"""A worker that waits for work beats every second."""
 """How often each process is looked at, which costs some 0.1 ms."""
 _PAUSE_S = 0.5
 """This loop was not just busy if it comes round so much too late: the whole host paused."""
@@ -108,6 +110,13 @@ class LocalWorker:
     def ready(self) -> Ready:
         """What the worker said of itself when it was ready."""
         return self.started.result()
+
+    @property
+    def is_stalled(self) -> bool:
+        """It is not at work, and shows no sign of life."""
+        if self._gone.done() or self._held.is_any_begun:
+            return False
+        return self.heartbeat.age_s > _STALLED_S
 
     def attach(self, process: BaseProcess) -> None:
         """Take charge of the started process: keep our ends of its queues, and listen."""

@@ -30,7 +30,8 @@ class WorkerHealth:
 
     name: str
     state: str
-    """`starting`, `ready`, `backoff`, `failed` or `stopped`: the supervisor's word."""
+    """`starting`, `ready`, `backoff`, `failed` or `stopped`: the supervisor's word; or `stalled`,
+    which is ready but for showing no sign of life while it has no work."""
     device: str
     incarnation: int
     """Counts the lives of the worker, from 0."""

@@ -57,8 +57,8 @@ def test_service_that_does_not_start_is_exit_3_with_the_end_of_its_log():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["echo", "--kill-every", "-1"], "-1 is not 0 or more"),
-        (["echo", "--clients", "0"], "0 is less than 1"),
+        (["echo", "--kill-every", "-1"], "'-1' is not a number from 0"),
+        (["echo", "--clients", "0"], "'0' is not a whole number from 1"),
         (["echo", "--kill-evry", "1"], "did you mean --kill-every?"),
         (["nothing"], "neither a model of the settings"),
     ],

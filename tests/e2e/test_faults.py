@@ -197,6 +197,8 @@ def test_stopped_idle_worker_is_noticed_and_replaced():
     with running(FAULTY, "--replicas", "1") as service:
         (pid,) = service.worker_pids()
         os.kill(pid, signal.SIGSTOP)
+        asyncio.run(until(lambda: httpx.get(f"{service.url}/health/ready").status_code == 503))
+        assert not [line for line in service.log if "it is stopped" in str(line["message"])]
         service.wait_for_log("it is stopped", 30)
         asyncio.run(until(lambda: service.worker_pids() not in ([pid], [])))
 
