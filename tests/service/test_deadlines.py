@@ -29,3 +29,20 @@ def test_discarding_what_was_due_is_no_error():
         deadlines.discard("thing", tick)
 
     asyncio.run(go())
+
+
+def test_what_is_far_off_falls_due_on_time_too_unless_it_is_discarded():
+    async def go():
+        due: list[tuple[str, float]] = []
+        deadlines: Deadlines[str] = Deadlines(lambda thing: due.append((thing, time.monotonic())))
+        now = time.monotonic()
+        moments = {f"after {1 + number / 10:g} s": 1 + number / 10 for number in range(8)}
+        for name, after_s in moments.items():
+            deadlines.add(name, now + after_s)
+        deadlines.discard("never", deadlines.add("never", now + 1.55))
+        await asyncio.sleep(1.9)
+        assert [thing for thing, _ in due] == list(moments)
+        for thing, at in due:
+            assert 0 <= at - now - moments[thing] < 5 * TICK_S
+
+    asyncio.run(go())
