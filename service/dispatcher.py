@@ -128,7 +128,7 @@ class Dispatcher:
         return len(self._lanes.open)
 
     def submit(self, payload: Payload, options: CallOptions, request_id: str = "") -> Instance:
-        """Admit one instance: copy its payload into the arena and queue it.
+        """Admit one instance: copy its payload into the arena, if it is not there, and queue it.
 
         Without a worker it waits for one; whether one is to come is for the pool to know.
 
@@ -148,7 +148,10 @@ class Dispatcher:
             num_bytes in quarantine.lengths or num_bytes in quarantine.suspect_lengths
         ) and self._check_record(payload, options, now)
         self._check_admission(options, now)
-        offset = self._arena.put(payload.chunks, num_bytes)
+        owner, offset = payload.owner, payload.offset
+        if owner is None:
+            owner = self._arena
+            offset = self._arena.put(payload.chunks, num_bytes)
         if offset is None:
             self._metrics.rejected["arena_full"] += 1
             raise OverloadedError("the arena for payloads is full", retry_after_s=1)
@@ -162,7 +165,7 @@ class Dispatcher:
             options.parameters,
             request_id,
         )
-        instance = Instance(self, ref, now, options)
+        instance = Instance(self, ref, owner, now, options)
         if is_suspect:
             instance.is_solo = True
             instance.num_crashes = 1
@@ -192,7 +195,7 @@ class Dispatcher:
         """
         while self._queue:
             for instance in self._queue.next_batch(self._max_batch_size):
-                self._arena.free(instance.ref.offset)
+                instance.owner.free(instance.ref.offset)
                 self._fail(instance, error())
         for instance in self._lanes.held():
             if instance.state != SETTLED:
@@ -241,7 +244,7 @@ class Dispatcher:
     def _unqueue(self, instance: Instance) -> None:
         if instance.state == QUEUED:
             self._queue.remove(instance)
-            self._arena.free(instance.ref.offset)
+            instance.owner.free(instance.ref.offset)
 
     def _pump_soon(self) -> None:
         """Send what can be sent, once all that arrived in this turn of the loop is queued."""
@@ -326,7 +329,7 @@ class Dispatcher:
             self._blame(batch, now)  # of those, too, that nobody waits for, while they have a slot
         for instance in batch:
             if instance.state == SETTLED:
-                self._arena.free(instance.ref.offset)
+                instance.owner.free(instance.ref.offset)
         self._lanes.take(lane, batch)
         if error is None:
             self._admission.rate.note(len(batch), now - lane.busy_since, now)
@@ -349,13 +352,12 @@ class Dispatcher:
         metrics.batch_size.observe(len(batch))
         metrics.prepare_duration.observe(done.prepare_s)
         metrics.inference_duration.observe(done.compute_s)
-        free = self._arena.free
         # All that was neither preparing nor computing was waiting, here or in the worker.
         began = now - done.prepare_s - done.compute_s
         for instance, outcome in zip(batch, done.outcomes, strict=True):
             if instance.state == SETTLED:
                 continue
-            free(instance.ref.offset)
+            instance.owner.free(instance.ref.offset)
             queue_s = max(0.0, began - instance.arrived)
             metrics.queue_wait.observe(queue_s)
             if isinstance(outcome, ItemError):
@@ -411,7 +413,7 @@ class Dispatcher:
             if instance.state == SETTLED:
                 continue
             if instance.num_crashes >= MAX_CRASHES:
-                self._arena.free(instance.ref.offset)
+                instance.owner.free(instance.ref.offset)
                 self._fail(
                     instance,
                     WorkerCrashedError(
@@ -420,7 +422,7 @@ class Dispatcher:
                     ),
                 )
             elif self._is_quarantined(instance):
-                self._arena.free(instance.ref.offset)
+                instance.owner.free(instance.ref.offset)
                 self._fail(instance, _quarantined(self._quarantine.duration_s))
             else:
                 self._metrics.retried += 1

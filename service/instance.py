@@ -3,7 +3,7 @@
 import asyncio
 from typing import Final, Protocol
 
-from service.request import CallOptions, Result
+from service.request import CallOptions, Result, SlotOwner
 from workers.messages import ItemRef
 
 QUEUED: Final = 0
@@ -25,14 +25,23 @@ class Instance(asyncio.Future[Result]):
     """One instance in the ledger, and the future of its result. Cancelling it takes it out."""
 
     __slots__ = (
-        "arrived", "deadline", "is_solo", "lane", "ledger", "num_crashes", "priority", "ref",
-        "state", "tick",
+        "arrived", "deadline", "is_solo", "lane", "ledger", "num_crashes", "owner", "priority",
+        "ref", "state", "tick",
     )  # fmt: skip
 
-    def __init__(self, ledger: Ledger, ref: ItemRef, arrived: float, options: CallOptions) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        ref: ItemRef,
+        owner: SlotOwner,
+        arrived: float,
+        options: CallOptions,
+    ) -> None:
         super().__init__(loop=ledger.loop)
         self.ledger = ledger
         self.ref = ref
+        self.owner = owner
+        """Of its slot."""
         self.arrived = arrived
         self.deadline = options.deadline
         self.priority = options.priority

@@ -5,6 +5,7 @@ instances; DESIGN's "request" is one of them.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -14,14 +15,25 @@ from workers.messages import Kind, TensorBlob
 Buffer = bytes | bytearray | memoryview
 
 
+class SlotOwner(Protocol):
+    """Who gives out slots of the arena, and takes them back."""
+
+    def free(self, offset: int) -> None:
+        """No worker reads this slot any more."""
+
+
 class Payload(msgspec.Struct, frozen=True, gc=False):
-    """The body of one instance, before it is copied into the arena."""
+    """The body of one instance: to be copied into the arena, or there already."""
 
     kind: Kind
     chunks: Sequence[Buffer]
     """The bytes, in pieces as they came, so that the arena gets the only copy."""
     headers: tuple[TensorHeader, ...] = ()
     """For kind "tensors": what lies where in the joined chunks."""
+    owner: SlotOwner | None = None
+    """Whose slot it lies in, where it is in the arena already."""
+    offset: int | None = None
+    """Of that slot."""
 
     @property
     def num_bytes(self) -> int:

@@ -2,16 +2,14 @@
 
 A buddy allocator (Knowlton, "A fast storage allocator", CACM 8(10), 1965) over one region of shared
 memory, with a short list of recently freed blocks per size so that a steady load neither splits nor
-merges. Used by the front end's event loop alone; workers get offsets.
+merges. Used by one event loop alone; workers get offsets. Where several processes take calls, the
+region is divided among them, and each has an allocator of its own over its part.
 """
 
+import mmap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from workers.memory import SharedMemory
-
-if TYPE_CHECKING:
-    import mmap
 
 MIN_BLOCK_BYTES = 1024
 """Slots are aligned to this, which is enough for every dtype and for vector loads."""
@@ -19,31 +17,29 @@ _MAX_RECENT = 64
 """Freed blocks of one size that are kept whole for the next request of that size."""
 
 
-class Arena:
-    """Slots of shared memory, in powers of two from 1 KiB."""
+class Slots:
+    """Slots in a part of the arena, in powers of two from 1 KiB."""
 
-    def __init__(self, num_bytes: int) -> None:
-        """Reserve the whole arena.
+    def __init__(self, memory: mmap.mmap, start: int, num_bytes: int) -> None:
+        """Find all of it free.
 
         Args:
-            num_bytes: Rounded up to whole blocks.
-
-        Raises:
-            SharedMemoryError: The memory is not to be had.
+            memory: The arena, mapped for writing.
+            start: Where the part begins, in whole blocks of 1 KiB.
+            num_bytes: How long it is, likewise.
         """
-        num_bytes = -(-num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
-        self.memory = SharedMemory(num_bytes, name="arena", writable=False)
         self.num_bytes = num_bytes
         self.used_bytes = 0
         """Of the slots in use, rounding included."""
-        self._map: mmap.mmap = self.memory.map
+        self._map = memory
+        self._start = start
         num_orders = (num_bytes // MIN_BLOCK_BYTES).bit_length()
         self._free: list[set[int]] = [set() for _ in range(num_orders)]
         self._recent: list[list[int]] = [[] for _ in range(num_orders)]
         self._orders: dict[int, int] = {}
-        offset = 0
+        offset, end = start, start + num_bytes
         for order in reversed(range(num_orders)):
-            if num_bytes - offset >= MIN_BLOCK_BYTES << order:
+            if end - offset >= MIN_BLOCK_BYTES << order:
                 self._free[order].add(offset)
                 offset += MIN_BLOCK_BYTES << order
 
@@ -57,7 +53,7 @@ class Arena:
         Returns:
             The slot's offset, or None where no slot of that size is free.
         """
-        order = ((num_bytes - 1) >> 10).bit_length() if num_bytes else 0
+        order = _order_of(num_bytes)
         if order >= len(self._recent):
             return None
         recent = self._recent[order]
@@ -87,9 +83,24 @@ class Arena:
         else:
             self._merge(offset, order)
 
-    def close(self) -> None:
-        """Unmap the arena in this process."""
-        self.memory.close()
+    def reserve(self, offset: int, num_bytes: int) -> None:
+        """Take a slot that an earlier allocator over this part gave out, and that is still read."""
+        order = _order_of(num_bytes)
+        for larger in range(order, len(self._free)):
+            size = MIN_BLOCK_BYTES << larger
+            block = offset - (offset - self._start) % size
+            if block in self._free[larger]:
+                self._free[larger].remove(block)
+                while larger > order:
+                    larger -= 1
+                    half = block + (MIN_BLOCK_BYTES << larger)
+                    self._free[larger].add(block if offset >= half else half)
+                    block = half if offset >= half else block
+                break
+        else:
+            raise AssertionError(f"the slot at {offset} is in use or lies elsewhere")
+        self._orders[offset] = order
+        self.used_bytes += MIN_BLOCK_BYTES << order
 
     def _take(self, order: int) -> int | None:
         """Split a free block down to this order, after merging the recent ones if need be."""
@@ -115,10 +126,50 @@ class Arena:
     def _merge(self, offset: int, order: int) -> None:
         free = self._free
         while order + 1 < len(free):
-            buddy = offset ^ (MIN_BLOCK_BYTES << order)
+            buddy = self._start + ((offset - self._start) ^ (MIN_BLOCK_BYTES << order))
             if buddy not in free[order]:
                 break
             free[order].remove(buddy)
             offset = min(offset, buddy)
             order += 1
         free[order].add(offset)
+
+
+class Arena(Slots):
+    """The whole of it, with the memory that it lies in."""
+
+    def __init__(self, num_bytes: int) -> None:
+        """Reserve the memory.
+
+        Args:
+            num_bytes: Rounded up to whole blocks.
+
+        Raises:
+            SharedMemoryError: The memory is not to be had.
+        """
+        num_bytes = -(-num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
+        self.memory = SharedMemory(num_bytes, name="arena", writable=False)
+        super().__init__(self.memory.map, 0, num_bytes)
+
+    def give_away(self, num_parts: int) -> list[range]:
+        """Divide all of it into equal parts for the allocators of others; none is left here."""
+        assert not self.used_bytes, "only an empty arena can be given away"
+        for free in self._free:
+            free.clear()
+        for recent in self._recent:
+            recent.clear()
+        size = self.num_bytes // num_parts // MIN_BLOCK_BYTES * MIN_BLOCK_BYTES
+        return [range(number * size, (number + 1) * size) for number in range(num_parts)]
+
+    def close(self) -> None:
+        """Unmap the arena in this process."""
+        self.memory.close()
+
+
+def slot_bytes(num_bytes: int) -> int:
+    """What a payload takes of an arena, rounding included."""
+    return MIN_BLOCK_BYTES << _order_of(num_bytes)
+
+
+def _order_of(num_bytes: int) -> int:
+    return ((num_bytes - 1) >> 10).bit_length() if num_bytes else 0

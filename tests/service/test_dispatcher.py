@@ -301,6 +301,39 @@ def test_cancelled_instances_leave_the_queue_and_the_books_balance(bench):
     run(go())
 
 
+def test_a_payload_that_lies_in_the_arena_is_left_there_and_its_owner_gets_the_slot_back(bench):
+    class Owner:
+        def __init__(self):
+            self.freed = []
+
+        def free(self, offset):
+            self.freed.append(offset)
+
+    async def go():
+        b = bench(max_batch_size=1)
+        worker, owner = b.worker(credit=1), Owner()
+        futures = []
+        for offset in (4096, 8192, 1024):
+            payload = Payload("bytes", [b"x"], owner=owner, offset=offset)
+            futures.append(
+                b.dispatcher.submit(payload, CallOptions(deadline=time.monotonic() + 30))
+            )
+        await turn()
+        assert b.arena.used_bytes == 0
+        futures[1].cancel()
+        futures[0].cancel()
+        assert owner.freed == [8192]  # what a worker holds is still the worker's
+        worker.answer()
+        await turn()
+        worker.answer()
+        await turn()
+        assert futures[2].result().value == b"1024"
+        assert owner.freed == [8192, 4096, 1024]
+        b.check_books()
+
+    run(go())
+
+
 def test_what_a_dead_worker_held_is_sent_again_alone(bench):
     async def go():
         b = bench(max_batch_size=4)

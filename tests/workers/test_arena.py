@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.arena import MIN_BLOCK_BYTES, Arena
+from workers.arena import MIN_BLOCK_BYTES, Arena, Slots, slot_bytes
 from workers.memory import SharedMemoryError
 
 
@@ -77,5 +77,51 @@ def test_slots_never_overlap_and_all_memory_comes_back(steps):
         assert arena.used_bytes == 0
         half = 512 * 1024
         assert arena.put([bytes(half)], half) is not None
+    finally:
+        arena.close()
+
+
+def test_an_arena_is_divided_into_parts_that_are_allocated_apart():
+    arena = Arena(10 * MIN_BLOCK_BYTES)
+    parts = arena.give_away(3)
+    assert arena.put([b"x"], 1) is None
+    slots = [Slots(arena.memory.map, part.start, len(part)) for part in parts]
+    offsets = [each.put([b"x"], 1) for each in slots for _ in range(3)]
+    assert sorted(offsets) == [number * MIN_BLOCK_BYTES for number in range(9)]
+    assert [each.put([b"x"], 1) for each in slots] == [None] * 3
+    arena.close()
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 20_000), max_size=40), st.data())
+def test_a_later_allocator_over_the_same_part_leaves_the_slots_of_the_earlier_one_alone(
+    sizes, data
+):
+    arena = Arena(200_000)
+    try:
+        part = arena.give_away(2)[1]
+        before = Slots(arena.memory.map, part.start, len(part))
+        held = {}
+        for num_bytes in sizes:
+            offset = before.put([bytes(num_bytes)], num_bytes)
+            if offset is not None:
+                held[offset] = num_bytes
+        for offset in data.draw(
+            st.lists(st.sampled_from(sorted(held)), unique=True) if held else st.just([])
+        ):
+            before.free(offset)
+            del held[offset]
+        after = Slots(arena.memory.map, part.start, len(part))
+        for offset, num_bytes in held.items():
+            after.reserve(offset, num_bytes)
+        assert after.used_bytes == before.used_bytes
+        taken = [range(offset, offset + slot_bytes(held[offset])) for offset in held]
+        while (offset := after.put([b"x"], 1)) is not None:
+            assert part.start <= offset < part.stop
+            assert not any(offset in each for each in taken)
+        assert after.used_bytes == len(part)
+        for offset in held:
+            after.free(offset)
+        assert after.used_bytes == len(part) - before.used_bytes
     finally:
         arena.close()
