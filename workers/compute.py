@@ -18,6 +18,7 @@ from torch import Tensor
 from models.base import Features, Item, Model
 from models.errors import InputError, ModelError
 from workers.checks import BrokenPromiseError, OutputChecks
+from workers.log_lines import printable
 from workers.messages import ItemError, ItemRef, Outcome, TensorBlob
 from workers.shortage import SafeSizes, is_out_of_memory, release, signature_of
 
@@ -353,11 +354,6 @@ def _plain(value: object) -> object:
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"the model rendered a {type(value).__name__}, which JSON has no form for")
-
-
-def printable(text: str) -> str:
-    """A text that can be encoded, whatever a path or a model put into it."""
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _error_of(error: Exception, step: str, ref: ItemRef) -> ItemError:

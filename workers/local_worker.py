@@ -26,6 +26,7 @@ from workers.engine import Cause, Ending, Vitals, WorkerId
 from workers.errors import WorkerLostError, WorkerStartError
 from workers.heartbeat import HeartbeatReader
 from workers.held import Held, HeldBatches, batch_timeout_s
+from workers.log_lines import log_line
 from workers.messages import (
     UNREADABLE,
     Batch,
@@ -219,10 +220,7 @@ class LocalWorker:
             case Progress():
                 self._on_progress(message.stage)
             case LogLine():
-                extra = {"worker": str(self.id)}
-                if message.request_id:
-                    extra["request_id"] = message.request_id
-                _log(message, extra)
+                log_line(message, {"worker": str(self.id)})
             case Ready():
                 if not message.preloaded and self.id.incarnation == 0:
                     logger.info("%s was started without a preloaded torch", self.id)
@@ -299,7 +297,7 @@ class LocalWorker:
             self._cause, self._reason = cause, reason
         if trace := self.stacks.take():
             text = f"{self.id} left its stacks ({self._reason}){self._at_work_on()}"
-            _log(LogLine(logging.ERROR, __name__, text, trace=trace), {"worker": str(self.id)})
+            log_line(LogLine(logging.ERROR, __name__, text, trace=trace), {"worker": str(self.id)})
         last_received = self.heartbeat.last_received
         self._fail_start(f"the process ended before it was ready: {self._reason}", permanent=False)
         self._process.close()
@@ -384,7 +382,7 @@ class LocalWorker:
         at_work = self._at_work_on()
         state, trace = await self.stacks.ask(self._observed.pid)
         text = f"{self.id} {reason}{at_work}; it is {state}: killing it"
-        _log(LogLine(logging.ERROR, __name__, text, trace=trace), {"worker": str(self.id)})
+        log_line(LogLine(logging.ERROR, __name__, text, trace=trace), {"worker": str(self.id)})
 
     def _at_work_on(self) -> str:
         """The requests that it is computing, for a log line."""
@@ -422,14 +420,3 @@ def _has_lost_forkserver(process: BaseProcess) -> bool:
     num_bytes = array("i", [0])
     fcntl.ioctl(process.sentinel, termios.FIONREAD, num_bytes)
     return num_bytes[0] == 0
-
-
-def _log(line: LogLine, extra: dict[str, str]) -> None:
-    """Log what a worker logged, its traceback as one."""
-    source = logging.getLogger(line.logger)
-    if source.isEnabledFor(line.level):
-        record = source.makeRecord(
-            line.logger, line.level, "", 0, "%s", (line.text,), None, extra=extra
-        )
-        record.exc_text = line.trace or None
-        source.handle(record)

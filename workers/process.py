@@ -30,11 +30,12 @@ from models.registry import build
 from models.spec import Placement
 from models.speed.choose import SpeedWish, choose
 from workers.compiling import compile_package
-from workers.compute import Computer, Prepared, printable
+from workers.compute import Computer, Prepared
 from workers.config import WorkerConfig
 from workers.guard import die_with_front_end, die_with_parent, give_way_for_memory
 from workers.heartbeat import Heartbeat
-from workers.messages import BatchDone, ItemRef, Leaving, LogLine, Progress, Ready, StartFailed
+from workers.log_lines import LineHandler, printable
+from workers.messages import BatchDone, ItemRef, Leaving, Progress, Ready, StartFailed
 from workers.worker_queue import WorkerQueue
 
 logger = logging.getLogger(__name__)
@@ -253,28 +254,9 @@ def _guard(heartbeat: Heartbeat) -> None:
     signal.signal(signal.SIGTERM, leave)
 
 
-class _OutboxHandler(logging.Handler):
-    """Sends log records to the front end, which writes them with the worker's name."""
-
-    def __init__(self, outbox: WorkerQueue) -> None:
-        super().__init__()
-        self._outbox = outbox
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            text = printable(record.getMessage())
-            trace = logging.Formatter().formatException(record.exc_info) if record.exc_info else ""
-            request_id = getattr(record, "request_id", "")
-            self._outbox.put(
-                LogLine(record.levelno, record.name, text, request_id, printable(trace))
-            )
-        except (OSError, ValueError):
-            self.handleError(record)
-
-
 def _log_to(outbox: WorkerQueue) -> None:
     root = logging.getLogger()
-    root.handlers = [_OutboxHandler(outbox)]
+    root.handlers = [LineHandler(outbox.put)]
     root.setLevel(logging.INFO)
     logging.captureWarnings(True)
     # Payloads are mapped read-only on purpose, and `Item.tensors` copies for those who write.
