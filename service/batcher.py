@@ -6,6 +6,7 @@ same as from the front.
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
+from math import inf
 from typing import Generic, Protocol, TypeVar
 
 _CLASS_EDGES_S = (0.1, 1.0, 10.0)
@@ -18,6 +19,7 @@ class Queueable(Protocol, Hashable):
     priority: int
     """1 goes first, 9 last."""
     deadline: float
+    arrived: float
     is_solo: bool
     """It makes a batch of its own: the last one it was in did not survive."""
     lane: int
@@ -91,6 +93,18 @@ class Batcher(Generic[Q]):
             if self._lanes[key]:
                 return next(iter(self._lanes[key]))
         return None
+
+    def soonest(self) -> float:
+        """No request that waits has an earlier deadline than this; infinite where none waits.
+
+        A bound, from the first of each class: to know better, one would have to look at each.
+        """
+        soonest = inf
+        for key, lane in self._lanes.items():
+            if lane:
+                edge_s = _CLASS_EDGES_S[key % 4 - 1] if key % 4 else 0.0
+                soonest = min(soonest, next(iter(lane)).arrived + edge_s)
+        return soonest
 
     def _lane(self, key: int) -> "OrderedDict[Q, None]":
         lane = self._lanes.get(key)

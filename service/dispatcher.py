@@ -20,6 +20,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from service.admission import Admission
+from service.batch_sizes import fitting
 from service.batcher import Batcher
 from service.deadlines import Deadlines
 from service.errors import (
@@ -54,6 +55,9 @@ _EARLY_S = 0.001
 """How long before the end of a batch the next one is sent, beyond what its preparation takes."""
 _OVERLAP_PAYS_S = 0.002
 """Below this, a worker is back for more before a timer could be of use."""
+
+_NEAR_BATCHES = 100.0
+"""A deadline that is further off than so many batches of late needs no closer look."""
 
 
 class Dispatcher:
@@ -260,8 +264,7 @@ class Dispatcher:
             if idle:
                 if self._waits_for_more(now):
                     return
-                size = min(self._max_batch_size, -(-len(self._queue) // len(idle)))
-                self._send(idle[0], size, now)
+                self._send(idle[0], -(-len(self._queue) // len(idle)), now)
                 continue
             lane = self._next_busy(now)
             if lane is None:
@@ -310,13 +313,16 @@ class Dispatcher:
         self._timer = None
         self._pump()
 
-    def _send(self, lane: Lane, size: int, now: float) -> None:
-        batch = self._queue.next_batch(size)
+    def _send(self, lane: Lane, most: int, now: float) -> None:
+        most = min(most, len(self._queue), self._max_batch_size)
+        if self._queue.soonest() - now < _NEAR_BATCHES * self._admission.rate.batch_s:
+            most = fitting(self._queue, most, lane.begins_at(now), lane.next_curve)
+        batch = self._queue.next_batch(most)
         for instance in batch:
             instance.state = SENT
         self._lanes.give(lane, batch)
         if len(lane.batches) == 1:
-            lane.expect(now, self._admission.rate.item_s)
+            lane.begin(now, was_idle=True)
         future = lane.worker.run([instance.ref for instance in batch])
         future.add_done_callback(partial(self._on_batch_done, lane, batch))
 
@@ -333,8 +339,12 @@ class Dispatcher:
         self._lanes.take(lane, batch)
         if error is None:
             self._admission.rate.note(len(batch), now - lane.busy_since, now)
-            lane.expect(now, self._admission.rate.item_s)
-            self._settle_batch(batch, future.result(), now)
+            done = future.result()
+            if not isinstance(done.outcomes[0], ItemError):  # or it may not have been computed
+                lane.learn(len(batch), now)
+            if lane.batches:
+                lane.begin(now, was_idle=False)
+            self._settle_batch(batch, done, now)
         elif isinstance(error, WorkerLostError):
             self._lanes.detach(lane.worker)
             self._take_back(batch, error)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from service.batch_costs import BatchCosts, CostCurve
 from service.instance import Instance
 from workers.engine import WorkerHandle
 
@@ -9,16 +10,19 @@ from workers.engine import WorkerHandle
 class Lane:
     """One worker."""
 
-    __slots__ = ("batches", "busy_since", "ends_at", "worker")
+    __slots__ = ("_was_idle", "batches", "busy_since", "costs", "ends_at", "worker")
 
-    def __init__(self, worker: WorkerHandle) -> None:
+    def __init__(self, worker: WorkerHandle, costs: BatchCosts) -> None:
         self.worker = worker
+        self.costs = costs
         self.batches: list[list[Instance]] = []
         """Those that it holds, oldest first."""
         self.busy_since = 0.0
         """Since when it has been on its oldest batch."""
         self.ends_at = 0.0
         """When it will probably have answered that."""
+        self._was_idle = True
+        """It had nothing to do when it was sent that."""
 
     @property
     def has_credit(self) -> bool:
@@ -26,10 +30,29 @@ class Lane:
         batches = self.batches
         return not batches or (len(batches) < self.worker.credit and not batches[-1][0].is_solo)
 
-    def expect(self, now: float, item_s: float) -> None:
-        """It begins with its oldest batch now, which takes this long per instance."""
+    @property
+    def next_curve(self) -> CostCurve:
+        """What the next batch that it is sent will take it, from `begins_at` on."""
+        return self.costs.curve(is_idle=not self.batches)
+
+    def begins_at(self, now: float) -> float:
+        """When it will probably begin with a batch that it is sent now."""
+        if not self.batches:
+            return now
+        curve = self.costs.curve(is_idle=False)
+        rest_s = sum(curve.time_s(len(batch)) for batch in self.batches[1:])
+        return max(now, self.ends_at) + rest_s
+
+    def begin(self, now: float, *, was_idle: bool) -> None:
+        """It begins with its oldest batch now."""
         self.busy_since = now
-        self.ends_at = now + (len(self.batches[0]) if self.batches else 0) * item_s
+        self._was_idle = was_idle
+        curve = self.costs.curve(is_idle=was_idle)
+        self.ends_at = now + curve.time_s(len(self.batches[0]))
+
+    def learn(self, size: int, now: float) -> None:
+        """It has answered its oldest batch, which had this size."""
+        self.costs.note(size, now - self.busy_since, was_idle=self._was_idle)
 
 
 class Lanes:
@@ -40,12 +63,15 @@ class Lanes:
         """Of the workers that take batches."""
         self.num_sent = 0
         """Instances that workers hold, settled or not."""
+        self._costs: dict[int, BatchCosts] = {}
+        """By slot: the next incarnation of a worker is as fast as the one before."""
         self._leaving: list[Lane] = []
         """Of those that take no more, and hold some yet."""
 
     def attach(self, worker: WorkerHandle) -> None:
         """A worker takes batches."""
-        self.open.append(Lane(worker))
+        costs = self._costs.setdefault(worker.id.slot, BatchCosts())
+        self.open.append(Lane(worker, costs))
 
     def detach(self, worker: WorkerHandle) -> None:
         """A worker takes no more; what it holds, it holds until it returns it or is lost."""

@@ -8,6 +8,7 @@ class Waiting:
     name: str
     priority: int = 5
     deadline: float = 30.0
+    arrived: float = 0.0
     is_solo: bool = False
     lane: int = 0
 

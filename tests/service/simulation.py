@@ -1,0 +1,146 @@
+"""Poisson arrivals at a real dispatcher, whose workers cost what a curve says, in virtual time.
+
+A minute of load costs some hundred milliseconds, and the same seed gives the same figures.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from service.admission import Admission
+from service.dispatcher import Dispatcher
+from service.errors import DeadlineExceededError, OverloadedError
+from service.instance import Instance
+from service.metrics import ModelMetrics
+from service.quarantine import Quarantine
+from service.request import CallOptions, Payload
+from tests.fakes import FakeWorker
+from tests.virtual_time import VirtualLoop
+from workers.arena import Arena
+from workers.messages import ItemRef
+
+
+class SimulatedWorker(FakeWorker):
+    """Computes one batch after another, each for about as long as the curve says."""
+
+    def __init__(self, cost: Callable[[int], float], slot: int, noise: float) -> None:
+        super().__init__(credit=2)
+        self.id = type(self.id)(model="m", slot=slot)
+        self._cost = cost
+        self._noise = noise
+        self._chance = random.Random(slot)
+        self.computed: list[int] = []
+        """The sizes of its batches."""
+
+    def run(self, items: Sequence[ItemRef]):
+        future = super().run(items)
+        if len(self.batches) == 1:
+            self._begin()
+        return future
+
+    def _begin(self) -> None:
+        size = len(self.batches[0][0])
+        took_s = self._cost(size) * self._chance.uniform(1 - self._noise, 1 + self._noise)
+        asyncio.get_running_loop().call_later(took_s, self._end)
+        self.computed.append(size)
+
+    def _end(self) -> None:
+        self.answer()
+        if self.batches:
+            self._begin()
+
+
+@dataclass
+class Outcome:
+    """What became of the requests, without those of the first seconds."""
+
+    latencies_s: list[float] = field(default_factory=list)
+    num_missed: int = 0
+    """Deadlines."""
+    num_refused: int = 0
+    seconds: float = 0.0
+    sizes: list[int] = field(default_factory=list)
+
+    @property
+    def p99_ms(self) -> float:
+        return 1000 * sorted(self.latencies_s)[int(0.99 * len(self.latencies_s))]
+
+    @property
+    def good_per_s(self) -> float:
+        return len(self.latencies_s) / self.seconds
+
+
+def simulate(
+    cost: Callable[[int], float],
+    rate: float,
+    seconds: float = 20.0,
+    *,
+    monkeypatch: pytest.MonkeyPatch,
+    timeouts_s: Callable[[random.Random], float] = lambda chance: 30.0,
+    num_workers: int = 2,
+    warm_s: float = 3.0,
+    noise: float = 0.1,
+    seed: int = 0,
+    **settings: float,
+) -> Outcome:
+    """Serve requests that arrive at random, `rate` a second on average."""
+    outcome = Outcome(seconds=seconds)
+
+    async def go() -> None:
+        metrics = ModelMetrics("m")
+        arena = Arena(4 * 2**20)
+        max_batch_size = int(settings.pop("max_batch_size", 8))
+        admission = Admission(
+            max_queue_length=1024, max_batch_size=max_batch_size, rejected=metrics.rejected
+        )
+        dispatcher = Dispatcher(
+            name="m",
+            arena=arena,
+            admission=admission,
+            quarantine=Quarantine(name="m", duration_s=60.0),
+            metrics=metrics,
+            max_batch_size=max_batch_size,
+            **settings,
+        )
+        workers = [SimulatedWorker(cost, slot, noise) for slot in range(num_workers)]
+        for worker in workers:
+            dispatcher.attach(worker)
+        loop = asyncio.get_running_loop()
+        chance = random.Random(seed)
+        began = due = loop.time()
+        while due < began + warm_s + seconds:
+            due += chance.expovariate(rate)
+            await asyncio.sleep(due - loop.time())
+            timeout_s = timeouts_s(chance)
+            counts = due >= began + warm_s
+            try:
+                instance = dispatcher.submit(
+                    Payload("bytes", [b"x"]), CallOptions(deadline=loop.time() + timeout_s)
+                )
+            except OverloadedError:
+                outcome.num_refused += counts
+                continue
+            if counts:
+                instance.add_done_callback(note)
+            else:
+                instance.add_done_callback(lambda done: done.exception())
+        await dispatcher.drain(60.0)
+        await asyncio.sleep(0)
+        outcome.sizes = [size for worker in workers for size in worker.computed]
+        arena.close()
+
+    def note(instance: Instance) -> None:
+        if isinstance(instance.exception(), DeadlineExceededError):
+            outcome.num_missed += 1
+        else:
+            outcome.latencies_s.append(instance.ledger.loop.time() - instance.arrived)
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner, monkeypatch.context() as patch:
+        loop = runner.get_loop()
+        patch.setattr(time, "monotonic", loop.time)
+        runner.run(go())
+    return outcome

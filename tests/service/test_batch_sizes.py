@@ -1,0 +1,65 @@
+from math import inf
+
+import pytest
+
+from service.batch_costs import CostCurve
+from service.batch_sizes import fitting
+from service.batcher import Batcher
+from tests.service.test_batcher import Waiting
+
+NOW = 100.0
+
+
+def curve() -> CostCurve:
+    """10 ms, and 10 ms more for each member, as far as estimates go."""
+    curve = CostCurve()
+    for size in [1, 2, 4, 8] * 10:
+        curve.note(size, (0.010 + 0.010 * size) / 1.2)  # so that with the spare it comes out even
+    return curve
+
+
+def queue(*lefts_s: float, **changes: bool) -> Batcher[Waiting]:
+    queue: Batcher[Waiting] = Batcher()
+    for left_s in lefts_s:
+        queue.push(Waiting("x", arrived=NOW, deadline=NOW + left_s, **changes), NOW)
+    return queue
+
+
+def size(waiting: Batcher[Waiting], begin: float = NOW, most: int = 8) -> int:
+    return fitting(waiting, min(most, len(waiting)), begin, curve())
+
+
+def test_far_deadlines_leave_the_batch_as_it_is():
+    assert size(queue(*[30.0] * 12)) == 8
+
+
+def test_tightest_deadline_of_a_member_bounds_the_batch():
+    assert size(queue(*[0.055] * 12)) == 4
+    assert size(queue(0.055, *[30.0] * 12)) == 4
+
+
+def test_time_until_the_worker_begins_counts():
+    assert size(queue(0.055, *[30.0] * 12), begin=NOW + 0.020) == 2
+
+
+def test_one_that_cannot_be_in_time_even_alone_shrinks_no_batch():
+    assert size(queue(0.015, *[30.0] * 12)) == 8
+    assert size(queue(0.015, 0.055, *[30.0] * 12)) == 4
+
+
+def test_one_for_which_the_batch_is_too_large_already_begins_the_next():
+    waiting = queue(0.095, 0.092, 0.035, 0.099)
+    assert size(waiting) == 2
+    waiting.next_batch(2)
+    assert size(waiting) == 2
+
+
+def test_costs_that_are_not_known_bound_nothing():
+    assert fitting(queue(*[0.001] * 8), 8, NOW, CostCurve()) == 8
+
+
+@pytest.mark.parametrize("left_s", [0.05, 0.5, 5.0, 50.0])
+def test_no_deadline_is_sooner_than_the_queue_says(left_s: float):
+    waiting = queue(left_s, left_s * 1.5)
+    assert NOW <= waiting.soonest() <= NOW + left_s
+    assert queue().soonest() == inf
