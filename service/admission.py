@@ -121,11 +121,12 @@ class Admission:
                 retry_after_s=self._time_for_half(num_queued, num_workers),
             )
 
-    def is_in_time(self, num_ahead: int, num_workers: int, left_s: float) -> bool:
-        """Whether the deadline is so far off that it need not be looked at closely."""
+    def is_welcome(self, num_queued: int, num_ahead: int, num_workers: int, left_s: float) -> bool:
+        """Whether there is room, and the deadline so far off, that nothing need be looked at."""
+        if num_queued >= self._max_queue_length or self.is_draining or left_s <= 0:
+            return False
         rate = self.rate
-        answered_s = num_ahead * rate.item_s / num_workers + rate.batch_s
-        return not num_ahead or answered_s * _SPARE <= left_s
+        return (num_ahead * rate.item_s / num_workers + rate.batch_s) * _SPARE <= left_s
 
     def check_time(self, num_ahead: int, num_workers: int, left_s: float, now: float) -> None:
         """Admit an instance, as far as its deadline goes, or say why not.

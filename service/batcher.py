@@ -116,6 +116,8 @@ class Batcher(Generic[Q]):
 
 def _lane_of(priority: int, deadline: float, now: float) -> int:
     left_s = deadline - now
+    if left_s > _CLASS_EDGES_S[-1]:
+        return priority * 4 + 3
     for number, edge_s in enumerate(_CLASS_EDGES_S):
         if left_s <= edge_s:
             return priority * 4 + number

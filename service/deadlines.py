@@ -1,74 +1,88 @@
 """Wakes what is due: one timer per tick rather than one per request."""
 
 import asyncio
-from collections.abc import Callable
-from math import ceil, floor
-from typing import Generic, TypeVar
-
-T = TypeVar("T")
+from collections.abc import Callable, Iterable
+from math import ceil
+from typing import Generic, Protocol, TypeVar
 
 TICK_S = 0.01
 """How late a deadline may be noticed, at most, while the event loop turns."""
-_FAR_S = 1.0
-"""What is due later than this is kept by coarse ticks, and moved when its time comes near.
+FAR_S = 1.0
+"""What is due later than this is left alone until its time comes near.
 
-Nearly all of it has its answer before. A fine tick for each hundredth of the next half minute would
-keep thousands of sets alive, between which the heap of a busy service falls to pieces.
+Nearly all of it has its answer before, and was never touched.
 """
-_COARSE_S = 0.5
+_LOOK_S = 0.5
+NO_TICK = 0
+"""Of a thing that is in no tick (yet)."""
+
+
+class Due(Protocol):
+    """What has a deadline."""
+
+    deadline: float
+    """Seconds of the event loop's clock."""
+    tick: int
+    """Written here; `NO_TICK` (0) at first."""
+
+
+T = TypeVar("T", bound=Due)
 
 
 class Deadlines(Generic[T]):
-    """A timing wheel of two levels: things are kept by the tick in which they are due.
+    """A timing wheel: things are kept by the tick in which they are due, once that is near.
 
-    Varghese and Lauck, "Hashed and hierarchical timing wheels", SOSP 1987.
+    Varghese and Lauck, "Hashed and hierarchical timing wheels", SOSP 1987. Those that are far off
+    are not kept: every half second all that is waiting is looked through for what has come near,
+    which costs less than to put each into a second wheel and to take it out again.
     """
 
-    def __init__(self, on_due: Callable[[T], None]) -> None:
+    def __init__(self, on_due: Callable[[T], None], waiting: Callable[[], Iterable[T]]) -> None:
         """Begin empty.
 
         Args:
             on_due: Told each thing at its deadline; some may have been discarded a moment before.
+            waiting: Names everything that was added and not discarded yet; more does no harm.
         """
         self._on_due = on_due
+        self._waiting = waiting
+        self._loop = asyncio.get_running_loop()
         self._ticks: dict[int, set[T]] = {}
-        self._far: dict[int, dict[T, float]] = {}
-        """Things and their deadlines, by coarse tick, counted downwards from -1."""
+        self._is_looking = False
 
-    def add(self, thing: T, deadline: float) -> int:
-        """Remember a thing; returns the tick that `discard` wants to know."""
-        loop = asyncio.get_running_loop()
-        if deadline - loop.time() > _FAR_S:
-            tick = -1 - floor(deadline / _COARSE_S)
-            try:
-                self._far[tick][thing] = deadline
-            except KeyError:
-                self._far[tick] = {thing: deadline}
-                # Half a second before the first of them can be due.
-                loop.call_at((-2 - tick) * _COARSE_S, self._come_near, tick)
-            return tick
-        tick = ceil(deadline / TICK_S)
-        try:
-            self._ticks[tick].add(thing)
-        except KeyError:
-            self._ticks[tick] = {thing}
-            loop.call_at(tick * TICK_S, self._fire, tick)
-        return tick
+    def add(self, thing: T, now: float) -> None:
+        """Remember a thing."""
+        if thing.deadline - now <= FAR_S:
+            self._keep(thing)
+        elif not self._is_looking:
+            self._is_looking = True
+            self._loop.call_later(_LOOK_S, self._look)
 
-    def discard(self, thing: T, tick: int) -> None:
-        """Forget a thing, if it has not been due yet, nor near to it."""
-        if tick < 0:
-            far = self._far.get(tick)
-            if far is not None:
-                far.pop(thing, None)
-            return
-        things = self._ticks.get(tick)
+    def discard(self, thing: T) -> None:
+        """Forget a thing, if it has not been due yet, nor is far from it."""
+        things = self._ticks.get(thing.tick)
         if things is not None:
             things.discard(thing)
 
-    def _come_near(self, tick: int) -> None:
-        for thing, deadline in self._far.pop(tick).items():
-            self.add(thing, deadline)
+    def _keep(self, thing: T) -> None:
+        thing.tick = tick = ceil(thing.deadline / TICK_S)
+        things = self._ticks.get(tick)
+        if things is None:
+            things = self._ticks[tick] = set()
+            self._loop.call_at(tick * TICK_S, self._fire, tick)
+        things.add(thing)
+
+    def _look(self) -> None:
+        self._is_looking = False
+        near = self._loop.time() + FAR_S
+        for thing in self._waiting():
+            if thing.tick != NO_TICK:
+                continue
+            if thing.deadline <= near:
+                self._keep(thing)
+            elif not self._is_looking:
+                self._is_looking = True
+                self._loop.call_later(_LOOK_S, self._look)
 
     def _fire(self, tick: int) -> None:
         for thing in self._ticks.pop(tick):

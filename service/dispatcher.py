@@ -45,7 +45,7 @@ from workers.errors import WorkerLostError
 from workers.messages import BatchDone, ItemError, ItemRef
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from models.spec import TensorSpec
 
@@ -88,7 +88,7 @@ class Dispatcher:
         self._max_batch_size = max_batch_size
         self._batch_wait_s = batch_wait_ms / 1000
         self._queue: Batcher[Instance] = Batcher()
-        self._deadlines: Deadlines[Instance] = Deadlines(self._on_deadline)
+        self._deadlines: Deadlines[Instance] = Deadlines(self._on_deadline, self._unsettled)
         self._lanes = Lanes()
         self._is_pump_due = False
         self._timer: asyncio.TimerHandle | None = None
@@ -176,7 +176,7 @@ class Dispatcher:
         metrics = self._metrics
         metrics.accepted += 1
         metrics.in_flight += 1
-        instance.tick = self._deadlines.add(instance, options.deadline)
+        self._deadlines.add(instance, now)
         self._queue.push(instance, now)
         self._pump_soon()
         return instance
@@ -227,6 +227,12 @@ class Dispatcher:
         self._unqueue(instance)
         self._settle(instance)
 
+    def _unsettled(self) -> "Iterator[Instance]":
+        yield from self._queue
+        for instance in self._lanes.held():
+            if instance.state != SETTLED:
+                yield instance
+
     def _on_deadline(self, instance: Instance) -> None:
         if instance.state == SETTLED:
             return
@@ -235,15 +241,15 @@ class Dispatcher:
         self._expire(instance, f"the deadline passed {where}")
 
     def _check_admission(self, options: CallOptions, now: float) -> None:
-        admission, queue = self._admission, self._queue
+        admission, queue, lanes = self._admission, self._queue, self._lanes
         num_queued = len(queue)
-        num_workers = len(self._lanes.open) or 1
         left_s = options.deadline - now
+        num_workers = len(lanes.open) or 1
+        if admission.is_welcome(num_queued, num_queued + lanes.num_sent, num_workers, left_s):
+            return
         admission.check(num_queued, num_workers, left_s)
-        if not admission.is_in_time(num_queued + self._lanes.num_sent, num_workers, left_s):
-            num_ahead = queue.num_ahead(options.priority, options.deadline, now)
-            num_ahead += self._lanes.num_sent
-            admission.check_time(num_ahead, num_workers, left_s, now)
+        num_ahead = queue.num_ahead(options.priority, options.deadline, now) + lanes.num_sent
+        admission.check_time(num_ahead, num_workers, left_s, now)
 
     def _unqueue(self, instance: Instance) -> None:
         if instance.state == QUEUED:
@@ -479,7 +485,7 @@ class Dispatcher:
 
     def _settle(self, instance: Instance) -> None:
         instance.state = SETTLED
-        self._deadlines.discard(instance, instance.tick)
+        self._deadlines.discard(instance)
         metrics = self._metrics
         metrics.in_flight -= 1
         if not metrics.in_flight:

@@ -38,10 +38,11 @@ class Payload(msgspec.Struct, frozen=True, gc=False):
     @property
     def num_bytes(self) -> int:
         """Length of the joined chunks."""
-        return sum(len(chunk) for chunk in self.chunks)
+        chunks = self.chunks
+        return len(chunks[0]) if len(chunks) == 1 else sum(map(len, chunks))
 
 
-class CallOptions(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class CallOptions(msgspec.Struct, frozen=True, gc=False):
     """What one HTTP call asks of all its instances."""
 
     deadline: float

@@ -144,7 +144,7 @@ def _record(request: Request, action: str) -> None:
         "admin: %s",
         action,
         extra={
-            "request_id": request_id_of(headers.get(b"x-request-id")) or new_ids()[:32],
+            "request_id": request_id_of(headers.get(b"x-request-id")) or new_ids()[0],
             "key": caller_of(headers),
             "client": request.client.host if request.client else "unknown",
         },

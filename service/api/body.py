@@ -81,6 +81,9 @@ class Decoded(msgspec.Struct, frozen=True, gc=False):
     """They came as a list or along a batch dimension, and are answered so even if there is one."""
     parameters: bytes = b""
     """A JSON object for the model, or nothing."""
+    is_whole: bool = False
+    """The only instance is the body as it came, which was not looked at: another body of the same
+    length under the same head is read alike."""
 
 
 def joined(headers: Sequence[tuple[bytes, bytes]]) -> dict[bytes, bytes]:

@@ -10,6 +10,7 @@ from models.spec import TensorSpec
 from service.api.answers import AnswerFormat
 from service.errors import ServiceError
 from service.request import CallOptions, Payload, Result
+from workers.messages import Kind
 
 UNKNOWN_MODEL = "unknown"
 """The label of calls for models that are not there: any other would let clients make up labels."""
@@ -38,6 +39,15 @@ class ModelEntry(Protocol):
         """
 
 
+class WholeBody(msgspec.Struct, frozen=True):
+    """How a body is read that is the payload of one instance as it is."""
+
+    kind: Kind
+    parameters: bytes
+    inputs: Sequence[TensorSpec]
+    """Of the model as it was then."""
+
+
 class Call(msgspec.Struct):
     """One HTTP call on its way through: a struct, because that fills its defaults in C."""
 
@@ -63,6 +73,10 @@ class Call(msgspec.Struct):
     num_instances: int = 0
     outcomes: list[asyncio.Future[Result] | ServiceError] = []
     """Of each instance: a future, or why it was refused."""
+    earlier: "Call | None" = None
+    """One with the same head."""
+    form: WholeBody | None = None
+    """How the body is read, if that is known from an earlier call with the same head."""
 
     @property
     def label(self) -> str:

@@ -110,7 +110,7 @@ def _decode_image(chunks: Sequence[bytes], head: Head) -> Decoded:
     rest = b""
     if head.query:
         rest = parameters.merge(parameters.from_query(head.query))
-    return Decoded([Payload("image", chunks)], False, rest)
+    return Decoded([Payload("image", chunks)], False, rest, is_whole=True)
 
 
 def _decode_form(content_type: bytes, chunks: Sequence[bytes], head: Head) -> Decoded:

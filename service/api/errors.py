@@ -273,7 +273,7 @@ def _response(answer: Answer, request_id: str) -> Response:
 
 def _request_id(request: Request) -> str:
     given = request.headers.get("x-request-id", "").encode("latin-1", "replace")
-    return request_id_of(given) or new_ids()[:32]
+    return request_id_of(given) or new_ids()[0]
 
 
 async def _on_service_error(request: Request, error: Exception) -> Response:

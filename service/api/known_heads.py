@@ -54,4 +54,5 @@ class KnownHeads:
             return
         if len(self._heads) >= _MAX_HEADS:
             self._heads.clear()
+        call.earlier = None  # which has its answer, and is needed no longer
         self._heads[head] = KnownHead(call, int(num_body_bytes))

@@ -9,13 +9,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
-from copy import copy
 from typing import Any
 
 from service.api.answers import choose_format
 from service.api.auth import Guard
-from service.api.body import BodyPace, Head, Limits, joined
-from service.api.call import Call, ModelEntry, OnAccess, OnDone
+from service.api.body import BodyPace, Decoded, Head, Limits, joined
+from service.api.call import Call, ModelEntry, OnAccess, OnDone, WholeBody
 from service.api.codecs import decode
 from service.api.errors import (
     MethodNotAllowedError,
@@ -113,9 +112,9 @@ class Predict:
             found = joined(headers)
         name = path[len(PREFIX) + 1 :] or self.default
         entry = self.models.get(name) if name is not None else None
-        ids = new_ids()
-        request_id = request_id_of(found.get(b"x-request-id")) or ids[:32]
-        call = Call(method, path, query, found, started, entry, request_id, ids[:32], ids[32:])
+        trace_id, span_id = new_ids()
+        request_id = request_id_of(found.get(b"x-request-id")) or trace_id
+        call = Call(method, path, query, found, started, entry, request_id, trace_id, span_id)
         given = found.get(b"traceparent")
         trace = trace_of(given) if given is not None else None
         if trace is not None:
@@ -124,16 +123,18 @@ class Predict:
         return call
 
     def again(self, earlier: Call) -> Call:
-        """Begin a call whose head is that of an earlier one that was checked, byte for byte."""
-        call: Call = copy(earlier)
-        ids = new_ids()
-        call.started = time.monotonic()
-        call.deadline = call.started + (earlier.deadline - earlier.started)
-        call.request_id = call.trace_id = ids[:32]
-        call.span_id = ids[32:]
-        call.is_read = call.is_batch = False
-        call.num_instances = 0
+        """Begin a call whose head is that of an earlier one that was checked, byte for byte.
+
+        Args:
+            earlier: Checked, and not submitted.
+        """
+        call: Call = earlier.__copy__()  # type: ignore[attr-defined]  # its stubs lack it
+        call.started = started = time.monotonic()
+        call.deadline = started + (earlier.deadline - earlier.started)
+        call.trace_id, call.span_id = new_ids()
+        call.request_id = call.trace_id
         call.outcomes = []
+        call.earlier = earlier
         return call
 
     def check(self, call: Call) -> None:
@@ -184,21 +185,17 @@ class Predict:
         call.is_read = True
         entry = call.entry
         assert entry is not None
-        headers = call.headers
-        head = Head(headers, call.query, entry.inputs, self.limits)
-        decoded = decode(headers.get(b"content-type", b""), chunks, head)
-        options = CallOptions(
-            deadline=call.deadline,
-            priority=call.priority,
-            wants_tensors=call.chosen != "json",
-            parameters=decoded.parameters,
-        )
-        payloads = decoded.payloads
-        call.is_batch = decoded.is_batch
-        call.num_instances = len(payloads)
-        if len(payloads) > 1:
-            return self._submit_all(call, entry, payloads, options)
-        future = entry.submit(payloads[0], options, call.request_id)
+        form = call.form
+        if form is not None and form.inputs is entry.inputs:
+            payload, parameters = Payload(form.kind, chunks), form.parameters
+        else:
+            decoded = self._decode(call, entry, chunks)
+            payloads, parameters = decoded.payloads, decoded.parameters
+            if len(payloads) > 1:
+                return self._submit_all(call, entry, payloads, _options(call, parameters))
+            payload = payloads[0]
+        future = entry.submit(payload, _options(call, parameters), call.request_id)
+        call.num_instances = 1
         call.outcomes.append(future)
         return future
 
@@ -219,6 +216,15 @@ class Predict:
             self._on_done(call.label, status, duration_s)
         if self._on_access is not None:
             self._on_access(call, status, duration_s)
+
+    def _decode(self, call: Call, entry: ModelEntry, chunks: Sequence[bytes]) -> Decoded:
+        head = Head(call.headers, call.query, entry.inputs, self.limits)
+        decoded = decode(call.headers.get(b"content-type", b""), chunks, head)
+        call.is_batch = decoded.is_batch
+        if decoded.is_whole and call.earlier is not None:
+            kind = decoded.payloads[0].kind
+            call.earlier.form = WholeBody(kind, decoded.parameters, entry.inputs)
+        return decoded
 
     async def _read(self, call: Call, receive: Receive) -> Sequence[bytes]:
         """Read the body, in pieces as they come."""
@@ -280,6 +286,7 @@ class Predict:
     ) -> "asyncio.Future[Any]":
         """Submit several instances; one that is refused is an error in its place."""
         outcomes = call.outcomes
+        call.num_instances = len(payloads)
         try:
             for payload in payloads:
                 try:
@@ -309,6 +316,10 @@ class Predict:
         return TooLargeError(
             f"the body has more than {self.limits.max_body_bytes} bytes, which is the limit"
         )
+
+
+def _options(call: Call, parameters: bytes) -> CallOptions:
+    return CallOptions(call.deadline, call.priority, call.chosen != "json", parameters)
 
 
 def route_path(scope: Scope) -> str:

@@ -237,9 +237,8 @@ class PredictProtocol(HttpToolsProtocol):
             return
         call = self.predict.open("POST", path.decode("ascii"), query, self.headers)
         keep_alive = parser.get_http_version() != "1.0" and parser.should_keep_alive()
-        exchange = Exchange(
-            self, call, keep_alive=keep_alive, expects_continue=self.expect_100_continue
-        )
+        exchange = Exchange(self, self.predict, call, keep_alive)
+        exchange.expects_continue = self.expect_100_continue
         self._take_turn(exchange)
         if self._active is exchange and keep_alive and not exchange.response_complete:
             self.known_heads.remember(head, self.predict.again(call))
@@ -272,9 +271,8 @@ class PredictProtocol(HttpToolsProtocol):
 
     def _take_known(self, earlier: Call, body: bytes) -> None:
         """Begin a call with a head that is known, and with its whole body."""
-        exchange = Exchange(
-            self, self.predict.again(earlier), keep_alive=True, expects_continue=False
-        )
+        predict = self.predict
+        exchange = Exchange(self, predict, predict.again(earlier), True)
         self.cycle = self._active = exchange  # type: ignore[assignment]  # see `_take_turn`
         exchange.take(body)
 
@@ -384,9 +382,7 @@ class PredictProtocol(HttpToolsProtocol):
         path = self.url[:_MAX_URL_BYTES].partition(b"?")[0].decode("ascii", "replace")
         call = self.predict.open("-", path, b"", self.headers)
         call.entry = None
-        self._take_turn(
-            Exchange(self, call, keep_alive=False, expects_continue=False, refusal=error)
-        )
+        self._take_turn(Exchange(self, self.predict, call, False, _refusal=error))
 
     def _stop_listening(self) -> None:
         """Let the newest call that was taken be the last one."""
@@ -397,7 +393,7 @@ class PredictProtocol(HttpToolsProtocol):
     def _turn_away(self) -> None:
         """There are too many connections: say so and go."""
         error = UnavailableError("there are too many connections", retry_after_s=1)
-        status, headers, body = problem(error, new_ids()[:32], "/")
+        status, headers, body = problem(error, new_ids()[0], "/")
         lines = [b"%b: %b\r\n" % header for header in headers]
         self.transport.write(
             b"HTTP/1.1 %d Service Unavailable\r\n%b%bconnection: close\r\n\r\n%b"

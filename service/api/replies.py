@@ -9,6 +9,7 @@ import logging
 import re
 import time
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 from service.api.answers import Outcome, encode
 from service.api.call import Call
@@ -33,21 +34,19 @@ _SMALL_BODY_BYTES = 64 * 1024
 def reply_to(call: Call) -> Reply:
     """Reply to a call whose instances all have their outcome."""
     outcomes = call.outcomes
-    first = outcomes[0]
-    if (
-        len(outcomes) == 1
-        and call.chosen == "json"
-        and not isinstance(first, ServiceError)
-        and not first.cancelled()
-        and first.exception() is None
-    ):
+    outcome = outcomes[0] if len(outcomes) == 1 else None
+    if isinstance(outcome, asyncio.Future) and call.chosen == "json":
         # By far the most, and so in one go; `encode` would say the same.
-        result = first.result()
-        assert isinstance(result.value, bytes), "tensors came where JSON was asked for"
-        body = b'{"predictions":[%b]}' % result.value
-        common = _common_lines(call, result.timing)
-        head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n{common}"
-        return 200, head.encode(), body
+        try:
+            result = outcome.result()
+        except (Exception, asyncio.CancelledError):
+            pass  # told below
+        else:
+            assert isinstance(result.value, bytes), "tensors came where JSON was asked for"
+            body = b'{"predictions":[%b]}' % result.value
+            common = _common_lines(call, result.timing)
+            head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n{common}"
+            return 200, head.encode(), body
     return _reply_with_any([_outcome_of(call, *each) for each in enumerate(outcomes)], call)
 
 
@@ -107,17 +106,21 @@ def _outcome_of(call: Call, index: int, outcome: asyncio.Future[Result] | Servic
 def _common_lines(call: Call, timing: Timing | None) -> str:
     """What every reply has. All of it is ASCII: ids were checked, states are dropped if not."""
     state = f"tracestate: {call.trace_state.decode()}\r\n" if call.trace_state else ""
-    stages = (
-        ""
-        if timing is None
-        else f"queue;dur={timing.queue_s * 1e3:.2f}, preprocess;dur={timing.prepare_s * 1e3:.2f}, "
-        f"inference;dur={timing.compute_s * 1e3:.2f}, "
-    )
+    stages = ""
+    if timing is not None:
+        worked = _work_of(timing.prepare_s, timing.compute_s)
+        stages = f"queue;dur={timing.queue_s * 1e3:.2f}, {worked}"
     return (
         f"x-request-id: {call.request_id}\r\n"
         f"traceparent: 00-{call.trace_id}-{call.span_id}-{call.flags}\r\n{state}"
         f"server-timing: {stages}total;dur={(time.monotonic() - call.started) * 1e3:.2f}\r\n"
     )
+
+
+@lru_cache(maxsize=16)
+def _work_of(prepare_s: float, compute_s: float) -> str:
+    """The same for all instances of a batch."""
+    return f"preprocess;dur={prepare_s * 1e3:.2f}, inference;dur={compute_s * 1e3:.2f}, "
 
 
 def _lines_of(headers: Sequence[tuple[bytes, bytes]]) -> bytes:

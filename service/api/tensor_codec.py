@@ -267,7 +267,7 @@ def _decode_undescribed(chunks: Sequence[bytes], head: Head, rest: bytes) -> Dec
             if size and not excess:
                 batch_shape = shape if size == 1 else (size, *shape)
                 return instances_of([Tensor("", spec.dtype, batch_shape, chunks)], head, rest)
-    return Decoded([Payload("bytes", chunks)], False, rest)
+    return Decoded([Payload("bytes", chunks)], False, rest, is_whole=True)
 
 
 def _batch_size(tensor: Tensor, inputs: Sequence[TensorSpec]) -> int | None:

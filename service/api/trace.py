@@ -14,14 +14,23 @@ _MAX_STATE_BYTES = 1024
 """The recommendation asks for 512 at least (3.3.1.5)."""
 
 _random = random.Random()  # noqa: S311 RUF100  # unique, and nobody's secret
+_spare: list[tuple[str, str]] = []
+_NUM_AT_ONCE = 64
 
 
-def new_ids() -> str:
-    """192 random bits as 48 hexadecimal digits: a request or trace id (32) and a span id (16).
+def new_ids() -> tuple[str, str]:
+    """A request or trace id, and a span id: 128 and 64 random bits in hexadecimal digits.
 
-    From a generator seeded by the operating system once: `os.urandom` costs a system call.
+    From a generator seeded by the operating system once, since `os.urandom` costs a system call;
+    and many at once, which costs a fifth.
     """
-    return f"{_random.getrandbits(192):048x}"
+    if not _spare:
+        digits = _random.randbytes(24 * _NUM_AT_ONCE).hex()
+        _spare.extend(
+            (digits[start : start + 32], digits[start + 32 : start + 48])
+            for start in range(0, len(digits), 48)
+        )
+    return _spare.pop()
 
 
 def request_id_of(value: bytes | None) -> str:

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 )
 
 from service.batcher import Batcher
-from service.deadlines import TICK_S, Deadlines
+from service.deadlines import NO_TICK, TICK_S, Deadlines
 from workers.arena import MIN_BLOCK_BYTES, Arena
 from workers.messages import UNREADABLE, BatchDone, FromWorker
 from workers.queues import FrameError, FrameReader, PrivateQueue
@@ -197,30 +197,39 @@ def test_batches_hold_the_best_in_their_order_and_each_once(waiting, removed, si
     assert batcher.next_batch(size) == []
 
 
+@dataclass(eq=False)
+class Thing:
+    deadline: float
+    tick: int = NO_TICK
+
+
 @settings(max_examples=15, deadline=None)
 @given(after_ticks=st.lists(st.floats(-2, 6), max_size=30), discarded=st.sets(st.integers(0, 29)))
 def test_each_deadline_falls_due_once_in_time_unless_discarded(after_ticks, discarded):
     async def go() -> None:
         loop = asyncio.get_running_loop()
-        due: dict[int, float] = {}
+        due: dict[Thing, float] = {}
 
-        def on_due(number: int) -> None:
-            assert number not in due
-            due[number] = loop.time()
+        def on_due(thing: Thing) -> None:
+            assert thing not in due
+            due[thing] = loop.time()
 
-        deadlines: Deadlines[int] = Deadlines(on_due)
-        moments = [loop.time() + ticks * TICK_S for ticks in after_ticks]
-        ticks = [deadlines.add(number, moment) for number, moment in enumerate(moments)]
-        for number in discarded & set(range(len(moments))):
-            deadlines.discard(number, ticks[number])
-        wanted = set(range(len(moments))) - discarded
+        deadlines: Deadlines[Thing] = Deadlines(on_due, lambda: ())
+        now = loop.time()
+        things = [Thing(now + ticks * TICK_S) for ticks in after_ticks]
+        for thing in things:
+            deadlines.add(thing, now)
+        gone = {things[number] for number in discarded if number < len(things)}
+        for thing in gone:
+            deadlines.discard(thing)
+        wanted = set(things) - gone
         until = loop.time() + 10
         while set(due) != wanted:
             assert loop.time() < until
             await asyncio.sleep(TICK_S)
         await asyncio.sleep(7 * TICK_S)
         assert set(due) == wanted
-        for number, at in due.items():
-            assert at >= moments[number] - 0.001
+        for thing, at in due.items():
+            assert at >= thing.deadline - 0.001
 
     asyncio.run(go())

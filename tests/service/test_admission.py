@@ -20,7 +20,9 @@ def test_retry_after_is_computed_from_the_measured_rate():
     with pytest.raises(OverloadedError) as full:
         gate.check(num_queued=100, num_workers=2, left_s=1000)
     assert full.value.retry_after_s == 13  # half of 100 x 0.5 s / 2 workers, rounded
-    assert not gate.is_in_time(num_ahead=40, num_workers=2, left_s=3)
+    assert not gate.is_welcome(num_queued=24, num_ahead=40, num_workers=2, left_s=3)
+    assert gate.is_welcome(num_queued=24, num_ahead=40, num_workers=2, left_s=17)
+    assert not gate.is_welcome(num_queued=100, num_ahead=100, num_workers=2, left_s=1000)
     with pytest.raises(OverloadedError) as late:
         gate.check_time(num_ahead=40, num_workers=2, left_s=3, now=2.0)
     assert late.value.retry_after_s == 14  # (40 x 0.5 s / 2 workers + its own batch) x 1.2 - 3 s
@@ -40,7 +42,7 @@ def test_with_nothing_ahead_it_is_tried():
     gate, _ = admission()
     for _ in range(4):
         gate.rate.note(num_items=1, elapsed_s=5.0, now=1.0)
-    assert gate.is_in_time(num_ahead=0, num_workers=1, left_s=0.1)
+    gate.check_time(num_ahead=0, num_workers=1, left_s=0.1, now=1.0)
 
 
 def test_deadline_that_has_passed_is_told_so():
@@ -53,7 +55,7 @@ def test_deadline_that_has_passed_is_told_so():
 def test_nothing_is_assumed_of_a_rate_that_was_never_measured():
     gate, _ = admission()
     gate.check(num_queued=99, num_workers=1, left_s=0.001)
-    assert gate.is_in_time(num_ahead=99, num_workers=1, left_s=0.001)
+    assert gate.is_welcome(num_queued=99, num_ahead=99, num_workers=1, left_s=0.001)
 
 
 def test_small_batches_do_not_tell_how_many_a_full_one_serves():

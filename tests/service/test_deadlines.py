@@ -1,48 +1,88 @@
 import asyncio
 import time
+from dataclasses import dataclass
 
-from service.deadlines import TICK_S, Deadlines
+from service.deadlines import FAR_S, NO_TICK, TICK_S, Deadlines
+
+
+@dataclass(eq=False)
+class Thing:
+    name: str
+    deadline: float
+    tick: int = NO_TICK
+
+
+class Bench:
+    """Things that wait, and those that were due."""
+
+    def __init__(self) -> None:
+        self.now = time.monotonic()
+        self.waiting: list[Thing] = []
+        self.due: list[tuple[str, float]] = []
+        self.deadlines: Deadlines[Thing] = Deadlines(self._on_due, lambda: self.waiting)
+
+    def add(self, name: str, after_s: float) -> Thing:
+        thing = Thing(name, self.now + after_s)
+        self.waiting.append(thing)
+        self.deadlines.add(thing, self.now)
+        return thing
+
+    def discard(self, thing: Thing) -> None:
+        self.waiting.remove(thing)
+        self.deadlines.discard(thing)
+
+    def check(self, wanted: dict[str, float]) -> None:
+        assert [name for name, _ in self.due] == list(wanted)
+        for name, at in self.due:
+            assert 0 <= at - self.now - wanted[name] < 5 * TICK_S
+
+    def _on_due(self, thing: Thing) -> None:
+        self.waiting.remove(thing)
+        self.due.append((thing.name, time.monotonic()))
 
 
 def test_things_fall_due_in_their_tick_and_not_before():
     async def go():
-        due: list[tuple[str, float]] = []
-        deadlines: Deadlines[str] = Deadlines(lambda thing: due.append((thing, time.monotonic())))
-        now = time.monotonic()
-        deadlines.add("late", now + 0.08)
-        deadlines.add("early", now + 0.03)
-        tick = deadlines.add("never", now + 0.05)
-        deadlines.discard("never", tick)
+        bench = Bench()
+        bench.add("late", 0.08)
+        bench.add("early", 0.03)
+        bench.discard(bench.add("never", 0.05))
         await asyncio.sleep(0.15)
-        assert [thing for thing, _ in due] == ["early", "late"]
-        for (_, at), after_s in zip(due, (0.03, 0.08), strict=True):
-            assert 0 <= at - now - after_s < 5 * TICK_S
+        bench.check({"early": 0.03, "late": 0.08})
 
     asyncio.run(go())
 
 
 def test_discarding_what_was_due_is_no_error():
     async def go():
-        deadlines: Deadlines[str] = Deadlines(lambda thing: None)
-        tick = deadlines.add("thing", time.monotonic())
+        bench = Bench()
+        thing = bench.add("thing", 0)
         await asyncio.sleep(0.05)
-        deadlines.discard("thing", tick)
+        bench.deadlines.discard(thing)
 
     asyncio.run(go())
 
 
 def test_what_is_far_off_falls_due_on_time_too_unless_it_is_discarded():
     async def go():
-        due: list[tuple[str, float]] = []
-        deadlines: Deadlines[str] = Deadlines(lambda thing: due.append((thing, time.monotonic())))
-        now = time.monotonic()
-        moments = {f"after {1 + number / 10:g} s": 1 + number / 10 for number in range(8)}
+        bench = Bench()
+        moments = {f"after {number} s": FAR_S + number for number in (0.01, 0.2, 0.49, 0.51, 0.8)}
         for name, after_s in moments.items():
-            deadlines.add(name, now + after_s)
-        deadlines.discard("never", deadlines.add("never", now + 1.55))
-        await asyncio.sleep(1.9)
-        assert [thing for thing, _ in due] == list(moments)
-        for thing, at in due:
-            assert 0 <= at - now - moments[thing] < 5 * TICK_S
+            bench.add(name, after_s)
+        bench.discard(bench.add("never", FAR_S + 0.55))
+        await asyncio.sleep(FAR_S + 0.9)
+        bench.check(moments)
+
+    asyncio.run(go())
+
+
+def test_what_comes_while_nothing_waits_any_more_falls_due_too():
+    async def go():
+        bench = Bench()
+        bench.discard(bench.add("gone", FAR_S + 60))
+        await asyncio.sleep(0.6)  # by then nothing is looked for any more
+        bench.add("next", FAR_S + 0.7)
+        await asyncio.sleep(FAR_S + 0.2)
+        bench.check({"next": FAR_S + 0.7})
 
     asyncio.run(go())

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from models.spec import TensorSpec
 from service.api.known_heads import KnownHeads
 from service.api.protocol import PredictProtocol
 from service.errors import OverloadedError
@@ -159,5 +160,42 @@ def test_the_number_of_known_heads_is_bounded() -> None:
                 writer.write(HEAD.replace(b"content-length", line) + b"x")
                 assert (await read_answer(reader))[0] == 200
         assert 0 < bench.num_known <= 512
+
+    run(bench(), test)
+
+
+def of_type(content_type: bytes, num_bytes: int) -> bytes:
+    return (
+        b"POST /predict HTTP/1.1\r\nhost: h\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n"
+        % (
+            content_type,
+            num_bytes,
+        )
+    )
+
+
+def test_a_known_head_is_read_anew_once_the_model_says_what_it_takes() -> None:
+    async def test(bench: Bench) -> None:
+        async with bench.connect() as (reader, writer):
+            for inputs in ((), (), (), [TensorSpec(name="x", dtype="uint8", shape=(-1, 1))]):
+                bench.model.inputs = inputs
+                writer.write(of_type(b"application/octet-stream", 1) + b"x")
+                assert (await read_answer(reader))[0] == 200
+        assert [payload.kind for payload in bench.model.payloads] == ["bytes"] * 3 + ["tensors"]
+        assert bench.num_known == 1
+
+    run(bench(), test)
+
+
+def test_each_body_of_json_is_read_under_a_known_head_too() -> None:
+    bodies = [b'{"instances": [%d]}' % number for number in range(1, 5)]
+
+    async def test(bench: Bench) -> None:
+        async with bench.connect() as (reader, writer):
+            for body in bodies:
+                writer.write(of_type(b"application/json", len(body)) + body)
+                assert (await read_answer(reader))[0] == 200
+        assert bench.num_known == 1
+        assert bench.model.bodies == [b"1", b"2", b"3", b"4"]
 
     run(bench(), test)

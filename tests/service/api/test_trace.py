@@ -6,10 +6,12 @@ TRACE = b"4bf92f3577b34da6a3ce929d0e0e4736"
 SPAN = b"00f067aa0ba902b7"
 
 
-def test_new_ids_are_48_hexadecimal_digits_and_differ() -> None:
-    ids = {new_ids() for _ in range(1000)}
-    assert len(ids) == 1000
-    assert all(len(each) == 48 and int(each, 16) >= 0 for each in ids)
+def test_new_ids_are_hexadecimal_digits_and_differ() -> None:
+    pairs = [new_ids() for _ in range(1000)]
+    for position, num_digits in ((0, 32), (1, 16)):
+        ids = {pair[position] for pair in pairs}
+        assert len(ids) == 1000
+        assert all(len(each) == num_digits and int(each, 16) >= 0 for each in ids)
 
 
 @pytest.mark.parametrize("value", [b"a", b"A-b_c.d:9", b"x" * 128])
