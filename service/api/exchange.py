@@ -12,6 +12,7 @@ from service.api.call import Call
 from service.api.predict import Predict
 from service.api.replies import CLOSE_LINE, refusal_of, reply_to
 from service.errors import ServiceError, TooLargeError, UnavailableError
+from service.request import Buffer
 
 if TYPE_CHECKING:
     from service.api.protocol import PredictProtocol
@@ -46,7 +47,7 @@ class Exchange(msgspec.Struct, eq=False):
     disconnected: bool = False
     response_complete: bool = False
     _refusal: ServiceError | None = None
-    _chunks: list[bytes] = []
+    _chunks: list[Buffer] = []
     _num_bytes: int = 0
     _is_started: bool = False
     _timer: TimerHandle | None = None
@@ -71,12 +72,19 @@ class Exchange(msgspec.Struct, eq=False):
         if self.is_complete:
             self._submit(self._chunks or (b"",))
 
-    def take(self, body: bytes) -> None:
+    def begin(self, piece: Buffer) -> None:
+        """Begin a call that was checked, with the first piece of its body."""
+        self._is_started = True
+        self._chunks.append(piece)
+        self._num_bytes = len(piece)
+        self.watch_body()
+
+    def take(self, body: Buffer) -> None:
         """Submit a call that was checked and is all there."""
         self._is_started = self.is_complete = True
         self._submit((body,))
 
-    def feed(self, chunk: bytes) -> None:
+    def feed(self, chunk: Buffer) -> None:
         """Take a piece of the body."""
         self._chunks.append(chunk)
         self._num_bytes += len(chunk)
@@ -139,7 +147,7 @@ class Exchange(msgspec.Struct, eq=False):
             self._timer = None
             self._refuse(self._pace.error())
 
-    def _submit(self, chunks: Sequence[bytes]) -> None:
+    def _submit(self, chunks: Sequence[Buffer]) -> None:
         try:
             future = self._predict.submit(self.call, chunks)
         except Exception as error:

@@ -36,14 +36,14 @@ class KnownHeads:
             data: What has arrived, beginning where a request begins.
 
         Returns:
-            The head, if it is known and the rest of the data is the whole body and no more; and
+            The head, if it is known and nothing follows the body that may have come with it; and
             the length of the head, which is 3 where it has no end yet.
         """
         length = data.find(_END, 0, _MAX_HEAD_BYTES) + 4
         known = self._heads.get(data[:length])
-        if known is not None and len(data) == length + known.num_body_bytes:
-            return known, length
-        return None, length
+        if known is None or len(data) > length + known.num_body_bytes:
+            return None, length
+        return known, length
 
     def remember(self, head: bytes, call: Call) -> None:
         """Keep the head of a call that was checked, if it may come again."""

@@ -30,7 +30,7 @@ from service.errors import (
     UnavailableError,
     UnknownModelError,
 )
-from service.request import CallOptions, Payload, Result
+from service.request import Buffer, CallOptions, Payload, Result
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ class Predict:
             call.priority = _PRIORITIES[priority]
         call.chosen = choose_format(headers.get(b"accept"))
 
-    def submit(self, call: Call, chunks: Sequence[bytes]) -> "asyncio.Future[Any]":
+    def submit(self, call: Call, chunks: Sequence[Buffer]) -> "asyncio.Future[Any]":
         """Submit all instances of a body that has arrived.
 
         Returns:
@@ -217,9 +217,9 @@ class Predict:
         if self._on_access is not None:
             self._on_access(call, status, duration_s)
 
-    def _decode(self, call: Call, entry: ModelEntry, chunks: Sequence[bytes]) -> Decoded:
+    def _decode(self, call: Call, entry: ModelEntry, chunks: Sequence[Buffer]) -> Decoded:
         head = Head(call.headers, call.query, entry.inputs, self.limits)
-        decoded = decode(call.headers.get(b"content-type", b""), chunks, head)
+        decoded = decode(call.headers.get(b"content-type", b""), list(map(bytes, chunks)), head)
         call.is_batch = decoded.is_batch
         if decoded.is_whole and call.earlier is not None:
             kind = decoded.payloads[0].kind

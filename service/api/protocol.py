@@ -14,11 +14,10 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from service.api.call import Call
 from service.api.connections import Connections, EdgeLimits
 from service.api.errors import InternalError, LargeHeadError, LongUrlError, problem
 from service.api.exchange import Exchange
-from service.api.known_heads import KnownHeads
+from service.api.known_heads import KnownHead, KnownHeads
 from service.api.predict import Predict
 from service.api.trace import new_ids
 from service.errors import BadRequestError, ServiceError, UnavailableError
@@ -65,6 +64,8 @@ class PredictProtocol(HttpToolsProtocol):
         """Nothing that still comes is looked at."""
         self._is_in_head = False
         self._is_in_body = False
+        self._num_missing = 0
+        """Bytes of the body of a call with a known head."""
         self._head_bytes = 0
         self._chunk_bytes = 0
         self._asks_for_upgrade = False
@@ -180,10 +181,12 @@ class PredictProtocol(HttpToolsProtocol):
             return
         if self.is_idle and not self._is_in_head and not self._is_in_body:
             known, length = self.known_heads.find(data)
-            if known is not None:
-                self._take_known(known.call, data[length:])
+            if known is not None and self._take_known(known, data, length):
                 return
             self._new_head = data[:length]
+        elif self._num_missing:
+            self._take_piece(data)
+            return
         self._chunk_bytes = len(data)
         try:
             rest: bytes | memoryview = data
@@ -269,12 +272,38 @@ class PredictProtocol(HttpToolsProtocol):
         if not self.transport.is_closing():
             self.close()
 
-    def _take_known(self, earlier: Call, body: bytes) -> None:
-        """Begin a call with a head that is known, and with its whole body."""
+    def _take_known(self, known: KnownHead, data: bytes, length: int) -> bool:
+        """Begin a call with a head that is known; False if its body wants the parser."""
         predict = self.predict
+        earlier = known.call
+        num_missing = length + known.num_body_bytes - len(data)
+        if num_missing and earlier.form is None:
+            return False
         exchange = Exchange(self, predict, predict.again(earlier), True)
         self.cycle = self._active = exchange  # type: ignore[assignment]  # see `_take_turn`
-        exchange.take(body)
+        body = data[length:] if earlier.form is None else memoryview(data)[length:]
+        if not num_missing:
+            exchange.take(body)
+            return True
+        self._num_missing = num_missing
+        self._is_in_body = True
+        exchange.begin(body)
+        return True
+
+    def _take_piece(self, data: bytes) -> None:
+        """Take more of a body that needs no parser, since its length is known."""
+        piece = memoryview(data)[: self._num_missing]
+        self._num_missing -= len(piece)
+        exchange: Exchange = self.cycle  # type: ignore[assignment]  # see `_take_turn`
+        if not exchange.response_complete:
+            exchange.feed(piece)
+        if self._num_missing:
+            return
+        self._is_in_body = False
+        if not exchange.response_complete:
+            exchange.complete()
+        if len(piece) < len(data) and not self.transport.is_closing():
+            self.data_received(data[len(piece) :])
 
     def _take_turn(self, exchange: Exchange) -> None:
         """Start a call, or put it behind those that came before it."""

@@ -199,3 +199,61 @@ def test_each_body_of_json_is_read_under_a_known_head_too() -> None:
         assert bench.model.bodies == [b"1", b"2", b"3", b"4"]
 
     run(bench(), test)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 7, 8, 9, 60])
+def test_a_body_that_is_the_payload_is_taken_in_pieces_and_what_follows_is_the_next_call(
+    cut: int,
+) -> None:
+    head = of_type(b"image/png", 8)
+
+    async def test(bench: Bench) -> None:
+        async with bench.connect() as (reader, writer):
+            for body in (b"aaaaaaaa", b"bbbbbbbb"):
+                writer.write(head + body)
+                assert (await read_answer(reader))[0] == 200
+            more = head + b"cccccccc" + head + b"dddddddd" + POST + b"content-length: 1\r\n\r\ne"
+            writer.write(more[: len(head) + cut])
+            await asyncio.sleep(0.03)
+            writer.write(more[len(head) + cut :])
+            for _ in range(3):
+                assert (await read_answer(reader))[0] == 200
+        wanted = [b"aaaaaaaa", b"bbbbbbbb", b"cccccccc", b"dddddddd", b"e"]
+        assert bench.model.bodies == wanted
+
+    run(bench(), test)
+
+
+def test_a_body_in_pieces_that_stops_coming_is_refused_and_its_rest_is_no_call() -> None:
+    head = of_type(b"image/png", 200)
+
+    async def test(bench: Bench) -> None:
+        async with bench.connect() as (reader, writer):
+            for _ in range(2):
+                writer.write(head + b"x" * 200)
+                assert (await read_answer(reader))[0] == 200
+            writer.write(head + b"x" * 100)
+            status, headers, _ = await read_answer(reader)
+            assert (status, headers["connection"]) == (408, "close")
+            writer.write(b"x" * 100 + HEAD + b"x")
+            assert await reader.read() == b""
+        assert len(bench.model.bodies) == 2
+
+    run(bench(body_gap_s=0.2), test)
+
+
+def test_a_client_that_leaves_in_the_middle_of_such_a_body_costs_nothing() -> None:
+    head = of_type(b"image/png", 200)
+
+    async def test(bench: Bench) -> None:
+        async with bench.connect() as (reader, writer):
+            for _ in range(2):
+                writer.write(head + b"x" * 200)
+                assert (await read_answer(reader))[0] == 200
+            writer.write(head + b"x" * 100)
+            await asyncio.sleep(0.03)
+        await sockets.until(lambda: len(bench.statuses) == 3)
+        assert bench.statuses == [200, 200, 499]
+        assert len(bench.model.bodies) == 2
+
+    run(bench(), test)
