@@ -180,7 +180,7 @@ class Service:
         metrics = self.metrics.model(name)
         admission = Admission(
             max_queue_length=self.settings.max_queue_length,
-            max_batch_size=model.max_batch_size,
+            max_batch_size=model.batch_size,
             rejected=metrics.rejected,
         )
         dispatcher = Dispatcher(
@@ -189,7 +189,7 @@ class Service:
             admission=admission,
             quarantine=Quarantine(name=name, duration_s=self.settings.quarantine_s),
             metrics=metrics,
-            max_batch_size=model.max_batch_size,
+            max_batch_size=None if model.max_batch_size == "auto" else model.max_batch_size,
             batch_wait_ms=model.batch_wait_ms,
         )
         return Pool(

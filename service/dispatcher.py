@@ -19,8 +19,9 @@ from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING
 
+from models.speed.names import ANY_SIZE
 from service.admission import Admission
-from service.batch_sizes import fitting
+from service.batch_sizes import SizeLimit, fitting
 from service.batcher import Batcher
 from service.deadlines import Deadlines
 from service.errors import (
@@ -74,7 +75,7 @@ class Dispatcher:
         admission: Admission,
         quarantine: Quarantine,
         metrics: ModelMetrics,
-        max_batch_size: int,
+        max_batch_size: int | None,
         batch_wait_ms: float = 0.0,
     ) -> None:
         self.name = name
@@ -85,7 +86,7 @@ class Dispatcher:
         self._admission = admission
         self._quarantine = quarantine
         self._metrics = metrics
-        self._max_batch_size = max_batch_size
+        self._limit = SizeLimit(max_batch_size)
         self._batch_wait_s = batch_wait_ms / 1000
         self._queue: Batcher[Instance] = Batcher()
         self._deadlines: Deadlines[Instance] = Deadlines(self._on_deadline, self._unsettled)
@@ -105,6 +106,11 @@ class Dispatcher:
     def queued_bytes(self) -> int:
         """Of the payloads of the instances that wait for a worker."""
         return sum(instance.ref.num_bytes for instance in self._queue)
+
+    @property
+    def max_batch_size(self) -> int:
+        """Of the next batch."""
+        return self._limit.now
 
     @property
     def num_quarantined(self) -> int:
@@ -184,6 +190,8 @@ class Dispatcher:
     def attach(self, worker: WorkerHandle) -> None:
         """Give a ready worker its share of the work, until it is lost."""
         self.inputs = worker.ready.inputs
+        if worker.ready.speed.preset not in ANY_SIZE:
+            self._limit.hold()
         self._lanes.attach(worker)
         self._pump_soon()
 
@@ -198,7 +206,7 @@ class Dispatcher:
             error: Makes what each is answered with.
         """
         while self._queue:
-            for instance in self._queue.next_batch(self._max_batch_size):
+            for instance in self._queue.next_batch(self._limit.now):
                 instance.owner.free(instance.ref.offset)
                 self._fail(instance, error())
         for instance in self._lanes.held():
@@ -275,11 +283,11 @@ class Dispatcher:
             lane = self._next_busy(now)
             if lane is None:
                 return
-            self._send(lane, self._max_batch_size, now)
+            self._send(lane, self._limit.now, now)
 
     def _waits_for_more(self, now: float) -> bool:
         """Whether `batch_wait_ms` still holds the next batch back."""
-        if not self._batch_wait_s or len(self._queue) >= self._max_batch_size:
+        if not self._batch_wait_s or len(self._queue) >= self._limit.now:
             return False
         oldest = self._queue.oldest()
         assert oldest is not None
@@ -296,7 +304,7 @@ class Dispatcher:
         if not lanes or oldest is None or oldest.is_solo:  # which waits for an idle worker
             return None
         lane = min(lanes, key=lambda lane: (len(lane.batches), lane.ends_at))
-        if len(self._queue) >= self._max_batch_size:
+        if len(self._queue) >= self._limit.now:
             return lane
         if len(lane.batches) > 1 or lane.ends_at - lane.busy_since < _OVERLAP_PAYS_S:
             return None
@@ -320,7 +328,7 @@ class Dispatcher:
         self._pump()
 
     def _send(self, lane: Lane, most: int, now: float) -> None:
-        most = min(most, len(self._queue), self._max_batch_size)
+        most = min(most, len(self._queue), self._limit.now)
         if self._queue.soonest() - now < _NEAR_BATCHES * self._admission.rate.batch_s:
             most = fitting(self._queue, most, lane.begins_at(now), lane.next_curve)
         batch = self._queue.next_batch(most)
@@ -348,6 +356,7 @@ class Dispatcher:
             done = future.result()
             if not isinstance(done.outcomes[0], ItemError):  # or it may not have been computed
                 lane.learn(len(batch), now)
+                self._limit.note(len(batch), done.prepare_s + done.compute_s)
             if lane.batches:
                 lane.begin(now, was_idle=False)
             self._settle_batch(batch, done, now)

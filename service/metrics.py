@@ -169,6 +169,7 @@ GaugeSource = Callable[[], Iterable[Reading]]
 GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "queue_depth": ("Instances that wait for a worker.", ("model",)),
     "queue_bytes": ("Payload bytes of the instances that wait.", ("model",)),
+    "max_batch_size": ("Instances that a batch may have now.", ("model",)),
     "quarantined_inputs": ("Inputs refused because workers died of them.", ("model",)),
     "arena_used_bytes": ("Shared memory taken by payloads, rounding included.", ()),
     "arena_bytes": ("Shared memory reserved for payloads.", ()),

@@ -111,6 +111,9 @@ class Pool:
         yield Reading(name="queue_depth", value=self.dispatcher.num_queued, labels=(self.name,))
         yield Reading(name="queue_bytes", value=self.dispatcher.queued_bytes, labels=(self.name,))
         yield Reading(
+            name="max_batch_size", value=self.dispatcher.max_batch_size, labels=(self.name,)
+        )
+        yield Reading(
             name="quarantined_inputs", value=self.dispatcher.num_quarantined, labels=(self.name,)
         )
         yield Reading(name="model_ready", value=self.is_ready, labels=(self.name,))

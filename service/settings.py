@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 from models.spec import MAX_IMAGE_PIXELS, Placement
 from models.speed.names import CHOICES
+from service.batch_sizes import AUTO_SIZE
 from service.keys import Keys
 from workers.cgroups import read_limits
 from workers.config import ModelConfig, WorkerConfig
@@ -68,8 +69,9 @@ class ModelSettings(_Table):
     """Loaded copies; `auto`: one per GPU, or without a GPU one per group of CPU cores."""
     devices: str = "auto"
     """Where the replicas go: `auto` (every GPU, else the CPU), `cpu`, `cuda`, or `cuda:0,1`."""
-    max_batch_size: int = Field(8, ge=1, le=65536)
-    """The most instances that one forward pass serves."""
+    max_batch_size: Auto | Annotated[int, Field(ge=1, le=65536)] = "auto"
+    """The most instances that one forward pass serves; `auto`: 8, or up to 64 while a full batch
+    takes a worker about a millisecond, which only next to no computation does."""
     batch_wait_ms: float = Field(0.0, ge=0, le=60_000, allow_inf_nan=False)
     """How long an idle worker waits for a batch to fill; 0: it starts with what is there."""
     batch_timeout_s: Auto | PositiveSeconds = "auto"
@@ -112,6 +114,11 @@ class ModelSettings(_Table):
             raise ValueError(f"is not one of {', '.join(CHOICES)}")
         return speed
 
+    @property
+    def batch_size(self) -> int:
+        """The largest batch that workers warm up with."""
+        return AUTO_SIZE if self.max_batch_size == "auto" else self.max_batch_size
+
     def model_config_for(self, name: str) -> ModelConfig:
         """What a worker is told of the model."""
         return ModelConfig(
@@ -134,7 +141,7 @@ class ModelSettings(_Table):
             model=self.model_config_for(name),
             placement=placement,
             credit=self.credit,
-            max_batch_size=self.max_batch_size,
+            max_batch_size=self.batch_size,
             prepare_threads=self._num_prepare_threads(placement),
             speed=self.speed,
             cache_dir=cache_dir,

@@ -12,6 +12,9 @@ takes a C++ compiler and a minute, and keeps it. `auto` takes the fastest of tho
 `exact`.
 """
 
+ANY_SIZE = ("exact", "channels_last", "folded", "bf16", "fp16")
+"""Those that take a batch of any size as they come; the others are made for some sizes."""
+
 
 class SpeedReport(msgspec.Struct, frozen=True, kw_only=True):
     """Which preset a worker serves with, and what was found out about it."""

@@ -56,7 +56,7 @@ def _order(facts: Facts, settings: Settings, name: str, *, measure: bool) -> dic
         "weights": config.weights,
         "options": dict(config.options),
         "placement": asdict(facts.placements[name][0]),
-        "max_batch_size": model.max_batch_size,
+        "max_batch_size": model.batch_size,
         "measure": measure,
     }
 

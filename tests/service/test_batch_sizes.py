@@ -3,7 +3,7 @@ from math import inf
 import pytest
 
 from service.batch_costs import CostCurve
-from service.batch_sizes import fitting
+from service.batch_sizes import SizeLimit, fitting
 from service.batcher import Batcher
 from tests.service.test_batcher import Waiting
 
@@ -63,3 +63,41 @@ def test_no_deadline_is_sooner_than_the_queue_says(left_s: float):
     waiting = queue(left_s, left_s * 1.5)
     assert NOW <= waiting.soonest() <= NOW + left_s
     assert queue().soonest() == inf
+
+
+def fed(limit: SizeLimit, item_s: float, num_batches: int = 100) -> int:
+    for _ in range(num_batches):
+        limit.note(limit.now, item_s * limit.now)
+    return limit.now
+
+
+def test_auto_grows_while_full_batches_are_next_to_nothing():
+    assert SizeLimit(None).now == 8
+    assert fed(SizeLimit(None), item_s=0.00001) == 64
+    assert fed(SizeLimit(None), item_s=0.00005) == 32
+    assert fed(SizeLimit(None), item_s=0.001) == 8
+
+
+def test_auto_goes_back_when_large_batches_turn_out_slow():
+    limit = SizeLimit(None)
+    fed(limit, item_s=0.00001)
+    assert fed(limit, item_s=0.001) == 8
+
+
+def test_batch_that_is_not_full_or_was_interrupted_changes_nothing():
+    limit = SizeLimit(None)
+    for _ in range(50):
+        limit.note(limit.now - 1, 0.00001)
+    assert limit.now == 8
+    fed(limit, item_s=0.00001, num_batches=30)
+    grown = limit.now
+    limit.note(grown, 5.0)
+    assert fed(limit, item_s=0.00001) == 64
+
+
+def test_size_that_is_set_stays_and_so_does_that_of_what_was_compiled_for_some():
+    assert fed(SizeLimit(8), item_s=0.00001) == 8
+    limit = SizeLimit(None)
+    fed(limit, item_s=0.00001)
+    limit.hold()
+    assert fed(limit, item_s=0.00001) == 8
