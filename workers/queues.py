@@ -49,14 +49,44 @@ def _in_worker(reader: Connection, writer: Connection) -> object:
     return WorkerQueue(reader, writer)
 
 
+class Frames:
+    """Makes frames of what is read, and keeps what is half a frame.
+
+    The framing is that of multiprocessing.connection: a signed 32-bit length, big-endian, or -1 and
+    an unsigned 64-bit one.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The frames that are whole now.
+
+        Raises:
+            FrameError: A length is out of bounds.
+        """
+        buffer = self._buffer
+        if not buffer and len(data) >= 4 and int.from_bytes(data[:4], "big") == len(data) - 4:
+            yield data[4:]  # the usual case: exactly one frame
+            return
+        buffer += data
+        while len(buffer) >= 4:
+            start, length = _parse_head(buffer)
+            if length is None or len(buffer) < start + length:
+                return
+            frame = bytes(memoryview(buffer)[start : start + length])
+            del buffer[: start + length]
+            yield frame
+
+
 class FrameReader:
-    """The front end's reading end: takes what is there, keeps what is half a frame, never waits."""
+    """The front end's reading end: takes what is there, and never waits."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self.fd = connection.fileno()
         os.set_blocking(self.fd, False)
-        self._buffer = bytearray()
+        self._frames = Frames()
         self.is_dry = False
         """The last look found nothing to read."""
 
@@ -71,24 +101,13 @@ class FrameReader:
             data = os.read(self.fd, _READ_BYTES)
         except BlockingIOError:
             self.is_dry = True
-            return
+            return iter(())
         except OSError as error:
             raise EOFError from error
         self.is_dry = False
         if not data:
             raise EOFError
-        buffer = self._buffer
-        if not buffer and len(data) >= 4 and int.from_bytes(data[:4], "big") == len(data) - 4:
-            yield data[4:]  # the usual case: exactly one frame
-            return
-        buffer += data
-        while len(buffer) >= 4:
-            start, length = _parse_head(buffer)
-            if length is None or len(buffer) < start + length:
-                return
-            frame = bytes(memoryview(buffer)[start : start + length])
-            del buffer[: start + length]
-            yield frame
+        return self._frames.feed(data)
 
     def close(self) -> None:
         """Close the end."""
@@ -96,11 +115,7 @@ class FrameReader:
 
 
 def _parse_head(buffer: bytearray) -> tuple[int, int | None]:
-    """Where the first frame's body starts, and its length if that has arrived.
-
-    The framing is that of multiprocessing.connection: a signed 32-bit length, big-endian, or -1 and
-    an unsigned 64-bit one.
-    """
+    """Where the first frame's body starts, and its length if that has arrived."""
     (length,) = struct.unpack_from("!i", buffer)
     start = 4
     if length == -1:

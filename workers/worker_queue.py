@@ -1,16 +1,23 @@
 """The worker's end of a private queue: a torch.multiprocessing queue of typed messages."""
 
+import os
 import select
 import threading
+from collections import deque
 from multiprocessing.connection import Connection
 
 import msgspec
 from torch.multiprocessing.queue import ConnectionWrapper, SimpleQueue
 
 from workers.messages import Batch, FromWorker
+from workers.queues import Frames
 
+_READ_BYTES = 1 << 16
+_KEPT_BYTES = 1 << 20
+"""A buffer that has grown longer than this is not kept for the next message."""
+_HEAD_BYTES = 4
 _decode = msgspec.msgpack.Decoder(Batch | None).decode
-_encode = msgspec.msgpack.Encoder().encode
+_encode_into = msgspec.msgpack.Encoder().encode_into
 
 
 class WorkerQueue(SimpleQueue):
@@ -25,15 +32,17 @@ class WorkerQueue(SimpleQueue):
         self._reader = ConnectionWrapper(reader)
         self._writer = ConnectionWrapper(writer)
         self._poll = reader.poll
-        self._receive = reader.recv_bytes
-        self._send = writer.send_bytes
+        self._reader_fd, self._writer_fd = reader.fileno(), writer.fileno()
+        self._frames = Frames()
+        self._arrived: deque[bytes] = deque()
         self._put_lock = threading.Lock()
+        self._buffer = bytearray()
 
     def receive_only(self) -> "WorkerQueue":
         """Close the writing end in this process."""
         self._writer.close()
         self._poller = select.poll()
-        self._poller.register(self._reader.fileno(), select.POLLIN)
+        self._poller.register(self._reader_fd, select.POLLIN)
         return self
 
     def send_only(self) -> "WorkerQueue":
@@ -43,7 +52,7 @@ class WorkerQueue(SimpleQueue):
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until there is something to get, or the end of file."""
-        return bool(self._poller.poll(timeout_s * 1000))
+        return bool(self._arrived or self._poller.poll(timeout_s * 1000))
 
     def get(self) -> Batch | None:
         """The next batch, or None for the sentinel. Blocks.
@@ -51,7 +60,12 @@ class WorkerQueue(SimpleQueue):
         Raises:
             EOFError: The front end is gone.
         """
-        batch: Batch | None = _decode(self._receive())
+        while not self._arrived:
+            data = os.read(self._reader_fd, _READ_BYTES)
+            if not data:
+                raise EOFError
+            self._arrived.extend(self._frames.feed(data))
+        batch: Batch | None = _decode(self._arrived.popleft())
         return batch
 
     def put(self, message: FromWorker) -> None:
@@ -60,6 +74,16 @@ class WorkerQueue(SimpleQueue):
         Raises:
             BrokenPipeError: The front end is gone.
         """
-        data = _encode(message)
         with self._put_lock:
-            self._send(data)
+            buffer = self._buffer
+            _encode_into(message, buffer, _HEAD_BYTES)
+            buffer[:_HEAD_BYTES] = (len(buffer) - _HEAD_BYTES).to_bytes(_HEAD_BYTES, "big")
+            written = os.write(self._writer_fd, buffer)
+            if written < len(buffer):
+                self._write_rest(memoryview(buffer)[written:])
+            if len(buffer) > _KEPT_BYTES:
+                self._buffer = bytearray()
+
+    def _write_rest(self, rest: memoryview) -> None:
+        while rest:
+            rest = rest[os.write(self._writer_fd, rest) :]
