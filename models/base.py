@@ -18,26 +18,14 @@ Features: TypeAlias = Mapping[str, Tensor]
 """Named tensors of one instance, or of a batch with the batch dimension first."""
 
 
-class Item:
-    """One instance as a model sees it, valid until the batch that it belongs to is answered.
+class Item(msgspec.Struct, kw_only=True, eq=False, gc=False):
+    """One instance as a model sees it, valid until the batch that it belongs to is answered."""
 
-    `payload` is a read-only view of shared memory: copy what must be changed.
-    """
-
-    __slots__ = ("headers", "kind", "parameters", "payload")
-
-    def __init__(
-        self,
-        *,
-        kind: Kind,
-        payload: memoryview,
-        headers: Sequence[TensorHeader] = (),
-        parameters: Mapping[str, object] | None = None,
-    ) -> None:
-        self.kind = kind
-        self.payload = payload
-        self.headers = headers
-        self.parameters: Mapping[str, object] = parameters or {}
+    kind: Kind
+    payload: memoryview
+    """A read-only view of shared memory: copy what must be changed."""
+    headers: Sequence[TensorHeader] = ()
+    parameters: Mapping[str, object] = {}
 
     def json(self) -> object:
         """Decode a payload of kind "json".
@@ -121,8 +109,17 @@ class Model:
         return features_of(item, self.inputs)
 
     def collate(self, instances: Sequence[Features]) -> Features:
-        """Make one batch of several instances: by default each name's tensors are stacked."""
-        return {name: torch.stack([each[name] for each in instances]) for name in instances[0]}
+        """Make one batch of several instances: by default each name's tensors are stacked.
+
+        Instances that do not go together are computed in groups that do.
+
+        Raises:
+            Exception: They do not go together: by default, for other names, dtypes or shapes.
+        """
+        names = instances[0]
+        if len({len(each) for each in instances}) > 1:
+            raise ValueError("the instances have not the same tensors")
+        return {name: _stacked([each[name] for each in instances]) for name in names}
 
     def forward(self, batch: Features) -> Features:
         """Compute a batch, under `torch.inference_mode()`. `batch` is on the CPU, maybe pinned."""
@@ -177,3 +174,9 @@ class Model:
         Without any, the model is served as it is.
         """
         return self.warmup()
+
+
+def _stacked(tensors: list[Tensor]) -> Tensor:
+    if len({tensor.dtype for tensor in tensors}) > 1:  # torch would find one that holds them all
+        raise ValueError("tensors of one name differ in their dtype")
+    return torch.stack(tensors)

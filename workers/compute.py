@@ -1,7 +1,8 @@
 """From the items of a batch to their outcomes, whatever some of them do. Runs in a worker process.
 
-Preparation that fails, fails its own item. A forward pass that fails, or yields what the model
-does not promise, is halved until the items at fault stand alone, so their neighbours succeed.
+Preparation that fails, fails its own item. Items that do not go together are computed in groups
+that do. A forward pass that fails, or yields what the model does not promise, is halved until the
+items at fault stand alone, so their neighbours succeed.
 """
 
 import logging
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 import torch
@@ -18,9 +20,10 @@ from torch import Tensor
 from models.base import Features, Item, Model
 from models.errors import InputError, ModelError
 from workers.checks import BrokenPromiseError, OutputChecks
+from workers.groups import Group, grouped, signature_of
 from workers.log_lines import printable
 from workers.messages import ItemError, ItemRef, Outcome, TensorBlob
-from workers.shortage import SafeSizes, is_out_of_memory, release, signature_of
+from workers.shortage import SafeSizes, is_out_of_memory, release
 
 logger = logging.getLogger(__name__)
 
@@ -33,22 +36,20 @@ _POOL_PAYS_S = 0.0005
 
 @dataclass(slots=True, kw_only=True)
 class Prepared:
-    """A batch on its way: one entry per item in each list."""
+    """A batch on its way: one entry per item in each list but `groups`."""
 
     id: int
     refs: Sequence[ItemRef]
-    items: list[Item]
+    items: Sequence[Item]
     features: list[Features | None]
     outcomes: list[Outcome | None]
-    batch: Features | None = None
-    """The collated features of the `live` items, if they could be collated."""
-    live: list[int] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
     prepare_s: float = 0.0
     is_canary: bool = False
 
 
 class Computer:
-    """Runs a loaded model on batches of items."""
+    """Runs a loaded model on batches of items. Its callers are in torch's inference mode."""
 
     def __init__(
         self,
@@ -109,28 +110,25 @@ class Computer:
     def prepare(self, id: int, refs: Sequence[ItemRef], payloads: Sequence[memoryview]) -> Prepared:
         """Decode, transform and collate. May run while another batch is in `compute`."""
         began = time.monotonic()
-        prepared = _prepared(id, refs)
-        for ref, payload in zip(refs, payloads, strict=True):
-            prepared.items.append(
-                Item(
-                    kind=ref.kind,
-                    payload=payload,
-                    headers=ref.headers,
-                    parameters=msgspec.json.decode(ref.parameters) if ref.parameters else None,
-                )
+        items = [
+            Item(
+                kind=ref.kind,
+                payload=payload,
+                headers=ref.headers,
+                parameters=msgspec.json.decode(ref.parameters) if ref.parameters else {},
             )
-        self._prepare(prepared, began)
-        return prepared
+            for ref, payload in zip(refs, payloads, strict=True)
+        ]
+        return self._prepare(_prepared(id, refs, items), began)
 
     def prepare_sample(self, id: int) -> Prepared:
         """As `prepare`, for a canary: the model's sample, or nothing if it has none."""
         sample = self._sample
-        prepared = _prepared(id, [] if sample is None else [_SAMPLE_REF])
+        prepared = (
+            _prepared(id, [], []) if sample is None else _prepared(id, [_SAMPLE_REF], [sample])
+        )
         prepared.is_canary = True
-        if sample is not None:
-            prepared.items.append(sample)
-            self._prepare(prepared, time.monotonic())
-        return prepared
+        return self._prepare(prepared, time.monotonic())
 
     def judge_sample(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
         """The error of a canary, if there is one.
@@ -148,66 +146,78 @@ class Computer:
 
     def compute(self, prepared: Prepared) -> list[Outcome]:
         """Run the model on what was prepared, and render the answers."""
-        live = _in_time(prepared, prepared.live)
-        if len(live) != len(prepared.live):
-            prepared.batch = None
-        if live:
-            pieces = self._safe_sizes.split(live, prepared.features)
-            for piece in pieces:
-                if self._compute_some(prepared, piece, is_whole=len(pieces) == 1):
-                    self._safe_sizes.note_good(piece, prepared.features)
+        for number, group in enumerate(prepared.groups):
+            if number:
+                self._on_progress()
+            self._compute_group(prepared, group)
         late = ItemError("deadline_exceeded", "the deadline passed before it was computed")
         return [late if outcome is None else outcome for outcome in prepared.outcomes]
 
-    def _prepare(self, prepared: Prepared, began: float) -> None:
-        num_items = len(prepared.refs)
+    def _prepare(self, prepared: Prepared, began: float) -> Prepared:
+        num_items = len(prepared.items)
         if self._pool and num_items > 1 and self._item_s > _POOL_PAYS_S:
-            list(self._pool.map(lambda i: self._prepare_some(prepared, (i,)), range(num_items)))
-        else:
-            self._prepare_some(prepared, range(num_items))
+            list(self._pool.map(partial(self._preprocess_apart, prepared), range(num_items)))
+        elif num_items:
+            self._preprocess(prepared, range(num_items))
             self._item_s = (time.monotonic() - began) / num_items
-        prepared.live = [i for i, outcome in enumerate(prepared.outcomes) if outcome is None]
-        try:
-            prepared.batch = self._collate(prepared, prepared.live) if prepared.live else None
-        except Exception:
-            # Some of the items do not go together: `compute` finds out which.
-            logger.debug("a batch of %d could not be collated", len(prepared.live), exc_info=True)
+        if live := [i for i, outcome in enumerate(prepared.outcomes) if outcome is None]:
+            prepared.groups = grouped(live, prepared.features, partial(self._collate, prepared))
         prepared.prepare_s = time.monotonic() - began
+        return prepared
 
-    @torch.inference_mode()
-    def _prepare_some(self, prepared: Prepared, indices: Iterable[int]) -> None:
+    def _preprocess_apart(self, prepared: Prepared, index: int) -> None:
+        """Preprocess one item in a thread of the pool."""
+        with torch.inference_mode():
+            self._preprocess(prepared, (index,))
+
+    def _preprocess(self, prepared: Prepared, indices: Iterable[int]) -> None:
         preprocess = self._model.preprocess
+        refs, items, features = prepared.refs, prepared.items, prepared.features
         for i in indices:
-            if prepared.refs[i].deadline <= time.monotonic():
+            if refs[i].deadline <= time.monotonic():
                 prepared.outcomes[i] = ItemError(
                     "deadline_exceeded", "the deadline passed before it was prepared"
                 )
                 continue
             try:
-                prepared.features[i] = preprocess(prepared.items[i])
+                features[i] = preprocess(items[i])
             except Exception as error:
-                prepared.outcomes[i] = _error_of(error, "preprocess", prepared.refs[i])
+                prepared.outcomes[i] = _error_of(error, "preprocess", refs[i])
 
     def _collate(self, prepared: Prepared, indices: Sequence[int]) -> Features:
         chosen = [features for i in indices if (features := prepared.features[i]) is not None]
-        with torch.inference_mode():
-            batch = self._model.collate(chosen)
-            if self._pin_memory:
-                return {name: tensor.pin_memory() for name, tensor in batch.items()}
+        batch = self._model.collate(chosen)
+        if self._pin_memory:
+            return {name: tensor.pin_memory() for name, tensor in batch.items()}
         return batch
 
-    def _compute_some(self, prepared: Prepared, indices: list[int], *, is_whole: bool) -> bool:
+    def _compute_group(self, prepared: Prepared, group: Group) -> None:
+        live = _in_time(prepared, group.indices)
+        if not live:
+            return
+        pieces = self._safe_sizes.split(live, prepared.features)
+        is_whole = len(pieces[0]) == len(group.indices)
+        for piece in pieces:
+            if self._compute_some(prepared, piece, group if is_whole else None):
+                self._safe_sizes.note_good(piece, prepared.features)
+
+    def _compute_some(self, prepared: Prepared, indices: list[int], whole: Group | None) -> bool:
         """Compute some items; halve them for as long as they fail together.
 
-        If they are the whole batch, they need not be collated again.
+        Args:
+            prepared: Their batch.
+            indices: Which.
+            whole: The group that they are, which need not be collated again; None if it is another.
 
         Returns:
             Whether each of them fitted into the memory, if not all of them together: one that does
             not fit alone says nothing of how many others do.
         """
-        batch = prepared.batch if is_whole else None
-        prepared.batch = None  # a batch that does not fit must not take up room while it is halved
-        if not is_whole:
+        batch: Features | None = None
+        if whole is not None:
+            # What does not fit must not take up room while it is halved.
+            batch, whole.batch = whole.batch, None
+        else:
             self._on_progress()
             indices = _in_time(prepared, indices)
             if not indices:
@@ -227,8 +237,8 @@ class Computer:
         if not again:
             return not is_shortage
         middle = len(again) // 2
-        has_first_fitted = self._compute_some(prepared, again[:middle], is_whole=False)
-        has_second_fitted = self._compute_some(prepared, again[middle:], is_whole=False)
+        has_first_fitted = self._compute_some(prepared, again[:middle], None)
+        has_second_fitted = self._compute_some(prepared, again[middle:], None)
         has_fitted = has_first_fitted and has_second_fitted
         if is_shortage and has_fitted:
             size = self._safe_sizes.note(signature_of(prepared.features[again[0]]), len(again))
@@ -262,13 +272,12 @@ class Computer:
     ) -> list[int]:
         """Compute some items together; returns which must be computed in halves."""
         model = self._model
-        with torch.inference_mode():
-            outputs = model.forward(batch or self._collate(prepared, indices))
-            outputs = model.postprocess({name: out.cpu() for name, out in outputs.items()})
-            self._checks.check_shapes(outputs, len(indices))
-            if rows := self._checks.non_finite_rows(outputs):
-                return self._leave_out(prepared, indices, rows, outputs)
-            self._settle(prepared, indices, outputs)
+        outputs = model.forward(batch or self._collate(prepared, indices))
+        outputs = model.postprocess({name: out.cpu() for name, out in outputs.items()})
+        self._checks.check_shapes(outputs, len(indices))
+        if rows := self._checks.non_finite_rows(outputs):
+            return self._leave_out(prepared, indices, rows, outputs)
+        self._settle(prepared, indices, outputs)
         return []
 
     def _leave_out(
@@ -293,33 +302,36 @@ class Computer:
         if prepared.is_canary:  # nobody reads its answer, which may have no form as bytes
             prepared.outcomes = [b""] * len(prepared.outcomes)
             return
-        wants_json = [i for i in indices if not prepared.refs[i].wants_tensors]
-        if wants_json:
-            self._render(prepared, indices, wants_json, outputs)
-        for row, i in enumerate(indices):
-            if prepared.refs[i].wants_tensors:
-                prepared.outcomes[i] = [
-                    blob_of(name, tensor[row]) for name, tensor in outputs.items()
-                ]
+        refs = prepared.refs
+        as_tensors = [row for row, i in enumerate(indices) if refs[i].wants_tensors]
+        for row in as_tensors:
+            prepared.outcomes[indices[row]] = [
+                blob_of(name, tensor[row]) for name, tensor in outputs.items()
+            ]
+        if not as_tensors:
+            self._render(prepared, indices, outputs)
+        elif rest := [row for row, i in enumerate(indices) if not refs[i].wants_tensors]:
+            chosen = {name: tensor[rest] for name, tensor in outputs.items()}
+            self._render(prepared, [indices[row] for row in rest], chosen)
 
-    def _render(
-        self, prepared: Prepared, indices: list[int], wants_json: list[int], outputs: Features
-    ) -> None:
-        if len(wants_json) != len(indices):
-            rows = [row for row, i in enumerate(indices) if not prepared.refs[i].wants_tensors]
-            outputs = {name: tensor[rows] for name, tensor in outputs.items()}
-        parameters = [prepared.items[i].parameters for i in wants_json]
-        for i, value in zip(wants_json, self._model.render_batch(outputs, parameters), strict=True):
+    def _render(self, prepared: Prepared, indices: list[int], outputs: Features) -> None:
+        items, outcomes, encode = prepared.items, prepared.outcomes, self._encode
+        values = self._model.render_batch(outputs, [items[i].parameters for i in indices])
+        for i, value in zip(indices, values, strict=True):
             if isinstance(value, InputError):
-                prepared.outcomes[i] = _error_of(value, "render", prepared.refs[i])
+                outcomes[i] = _error_of(value, "render", prepared.refs[i])
             else:
-                prepared.outcomes[i] = self._encode(value)
+                outcomes[i] = encode(value)
 
 
-def _prepared(id: int, refs: Sequence[ItemRef]) -> Prepared:
+def _prepared(id: int, refs: Sequence[ItemRef], items: Sequence[Item]) -> Prepared:
     num_items = len(refs)
     return Prepared(
-        id=id, refs=refs, items=[], features=[None] * num_items, outcomes=[None] * num_items
+        id=id,
+        refs=refs,
+        items=items,
+        features=[None] * num_items,
+        outcomes=[None] * num_items,
     )
 
 

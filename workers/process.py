@@ -124,13 +124,19 @@ class Loop:
             torch.AcceleratorError: The device's context is lost.
         """
         coming: Future[Prepared | None] | None = None
-        while True:
-            prepared = self._receive_here() if coming is None else self._wait_for(coming)
-            if prepared is None:
-                return
-            overlaps = self._compute_s > _OVERLAP_PAYS_S
-            coming = self._ahead.submit(self._receive) if overlaps else None
-            self._answer(prepared)
+        with torch.inference_mode():  # once, since it costs as much as a small instance
+            while True:
+                prepared = self._receive_here() if coming is None else self._wait_for(coming)
+                if prepared is None:
+                    return
+                overlaps = self._compute_s > _OVERLAP_PAYS_S
+                coming = self._ahead.submit(self._receive_ahead) if overlaps else None
+                self._answer(prepared)
+
+    def _receive_ahead(self) -> Prepared | None:
+        """As `_receive`, in the thread that prepares."""
+        with torch.inference_mode():
+            return self._receive()
 
     def _receive_here(self) -> Prepared | None:
         """As `_receive`, in the main thread, which beats meanwhile."""

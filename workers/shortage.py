@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Signature = tuple[tuple[str, torch.dtype, torch.Size], ...]
-"""The names, dtypes and shapes of the tensors of one instance."""
+from workers.groups import signature_of
 
 _MESSAGES = (
     "DefaultCPUAllocator: ",  # c10/core/impl/alloc_cpu.cpp: can't allocate, not enough memory
@@ -58,9 +57,9 @@ class SafeSizes:
     """
 
     def __init__(self) -> None:
-        self._sizes: dict[Signature, _SafeSize] = {}
+        self._sizes: dict[object, _SafeSize] = {}
 
-    def note(self, signature: Signature, num_rows: int) -> int:
+    def note(self, signature: object, num_rows: int) -> int:
         """That many were too many; returns how many to try from now on."""
         size = max(1, num_rows // 2)
         if signature not in self._sizes and len(self._sizes) >= _MAX_SIGNATURES:
@@ -94,10 +93,3 @@ class SafeSizes:
         known = (self._sizes.get(signature_of(features[i])) for i in indices)
         size = min((each.num_rows for each in known if each is not None), default=len(indices))
         return [indices[start : start + size] for start in range(0, len(indices), size)]
-
-
-def signature_of(features: Mapping[str, Tensor] | None) -> Signature:
-    """What decides over the memory that an instance takes."""
-    if features is None:
-        return ()
-    return tuple((name, tensor.dtype, tensor.shape) for name, tensor in features.items())

@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +18,13 @@ from models.spec import TensorSpec
 from workers.checks import BrokenPromiseError
 from workers.compute import Computer, blob_of
 from workers.messages import ItemError, ItemRef, Outcome
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    """What computes is in torch's inference mode, as in a worker."""
+    with torch.inference_mode():
+        yield
 
 
 class Plain(Model):
