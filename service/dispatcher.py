@@ -23,7 +23,7 @@ from models.speed.names import ANY_SIZE
 from service.admission import Admission
 from service.batch_sizes import SizeLimit, fitting
 from service.batcher import Batcher
-from service.deadlines import Deadlines
+from service.deadlines import NO_TICK, Deadlines
 from service.errors import (
     DeadlineExceededError,
     InvalidInputError,
@@ -390,9 +390,8 @@ class Dispatcher:
             else:
                 metrics.succeeded += 1
                 self._settle(instance)
-                instance.set_result(
-                    Result(outcome, Timing(queue_s, done.prepare_s, done.compute_s))
-                )
+                timing = Timing(queue_s, done.prepare_s, done.compute_s)
+                instance.set_result(Result(outcome, timing))
 
     def _fail_item(self, instance: Instance, error: ItemError) -> None:
         if error.code == "deadline_exceeded":
@@ -494,7 +493,8 @@ class Dispatcher:
 
     def _settle(self, instance: Instance) -> None:
         instance.state = SETTLED
-        self._deadlines.discard(instance)
+        if instance.tick != NO_TICK:
+            self._deadlines.discard(instance)
         metrics = self._metrics
         metrics.in_flight -= 1
         if not metrics.in_flight:

@@ -19,6 +19,7 @@ _OF_ONE_CALL = (b"x-request-id", b"traceparent", b"tracestate", b"expect", b"tra
 class KnownHead(NamedTuple):
     """A head, as the call that it began, and how many bytes of body follow it."""
 
+    head: bytes
     call: Call
     num_body_bytes: int
 
@@ -29,18 +30,23 @@ class KnownHeads:
     def __init__(self) -> None:
         self._heads: dict[bytes, KnownHead] = {}
 
-    def find(self, data: bytes) -> tuple[KnownHead | None, int]:
+    def find(self, data: bytes, last: KnownHead | None) -> tuple[KnownHead | None, int]:
         """Look for the head of a request.
 
         Args:
             data: What has arrived, beginning where a request begins.
+            last: The head that this connection sent last, if it is known.
 
         Returns:
             The head, if it is known and nothing follows the body that may have come with it; and
             the length of the head, which is 3 where it has no end yet.
         """
-        length = data.find(_END, 0, _MAX_HEAD_BYTES) + 4
-        known = self._heads.get(data[:length])
+        if last is not None and data.startswith(last.head):
+            known: KnownHead | None = last
+            length = len(last.head)
+        else:
+            length = data.find(_END, 0, _MAX_HEAD_BYTES) + len(_END)
+            known = self._heads.get(data[:length])
         if known is None or len(data) > length + known.num_body_bytes:
             return None, length
         return known, length
@@ -55,4 +61,4 @@ class KnownHeads:
         if len(self._heads) >= _MAX_HEADS:
             self._heads.clear()
         call.earlier = None  # which has its answer, and is needed no longer
-        self._heads[head] = KnownHead(call, int(num_body_bytes))
+        self._heads[head] = KnownHead(head, call, int(num_body_bytes))

@@ -69,6 +69,7 @@ class PredictProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._chunk_bytes = 0
         self._asks_for_upgrade = False
+        self._last_head: KnownHead | None = None
         self._new_head = b""
         """Of the first request in the newest data, if no other has begun since."""
 
@@ -180,7 +181,7 @@ class PredictProtocol(HttpToolsProtocol):
         if self._is_deaf:
             return
         if self.is_idle and not self._is_in_head and not self._is_in_body:
-            known, length = self.known_heads.find(data)
+            known, length = self.known_heads.find(data, self._last_head)
             if known is not None and self._take_known(known, data, length):
                 return
             self._new_head = data[:length]
@@ -275,6 +276,7 @@ class PredictProtocol(HttpToolsProtocol):
     def _take_known(self, known: KnownHead, data: bytes, length: int) -> bool:
         """Begin a call with a head that is known; False if its body wants the parser."""
         predict = self.predict
+        self._last_head = known
         earlier = known.call
         num_missing = length + known.num_body_bytes - len(data)
         if num_missing and earlier.form is None:
