@@ -195,7 +195,7 @@ def test_half_a_head_is_not_waited_for() -> None:
 
     began = time.monotonic()
     run(test, head_timeout_s=0.2)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
 
 
 def test_a_client_that_never_reads_is_cut_off() -> None:
