@@ -11,11 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from service.chaos.client import Address, NoAnswerError, connect
 from service.chaos.load import PATIENCE_S, Tally
 from service.chaos.plan import Fault
 from service.chaos.questions import Question, is_refusal, problem_code
-from service.chaos.watch import Health, Recovery, Watch, Worker
+from service.chaos.watch import Recovery, Watch
+from service.trial.client import Address, NoAnswerError, connect
+from service.trial.health import Health, Worker
 
 PLACES = ("preprocess", "forward", "render")
 """Where a poisoned input kills its worker: see `models.poisonable`."""

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from service.chaos.client import Address, Answer, Connection, NoAnswerError, connect
 from service.chaos.questions import Question, is_refusal, problem_code
+from service.trial.client import Address, Answer, Connection, NoAnswerError, connect
 
 _PAUSE_S = 0.05
 """After a refusal."""

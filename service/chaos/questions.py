@@ -7,9 +7,9 @@ from typing import Protocol
 import msgspec
 
 from service.chaos.answers import Expected
-from service.chaos.client import Connection, head_of
-from service.chaos.errors import ChaosError
-from service.chaos.inputs import Input, echo_texts
+from service.trial.client import Connection, head_of
+from service.trial.errors import TrialError
+from service.trial.inputs import Input, echo_texts
 
 _ASK_ALONE_S = 120.0
 _REFUSALS = (429, 503)
@@ -86,7 +86,7 @@ async def learn(connection: Connection, path: str, given: Input, tolerance: floa
     """Ask a healthy service for an answer, twice, and take it for the right one.
 
     Raises:
-        ChaosError: The input is refused, or has two answers.
+        TrialError: The input is refused, or has two answers.
         NoAnswerError: There is no answer.
     """
     head = head_of("POST", path, content_type=given.content_type, num_bytes=len(given.body))
@@ -95,14 +95,14 @@ async def learn(connection: Connection, path: str, given: Input, tolerance: floa
     for _ in range(2):
         answer = await connection.ask(request, _ASK_ALONE_S)
         if answer.status != 200:
-            raise ChaosError(
+            raise TrialError(
                 f"{path} answers {given.name} with {answer.status}: {_detail(answer.body)}; "
                 "give a folder of inputs that it takes (--inputs DIR)"
             )
         bodies.append(answer.body)
     expected = Expected(bodies[0], tolerance)
     if complaint := expected.complaint(bodies[1]):
-        raise ChaosError(
+        raise TrialError(
             f"{path} answers {given.name} in two ways, so no answer can be called right "
             f"({complaint}); if that is rounding, raise --tolerance"
         )

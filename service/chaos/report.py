@@ -1,12 +1,9 @@
 """What a run of chaos has shown: whether the promise was kept, and the figures."""
 
-import os
-import platform
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TextIO
 
 from service.chaos.faults import Poisonings
@@ -15,6 +12,7 @@ from service.chaos.plan import Fault
 from service.chaos.resources import Holdings, Ledger
 from service.chaos.watch import Kind, Recovery
 from service.settings import version_of
+from service.trial.machine import machine
 
 _MIB = 2**20
 
@@ -276,16 +274,6 @@ def spread(seconds: Sequence[float]) -> Spread | None:
     return Spread(median=statistics.median(ordered), p99=p99, worst=ordered[-1])
 
 
-def machine() -> Mapping[str, object]:
-    """Where it was run."""
-    return {
-        "cpu": _cpu_name(),
-        "cores": f"{len(os.sched_getaffinity(0))} cores",
-        "kernel": f"Linux {platform.release()}",
-        "python": f"Python {platform.python_version()}",
-    }
-
-
 def asdict_or_none(value: Spread | None) -> dict[str, float] | None:
     """A spread as JSON has it."""
     return asdict(value) if value is not None else None
@@ -305,13 +293,3 @@ def _tally_dict(tally: Tally) -> dict[str, object]:
         "latency_ms": asdict_or_none(latency),
         "examples": tally.examples,
     }
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.machine()

@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from service.chaos.client import Connection, NoAnswerError, head_of
+from service.trial.client import Connection, NoAnswerError, head_of
+from service.trial.memory import pss_of
 
 _METRICS = head_of("GET", "/metrics") + b"\r\n"
 _TIMEOUT_S = 10.0
@@ -18,20 +19,6 @@ _MAPPING = re.compile(
     r"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ (\S+) (\d+)\s+(/memfd:|/dev/shm/)", re.MULTILINE
 )
 """proc_pid_maps(5): address range, permissions, offset, device, inode, path."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pss:
-    """Bytes of memory of a process, shared pages counted by share."""
-
-    total: int
-    files: int
-    """Pages of files, such as libraries: they count for less while strangers map them, too."""
-
-    @property
-    def own(self) -> int:
-        """Memory of no file, which only the service itself shares among its processes."""
-        return self.total - self.files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,19 +90,6 @@ def holdings_of(front_end_pid: int, family: Sequence[psutil.Process]) -> Holding
         shared_files=len(shared),
         dev_shm_files=num_dev_shm_files(),
     )
-
-
-def pss_of(pid: int) -> Pss:
-    """The memory of a process; none if it has ended."""
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-    except OSError:
-        lines = []
-    found = {
-        name: int(size.split()[0]) * 1024
-        for name, _, size in (line.partition(":") for line in lines)
-    }
-    return Pss(total=found.get("Pss", 0), files=found.get("Pss_File", 0))
 
 
 def num_dev_shm_files() -> int:

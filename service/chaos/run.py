@@ -13,19 +13,21 @@ from dataclasses import dataclass
 import uvloop
 
 from models.spec import TensorSpec
-from service.chaos import inputs
-from service.chaos.client import Connection, NoAnswerError, connect
-from service.chaos.errors import ChaosError
 from service.chaos.faults import Faults
 from service.chaos.load import Load, Tally
 from service.chaos.plan import Fault, Plan
 from service.chaos.questions import EchoQuestion, KnownQuestion, Question, indistinct, learn
 from service.chaos.report import Report
 from service.chaos.resources import Holdings, Ledger, holdings_of, read_ledger
-from service.chaos.screen import Screen
-from service.chaos.subject import Subject
-from service.chaos.watch import Health, Watch
+from service.chaos.subject import rows_for
+from service.chaos.watch import Watch
 from service.settings_loader import Loaded
+from service.trial import inputs
+from service.trial.client import Connection, NoAnswerError, connect
+from service.trial.errors import TrialError
+from service.trial.health import Health
+from service.trial.screen import Screen
+from service.trial.subject import Subject
 
 EXIT_KEPT = 0
 EXIT_BROKEN = 1
@@ -50,12 +52,12 @@ what the terminal has sent us already. A later one ends the run at once."""
 def run(loaded: Loaded, plan: Plan) -> int:
     """Test the promise on a service with these settings; returns the exit status."""
     try:
-        with Subject(loaded, can_be_poisoned=plan.every_s["poison"] > 0) as subject:
+        with Subject(rows_for(loaded, can_be_poisoned=plan.every_s["poison"] > 0)) as subject:
             report = uvloop.run(_Run(subject, loaded, plan).run())
     except KeyboardInterrupt:
         sys.stderr.write("inferpool chaos: ended at once, without a report\n")
         return EXIT_INTERRUPTED
-    except ChaosError as error:
+    except TrialError as error:
         sys.stderr.write(f"inferpool chaos: {error}\n")
         return EXIT_UNTESTED
     report.write(sys.stdout)
@@ -91,7 +93,7 @@ class _Run:
         """Do all of it.
 
         Raises:
-            ChaosError: There is nothing to test.
+            TrialError: There is nothing to test.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -170,7 +172,7 @@ class _Run:
                     )
                 questions += known
         except NoAnswerError as error:
-            raise ChaosError(
+            raise TrialError(
                 f"the service does not answer, with nothing done to it: {error}"
                 f"{self._subject.log_tail()}"
             ) from error

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from service.chaos.client import Connection, NoAnswerError, connect, head_of
 from service.chaos.questions import EchoQuestion
-from service.chaos.resources import Holdings, Ledger, holdings_of, pss_of, read_ledger
-from service.chaos.screen import Screen
+from service.chaos.resources import Holdings, Ledger, holdings_of, read_ledger
+from service.trial.client import Connection, NoAnswerError, connect, head_of
+from service.trial.memory import pss_of
+from service.trial.screen import Screen
 from tests.bench.processes import HOST, Server
 
 PATH = "/predict/echo"

@@ -3,10 +3,10 @@ import json
 
 import pytest
 
-from service.chaos.client import connect
-from service.chaos.errors import ChaosError
-from service.chaos.inputs import Input
 from service.chaos.questions import EchoQuestion, KnownQuestion, indistinct, is_refusal, learn
+from service.trial.client import connect
+from service.trial.errors import TrialError
+from service.trial.inputs import Input
 from tests.service.chaos.fake_service import answering
 
 _GIVEN = Input(name="one.json", body=b'{"instances": [1, 2]}', content_type="application/json")
@@ -37,12 +37,12 @@ def test_answer_of_a_healthy_service_is_the_right_one():
 
 
 def test_model_that_says_now_this_now_that_cannot_be_tested():
-    with pytest.raises(ChaosError, match=r"one\.json in two ways"):
+    with pytest.raises(TrialError, match=r"one\.json in two ways"):
         taught({"predictions": [1]}, {"predictions": [2]})
 
 
 def test_input_that_is_refused_is_said_with_what_to_do():
-    with pytest.raises(ChaosError, match=r"422: no such thing; .*--inputs DIR"):
+    with pytest.raises(TrialError, match=r"422: no such thing; .*--inputs DIR"):
         taught({"detail": "no such thing"}, status=422)
 
 

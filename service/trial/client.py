@@ -163,7 +163,7 @@ def head_of(
     method: str, path: str, *, content_type: str = "", num_bytes: int = 0, more: str = ""
 ) -> bytes:
     """The head of a request, but for the X-Request-ID and the empty line that ends it."""
-    lines = f"{method} {path} HTTP/1.1\r\nHost: chaos\r\nContent-Length: {num_bytes}\r\n{more}"
+    lines = f"{method} {path} HTTP/1.1\r\nHost: inferpool\r\nContent-Length: {num_bytes}\r\n{more}"
     if content_type:
         lines += f"Content-Type: {content_type}\r\n"
     return lines.encode("ascii")

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from models.spec import TensorSpec
-from service.chaos.errors import ChaosError
+from service.trial.errors import TrialError
 
 _ANY_LENGTH = 16
 """What a dimension gets that may have any length, where a tensor has few of them."""
@@ -56,10 +56,10 @@ def made_up(specs: Sequence[TensorSpec], seed: int, count: int) -> list[Input]:
     """Inputs for a model that declares what it takes.
 
     Raises:
-        ChaosError: It declares nothing.
+        TrialError: It declares nothing.
     """
     if not specs:
-        raise ChaosError(
+        raise TrialError(
             "the model does not declare its inputs, so none can be made up for it: "
             "give a folder with some of yours (--inputs DIR)"
         )
@@ -70,7 +70,7 @@ def from_folder(folder: Path) -> list[Input]:
     """The files of a folder that are requests: images, .npy, .safetensors, .json, .bin.
 
     Raises:
-        ChaosError: There is none, or one cannot be read.
+        TrialError: There is none, or one cannot be read.
     """
     try:
         files = [file for file in sorted(folder.iterdir()) if file.suffix.lower() in _CONTENT_TYPES]
@@ -83,10 +83,10 @@ def from_folder(folder: Path) -> list[Input]:
             for file in files
         ]
     except OSError as error:
-        raise ChaosError(f"--inputs: {error.filename}: {error.strerror}") from error
+        raise TrialError(f"--inputs: {error.filename}: {error.strerror}") from error
     if not inputs:
         known = ", ".join(_CONTENT_TYPES)
-        raise ChaosError(f"--inputs: there is no file of a known kind in {folder} ({known})")
+        raise TrialError(f"--inputs: there is no file of a known kind in {folder} ({known})")
     return inputs
 
 

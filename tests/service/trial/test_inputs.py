@@ -7,8 +7,8 @@ import safetensors.numpy
 from PIL import Image
 
 from models.spec import TensorSpec
-from service.chaos.errors import ChaosError
-from service.chaos.inputs import from_folder, made_up
+from service.trial.errors import TrialError
+from service.trial.inputs import from_folder, made_up
 
 _IMAGE = TensorSpec(name="image", dtype="uint8", shape=(-1, 3, -1, -1))
 
@@ -48,7 +48,7 @@ def test_bfloat16_has_two_bytes_a_number():
 
 
 def test_model_that_declares_nothing_needs_files_of_the_users():
-    with pytest.raises(ChaosError, match="--inputs DIR"):
+    with pytest.raises(TrialError, match="--inputs DIR"):
         made_up([], 1, 1)
 
 
@@ -63,7 +63,7 @@ def test_files_of_a_folder_are_requests_by_their_suffix(tmp_path: Path):
 
 
 def test_folder_without_requests_or_without_being_there_is_said(tmp_path: Path):
-    with pytest.raises(ChaosError, match="no file of a known kind"):
+    with pytest.raises(TrialError, match="no file of a known kind"):
         from_folder(tmp_path)
-    with pytest.raises(ChaosError, match="No such file"):
+    with pytest.raises(TrialError, match="No such file"):
         from_folder(tmp_path / "nowhere")

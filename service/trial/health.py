@@ -1,0 +1,65 @@
+"""What /health says of the models and workers of a service."""
+
+import msgspec
+
+from models.spec import TensorSpec
+from service.trial.client import Connection, NoAnswerError, head_of
+
+_HEALTH = head_of("GET", "/health") + b"\r\n"
+_TIMEOUT_S = 10.0
+_NO_WORKER = "failed"
+
+
+class Worker(msgspec.Struct):
+    """One worker, as /health has it."""
+
+    name: str
+    state: str
+    incarnation: int
+    pid: int | None
+    reason: str = ""
+
+
+class ModelState(msgspec.Struct):
+    """One model and its workers."""
+
+    name: str
+    workers: list[Worker]
+    inputs: list[TensorSpec] = []
+
+
+class Health(msgspec.Struct):
+    """The whole service."""
+
+    models: list[ModelState]
+
+    @property
+    def workers(self) -> list[Worker]:
+        """Of all models."""
+        return [worker for model in self.models for worker in model.workers]
+
+    @property
+    def is_full(self) -> bool:
+        """Every worker is ready."""
+        return all(worker.state == "ready" for worker in self.workers)
+
+    @property
+    def failure(self) -> str:
+        """Why a worker will never come; empty if none is given up."""
+        failed = [worker for worker in self.workers if worker.state == _NO_WORKER]
+        return f"{failed[0].name}: {failed[0].reason}" if failed else ""
+
+
+_decode = msgspec.json.Decoder(Health).decode
+
+
+async def read_health(connection: Connection) -> Health:
+    """Ask for the state of all workers.
+
+    Raises:
+        NoAnswerError: There is no answer that tells.
+    """
+    answer = await connection.ask(_HEALTH, _TIMEOUT_S)
+    if answer.status != 200:
+        raise NoAnswerError(f"/health answers with {answer.status}")
+    return _decode(answer.body)
