@@ -38,6 +38,7 @@ from service.listening import (
     warn_if_open,
 )
 from service.metrics import Metrics, Reading
+from service.objective import Objective, ObjectiveAdmission
 from service.operations import Operations
 from service.pool import Pool
 from service.quarantine import Quarantine
@@ -178,7 +179,9 @@ class Service:
     def _make_pool(self, name: str, configs: list[WorkerConfig], engine: LocalEngine) -> Pool:
         model = self.settings.models[name]
         metrics = self.metrics.model(name)
-        admission = Admission(
+        objective = Objective(model.objective_p99_ms / 1000) if model.objective_p99_ms else None
+        kind = partial(ObjectiveAdmission, objective) if objective else Admission
+        admission = kind(
             max_queue_length=self.settings.max_queue_length,
             max_batch_size=model.batch_size,
             rejected=metrics.rejected,
@@ -191,6 +194,7 @@ class Service:
             metrics=metrics,
             max_batch_size=None if model.max_batch_size == "auto" else model.max_batch_size,
             batch_wait_ms=model.batch_wait_ms,
+            objective=objective,
         )
         return Pool(
             name=name,

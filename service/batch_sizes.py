@@ -65,7 +65,8 @@ class SizeLimit:
 
     def __init__(self, max_batch_size: int | None) -> None:
         """Begin with a size, or with None for `auto`."""
-        self.now = max_batch_size or AUTO_SIZE
+        self.now = self.own = max_batch_size or AUTO_SIZE
+        """The latter as it is without an objective."""
         self._may_grow = max_batch_size is None
         self._full_s = 0.0
         self._num_full = 0
@@ -74,11 +75,15 @@ class SizeLimit:
         """A worker takes no more than it has warmed up with."""
         if self._may_grow:
             self._may_grow = False
-            self.now = AUTO_SIZE
+            self.now = self.own = AUTO_SIZE
+
+    def bound(self, most: int) -> None:
+        """An objective allows no more than this."""
+        self.now = min(self.own, most)
 
     def note(self, size: int, took_s: float) -> None:
         """A batch has taken a worker this long, to prepare and to compute."""
-        if size < self.now or not self._may_grow:
+        if size < self.own or not self._may_grow:
             return
         if self._num_full:
             took_s = min(took_s, _SLOW * self._full_s)
@@ -86,11 +91,11 @@ class SizeLimit:
         self._full_s += (took_s - self._full_s) / min(self._num_full, _NUM_FULL)
         if self._num_full < _NUM_FULL:
             return
-        if self._full_s <= _FREE_S / 2 and self.now < _AUTO_MOST:
-            self._change(self.now * 2)
-        elif self._full_s > 2 * _FREE_S and self.now > AUTO_SIZE:
-            self._change(self.now // 2)
+        if self._full_s <= _FREE_S / 2 and self.own < _AUTO_MOST:
+            self._change(self.own * 2)
+        elif self._full_s > 2 * _FREE_S and self.own > AUTO_SIZE:
+            self._change(self.own // 2)
 
     def _change(self, size: int) -> None:
-        self.now = size
+        self.now = self.own = size
         self._full_s, self._num_full = 0.0, 0

@@ -193,6 +193,11 @@ def _settings_flags() -> _Parser:
     )
     models.add_argument("--weights", metavar="WHICH", help='"DEFAULT", "none", a name or a file')
     models.add_argument("--max-batch-size", metavar="N", help="instances per forward pass")
+    models.add_argument(
+        "--objective-p99-ms",
+        metavar="MS",
+        help="answer 99 of 100 within it, refuse the rest",
+    )
     models.add_argument("--speed", metavar="HOW", help='"auto", "exact" or a preset\'s name')
     logs = parser.add_argument_group("logs")
     logs.add_argument("--log-format", metavar="HOW", help="auto, human or json")

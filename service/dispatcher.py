@@ -38,6 +38,7 @@ from service.errors import (
 from service.instance import QUEUED, SENT, SETTLED, Instance
 from service.lanes import Lane, Lanes
 from service.metrics import ModelMetrics
+from service.objective import Objective
 from service.quarantine import MAX_CRASHES, Input, Quarantine
 from service.request import CallOptions, Payload, Result, Timing
 from workers.arena import Arena
@@ -77,6 +78,7 @@ class Dispatcher:
         metrics: ModelMetrics,
         max_batch_size: int | None,
         batch_wait_ms: float = 0.0,
+        objective: Objective | None = None,
     ) -> None:
         self.name = name
         self.inputs: Sequence[TensorSpec] = ()
@@ -87,6 +89,7 @@ class Dispatcher:
         self._quarantine = quarantine
         self._metrics = metrics
         self._limit = SizeLimit(max_batch_size)
+        self._objective = objective
         self._batch_wait_s = batch_wait_ms / 1000
         self._queue: Batcher[Instance] = Batcher()
         self._deadlines: Deadlines[Instance] = Deadlines(self._on_deadline, self._unsettled)
@@ -337,6 +340,8 @@ class Dispatcher:
         self._lanes.give(lane, batch)
         if len(lane.batches) == 1:
             lane.begin(now, was_idle=True)
+        if self._objective:
+            self._plan(self._objective, now)
         future = lane.worker.run([instance.ref for instance in batch])
         future.add_done_callback(partial(self._on_batch_done, lane, batch))
 
@@ -359,6 +364,9 @@ class Dispatcher:
                 self._limit.note(len(batch), done.prepare_s + done.compute_s)
             if lane.batches:
                 lane.begin(now, was_idle=False)
+            if self._objective:
+                self._objective.note(batch, now)
+                self._plan(self._objective, now)
             self._settle_batch(batch, done, now)
         elif isinstance(error, WorkerLostError):
             self._lanes.detach(lane.worker)
@@ -366,6 +374,12 @@ class Dispatcher:
         else:
             raise error
         self._pump_soon()
+
+    def _plan(self, objective: Objective, now: float) -> None:
+        """Have batches and queue fit the objective."""
+        lanes = self._lanes
+        objective.plan(lanes.open, lanes.num_sent, self._limit.own, now)
+        self._limit.bound(objective.max_size)
 
     def _settle_batch(self, batch: list[Instance], done: BatchDone, now: float) -> None:
         metrics = self._metrics

@@ -28,7 +28,7 @@ from workers.engine import Cause
 logger = logging.getLogger(__name__)
 
 RejectReason = Literal[
-    "queue_full", "arena_full", "deadline", "draining", "unavailable", "quarantined"
+    "queue_full", "arena_full", "deadline", "objective", "draining", "unavailable", "quarantined"
 ]
 
 DURATION_EDGES_S = (

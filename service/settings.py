@@ -74,6 +74,9 @@ class ModelSettings(_Table):
     takes a worker about a millisecond, which only next to no computation does."""
     batch_wait_ms: float = Field(0.0, ge=0, le=60_000, allow_inf_nan=False)
     """How long an idle worker waits for a batch to fill; 0: it starts with what is there."""
+    objective_p99_ms: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Within which 99 of 100 instances are to be answered, from their arrival: batches are kept as
+    small as that takes, and what would be late is refused with 429. By default there is none."""
     batch_timeout_s: Auto | PositiveSeconds = "auto"
     """A batch that has run for longer means a hang: its worker is killed and replaced. `auto`: ten
     times the longest batch of the warm-up, at least 10 s; without a warm-up, 60 s."""

@@ -54,6 +54,7 @@ FLAGS: Mapping[str, str] = {
     "devices": "--devices",
     "weights": "--weights",
     "max_batch_size": "--max-batch-size",
+    "objective_p99_ms": "--objective-p99-ms",
     "speed": "--speed",
 }
 """The settings that have a flag. Those of a model apply to each model served."""

@@ -4,6 +4,7 @@ A minute of load costs some hundred milliseconds, and the same seed gives the sa
 """
 
 import asyncio
+import functools
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from service.dispatcher import Dispatcher
 from service.errors import DeadlineExceededError, OverloadedError
 from service.instance import Instance
 from service.metrics import ModelMetrics
+from service.objective import Objective, ObjectiveAdmission
 from service.quarantine import Quarantine
 from service.request import CallOptions, Payload
 from tests.fakes import FakeWorker
@@ -81,6 +83,7 @@ def simulate(
     *,
     monkeypatch: pytest.MonkeyPatch,
     timeouts_s: Callable[[random.Random], float] = lambda chance: 30.0,
+    objective_s: float = 0.0,
     num_workers: int = 2,
     warm_s: float = 3.0,
     noise: float = 0.1,
@@ -94,7 +97,9 @@ def simulate(
         metrics = ModelMetrics("m")
         arena = Arena(4 * 2**20)
         max_batch_size = int(settings.pop("max_batch_size", 8))
-        admission = Admission(
+        objective = Objective(objective_s) if objective_s else None
+        kind = functools.partial(ObjectiveAdmission, objective) if objective else Admission
+        admission = kind(
             max_queue_length=1024, max_batch_size=max_batch_size, rejected=metrics.rejected
         )
         dispatcher = Dispatcher(
@@ -104,6 +109,7 @@ def simulate(
             quarantine=Quarantine(name="m", duration_s=60.0),
             metrics=metrics,
             max_batch_size=max_batch_size,
+            objective=objective,
             **settings,
         )
         workers = [SimulatedWorker(cost, slot, noise) for slot in range(num_workers)]

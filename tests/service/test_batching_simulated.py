@@ -13,6 +13,11 @@ def slow(size: int) -> float:
     return 0.005 + 0.010 * size
 
 
+def steep(size: int) -> float:
+    """A model on a GPU: 10 ms, and half a millisecond for each instance."""
+    return 0.010 + 0.0005 * size
+
+
 def some_are_urgent(chance: random.Random) -> float:
     return 0.060 if chance.random() < 0.3 else 30.0
 
@@ -36,3 +41,52 @@ def test_without_near_deadlines_nothing_changes(monkeypatch):
         fixed = simulate(slow, 160, monkeypatch=monkeypatch)
     assert aware.sizes == fixed.sizes
     assert aware.p99_ms == fixed.p99_ms
+
+
+@pytest.mark.parametrize(("rate", "least_per_s"), [(500, 490), (2000, 1080), (4000, 1080)])
+def test_objective_is_held_at_any_load_with_little_throughput_given_up(
+    monkeypatch, rate: int, least_per_s: int
+):
+    # Of all the sizes whose batches leave time to wait for one, 30 serves the most: 1200/s.
+    held = simulate(
+        steep, rate, 6.0, monkeypatch=monkeypatch, objective_s=0.050, num_workers=1,
+        max_batch_size=64,
+    )  # fmt: skip
+    assert held.p99_ms <= 50 * 1.02
+    assert held.good_per_s >= least_per_s
+    if rate == 500:
+        assert held.num_refused == 0
+
+
+def test_batches_of_fixed_size_miss_the_objective_where_it_can_be_held(monkeypatch):
+    fixed = simulate(
+        steep, 1000, 6.0, monkeypatch=monkeypatch, num_workers=1, max_batch_size=64, noise=0.3
+    )
+    held = simulate(
+        steep, 1000, 6.0, monkeypatch=monkeypatch, num_workers=1, max_batch_size=64, noise=0.3,
+        objective_s=0.050,
+    )  # fmt: skip
+    assert fixed.p99_ms > 55
+    assert held.p99_ms <= 50 * 1.02
+    assert held.good_per_s >= 0.88 * fixed.good_per_s
+
+
+def test_objective_that_no_batch_can_hold_costs_nothing(monkeypatch):
+    held = simulate(slow, 160, 6.0, monkeypatch=monkeypatch, objective_s=0.005)
+    free = simulate(slow, 160, 6.0, monkeypatch=monkeypatch)
+    assert held.num_refused == free.num_refused == 0
+    assert held.sizes == free.sizes
+
+
+def test_worker_that_gets_slower_is_given_smaller_batches(monkeypatch):
+    calls = iter(range(10**9))
+
+    def slowing(size: int) -> float:
+        return steep(size) * (1 if next(calls) < 150 else 1.6)
+
+    held = simulate(
+        slowing, 1000, 10.0, monkeypatch=monkeypatch, objective_s=0.050, num_workers=1,
+        max_batch_size=64,
+    )  # fmt: skip
+    assert held.p99_ms <= 50 * 1.1
+    assert max(held.sizes[100:150]) > max(held.sizes[-50:])
