@@ -1,0 +1,68 @@
+"""How large batches get in a real service."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.bench.open_loop import Answer, Load
+from tests.e2e.running import Running, running
+
+FORWARD_S = 0.02
+OBJECTIVE_S = 0.25
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    config = tmp_path_factory.mktemp("batching") / "inferpool.toml"
+    config.write_text(
+        f"""
+        default_model = "slow"
+        [models.slow]
+        source = "tests.fault_model:FaultModel"
+        replicas = 1
+        max_batch_size = 4
+        objective_p99_ms = {OBJECTIVE_S * 1000:g}
+        options = {{ forward_s = {FORWARD_S} }}
+        [models.echo]
+        replicas = 1
+        """
+    )
+    with running("--config", str(config)) as service:
+        yield service
+
+
+def test_queue_is_kept_so_short_that_answers_are_within_the_objective(service: Running):
+    async def go() -> list[Answer]:
+        load = Load("127.0.0.1", int(service.url.rpartition(":")[2]))
+        await load.connect(64)
+        await load.open(600, 0.5)  # three times what it can do
+        answers = await load.open(600, 2.0)
+        load.close()
+        return answers
+
+    answers = asyncio.run(go())
+    good = sorted(answer.total_ms for answer in answers if answer.status == 200)
+    refused = [answer for answer in answers if answer.status == 429]
+    assert len(good) + len(refused) == len(answers)
+    # Without an objective, 1024 may wait here, and do so for 5 s.
+    assert good[int(len(good) * 0.98)] < OBJECTIVE_S * 1000
+    assert len(good) > 0.5 * 2.0 * 4 / FORWARD_S
+    assert min(answer.retry_after_s for answer in refused) >= 1
+    assert 'rejected_total{model="slow",reason="objective"}' in metrics(service)
+
+
+def test_batches_of_echo_grow_to_64_by_themselves_and_are_answered_right(service: Running):
+    until = time.monotonic() + 30
+    instances = list(range(256))
+    while 'max_batch_size{model="echo"} 64.0' not in metrics(service):
+        answer = httpx.post(f"{service.url}/predict/echo", json={"instances": instances})
+        assert answer.json()["predictions"] == instances
+        assert time.monotonic() < until, metrics(service)
+    assert 'max_batch_size{model="slow"} 4.0' in metrics(service)
+
+
+def metrics(service: Running) -> str:
+    return httpx.get(f"{service.url}/metrics").text
