@@ -69,7 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peers",
         default="",
-        help=f"comma-separated, of {', '.join(PEERS)} (default: litserve and mosec, if installed)",
+        help=f"comma-separated, of {', '.join(PEERS)}, or none "
+        "(default: litserve and mosec, if installed)",
     )
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="default: %(default)s")
     parser.add_argument(
@@ -88,6 +89,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--speeds", default="exact,auto", help="of inferpool, where there is a model (%(default)s)"
+    )
+    parser.add_argument(
+        "--ours",
+        action="append",
+        default=[],
+        metavar="NAME=ARGUMENTS",
+        help='a setting of inferpool, to be held against others of it: "p99=--objective-p99-ms 50"',
     )
     parser.add_argument(
         "--serve-args", default="", help='further arguments of inferpool, as "--replicas 1"'
@@ -155,12 +163,17 @@ def make_matches(args: argparse.Namespace) -> tuple[list[rounds.Match], Mapping[
 
 
 def _ours(workload: Workload, args: argparse.Namespace) -> list[Contender]:
-    """The service, once for each `speed` where there is a model."""
+    """The service in each setting asked for, and for each `speed` where there is a model."""
     arguments = [*workload.serve(), *shlex.split(args.serve_args)]
+    ways = {OURS: arguments}
+    if args.ours:
+        pairs = map(_pair, args.ours)
+        ways = {f"{OURS}-{name}": [*arguments, *shlex.split(more)] for name, more in pairs}
     if not workload.network:
-        return [inferpool(args.inferpool, *arguments)]
+        return [inferpool(args.inferpool, *way, name=name) for name, way in ways.items()]
     return [
-        inferpool(args.inferpool, *arguments, "--speed", speed, name=f"{OURS}-{speed}")
+        inferpool(args.inferpool, *way, "--speed", speed, name=f"{name}-{speed}")
+        for name, way in ways.items()
         for speed in args.speeds.split(",")
     ]
 
@@ -181,6 +194,8 @@ def _usable_peers(wanted: Sequence[str], pythons: Mapping[str, str]) -> list[tup
     Raises:
         BenchError: A peer is unknown, or not installed.
     """
+    if list(wanted) == ["none"]:
+        return []
     usable = []
     for name, peer in _chosen(",".join(wanted) or "litserve,mosec", PEERS, "peer").items():
         python = pythons.get(name) or pythons.get(peer.module) or sys.executable

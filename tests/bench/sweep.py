@@ -59,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-connections", type=int, default=512, help="of the open loop (%(default)s)"
     )
+    parser.add_argument("--p99-ms", type=float, help="an objective, to be drawn into the plots")
 
 
 def run(args: argparse.Namespace, plan: rounds.Plan) -> int:
@@ -86,7 +87,7 @@ def run(args: argparse.Namespace, plan: rounds.Plan) -> int:
             "points": [asdict(point) for point in sweep.points],
         }
         saved = save("sweep", args.out, content)
-        charts = _charts(sweep.points)
+        charts = _charts(sweep.points, args.p99_ms)
         plots.write(
             saved, "Latency against the arrival rate", charts, "open loop, Poisson arrivals"
         )
@@ -138,7 +139,9 @@ class Sweep:
         warm(server, match.bodies, 16, plan.warm_s)
         if self._given:
             return self._given
-        key = match.workload, server.contender.name
+        # Settings of one server are asked at the same rates: those that suit the first.
+        name = server.contender.name
+        key = match.workload, peers.OURS if name.startswith(peers.OURS) else name
         if key not in self.rates:
             connections = max(plan.connections)
             cell = measure(server, match.workload, match.bodies, connections, plan.secs, 0)
@@ -237,15 +240,15 @@ def _print(points: Sequence[Point]) -> None:
     table("Arrival rates, open loop", columns, rows, caption)
 
 
-def _charts(points: Sequence[Point]) -> list[Chart]:
+def _charts(points: Sequence[Point], objective_ms: float | None) -> list[Chart]:
     """p99 and good answers of each contender against the rate; two plots for each workload."""
     charts = []
     for workload in dict.fromkeys(point.workload for point in points):
         those = [point for point in points if point.workload == workload]
         names = list(dict.fromkeys(point.contender for point in those))
-        for title, y_label, figure in (
-            ("p99 of the latency", "ms, median over rounds", lambda point: point.p99_ms),
-            ("good answers", "per second, median over rounds", lambda point: point.good_per_s),
+        for title, y_label, is_latency, figure in (
+            ("p99 of the latency", "ms, median over rounds", True, _p99_ms),
+            ("good answers", "per second, median over rounds", False, _good_per_s),
         ):
             lines = [
                 Line(name=name, points=_curve(those, name, figure), marks=True) for name in names
@@ -258,9 +261,18 @@ def _charts(points: Sequence[Point]) -> list[Chart]:
                     lines=lines,
                     log_x=True,
                     log_y=True,
+                    limit=(objective_ms, "objective") if objective_ms and is_latency else None,
                 )
             )
     return charts
+
+
+def _p99_ms(point: Point) -> float:
+    return point.p99_ms
+
+
+def _good_per_s(point: Point) -> float:
+    return point.good_per_s
 
 
 def _curve(
