@@ -79,9 +79,11 @@ class Objective:
         curve = max(curves, key=_time_alone_s, default=None)
         if curve is None or not curve.is_known:
             return
-        if curve.time_s(1) > self.aim_s:
+        alone_s = curve.time_s(1)
+        if alone_s > self.objective_s:
             self.max_size, self._batch_s = _ANY_SIZE, 0.0
             return
+        self.aim_s = max(self.aim_s, alone_s)  # or not even an idle worker would do
         self._note_rate(now)
         self.max_size = self._best_size(curve, len(lanes), limit)
         self._batch_s = curve.time_s(self.max_size)

@@ -78,6 +78,12 @@ def test_objective_that_no_batch_can_hold_costs_nothing(monkeypatch):
     assert held.sizes == free.sizes
 
 
+def test_objective_that_leaves_no_time_to_wait_is_held_by_idle_workers(monkeypatch):
+    held = simulate(slow, 60, 8.0, monkeypatch=monkeypatch, objective_s=0.018)
+    assert held.p99_ms <= 18
+    assert held.good_per_s > 35
+
+
 def test_worker_that_gets_slower_is_given_smaller_batches(monkeypatch):
     calls = iter(range(10**9))
 
