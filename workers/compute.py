@@ -22,7 +22,7 @@ from models.errors import InputError, ModelError
 from workers.checks import BrokenPromiseError, OutputChecks
 from workers.groups import Group, grouped, signature_of
 from workers.log_lines import printable
-from workers.messages import ItemError, ItemRef, Outcome, TensorBlob
+from workers.messages import ItemError, ItemRef, Outcome, Stored, TensorBlob
 from workers.shortage import SafeSizes, is_out_of_memory, release
 
 logger = logging.getLogger(__name__)
@@ -59,6 +59,7 @@ class Computer:
         pin_memory: bool,
         sample: Item | None = None,
         on_progress: Callable[[], None] = lambda: None,
+        keep: Callable[[memoryview], bytes | Stored] = bytes,
     ) -> None:
         """Take over a loaded model.
 
@@ -68,11 +69,13 @@ class Computer:
             pin_memory: Whether batches go to a GPU.
             sample: What canaries compute.
             on_progress: Called before each further part of a batch that is computed in parts.
+            keep: Copies the bytes of an output, which the model may use again.
         """
         self._model = model
         self._pin_memory = pin_memory
         self._sample = sample
         self._on_progress = on_progress
+        self._keep = keep
         self._is_sample_finite: bool | None = None
         self._checks = OutputChecks(model)
         self._safe_sizes = SafeSizes()
@@ -304,15 +307,18 @@ class Computer:
             return
         refs = prepared.refs
         as_tensors = [row for row, i in enumerate(indices) if refs[i].wants_tensors]
-        for row in as_tensors:
-            prepared.outcomes[indices[row]] = [
-                blob_of(name, tensor[row]) for name, tensor in outputs.items()
-            ]
         if not as_tensors:
             self._render(prepared, indices, outputs)
-        elif rest := [row for row, i in enumerate(indices) if not refs[i].wants_tensors]:
+            return
+        if rest := [row for row, i in enumerate(indices) if not refs[i].wants_tensors]:
             chosen = {name: tensor[rest] for name, tensor in outputs.items()}
             self._render(prepared, [indices[row] for row in rest], chosen)
+        plain = {name: plain_of(name, tensor) for name, tensor in outputs.items()}
+        # From here on nothing fails: what is kept twice would have no reader the first time.
+        for row in as_tensors:
+            prepared.outcomes[indices[row]] = [
+                blob_of(name, tensor[row], self._keep) for name, tensor in plain.items()
+            ]
 
     def _render(self, prepared: Prepared, indices: list[int], outputs: Features) -> None:
         items, outcomes, encode = prepared.items, prepared.outcomes, self._encode
@@ -341,8 +347,8 @@ def _in_time(prepared: Prepared, indices: Sequence[int]) -> list[int]:
     return [i for i in indices if prepared.refs[i].deadline > now]
 
 
-def blob_of(name: str, tensor: Tensor) -> TensorBlob:
-    """Say one CPU tensor as bytes.
+def plain_of(name: str, tensor: Tensor) -> Tensor:
+    """A CPU tensor whose numbers are all there, and none of them still to be conjugated or negated.
 
     Raises:
         BrokenPromiseError: It is sparse.
@@ -352,13 +358,17 @@ def blob_of(name: str, tensor: Tensor) -> TensorBlob:
             f"the model returned {name!r} as a sparse tensor, which cannot be sent: "
             "`to_dense` it in `postprocess`"
         )
-    flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return tensor.resolve_conj().resolve_neg()
+
+
+def blob_of(name: str, tensor: Tensor, keep: Callable[[memoryview], bytes | Stored]) -> TensorBlob:
+    """Say one plain tensor as bytes, of which `keep` makes a copy."""
+    flat = tensor.contiguous().reshape(-1)
     if flat.stride() != (1,):  # a single number counts as contiguous, whatever its stride
         flat = flat.clone(memory_format=torch.contiguous_format)
-    flat = flat.view(torch.uint8)
-    return TensorBlob(
-        name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat.numpy().tobytes()
-    )
+    data = flat.view(torch.uint8).numpy().data
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorBlob(name, dtype, tuple(tensor.shape), keep(data))
 
 
 def _plain(value: object) -> object:

@@ -16,10 +16,11 @@ def run(
     outbox: "WorkerQueue",
     arena: mmap,
     row: mmap,
+    region: mmap,
     stacks: int,
 ) -> None:
     """Run one incarnation of a worker; see `workers.process.main`."""
     record(stacks)  # first: importing torch may take its time too
     from workers import process
 
-    process.main(config, inbox, outbox, arena, row)
+    process.main(config, inbox, outbox, arena, row, region)

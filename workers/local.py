@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 _PRELOAD = ("workers.forkserver_guard", "workers.preload")
 _START_DESCRIPTORS = 16
-"""More than a start needs: two queues, a heartbeat, the stacks, a socket, two pipes and a copy make
-13."""
+"""More than a start needs: two queues, a heartbeat, outputs, the stacks, a socket, two pipes and a
+copy make 14."""
 
 
 def start_forkserver(extra: Sequence[str] = ()) -> None:
@@ -165,6 +165,7 @@ class LocalEngine:
                 worker.outbox,
                 self._arena.memory,
                 worker.heartbeat.memory,
+                worker.outputs.memory,
                 worker.stacks,
             ),
         )

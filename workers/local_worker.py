@@ -41,6 +41,7 @@ from workers.messages import (
     StartFailed,
 )
 from workers.observed import ObservedProcess
+from workers.outputs import OutputRegion, StoredError
 from workers.queues import FrameError, FrameReader, FrameWriter, PrivateQueue
 from workers.stacks import Stacks
 
@@ -78,6 +79,7 @@ class LocalWorker:
         self.outbox = PrivateQueue()
         self.stacks = Stacks()
         self.heartbeat = HeartbeatReader()
+        self.outputs = OutputRegion()
         self._wanted_timeout_s = config.batch_timeout_s
         timeout_s = batch_timeout_s(config.batch_timeout_s, None)
         self._patience_s = min(PATIENCE_S, timeout_s)
@@ -209,7 +211,7 @@ class LocalWorker:
                 self._take(_decode(frame))
         except EOFError:
             self._end()
-        except (FrameError, *UNREADABLE) as error:
+        except (FrameError, StoredError, *UNREADABLE) as error:
             logger.error("%s wrote what is no message: %s", self.id, error)
             self._end("wrote what is no message")
 
@@ -242,6 +244,8 @@ class LocalWorker:
         outcomes = done.outcomes
         if batch.future is not None and len(batch.items) != len(outcomes):
             raise FrameError(f"{len(outcomes)} outcomes for {len(batch.items)} items")
+        if done.num_stored:
+            done = self.outputs.find(done)
         now = time.monotonic()
         self._held.remove(done.id, now)
         if batch.future is None:
@@ -411,6 +415,7 @@ class LocalWorker:
         self.outbox.close()
         self.stacks.close()
         self.heartbeat.close()
+        self.outputs.close()
 
 
 def _has_lost_forkserver(process: BaseProcess) -> bool:

@@ -4,6 +4,7 @@ It is a memfd, so nothing of it is left behind however its owners die, and the s
 MiB in a container by default) does not bound it.
 """
 
+import contextlib
 import errno
 import mmap
 import os
@@ -29,13 +30,16 @@ class SharedMemory:
     mapped anew, read-only unless `writable`.
     """
 
-    def __init__(self, num_bytes: int, *, name: str, writable: bool) -> None:
-        """Create the region and reserve all of its pages.
+    def __init__(
+        self, num_bytes: int, *, name: str, writable: bool, is_reserved: bool = True
+    ) -> None:
+        """Create the region.
 
         Args:
             num_bytes: Its size.
             name: For people who read /proc/PID/maps.
             writable: Whether children may write to it.
+            is_reserved: All of its pages are had now, rather than each when it is first written.
 
         Raises:
             SharedMemoryError: The pages are not to be had.
@@ -44,7 +48,9 @@ class SharedMemory:
         self._writable = writable
         try:
             # The kernel reserves page by page until it has none left, and then kills somebody.
-            available = available_bytes() if num_bytes > _CHECKED_BYTES else num_bytes
+            available = (
+                available_bytes() if is_reserved and num_bytes > _CHECKED_BYTES else num_bytes
+            )
             if num_bytes > available:
                 reason = f"{available >> 20} MiB are free"
                 raise SharedMemoryError(_refusal(name, num_bytes, reason))
@@ -52,7 +58,7 @@ class SharedMemory:
         except OSError as error:
             raise SharedMemoryError(_refusal(name, num_bytes, _explain(error))) from error
         try:
-            if hasattr(os, "posix_fallocate"):
+            if is_reserved and hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(self._fd, 0, num_bytes)
             else:
                 os.ftruncate(self._fd, num_bytes)
@@ -63,7 +69,8 @@ class SharedMemory:
 
     def close(self) -> None:
         """Unmap the region here; workers that still map it keep it alive."""
-        self.map.close()
+        with contextlib.suppress(BufferError):  # some of it is still looked at: it goes with that
+            self.map.close()
         os.close(self._fd)
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -42,13 +42,26 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, gc=False):
     items: list[ItemRef]
 
 
+class Stored(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Where an output lies in its worker's region: see `workers.outputs`."""
+
+    first_block: int
+    num_bytes: int
+
+
 class TensorBlob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One output tensor of one instance: row-major, little-endian."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    data: bytes
+    data: bytes | Stored
+
+    @property
+    def buffer(self) -> bytes:
+        """Its bytes, or a view of where they were found."""
+        assert not isinstance(self.data, Stored), "an output was not looked up where it lies"
+        return self.data
 
 
 class ItemError(msgspec.Struct, frozen=True, gc=False):
@@ -72,6 +85,8 @@ class BatchDone(msgspec.Struct, frozen=True, array_like=True, tag="done", gc=Fal
     outcomes: list[Outcome]
     prepare_s: float
     compute_s: float
+    num_stored: int = 0
+    """Outputs that lie in the worker's region."""
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):

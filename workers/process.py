@@ -36,6 +36,7 @@ from workers.guard import die_with_front_end, die_with_parent, give_way_for_memo
 from workers.heartbeat import Heartbeat
 from workers.log_lines import LineHandler, printable
 from workers.messages import BatchDone, ItemRef, Leaving, Progress, Ready, StartFailed
+from workers.outputs import OutputStore
 from workers.worker_queue import WorkerQueue
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,12 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 
 
 def main(
-    config: WorkerConfig, inbox: WorkerQueue, outbox: WorkerQueue, arena: mmap, row: mmap
+    config: WorkerConfig,
+    inbox: WorkerQueue,
+    outbox: WorkerQueue,
+    arena: mmap,
+    row: mmap,
+    region: mmap,
 ) -> None:
     """Run one incarnation, from its first instruction to its exit.
 
@@ -60,15 +66,17 @@ def main(
         outbox: Messages to the front end.
         arena: The payloads, mapped read-only.
         row: The heartbeat, mapped for writing.
+        region: Large outputs, mapped for writing.
     """
     heartbeat = Heartbeat(row)
+    outputs = OutputStore(region)
     _guard(heartbeat)
     inbox.receive_only()
     outbox.send_only()
     _log_to(outbox)
     try:
         pin(config.placement)
-        computer, ready = _load(config, outbox, heartbeat)
+        computer, ready = _load(config, outbox, heartbeat, outputs)
     except ModelError as error:
         outbox.put(StartFailed(printable(str(error)), permanent=True))
         return
@@ -81,7 +89,7 @@ def main(
     heartbeat.beat()  # from now on silence means a hang, and the last sign was before the loading
     outbox.put(ready)
     try:
-        Loop(computer, inbox, outbox, memoryview(arena), heartbeat).run()
+        Loop(computer, inbox, outbox, memoryview(arena), heartbeat, outputs).run()
     except (EOFError, BrokenPipeError):
         os._exit(0)  # the front end is gone: nobody is left to tell
     except torch.AcceleratorError as error:
@@ -107,12 +115,14 @@ class Loop:
         outbox: WorkerQueue,
         arena: memoryview,
         heartbeat: Heartbeat,
+        outputs: OutputStore,
     ) -> None:
         self._computer = computer
         self._inbox = inbox
         self._outbox = outbox
         self._arena = arena
         self._heartbeat = heartbeat
+        self._outputs = outputs
         self._ahead = ThreadPoolExecutor(1, "receive")
         self._compute_s = 0.0
 
@@ -174,7 +184,10 @@ class Loop:
             self._heartbeat.beat()
         else:
             self._heartbeat.answered()
-        self._outbox.put(BatchDone(prepared.id, outcomes, prepared.prepare_s, self._compute_s))
+        num_stored, self._outputs.num_stored = self._outputs.num_stored, 0
+        self._outbox.put(
+            BatchDone(prepared.id, outcomes, prepared.prepare_s, self._compute_s, num_stored)
+        )
 
 
 def pin(placement: Placement) -> None:
@@ -205,7 +218,7 @@ def _keep_large_buffers() -> None:
 
 
 def _load(
-    config: WorkerConfig, outbox: WorkerQueue, heartbeat: Heartbeat
+    config: WorkerConfig, outbox: WorkerQueue, heartbeat: Heartbeat, outputs: OutputStore
 ) -> tuple[Computer, Ready]:
     began = time.monotonic()
     outbox.put(Progress(f"loading {config.model.source}"))
@@ -228,6 +241,7 @@ def _load(
         pin_memory=device.startswith("cuda"),
         sample=samples[0] if samples else None,
         on_progress=heartbeat.progressed,
+        keep=outputs.keep,
     )
     warmup_s: float | None = None
     if samples:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -75,8 +75,8 @@ def encode(
     if chosen == "json":
         return encode_json([_json_of(outcome) for outcome in outcomes])
     try:
-        blobs = _stack([_blobs_of(outcome) for outcome in outcomes], is_batch, output)
-        headers, body = _ENCODERS[chosen](blobs)
+        columns = _columns([_blobs_of(outcome) for outcome in outcomes], is_batch, output)
+        headers, body = _ENCODERS[chosen](columns)
     except ServiceError as error:
         return problem(error, request_id, path)
     return 200, [*headers, (b"content-length", b"%d" % len(body))], body
@@ -147,29 +147,37 @@ def _blobs_of(outcome: Outcome) -> list[TensorBlob]:
     return outcome.value
 
 
-def _stack(
+class _Column(NamedTuple):
+    """One output of all instances of a call."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    parts: list[bytes]
+    """Its bytes, of which each encoder makes the only copy."""
+
+
+def _columns(
     instances: Sequence[list[TensorBlob]], is_batch: bool, output: str | None
-) -> list[TensorBlob]:
+) -> list[_Column]:
     """The outputs of all instances: of a batch, along a new first dimension."""
     names = [blob.name for blob in instances[0]]
     if output is not None:
         if output not in names:
             raise BadRequestError(f"output: the model has no {output!r}; it has {_listed(names)}")
         names = [output]
-    columns = [[_named(blobs, name) for blobs in instances] for name in names]
-    if not is_batch:
-        return [column[0] for column in columns]
-    stacked = []
-    for column in columns:
-        first = column[0]
-        if any(blob.shape != first.shape or blob.dtype != first.dtype for blob in column):
+    columns = []
+    for name in names:
+        blobs = [_named(each, name) for each in instances]
+        first = blobs[0]
+        if any(blob.shape != first.shape or blob.dtype != first.dtype for blob in blobs):
             raise NotAcceptableError(
                 f"output {first.name!r} differs in shape between the instances, so that they do "
                 "not stack: ask for JSON, or send them one by one"
             )
-        data = b"".join([blob.data for blob in column])
-        stacked.append(TensorBlob(first.name, first.dtype, (len(column), *first.shape), data))
-    return stacked
+        shape = (len(blobs), *first.shape) if is_batch else first.shape
+        columns.append(_Column(name, first.dtype, shape, [blob.buffer for blob in blobs]))
+    return columns
 
 
 def _named(blobs: Sequence[TensorBlob], name: str) -> TensorBlob:
@@ -179,69 +187,70 @@ def _named(blobs: Sequence[TensorBlob], name: str) -> TensorBlob:
     raise NotAcceptableError(f"output {name!r}: not every instance has it; ask for JSON")
 
 
-def _only(blobs: Sequence[TensorBlob]) -> TensorBlob:
-    if len(blobs) != 1:
+def _only(columns: Sequence[_Column]) -> _Column:
+    if len(columns) != 1:
         raise BadRequestError(
-            f"this form holds one output, and the model has {_listed([b.name for b in blobs])}: "
+            f"this form holds one output, and the model has {_listed([c.name for c in columns])}: "
             "choose by ?output=NAME, or accept application/safetensors"
         )
-    return blobs[0]
+    return columns[0]
 
 
-def _encode_npy(blobs: Sequence[TensorBlob]) -> tuple[Headers, bytes]:
+def _encode_npy(columns: Sequence[_Column]) -> tuple[Headers, bytes]:
     """Version 1.0 of numpy.lib.format."""
-    blob = _only(blobs)
-    descr = NPY_DTYPES.get(blob.dtype)
+    column = _only(columns)
+    descr = NPY_DTYPES.get(column.dtype)
     if descr is None:
-        raise NotAcceptableError(f"npy has no {blob.dtype}; accept application/safetensors")
+        raise NotAcceptableError(f"npy has no {column.dtype}; accept application/safetensors")
     text = b"{'descr': '%s', 'fortran_order': False, 'shape': %s, }" % (
         descr.encode(),
-        repr(blob.shape).encode(),
+        repr(column.shape).encode(),
     )
     padding = -(len(NPY_MAGIC) + 4 + len(text) + 1) % _NPY_ALIGN
     length = len(text) + padding + 1
     start = NPY_MAGIC + b"\x01\x00" + length.to_bytes(2, "little") + text + b" " * padding + b"\n"
-    return [(b"content-type", b"application/x-npy")], start + blob.data
+    return [(b"content-type", b"application/x-npy")], b"".join([start, *column.parts])
 
 
-def _encode_safetensors(blobs: Sequence[TensorBlob]) -> tuple[Headers, bytes]:
+def _encode_safetensors(columns: Sequence[_Column]) -> tuple[Headers, bytes]:
     """A header of JSON, padded with spaces to 8 bytes, then the tensors without gaps.
 
     The widest dtypes come first, so that each tensor is aligned.
     """
-    blobs = sorted(blobs, key=lambda blob: -DTYPE_BYTES[blob.dtype])
+    columns = sorted(columns, key=lambda column: -DTYPE_BYTES[column.dtype])
     entries = {}
     position = 0
-    for blob in blobs:
-        end = position + len(blob.data)
-        entries[blob.name] = {
-            "dtype": SAFETENSORS_DTYPES[blob.dtype],
-            "shape": blob.shape,
+    for column in columns:
+        end = position + sum(map(len, column.parts))
+        entries[column.name] = {
+            "dtype": SAFETENSORS_DTYPES[column.dtype],
+            "shape": column.shape,
             "data_offsets": (position, end),
         }
         position = end
     text = msgspec.json.encode(entries)
     text += b" " * (-len(text) % _SAFETENSORS_ALIGN)
-    body = b"".join([len(text).to_bytes(8, "little"), text, *(blob.data for blob in blobs)])
+    parts = [part for column in columns for part in column.parts]
+    body = b"".join([len(text).to_bytes(8, "little"), text, *parts])
     return [(b"content-type", b"application/safetensors")], body
 
 
-def _encode_raw(blobs: Sequence[TensorBlob]) -> tuple[Headers, bytes]:
-    blob = _only(blobs)
+def _encode_raw(columns: Sequence[_Column]) -> tuple[Headers, bytes]:
+    column = _only(columns)
     headers = [
         (b"content-type", b"application/octet-stream"),
-        (b"x-tensor-name", blob.name.encode("ascii", "replace")),
-        (b"x-tensor-dtype", blob.dtype.encode()),
-        (b"x-tensor-shape", ",".join(map(str, blob.shape)).encode()),
+        (b"x-tensor-name", column.name.encode("ascii", "replace")),
+        (b"x-tensor-dtype", column.dtype.encode()),
+        (b"x-tensor-shape", ",".join(map(str, column.shape)).encode()),
     ]
-    return headers, blob.data
+    return headers, b"".join(column.parts)
 
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(repr(name) for name in names) or "none"
 
 
-_ENCODERS: dict[AnswerFormat, Callable[[Sequence[TensorBlob]], tuple[Headers, bytes]]] = {
+_ENCODERS: dict[AnswerFormat, Callable[[Sequence[_Column]], tuple[Headers, bytes]]] = {
     "npy": _encode_npy,
     "safetensors": _encode_safetensors,
     "raw": _encode_raw,

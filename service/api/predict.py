@@ -211,6 +211,7 @@ class Predict:
 
     def close(self, call: Call, status: int) -> None:
         """Record a call that is over; 499 says that the client did not wait."""
+        call.outcomes.clear()  # they may hold large outputs, and others may hold the call
         duration_s = time.monotonic() - call.started
         if self._on_done is not None:
             self._on_done(call.label, status, duration_s)

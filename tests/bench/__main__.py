@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from tests.bench import loss, model, overload, peers, presets, soak, start, sweep
+from tests.bench import loss, model, outputs, overload, peers, presets, soak, start, sweep
 from tests.bench.processes import INFERPOOL, BenchError, require_free
 from tests.bench.rounds import Plan
 
@@ -20,6 +20,7 @@ _BENCHMARKS = {
     "overload": overload,
     "presets": presets,
     "soak": soak,
+    "outputs": outputs,
 }
 _CONNECTIONS = {"peers": "1,16,64", "loss": "1,16,64", "model": "16,64", "sweep": "64"}
 _SECS = {"peers": 4, "loss": 4, "model": 8, "sweep": 5}

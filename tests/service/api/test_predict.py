@@ -163,6 +163,16 @@ def test_an_error_of_the_only_instance_is_that_of_the_call(
     assert (document["code"], document["instance"]) == (error.code, "/predict")
 
 
+def test_call_that_is_over_holds_no_outputs() -> None:
+    predict = endpoint(FakeModel())
+    call = predict.open("POST", "/predict", b"", [(b"content-type", b"image/jpeg")])
+    loop = asyncio.new_event_loop()
+    call.outcomes.append(loop.create_future())
+    predict.close(call, 200)
+    loop.close()
+    assert not call.outcomes
+
+
 @pytest.mark.parametrize("refusal", [OverloadedError("full"), TooLargeError("big")])
 def test_a_refusal_of_the_only_instance_is_that_of_the_call(refusal: ServiceError) -> None:
     response = post(endpoint(FakeModel(refusals=[refusal])), content=b"x", headers=IMAGE)

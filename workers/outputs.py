@@ -1,0 +1,118 @@
+"""Large outputs: a worker writes them to memory of the front end's, and sends where they lie.
+
+Each incarnation has a region of blocks, with one byte for each that says whether it is taken: the
+worker alone takes blocks, and the front end alone gives them back, when nothing refers to what lies
+there any more. So nothing need be sent back, there is no lock for a killed process to keep, and the
+region goes with its last reader. What finds no room goes through the queue.
+"""
+
+import ctypes
+import mmap
+import pickle
+import weakref
+
+import msgspec
+
+from workers.memory import SharedMemory
+from workers.messages import BatchDone, Outcome, Stored, TensorBlob
+
+MIN_STORED_BYTES = 1 << 16
+"""What is shorter is cheaper to send inline (`python -m tests.bench outputs`)."""
+_BLOCK_BYTES = 1 << 16
+NUM_BLOCKS = 2047
+"""With the one of the flags, 128 MiB; pages that are never written take no memory."""
+_FREE, _TAKEN = b"\0", b"\1"
+
+
+class StoredError(Exception):
+    """A worker has named a place that is none of its outputs."""
+
+
+class OutputStore:
+    """The worker's side."""
+
+    def __init__(self, region: mmap.mmap, *, min_stored_bytes: int = MIN_STORED_BYTES) -> None:
+        self._region = region
+        self._min_stored_bytes = min_stored_bytes
+        self.num_stored = 0
+        """Since the last time that this was set to 0."""
+
+    def keep(self, data: memoryview) -> bytes | Stored:
+        """Copy an output: into the region if it is large and there is room, else into bytes."""
+        num_bytes = len(data)
+        if num_bytes < self._min_stored_bytes:
+            return bytes(data)
+        num_blocks = _num_blocks(num_bytes)
+        first = self._region.find(_FREE * num_blocks, 0, NUM_BLOCKS)
+        if first < 0:
+            return bytes(data)
+        self._region[first : first + num_blocks] = _TAKEN * num_blocks
+        start = _start(first)
+        self._region[start : start + num_bytes] = data
+        self.num_stored += 1
+        return Stored(first, num_bytes)
+
+
+class OutputRegion:
+    """The front end's side; made before the process."""
+
+    def __init__(self) -> None:
+        """Make a region.
+
+        Raises:
+            SharedMemoryError: There is no descriptor to be had.
+        """
+        num_bytes = _start(NUM_BLOCKS)
+        self.memory = SharedMemory(num_bytes, name="outputs", writable=True, is_reserved=False)
+        self._region = self.memory.map
+
+    @property
+    def num_taken(self) -> int:
+        """Blocks in use."""
+        return self._region[:NUM_BLOCKS].count(_TAKEN)
+
+    def find(self, done: BatchDone) -> BatchDone:
+        """Put what was stored in the place of its name; each is given back with its last view.
+
+        Raises:
+            StoredError: There is no such place.
+        """
+        outcomes = [self._found(outcome) for outcome in done.outcomes]
+        return msgspec.structs.replace(done, outcomes=outcomes, num_stored=0)
+
+    def close(self) -> None:
+        """No process writes to it any more: it lasts only as long as what was found in it."""
+        self.memory.close()
+
+    def _found(self, outcome: Outcome) -> Outcome:
+        if not isinstance(outcome, list):
+            return outcome
+        return [
+            TensorBlob(blob.name, blob.dtype, blob.shape, self._view(blob.data))
+            if isinstance(blob.data, Stored)
+            else blob
+            for blob in outcome
+        ]
+
+    def _view(self, stored: Stored) -> bytes:
+        first, num_bytes = stored.first_block, stored.num_bytes
+        num_blocks = _num_blocks(num_bytes)
+        if num_bytes < 1 or first < 0 or first + num_blocks > NUM_BLOCKS:
+            raise StoredError(f"outputs of {num_bytes} bytes at block {first}")
+        # An array of ctypes is what views of a part can keep alive, and its end can be told.
+        part = (ctypes.c_char * num_bytes).from_buffer(self._region, _start(first))
+        weakref.finalize(part, _give_back, self._region, first, num_blocks).atexit = False
+        return pickle.PickleBuffer(part).raw()  # type: ignore[return-value]  # all that is done with the bytes of outputs, its readers do with views too
+
+
+def _give_back(region: mmap.mmap, first: int, num_blocks: int) -> None:
+    region[first : first + num_blocks] = _FREE * num_blocks
+
+
+def _num_blocks(num_bytes: int) -> int:
+    return -(-num_bytes // _BLOCK_BYTES)
+
+
+def _start(block: int) -> int:
+    """Where a block begins, after the one that has the flags."""
+    return (block + 1) * _BLOCK_BYTES
