@@ -7,19 +7,15 @@ import logging
 import multiprocessing
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from math import prod
-
-import uvicorn
 
 from service import logs as log_setup
 from service.admission import Admission
 from service.api.admin import admin_router
 from service.api.auth import Guard
-from service.api.body import Limits
-from service.api.call import Call
 from service.api.health import HealthReport, health_router
 from service.api.metrics import metrics_router
 from service.api.predict import PREFIX, Predict
@@ -29,14 +25,12 @@ from service.cli_config import json_of
 from service.console import Console
 from service.dispatcher import Dispatcher
 from service.doctor.diagnosis import diagnose_quickly
-from service.listening import (
-    BACKLOG,
-    StartError,
-    edge_limits,
-    listen,
-    tls_context,
-    warn_if_open,
-)
+from service.endpoint import make_guard, make_predict, server_config
+from service.fronts.alone import OnlyFront
+from service.fronts.fronts import Fronts
+from service.fronts.number import number_of_fronts
+from service.fronts.relay import relay_path, relayed_config
+from service.listening import StartError, edge_limits, listen, tls_context, url_of, warn_if_open
 from service.metrics import Metrics, Reading
 from service.objective import Objective, ObjectiveAdmission
 from service.operations import Operations
@@ -46,7 +40,6 @@ from service.report import report_of
 from service.server import Server
 from service.settings import ModelSettings, Settings, version_of
 from service.settings_loader import Loaded
-from service.sparing import Sparing
 from service.speed_cache import SpeedCache
 from service.tls import TlsError
 from workers.arena import Arena
@@ -62,13 +55,8 @@ EXIT_NEVER_SERVED = 3
 """No model could be loaded, and none ever will be."""
 EXIT_CANNOT_START = 1
 _MAX_EXAMPLE_NUMBERS = 32
-_MAX_LOGGED_PATH = 200
-_WARNINGS_PER_S = 3
-"""Of failed answers, for each status."""
 _STOP_GRACE_S = 5.0
 """How long a worker without work may take to leave."""
-_HALF_SENT_S = 2
-"""How long connections with half a request may hold up the end, once all accepted is answered."""
 
 
 class Service:
@@ -102,10 +90,12 @@ class Service:
             drain=self.set_draining,
             settings_json=lambda: json_of(loaded.rows()),
         )
+        self.fronts: OnlyFront | Fronts = OnlyFront()
+        """Who takes the connections; set before the start."""
         self._speed_cache = SpeedCache(settings)
         self._plans = _plan(settings, host, self._speed_cache.folder)
         try:
-            self._arena = Arena(settings.arena_bytes)
+            self.arena = Arena(settings.arena_bytes)
         except SharedMemoryError as error:
             raise StartError(f"{error} (arena_bytes)") from error
         self._settled = asyncio.Event()
@@ -123,7 +113,7 @@ class Service:
 
     def start(self) -> None:
         """Begin to start every worker."""
-        self._engine = engine = LocalEngine(self._arena)
+        self._engine = engine = LocalEngine(self.arena)
         for name, configs in self._plans.items():
             self.pools[name] = self._make_pool(name, configs, engine)
         for pool in self.pools.values():
@@ -153,14 +143,15 @@ class Service:
             pool.cut_off("this server was told to stop at once")
 
     async def stop(self) -> None:
-        """See every worker out and give the memory back."""
+        """See every worker and every front out and give the memory back."""
         await self.operations.stop()
         await self.drain()
+        await self.fronts.stop()
         grace_s = 0.0 if self._is_hurried else _STOP_GRACE_S
         await asyncio.gather(*(pool.stop(grace_s) for pool in self.pools.values()))
         if self._engine is not None:
             await self._engine.close()
-        self._arena.close()
+        self.arena.close()
         self._speed_cache.close()
 
     async def until_settled(self) -> None:
@@ -174,7 +165,7 @@ class Service:
 
     def report(self) -> HealthReport:
         """The state of everything, for /health."""
-        return report_of(self.pools, is_draining=self.is_draining)
+        return report_of(self.pools, self.fronts.health(), is_draining=self.is_draining)
 
     def _make_pool(self, name: str, configs: list[WorkerConfig], engine: LocalEngine) -> Pool:
         model = self.settings.models[name]
@@ -188,7 +179,7 @@ class Service:
         )
         dispatcher = Dispatcher(
             name=name,
-            arena=self._arena,
+            arena=self.arena,
             admission=admission,
             quarantine=Quarantine(name=name, duration_s=self.settings.quarantine_s),
             metrics=metrics,
@@ -208,6 +199,7 @@ class Service:
         )
 
     def _on_change(self) -> None:
+        self.fronts.tell_inputs()
         pools = self.pools.values()
         is_default_ready = self.pools[self.settings.default_model].is_ready
         if is_default_ready or all(pool.is_ready or pool.is_lost for pool in pools):
@@ -216,8 +208,9 @@ class Service:
             self._lost.set()
 
     def _read_gauges(self) -> Iterator[Reading]:
-        yield Reading(name="arena_bytes", value=self._arena.num_bytes)
-        yield Reading(name="arena_used_bytes", value=self._arena.used_bytes)
+        yield Reading(name="arena_bytes", value=self.arena.num_bytes)
+        yield Reading(name="arena_used_bytes", value=self.arena.used_bytes + self.fronts.used_bytes)
+        yield from self.fronts.read_gauges()
         for pool in self.pools.values():
             yield from pool.read_gauges()
 
@@ -241,6 +234,7 @@ def run(settings: Settings, origins: Mapping[str, str] | None = None) -> int:
         metrics = Metrics(settings.models, {"version": version_of(), "torch": version_of("torch")})
         console = Console(logs, is_colored=settings.color == "auto")
         metrics.gauge_source(lambda: [Reading(name="log_lines_dropped", value=logs.num_dropped)])
+        num_fronts, why = number_of_fronts(settings, host.num_cores)
         service = Service(settings, host, metrics, console, origins)
         tls = tls_context(settings)
     except (StartError, DeviceError, TlsError) as error:
@@ -249,8 +243,9 @@ def run(settings: Settings, origins: Mapping[str, str] | None = None) -> int:
         return EXIT_CANNOT_START
     warn_if_open(settings, listener)
     try:
-        console.started({"version": version_of()}, host.describe(), service.plan)
-        return _serve(service, console, listener, tls)
+        about = {"version": version_of(), "front ends": f"{num_fronts} ({why})"}
+        console.started(about, host.describe(), service.plan)
+        return _serve(service, console, listener, tls, num_fronts)
     finally:
         for process in multiprocessing.active_children():
             process.kill()  # only those that a hurried shutdown has left
@@ -269,33 +264,6 @@ def _look_around(settings: Settings, host: Host) -> None:
             raise StartError(str(finding))
         if finding.level in ("warning", "error"):
             logger.log(logging.getLevelNamesMapping()[finding.level.upper()], "%s", finding)
-
-
-def make_guard(settings: Settings) -> Guard:
-    """Who may ask for what."""
-    return Guard(
-        predict=settings.predict_keys, metrics=settings.metrics_keys, admin=settings.admin_keys
-    )
-
-
-def make_predict(service: Service, guard: Guard) -> Predict:
-    """The endpoint over a service."""
-    settings = service.settings
-    return Predict(
-        service.pools,
-        default=settings.default_model,
-        limits=Limits(
-            max_body_bytes=settings.max_body_bytes,
-            max_json_bytes=settings.max_json_bytes,
-            body_gap_s=settings.body_gap_s,
-            max_instances=settings.max_instances_per_request,
-            default_timeout_s=settings.default_timeout_s,
-            max_timeout_s=settings.max_timeout_s,
-        ),
-        guard=guard,
-        on_done=_recorder(service.metrics),
-        on_access=_failure_log(),
-    )
 
 
 def make_app(service: Service, predict: Predict, guard: Guard) -> App:
@@ -324,67 +292,94 @@ def make_app(service: Service, predict: Predict, guard: Guard) -> App:
 
 
 def _serve(
-    service: Service, console: Console, listener: socket.socket, tls: ssl.SSLContext | None
+    service: Service,
+    console: Console,
+    listener: socket.socket,
+    tls: ssl.SSLContext | None,
+    num_fronts: int,
 ) -> int:
-    guard = make_guard(service.settings)
-    predict = make_predict(service, guard)
+    settings = service.settings
+    url = url_of(listener, is_tls=tls is not None)
+    guard = make_guard(settings)
+    predict = make_predict(service.pools, settings, guard, service.metrics.model)
     app = make_app(service, predict, guard)
-    config = uvicorn.Config(
-        app,
-        loop="uvloop",
-        http=PredictProtocol.bound_to(predict, edge_limits(service.settings, len(service.plan))),
-        ssl_context_factory=None if tls is None else lambda *_: tls,
-        ws="none",
-        lifespan="on",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        headers=[("x-content-type-options", "nosniff")],
-        timeout_keep_alive=int(service.settings.keep_alive_s),
-        timeout_graceful_shutdown=_HALF_SENT_S,
-        backlog=BACKLOG,
-    )
-
-    listening: list[str] = []
+    limits = edge_limits(settings, len(service.plan))
+    exit_code = 0
 
     def on_stopping(reason: str) -> None:
         console.stopping(reason)
         service.begin_stop()
 
-    server = Server(
-        config,
-        shutdown_delay_s=service.settings.shutdown_delay_s,
-        on_listening=listening.append,
-        on_stopping=on_stopping,
-        drain=service.drain,
-        cut_off=service.cut_off,
-    )
-    connections = server.server_state.connections
-    service.metrics.gauge_source(lambda: [Reading(name="connections", value=len(connections))])
-    exit_code = 0
+    def fail(reason: str, code: int, short: str) -> None:
+        nonlocal exit_code
+        if not server.is_stopping:
+            logger.critical("nothing can be served: %s", reason)
+            exit_code = code
+            server.stop(short)
+
+    if num_fronts == 1:
+        only = service.fronts
+        assert isinstance(only, OnlyFront)
+        config = server_config(app, PredictProtocol.bound_to(predict, limits), settings, tls)
+        server = Server(
+            config,
+            shutdown_delay_s=settings.shutdown_delay_s,
+            on_listening=only.up.set,
+            on_stopping=on_stopping,
+            drain=service.drain,
+            cut_off=service.cut_off,
+        )
+        only.connections = server.server_state.connections
+    else:
+        fronts = Fronts(
+            num=num_fronts,
+            settings=settings,
+            limits=limits,
+            listener=listener,
+            relay_path=relay_path(),
+            arena=service.arena,
+            models=service.pools,
+            metrics=service.metrics,
+            on_lost=lambda reason: fail(reason, EXIT_CANNOT_START, "no front could be started"),
+        )
+        service.fronts = fronts
+        service.metrics.refresh_by(fronts.count)
+
+        async def drain() -> None:
+            await service.drain()
+            await fronts.stop()
+
+        def cut_off() -> None:
+            service.cut_off()
+            fronts.hurry()
+
+        config = relayed_config(app, fronts.relay_path)
+        server = Server(
+            config,
+            shutdown_delay_s=settings.shutdown_delay_s,
+            on_listening=fronts.start,
+            on_stopping=on_stopping,
+            drain=drain,
+            cut_off=cut_off,
+            move_clients_away=fronts.move_clients_away,
+        )
 
     async def announce() -> None:
         await service.until_settled()
+        await service.fronts.until_up()
         served = [name for name, pool in service.pools.items() if pool.is_ready]
-        if served and listening:
-            default = service.pools[service.settings.default_model]
+        if served:
+            default = service.pools[settings.default_model]
             first = default if default.is_ready else service.pools[served[0]]
-            console.serving(listening[0], served, _example(_from_here(listening[0]), first))
+            console.serving(url, served, _example(_from_here(url), first))
 
     async def leave_when_lost() -> None:
-        nonlocal exit_code
-        reason = await service.until_lost()
-        if server.is_stopping:
-            return
-        logger.critical("nothing can be served: %s", reason)
-        exit_code = EXIT_NEVER_SERVED
-        server.stop("no model could be loaded")
+        fail(await service.until_lost(), EXIT_NEVER_SERVED, "no model could be loaded")
 
     async def main() -> None:
         tasks = [asyncio.create_task(announce()), asyncio.create_task(leave_when_lost())]
         gc.freeze()  # the modules stay: later collections need not walk through them
-        await server.serve(sockets=[listener])
+        await server.serve(sockets=[listener] if num_fronts == 1 else None)
         for task in tasks:
             task.cancel()
 
@@ -419,48 +414,6 @@ def _configs(
         )
         for placement in placements
     ]
-
-
-def _recorder(metrics: Metrics) -> Callable[[str, int, float], None]:
-    def on_done(model: str, status: int, duration_s: float) -> None:
-        record = metrics.model(model)
-        record.requests[status] += 1
-        record.request_duration.observe(duration_s)
-
-    return on_done
-
-
-def _failure_log() -> Callable[[Call, int, float], None]:
-    """Logs what went wrong on our side; callers' own mistakes are for those who debug.
-
-    Of each status it warns a few times in a second and then with a count: an outage fails all.
-    """
-    warnings: dict[int, Sparing] = {}
-
-    def warn_of_rest(status: int, num: int) -> None:
-        logger.warning("%d more answers of %d in the last second", num, status)
-
-    def log_failure(call: Call, status: int, duration_s: float) -> None:
-        if status < 400:
-            return
-        level = logging.DEBUG
-        if status >= 500:
-            if status not in warnings:
-                warnings[status] = Sparing(partial(warn_of_rest, status), most=_WARNINGS_PER_S)
-            if warnings[status].may_write():
-                level = logging.WARNING
-        if logger.isEnabledFor(level):
-            logger.log(
-                level,
-                "%s %s: %d after %.3f s",
-                call.method,
-                call.path[:_MAX_LOGGED_PATH],
-                status,
-                duration_s,
-                extra={"request_id": call.request_id},
-            )
-
-    return log_failure
 
 
 def _from_here(url: str) -> str:

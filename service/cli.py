@@ -179,6 +179,9 @@ def _settings_flags() -> _Parser:
     parser.add_argument("--config", metavar="PATH", help="a TOML file of settings")
     parser.add_argument("--host", metavar="ADDRESS", help="listen there (default: 127.0.0.1)")
     parser.add_argument("--port", metavar="N", help="and on this TCP port (default: 8000)")
+    parser.add_argument(
+        "--front-ends", metavar="N", help='processes that take calls there (default: "auto")'
+    )
     access = parser.add_argument_group("access")
     for kind, what in (("predict", "predictions"), ("metrics", "metrics"), ("admin", "/admin")):
         access.add_argument(

@@ -42,6 +42,13 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def url_of(listener: socket.socket, *, is_tls: bool) -> str:
+    """Where clients find it."""
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    return f"{'https' if is_tls else 'http'}://{shown}:{port}"
+
+
 def warn_if_open(settings: Settings, listener: socket.socket) -> None:
     """Say so when others than this host may use the service without a key."""
     address = listener.getsockname()[0]

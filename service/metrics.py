@@ -6,7 +6,7 @@ are plain attributes; the hot path does `metrics.queue_wait.observe(seconds)`.
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -71,6 +71,19 @@ class Distribution:
         pending.append(value)
         if len(pending) >= _MAX_PENDING:
             self._fold()
+
+    def take(self) -> tuple[list[int], float]:
+        """The values in each bucket and what they add up to; begins again at zero."""
+        self._fold()
+        taken = self._counts.tolist(), self._sum
+        self._counts[:] = 0
+        self._sum = 0.0
+        return taken
+
+    def add(self, counts: Sequence[int], sum: float) -> None:
+        """Count what another process has counted in buckets of the same edges, and taken."""
+        self._counts += np.array(counts, dtype=np.int64)
+        self._sum += sum
 
     @property
     def count(self) -> int:
@@ -183,6 +196,8 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     ),
     "model_ready": ("Whether the model has a worker that takes batches.", ("model",)),
     "connections": ("Open HTTP connections.", ()),
+    "front_up": ("Whether this front takes connections.", ("front",)),
+    "front_connections": ("Open HTTP connections of this front.", ("front",)),
 }
 """What a source may report: help text and label names. Names get the prefix `inferpool_`."""
 COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -206,6 +221,7 @@ class Metrics:
         self._models = {name: ModelMetrics(name) for name in models}
         self._versions = dict(versions)
         self._sources: list[GaugeSource] = []
+        self._refresh: Callable[[], Awaitable[None]] | None = None
         self._registry = CollectorRegistry()
         self._registry.register(_ServiceCollector(self._families))
         ProcessCollector(registry=self._registry)
@@ -221,6 +237,15 @@ class Metrics:
     def gauge_source(self, source: GaugeSource) -> None:
         """Ask this whenever the metrics are rendered, in the event loop: it must be quick."""
         self._sources.append(source)
+
+    def refresh_by(self, refresh: Callable[[], Awaitable[None]]) -> None:
+        """Call this before the metrics are rendered: others count too."""
+        self._refresh = refresh
+
+    async def refresh(self) -> None:
+        """Have what others have counted brought here."""
+        if self._refresh is not None:
+            await self._refresh()
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """The metrics in Prometheus' text format, or in OpenMetrics' where that is accepted.

@@ -1,9 +1,10 @@
 """What `/health` says, read off the pools."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from service.api.health import (
+    FrontHealth,
     HealthReport,
     HostStatus,
     InputDescription,
@@ -15,7 +16,9 @@ from service.pool import Pool
 from workers.supervisor import Slot
 
 
-def report_of(pools: Mapping[str, Pool], *, is_draining: bool) -> HealthReport:
+def report_of(
+    pools: Mapping[str, Pool], fronts: Sequence[FrontHealth], *, is_draining: bool
+) -> HealthReport:
     """The state of everything now.
 
     The host is ready while every model that could be loaded is: one that was given up for good does
@@ -29,6 +32,7 @@ def report_of(pools: Mapping[str, Pool], *, is_draining: bool) -> HealthReport:
         ready=is_ready,
         draining=is_draining,
         models=models,
+        fronts=fronts,
     )
 
 

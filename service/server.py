@@ -12,6 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 
 import uvicorn
 
@@ -33,20 +34,23 @@ class Server(uvicorn.Server):
         config: uvicorn.Config,
         *,
         shutdown_delay_s: float,
-        on_listening: Callable[[str], None],
+        on_listening: Callable[[], None],
         on_stopping: Callable[[str], None],
         drain: Callable[[], Awaitable[None]],
         cut_off: Callable[[], None],
+        move_clients_away: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """Prepare to serve.
 
         Args:
             config: uvicorn's.
             shutdown_delay_s: How long to go on serving with readiness red.
-            on_listening: Told the URL once it can be connected to.
+            on_listening: Told once it can be connected to.
             on_stopping: Told why, when the shutdown begins: readiness goes red.
             drain: Admits nothing more and returns when all that was accepted has its answer.
             cut_off: Answers at once what has no answer yet, when a second signal hurries.
+            move_clients_away: Lets clients find another host, where others than this server have
+                the connections.
         """
         super().__init__(config)
         self._shutdown_delay_s = shutdown_delay_s
@@ -54,6 +58,7 @@ class Server(uvicorn.Server):
         self._on_stopping = on_stopping
         self._drain = drain
         self._cut_off = cut_off
+        self._move_clients_away = move_clients_away or partial(see_clients_off, self)
         self._stopped_at = 0.0
         self._leaving: asyncio.Task[None] | None = None
 
@@ -88,13 +93,10 @@ class Server(uvicorn.Server):
             self.should_exit = self.force_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say where."""
+        """Listen, and say so."""
         await super().startup(sockets)
         if self.started:
-            host, port = self.servers[0].sockets[0].getsockname()[:2]
-            shown = f"[{host}]" if ":" in host else host
-            scheme = "https" if self.config.is_ssl else "http"
-            self._on_listening(f"{scheme}://{shown}:{port}")
+            self._on_listening()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close the connections and end the lifespan.
@@ -111,14 +113,19 @@ class Server(uvicorn.Server):
 
     async def _leave(self) -> None:
         await asyncio.sleep(self._shutdown_delay_s)
-        for server in self.servers:
-            server.close()
-        self.config.encoded_headers.append(_CLOSE)
-        self.server_state.default_headers = [*self.server_state.default_headers, _CLOSE]
-        # uvicorn keeps a set of connections, and no event for when it is empty.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LAME_DUCK_S):
-                while self.server_state.connections:  # noqa: ASYNC110
-                    await asyncio.sleep(0.02)
+        await self._move_clients_away()
         await self._drain()
         self.should_exit = True
+
+
+async def see_clients_off(server: uvicorn.Server) -> None:
+    """Take no more connections, and have each answer close its own; wait a moment for that."""
+    for each in server.servers:
+        each.close()
+    server.config.encoded_headers.append(_CLOSE)
+    server.server_state.default_headers = [*server.server_state.default_headers, _CLOSE]
+    # uvicorn keeps a set of connections, and no event for when it is empty.
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LAME_DUCK_S):
+            while server.server_state.connections:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)

@@ -167,6 +167,9 @@ class Settings(_Table):
     """Address to listen on; 0.0.0.0 for every interface."""
     port: int = Field(8000, ge=0, le=65535)
     """TCP port to listen on; 0 lets the system choose one."""
+    front_ends: Auto | Annotated[int, Field(ge=1, le=64)] = "auto"
+    """Processes that take calls on this port, before one queue and one pool; `auto`: one, and from
+    eight cores on one for every four cores, at most four."""
     default_model: str
     """The model that `/predict` means where none is named; by default the first one."""
     log_format: Literal["auto", "human", "json"] = "auto"

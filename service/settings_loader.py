@@ -43,6 +43,7 @@ Key = tuple[str, ...]
 FLAGS: Mapping[str, str] = {
     "host": "--host",
     "port": "--port",
+    "front_ends": "--front-ends",
     "predict_keys_file": "--predict-keys-file",
     "metrics_keys_file": "--metrics-keys-file",
     "admin_keys_file": "--admin-keys-file",

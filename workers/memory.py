@@ -67,6 +67,11 @@ class SharedMemory:
             os.close(self._fd)
             raise SharedMemoryError(_refusal(name, num_bytes, _explain(error))) from error
 
+    @property
+    def writable(self) -> "WritableMemory":
+        """What to pass to a child that is to write to it, whatever other children may."""
+        return WritableMemory(self._fd, self.num_bytes)
+
     def close(self) -> None:
         """Unmap the region here; workers that still map it keep it alive."""
         with contextlib.suppress(BufferError):  # some of it is still looked at: it goes with that
@@ -76,6 +81,18 @@ class SharedMemory:
     def __reduce__(self) -> tuple[object, ...]:
         """Hand the descriptor to the process that is being started."""
         return attach, (reduction.DupFd(self._fd), self.num_bytes, self._writable)
+
+
+class WritableMemory:
+    """A region on its way into a process that may write to it."""
+
+    def __init__(self, fd: int, num_bytes: int) -> None:
+        self._fd = fd
+        self._num_bytes = num_bytes
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Hand the descriptor to the process that is being started, as a mapping."""
+        return attach, (reduction.DupFd(self._fd), self._num_bytes, True)
 
 
 def attach(descriptor: object, num_bytes: int, writable: bool) -> mmap.mmap:

@@ -214,7 +214,12 @@ class Supervisor:
         slot.state = "backoff"
         # Inputs that kill are sent again at once; a worker that dies of all of them is no use.
         num_in_row = max(slot.num_failures, slot.num_deaths_at_work - 1)
-        if num_in_row <= 1:
-            return 0.0
-        pause_s = min(_FIRST_BACKOFF_S * 2.0 ** (num_in_row - 2), _MAX_BACKOFF_S)
-        return pause_s * (1 + random.random() * _MAX_JITTER)
+        return pause_after(num_in_row)
+
+
+def pause_after(num_in_row: int) -> float:
+    """Seconds to wait before the next start, after so many ends in a row that came to nothing."""
+    if num_in_row <= 1:
+        return 0.0
+    pause_s = min(_FIRST_BACKOFF_S * 2.0 ** (num_in_row - 2), _MAX_BACKOFF_S)
+    return pause_s * (1 + random.random() * _MAX_JITTER)

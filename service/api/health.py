@@ -82,6 +82,20 @@ class ModelHealth:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FrontHealth:
+    """One process that takes connections."""
+
+    name: str
+    state: str
+    """`starting`, `up`, `backoff` or `stopped`."""
+    pid: int | None
+    num_connections: int
+    restarts: int = 0
+    reason: str = ""
+    """Why it is not up, or was not before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HealthReport:
     """The whole service."""
 
@@ -90,6 +104,7 @@ class HealthReport:
     """Whether this host should be sent requests."""
     draining: bool
     models: Sequence[ModelHealth]
+    fronts: Sequence[FrontHealth] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from service.doctor.limits import (
 )
 from service.doctor.memory import (
     check_arena,
+    check_fronts,
     check_gpu_memory,
     check_huge_pages,
     check_replicas,
@@ -41,6 +42,7 @@ Check = Callable[[Facts, Settings], Iterator[Finding]]
 FOUND_BY_STARTING: Sequence[Check] = (
     check_placement,
     check_arena,
+    check_fronts,
     check_connections,
     check_tls,
     check_cache,

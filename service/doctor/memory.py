@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from service.doctor.facts import Facts
 from service.doctor.findings import Finding, error, in_words, note, ok, warning
 from service.doctor.weights import weights_file
+from service.fronts.number import number_of_fronts
+from service.listening import StartError
 from service.settings import ModelSettings, Settings
 
 # From /proc/PID/smaps_rollup on x86-64 with torch 2.15, two workers, efficientnet_lite0.
@@ -33,6 +35,16 @@ def check_arena(facts: Facts, settings: Settings) -> Iterator[Finding]:
         yield ok("arena", message)
 
 
+def check_fronts(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """Each front end has its own part of the arena."""
+    try:
+        num, why = number_of_fronts(settings, facts.host.num_cores)
+    except StartError as problem:
+        yield error("front ends", str(problem), "raise arena_bytes, or lower front_ends")
+    else:
+        yield ok("front ends", f"{num} ({why})")
+
+
 def check_shared_memory(facts: Facts, settings: Settings) -> Iterator[Finding]:
     """The size of /dev/shm does not bound us, but may bound a model."""
     about = "the arena does not use it (a memfd counts as ordinary memory)"
@@ -52,6 +64,7 @@ def check_shared_memory(facts: Facts, settings: Settings) -> Iterator[Finding]:
 def check_replicas(facts: Facts, settings: Settings) -> Iterator[Finding]:
     """The host's memory against all that is to be started."""
     need = settings.arena_bytes + _FRONT_END_BYTES + _FORKSERVER_BYTES
+    need += _bytes_of_fronts(facts, settings)
     unknown = []
     for name, placements in facts.placements.items():
         size = _weight_bytes(settings.models[name])
@@ -127,3 +140,12 @@ def _weight_bytes(model: ModelSettings) -> int | None:
         return path.stat().st_size if path else None
     except OSError:
         return 0  # another check says so
+
+
+def _bytes_of_fronts(facts: Facts, settings: Settings) -> int:
+    """What front ends need that are processes beside the main one."""
+    try:
+        num, _ = number_of_fronts(settings, facts.host.num_cores)
+    except StartError:
+        return 0
+    return num * _FRONT_END_BYTES if num > 1 else 0

@@ -8,8 +8,9 @@ from starlette.routing import BaseRoute, Mount, Route
 from service.api.auth import POLICIES, policy_of
 from service.api.call import Call
 from service.api.web import App
-from service.app import Service, _failure_log, _from_here, make_app, make_guard, make_predict
+from service.app import Service, _from_here, make_app
 from service.console import Console
+from service.endpoint import failure_log, make_guard, make_predict
 from service.listening import warn_if_open
 from service.logs import configure
 from service.metrics import Metrics
@@ -34,7 +35,9 @@ def app(settings) -> Iterator[App]:
         Console(logs),
     )  # fmt: skip
     guard = make_guard(settings)
-    yield make_app(service, make_predict(service, guard), guard)
+    yield make_app(
+        service, make_predict(service.pools, settings, guard, service.metrics.model), guard
+    )
     logs.close()
 
 
@@ -58,7 +61,7 @@ def test_every_route_has_a_policy(app):
 
 def test_a_flood_of_failures_is_a_few_warnings_and_a_count(caplog):
     async def go() -> None:
-        log = _failure_log()
+        log = failure_log()
         call = Call(
             method="POST", path="/predict", query=b"", headers={}, started=0, entry=None,
             request_id="id", trace_id="", span_id="",

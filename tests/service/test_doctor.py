@@ -91,6 +91,19 @@ def test_arena_that_does_not_fit_the_control_group(facts: Facts, settings: Setti
     assert "lower arena_bytes" in found.advice
 
 
+def test_each_front_end_needs_its_part_of_the_arena_and_memory_of_its_own(
+    facts: Facts, settings: Settings
+):
+    settings = settings.model_copy(update={"front_ends": 3, "arena_bytes": 3 * 2**25})
+    assert levels(memory.check_fronts(facts, settings)) == [("ok", "front ends")]
+    (alone,) = memory.check_replicas(facts, settings.model_copy(update={"front_ends": 1}))
+    (more,) = memory.check_replicas(facts, settings)
+    assert alone.message != more.message
+    (found,) = memory.check_fronts(facts, settings.model_copy(update={"arena_bytes": 2**26}))
+    assert found.level == "error"
+    assert "set arena_bytes to" in found.message
+
+
 def test_small_shared_memory_is_a_note_since_the_arena_does_not_use_it(
     facts: Facts, settings: Settings
 ):

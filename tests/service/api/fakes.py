@@ -2,14 +2,21 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from multiprocessing import Pipe
 
 import httpx
 
 from models.spec import TensorSpec
 from service.api.body import Decoded, Head, Limits
+from service.api.call import ModelEntry
 from service.api.predict import Predict
 from service.errors import ServiceError
+from service.fronts.desk import Desk
+from service.fronts.messages import Count
+from service.fronts.part import Part
+from service.fronts.uplink import RemoteModel, Uplink
 from service.request import CallOptions, Payload, Result, Timing
+from workers.arena import Arena, Slots
 
 Reply = Result | Exception | None
 TIMING = Timing(0.001, 0.002, 0.003)
@@ -73,6 +80,37 @@ class FakeModel:
             future.set_result(reply)
 
 
+class NoCommands:
+    """Nobody tells this front anything."""
+
+    def count(self, command: Count) -> None:
+        raise AssertionError
+
+    def move_away(self) -> None:
+        raise AssertionError
+
+    def leave(self, *, is_hurried: bool) -> None:
+        raise AssertionError
+
+    def on_lost(self, reason: str) -> None:
+        pass
+
+
+def in_front(model: FakeModel, arena: Arena) -> RemoteModel:
+    """A model as a front knows it: what it is asked crosses two pipes, and the answers too."""
+    (where,) = arena.give_away(1)
+    from_front, to_main = Pipe(duplex=False)
+    from_main, to_front = Pipe(duplex=False)
+    part = Part(arena.memory.map, where)
+    Desk(
+        "front", from_front, to_front,
+        part=part, models=[model], on_counts=print, on_end=print,
+    ).tell_inputs()  # fmt: skip
+    slots = Slots(arena.memory.map, where.start, len(where))
+    uplink = Uplink(from_main, to_main, slots, [model.name], NoCommands())
+    return uplink.models[model.name]
+
+
 def body_of(payload: Payload) -> bytes:
     return b"".join(bytes(chunk) for chunk in payload.chunks)
 
@@ -95,7 +133,7 @@ def kinds(decoded: Decoded) -> list[tuple[str, bytes]]:
     return [(payload.kind, body_of(payload)) for payload in decoded.payloads]
 
 
-def endpoint(model: FakeModel, **options: object) -> Predict:
+def endpoint(model: ModelEntry, **options: object) -> Predict:
     return Predict({model.name: model}, default=model.name, **options)  # type: ignore[arg-type]
 
 

@@ -21,6 +21,9 @@ class Source:
         model = ModelHealth(name="secret-model", ready=False, reason="no /secret/file")
         return HealthReport(status="starting", ready=False, draining=False, models=[model])
 
+    async def refresh(self) -> None:
+        pass
+
     def render(self, accept: str) -> tuple[bytes, str]:
         return b"up 1\n", "text/plain"
 

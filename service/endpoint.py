@@ -1,0 +1,132 @@
+"""`/predict` and its server as the settings have them, in whichever process takes the calls."""
+
+import logging
+import ssl
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import uvicorn
+from uvicorn.config import HTTPProtocolType, LifespanType
+
+from service.api.auth import Guard
+from service.api.body import Limits
+from service.api.call import Call, ModelEntry
+from service.api.predict import Predict
+from service.listening import BACKLOG
+from service.metrics import ModelMetrics
+from service.settings import Settings
+from service.sparing import Sparing
+
+logger = logging.getLogger(__name__)
+
+_MAX_LOGGED_PATH = 200
+_WARNINGS_PER_S = 3
+"""Of failed answers, for each status."""
+_HALF_SENT_S = 2
+"""How long connections with half a request may hold up the end, once all accepted is answered."""
+
+
+def make_guard(settings: Settings) -> Guard:
+    """Who may ask for what."""
+    return Guard(
+        predict=settings.predict_keys, metrics=settings.metrics_keys, admin=settings.admin_keys
+    )
+
+
+def make_predict(
+    models: Mapping[str, ModelEntry],
+    settings: Settings,
+    guard: Guard,
+    metrics: Callable[[str], ModelMetrics],
+) -> Predict:
+    """The endpoint.
+
+    Args:
+        models: By name.
+        settings: Its limits.
+        guard: Who may call it.
+        metrics: Finds what counts the calls of a model.
+    """
+    return Predict(
+        models,
+        default=settings.default_model,
+        limits=Limits(
+            max_body_bytes=settings.max_body_bytes,
+            max_json_bytes=settings.max_json_bytes,
+            body_gap_s=settings.body_gap_s,
+            max_instances=settings.max_instances_per_request,
+            default_timeout_s=settings.default_timeout_s,
+            max_timeout_s=settings.max_timeout_s,
+        ),
+        guard=guard,
+        on_done=_recorder(metrics),
+        on_access=failure_log(),
+    )
+
+
+def server_config(
+    app: Callable[..., object],
+    http: type | HTTPProtocolType,
+    settings: Settings,
+    tls: ssl.SSLContext | None,
+    lifespan: LifespanType = "on",
+) -> uvicorn.Config:
+    """How uvicorn serves an application to clients."""
+    return uvicorn.Config(
+        app,
+        loop="uvloop",
+        http=http,
+        ssl_context_factory=None if tls is None else lambda *_: tls,
+        ws="none",
+        lifespan=lifespan,
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        headers=[("x-content-type-options", "nosniff")],
+        timeout_keep_alive=int(settings.keep_alive_s),
+        timeout_graceful_shutdown=_HALF_SENT_S,
+        backlog=BACKLOG,
+    )
+
+
+def failure_log() -> Callable[[Call, int, float], None]:
+    """Logs what went wrong on our side; callers' own mistakes are for those who debug.
+
+    Of each status it warns a few times in a second and then with a count: an outage fails all.
+    """
+    warnings: dict[int, Sparing] = {}
+
+    def warn_of_rest(status: int, num: int) -> None:
+        logger.warning("%d more answers of %d in the last second", num, status)
+
+    def log_failure(call: Call, status: int, duration_s: float) -> None:
+        if status < 400:
+            return
+        level = logging.DEBUG
+        if status >= 500:
+            if status not in warnings:
+                warnings[status] = Sparing(partial(warn_of_rest, status), most=_WARNINGS_PER_S)
+            if warnings[status].may_write():
+                level = logging.WARNING
+        if logger.isEnabledFor(level):
+            logger.log(
+                level,
+                "%s %s: %d after %.3f s",
+                call.method,
+                call.path[:_MAX_LOGGED_PATH],
+                status,
+                duration_s,
+                extra={"request_id": call.request_id},
+            )
+
+    return log_failure
+
+
+def _recorder(metrics: Callable[[str], ModelMetrics]) -> Callable[[str, int, float], None]:
+    def on_done(model: str, status: int, duration_s: float) -> None:
+        record = metrics(model)
+        record.requests[status] += 1
+        record.request_duration.observe(duration_s)
+
+    return on_done

@@ -1,0 +1,219 @@
+"""Where a front's instances are handed in: submits them, and sends back what becomes of them.
+
+Runs in the main process's event loop; there is one for each life of a front.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from service.api.call import ModelEntry
+from service.errors import ServiceError
+from service.fronts.link import Link
+from service.fronts.messages import (
+    Answer,
+    Ask,
+    Count,
+    Counts,
+    Failure,
+    FromFront,
+    Inputs,
+    Listening,
+    MovedAway,
+    Settled,
+    Turn,
+    failure_of,
+)
+from service.fronts.part import Part
+from service.request import CallOptions, Payload, Result
+from workers.log_lines import log_line
+from workers.messages import LogLine
+from workers.queues import FrameError
+
+if TYPE_CHECKING:
+    from models.spec import TensorSpec
+
+logger = logging.getLogger(__name__)
+
+_MAX_SETTLED_BYTES = 1 << 20
+"""Answers that go out at once, though the turn is not over: a frame is not to be huge."""
+_decode = msgspec.msgpack.Decoder(FromFront).decode
+
+
+class Desk:
+    """Submits for one front; one message each way per turn of the loop."""
+
+    def __init__(
+        self,
+        name: str,
+        reader: Connection,
+        writer: Connection,
+        *,
+        part: Part,
+        models: Sequence[ModelEntry],
+        on_counts: Callable[[Counts], None],
+        on_end: Callable[[str], None],
+    ) -> None:
+        """Begin to listen.
+
+        Args:
+            name: Of the front, for the log.
+            reader: What the front writes to.
+            writer: What the front reads from.
+            part: Its part of the arena.
+            models: In the order of the settings.
+            on_counts: Told what the front has counted.
+            on_end: Told why it will say nothing more.
+        """
+        self._name = name
+        self._loop = asyncio.get_running_loop()
+        self.is_up: asyncio.Future[None] = self._loop.create_future()
+        """Done once it takes connections."""
+        self.has_moved: asyncio.Future[None] = self._loop.create_future()
+        """Done once most of its clients have gone."""
+        self._part = part
+        self._models = models
+        self._on_counts = on_counts
+        self._instances: dict[int, asyncio.Future[Result]] = {}
+        self._answers: list[Answer] = []
+        self._freed: list[int] = []
+        self._num_bytes = 0
+        self._is_flush_due = False
+        self._count_ids = count(1)
+        self._counting: dict[int, asyncio.Future[None]] = {}
+        self._inputs: list[list[TensorSpec]] = []
+        self._has_spoken = False
+        self.link = Link(reader, writer, _decode, self._take, on_end)
+        part.on_freed = self._on_freed
+
+    @property
+    def has_unsettled(self) -> bool:
+        """The front waits for answers."""
+        return bool(self._instances)
+
+    def tell_inputs(self) -> None:
+        """Say what the models take, if that has changed."""
+        inputs = [list(model.inputs) for model in self._models]
+        if inputs != self._inputs:
+            self._inputs = inputs
+            self.link.send(Inputs(inputs))
+
+    def count(self) -> "asyncio.Future[None]":
+        """Ask what it has counted; done once that has been passed on, or there is no more."""
+        future: asyncio.Future[None] = self._loop.create_future()
+        id = next(self._count_ids)
+        self._counting[id] = future
+        self.link.send(Count(id, logging.getLogger().level))
+        return future
+
+    def take_sign_of_life(self) -> bool:
+        """Whether it has said anything since this was last asked."""
+        has_spoken, self._has_spoken = self._has_spoken, False
+        return has_spoken
+
+    def flush(self) -> None:
+        """Send what is settled now."""
+        self._is_flush_due = False
+        if self._answers or self._freed:
+            settled = Settled(self._answers, self._freed)
+            self._answers, self._freed, self._num_bytes = [], [], 0
+            self.link.send(settled)
+
+    def close(self) -> None:
+        """Give up all that the front waited for: it is gone."""
+        self.link.read_rest()
+        self.link.close()
+        self._part.on_freed = None
+        instances, self._instances = self._instances, {}
+        for instance in instances.values():
+            instance.cancel()
+        for future in self._counting.values():
+            if not future.done():
+                future.set_result(None)
+
+    def _take(self, message: FromFront) -> None:
+        self._has_spoken = True
+        match message:
+            case Turn():
+                for ask in message.asks:
+                    self._submit(ask)
+                for id in message.cancelled:
+                    instance = self._instances.pop(id, None)
+                    if instance is not None:
+                        instance.cancel()
+            case Counts():
+                self._take_counts(message)
+            case LogLine():
+                log_line(message, {"front": self._name})
+            case Listening():
+                self.tell_inputs()
+                self.is_up.set_result(None)
+            case MovedAway():
+                self.has_moved.set_result(None)
+
+    def _submit(self, ask: Ask) -> None:
+        part = self._part
+        data = part.take(ask.offset, ask.num_bytes)
+        payload = Payload(ask.kind, (data,), ask.headers, part, ask.offset)
+        options = CallOptions(
+            deadline=ask.deadline,
+            priority=ask.priority,
+            wants_tensors=ask.wants_tensors,
+            parameters=ask.parameters,
+        )
+        try:
+            instance = self._models[ask.model].submit(payload, options, ask.request_id)
+        except Exception as error:
+            if not isinstance(error, ServiceError):
+                logger.exception("an instance of %s could not be taken", self._name)
+            part.free(ask.offset)
+            self._answer(Answer(ask.id, failure_of(error)))
+            return
+        self._instances[ask.id] = instance
+        instance.add_done_callback(partial(self._on_done, ask.id))
+
+    def _on_done(self, id: int, instance: "asyncio.Future[Result]") -> None:
+        if self._instances.pop(id, None) is None:
+            return  # it was given up, and nobody waits
+        error = instance.exception()
+        if error is not None:
+            self._answer(Answer(id, failure_of(error)))
+            return
+        result = instance.result()
+        timing = result.timing
+        self._answer(Answer(id, result.value, timing.queue_s, timing.prepare_s, timing.compute_s))
+
+    def _answer(self, answer: Answer) -> None:
+        self._answers.append(answer)
+        value = answer.value
+        if isinstance(value, list):
+            self._num_bytes += sum(len(each.data) for each in value)
+        elif not isinstance(value, Failure):
+            self._num_bytes += len(value)
+        if self._num_bytes > _MAX_SETTLED_BYTES:
+            self.flush()
+        else:
+            self._flush_soon()
+
+    def _on_freed(self, offset: int) -> None:
+        self._freed.append(offset)
+        self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        if not self._is_flush_due:
+            self._is_flush_due = True
+            self._loop.call_soon(self.flush)
+
+    def _take_counts(self, counts: Counts) -> None:
+        future = self._counting.pop(counts.id, None)
+        if future is None and counts.id:  # its last words have no number
+            raise FrameError(f"counts {counts.id}, which nobody asked for")
+        self._on_counts(counts)
+        if future is not None and not future.done():
+            future.set_result(None)

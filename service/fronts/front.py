@@ -1,0 +1,194 @@
+"""All that a front runs: it takes connections, answers predictions, and relays the rest."""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import ssl
+from collections import defaultdict
+from collections.abc import Iterator
+from mmap import mmap
+from multiprocessing.connection import Connection
+
+import uvicorn
+
+from service.api.protocol import PredictProtocol
+from service.endpoint import make_guard, make_predict, server_config
+from service.fronts.job import Job
+from service.fronts.messages import Count, Counts, Listening, MovedAway
+from service.fronts.relay import Relay
+from service.fronts.uplink import Uplink
+from service.metrics import ModelMetrics
+from service.server import see_clients_off
+from service.tls import server_context
+from workers.arena import Slots
+from workers.guard import die_with_front_end, die_with_parent
+from workers.log_lines import LineHandler
+
+logger = logging.getLogger(__name__)
+
+_MAX_TAKEN = 64
+"""Connections in one turn of the loop."""
+
+
+def run(
+    job: Job, memory: mmap, reader: Connection, writer: Connection, channel: socket.socket
+) -> None:
+    """Be a front until told to leave; see `service.fronts.entry`."""
+    die_with_parent(job.main_pid)
+    die_with_front_end()
+    # Ctrl-C and a stop of the whole cgroup reach fronts too; the main process alone decides.
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+    slots = Slots(memory, job.part.start, len(job.part))
+    for offset, num_bytes in job.held.items():
+        slots.reserve(offset, num_bytes)
+
+    async def main() -> None:
+        await Front(job, slots, reader, writer, channel).run()
+
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
+
+
+class _Server(uvicorn.Server):
+    """Serves connections that others accept, until it is told to go."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone: the main process says when to go."""
+        yield
+
+
+class Front:
+    """Takes connections from the main process, and does what that says. Lives in the event loop."""
+
+    def __init__(
+        self,
+        job: Job,
+        slots: Slots,
+        reader: Connection,
+        writer: Connection,
+        channel: socket.socket,
+    ) -> None:
+        settings = job.settings
+        self._family = job.family
+        self._channel = channel
+        self._num_taken = 0
+        self._moving: asyncio.Task[None] | None = None
+        self._handshakes: set[asyncio.Task[None]] = set()
+        self._metrics: defaultdict[str, ModelMetrics] = defaultdict(lambda: ModelMetrics(""))
+        self._uplink = Uplink(reader, writer, slots, list(settings.models), self)
+        self._log_up(job.log_level)
+        predict = make_predict(
+            self._uplink.models, settings, make_guard(settings), self._metrics.__getitem__
+        )
+        self._relay = Relay(predict, job.relay_path)
+        http = PredictProtocol.bound_to(predict, job.limits)
+        self._tls: ssl.SSLContext | None = None
+        if settings.tls_certificate is not None:
+            self._tls = server_context(settings.tls_certificate, settings.tls_key)
+        self._config = server_config(self._relay, http, settings, self._tls, lifespan="off")
+        self._server = _Server(self._config)
+
+    async def run(self) -> None:
+        """Serve until told to leave."""
+        gc.freeze()  # the modules stay: later collections need not walk through them
+        self._config.load()
+        self._channel.setblocking(False)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._channel.fileno(), self._take_connections)
+        self._uplink.link.send(Listening())
+        await self._server.serve(sockets=[])
+        loop.remove_reader(self._channel.fileno())
+        await self._relay.close()
+        self.count(Count(0, logging.getLogger().level))
+        self._uplink.link.flush()
+
+    def count(self, command: Count) -> None:
+        """See `Commands`."""
+        logging.getLogger().setLevel(command.log_level)
+        calls, durations = [], []
+        for label, metrics in self._metrics.items():
+            if not metrics.requests:
+                continue
+            calls += [(label, status, num) for status, num in metrics.requests.items()]
+            metrics.requests.clear()
+            durations.append((label, *metrics.request_duration.take()))
+        num_full = []
+        for model in self._uplink.models.values():
+            if model.num_full:
+                num_full.append((model.name, model.num_full))
+                model.num_full = 0
+        num_open = len(self._server.server_state.connections)
+        counts = Counts(command.id, calls, durations, num_full, self._num_taken, num_open)
+        self._uplink.link.send(counts)
+
+    def move_away(self) -> None:
+        """See `Commands`."""
+        self._moving = asyncio.create_task(self._move_away(), name="move away")
+
+    def leave(self, *, is_hurried: bool) -> None:
+        """See `Commands`."""
+        self._server.should_exit = True
+        self._server.force_exit = self._server.force_exit or is_hurried
+
+    def on_lost(self, reason: str) -> None:
+        """See `Commands`. The kernel or a thread is about to end this process in any case."""
+        os._exit(1)
+
+    async def _move_away(self) -> None:
+        self._take_connections()
+        await asyncio.sleep(0.01)  # which become connections of the server's in another turn
+        await see_clients_off(self._server)
+        self._uplink.link.send(MovedAway())
+
+    def _take_connections(self) -> None:
+        for _ in range(_MAX_TAKEN):
+            try:
+                data, descriptors, _, _ = socket.recv_fds(self._channel, 1, 1)
+            except BlockingIOError:
+                return
+            except OSError as error:  # no descriptor is left for it
+                logger.warning("a connection could not be taken: %s", error)
+                self._num_taken += 1
+                return
+            if not data:
+                return  # the end of the channel, which is that of the main process
+            self._num_taken += 1
+            for descriptor in descriptors:
+                self._serve(socket.socket(self._family, socket.SOCK_STREAM, 0, descriptor))
+
+    def _serve(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        task = asyncio.create_task(self._shake_hands(connection), name="handshake")
+        self._handshakes.add(task)
+        task.add_done_callback(self._handshakes.discard)
+
+    async def _shake_hands(self, connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.connect_accepted_socket(self._make_protocol, connection, ssl=self._tls)
+        except (OSError, ssl.SSLError):  # the client speaks no TLS, or has left
+            connection.close()
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        make = self._config.http_protocol_class
+        return make(  # type: ignore[call-arg]  # as uvicorn calls it
+            config=self._config,
+            server_state=self._server.server_state,
+            app_state=self._server.lifespan.state,
+            _loop=None,
+        )
+
+    def _log_up(self, level: int) -> None:
+        root = logging.getLogger()
+        root.handlers = [LineHandler(self._uplink.link.send)]
+        root.setLevel(level)
+        logging.captureWarnings(True)

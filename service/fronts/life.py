@@ -1,0 +1,169 @@
+"""One life of a front, as the main process sees it: its process, its desk, its connections."""
+
+import asyncio
+import socket
+from collections.abc import Callable, Sequence
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+from service.api.call import ModelEntry
+from service.fronts import entry
+from service.fronts.desk import Desk
+from service.fronts.job import Job
+from service.fronts.messages import Counts, Leave, MoveAway
+from service.fronts.part import Part
+from workers.memory import WritableMemory
+
+_LEAVE_S = 4.0
+"""How long a front may take to see its connections off; half a request holds it up for 2 s."""
+_KILL_S = 1.0
+_ENDING_S = 0.5
+"""How long after the end of its pipe a process may take to end."""
+
+
+class Life:
+    """A front from its start to its end. Lives in the event loop."""
+
+    def __init__(
+        self,
+        job: Job,
+        memory: WritableMemory,
+        part: Part,
+        models: Sequence[ModelEntry],
+        on_counts: Callable[[Counts], None],
+    ) -> None:
+        """Start the process. Main thread only: the kernel ends it with the thread that started it.
+
+        Args:
+            job: What the front is to do.
+            memory: The arena.
+            part: Its part of that.
+            models: In the order of the settings.
+            on_counts: Told what the front has counted.
+
+        Raises:
+            OSError: There is no process or no descriptor to be had.
+        """
+        self.num_open = 0
+        """Connections that it had when it last said so, and has been given since."""
+        self._num_given = 0
+        self._loop = asyncio.get_running_loop()
+        self._on_counts = on_counts
+        self._reason = ""
+        self._gone: asyncio.Future[str] = self._loop.create_future()
+        self._process, self._channel, reader, writer = _launch(job, memory)
+        self.desk = Desk(
+            job.name,
+            reader,
+            writer,
+            part=part,
+            models=models,
+            on_counts=self._take_counts,
+            on_end=self._on_end,
+        )
+        self._loop.add_reader(self._process.sentinel, self._on_exit)
+
+    @property
+    def pid(self) -> int | None:
+        """Of its process."""
+        return self._process.pid
+
+    @property
+    def is_gone(self) -> bool:
+        """Its process has ended."""
+        return self._gone.done()
+
+    async def until_up(self, timeout_s: float) -> bool:
+        """Wait until it takes connections; False where it does not by then, or has ended."""
+        await _first_of(self.desk.is_up, self._gone, timeout_s=timeout_s)
+        return self.desk.is_up.done()
+
+    async def wait(self) -> str:
+        """Wait until the process has ended, and say why."""
+        return await asyncio.shield(self._gone)
+
+    def give(self, connection: socket.socket) -> bool:
+        """Hand a connection over, which can then be closed here; False where it takes none."""
+        try:
+            socket.send_fds(self._channel, [b"+"], [connection.fileno()])
+        except OSError:  # it has gone, or has not looked for a long time
+            return False
+        self._num_given += 1
+        self.num_open += 1
+        return True
+
+    async def move_clients_away(self) -> None:
+        """Have its answers close their connections; returns when most clients have gone."""
+        self.desk.link.send(MoveAway())
+        await _first_of(self.desk.has_moved, self._gone)
+
+    async def leave(self, *, is_hurried: bool) -> None:
+        """Let it send its last answers and end; kill it if that takes too long."""
+        while self.desk.has_unsettled and not self.is_gone:  # noqa: ASYNC110  # settled, not sent
+            await asyncio.sleep(0)
+        if self.is_gone:
+            return
+        if self.desk.is_up.done():
+            self.desk.flush()
+            self._reason = self._reason or "it was told to leave"
+            self.desk.link.send(Leave(is_hurried))
+            await _first_of(self._gone, timeout_s=_LEAVE_S)
+        if not self.is_gone:
+            self.kill(f"it did not leave within {_LEAVE_S:g} s")
+            await _first_of(self._gone, timeout_s=_KILL_S)
+
+    def kill(self, reason: str) -> None:
+        """End it now."""
+        if not self.is_gone:
+            self._reason = self._reason or reason
+            self._process.kill()
+
+    def _take_counts(self, counts: Counts) -> None:
+        self.num_open = counts.num_open + self._num_given - counts.num_taken
+        self._on_counts(counts)
+
+    def _on_end(self, reason: str) -> None:
+        """Nothing more will be read: it is ending, or has gone mad."""
+        self._loop.call_later(_ENDING_S, self.kill, reason)
+
+    def _on_exit(self) -> None:
+        self._loop.remove_reader(self._process.sentinel)
+        self._process.join()
+        self.desk.close()
+        self._channel.close()
+        self._gone.set_result(self._reason or _ending(self._process.exitcode))
+
+
+def _launch(
+    job: Job, memory: WritableMemory
+) -> tuple[SpawnProcess, socket.socket, Connection, Connection]:
+    """Start a front with its ends of the pipes, and return it with ours."""
+    from_front, to_main = Pipe(duplex=False)
+    from_main, to_front = Pipe(duplex=False)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    try:
+        process = get_context("spawn").Process(
+            target=entry.run, name=job.name, args=(job, memory, from_main, to_main, theirs)
+        )
+        process.start()
+    except BaseException:
+        for end in (from_front, to_front, ours):
+            end.close()
+        raise
+    finally:
+        for end in (to_main, from_main, theirs):
+            end.close()
+    return process, ours, from_front, to_front
+
+
+async def _first_of(*futures: "asyncio.Future[Any]", timeout_s: float | None = None) -> None:
+    await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _ending(exit_code: int | None) -> str:
+    if exit_code is not None and exit_code < 0:
+        return f"a signal ended it ({-exit_code})"
+    return f"it exited with {exit_code}"

@@ -1,0 +1,92 @@
+"""One end of the pair of pipes between a front and the main process; both event loops use it."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Generic, TypeVar
+
+import msgspec
+
+from workers.messages import UNREADABLE
+from workers.queues import FrameError, FrameReader, FrameWriter
+
+logger = logging.getLogger(__name__)
+
+_encode = msgspec.msgpack.Encoder().encode
+
+M = TypeVar("M")
+
+
+class Link(Generic[M]):
+    """Sends and receives whole messages, and never waits for the other end."""
+
+    def __init__(
+        self,
+        reader: Connection,
+        writer: Connection,
+        decode: Callable[[bytes], M],
+        on_message: Callable[[M], None],
+        on_end: Callable[[str], None],
+    ) -> None:
+        """Begin to listen.
+
+        Args:
+            reader: What the other end writes to.
+            writer: What the other end reads from.
+            decode: Makes a message of a frame.
+            on_message: Given each message.
+            on_end: Told once why nothing more will come.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._reader = FrameReader(reader)
+        self._writer = FrameWriter(writer)
+        self._decode = decode
+        self._on_message = on_message
+        self._on_end = on_end
+        self._is_open = True
+        self._loop.add_reader(self._reader.fd, self._on_readable)
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send a message, in as many pieces as the pipe has room for."""
+        if self._is_open and not self._writer.write(_encode(message)):
+            self._loop.add_writer(self._writer.fd, self._on_writable)
+
+    def flush(self) -> None:
+        """Write what waits and fits, outside of the loop's turn."""
+        self._writer.flush()
+
+    def read_rest(self) -> None:
+        """Take what the other end wrote before it ended."""
+        self._reader.is_dry = False
+        while self._is_open and not self._reader.is_dry:
+            self._on_readable()
+
+    def close(self) -> None:
+        """Let go of both pipes."""
+        if self._is_open:
+            self._is_open = False
+            self._loop.remove_reader(self._reader.fd)
+            self._loop.remove_writer(self._writer.fd)
+            with contextlib.suppress(OSError):
+                self._reader.close()
+                self._writer.close()
+
+    def _on_readable(self) -> None:
+        try:
+            for frame in self._reader.frames():
+                self._on_message(self._decode(frame))
+        except EOFError:
+            self._end("its pipe is closed")
+        except (FrameError, *UNREADABLE) as error:
+            self._end(f"it wrote what is no message: {error}")
+
+    def _on_writable(self) -> None:
+        if self._writer.flush():
+            self._loop.remove_writer(self._writer.fd)
+
+    def _end(self, reason: str) -> None:
+        if self._is_open:
+            self.close()
+            self._on_end(reason)

@@ -1,0 +1,134 @@
+"""What crosses between a front and the main process: one msgpack value per turn of a loop."""
+
+import msgspec
+
+from models.spec import TensorHeader, TensorSpec
+from service import errors
+from service.errors import ServiceError
+from workers.messages import Kind, LogLine, TensorBlob
+
+
+class Ask(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One instance that a front submits; its payload lies in the front's part of the arena."""
+
+    id: int
+    model: int
+    """Its place among the models of the settings."""
+    kind: Kind
+    offset: int
+    num_bytes: int
+    deadline: float
+    priority: int
+    wants_tensors: bool
+    request_id: str
+    parameters: bytes
+    headers: tuple[TensorHeader, ...]
+
+
+class Turn(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
+    """Front to main: what its callers began and gave up in one turn of its loop."""
+
+    asks: list[Ask]
+    cancelled: list[int]
+
+
+class Counts(msgspec.Struct, frozen=True, array_like=True, tag="counts"):
+    """Front to main, in answer to `Count`: what it has counted since the last time."""
+
+    id: int
+    calls: list[tuple[str, int, int]]
+    """Label of the model, status, how many."""
+    durations: list[tuple[str, list[int], float]]
+    """Label of the model, calls by bucket of `DURATION_EDGES_S`, and their sum in seconds."""
+    num_full: list[tuple[str, int]]
+    """Model, and instances for which the front's part of the arena had no room."""
+    num_taken: int
+    """Connections that it was ever given and has taken."""
+    num_open: int
+    """Of those, the ones that are open."""
+
+
+class Listening(msgspec.Struct, frozen=True, array_like=True, tag="listening"):
+    """Front to main, once: it takes connections."""
+
+
+class MovedAway(msgspec.Struct, frozen=True, array_like=True, tag="moved"):
+    """Front to main, in answer to `MoveAway`."""
+
+
+FromFront = Turn | Counts | Listening | MovedAway | LogLine
+
+
+class Failure(msgspec.Struct, frozen=True, gc=False):
+    """A `ServiceError`, as text and code."""
+
+    code: str
+    message: str
+    retry_after_s: int | None = None
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """How one instance ended, and where its time went."""
+
+    id: int
+    value: bytes | list[TensorBlob] | Failure
+    queue_s: float = 0.0
+    prepare_s: float = 0.0
+    compute_s: float = 0.0
+
+
+class Settled(msgspec.Struct, frozen=True, array_like=True, tag="settled"):
+    """Main to front: what ended in one turn of the loop."""
+
+    answers: list[Answer]
+    freed: list[int]
+    """Slots that no worker reads any more."""
+
+
+class Inputs(msgspec.Struct, frozen=True, array_like=True, tag="inputs"):
+    """Main to front: what each model takes, as far as that is known."""
+
+    models: list[list[TensorSpec]]
+
+
+class Count(msgspec.Struct, frozen=True, array_like=True, tag="count"):
+    """Main to front: say what you have counted, and log from this level on."""
+
+    id: int
+    log_level: int
+
+
+class MoveAway(msgspec.Struct, frozen=True, array_like=True, tag="move"):
+    """Main to front: let each answer close its connection, and say when most have gone."""
+
+
+class Leave(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
+    """Main to front: close what is left, and end."""
+
+    is_hurried: bool
+
+
+FromMain = Settled | Inputs | Count | MoveAway | Leave
+
+_ERRORS: dict[str, type[ServiceError]] = {
+    error.code: error
+    for error in vars(errors).values()
+    if isinstance(error, type) and issubclass(error, ServiceError)
+}
+_MISTAKE = "mistake"
+"""The code of what is no `ServiceError`."""
+
+
+def failure_of(error: BaseException) -> Failure:
+    """An error as it crosses."""
+    if isinstance(error, ServiceError):
+        return Failure(error.code, error.message, error.retry_after_s)
+    return Failure(_MISTAKE, f"in the main process: {error!r}")
+
+
+def error_of(failure: Failure) -> Exception:
+    """An error that has crossed."""
+    error = _ERRORS.get(failure.code)
+    if error is None:
+        return RuntimeError(failure.message)
+    return error(failure.message, retry_after_s=failure.retry_after_s)

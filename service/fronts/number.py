@@ -1,0 +1,36 @@
+"""How many fronts there are to be."""
+
+from service.listening import StartError
+from service.settings import Settings
+
+_CORES_PER_FRONT = 4
+_MAX_AUTO = 4
+_LEAST_SLOTS = 2
+"""Largest bodies that each part of the arena must hold: a slot is a power of two, so that a body
+may take nearly twice its size."""
+
+
+def number_of_fronts(settings: Settings, num_cores: int) -> tuple[int, str]:
+    """The number, and why, for a person.
+
+    One process answers some 30,000 small calls per second on a core of its own, and the workers
+    need cores too; below eight cores a second front would take its time from them. Each front
+    more is one core more for HTTP, and asks the main process for less than half of a core.
+
+    Raises:
+        StartError: The arena is too small for so many.
+    """
+    fitting = max(1, settings.arena_bytes // (_LEAST_SLOTS * settings.max_body_bytes))
+    if settings.front_ends != "auto":
+        num = settings.front_ends
+        if num > 1 and num > fitting:
+            raise StartError(
+                f"front_ends: {num} parts of the arena would each be less than twice "
+                f"max_body_bytes; set arena_bytes to "
+                f"{num * _LEAST_SLOTS * settings.max_body_bytes} or more"
+            )
+        return num, "as set by front_ends"
+    wanted = max(1, min(_MAX_AUTO, num_cores // _CORES_PER_FRONT)) if num_cores >= 8 else 1
+    if wanted > fitting:
+        return fitting, f"the arena has no room for {wanted}"
+    return wanted, f"auto, for {num_cores} cores"

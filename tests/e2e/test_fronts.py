@@ -1,0 +1,295 @@
+"""Several front ends before one pool, in real processes: the same answers, and nothing lost."""
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+import safetensors.numpy
+
+from tests.e2e.load import Tally, after, ask_until
+from tests.e2e.running import Running, left_over, running
+from tests.e2e.test_faults import FAULTY, shared_memory, until
+
+KEY = "a-key-for-predictions"
+KEYS = {"INFERPOOL_PREDICT_KEYS": KEY, "INFERPOOL_ADMIN_KEYS": "an-administrators-key"}
+LIMITS = """
+max_body_bytes = 20000
+max_instances_per_request = 8
+[models.echo]
+[models.m]
+source = "tests.fault_model:FaultModel"
+replicas = 1
+"""
+BYTES = "content-type: application/octet-stream"
+JSON = "content-type: application/json"
+
+
+def request(line: str, *headers: str, body: bytes = b"", key: str = KEY) -> bytes:
+    lines = [f"{line} HTTP/1.1", "host: h", f"x-api-key: {key}", *headers]
+    if body or line.startswith(("POST", "PUT")):
+        lines.append(f"content-length: {len(body)}")
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+TENSORS = safetensors.numpy.save({"x": np.arange(6, dtype=np.float32).reshape(2, 3)})
+REQUESTS = {
+    "bytes": request("POST /predict", BYTES, body=b"hello"),
+    "model": request("POST /predict/echo", BYTES, body=b"hello"),
+    "json": request("POST /predict/m", JSON, body=b'{"instances": [{"n": 2}, {"n": 3}]}'),
+    "some fail": request(
+        "POST /predict/m", JSON, body=b'{"instances": [{"n": 2}, {"n": 3, "do": "raise"}, 7]}'
+    ),
+    "fails": request("POST /predict/m", JSON, body=b'{"instances": [{"n": 3, "do": "raise"}]}'),
+    "tensors": request("POST /predict", "content-type: application/safetensors", body=TENSORS),
+    "want tensors": request(
+        "POST /predict", BYTES, "accept: application/safetensors", body=b"hello"
+    ),
+    "parameters": request("POST /predict?top_k=3", BYTES, body=b"hello"),
+    "own id": request("POST /predict", BYTES, "x-request-id: mine-7", body=b"hello"),
+    "trace": request(
+        "POST /predict", BYTES, f"traceparent: 00-{'1' * 32}-{'2' * 16}-01", body=b"hello"
+    ),
+    "escaped": request("POST /%70redict", BYTES, body=b"hello"),
+    "priority": request("POST /predict", BYTES, "x-priority: 1", body=b"hello"),
+    "bad priority": request("POST /predict", BYTES, "x-priority: 12", body=b"hello"),
+    "bad json": request("POST /predict", JSON, body=b'{"instances": [1'),
+    "no instances": request("POST /predict", JSON, body=b"{}"),
+    "too many": request("POST /predict", JSON, body=b'{"instances": [%s1]}' % (b"1," * 20)),
+    "too large": request("POST /predict", BYTES, body=b"x" * 30_000),
+    "bad type": request("POST /predict", "content-type: text/rtf", body=b"hello"),
+    "bad accept": request("POST /predict", BYTES, "accept: image/png", body=b"hello"),
+    "no key": request("POST /predict", BYTES, body=b"hello", key="nobody-knows-this-key"),
+    "no model": request("POST /predict/none", BYTES, body=b"hello"),
+    "no time": request("POST /predict/m", JSON, "x-timeout-ms: 0", body=b'{"instances": [1]}'),
+    "get": request("GET /predict"),
+    "chunked": (
+        request("POST /predict", BYTES, "transfer-encoding: chunked").replace(
+            b"content-length: 0\r\n", b""
+        )
+        + b"3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n"
+    ),
+    "pipelined": request("POST /predict", BYTES, body=b"1") * 3,
+    "pipelined with others": (
+        request("GET /health/live") + request("POST /predict", BYTES, body=b"1")
+    ),
+    "expect": request("POST /predict", BYTES, "expect: 100-continue", body=b"hello"),
+    "old": request("POST /predict", BYTES, body=b"hello").replace(b"HTTP/1.1", b"HTTP/1.0"),
+    "garbage": b"what is this?\r\n\r\n",
+    "long url": request(f"GET /{'x' * 9000}"),
+    "live": request("GET /health/live"),
+    "head": request("HEAD /health/live"),
+    "ready": request("GET /health/ready"),
+    "docs": request("GET /docs"),
+    "openapi": request("GET /openapi.json"),
+    "an asset": request("GET /docs/assets/swagger-ui.css"),
+    "root": request("GET /"),
+    "nothing": request("GET /nothing%20there?x=1"),
+    "wrong method": request("POST /health", body=b"what for"),
+    "metrics without a key": request("GET /metrics", key=""),
+    "admin without a key": request("POST /admin/drain"),
+    "admin": request("GET /admin/log-level", key="an-administrators-key"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("fronts") / "inferpool.toml"
+    path.write_text(LIMITS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def services(config: Path) -> Iterator[tuple[Running, Running]]:
+    """With one front end, and with two."""
+    with (
+        running("--config", str(config), "--front-ends", "1", env=KEYS) as one,
+        running("--config", str(config), "--front-ends", "2", env=KEYS) as two,
+    ):
+        yield one, two
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Running]:
+    with running(FAULTY, "--replicas", "2", "--front-ends", "2") as service:
+        yield service
+
+
+def answer_to(service: Running, sent: bytes) -> bytes:
+    """All that comes back until the connection is at rest or closed."""
+    address = httpx.URL(service.url)
+    with socket.create_connection((address.host, address.port)) as connection:
+        connection.sendall(sent)
+        answer = b""
+        connection.settimeout(10)
+        with contextlib.suppress(ConnectionError):
+            while not is_whole(answer, sent):
+                data = connection.recv(1 << 16)
+                if not data:
+                    return answer + b"<closed>"
+                answer += data
+    return answer
+
+
+def is_whole(answer: bytes, sent: bytes) -> bool:
+    num_left = sent.count(b" HTTP/1.1\r\n")
+    while num_left and (end := answer.find(b"\r\n\r\n")) >= 0:
+        head, answer = answer[:end].lower(), answer[end + 4 :]
+        if b" 100 continue" in head:
+            continue
+        found = re.search(rb"content-length: (\d+)", head)
+        length = int(found[1]) if found and not sent.startswith(b"HEAD") else 0
+        if len(answer) < length or b"connection: close" in head:
+            return False
+        answer = answer[length:]
+        num_left -= 1
+    return not num_left and bool(sent.count(b" HTTP/1.1\r\n"))
+
+
+def masked(answer: bytes) -> bytes:
+    """An answer without what differs from one call to the next."""
+    answer = re.sub(rb"(date|server-timing|traceparent): [^\r]*", rb"\1: _", answer)
+    answer = re.sub(rb"last-modified: [^\r]*|etag: [^\r]*", b"_", answer)
+    return re.sub(rb'\b[0-9a-f]{32}\b|"pid":\d+', b"_", answer)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_two_front_ends_answer_as_one_does(services: tuple[Running, Running], name: str):
+    one, two = services
+    expected = masked(answer_to(one, REQUESTS[name]))
+    for _ in range(2):  # connections take turns at the fronts
+        assert masked(answer_to(two, REQUESTS[name])).split(b"\r\n") == expected.split(b"\r\n")
+
+
+def test_the_calls_of_all_front_ends_are_counted_at_once(services: tuple[Running, Running]):
+    _, two = services
+    head = {"x-api-key": KEY}
+
+    def count() -> float:
+        text = httpx.get(f"{two.url}/metrics", headers=head).text
+        found = re.search(r'requests_total{code="200",model="echo"} (\S+)', text)
+        durations = re.search(r'request_duration_seconds_count{model="echo"} (\S+)', text)
+        assert durations
+        assert found
+        assert float(durations[1]) >= float(found[1])
+        return float(found[1])
+
+    before = count()
+    for _ in range(20):
+        call = {**head, "content-type": "application/octet-stream"}
+        assert httpx.post(f"{two.url}/predict", content=b"x", headers=call).status_code == 200
+    assert count() == before + 20
+
+
+def test_health_lists_the_front_ends_and_their_connections(two: Running):
+    with contextlib.ExitStack() as stack:
+        for _ in range(10):
+            client = stack.enter_context(httpx.Client(base_url=two.url))
+            fronts = client.get("/health").json()["fronts"]
+    assert [front["state"] for front in fronts] == ["up", "up"]
+    assert [front["num_connections"] for front in fronts] == [5, 5]
+    children = {child.pid for child in psutil.Process(two.process.pid).children()}
+    pids = {front["pid"] for front in fronts}
+    assert pids <= children
+    assert not any("libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in pids)
+
+
+def test_a_client_that_hangs_up_is_counted_as_cancelled(two: Running):
+    def cancelled() -> int:
+        text = httpx.get(f"{two.url}/metrics").text
+        found = re.search(r'instances_total{model="faultmodel",outcome="cancelled"} (\S+)', text)
+        assert found
+        return int(float(found[1]))
+
+    async def go() -> None:
+        before = cancelled()
+        async with httpx.AsyncClient(base_url=two.url) as client:
+            body = {"instances": [{"n": 1, "do": "hang"}]}
+            with contextlib.suppress(httpx.ReadTimeout):
+                await client.post("/predict", json=body, timeout=0.2)
+        await until(lambda: cancelled() == before + 1)
+        for pid in two.worker_pids():
+            os.kill(pid, signal.SIGKILL)
+        tally = await ask_until(two.url, lambda tally: tally.right > 20)
+        assert (tally.wrong, tally.unanswered) == ([], [])
+
+    asyncio.run(go())
+
+
+def front_pids(service: Running) -> list[int]:
+    fronts = httpx.get(f"{service.url}/health").json()["fronts"]
+    return [front["pid"] for front in fronts if front["state"] == "up"]
+
+
+def test_a_front_end_that_is_killed_comes_back_and_its_calls_alone_are_lost(two: Running):
+    async def go() -> Tally:
+        load = asyncio.ensure_future(ask_until(two.url, after(2.5)))
+        await asyncio.sleep(0.7)
+        victim = (await asyncio.to_thread(front_pids, two))[0]
+        os.kill(victim, signal.SIGKILL)
+        await until(lambda: victim not in (pids := front_pids(two)) and len(pids) == 2)
+        return await load
+
+    tally = asyncio.run(go())
+    assert tally.wrong == []
+    assert len(tally.unanswered) <= 8  # those of sixteen that it had
+    assert not tally.unconnected
+    assert tally.right > 100
+
+    def is_at_rest() -> bool:
+        text = httpx.get(f"{two.url}/metrics").text
+        return (
+            'instances_in_flight{model="faultmodel"} 0.0' in text and "arena_used_bytes 0.0" in text
+        )
+
+    asyncio.run(until(is_at_rest))
+
+
+def test_sigterm_under_load_fails_no_call_and_leaves_nothing():
+    before = shared_memory()
+
+    async def go(service: Running) -> Tally:
+        is_under_way = asyncio.Event()
+
+        def is_over(tally: Tally) -> bool:
+            if tally.right > 100:
+                is_under_way.set()
+            return bool(tally.unconnected)
+
+        load = asyncio.ensure_future(ask_until(service.url, is_over))
+        await asyncio.wait_for(is_under_way.wait(), 30)
+        os.killpg(service.process.pid, signal.SIGTERM)  # as a stop of the whole group does
+        return await asyncio.wait_for(load, 20)
+
+    with running(FAULTY, "--replicas", "2", "--front-ends", "2") as service:
+        family = service.family()
+        tally = asyncio.run(go(service))
+        assert service.wait() == 0
+        assert (tally.wrong, tally.unanswered) == ([], [])
+        assert left_over(family, 1.0) == []
+    assert shared_memory() <= before
+
+
+def test_nothing_outlives_the_main_process(two: Running):
+    """The last of those with this service, since it ends it."""
+
+    async def go(service: Running) -> None:
+        load = asyncio.ensure_future(
+            ask_until(service.url, lambda tally: bool(tally.unanswered or tally.unconnected))
+        )
+        await asyncio.sleep(0.5)
+        service.signal(signal.SIGKILL)
+        await asyncio.wait_for(load, 10)
+
+    family = two.family()
+    assert len(front_pids(two)) == 2
+    asyncio.run(go(two))
+    assert left_over(family, 1.0) == []

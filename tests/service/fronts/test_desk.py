@@ -1,0 +1,245 @@
+"""A desk over a real dispatcher, and the uplink of a front, in one process and over real pipes."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from multiprocessing import Pipe
+from typing import TYPE_CHECKING
+
+import pytest
+
+from models.spec import TensorSpec
+from service.admission import Admission
+from service.dispatcher import Dispatcher
+from service.errors import (
+    DeadlineExceededError,
+    InvalidInputError,
+    OverloadedError,
+    UnavailableError,
+)
+from service.fronts.desk import Desk
+from service.fronts.part import Part
+from service.fronts.uplink import RemoteModel, Uplink
+from service.instance import Instance
+from service.metrics import ModelMetrics
+from service.quarantine import Quarantine
+from service.request import CallOptions, Payload
+from tests.fakes import FakeWorker
+from tests.service.api.fakes import NoCommands
+from workers.arena import Arena, Slots
+from workers.messages import ItemError, TensorBlob
+
+if TYPE_CHECKING:
+    from service.fronts.messages import Counts
+
+
+class Model:
+    """A dispatcher, as a pool is one."""
+
+    name = "m"
+
+    def __init__(self, arena: Arena) -> None:
+        self.metrics = ModelMetrics("m")
+        self.inputs: tuple[TensorSpec, ...] = ()
+        self.dispatcher = Dispatcher(
+            name="m",
+            arena=arena,
+            admission=Admission(
+                max_queue_length=3, max_batch_size=2, rejected=self.metrics.rejected
+            ),
+            quarantine=Quarantine(name="m", duration_s=60),
+            metrics=self.metrics,
+            max_batch_size=2,
+        )
+
+    def submit(self, payload: Payload, options: CallOptions, request_id: str) -> Instance:
+        return self.dispatcher.submit(payload, options, request_id)
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.arena = Arena(64 * 1024)
+        (where,) = self.arena.give_away(1)
+        self.part = Part(self.arena.memory.map, where)
+        self.model = Model(self.arena)
+        self.worker = FakeWorker(credit=1)
+        self.model.dispatcher.attach(self.worker)
+        self.counts: list[Counts] = []
+        self.open_front()
+
+    def open_front(self) -> None:
+        """Begin one life of the front, which knows what an earlier one has left."""
+        from_front, to_main = Pipe(duplex=False)
+        from_main, to_front = Pipe(duplex=False)
+        self.desk = Desk(
+            "front 0", from_front, to_front, part=self.part, models=[self.model],
+            on_counts=self.counts.append, on_end=lambda _: None,
+        )  # fmt: skip
+        self.slots = Slots(self.arena.memory.map, self.part.where.start, len(self.part.where))
+        for offset, num_bytes in self.part.held.items():
+            self.slots.reserve(offset, num_bytes)
+        uplink = Uplink(from_main, to_main, self.slots, ["m"], NoCommands())
+        self.front: RemoteModel = uplink.models["m"]
+        self.uplink = uplink
+
+    def ask(self, data: bytes = b"x", timeout_s: float = 30.0) -> asyncio.Future:
+        options = CallOptions(deadline=time.monotonic() + timeout_s)
+        return self.front.submit(Payload("bytes", [data]), options, "id")
+
+    async def until(self, claim: Callable[[], object]) -> None:
+        async with asyncio.timeout(10):
+            while not claim():  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+
+def run(test: Callable[[Bench], Awaitable[None]]) -> None:
+    async def go() -> None:
+        bench = Bench()
+        await test(bench)
+        bench.part.close()
+        bench.arena.close()
+
+    asyncio.run(asyncio.wait_for(go(), 20))
+
+
+def test_what_is_asked_in_one_turn_is_one_batch_and_each_gets_its_own_answer():
+    async def test(b: Bench) -> None:
+        futures = [b.ask(b"one"), b.ask(b"two")]
+        await b.until(lambda: b.worker.batches)
+        items, _ = b.worker.batches[0]
+        assert [b.arena.read(item.offset, item.num_bytes) for item in items] == [b"one", b"two"]
+        assert [item.request_id for item in items] == ["id", "id"]
+        tensors = [TensorBlob("y", "uint8", (1,), b"z")]
+        b.worker.answer([b"1", tensors])
+        assert (await futures[0]).value == b"1"
+        assert (await futures[1]).value == tensors
+        assert (await futures[0]).timing.compute_s == 0.002
+        await b.until(lambda: not b.slots.used_bytes)
+        assert not b.part.held
+        assert b.model.metrics.succeeded == 2
+
+    run(test)
+
+
+def test_refusals_and_failures_come_back_as_what_they_are():
+    async def test(b: Bench) -> None:
+        b.ask()
+        b.ask()
+        await b.until(lambda: b.worker.batches)
+        late = b.ask(timeout_s=0.05)
+        waiting = [b.ask(), b.ask()]
+        with pytest.raises(OverloadedError, match="queue is full") as refused:
+            await b.ask()
+        assert refused.value.retry_after_s == 1
+        with pytest.raises(DeadlineExceededError):
+            await late
+        b.worker.answer([ItemError("invalid_input", "no such thing"), b"1"])
+        b.model.dispatcher.cut_off("enough")
+        for each in waiting:
+            with pytest.raises(UnavailableError, match="enough"):
+                await each
+
+    run(test)
+
+
+def test_an_input_that_does_not_fit_is_told_so():
+    async def test(b: Bench) -> None:
+        future = b.ask()
+        await b.until(lambda: b.worker.batches)
+        b.worker.answer([ItemError("invalid_input", "no such thing")])
+        with pytest.raises(InvalidInputError, match="no such thing"):
+            await future
+
+    run(test)
+
+
+def test_a_full_part_refuses_at_once():
+    async def test(b: Bench) -> None:
+        b.ask(bytes(60_000))
+        with pytest.raises(OverloadedError, match="arena"):
+            b.ask(bytes(60_000))
+        assert b.front.num_full == 1
+
+    run(test)
+
+
+def test_what_is_given_up_leaves_the_queue_and_the_rest_is_answered():
+    async def test(b: Bench) -> None:
+        first, second = b.ask(), b.ask()
+        await b.until(lambda: b.worker.batches)
+        waiting = b.ask()
+        never_sent = b.ask()
+        never_sent.cancel()
+        first.cancel()
+        waiting.cancel()
+        await b.until(lambda: b.model.metrics.cancelled == 3)
+        assert b.model.dispatcher.num_queued == 0
+        assert len(b.part.held) == 2  # which the worker reads yet
+        b.worker.answer()
+        await second
+        await b.until(lambda: not b.slots.used_bytes)
+
+    run(test)
+
+
+def test_the_slots_of_a_front_that_died_are_used_again_only_when_workers_are_done_with_them():
+    async def test(b: Bench) -> None:
+        b.ask(b"a" * 5000)
+        b.ask(b"b" * 5000)
+        await b.until(lambda: b.worker.batches)
+        b.ask(b"waits")
+        await b.until(lambda: b.model.dispatcher.num_queued == 1)
+        b.desk.close()
+        assert b.model.metrics.cancelled == 3
+        assert sorted(b.part.held.values()) == [5000, 5000]
+        b.open_front()
+        assert b.slots.used_bytes == 16 * 1024
+        futures = [b.ask(b"c" * 5000), b.ask(b"d")]
+        await b.until(lambda: b.model.dispatcher.num_queued == 2)
+        items, _ = b.worker.batches[0]
+        assert [b.arena.read(item.offset, 1) for item in items] == [b"a", b"b"]
+        b.worker.answer()
+        await b.until(lambda: b.worker.batches)
+        b.worker.answer([b"1", b"2"])
+        assert [(await each).value for each in futures] == [b"1", b"2"]
+        await b.until(lambda: not b.slots.used_bytes)
+
+    run(test)
+
+
+def test_the_front_learns_what_a_model_takes_when_that_is_known():
+    async def test(b: Bench) -> None:
+        b.desk.tell_inputs()
+        spec = TensorSpec(name="x", dtype="float32", shape=(-1, 3))
+        b.model.inputs = (spec,)
+        b.desk.tell_inputs()
+        await b.until(lambda: b.front.inputs)
+        known = b.front.inputs
+        assert list(known) == [spec]
+        b.model.inputs = (spec,)
+        b.desk.tell_inputs()
+        future = b.ask()
+        await b.until(lambda: b.worker.batches)
+        b.worker.answer()
+        await future
+        assert b.front.inputs is known
+
+    run(test)
+
+
+def test_a_front_that_names_a_slot_which_cannot_be_is_not_listened_to():
+    async def test(b: Bench) -> None:
+        ended: list[str] = []
+        b.desk.link._on_end = ended.append
+        b.ask()
+        b.uplink._asks[0] = type(b.uplink._asks[0])(
+            *[
+                1 << 40 if name == "offset" else getattr(b.uplink._asks[0], name)
+                for name in b.uplink._asks[0].__struct_fields__
+            ]
+        )
+        await b.until(lambda: ended)
+        assert "slot" in ended[0]
+        assert b.model.metrics.accepted == 0
+
+    run(test)

@@ -1,0 +1,31 @@
+import pytest
+
+from service.fronts.number import number_of_fronts
+from service.listening import StartError
+from service.settings_loader import load
+
+
+def settings(tmp_path, **environ: str):
+    variables = {f"INFERPOOL_{name.upper()}": value for name, value in environ.items()}
+    return load({"model": "echo"}, variables, tmp_path).settings
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "expected"), [(1, 1), (2, 1), (7, 1), (8, 2), (15, 3), (16, 4), (128, 4)]
+)
+def test_there_are_more_where_there_are_cores_for_them(tmp_path, num_cores, expected):
+    made = settings(tmp_path, arena_bytes=str(2**28))
+    assert number_of_fronts(made, num_cores)[0] == expected
+
+
+def test_there_are_as_many_as_are_asked_for(tmp_path):
+    made = settings(tmp_path, front_ends="3", arena_bytes=str(2**28))
+    assert number_of_fronts(made, 2)[0] == 3
+
+
+def test_each_part_of_the_arena_must_hold_the_largest_body(tmp_path):
+    made = settings(tmp_path, front_ends="3", arena_bytes=str(2**26))
+    with pytest.raises(StartError, match=f"set arena_bytes to {3 * 2**25} or more"):
+        number_of_fronts(made, 2)
+    made = settings(tmp_path, arena_bytes=str(2**26))
+    assert number_of_fronts(made, 64) == (2, "the arena has no room for 4")
