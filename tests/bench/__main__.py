@@ -7,7 +7,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from tests.bench import loss, model, outputs, overload, peers, presets, soak, start, sweep
+from tests.bench import (
+    front,
+    loss,
+    model,
+    outputs,
+    overload,
+    peers,
+    presets,
+    soak,
+    start,
+    sweep,
+)
 from tests.bench.processes import INFERPOOL, BenchError, require_free
 from tests.bench.rounds import Plan
 
@@ -19,6 +30,7 @@ _BENCHMARKS = {
     "start": start,
     "overload": overload,
     "presets": presets,
+    "front": front,
     "soak": soak,
     "outputs": outputs,
 }

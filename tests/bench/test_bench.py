@@ -1,5 +1,6 @@
 """That the benchmarks start, ask and end what they measure. What they measure is no test."""
 
+import json
 import os
 import signal
 import socket
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.bench import peers, plots, sweep
+from tests.bench import front, peers, plots, sweep
 from tests.bench.__main__ import main
 from tests.bench.load import Bodies, Cell
 from tests.bench.processes import HOST, Contender, Probe, Server, ask
@@ -121,3 +122,12 @@ def test_ratios_are_taken_within_a_round():
 def test_a_spread_says_its_range():
     assert spread([1200.0, 1100.0, 1250.0]).text() == "1,200 (1,100-1,250)"
     assert spread([2.0]).text(1) == "2.0"
+
+
+def test_the_front_end_is_timed_step_by_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(front, "_NUM_TURNS", 20)
+    out = tmp_path / "front.json"
+    assert main(["front", "--rounds", "1", "--out", str(out)]) == 0
+    least = json.loads(out.read_text())["least_us"]
+    assert set(least) == {*front.STEPS, "all"}
+    assert all(value > 0 for value in least.values())
