@@ -193,7 +193,7 @@ class Desk:
         self._answers.append(answer)
         value = answer.value
         if isinstance(value, list):
-            self._num_bytes += sum(len(each.data) for each in value)
+            self._num_bytes += sum(len(each.buffer) for each in value)
         elif not isinstance(value, Failure):
             self._num_bytes += len(value)
         if self._num_bytes > _MAX_SETTLED_BYTES:

@@ -22,7 +22,7 @@ from tests.e2e.test_faults import FAULTY, shared_memory, until
 KEY = "a-key-for-predictions"
 KEYS = {"INFERPOOL_PREDICT_KEYS": KEY, "INFERPOOL_ADMIN_KEYS": "an-administrators-key"}
 LIMITS = """
-max_body_bytes = 20000
+max_body_bytes = 200000
 max_instances_per_request = 8
 [models.echo]
 [models.m]
@@ -53,6 +53,12 @@ REQUESTS = {
     "want tensors": request(
         "POST /predict", BYTES, "accept: application/safetensors", body=b"hello"
     ),
+    "large tensors": request(
+        "POST /predict",
+        "content-type: application/safetensors",
+        "accept: application/safetensors",
+        body=safetensors.numpy.save({"x": np.arange(40_000, dtype=np.float32)}),
+    ),
     "parameters": request("POST /predict?top_k=3", BYTES, body=b"hello"),
     "own id": request("POST /predict", BYTES, "x-request-id: mine-7", body=b"hello"),
     "trace": request(
@@ -64,7 +70,7 @@ REQUESTS = {
     "bad json": request("POST /predict", JSON, body=b'{"instances": [1'),
     "no instances": request("POST /predict", JSON, body=b"{}"),
     "too many": request("POST /predict", JSON, body=b'{"instances": [%s1]}' % (b"1," * 20)),
-    "too large": request("POST /predict", BYTES, body=b"x" * 30_000),
+    "too large": request("POST /predict", BYTES, body=b"x" * 300_000),
     "bad type": request("POST /predict", "content-type: text/rtf", body=b"hello"),
     "bad accept": request("POST /predict", BYTES, "accept: image/png", body=b"hello"),
     "no key": request("POST /predict", BYTES, body=b"hello", key="nobody-knows-this-key"),
