@@ -1,4 +1,4 @@
-"""The verbs of the command `inferpool`: serve, doctor, chaos, config, version."""
+"""The verbs of the command `inferpool`: serve, doctor, tune, chaos, config, version."""
 
 import difflib
 import errno
@@ -32,6 +32,7 @@ examples:
   inferpool serve my_package.nets:MyModel      a class of your own
   inferpool serve exported.pt2 --replicas 2    a torch.export archive, in two processes
   inferpool doctor                             what would go wrong here, and what to do
+  inferpool tune torchvision:resnet50          measure which settings are best here
   inferpool config                             every setting in force, and who set it
   inferpool chaos echo                         see a service keep its word while workers die
 """
@@ -97,6 +98,7 @@ def _parser() -> tuple[_Parser, Mapping[str, ArgumentParser]]:
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     flags = _settings_flags()
     from service.chaos.plan import add_flags as add_chaos_flags
+    from service.tune.plan import add_flags as add_tune_flags
 
     serve = verbs.add_parser(
         "serve",
@@ -143,6 +145,20 @@ def _parser() -> tuple[_Parser, Mapping[str, ArgumentParser]]:
         "--format", choices=("table", "json"), default="table", help="default: table"
     )
     doctor.set_defaults(verb=_doctor)
+    tune = verbs.add_parser(
+        "tune",
+        help="measure which settings serve a model best here, and write them to a file",
+        description="Start services of its own with settings that differ, load them in turns, and "
+        "write the best settings to a file. Exit status: 0 if that was done, 1 if the file could "
+        "not be written, 2 for wrong arguments, 3 if nothing could be measured, 130 after Ctrl-C, "
+        "which prints what was found until then and writes no settings.",
+        epilog=_SETTINGS,
+        parents=[flags],
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_tune_flags(tune)
+    tune.set_defaults(verb=_tune)
     chaos = verbs.add_parser(
         "chaos",
         help="kill workers of a service under load, and see whether it keeps its word",
@@ -167,6 +183,7 @@ def _parser() -> tuple[_Parser, Mapping[str, ArgumentParser]]:
         "serve": serve,
         "config": config,
         "doctor": doctor,
+        "tune": tune,
         "chaos": chaos,
         "version": about,
     }
@@ -324,6 +341,31 @@ def _chaos(args: Namespace) -> int:
     from service.chaos.run import run as run_chaos
 
     return run_chaos(loaded, plan_of(args))
+
+
+def _tune(args: Namespace) -> int:
+    from service.tune.plan import plan_of, problem_with
+
+    plan = plan_of(args)
+    if problem := problem_with(plan, may_replace=args.force):
+        sys.stderr.write(f"inferpool tune: {problem}\n")
+        return USAGE_ERROR
+    loaded = _load(args)
+    if loaded is None:
+        return USAGE_ERROR
+    names = list(loaded.settings.models)
+    if len(names) > 1:
+        sys.stderr.write(
+            f"inferpool tune: which of the models? inferpool tune {' | '.join(names)}\n"
+        )
+        return USAGE_ERROR
+    own = {name: value for name, value in vars(args).items() if name == "config"}
+    whole = _load(Namespace(**own))  # MODEL leaves the other models out: the file is to keep them
+    if whole is None:
+        return USAGE_ERROR
+    from service.tune.run import run as run_tune
+
+    return run_tune(loaded, whole, plan)
 
 
 def _version(_: Namespace) -> int:

@@ -97,7 +97,7 @@ async def learn(connection: Connection, path: str, given: Input, tolerance: floa
         if answer.status != 200:
             raise TrialError(
                 f"{path} answers {given.name} with {answer.status}: {_detail(answer.body)}; "
-                "give a folder of inputs that it takes (--inputs DIR)"
+                "give inputs that it takes (--inputs PATH)"
             )
         bodies.append(answer.body)
     expected = Expected(bodies[0], tolerance)

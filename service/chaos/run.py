@@ -188,7 +188,7 @@ class _Run:
     ) -> list[KnownQuestion]:
         plan = self._plan
         given = (
-            inputs.from_folder(plan.inputs)
+            inputs.read_inputs(plan.inputs)
             if plan.inputs
             else inputs.made_up(specs, plan.seed, _NUM_INPUTS)
         )

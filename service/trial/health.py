@@ -18,6 +18,8 @@ class Worker(msgspec.Struct):
     incarnation: int
     pid: int | None
     reason: str = ""
+    speed: str | None = None
+    """The speed preset that it serves with."""
 
 
 class ModelState(msgspec.Struct):

@@ -61,19 +61,19 @@ def made_up(specs: Sequence[TensorSpec], seed: int, count: int) -> list[Input]:
     if not specs:
         raise TrialError(
             "the model does not declare its inputs, so none can be made up for it: "
-            "give a folder with some of yours (--inputs DIR)"
+            "give some of yours (--inputs PATH)"
         )
     return [_made_up(specs, f"input {i}", np.random.default_rng((seed, i))) for i in range(count)]
 
 
-def from_folder(folder: Path) -> list[Input]:
-    """The files of a folder that are requests: images, .npy, .safetensors, .json, .bin.
+def read_inputs(path: Path) -> list[Input]:
+    """A file that is a request, or those of a folder: images, .npy, .safetensors, .json, .bin.
 
     Raises:
         TrialError: There is none, or one cannot be read.
     """
     try:
-        files = [file for file in sorted(folder.iterdir()) if file.suffix.lower() in _CONTENT_TYPES]
+        files = [path] if path.is_file() else sorted(path.iterdir())
         inputs = [
             Input(
                 name=file.name,
@@ -81,12 +81,13 @@ def from_folder(folder: Path) -> list[Input]:
                 content_type=_CONTENT_TYPES[file.suffix.lower()],
             )
             for file in files
+            if file.suffix.lower() in _CONTENT_TYPES
         ]
     except OSError as error:
         raise TrialError(f"--inputs: {error.filename}: {error.strerror}") from error
     if not inputs:
         known = ", ".join(_CONTENT_TYPES)
-        raise TrialError(f"--inputs: there is no file of a known kind in {folder} ({known})")
+        raise TrialError(f"--inputs: there is no file of a known kind in {path} ({known})")
     return inputs
 
 

@@ -8,7 +8,7 @@ from PIL import Image
 
 from models.spec import TensorSpec
 from service.trial.errors import TrialError
-from service.trial.inputs import from_folder, made_up
+from service.trial.inputs import made_up, read_inputs
 
 _IMAGE = TensorSpec(name="image", dtype="uint8", shape=(-1, 3, -1, -1))
 
@@ -48,7 +48,7 @@ def test_bfloat16_has_two_bytes_a_number():
 
 
 def test_model_that_declares_nothing_needs_files_of_the_users():
-    with pytest.raises(TrialError, match="--inputs DIR"):
+    with pytest.raises(TrialError, match="--inputs PATH"):
         made_up([], 1, 1)
 
 
@@ -56,7 +56,7 @@ def test_files_of_a_folder_are_requests_by_their_suffix(tmp_path: Path):
     (tmp_path / "b.json").write_text('{"instances": [1]}')
     (tmp_path / "a.JPG").write_bytes(b"jpeg")
     (tmp_path / "readme.txt").write_text("not for you")
-    assert [(each.name, each.content_type) for each in from_folder(tmp_path)] == [
+    assert [(each.name, each.content_type) for each in read_inputs(tmp_path)] == [
         ("a.JPG", "image/jpeg"),
         ("b.json", "application/json"),
     ]
@@ -64,6 +64,6 @@ def test_files_of_a_folder_are_requests_by_their_suffix(tmp_path: Path):
 
 def test_folder_without_requests_or_without_being_there_is_said(tmp_path: Path):
     with pytest.raises(TrialError, match="no file of a known kind"):
-        from_folder(tmp_path)
+        read_inputs(tmp_path)
     with pytest.raises(TrialError, match="No such file"):
-        from_folder(tmp_path / "nowhere")
+        read_inputs(tmp_path / "nowhere")

@@ -1,0 +1,36 @@
+"""What a service is asked while it is measured."""
+
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+
+from models.spec import TensorSpec
+from service.trial.inputs import Input, is_image, made_up, read_inputs
+
+_SEED = 1
+_NUM_MADE_UP = 8
+_ECHO_BYTES = 1024
+
+
+def choose_inputs(given: Path | None, source: str, specs: Sequence[TensorSpec]) -> list[Input]:
+    """The user's inputs; else photographs for whoever takes images, else what the model declares.
+
+    Raises:
+        TrialError: None is given, and the model declares nothing.
+    """
+    if given is not None:
+        return read_inputs(given)
+    if source == "echo":
+        body = bytes(_ECHO_BYTES)
+        return [Input(name="1 KiB", body=body, content_type="application/octet-stream")]
+    if is_image(specs):
+        return _photographs()
+    return made_up(specs, _SEED, _NUM_MADE_UP)
+
+
+def _photographs() -> list[Input]:
+    found = [each for each in files("models.photos").iterdir() if each.name.endswith(".jpg")]
+    return [
+        Input(name=each.name, body=each.read_bytes(), content_type="image/jpeg")
+        for each in sorted(found, key=lambda each: each.name)
+    ]

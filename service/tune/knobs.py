@@ -1,0 +1,149 @@
+"""What is varied: each knob as data, in the order in which it is likely to matter."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from service.settings import ModelSettings, Settings
+from workers.devices import Host, place
+
+Changes = Mapping[str, object]
+"""Settings by name, as they are to be instead of the user's. No model has a setting of the same
+name as one of the top level."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knob:
+    """One thing to vary."""
+
+    name: str
+    ways: Sequence[Sequence[Changes]]
+    """Ladders that begin at what there is: each is climbed for as long as a step gains. Once one
+    has gained, the others lead back."""
+
+    @property
+    def settings(self) -> frozenset[str]:
+        """What it changes."""
+        return frozenset(name for way in self.ways for step in way for name in step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What the knobs depend on."""
+
+    settings: Settings
+    model: str
+    host: Host
+    preset: str = "exact"
+    """The speed preset that is in use with the settings as they are."""
+
+    @property
+    def own(self) -> ModelSettings:
+        """The settings of the model."""
+        return self.settings.models[self.model]
+
+    @property
+    def is_on_gpus(self) -> bool:
+        """Whether replicas go to GPUs."""
+        return bool(self.host.gpus) and self.own.devices != "cpu"
+
+
+def knobs_for(facts: Facts, fixed: frozenset[str]) -> list[Knob]:
+    """The knobs that there are for a model on this host.
+
+    Args:
+        facts: The model and the host.
+        fixed: Settings that are not to be changed.
+    """
+    found = []
+    for name, ways_of in _KNOBS.items():
+        ways = [list(way) for way in ways_of(facts)]
+        knob = Knob(name=name, ways=[way for way in ways if way])
+        if knob.ways and not knob.settings & fixed:
+            found.append(knob)
+    return found
+
+
+def key_of(name: str, model: str) -> tuple[str, ...]:
+    """Where a setting lies."""
+    return (name,) if name in Settings.model_fields else ("models", model, name)
+
+
+_Ways = Sequence[Sequence[Changes]]
+
+
+def _replicas(facts: Facts) -> _Ways:
+    """How the cores are shared out; on GPUs, how many replicas share one."""
+    own = facts.own
+    threads = None if own.threads_per_replica == "auto" else own.threads_per_replica
+    replicas = None if own.replicas == "auto" else own.replicas
+    now = place(facts.host, devices=own.devices, replicas=replicas, threads=threads)
+    num = len(now)
+    if facts.is_on_gpus:
+        per_gpu = len({placement.visible for placement in now})
+        return [[{"replicas": num + per_gpu}, {"replicas": num + 2 * per_gpu}]]
+    cores = facts.host.num_cores
+    each = now[0].num_threads
+    fewer = [_share(count, cores) for count in _halves(num)]
+    more = [_share(count, cores) for count in (2 * num, 4 * num) if count <= cores]
+    # A core is left to the front end, which an answer of next to no computation is mostly work for.
+    spared = [{"replicas": num - 1, "threads_per_replica": each}] if num > 1 else []
+    return [spared, fewer, more] if spared != fewer[:1] else [fewer, more]
+
+
+def _share(replicas: int, cores: int) -> Changes:
+    return {"replicas": replicas, "threads_per_replica": max(1, cores // replicas)}
+
+
+def _halves(number: int) -> list[int]:
+    found = []
+    while number > 1:
+        number //= 2
+        found.append(number)
+    return found
+
+
+def _batch_size(facts: Facts) -> _Ways:
+    size = facts.own.batch_size
+    up = [{"max_batch_size": size * factor} for factor in (2, 4, 8)]
+    down = [{"max_batch_size": size // factor} for factor in (2, 4, 8) if size >= factor]
+    return [up, down]
+
+
+def _credit(facts: Facts) -> _Ways:
+    credit = facts.own.credit
+    up = [{"credit": credit + step} for step in (1, 2)]
+    return [up, [{"credit": credit - 1}] if credit > 1 else []]
+
+
+def _batch_wait(facts: Facts) -> _Ways:
+    now = facts.own.batch_wait_ms
+    up = [{"batch_wait_ms": wait} for wait in (1.0, 2.0, 5.0) if wait > now]
+    return [up, [{"batch_wait_ms": 0.0}] if now else []]
+
+
+def _prepare_threads(facts: Facts) -> _Ways:
+    now = facts.own.prepare_threads
+    if now == "auto":
+        up = (12, 16) if facts.is_on_gpus else (2, 4)
+        return [[{"prepare_threads": count} for count in up]]
+    return [[{"prepare_threads": 2 * now}], [{"prepare_threads": count} for count in _halves(now)]]
+
+
+def _speed(facts: Facts) -> _Ways:
+    """Presets that change answers by no more than rounding; `auto` verifies the others itself."""
+    own = facts.own
+    in_use = facts.preset if own.speed == "auto" else own.speed
+    names = ("auto", "exact", "channels_last", "folded")
+    if own.speed == "auto" and facts.preset == "exact":
+        return []  # nothing could be changed in the network, or nothing gained
+    return [[{"speed": name}] for name in names if name not in (own.speed, in_use)]
+
+
+_KNOBS: Mapping[str, Callable[[Facts], _Ways]] = {
+    "replicas x threads": _replicas,
+    "batch size": _batch_size,
+    "credit": _credit,
+    "threads that prepare": _prepare_threads,
+    "wait for a batch": _batch_wait,
+    "speed preset": _speed,
+}

@@ -1,0 +1,141 @@
+"""What is to be done: the flags of `inferpool tune`, checked.
+
+Imported whenever the command's line is read, so it imports little.
+"""
+
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+
+STDOUT = "-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """What is best: the most requests per second, if so wished among what answers soon enough."""
+
+    connections: int = 64
+    """Clients at once, each of which asks again when it has its answer."""
+    p99_ms: float | None = None
+    """99 of 100 answers have to come within this."""
+
+    def is_met(self, p99_s: float, spare: float = 1.0) -> bool:
+        """Whether a latency is as it should be, with some to spare."""
+        return self.p99_ms is None or p99_s * 1e3 * spare <= self.p99_ms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Under which load, for how long, and where the result goes."""
+
+    goal: Goal
+    secs: float
+    """For which a candidate is measured, at least, in rounds that take turns with the best."""
+    budget_s: float
+    """For all of it; what is left then is not tried."""
+    inputs: Path | None
+    """A request body, or a folder of them; None takes photographs, or makes inputs up."""
+    output: Path | None
+    """Where the settings are written; None is stdout."""
+    html: Path | None
+    json: Path | None
+
+
+def add_flags(parser: ArgumentParser) -> None:
+    """The flags of the verb, beside those of the settings."""
+    aim = parser.add_argument_group("objective")
+    aim.add_argument(
+        "--p99-ms",
+        type=_positive,
+        metavar="MS",
+        help="99 of 100 answers within this; where all connections at once are too many for it, "
+        "as many as keep it (default: no limit)",
+    )
+    aim.add_argument(
+        "--connections",
+        type=_count,
+        default=64,
+        metavar="N",
+        help="clients at once, each of which asks when it has its answer (default: 64)",
+    )
+    course = parser.add_argument_group("measuring")
+    course.add_argument(
+        "--secs",
+        type=_positive,
+        default=2.0,
+        metavar="S",
+        help="measure each candidate for at least so long (default: 2)",
+    )
+    course.add_argument(
+        "--budget",
+        type=_positive,
+        default=120.0,
+        metavar="S",
+        help="what all of it may take; much of that is starts (default: 120)",
+    )
+    course.add_argument(
+        "--inputs",
+        type=_existing,
+        metavar="PATH",
+        help="ask with this file, or with those of this folder: images, .npy, .safetensors, .json, "
+        ".bin (default: photographs, or what the model declares)",
+    )
+    result = parser.add_argument_group("result")
+    result.add_argument(
+        "--output",
+        default="inferpool.toml",
+        metavar="FILE",
+        help="write the settings there; - is stdout (default: inferpool.toml)",
+    )
+    result.add_argument("--force", action="store_true", help="replace FILE if it is there")
+    result.add_argument("--html", type=Path, metavar="FILE", help="a page with table and plot")
+    result.add_argument("--json", type=Path, metavar="FILE", help="all figures, for machines")
+
+
+def plan_of(args: Namespace) -> Plan:
+    """What the flags say."""
+    return Plan(
+        goal=Goal(connections=args.connections, p99_ms=args.p99_ms),
+        secs=args.secs,
+        budget_s=args.budget,
+        inputs=args.inputs,
+        output=None if args.output == STDOUT else Path(args.output),
+        html=args.html,
+        json=args.json,
+    )
+
+
+def problem_with(plan: Plan, *, may_replace: bool) -> str:
+    """Why a result could not be written, if so: better said before minutes of measuring."""
+    if plan.output is not None and plan.output.exists() and not may_replace:
+        return f"{plan.output} is there already; --force replaces it, --output names another"
+    for path in (plan.output, plan.html, plan.json):
+        if path is not None and not path.absolute().parent.is_dir():
+            return f"{path} cannot be written: there is no folder {path.parent}"
+        if path is not None and path.is_dir():
+            return f"{path} cannot be written: it is a folder"
+    return ""
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    return int(text)
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not (isfinite(number) and number > 0):
+        raise ArgumentTypeError(f"{text!r} is not a number above 0")
+    return number
+
+
+def _existing(text: str) -> Path:
+    path = Path(text)
+    if not path.exists():
+        raise ArgumentTypeError(f"there is no {text}")
+    return path

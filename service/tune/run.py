@@ -1,0 +1,160 @@
+"""The course of tuning: measure the settings as they are, vary them, report, write the file."""
+
+import asyncio
+import contextlib
+import json
+import signal
+import sys
+import time
+from datetime import UTC, datetime
+
+import uvloop
+
+from service.settings_loader import Loaded
+from service.trial.errors import TrialError
+from service.trial.screen import Screen
+from service.tune.knobs import Facts, knobs_for
+from service.tune.page import page
+from service.tune.plan import Plan
+from service.tune.report import Report
+from service.tune.search import BestLostError, Search
+from service.tune.settings_file import settings_text
+from service.tune.stage import ServiceStage
+from workers.devices import find_host
+
+EXIT_TUNED = 0
+EXIT_UNWRITTEN = 1
+"""The settings were found, and the file could not be written."""
+EXIT_UNMEASURED = 3
+"""There was no service, no input for it, or it stopped answering."""
+EXIT_INTERRUPTED = 130
+"""As shells have it: 128 and the number of SIGINT."""
+_TICK_S = 0.2
+_ECHO_S = 0.5
+"""A second SIGINT is the first one again if it comes so soon: a command that started us may pass on
+what the terminal has sent us already. A later one ends the run at once."""
+
+
+def run(loaded: Loaded, whole: Loaded, plan: Plan) -> int:
+    """Tune the one model of some settings; returns the exit status.
+
+    Args:
+        loaded: The settings, with that model alone.
+        whole: What the user's file says, with all of its models: what is written has the rest.
+        plan: What to do.
+    """
+    try:
+        report = uvloop.run(_Run(loaded, plan).run())
+    except KeyboardInterrupt:
+        sys.stderr.write("inferpool tune: ended at once, without a report\n")
+        return EXIT_INTERRUPTED
+    if report.outcome.best is None:
+        reason = report.failure or "interrupted before anything was measured"
+        sys.stderr.write(f"inferpool tune: {reason}\n")
+        return EXIT_INTERRUPTED if report.is_interrupted else EXIT_UNMEASURED
+    report.write(sys.stdout)
+    text = settings_text(loaded, whole, report.best.changes, report.comments())
+    is_whole = not (report.is_interrupted or report.failure)
+    try:
+        if plan.json is not None:
+            plan.json.write_text(json.dumps(report.as_dict(), indent=1) + "\n", encoding="utf-8")
+        if plan.html is not None:
+            plan.html.write_text(page(report, text), encoding="utf-8")
+        if plan.output is not None and is_whole:
+            plan.output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        sys.stdout.write(f"\n{text}")
+        sys.stderr.write(f"inferpool tune: {error.filename}: {error.strerror}\n")
+        return EXIT_UNWRITTEN
+    if plan.output is None or not is_whole:
+        sys.stdout.write(f"\n{text}")
+    else:
+        sys.stdout.write(f"Written to {plan.output}.\n")
+    if report.failure:
+        return EXIT_UNMEASURED
+    return EXIT_INTERRUPTED if report.is_interrupted else EXIT_TUNED
+
+
+class _Run:
+    """One run. Lives in the event loop."""
+
+    def __init__(self, loaded: Loaded, plan: Plan) -> None:
+        (self._model,) = loaded.settings.models
+        self._loaded = loaded
+        self._plan = plan
+        self._stage = ServiceStage(loaded, self._model, plan)
+        self._is_interrupted = False
+        self._began = time.monotonic()
+
+    async def run(self) -> Report:
+        """Do all of it; what was found until an interruption or a failure is in the report, too."""
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        assert task is not None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._interrupt, task)
+        failure = ""
+        with Screen(sys.stderr) as screen:
+            search = Search(self._stage, self._plan.goal, self._plan.budget_s, screen.begin)
+            showing = asyncio.create_task(self._show(search, screen))
+            try:
+                await search.begin()
+                await search.run(knobs_for(self._facts(), self._fixed()))
+            except (TrialError, BestLostError) as error:
+                failure = str(error)
+            except asyncio.CancelledError:
+                if not self._is_interrupted:
+                    raise
+            finally:
+                await search.close()
+                showing.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await showing
+        return Report(
+            model=self._model,
+            source=self._loaded.settings.models[self._model].source,
+            preset=self._stage.preset,
+            goal=self._plan.goal,
+            outcome=search.outcome,
+            seconds=time.monotonic() - self._began,
+            date=datetime.now(UTC).strftime("%Y-%m-%d"),
+            is_interrupted=self._is_interrupted,
+            failure=failure,
+        )
+
+    def _interrupt(self, task: "asyncio.Task[object]") -> None:
+        if not self._is_interrupted:
+            self._is_interrupted = True
+            loop = asyncio.get_running_loop()
+            loop.call_later(_ECHO_S, loop.remove_signal_handler, signal.SIGINT)
+            task.cancel()
+
+    def _facts(self) -> Facts:
+        settings = self._loaded.settings
+        return Facts(
+            settings=settings,
+            model=self._model,
+            host=find_host(settings.cuda_visible_devices),
+            preset=self._stage.preset,
+        )
+
+    def _fixed(self) -> frozenset[str]:
+        """What the user has said for this run: by flags, or in the environment."""
+        return frozenset(
+            key[-1]
+            for key, _, origin in self._loaded.rows()
+            if origin.startswith(("flag", "environment"))
+        )
+
+    async def _show(self, search: Search, screen: Screen) -> None:
+        while True:
+            share = (time.monotonic() - self._began) / self._plan.budget_s
+            outcome, figures = search.outcome, "nothing measured yet"
+            if outcome.best is not None:
+                sample = outcome.best.sample
+                figures = (
+                    f"best of {len(outcome.tried)}: {sample.rate:,.0f} requests/s, "
+                    f"p99 {sample.percentile_s(99) * 1e3:.1f} ms, {outcome.best.gain:.2f} x"
+                )
+            screen.show(share, figures)
+            await asyncio.sleep(_TICK_S)

@@ -1,0 +1,98 @@
+"""The command `inferpool tune`, short, on real services."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from service.settings_loader import load
+from tests.e2e.running import ROOT
+
+_COMMAND = (sys.executable, "-m", "service", "tune")
+_TIMEOUT_S = 90.0
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def tune(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*_COMMAND, *arguments],
+        cwd=cwd,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+    )
+
+
+def test_settings_are_measured_told_and_written(tmp_path: Path):
+    done = tune(
+        tmp_path, "echo", "--replicas", "1", "--connections", "4", "--secs", "0.2",
+        "--budget", "1", "--html", "report.html", "--json", "report.json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "requests/s against p99" in done.stdout
+    assert "Written to inferpool.toml." in done.stdout
+    assert "The budget did not suffice" in done.stdout
+    report = json.loads((tmp_path / "report.json").read_text())
+    (base,) = report["tried"]
+    assert base["answers"] > 0
+    assert base["errors"] == {}
+    assert base["memory_bytes"] > 10 * 2**20
+    assert "<svg" in (tmp_path / "report.html").read_text()
+    text = (tmp_path / "inferpool.toml").read_text()
+    assert text.startswith("# echo (echo), tuned by inferpool")
+    loaded = load({}, {}, tmp_path)
+    assert loaded.settings.models["echo"].replicas == 1
+    before = tmp_path.stat().st_mtime_ns
+    again = tune(tmp_path, "echo")
+    assert again.returncode == 2
+    assert "--force replaces it" in again.stderr
+    assert tmp_path.stat().st_mtime_ns == before
+
+
+def test_ctrl_c_tells_what_was_found_and_leaves_no_process(tmp_path: Path):
+    process = subprocess.Popen(
+        [*_COMMAND, "echo", "--connections", "4", "--secs", "0.2", "--output", "new.toml"],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    lines = iter(process.stderr.readline, "")
+    assert any("replicas" in line or "max_batch_size" in line for line in lines)  # the second one
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=_TIMEOUT_S)
+    assert process.returncode == 130, out + err
+    assert "Interrupted: this is what was found until then." in out
+    assert "[models.echo]" in out
+    assert not (tmp_path / "new.toml").exists()
+    assert len(family) >= 2
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert alive == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["echo", "--p99-ms", "0"], "'0' is not a number above 0"),
+        (["echo", "--connections", "x"], "'x' is not a whole number from 1"),
+        (["echo", "--inputs", "nowhere"], "there is no nowhere"),
+        (["echo", "--output", "nowhere/x.toml"], "there is no folder nowhere"),
+        (["nothing"], "neither a model of the settings"),
+    ],
+)
+def test_wrong_command_line_is_exit_2(tmp_path: Path, arguments: list[str], message: str):
+    done = tune(tmp_path, *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
