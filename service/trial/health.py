@@ -34,6 +34,8 @@ class Health(msgspec.Struct):
     """The whole service."""
 
     models: list[ModelState]
+    fronts: list[object] = []
+    """The processes that take calls, where they are several."""
 
     @property
     def workers(self) -> list[Worker]:

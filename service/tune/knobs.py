@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from service.settings import ModelSettings, Settings
+from service.tune.plan import Goal
 from workers.devices import Host, place
 
 Changes = Mapping[str, object]
@@ -33,8 +34,11 @@ class Facts:
     settings: Settings
     model: str
     host: Host
+    goal: Goal
     preset: str = "exact"
     """The speed preset that is in use with the settings as they are."""
+    num_fronts: int = 1
+    """The processes that take calls with the settings as they are."""
 
     @property
     def own(self) -> ModelSettings:
@@ -115,6 +119,19 @@ def _credit(facts: Facts) -> _Ways:
     return [up, [{"credit": credit - 1}] if credit > 1 else []]
 
 
+def _front_ends(facts: Facts) -> _Ways:
+    now = facts.num_fronts
+    up = [{"front_ends": now + step} for step in (1, 2) if now + step <= facts.host.num_cores]
+    return [up, [{"front_ends": now - 1}] if now > 1 else []]
+
+
+def _objective(facts: Facts) -> _Ways:
+    """Batches that are kept small for the objective, where there is one."""
+    wanted = facts.goal.p99_ms
+    is_new = wanted is not None and facts.own.objective_p99_ms != wanted
+    return [[{"objective_p99_ms": wanted}]] if is_new else []
+
+
 def _batch_wait(facts: Facts) -> _Ways:
     now = facts.own.batch_wait_ms
     up = [{"batch_wait_ms": wait} for wait in (1.0, 2.0, 5.0) if wait > now]
@@ -142,6 +159,8 @@ def _speed(facts: Facts) -> _Ways:
 _KNOBS: Mapping[str, Callable[[Facts], _Ways]] = {
     "replicas x threads": _replicas,
     "batch size": _batch_size,
+    "processes that take calls": _front_ends,
+    "objective": _objective,
     "credit": _credit,
     "threads that prepare": _prepare_threads,
     "wait for a batch": _batch_wait,

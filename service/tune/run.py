@@ -135,7 +135,9 @@ class _Run:
             settings=settings,
             model=self._model,
             host=find_host(settings.cuda_visible_devices),
+            goal=self._plan.goal,
             preset=self._stage.preset,
+            num_fronts=self._stage.num_fronts,
         )
 
     def _fixed(self) -> frozenset[str]:

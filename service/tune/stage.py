@@ -92,6 +92,8 @@ class ServiceStage:
         """
         self.preset = "exact"
         """The speed preset that the settings as they are have led to."""
+        self.num_fronts = 1
+        """And the processes that take calls."""
         self._source = loaded.settings.models[model].source
         self._rows = rows_of(loaded)
         self._model = model
@@ -130,6 +132,7 @@ class ServiceStage:
         (model,) = health.models
         inputs = choose_inputs(self._plan.inputs, self._source, model.inputs)
         self._requests = [request_of(self._model, each) for each in inputs]
+        self.num_fronts = max(1, len(health.fronts))
         self.preset = next((w.speed for w in model.workers if w.speed), self.preset)
 
     def _changed(self, changes: Changes) -> list[Row]:

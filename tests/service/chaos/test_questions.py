@@ -42,7 +42,7 @@ def test_model_that_says_now_this_now_that_cannot_be_tested():
 
 
 def test_input_that_is_refused_is_said_with_what_to_do():
-    with pytest.raises(TrialError, match=r"422: no such thing; .*--inputs DIR"):
+    with pytest.raises(TrialError, match=r"422: no such thing; .*--inputs PATH"):
         taught({"detail": "no such thing"}, status=422)
 
 

@@ -2,8 +2,10 @@ from pathlib import Path
 
 from service.settings_loader import load
 from service.tune.knobs import Facts, Knob, knobs_for
+from service.tune.plan import Goal
 from workers.devices import Gpu, Host
 
+_NO_LIMIT = Goal()
 _GPUS = tuple(
     Gpu(index=i, uuid=f"GPU-{i}", name="A100", memory_bytes=2**36, cpus=()) for i in (0, 1)
 )
@@ -17,12 +19,21 @@ def knobs(
     gpus: tuple[Gpu, ...] = (),
     fixed: frozenset[str] = frozenset(),
     preset: str = "folded",
+    goal: Goal = _NO_LIMIT,
+    num_fronts: int = 1,
 ) -> dict[str, Knob]:
     file = tmp_path / "inferpool.toml"
     file.write_text(f'[models.net]\nsource = "torchvision:resnet18"\n{model}')
     settings = load({}, {}, tmp_path).settings
     host = Host(cpus=tuple(range(cores)), num_cores=cores, gpus=gpus)
-    facts = Facts(settings=settings, model="net", host=host, preset=preset)
+    facts = Facts(
+        settings=settings,
+        model="net",
+        host=host,
+        goal=goal,
+        preset=preset,
+        num_fronts=num_fronts,
+    )
     return {knob.name: knob for knob in knobs_for(facts, fixed)}
 
 
@@ -67,6 +78,18 @@ def test_preset_in_use_is_not_tried_nor_one_that_changes_answers(tmp_path: Path)
     assert found.ways == [[{"speed": "exact"}], [{"speed": "channels_last"}]]
     named = knobs(tmp_path, 'speed = "exact"\n')["speed preset"]
     assert named.ways == [[{"speed": "auto"}], [{"speed": "channels_last"}], [{"speed": "folded"}]]
+
+
+def test_calls_are_taken_by_one_process_more_and_one_less_than_now(tmp_path: Path):
+    assert knobs(tmp_path)["processes that take calls"].ways == [[{"front_ends": 2}]]
+    found = knobs(tmp_path, cores=16, num_fronts=4)["processes that take calls"]
+    assert found.ways == [[{"front_ends": 5}, {"front_ends": 6}], [{"front_ends": 3}]]
+
+
+def test_objective_is_a_knob_where_there_is_one(tmp_path: Path):
+    assert "objective" not in knobs(tmp_path)
+    found = knobs(tmp_path, goal=Goal(p99_ms=50.0))["objective"]
+    assert found.ways == [[{"objective_p99_ms": 50.0}]]
 
 
 def test_what_the_user_has_said_for_this_run_is_not_varied(tmp_path: Path):
