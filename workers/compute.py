@@ -44,6 +44,8 @@ class Prepared:
     features: list[Features | None]
     outcomes: list[Outcome | None]
     groups: list[Group] = field(default_factory=list)
+    began: float = 0.0
+    """When its preparation began."""
     prepare_s: float = 0.0
     is_canary: bool = False
 
@@ -158,6 +160,7 @@ class Computer:
 
     def _prepare(self, prepared: Prepared, began: float) -> Prepared:
         num_items = len(prepared.items)
+        prepared.began = began
         if self._pool and num_items > 1 and self._item_s > _POOL_PAYS_S:
             list(self._pool.map(partial(self._preprocess_apart, prepared), range(num_items)))
         elif num_items:

@@ -87,6 +87,9 @@ class BatchDone(msgspec.Struct, frozen=True, array_like=True, tag="done", gc=Fal
     compute_s: float
     num_stored: int = 0
     """Outputs that lie in the worker's region."""
+    prepare_began: float = 0.0
+    """CLOCK_MONOTONIC seconds; so is the next."""
+    compute_began: float = 0.0
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):

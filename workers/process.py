@@ -186,7 +186,15 @@ class Loop:
             self._heartbeat.answered()
         num_stored, self._outputs.num_stored = self._outputs.num_stored, 0
         self._outbox.put(
-            BatchDone(prepared.id, outcomes, prepared.prepare_s, self._compute_s, num_stored)
+            BatchDone(
+                prepared.id,
+                outcomes,
+                prepared.prepare_s,
+                self._compute_s,
+                num_stored,
+                prepared.began,
+                began,
+            )
         )
 
 

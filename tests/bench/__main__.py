@@ -18,6 +18,7 @@ from tests.bench import (
     soak,
     start,
     sweep,
+    trace,
 )
 from tests.bench.processes import INFERPOOL, BenchError, require_free
 from tests.bench.rounds import Plan
@@ -33,6 +34,7 @@ _BENCHMARKS = {
     "front": front,
     "soak": soak,
     "outputs": outputs,
+    "trace": trace,
 }
 _CONNECTIONS = {"peers": "1,16,64", "loss": "1,16,64", "model": "16,64", "sweep": "64"}
 _SECS = {"peers": 4, "loss": 4, "model": 8, "sweep": 5}

@@ -41,7 +41,14 @@ class Note:
     tone: str = ""
 
 
-Part = Table | Note | Chart
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """SVG as it is."""
+
+    svg: str
+
+
+Part = Table | Note | Chart | Picture
 
 
 def write_page(path: Path, title: str, subtitle: str, parts: Sequence[Part]) -> None:
@@ -62,6 +69,8 @@ def _html(part: Part) -> str:
     match part:
         case Chart():
             return to_svg(part)
+        case Picture():
+            return part.svg
         case Note():
             return f'<p class="{part.tone}">{escape(part.text)}</p>'
         case Table():

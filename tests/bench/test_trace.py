@@ -1,0 +1,66 @@
+"""The pipeline overlaps, as its trace shows."""
+
+import asyncio
+import itertools
+import json
+
+import pytest
+
+from service.request import Payload
+from tests.bench.trace import Span, busy, events, overlap, picture, traced
+from tests.workers.contract import config_of
+from workers.local import start_forkserver
+
+
+@pytest.fixture(scope="module")
+def spans() -> list[Span]:
+    """Of a model that prepares each batch for 40 ms, and computes it for 60 ms."""
+    start_forkserver()
+    config = config_of(max_batch_size=1, options={"prepare_s": 0.04, "forward_s": 0.06})
+    payloads = [Payload("json", (json.dumps({"n": 1}).encode(),))]
+    return asyncio.run(
+        asyncio.wait_for(traced(config, payloads, workers=1, at_once=4, secs=0.8), 60)
+    )
+
+
+def test_next_batch_is_prepared_while_one_is_computed(spans: list[Span]):
+    assert len(spans) >= 5
+    warm = spans[2:]  # a worker learns by its first batches that overlapping pays
+    for one, following in itertools.pairwise(warm):
+        assert following.prepare[0] < one.compute[1]
+    assert overlap(warm) > 0.5
+
+
+def test_stages_of_a_batch_follow_one_another(spans: list[Span]):
+    for span in spans:
+        moments = [moment for _, begin, end in span.stages() for moment in (begin, end)]
+        assert moments == sorted(moments)
+        assert span.prepare[1] - span.prepare[0] >= 0.04
+        assert span.compute[1] - span.compute[0] >= 0.06
+
+
+def test_overlap_is_the_share_of_preparing_that_other_batches_hide():
+    def span(prepare: float, compute: float) -> Span:
+        return Span(
+            worker=0,
+            num_items=1,
+            sent=0.0,
+            prepare=(prepare, prepare + 1),
+            compute=(compute, compute + 2),
+            answered=compute + 2,
+        )
+
+    spans = [span(0, 1), span(2.5, 3.5)]
+    assert overlap(spans) == 0.25
+    assert busy(spans) == 4 / 5.5
+
+
+def test_trace_and_picture_show_every_stage(spans: list[Span]):
+    written = json.loads(json.dumps(events(spans)))
+    assert {event["cat"] for event in written if "cat" in event} == {
+        "queued",
+        "prepare",
+        "compute",
+        "answer",
+    }
+    assert picture(spans).count("<rect") == 4 * len(spans)
