@@ -208,6 +208,13 @@ class Desk:
     def _flush_soon(self) -> None:
         if not self._is_flush_due:
             self._is_flush_due = True
+            self._loop.call_soon(self._flush_turn)
+
+    def _flush_turn(self) -> None:
+        """Send what came up in this turn; slots that came back wait for the answers to follow."""
+        if self._answers:
+            self.flush()
+        else:
             self._loop.call_soon(self.flush)
 
     def _take_counts(self, counts: Counts) -> None:
