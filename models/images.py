@@ -50,6 +50,7 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+_QUARTER_TURNS = {_UPRIGHT[orientation] for orientation in (5, 6, 7, 8)}
 
 
 def decode_image(data: bytes | memoryview, *, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
@@ -66,6 +67,29 @@ def decode_image(data: bytes | memoryview, *, max_pixels: int = MAX_IMAGE_PIXELS
     Raises:
         InputError: This is no picture, or a damaged one, or too large a one; says which.
     """
+    image, _ = decode_scaled(data, least_edge=None, max_pixels=max_pixels)
+    return image
+
+
+def decode_scaled(
+    data: bytes | memoryview, *, least_edge: int | None, max_pixels: int = MAX_IMAGE_PIXELS
+) -> tuple[Image.Image, tuple[int, int]]:
+    """As `decode_image`, but a JPEG may come smaller, by 2, 4 or 8.
+
+    libjpeg then computes only the low frequencies of each block of 8 x 8 pixels, which yields the
+    picture as an average over 2 x 2, 4 x 4 or 8 x 8 of its pixels would.
+
+    Args:
+        data: One encoded picture.
+        least_edge: What neither edge may fall short of by that; None for the full size.
+        max_pixels: As `decode_image` has it.
+
+    Returns:
+        The picture, and its full width and height, when it is upright.
+
+    Raises:
+        InputError: As `decode_image` has it.
+    """
     if not len(data):
         raise InputError("the image is empty: 0 bytes")
     data = bytes(data)  # `BytesIO` shares what is bytes, and copies anything else
@@ -80,8 +104,13 @@ def decode_image(data: bytes | memoryview, *, max_pixels: int = MAX_IMAGE_PIXELS
         if isinstance(image, TiffImageFile):
             _silence_libtiff()
             _check_tile(image)
+        width, height = image.size
+        if least_edge is not None and isinstance(image, JpegImageFile):
+            image.draft(None, (least_edge, least_edge))
         image.load()
-        return _to_rgb(_upright(image))
+        turn = _turn(image)
+        upright = image if turn is None else image.transpose(turn)
+        return _to_rgb(upright), (height, width) if turn in _QUARTER_TURNS else (width, height)
     except InputError:
         raise
     except Exception as error:  # hostile bytes make Pillow raise almost anything
@@ -132,15 +161,15 @@ def _check_tile(image: TiffImageFile) -> None:
         )
 
 
-def _upright(image: Image.Image) -> Image.Image:
+def _turn(image: Image.Image) -> Image.Transpose | None:
+    """What makes it upright."""
     check_exif(len(image.info.get("exif", b"")))
     check_exif(len(image.info.get("Raw profile type exif", "")) // 2)
     try:
         orientation = image.getexif().get(ExifTags.Base.Orientation)
     except Exception:  # damaged metadata does not make the picture unreadable
-        return image
-    method = _UPRIGHT.get(orientation) if isinstance(orientation, int) else None
-    return image if method is None else image.transpose(method)
+        return None
+    return _UPRIGHT.get(orientation) if isinstance(orientation, int) else None
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

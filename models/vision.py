@@ -1,12 +1,11 @@
-"""Image classifiers: the transform before the network, and the labels after it. Worker processes.
+"""Image classifiers: from an encoded image to labels. Worker processes only.
 
 Axes: B batch, H height, W width, C = 3 colours, K classes.
 """
 
-# ruff: noqa: N803, N806 - tensors carry their axes in their names
+# ruff: noqa: N803 - tensors carry their axes in their names
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
 from io import BytesIO
@@ -20,68 +19,13 @@ from torch import Tensor, nn
 from models.agreement import LabelTolerance, Tolerance
 from models.base import Features, Item, Model
 from models.errors import InputError, ModelError
-from models.images import check_size, decode_image
+from models.images import check_size, decode_image, decode_scaled
 from models.inputs import json_array, json_place, json_texts
-from models.photos import sample_views
+from models.photos import sample_jpegs, sample_views
 from models.spec import Placement, TensorHeader, TensorSpec
+from models.transforms import ImageTransform, Normalize
 
 _DEFAULT_TOP_K = 5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImageTransform:
-    """Resize by the short edge, crop the middle, normalise: what most classifiers are trained for.
-
-    On the same picture it yields the very pixels that torchvision's ImageClassification preset
-    yields from a PIL image.
-    """
-
-    resize: int
-    """The short edge after resizing, in pixels."""
-    crop: int
-    """Both edges after cropping, in pixels."""
-    interpolation: Image.Resampling = Image.Resampling.BILINEAR
-    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
-    """Of red, green and blue between 0 and 1."""
-    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
-
-    def pixels(self, image: Image.Image) -> Tensor:
-        """Resize and crop an RGB image to uint8 [crop, crop, C].
-
-        Raises:
-            InputError: It is so elongated that resizing its short edge makes it too large.
-        """
-        width, height = image.size
-        short, long = sorted(image.size)
-        # torchvision rounds the long edge down.
-        resized_long = int(self.resize * long / short)
-        check_size(self.resize, resized_long)
-        size = (self.resize, resized_long) if width <= height else (resized_long, self.resize)
-        if size != image.size:
-            image = image.resize(size, self.interpolation)
-        # Resizing the cropped window alone would be twice as fast, but not the same: Pillow takes
-        # windows in single precision, and orders its two passes by the size of the result.
-        left, top = (_margin(edge, self.crop) for edge in size)
-        # Past the edges, where the crop is the larger, `crop` fills with black.
-        cropped = image.crop((left, top, left + self.crop, top + self.crop))
-        return torch.from_numpy(np.array(cropped))
-
-
-class Normalize(nn.Module):
-    """Turns pixels into what a network takes, on the device that it is moved to."""
-
-    mean: Tensor
-    std: Tensor
-
-    def __init__(self, transform: ImageTransform) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.tensor(transform.mean).view(1, 3, 1, 1))
-        self.register_buffer("std", torch.tensor(transform.std).view(1, 3, 1, 1))
-
-    def forward(self, x_BHWC: Tensor) -> Tensor:
-        """Take uint8 [B, H, W, C] to float32 [B, C, H, W] in the order of torchvision's steps."""
-        x_BCHW = x_BHWC.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
-        return x_BCHW.div_(255).sub_(self.mean).div_(self.std)
 
 
 class Classifier(Model):
@@ -139,7 +83,7 @@ class Classifier(Model):
             return {"image": self._from_tensor(item)}
         if item.kind == "json":
             return {"image": self._from_json(item.payload)}
-        return {"image": self.transform_image(self._decode(item.payload))}
+        return {"image": self._from_encoded(item.payload)}
 
     def transform_image(self, image: Image.Image) -> Tensor:
         """Make uint8 [crop, crop, C] of an RGB image, or the normalised float32 [C, H, W]."""
@@ -162,7 +106,10 @@ class Classifier(Model):
     def forward(self, batch: Features) -> Features:
         """Compute logits [B, K]."""
         x = batch["image"].to(self.device, non_blocking=True)
-        return {"logits": self.network(self.normalize(x) if x.dtype == torch.uint8 else x)}
+        if x.dtype == torch.uint8:
+            wanted = getattr(self.network, "memory_format", torch.contiguous_format)
+            x = self.normalize(x, wanted)
+        return {"logits": self.network(x)}
 
     def postprocess(self, outputs: Features) -> Features:
         """Turn logits [B, K] into probabilities."""
@@ -200,6 +147,18 @@ class Classifier(Model):
     def samples(self) -> Sequence[Item]:
         """Photographs, whole and in parts."""
         return [_pixels_item(np.asarray(view)) for view in sample_views()]
+
+    def encoded_samples(self) -> Sequence[Item]:
+        """Photographs as JPEGs, in the size of pictures from the web and of those from a camera."""
+        if not self.can_be_quick:
+            return ()
+        return [Item(kind="image", payload=memoryview(data)) for data in sample_jpegs()]
+
+    @property
+    def can_be_quick(self) -> bool:
+        """Whether encoded images have a fast way through the transform."""
+        is_ours = type(self).transform_image is Classifier.transform_image
+        return is_ours and self.transform.can_be_quick
 
     def _answers(
         self, probabilities_BK: Tensor, top_ks: Sequence[int]
@@ -247,8 +206,13 @@ class Classifier(Model):
                 return self._from_pixels(tensor.numpy())
         raise InputError(f"{self._takes()}, not {header.dtype} {list(header.shape)}")
 
-    def _decode(self, payload: memoryview) -> Image.Image:
-        return decode_image(payload, max_pixels=self.max_image_pixels)
+    def _from_encoded(self, payload: memoryview) -> Tensor:
+        if self.decode == "exact":
+            return self.transform_image(decode_image(payload, max_pixels=self.max_image_pixels))
+        image, full_size = decode_scaled(
+            payload, least_edge=self.transform.least_edge, max_pixels=self.max_image_pixels
+        )
+        return self.transform.quick_pixels(image, full_size)
 
     def _from_json(self, payload: memoryview) -> Tensor:
         text = json_texts(payload, ["image"])["image"]
@@ -293,11 +257,3 @@ def imagenet_labels() -> Sequence[str]:
 def _pixels_item(pixels: NDArray[np.uint8]) -> Item:
     header = TensorHeader("image", "uint8", pixels.shape, 0)
     return Item(kind="tensors", payload=memoryview(bytearray(pixels.tobytes())), headers=[header])
-
-
-def _margin(edge: int, crop: int) -> int:
-    """Where a centred crop begins; before the image, if that is the smaller.
-
-    Halves are rounded as torchvision's center_crop rounds them: to even.
-    """
-    return round((edge - crop) / 2) if edge >= crop else -((crop - edge) // 2)

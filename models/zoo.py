@@ -21,7 +21,8 @@ from torchvision.transforms._presets import (  # type: ignore[import-untyped]  #
 
 from models.checkpoint import load_weights
 from models.errors import CheckpointError, SourceError
-from models.vision import Classifier, ImageTransform
+from models.transforms import ImageTransform
+from models.vision import Classifier
 
 _CHECKPOINT_SUFFIXES = (".pth", ".pt", ".safetensors")
 # Their builders set these when they load published weights: the checkpoint has the second head,
@@ -91,10 +92,19 @@ class TorchvisionClassifier(Classifier):
 
     def transform_image(self, image: Image.Image) -> Tensor:
         """Take our own path where it equals torchvision's, else torchvision's transforms."""
-        if type(self._preset) is ImageClassification:
+        if self._equals_ours:
             return super().transform_image(image)
         normalized: Tensor = self._preset(image)
         return normalized
+
+    @property
+    def can_be_quick(self) -> bool:
+        """Whether the transform is our own, and has a fast way."""
+        return self._equals_ours and self.transform.can_be_quick
+
+    @property
+    def _equals_ours(self) -> bool:
+        return type(self._preset) is ImageClassification
 
     def _build_published(self) -> nn.Module:
         try:

@@ -219,6 +219,7 @@ def _settings_flags() -> _Parser:
         help="answer 99 of 100 within it, refuse the rest",
     )
     models.add_argument("--speed", metavar="HOW", help='"auto", "exact" or a preset\'s name')
+    models.add_argument("--decode", metavar="HOW", help="auto, exact or fast")
     logs = parser.add_argument_group("logs")
     logs.add_argument("--log-format", metavar="HOW", help="auto, human or json")
     logs.add_argument("--log-level", metavar="LEVEL", help="debug, info, warning or error")

@@ -61,7 +61,7 @@ class Pool:
         self._on_change = on_change
         self._started_at: dict[str, float] = {}
         """When those that start said so first, by worker, in the loop's time."""
-        self._told_presets: set[str] = set()
+        self._told_speeds: set[tuple[str, str]] = set()
         self._load_s = 0.0
         """What the last incarnation took to load."""
         self._is_expecting = False
@@ -190,7 +190,7 @@ class Pool:
         now = asyncio.get_running_loop().time()
         began = self._started_at.pop(slot.id.worker, now - self._load_s)
         self._announcer.ready(slot.id.worker, now - began)
-        if slot.config.speed != "exact":
+        if slot.config.speed != "exact" or slot.config.decode == "fast":
             self._tell_speed(slot, ready.speed)
             slot.config = replace(slot.config, chosen=ready.speed)  # for its next life
         self._on_change()
@@ -214,8 +214,9 @@ class Pool:
 
     def _tell_speed(self, slot: Slot, speed: SpeedReport) -> None:
         """Log which preset it serves with, once per model for as long as that is the same."""
-        level = logging.DEBUG if speed.preset in self._told_presets else logging.INFO
-        self._told_presets.add(speed.preset)
+        told = (speed.preset, speed.decode)
+        level = logging.DEBUG if told in self._told_speeds else logging.INFO
+        self._told_speeds.add(told)
         logger.log(level, "%s speed: %s", self.name, speed.text())
         logger.debug("%s tried: %s", slot.id, speed.note)
 

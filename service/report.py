@@ -77,6 +77,7 @@ def _worker_health(slot: Slot) -> WorkerHealth:
         speed=speed.preset if speed else None,
         speed_gain=round(speed.gain, 2) if speed else None,
         speed_deviation=speed.deviation if speed else None,
+        decode=speed.decode if speed else None,
         reason=_reason(slot),
         last_ending=_last_ending(slot),
     )

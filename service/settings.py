@@ -91,6 +91,10 @@ class ModelSettings(_Table):
     speed: str = "auto"
     """`exact` serves the network as it is, `auto` with the fastest preset that agrees with that; or
     name a preset: `channels_last`, `folded`, `bf16`, `fp16`, `compiled`."""
+    decode: Literal["auto", "exact", "fast"] = "auto"
+    """How encoded images become pixels: `exact` as the model's authors did it, `fast` with large
+    JPEGs decoded smaller and other roundings, `auto` fast where that agrees with exact (and exact
+    where `speed` is)."""
     prepare_threads: Auto | PositiveInt = "auto"
     """Threads that decode and resize in each worker; `auto`: 1 on a CPU, up to 8 for a GPU."""
 
@@ -147,6 +151,7 @@ class ModelSettings(_Table):
             max_batch_size=self.batch_size,
             prepare_threads=self._num_prepare_threads(placement),
             speed=self.speed,
+            decode=self.decode,
             cache_dir=cache_dir,
             load_timeout_s=self.load_timeout_s,
             batch_timeout_s=None if self.batch_timeout_s == "auto" else self.batch_timeout_s,

@@ -57,6 +57,7 @@ FLAGS: Mapping[str, str] = {
     "max_batch_size": "--max-batch-size",
     "objective_p99_ms": "--objective-p99-ms",
     "speed": "--speed",
+    "decode": "--decode",
 }
 """The settings that have a flag. Those of a model apply to each model served."""
 

@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from models.vision import Classifier, ImageTransform
+from models.transforms import ImageTransform
+from models.vision import Classifier
 
 
 class SmallClassifier(Classifier):

@@ -36,6 +36,8 @@ class WorkerConfig:
     load_timeout_s: float = 600.0
     speed: str = "exact"
     """One of `models.speed.names.CHOICES`."""
+    decode: str = "exact"
+    """One of `models.speed.names.DECODE_CHOICES`."""
     cache_dir: str | None = None
     """Where what was found out about speed is kept; None keeps it nowhere."""
     chosen: SpeedReport | None = None

@@ -239,6 +239,7 @@ def _load(
         cache_dir=Path(config.cache_dir) if config.cache_dir else None,
         compile_package=partial(compile_package, config),
         chosen=config.chosen,
+        decode=config.decode,
     )
     speed = choose(model, wish, lambda stage: outbox.put(Progress(stage)))
     device = config.placement.devices[0]

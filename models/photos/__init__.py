@@ -10,6 +10,8 @@ from io import BytesIO
 
 from PIL import Image
 
+_ENLARGED_BY = 4
+_QUALITY = 90
 _NAMES = ("astronaut", "camera", "chelsea", "clock", "coffee", "rocket")
 _PART = 0.7
 
@@ -29,3 +31,16 @@ def sample_views() -> list[Image.Image]:
         for view in (photo, *corners):
             views += [view, view.transpose(Image.Transpose.FLIP_LEFT_RIGHT)]
     return views
+
+
+def sample_jpegs() -> list[bytes]:
+    """Thirty JPEGs of the photographs and their corners, and six of the photographs enlarged."""
+    views = sample_views()[::2]
+    wholes = views[:: len(views) // len(_NAMES)]
+    large = [each.resize([edge * _ENLARGED_BY for edge in each.size]) for each in wholes]
+    jpegs = []
+    for view in (*views, *large):
+        encoded = BytesIO()
+        view.save(encoded, "JPEG", quality=_QUALITY)
+        jpegs.append(encoded.getvalue())
+    return jpegs

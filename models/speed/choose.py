@@ -4,8 +4,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +16,10 @@ from models.agreement import Agreement
 from models.base import Features, Model
 from models.errors import ModelError
 from models.speed.compiled import Compiled, can_compile
+from models.speed.decoding import DecodeTrial
 from models.speed.names import SpeedReport
 from models.speed.presets import can_be_changed, prepare, presets_for
+from models.speed.serving import serving
 from models.speed.verdicts import VerdictStore, fingerprint
 
 logger = logging.getLogger(__name__)
@@ -55,14 +56,31 @@ class SpeedWish:
     """Compiles the model's network to a package, or raises what tells why not."""
     chosen: SpeedReport | None = None
     """What an earlier incarnation of this worker chose, to be applied as it is."""
+    decode: str = "exact"
+    """One of `names.DECODE_CHOICES`."""
 
 
 def choose(model: Model, wish: SpeedWish, on_progress: Callable[[str], None]) -> SpeedReport:
-    """Give a loaded model the fastest network that answers as its own does.
+    """Give a loaded model the fastest network and way to decode that answer as its own do.
 
     Raises:
-        ModelError: The preset that was asked for by name cannot be applied to this model.
+        ModelError: What was asked for by name cannot be applied to this model.
     """
+    exact = model.network
+    report = _choose_network(model, wish, on_progress)
+    if wish.chosen is not None:
+        chosen = wish.chosen
+        model.decode = chosen.decode
+        return msgspec.structs.replace(report, decode=chosen.decode, decode_gain=chosen.decode_gain)
+    if wish.decode == "exact" or (wish.decode == "auto" and wish.speed == "exact"):
+        return report
+    trial = DecodeTrial(model, exact, VerdictStore(wish.cache_dir))
+    return trial.choose(report, is_wanted=wish.decode == "fast", on_progress=on_progress)
+
+
+def _choose_network(
+    model: Model, wish: SpeedWish, on_progress: Callable[[str], None]
+) -> SpeedReport:
     if wish.speed == "exact":
         return SpeedReport()
     if wish.chosen and (known := _apply_chosen(model, wish, wish.chosen)):
@@ -327,7 +345,7 @@ class _Trial:
     def _run(self, network: nn.Module, batch: Features) -> dict[str, Tensor]:
         if time.monotonic() > self.until:
             raise _NoTimeLeftError
-        with _serving(self.model, network):
+        with serving(self.model, network):
             outputs = self.model.forward(batch)
         # On a GPU nothing has been computed before the outputs are here.
         return dict(self.model.postprocess({name: out.cpu() for name, out in outputs.items()}))
@@ -339,15 +357,6 @@ def run_samples(model: Model, size: int) -> None:
     items = list(model.samples())
     features = [model.preprocess(items[i % len(items)]) for i in range(size)]
     model.forward(model.collate(features))
-
-
-@contextmanager
-def _serving(model: Model, network: nn.Module) -> Iterator[None]:
-    before, model.network = model.network, network
-    try:
-        yield
-    finally:
-        model.network = before
 
 
 def _first_line(error: Exception) -> str:

@@ -20,6 +20,9 @@ from models.speed.presets import Recast
 class Compiled(nn.Module):
     """Calls a package that `compile_network` wrote."""
 
+    memory_format = torch.channels_last
+    """What inputs are best made in."""
+
     def __init__(self, path: Path) -> None:
         """Load it.
 

@@ -1,5 +1,7 @@
 """The names of the presets, and what a worker says of its choice. Without torch."""
 
+from typing import Literal
+
 import msgspec
 
 CHOICES = ("auto", "exact", "channels_last", "folded", "bf16", "fp16", "compiled")
@@ -16,6 +18,15 @@ ANY_SIZE = ("exact", "channels_last", "folded", "bf16", "fp16")
 """Those that take a batch of any size as they come; the others are made for some sizes."""
 
 
+DECODE_CHOICES = ("auto", "exact", "fast")
+"""What the setting `decode` may be.
+
+`exact` decodes and resizes pictures as the model's authors did. `fast` decodes large JPEGs scaled
+down and resizes with other roundings. `auto` takes `fast` where it agrees with `exact`; beside
+`speed = "exact"` it is `exact`.
+"""
+
+
 class SpeedReport(msgspec.Struct, frozen=True, kw_only=True):
     """Which preset a worker serves with, and what was found out about it."""
 
@@ -29,11 +40,17 @@ class SpeedReport(msgspec.Struct, frozen=True, kw_only=True):
     """What the others came to, or why none was tried; for a person."""
     is_cut_short: bool = False
     """Time did not suffice to judge all of the presets."""
+    decode: Literal["exact", "fast"] = "exact"
+    """How inputs are decoded."""
+    decode_gain: float = 1.0
+    """How many times as fast `fast` prepares a sample input."""
     measured_s: float = 0.0
     """What measuring took this worker, or waiting for the one that measured."""
 
     def text(self) -> str:
         """The report on one short line; `note` has the rest where a preset was taken."""
-        if self.preset == "exact":
+        if self.preset == "exact" and self.decode == "exact":
             return f"exact ({self.note})" if self.note else "exact"
-        return f"{self.preset}, {self.gain:.2f} x exact, largest deviation {self.deviation:.2g}"
+        gain = "" if self.preset == "exact" else f", {self.gain:.2f} x exact"
+        decode = f", decoding fast, {self.decode_gain:.2f} x" if self.decode == "fast" else ""
+        return f"{self.preset}{gain}{decode}, largest deviation {self.deviation:.2g}"

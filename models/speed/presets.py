@@ -40,6 +40,9 @@ def can_be_changed(network: object) -> bool:
 class Recast(nn.Module):
     """Calls a network with its inputs in the form that it wants; its outputs come in float32."""
 
+    memory_format = torch.channels_last
+    """What inputs are best made in."""
+
     def __init__(self, network: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
         self.network = network

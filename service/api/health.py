@@ -50,6 +50,8 @@ class WorkerHealth:
     """How many times as fast as `exact` that preset was when it was measured."""
     speed_deviation: float | None = None
     """How far it was from `exact` on the sample inputs, at most."""
+    decode: str | None = None
+    """How it decodes inputs: `exact` or `fast`."""
     reason: str = ""
     """What it is doing while it loads, or why it is not there."""
     last_ending: LastEnding | None = None

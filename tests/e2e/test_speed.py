@@ -28,9 +28,13 @@ def test_two_replicas_share_one_verdict_and_say_which(tmp_path):
     with running(SMALL, "--replicas", "2", "--speed", "auto", env=env) as service:
         wait_for_workers(service, 2)
         (logged,) = [m for line in service.log if " speed: " in (m := str(line["message"]))]
-        (verdict,) = [json.loads(path.read_bytes()) for path in tmp_path.glob("*.json")]
+        paths = [path for path in tmp_path.glob("*.json") if "-decode" not in path.name]
+        (verdict,) = [json.loads(path.read_bytes()) for path in paths]
         assert f"speed: {verdict['preset']}" in logged
         assert {worker["speed"] for worker in workers(service.url)} == {verdict["preset"]}
+        (path,) = tmp_path.glob("*-decode.json")
+        decode = json.loads(path.read_bytes())["decode"]
+        assert {worker["decode"] for worker in workers(service.url)} == {decode}
 
 
 def test_a_preset_by_name_serves_in_every_incarnation(tmp_path):

@@ -5,7 +5,8 @@ from torch import nn
 
 from models.base import Features, Model
 from models.spec import TensorSpec
-from models.vision import Classifier, ImageTransform
+from models.transforms import ImageTransform
+from models.vision import Classifier
 
 
 class TwoInputs(Model):

@@ -1,14 +1,12 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, example, given, settings
-from hypothesis import strategies as st
-from PIL import Image
 from torch import nn
 
 from models.errors import InputError, ModelError
 from models.images import decode_image
-from models.vision import Classifier, ImageTransform, imagenet_labels
+from models.transforms import ImageTransform
+from models.vision import Classifier, imagenet_labels
 from tests.models.items import (
     CPU,
     answers,
@@ -20,7 +18,7 @@ from tests.models.items import (
     run,
     tensor_item,
 )
-from tests.models.reference import IMAGENET_CATEGORIES, ImageClassification, InterpolationMode
+from tests.models.reference import IMAGENET_CATEGORIES, ImageClassification
 
 SMALL = ImageTransform(resize=36, crop=32)
 
@@ -50,64 +48,6 @@ def reference_scores(model, image):
     preset = ImageClassification(crop_size=32, resize_size=36)
     with torch.inference_mode():
         return model.network(preset(image)[None]).softmax(-1)[0]
-
-
-# The transform
-
-
-@pytest.mark.parametrize("size", [(451, 300), (300, 451), (256, 256), (224, 500), (97, 31), (1, 3)])
-@pytest.mark.parametrize(
-    ("resize", "crop", "interpolation"),
-    [
-        (256, 224, "BILINEAR"),
-        (232, 224, "BICUBIC"),
-        (224, 224, "LANCZOS"),
-        (257, 224, "BILINEAR"),
-        (64, 96, "BILINEAR"),
-        (65, 96, "NEAREST"),
-    ],
-)
-def test_the_transform_equals_torchvisions_preset_exactly(size, resize, crop, interpolation):
-    image = photo("chelsea").resize(size)
-    ours = ImageTransform(resize=resize, crop=crop, interpolation=Image.Resampling[interpolation])
-    preset = ImageClassification(
-        crop_size=crop, resize_size=resize, interpolation=InterpolationMode[interpolation]
-    )
-    model = Classifier(transform=ours, labels=["a"])
-    normalized = model._normalize_on_cpu(ours.pixels(image)[None])[0]
-    assert torch.equal(normalized, preset(image))
-
-
-@settings(deadline=None, max_examples=40)
-@given(
-    width=st.integers(1, 300),
-    height=st.integers(1, 300),
-    edges=st.sampled_from([(64, 56), (64, 64), (58, 56), (48, 32)]),
-    interpolation=st.sampled_from(["NEAREST", "BILINEAR", "BICUBIC", "LANCZOS"]),
-)
-@example(width=384, height=256, edges=(64, 56), interpolation="BICUBIC")
-@example(width=384, height=256, edges=(64, 56), interpolation="NEAREST")
-@example(width=80, height=80, edges=(64, 56), interpolation="BICUBIC")
-def test_the_transform_equals_torchvisions_for_every_size(width, height, edges, interpolation):
-    resize, crop = edges
-    assume(max(width, height) < 20 * min(width, height))
-    noise = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
-    image = Image.fromarray(noise)
-    ours = ImageTransform(resize=resize, crop=crop, interpolation=Image.Resampling[interpolation])
-    preset = ImageClassification(
-        crop_size=crop,
-        resize_size=resize,
-        interpolation=InterpolationMode[interpolation],
-        mean=(0, 0, 0),
-        std=(1, 1, 1),
-    )
-    pixels = ours.pixels(image).permute(2, 0, 1)
-    assert torch.equal(pixels / 255, preset(image))
-
-
-def test_an_image_too_elongated_to_resize_is_refused():
-    with pytest.raises(InputError, match=r"36 x 54000000 = .* at most 50,000,000"):
-        SMALL.pixels(Image.new("RGB", (2, 3_000_000)))
 
 
 # What goes in

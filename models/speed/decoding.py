@@ -1,0 +1,160 @@
+"""Tries the fast way to decode inputs, holds it against the exact one, and remembers the verdict.
+
+Worker processes only. What is compared are the answers of the model as it will be served, with the
+preset that was chosen for its network, and those of the exact network on what was decoded exactly:
+so the model's tolerance bounds both together.
+"""
+
+import hashlib
+import logging
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from models.agreement import Agreement
+from models.base import Features, Item, Model
+from models.errors import ModelError
+from models.speed.names import SpeedReport
+from models.speed.serving import serving
+from models.speed.verdicts import VerdictStore, fingerprint
+
+logger = logging.getLogger(__name__)
+
+_BATCH = 8
+_ROUNDS = 3
+_LEAST_GAIN = 1.1
+"""The fast way must be faster by this factor: less may be noise."""
+_LOCK_WAIT_S = 60.0
+
+
+class DecodeTrial:
+    """A model with its network chosen, and the exact network that this took the place of."""
+
+    def __init__(
+        self, model: Model, exact: Callable[..., object] | None, store: VerdictStore
+    ) -> None:
+        """Take what is to be compared, and where verdicts are kept."""
+        self._model = model
+        self._exact = exact
+        self._store = store
+
+    def choose(
+        self, report: SpeedReport, *, is_wanted: bool, on_progress: Callable[[str], None]
+    ) -> SpeedReport:
+        """Have the model decode fast if it may, and complete the report on its speed.
+
+        Args:
+            report: On the network that the model serves with.
+            is_wanted: Whether `fast` was asked for by name: then it is taken whatever it changes.
+            on_progress: Told what takes time.
+
+        Raises:
+            ModelError: It was asked for by name, and this model has no such way.
+        """
+        items = self._model.encoded_samples()
+        if not items:
+            if is_wanted:
+                raise ModelError('decode = "fast" cannot be had: this model has one way to decode')
+            return report
+        began = time.monotonic()
+        with torch.inference_mode():
+            first = self._model.preprocess(items[0])
+        key = self._key(first, report.preset)
+        known = self._store.read(key)
+        if known is None:
+            with self._store.turn(key, _LOCK_WAIT_S, lambda: on_progress("waiting for a verdict")):
+                known = self._store.read(key)
+                if known is None:
+                    on_progress("comparing ways to decode")
+                    known = self._measure(items)
+                    self._store.write(key, known)
+        if known.decode == "exact" and is_wanted:
+            logger.warning('decode = "fast" is not what "auto" would choose: %s', known.note)
+            known = msgspec.structs.replace(known, decode="fast")
+        report = msgspec.structs.replace(
+            report,
+            note="; ".join(each for each in (report.note, known.note) if each),
+            measured_s=report.measured_s + time.monotonic() - began,
+        )
+        if known.decode == "exact":
+            return report
+        self._model.decode = "fast"
+        return msgspec.structs.replace(
+            report, decode="fast", decode_gain=known.decode_gain, deviation=known.deviation
+        )
+
+    def _key(self, features: Features, preset: str) -> str:
+        """What a verdict is kept under: the network, and what becomes of a sample."""
+        network = self._exact if isinstance(self._exact, nn.Module) else nn.Identity()
+        sample = hashlib.sha256()
+        for name, tensor in sorted(features.items()):
+            sample.update(name.encode())
+            sample.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return fingerprint(network, preset, sample.hexdigest()) + "-decode"
+
+    def _measure(self, items: Sequence[Item]) -> SpeedReport:
+        try:
+            exact, fast, gain = self._decode(items)
+            agreement = self._compare(exact, fast)
+        except Exception as error:  # the model is the user's: it may raise anything
+            logger.debug("fast decoding fails", exc_info=True)
+            return SpeedReport(note=f"fast decoding fails: {error}")
+        finally:
+            self._model.decode = "exact"
+        note = f"fast decoding {gain:.2f} x"
+        if not agreement.is_within:
+            return SpeedReport(
+                note=f"{note}, refused: {agreement.text}",
+                decode_gain=gain,
+                deviation=agreement.deviation,
+            )
+        if gain < _LEAST_GAIN:
+            return SpeedReport(note=note, decode_gain=gain)
+        return SpeedReport(
+            decode="fast", decode_gain=gain, deviation=agreement.deviation, note=note
+        )
+
+    @torch.inference_mode()
+    def _decode(self, items: Sequence[Item]) -> tuple[list[Features], list[Features], float]:
+        """What becomes of the samples either way, and how many times as fast the fast way is.
+
+        The ways take turns, and the least of a few rounds counts, so that a slow moment hits
+        neither.
+        """
+        model = self._model
+        exact, fast, gains = [], [], []
+        for item in items:
+            seconds: dict[str, float] = {}
+            for _ in range(_ROUNDS):
+                for way in ("exact", "fast"):
+                    model.decode = "exact" if way == "exact" else "fast"
+                    began = time.thread_time()
+                    features = model.preprocess(item)
+                    took_s = time.thread_time() - began
+                    seconds[way] = min(took_s, seconds.get(way, took_s))
+                    if way == "exact":
+                        exact_features = features
+            exact.append(exact_features)
+            fast.append(features)
+            gains.append(seconds["exact"] / max(seconds["fast"], 1e-9))
+        return exact, fast, statistics.median(gains)
+
+    def _compare(self, exact: Sequence[Features], fast: Sequence[Features]) -> Agreement:
+        found = self._outputs(self._model.network, fast)
+        return self._model.tolerance.judge(self._outputs(self._exact, exact), found)
+
+    @torch.inference_mode()
+    def _outputs(
+        self, network: Callable[..., object] | None, features: Sequence[Features]
+    ) -> dict[str, Tensor]:
+        model = self._model
+        parts: list[Features] = []
+        with serving(model, network):
+            for start in range(0, len(features), _BATCH):
+                outputs = model.forward(model.collate(features[start : start + _BATCH]))
+                parts.append(model.postprocess({k: out.cpu() for k, out in outputs.items()}))
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
