@@ -14,8 +14,9 @@ def number_of_fronts(settings: Settings, num_cores: int) -> tuple[int, str]:
     """The number, and why, for a person.
 
     One process answers some 30,000 small calls per second on a core of its own, and the workers
-    need cores too; below eight cores a second front would take its time from them. Each front
-    more is one core more for HTTP, and asks the main process for less than half of a core.
+    need cores too; below eight cores a second front would take its time from them. Per small call
+    the main process does some 0.45 of what it does alone (README, "Several front ends"), so that
+    two fronts can keep it busy; of TLS, JSON and large bodies it notices nothing.
 
     Raises:
         StartError: The arena is too small for so many.
