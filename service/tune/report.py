@@ -119,7 +119,10 @@ class Report:
                 f"about {outcome.connections} keep it."
             )
         if outcome.untried:
-            yield f"The budget did not suffice for: {', '.join(outcome.untried)} (--budget)."
+            yield (
+                f"The budget did not suffice for: {', '.join(outcome.untried)} "
+                f"(--budget; a candidate takes about {outcome.needed_s:.0f} s)."
+            )
         cores = max((tried.sample.generator_cores for tried in outcome.tried), default=0.0)
         warning = ", so that it is a part of what was measured" if cores > _BUSY_CORES else ""
         yield f"The clients kept {cores:.2f} cores busy{warning}."

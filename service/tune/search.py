@@ -101,6 +101,8 @@ class Outcome:
     """The objective is not kept even for one client at a time, so that latencies are compared."""
     untried: list[str] = field(default_factory=list)
     """Knobs for which the budget did not suffice, in part or at all."""
+    needed_s: float = 0.0
+    """What one more candidate would have taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,8 +142,10 @@ class Search:
         self._goal = goal
         self._until = stage.now() + budget_s
         self._on_trial = on_trial
-        self._trials_s: list[float] = []
-        """What each trial has taken."""
+        self._brought_s: list[float] = []
+        """What each start has taken."""
+        self._round_s = 0.0
+        """What the longest round has taken."""
         self._best: Contender | None = None
 
     async def begin(self) -> Contender:
@@ -151,15 +155,13 @@ class Search:
             TrialError: They do not serve.
         """
         self._on_trial("the settings as they are")
-        began = self._stage.now()
-        self._best = await self._stage.bring({})
+        self._best = await self._bring({})
         base = Tried(changes={}, connections=self._goal.connections)
         base.sample = await self._find_load(self._best, self._goal.connections)
         base.connections = self.outcome.connections
         base.memory_bytes = self._best.memory_bytes
         self.outcome.tried.append(base)
         self.outcome.best = base
-        self._trials_s.append(self._stage.now() - began)
         return self._best
 
     async def run(self, knobs: Sequence[Knob]) -> None:
@@ -190,6 +192,7 @@ class Search:
                 if any(each.changes == changes for each in self.outcome.tried):
                     break  # it led here, or nowhere
                 if not self._has_time():
+                    self.outcome.needed_s = self._trial_s(_MAX_PAIRS)
                     if knob.name not in self.outcome.untried:
                         self.outcome.untried.append(knob.name)
                     return has_gained
@@ -202,8 +205,18 @@ class Search:
 
     def _has_time(self) -> bool:
         """Whether one more trial fits in, and the confirmation after it."""
-        trial_s = max(self._trials_s[1:] or self._trials_s)  # the first may have had more to do
-        return self._stage.now() + 2 * trial_s < self._until
+        return self._stage.now() + self._trial_s(_MAX_PAIRS, _NUM_FINAL_PAIRS) < self._until
+
+    def _trial_s(self, *num_pairs: int) -> float:
+        """What trials of so many pairs are likely to take."""
+        start_s = max(self._brought_s[1:] or self._brought_s)  # the first may have had more to do
+        return sum(start_s + 2 * num * self._round_s for num in num_pairs)
+
+    async def _bring(self, changes: Changes) -> Contender:
+        began = self._stage.now()
+        contender = await self._stage.bring(changes)
+        self._brought_s.append(self._stage.now() - began)
+        return contender
 
     def _is_changed(self) -> bool:
         return self.outcome.best is not None and bool(self.outcome.best.changes)
@@ -213,12 +226,11 @@ class Search:
         assert self._best is not None
         assert self.outcome.best is not None
         self._on_trial(text_of(changes))
-        began = self._stage.now()
         tried = Tried(changes=changes, connections=self.outcome.connections)
         self.outcome.tried.append(tried)
         challenger: Contender | None = None
         try:
-            challenger = await self._stage.bring(changes)
+            challenger = await self._bring(changes)
             tried.memory_bytes = challenger.memory_bytes
             found = await self._compare(self._best, challenger)
         except TrialError as error:
@@ -231,8 +243,6 @@ class Search:
             if challenger is not None:
                 await challenger.close()
             raise
-        finally:
-            self._trials_s.append(self._stage.now() - began)
         tried.sample, tried.ratio = found.challenger, found.ratio
         tried.gain = self.outcome.best.gain * found.ratio
         tried.verdict = self._verdict(found)
@@ -283,12 +293,15 @@ class Search:
         return challenger.rate / max(best.rate, 1e-9)
 
     async def _measure(self, contender: Contender) -> Sample:
+        began = self._stage.now()
         try:
-            return await contender.measure(self.outcome.connections)
+            sample = await contender.measure(self.outcome.connections)
         except TrialError as error:
             if contender is self._best:
                 raise BestLostError(str(error)) from error
             raise
+        self._round_s = max(self._round_s, self._stage.now() - began)
+        return sample
 
     def _verdict(self, found: _Comparison) -> Verdict:
         if found.is_better:
@@ -303,7 +316,8 @@ class Search:
 
     async def _find_load(self, contender: Contender, connections: int) -> Sample:
         """As many clients as keep the objective, at most those that were asked for."""
-        sample = await contender.measure(connections)
+        self.outcome.connections = connections
+        sample = await self._measure(contender)
         for _ in range(_MAX_LOADS):
             p99_s = sample.percentile_s(99)
             if connections == 1 or self._goal.is_met(p99_s, _SPARE):
@@ -311,9 +325,8 @@ class Search:
             assert self._goal.p99_ms is not None
             # In a closed loop, latency grows with the number of clients (Little's law).
             fitting = int(connections * self._goal.p99_ms / (p99_s * 1e3 * _SPARE))
-            connections = max(1, min(fitting, connections - 1))
-            sample = await contender.measure(connections)
-        self.outcome.connections = connections
+            self.outcome.connections = connections = max(1, min(fitting, connections - 1))
+            sample = await self._measure(contender)
         self.outcome.is_out_of_reach = connections == 1 and not self._goal.is_met(
             sample.percentile_s(99)
         )
@@ -337,7 +350,7 @@ class Search:
             outcome.is_confirmed = True
             return
         self._on_trial("the best once more, against the settings as they were")
-        former = await self._stage.bring({})
+        former = await self._bring({})
         try:
             found = await self._compare(former, self._best, is_final=True)
         finally:
