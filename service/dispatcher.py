@@ -41,6 +41,7 @@ from service.metrics import ModelMetrics
 from service.objective import Objective
 from service.quarantine import MAX_CRASHES, Input, Quarantine
 from service.request import CallOptions, Payload, Result, Timing
+from service.schedule import Schedule
 from workers.arena import Arena
 from workers.engine import WorkerHandle
 from workers.errors import WorkerLostError
@@ -52,11 +53,6 @@ if TYPE_CHECKING:
     from models.spec import TensorSpec
 
 logger = logging.getLogger(__name__)
-
-_EARLY_S = 0.001
-"""How long before the end of a batch the next one is sent, beyond what its preparation takes."""
-_OVERLAP_PAYS_S = 0.002
-"""Below this, a worker is back for more before a timer could be of use."""
 
 _NEAR_BATCHES = 100.0
 """A deadline that is further off than so many batches of late needs no closer look."""
@@ -90,15 +86,13 @@ class Dispatcher:
         self._metrics = metrics
         self._limit = SizeLimit(max_batch_size)
         self._objective = objective
-        self._batch_wait_s = batch_wait_ms / 1000
         self._queue: Batcher[Instance] = Batcher()
         self._deadlines: Deadlines[Instance] = Deadlines(self._on_deadline, self._unsettled)
         self._lanes = Lanes()
-        self._is_pump_due = False
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_due = 0.0
+        self._schedule = Schedule(
+            self._queue, self._lanes, self._limit, batch_wait_ms / 1000, self._send
+        )
         self._drained: asyncio.Event = asyncio.Event()
-        self._prepare_s = 0.0
 
     @property
     def num_queued(self) -> int:
@@ -187,7 +181,7 @@ class Dispatcher:
         metrics.in_flight += 1
         self._deadlines.add(instance, now)
         self._queue.push(instance, now)
-        self._pump_soon()
+        self._schedule.soon()
         return instance
 
     def attach(self, worker: WorkerHandle) -> None:
@@ -196,7 +190,7 @@ class Dispatcher:
         if worker.ready.speed.preset not in ANY_SIZE:
             self._limit.hold()
         self._lanes.attach(worker)
-        self._pump_soon()
+        self._schedule.soon()
 
     def detach(self, worker: WorkerHandle) -> None:
         """Send nothing more to a worker: it is gone, or about to go."""
@@ -267,69 +261,6 @@ class Dispatcher:
             self._queue.remove(instance)
             instance.owner.free(instance.ref.offset)
 
-    def _pump_soon(self) -> None:
-        """Send what can be sent, once all that arrived in this turn of the loop is queued."""
-        if not self._is_pump_due:
-            self._is_pump_due = True
-            self.loop.call_soon(self._pump)
-
-    def _pump(self) -> None:
-        self._is_pump_due = False
-        while self._queue:
-            now = time.monotonic()
-            idle = [lane for lane in self._lanes.open if not lane.batches]
-            if idle:
-                if self._waits_for_more(now):
-                    return
-                self._send(idle[0], -(-len(self._queue) // len(idle)), now)
-                continue
-            lane = self._next_busy(now)
-            if lane is None:
-                return
-            self._send(lane, self._limit.now, now)
-
-    def _waits_for_more(self, now: float) -> bool:
-        """Whether `batch_wait_ms` still holds the next batch back."""
-        if not self._batch_wait_s or len(self._queue) >= self._limit.now:
-            return False
-        oldest = self._queue.oldest()
-        assert oldest is not None
-        left_s = oldest.arrived + self._batch_wait_s - now
-        if left_s <= 0 or oldest.is_solo:
-            return False
-        self._wake_in(left_s)
-        return True
-
-    def _next_busy(self, now: float) -> Lane | None:
-        """A busy worker that should have its next batch now: a full one, or the end is near."""
-        lanes = [lane for lane in self._lanes.open if lane.has_credit]
-        oldest = self._queue.oldest()
-        if not lanes or oldest is None or oldest.is_solo:  # which waits for an idle worker
-            return None
-        lane = min(lanes, key=lambda lane: (len(lane.batches), lane.ends_at))
-        if len(self._queue) >= self._limit.now:
-            return lane
-        if len(lane.batches) > 1 or lane.ends_at - lane.busy_since < _OVERLAP_PAYS_S:
-            return None
-        left_s = lane.ends_at - now - self._prepare_s - _EARLY_S
-        if left_s <= 0:
-            return lane
-        self._wake_in(left_s)
-        return None
-
-    def _wake_in(self, delay_s: float) -> None:
-        due = self.loop.time() + delay_s
-        if self._timer is not None:
-            if self._timer_due <= due:
-                return
-            self._timer.cancel()
-        self._timer_due = due  # uvloop's handles for less than a millisecond do not say
-        self._timer = self.loop.call_at(due, self._on_timer)
-
-    def _on_timer(self) -> None:
-        self._timer = None
-        self._pump()
-
     def _send(self, lane: Lane, most: int, now: float) -> None:
         most = min(most, len(self._queue), self._limit.now)
         if self._queue.soonest() - now < _NEAR_BATCHES * self._admission.rate.batch_s:
@@ -373,7 +304,7 @@ class Dispatcher:
             self._take_back(batch, error)
         else:
             raise error
-        self._pump_soon()
+        self._schedule.soon()
 
     def _plan(self, objective: Objective, now: float) -> None:
         """Have batches and queue fit the objective."""
@@ -387,7 +318,7 @@ class Dispatcher:
             isinstance(outcome, ItemError) for outcome in done.outcomes
         ):
             self._quarantine.note_success()
-        self._prepare_s = done.prepare_s
+        self._schedule.prepare_s = done.prepare_s
         metrics.batch_size.observe(len(batch))
         metrics.prepare_duration.observe(done.prepare_s)
         metrics.inference_duration.observe(done.compute_s)

@@ -189,9 +189,11 @@ def test_batch_wait_holds_an_idle_worker_until_the_batch_is_full_or_time_is_up(b
 def test_wake_ups_closer_than_the_event_loop_can_tell_are_told_apart(bench):
     async def go():
         b = bench()
-        b.dispatcher._wake_in(0.0003)  # to uvloop, which counts milliseconds, this is at once
-        b.dispatcher._wake_in(0.0002)
-        b.dispatcher._wake_in(0.0004)
+        b.dispatcher._schedule.wake_in(
+            0.0003
+        )  # to uvloop, which counts milliseconds, this is at once
+        b.dispatcher._schedule.wake_in(0.0002)
+        b.dispatcher._schedule.wake_in(0.0004)
         await turn()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -498,7 +500,7 @@ def test_solo_instance_goes_to_an_idle_worker_and_nothing_goes_behind_it(bench):
 def test_sooner_wake_up_is_not_lost_behind_a_later_one(bench):
     async def go():
         b = bench(max_batch_size=4, batch_wait_ms=30)
-        b.dispatcher._wake_in(5.0)
+        b.dispatcher._schedule.wake_in(5.0)
         worker = b.worker()
         b.submit()
         await asyncio.sleep(0.1)

@@ -1,0 +1,116 @@
+"""When the next batch goes, and to which worker.
+
+An idle worker gets what there is, at once; a busy one gets its next batch when that is full, or
+just before it is done with the one that it has.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from service.batch_sizes import SizeLimit
+from service.batcher import Batcher
+from service.instance import Instance
+from service.lanes import Lane, Lanes
+
+_EARLY_S = 0.001
+"""How long before the end of a batch the next one is sent, beyond what its preparation takes."""
+_OVERLAP_PAYS_S = 0.002
+"""Below this, a worker is back for more before a timer could be of use."""
+
+
+class Schedule:
+    """The order of the day of one model's workers."""
+
+    def __init__(
+        self,
+        queue: Batcher[Instance],
+        lanes: Lanes,
+        limit: SizeLimit,
+        batch_wait_s: float,
+        send: Callable[[Lane, int, float], None],
+    ) -> None:
+        """Begin with nothing due.
+
+        Args:
+            queue: What waits.
+            lanes: The workers.
+            limit: How large batches may be.
+            batch_wait_s: How long an idle worker waits for a batch to fill.
+            send: Gives a worker a batch of at most so many, at a moment.
+        """
+        self.prepare_s = 0.0
+        """What it took to prepare the last batch."""
+        self._queue = queue
+        self._lanes = lanes
+        self._limit = limit
+        self._batch_wait_s = batch_wait_s
+        self._send = send
+        self._loop = asyncio.get_running_loop()
+        self._is_pump_due = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_due = 0.0
+
+    def soon(self) -> None:
+        """Send what can be sent, once all that arrived in this turn of the loop is queued."""
+        if not self._is_pump_due:
+            self._is_pump_due = True
+            self._loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        self._is_pump_due = False
+        while self._queue:
+            now = time.monotonic()
+            idle = [lane for lane in self._lanes.open if not lane.batches]
+            if idle:
+                if self._waits_for_more(now):
+                    return
+                self._send(idle[0], -(-len(self._queue) // len(idle)), now)
+                continue
+            lane = self._next_busy(now)
+            if lane is None:
+                return
+            self._send(lane, self._limit.now, now)
+
+    def _waits_for_more(self, now: float) -> bool:
+        """Whether `batch_wait_ms` still holds the next batch back."""
+        if not self._batch_wait_s or len(self._queue) >= self._limit.now:
+            return False
+        oldest = self._queue.oldest()
+        assert oldest is not None
+        left_s = oldest.arrived + self._batch_wait_s - now
+        if left_s <= 0 or oldest.is_solo:
+            return False
+        self.wake_in(left_s)
+        return True
+
+    def _next_busy(self, now: float) -> Lane | None:
+        """A busy worker that should have its next batch now: a full one, or the end is near."""
+        lanes = [lane for lane in self._lanes.open if lane.has_credit]
+        oldest = self._queue.oldest()
+        if not lanes or oldest is None or oldest.is_solo:  # which waits for an idle worker
+            return None
+        lane = min(lanes, key=lambda lane: (len(lane.batches), lane.ends_at))
+        if len(self._queue) >= self._limit.now:
+            return lane
+        if len(lane.batches) > 1 or lane.ends_at - lane.busy_since < _OVERLAP_PAYS_S:
+            return None
+        left_s = lane.ends_at - now - self.prepare_s - _EARLY_S
+        if left_s <= 0:
+            return lane
+        self.wake_in(left_s)
+        return None
+
+    def wake_in(self, delay_s: float) -> None:
+        """Look again after this long, or before."""
+        due = self._loop.time() + delay_s
+        if self._timer is not None:
+            if self._timer_due <= due:
+                return
+            self._timer.cancel()
+        self._timer_due = due  # uvloop's handles for less than a millisecond do not say
+        self._timer = self._loop.call_at(due, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._pump()
