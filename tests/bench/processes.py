@@ -1,4 +1,4 @@
-"""The servers under test: each a session of processes that is started, watched and ended as one.
+"""The servers under test: each a family of processes that is started, watched and ended as one.
 
 Linux only: everything is read from /proc.
 """
@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -59,6 +60,8 @@ class Contender:
     env: Mapping[str, str] = field(default_factory=dict)
     ready: Probe | None = None
     """Asked until it answers 200; by default the request that is measured."""
+    path: str = ""
+    """Where it answers what is measured, if it has a path of its own for that."""
     stop_signal: signal.Signals = signal.SIGTERM
     """What makes it end its own processes and leave."""
 
@@ -105,6 +108,8 @@ class Server:
         self.port = port
         self.log = log
         self._process: subprocess.Popen[bytes] | None = None
+        self._sessions: set[int] = set()
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> "Server":
         try:
@@ -132,7 +137,7 @@ class Server:
         return self._process.pid
 
     def start(self) -> None:
-        """Start it in a session of its own.
+        """Start it in a session of its own, with a folder of its own for temporary files.
 
         Raises:
             BenchError: The port is taken, or the program cannot be run.
@@ -140,7 +145,8 @@ class Server:
         require_free(self.port)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         argv = [part.replace("{port}", str(self.port)) for part in self.contender.argv]
-        environment = {**os.environ, **self.contender.env}
+        self._scratch = tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True)
+        environment = {**os.environ, "TMPDIR": self._scratch.name, **self.contender.env}
         with self.log.open("wb") as log, signals_held():
             try:
                 self._process = subprocess.Popen(
@@ -153,8 +159,10 @@ class Server:
                     start_new_session=True,
                 )
             except OSError as error:
+                self._scratch.cleanup()
                 message = f"{self.contender.name}: cannot run {argv[0]}: {error.strerror}"
                 raise BenchError(message) from error
+            self._sessions = {self.pid}
 
     def wait_ready(self, request: Probe, timeout_s: float) -> bytes:
         """Wait until the server is ready and answers the request with 200; return that answer.
@@ -194,6 +202,7 @@ class Server:
         """Ask it to leave, then its remaining processes, then kill what is left."""
         if self._process is None:
             return
+        assert self._scratch is not None
         with signals_held():
             shared = {path for pid in self.pids() for path in _shared_memory(pid)}
             if self._poll() is None:
@@ -205,13 +214,25 @@ class Server:
                 self._wait_gone(3.0)
             self._process.wait(5)
             self._process = None
+            self._scratch.cleanup()
             for path in shared:  # mosec leaves its semaphores behind now and then
                 path.unlink(missing_ok=True)
 
     def pids(self) -> Sequence[int]:
         """The processes of the server that are alive, the one that was started first."""
-        found = sorted(pid for pid in _all_pids() if _session_of(pid) == self.pid)
-        return sorted(found, key=lambda pid: pid != self.pid)
+        alive = {pid: place for pid in _all_pids() if (place := _place_of(pid))}
+        found: set[int] = set()
+        num_before = -1
+        while len(found) > num_before:
+            num_before = len(found)
+            found.update(
+                pid
+                for pid, (parent, session) in alive.items()
+                if session in self._sessions or parent in found
+            )
+            # Some servers give their workers sessions, which they stay in when the parent is gone.
+            self._sessions.update(alive[pid][1] for pid in found)
+        return sorted(found, key=lambda pid: (pid != self.pid, pid))
 
     def usage(self) -> Usage:
         """The CPU time taken so far, by whom."""
@@ -318,9 +339,10 @@ def _stat(pid: int) -> Sequence[str]:
         return ()
 
 
-def _session_of(pid: int) -> int | None:
+def _place_of(pid: int) -> tuple[int, int] | None:
+    """The parent and the session of a process, unless it is gone or a zombie."""
     fields = _stat(pid)
-    return int(fields[3]) if fields and fields[0] != "Z" else None
+    return (int(fields[1]), int(fields[3])) if fields and fields[0] != "Z" else None
 
 
 def _cpu_s(pid: int) -> float:

@@ -5,7 +5,9 @@ import os
 import signal
 import socket
 import sys
+import time
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,6 +47,40 @@ def test_a_server_is_started_asked_and_ended_with_all_its_processes(tmp_path):
         assert server.pss_mib() > 1
         assert server.usage().front_s > 0
     assert not [pid for pid in pids if _is_alive(pid)]
+
+
+_WITH_A_WORKER = """
+import subprocess, time
+subprocess.Popen(["sleep", "600"], start_new_session=True)
+time.sleep(600)
+"""
+
+
+def test_a_worker_in_a_session_of_its_own_is_ended_even_if_its_parent_has_gone(tmp_path):
+    contender = Contender(name="ladder", argv=[sys.executable, "-c", _WITH_A_WORKER])
+    with Server(contender, _free_port(), tmp_path / "log") as server:
+        until = time.monotonic() + 20
+        while len(pids := server.pids()) < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+        _, worker = pids
+        os.kill(server.pid, signal.SIGKILL)
+    assert not _is_alive(worker)
+
+
+_WITH_A_FILE = "import tempfile, time; print(tempfile.mkdtemp(), flush=True); time.sleep(600)"
+
+
+def test_what_a_server_leaves_in_its_folder_for_temporary_files_goes_with_it(tmp_path):
+    log = tmp_path / "log"
+    contender = Contender(name="ladder", argv=[sys.executable, "-c", _WITH_A_FILE])
+    with Server(contender, _free_port(), log) as server:
+        until = time.monotonic() + 20
+        while not log.read_text().endswith("\n") and time.monotonic() < until:
+            time.sleep(0.01)
+        assert server.pids() == [server.pid]
+        left = Path(log.read_text().strip())
+        assert left.is_dir()
+    assert not left.exists()
 
 
 def _is_alive(pid: int) -> bool:
