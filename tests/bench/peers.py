@@ -1,4 +1,4 @@
-"""`peers`: inferpool, LitServe and mosec at the same work, in alternating rounds."""
+"""`peers`: inferpool and other servers at the same work, in alternating rounds."""
 
 import argparse
 import os
@@ -11,58 +11,95 @@ from typing import TypeVar
 
 from tests.bench import plots, rounds
 from tests.bench.load import Cell, require_wrk
-from tests.bench.processes import HOST, MALLOC, BenchError, Contender, inferpool
-from tests.bench.report import console, module_version, save
+from tests.bench.processes import HOST, MALLOC, OUT, BenchError, Contender, inferpool
+from tests.bench.report import console, installed_version, save
 from tests.bench.servers.work import Setting
 from tests.bench.workloads import WORKLOADS, Workload
 
 T = TypeVar("T")
 
 OURS = "inferpool"
-HELP = "inferpool, LitServe and mosec side by side"
+HELP = "inferpool and its peers side by side"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
     """Another server, in the setting that was its best on two cores."""
 
-    module: str
+    distribution: str
     """What its environment must have."""
     arguments: Sequence[str]
+    """Of its interpreter, after `-m`."""
     num_workers: int
     """For work that costs nothing."""
     wait_ms: float
+    """How long a batch may wait to fill; BentoML finds out by itself."""
     num_model_workers: int = os.cpu_count() or 1
     """Where there is a model: one for each core, with one thread each."""
     max_batch_size: int = 8
+    path: str = ""
+    """Where it predicts, if it must be its own choice."""
     stop_signal: signal.Signals = signal.SIGTERM
     env: Mapping[str, str] = field(default_factory=dict)
 
 
 _LITSERVE = Peer(
-    module="litserve",
+    distribution="litserve",
     arguments=["tests.bench.servers.litserve_server", "{port}"],
     num_workers=1,
     wait_ms=2,
     stop_signal=signal.SIGINT,  # on SIGTERM it stays
 )
 _MOSEC = Peer(
-    module="mosec",
+    distribution="mosec",
     arguments=["tests.bench.servers.mosec_server", "--address", HOST, "--port", "{port}",
                "--log-level", "warning", "--timeout", "30000"],
     num_workers=2,
     wait_ms=1,
 )  # fmt: skip
-PEERS: Mapping[str, Peer] = {
+_RAY = Peer(
+    distribution="ray",
+    arguments=["tests.bench.servers.ray_server", "{port}"],
+    num_workers=1,
+    wait_ms=2,
+    env={
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",  # its own proxy listens, not HAProxy
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # else, under `uv run`, it copies the repository
+        "RAY_memory_monitor_refresh_ms": "0",  # else it kills replicas where memory is short
+    },
+)
+_BENTOML = Peer(
+    distribution="bentoml",
+    arguments=["bentoml", "serve", "tests.bench.servers.bentoml_server:Front",
+               "--host", HOST, "--port", "{port}"],
+    num_workers=2,
+    wait_ms=0,
+    env={"BENTOML_DO_NOT_TRACK": "True", "BENTOML_HOME": str(OUT / "bentoml")},
+)  # fmt: skip
+_TORCHSERVE = Peer(
+    distribution="torchserve",
+    arguments=["tests.bench.servers.torchserve_server", "{port}"],
+    num_workers=2,
+    wait_ms=1,
+    path="/predictions/work",
+)
+_AS_RELEASED = {
     "litserve": _LITSERVE,
     "mosec": _MOSEC,
-    # Without batching neither waits for others to join: the best at one connection.
-    "litserve-unbatched": replace(_LITSERVE, max_batch_size=1),
-    "mosec-unbatched": replace(_MOSEC, max_batch_size=1),
-    # As released they return large buffers to the kernel after each batch; our workers do not.
-    "litserve+malloc": replace(_LITSERVE, env=MALLOC),
-    "mosec+malloc": replace(_MOSEC, env=MALLOC),
+    "ray": _RAY,
+    "bentoml": _BENTOML,
+    "torchserve": _TORCHSERVE,
 }
+PEERS: Mapping[str, Peer] = {
+    **_AS_RELEASED,
+    # Without batching none waits for others to join: the best at one connection.
+    **{f"{name}-unbatched": replace(peer, max_batch_size=1) for name, peer in _AS_RELEASED.items()},
+    # As released they return large buffers to the kernel after each batch; our workers do not.
+    **{f"{name}+malloc": replace(peer, env={**peer.env, **MALLOC})
+       for name, peer in _AS_RELEASED.items()},
+}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--peers",
         default="",
         help=f"comma-separated, of {', '.join(PEERS)}, or none "
-        "(default: litserve and mosec, if installed)",
+        f"(default: those of {', '.join(_AS_RELEASED)} that are installed)",
     )
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="default: %(default)s")
     parser.add_argument(
@@ -147,6 +184,7 @@ def make_matches(args: argparse.Namespace) -> tuple[list[rounds.Match], Mapping[
     pythons = dict(_pair(each) for each in args.peer_python)
     settings = _settings(args.set)
     workloads = _chosen(args.workloads, WORKLOADS, "workload")
+    _chosen(",".join(pythons), PEERS, "peer")
     peers = _usable_peers([name for name in args.peers.split(",") if name], pythons)
     matches = [
         rounds.Match(
@@ -197,15 +235,15 @@ def _usable_peers(wanted: Sequence[str], pythons: Mapping[str, str]) -> list[tup
     if list(wanted) == ["none"]:
         return []
     usable = []
-    for name, peer in _chosen(",".join(wanted) or "litserve,mosec", PEERS, "peer").items():
-        python = pythons.get(name) or pythons.get(peer.module) or sys.executable
-        if version := module_version(python, peer.module):
-            console.print(f"{name}: {peer.module} {version}", highlight=False)
+    for name, peer in _chosen(",".join(wanted or _AS_RELEASED), PEERS, "peer").items():
+        python = pythons.get(name) or pythons.get(peer.distribution) or sys.executable
+        if version := installed_version(python, peer.distribution):
+            console.print(f"{name}: {peer.distribution} {version}", highlight=False)
             usable.append((name, python))
             continue
         how = (
-            f"{python} has no {peer.module}: uv sync --group bench, "
-            f"or --peer-python {peer.module}=PATH"
+            f"{python} has no {peer.distribution}: see tests/bench/README.md, "
+            f"then --peer-python {peer.distribution}=PATH"
         )
         if wanted:
             raise BenchError(how)
@@ -229,6 +267,7 @@ def _contender(name: str, peer: Peer, workload: Workload, python: str) -> Conten
         name=name,
         argv=[python, "-m", *peer.arguments],
         env=env,
+        path=peer.path,
         stop_signal=peer.stop_signal,
     )
 

@@ -137,13 +137,13 @@ def loop_ms() -> float:
     return statistics.median(taken)
 
 
-def module_version(python: str, module: str) -> str | None:
+def installed_version(python: str, distribution: str) -> str | None:
     """The version of a distribution as another interpreter sees it, or None.
 
     Raises:
         BenchError: There is no such interpreter.
     """
-    code = f"from importlib.metadata import version; import {module}; print(version({module!r}))"
+    code = f"from importlib.metadata import version; print(version({distribution!r}))"
     try:
         result = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60)
     except OSError as error:

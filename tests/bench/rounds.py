@@ -1,7 +1,7 @@
 """Alternating rounds, A B C A B C: each is started, warmed, loaded and ended in its turn."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tests.bench.load import Bodies, Cell, measure, warm
 from tests.bench.processes import OUT, BenchError, Contender, Server
@@ -17,6 +17,12 @@ class Match:
     workload: str
     bodies: Bodies
     contenders: Sequence[Contender]
+
+    def asked_of(self, contender: Contender) -> "Match":
+        """The same, its bodies sent to the path of this contender."""
+        if not contender.path:
+            return self
+        return replace(self, bodies=replace(self.bodies, path=contender.path))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +68,7 @@ def _take_turn(
     match: Match, contender: Contender, round_: int, plan: Plan, results: Results, steps: Steps
 ) -> None:
     what = f"round {round_ + 1}: {match.workload}, {contender.name}"
+    match = match.asked_of(contender)
     num_done = 0
     try:
         with Server(contender, plan.port, OUT / "logs" / f"{contender.name}.log") as server:

@@ -113,6 +113,7 @@ class Sweep:
     def take_turn(self, match: rounds.Match, contender: Contender, round_: int) -> None:
         """Start one server, and ask it at one rate after another."""
         what = f"round {round_ + 1}: {match.workload}, {contender.name}"
+        match = match.asked_of(contender)
         num_left = len(self._given or SHARES)
         log = OUT / "logs" / f"{contender.name}.log"
         try:

@@ -1,5 +1,6 @@
 """That the benchmarks start, ask and end what they measure. What they measure is no test."""
 
+import argparse
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ from tests.bench.__main__ import main
 from tests.bench.load import Bodies, Cell
 from tests.bench.processes import HOST, Contender, Probe, Server, ask
 from tests.bench.report import paired, spread
-from tests.bench.rounds import Plan
+from tests.bench.rounds import Match, Plan
 from tests.bench.servers.work import WORK
 from tests.bench.workloads import WORKLOADS
 
@@ -143,9 +144,36 @@ def test_a_port_that_is_taken_is_refused(capsys):
 
 def test_a_peer_asked_for_by_name_must_be_installed(capsys, monkeypatch):
     monkeypatch.setattr(peers, "require_wrk", lambda: None)
-    monkeypatch.setattr(peers, "module_version", lambda python, module: None)
+    monkeypatch.setattr(peers, "installed_version", lambda python, distribution: None)
     assert main(["peers", "--peers", "mosec", "--port", str(_free_port())]) == 2
     assert "--peer-python mosec=PATH" in capsys.readouterr().err
+
+
+def test_the_peers_that_are_installed_take_part_by_default(capsys, monkeypatch):
+    installed = {"mosec": "mosec", "/envs/ray": "ray"}
+    monkeypatch.setattr(
+        peers,
+        "installed_version",
+        lambda python, distribution: "1" if installed.get(python) == distribution else None,
+    )
+    parser = argparse.ArgumentParser()
+    peers.add_arguments(parser)
+    parser.add_argument("--inferpool", default="inferpool")
+    args = parser.parse_args(
+        ["--workloads", "echo-1k", "--peer-python", "mosec=mosec", "--peer-python", "ray=/envs/ray"]
+    )
+    (match,), settings = peers.make_matches(args)
+    assert [each.name for each in match.contenders] == ["inferpool", "mosec", "ray"]
+    assert list(settings) == ["mosec", "ray"]
+    assert "Without torchserve" in capsys.readouterr().out
+
+
+def test_a_peer_is_asked_where_it_predicts():
+    bodies = Bodies(files=[], content_type="", path="/predict?shape=3")
+    ours, other = Contender(name="a", argv=[]), Contender(name="b", argv=[], path="/predictions/b")
+    match = Match(workload="w", bodies=bodies, contenders=[ours, other])
+    assert match.asked_of(ours).bodies.path == "/predict?shape=3"
+    assert match.asked_of(other).bodies.path == "/predictions/b"
 
 
 def test_ratios_are_taken_within_a_round():

@@ -98,6 +98,11 @@ class ClassifyJpeg(Classify):
         return super()._collate(images).float().div_(255).sub_(self._mean).div_(self._std)
 
 
+def serve_batch(work: Work, bodies: Sequence[bytes]) -> Sequence[dict[str, object]]:
+    """All of it, for the peers that make their batches of bodies."""
+    return work.compute([work.prepare(body) for body in bodies])
+
+
 WORK: dict[str, Callable[["Setting"], Work]] = {
     "echo": Echo,
     "tensor": Classify,

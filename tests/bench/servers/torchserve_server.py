@@ -1,0 +1,95 @@
+"""TorchServe as a peer: python -m tests.bench.servers.torchserve_server PORT. It needs Java 17.
+
+Packs its handler into an archive, and runs TorchServe on it until SIGTERM.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from tests.bench.processes import HOST, ROOT
+from tests.bench.servers.work import Setting, setting
+
+_HANDLER = Path(__file__).with_name("torchserve_handler.py")
+
+# The queue has room for all connections; its log would have a line for each request.
+_CONFIG = """\
+inference_address=http://{host}:{port}
+management_address=http://{host}:{others[0]}
+metrics_address=http://{host}:{others[1]}
+grpc_inference_address={host}
+grpc_inference_port={others[2]}
+grpc_management_address={host}
+grpc_management_port={others[3]}
+disable_token_authorization=true
+job_queue_size=1000
+disable_system_metrics=true
+vmargs=-Xmx512m
+"""
+_MODEL = """\
+minWorkers: {told.num_workers}
+maxWorkers: {told.num_workers}
+batchSize: {told.max_batch_size}
+maxBatchDelay: {wait_ms}
+responseTimeout: 60
+"""
+_LOG = """\
+<Configuration status="error">
+  <Appenders><Console name="console"/></Appenders>
+  <Loggers><Root level="error"><AppenderRef ref="console"/></Root></Loggers>
+</Configuration>
+"""
+
+
+def main(port: int) -> int:
+    """Run it; returns its exit status."""
+    folder = Path(tempfile.gettempdir())
+    _prepare(folder, port, setting())
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),  # for the handler
+        "TEMP": str(folder),  # for the sockets to its workers
+        "LOG_LOCATION": str(folder),
+        "METRICS_LOCATION": str(folder),
+    }
+    argv = [
+        sys.executable, "-m", "ts.model_server", "--start", "--foreground", "--ncs",
+        "--disable-token-auth", "--model-store", str(folder), "--models", "work=work.mar",
+        "--ts-config", str(folder / "config.properties"),
+        "--log-config", str(folder / "log4j2.xml"),
+    ]  # fmt: skip
+    server = subprocess.Popen(argv, cwd=folder, env=environment, process_group=0)
+    # The launcher only waits for the JVM, which ends the workers: all of them must hear of it.
+    signal.signal(signal.SIGTERM, lambda *_: os.killpg(server.pid, signal.SIGTERM))
+    return server.wait()
+
+
+def _prepare(folder: Path, port: int, told: Setting) -> None:
+    """Write what it is started with: settings, and the archive of the handler."""
+    config = _CONFIG.format(host=HOST, port=port, others=_free_ports(4))
+    (folder / "config.properties").write_text(config)
+    (folder / "log4j2.xml").write_text(_LOG)
+    model = _MODEL.format(told=told, wait_ms=max(1, round(told.wait_ms)))
+    (folder / "model.yaml").write_text(model)
+    archiver = [
+        sys.executable, "-m", "model_archiver.model_packaging", "--model-name", "work",
+        "--version", "1", "--handler", str(_HANDLER), "--config-file", str(folder / "model.yaml"),
+        "--export-path", str(folder),
+    ]  # fmt: skip
+    subprocess.run(archiver, check=True)
+
+
+def _free_ports(num: int) -> Sequence[int]:
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server((HOST, 0))) for _ in range(num)]
+        return [listener.getsockname()[1] for listener in listeners]
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))
