@@ -20,6 +20,8 @@ class Worker(msgspec.Struct):
     reason: str = ""
     speed: str | None = None
     """The speed preset that it serves with."""
+    decode: str | None = None
+    """How it decodes inputs."""
 
 
 class ModelState(msgspec.Struct):

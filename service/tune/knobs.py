@@ -37,6 +37,8 @@ class Facts:
     goal: Goal
     preset: str = "exact"
     """The speed preset that is in use with the settings as they are."""
+    decode: str = "exact"
+    """And how inputs are decoded with them."""
     num_fronts: int = 1
     """The processes that take calls with the settings as they are."""
 
@@ -146,14 +148,22 @@ def _prepare_threads(facts: Facts) -> _Ways:
     return [[{"prepare_threads": 2 * now}], [{"prepare_threads": count} for count in _halves(now)]]
 
 
+def _decode(facts: Facts) -> _Ways:
+    """Whether what `auto` has chosen pays here; what the user has chosen stays."""
+    is_chosen = facts.own.decode == "auto" and facts.decode != "exact"
+    return [[{"decode": "exact"}]] if is_chosen else []
+
+
 def _speed(facts: Facts) -> _Ways:
-    """Presets that change answers by no more than rounding; `auto` verifies the others itself."""
-    own = facts.own
-    in_use = facts.preset if own.speed == "auto" else own.speed
-    names = ("auto", "exact", "channels_last", "folded")
-    if own.speed == "auto" and facts.preset == "exact":
-        return []  # nothing could be changed in the network, or nothing gained
-    return [[{"speed": name}] for name in names if name not in (own.speed, in_use)]
+    """Presets that change answers by no more than rounding, where the choice is open.
+
+    The others are for `auto` to try, which verifies them; and where it found nothing to gain, or
+    nothing that it could change in the network, there is nothing to try.
+    """
+    if facts.own.speed != "auto" or facts.preset == "exact":
+        return []
+    names = ("exact", "channels_last", "folded")
+    return [[{"speed": name}] for name in names if name != facts.preset]
 
 
 _KNOBS: Mapping[str, Callable[[Facts], _Ways]] = {
@@ -165,4 +175,5 @@ _KNOBS: Mapping[str, Callable[[Facts], _Ways]] = {
     "threads that prepare": _prepare_threads,
     "wait for a batch": _batch_wait,
     "speed preset": _speed,
+    "decoding": _decode,
 }

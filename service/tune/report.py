@@ -85,6 +85,7 @@ class Report:
             stream.write("\n")
             chart = text_chart(self.points, self.goal.p99_ms)
             stream.writelines(f"{line}\n" for line in chart)
+            stream.write("Gains are of rounds in turns; other figures are of their own time.\n")
         stream.write("\n")
         stream.writelines(f"{line}\n" for line in self.conclusion())
 

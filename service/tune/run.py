@@ -137,6 +137,7 @@ class _Run:
             host=find_host(settings.cuda_visible_devices),
             goal=self._plan.goal,
             preset=self._stage.preset,
+            decode=self._stage.decode,
             num_fronts=self._stage.num_fronts,
         )
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 
 from service.cli_config import Row
-from service.settings_loader import Loaded
+from service.settings_loader import Key, Loaded
 from service.trial.client import NoAnswerError, connect, head_of
 from service.trial.errors import TrialError
 from service.trial.health import Health, read_health
@@ -92,8 +92,10 @@ class ServiceStage:
         """
         self.preset = "exact"
         """The speed preset that the settings as they are have led to."""
+        self.decode = "exact"
+        """And how inputs are decoded."""
         self.num_fronts = 1
-        """And the processes that take calls."""
+        """And how many processes take calls."""
         self._source = loaded.settings.models[model].source
         self._rows = rows_of(loaded)
         self._model = model
@@ -134,9 +136,11 @@ class ServiceStage:
         self._requests = [request_of(self._model, each) for each in inputs]
         self.num_fronts = max(1, len(health.fronts))
         self.preset = next((w.speed for w in model.workers if w.speed), self.preset)
+        self.decode = next((w.decode for w in model.workers if w.decode), self.decode)
 
     def _changed(self, changes: Changes) -> list[Row]:
-        values = {key_of(name, self._model): value for name, value in changes.items()}
+        values: dict[Key, object] = {("speed_search",): False}  # it would take time from both
+        values |= {key_of(name, self._model): value for name, value in changes.items()}
         return [
             (key, values[key], "tune") if key in values else (key, value, origin)
             for key, value, origin in self._rows

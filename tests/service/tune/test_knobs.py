@@ -19,6 +19,7 @@ def knobs(
     gpus: tuple[Gpu, ...] = (),
     fixed: frozenset[str] = frozenset(),
     preset: str = "folded",
+    decode: str = "exact",
     goal: Goal = _NO_LIMIT,
     num_fronts: int = 1,
 ) -> dict[str, Knob]:
@@ -32,6 +33,7 @@ def knobs(
         host=host,
         goal=goal,
         preset=preset,
+        decode=decode,
         num_fronts=num_fronts,
     )
     return {knob.name: knob for knob in knobs_for(facts, fixed)}
@@ -76,8 +78,18 @@ def test_ladders_begin_at_what_the_user_has_set(tmp_path: Path):
 def test_preset_in_use_is_not_tried_nor_one_that_changes_answers(tmp_path: Path):
     found = knobs(tmp_path)["speed preset"]
     assert found.ways == [[{"speed": "exact"}], [{"speed": "channels_last"}]]
-    named = knobs(tmp_path, 'speed = "exact"\n')["speed preset"]
-    assert named.ways == [[{"speed": "auto"}], [{"speed": "channels_last"}], [{"speed": "folded"}]]
+    assert "speed preset" not in knobs(tmp_path, preset="exact")
+
+
+def test_answers_that_the_user_wants_exact_stay_exact(tmp_path: Path):
+    found = knobs(tmp_path, 'speed = "exact"\ndecode = "fast"\n', decode="fast")
+    assert "speed preset" not in found
+    assert "decoding" not in found
+
+
+def test_fast_decoding_that_was_chosen_is_held_against_the_exact_one(tmp_path: Path):
+    assert knobs(tmp_path, decode="fast")["decoding"].ways == [[{"decode": "exact"}]]
+    assert "decoding" not in knobs(tmp_path)
 
 
 def test_calls_are_taken_by_one_process_more_and_one_less_than_now(tmp_path: Path):
