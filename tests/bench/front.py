@@ -169,9 +169,10 @@ def _connections(predict: Predict) -> list[PredictProtocol]:
     config.load()
     state = ServerState()
     state.default_headers = [(b"date", b"Sat, 21 Nov 2026 14:00:00 GMT")]
+    make: Any = config.http_protocol_class
     protocols = []
     for _ in range(_NUM_CONNECTIONS):
-        protocol: Any = config.http_protocol_class(config=config, server_state=state, app_state={})
+        protocol = make(config=config, server_state=state, app_state={})
         protocol.connection_made(_Nowhere())
         protocols.append(protocol)
     return protocols
