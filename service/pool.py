@@ -171,6 +171,23 @@ class Pool:
                 logger.error("%s did not come up again: the rest stay as they are", slot.id)
                 return
 
+    async def change_over(self, slot: Slot, preset: str, grace_s: float) -> bool:
+        """Replace a worker by one that serves with another preset, which it finds in the cache.
+
+        The new one is ready before the old one leaves, so that no request waits for it.
+
+        Returns:
+            Whether that is how it came up; otherwise the old one stays, where it can.
+        """
+        config = replace(slot.config, chosen=None)
+        if slot.handle is None:
+            slot.config = config  # it will come up with it
+            return True
+        if not await self._supervisor.succeed(slot, config, grace_s):
+            return False
+        self._metrics.restarts["asked"] += 1
+        return slot.handle is not None and slot.handle.ready.speed.preset == preset
+
     async def stop(self, grace_s: float) -> None:
         """See every worker out."""
         await self._supervisor.stop(grace_s)

@@ -87,6 +87,8 @@ class Supervisor:
         self._watcher = watcher
         self._policy = policy
         self._tasks: list[Task[None]] = []
+        self._leaving: list[WorkerHandle] = []
+        """Those whose successors are ready already."""
         self._is_stopping = False
 
     def start(self, model: str, configs: Sequence[WorkerConfig]) -> None:
@@ -103,7 +105,7 @@ class Supervisor:
             if slot.handle is None:
                 task.cancel()  # it starts or pauses
         handles = [slot.handle for slot in self.slots if slot.handle]
-        await asyncio.gather(*(handle.stop(grace_s) for handle in handles))
+        await asyncio.gather(*(handle.stop(grace_s) for handle in (*handles, *self._leaving)))
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def replace(self, slot: Slot, grace_s: float) -> bool:
@@ -127,6 +129,36 @@ class Supervisor:
             self._tasks[self.slots.index(slot)] = task
         await slot.settled.wait()
         return slot.state == "ready"
+
+    async def succeed(self, slot: Slot, config: WorkerConfig, grace_s: float) -> bool:
+        """Start a worker's next incarnation beside it; then let the old one finish and leave.
+
+        There is always one that takes batches. If the successor does not come up, or the worker
+        came to an end meanwhile, nothing changes.
+
+        Returns:
+            Whether the successor has taken over.
+        """
+        predecessor = slot.handle
+        if predecessor is None:
+            return False
+        id = slot.id.next_life()
+        try:
+            successor = await self._engine.start(id, config, lambda stage: None)
+        except WorkerStartError as error:
+            logger.warning("%s did not start, and %s stays: %s", id, slot.id, error)
+            return False
+        if slot.handle is not predecessor or self._is_stopping:
+            await successor.stop(0)
+            return False
+        slot.id, slot.handle, slot.config = id, successor, config
+        slot.num_restarts += 1
+        self._watcher.on_ready(slot)
+        self._watcher.on_gone(predecessor)
+        self._leaving.append(predecessor)
+        await predecessor.stop(grace_s)
+        self._leaving.remove(predecessor)
+        return True
 
     async def _keep(self, slot: Slot) -> None:
         try:
@@ -177,7 +209,12 @@ class Supervisor:
         slot.settled.set()
         began = asyncio.get_running_loop().time()
         try:
-            ending = await handle.wait()
+            while (ending := await handle.wait()) and slot.handle is not handle:
+                assert slot.handle is not None, "only this task leaves a slot empty"
+                logger.info("%s ended, as it was asked to: %s took over", handle.id, slot.id)
+                slot.cause, slot.reason = "asked", "its successor took over"
+                slot.ended_at = began = asyncio.get_running_loop().time()
+                handle = slot.handle
         finally:
             slot.handle = None
             self._watcher.on_gone(handle)

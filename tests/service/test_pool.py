@@ -158,6 +158,27 @@ def test_worker_after_a_crash_is_told_what_the_one_before_chose_and_one_asked_fo
     run(go)
 
 
+@pytest.mark.parametrize(("wanted", "is_changed"), [("folded", True), ("compiled", False)])
+def test_worker_is_changed_over_without_a_moment_in_which_none_is_ready(
+    wanted: str, is_changed: bool
+):
+    async def go(arena: Arena) -> None:
+        engine = Measuring()
+        pool = pool_over(engine, arena, configs=[replace(CONFIG, speed="auto")])
+        pool.start()
+        await until(lambda: pool.is_ready)
+        changing = asyncio.create_task(pool.change_over(pool.slots[0], wanted, 1))
+        await until(lambda: len(engine.started) == 2 or not pool.is_ready)
+        while not changing.done():
+            assert pool.is_ready
+            await asyncio.sleep(0)
+        assert await changing is is_changed
+        assert engine.told == {"m/0#0": None, "m/0#1": None}  # it looks into the cache
+        await pool.stop(0)
+
+    run(go)
+
+
 class Noting(Silent):
     def __init__(self) -> None:
         self.seconds: list[float] = []

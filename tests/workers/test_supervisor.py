@@ -274,3 +274,58 @@ def test_a_successor_that_does_not_come_up_is_told(supervise):
         await log.until("ready", 2)
 
     supervise(engine, test)
+
+
+def test_a_successor_takes_over_before_the_old_one_leaves_and_is_looked_after(supervise):
+    engine = FakeEngine()
+
+    async def test(supervisor: Supervisor, log: Log) -> None:
+        await log.until("ready")
+        slot = supervisor.slots[0]
+        for _ in range(2):
+            assert await supervisor.succeed(slot, slot.config, 1)
+        assert (slot.id.incarnation, slot.state, slot.handle) == (2, "ready", engine.started[2])
+        assert [worker.is_gone for worker in engine.started] == [True, True, False]
+        assert log.events.index(("ready", "m/0#1")) < log.events.index(("gone", "m/0#0"))
+        engine.started[2].die()
+        await log.until("ready", 4)
+        assert slot.id.incarnation == 3
+
+    supervise(engine, test)
+
+
+def test_a_worker_whose_successor_does_not_come_up_stays(supervise):
+    engine = FakeEngine()
+
+    async def test(supervisor: Supervisor, log: Log) -> None:
+        await log.until("ready")
+        slot = supervisor.slots[0]
+        engine.failures = [unlucky()]
+        assert not await supervisor.succeed(slot, config_of(), 1)
+        assert (slot.handle, slot.state) == (engine.started[0], "ready")
+        assert ("gone", "m/0#0") not in log.events
+
+    supervise(engine, test)
+
+
+def test_a_successor_leaves_again_where_the_worker_came_to_an_end_meanwhile(supervise):
+    engine = FakeEngine()
+
+    async def test(supervisor: Supervisor, log: Log) -> None:
+        await log.until("ready")
+        slot = supervisor.slots[0]
+        start = engine.start
+
+        async def die_meanwhile(*arguments: object) -> object:
+            engine.started[0].die()
+            await log.until("ready", 2)
+            return await start(*arguments)
+
+        engine.start = die_meanwhile  # type: ignore[method-assign]
+        succession = asyncio.create_task(supervisor.succeed(slot, slot.config, 1))
+        await asyncio.sleep(0)
+        engine.start = start  # type: ignore[method-assign]
+        assert not await succession
+        assert [worker.is_gone for worker in engine.started] == [True, False, True]
+
+    supervise(engine, test)
