@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from models.speed.correction import correct_biases
 from models.speed.folding import fold_batch_norms
 
 _LOW_BITS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -71,7 +72,7 @@ def prepare(name: str, network: nn.Module, run: Callable[[nn.Module], object]) -
     Args:
         name: The preset.
         network: The exact one.
-        run: Computes a sample with the network that it is given.
+        run: Computes samples of every kind with the network that it is given.
     """
     if name not in ("channels_last", "folded", *_LOW_BITS):
         raise ValueError(f"there is no preset {name!r}")
@@ -79,4 +80,6 @@ def prepare(name: str, network: nn.Module, run: Callable[[nn.Module], object]) -
     if name != "channels_last":
         fold_batch_norms(changed, lambda: run(changed))
     dtype = _LOW_BITS.get(name, torch.float32)
+    if dtype != torch.float32:
+        correct_biases(changed, dtype, lambda: run(changed))
     return Recast(changed.to(dtype).to(memory_format=torch.channels_last), dtype).eval()
