@@ -91,6 +91,8 @@ class Model:
     network: Callable[..., object] | None = None
     """What `forward` calls to compute. If `load` sets it to an `nn.Module`, a speed preset may put
     a faster one in its place, which takes and returns the same and is tried on `samples`."""
+    has_fixed_shapes: bool = False
+    """A promise: `network` is called with inputs of the same shapes always, but for the batch."""
     tolerance: Tolerance = ValueTolerance()
     """How far a preset's outputs may be from the exact ones, after `postprocess`."""
 

@@ -34,6 +34,7 @@ class TensorModel(Model, ABC):
         self.inputs = list(inputs) or [_ANY_INPUT]
         self.outputs = list(outputs)
         self.finite_outputs = finite_outputs
+        self.has_fixed_shapes = all(_is_known(spec) for spec in self.inputs)
 
     @abstractmethod
     def build_network(self, device: torch.device) -> Callable[..., object]:

@@ -39,6 +39,7 @@ class Classifier(Model):
     """
 
     network: nn.Module
+    has_fixed_shapes = True
     tolerance: Tolerance = LabelTolerance()
 
     def __init__(self, *, transform: ImageTransform, labels: Sequence[str]) -> None:

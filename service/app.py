@@ -41,12 +41,14 @@ from service.server import Server
 from service.settings import ModelSettings, Settings, version_of
 from service.settings_loader import Loaded
 from service.speed_cache import SpeedCache
+from service.speed_search import SpeedSearch
 from service.tls import TlsError
 from workers.arena import Arena
 from workers.config import WorkerConfig
 from workers.devices import DeviceError, Host, find_host, place
 from workers.local import LocalEngine
 from workers.memory import SharedMemoryError
+from workers.searching import search
 from workers.supervisor import RestartPolicy
 
 logger = logging.getLogger(__name__)
@@ -93,6 +95,7 @@ class Service:
         self.fronts: OnlyFront | Fronts = OnlyFront()
         """Who takes the connections; set before the start."""
         self._speed_cache = SpeedCache(settings)
+        self._speed_search = SpeedSearch(self.pools, search, grace_s=settings.drain_timeout_s)
         self._plans = _plan(settings, host, self._speed_cache.folder)
         try:
             self.arena = Arena(settings.arena_bytes)
@@ -118,6 +121,8 @@ class Service:
             self.pools[name] = self._make_pool(name, configs, engine)
         for pool in self.pools.values():
             pool.start()
+        if self.settings.speed_search:
+            self._speed_search.start()
 
     def begin_stop(self) -> None:
         """Turn readiness red for good; what comes is still answered."""
@@ -145,6 +150,7 @@ class Service:
     async def stop(self) -> None:
         """See every worker and every front out and give the memory back."""
         await self.operations.stop()
+        await self._speed_search.stop()
         await self.drain()
         await self.fronts.stop()
         grace_s = 0.0 if self._is_hurried else _STOP_GRACE_S
@@ -165,7 +171,9 @@ class Service:
 
     def report(self) -> HealthReport:
         """The state of everything, for /health."""
-        return report_of(self.pools, self.fronts.health(), is_draining=self.is_draining)
+        return report_of(
+            self.pools, self.fronts.health(), self._speed_search, is_draining=self.is_draining
+        )
 
     def _make_pool(self, name: str, configs: list[WorkerConfig], engine: LocalEngine) -> Pool:
         model = self.settings.models[name]
@@ -200,6 +208,7 @@ class Service:
 
     def _on_change(self) -> None:
         self.fronts.tell_inputs()
+        self._speed_search.on_change()
         pools = self.pools.values()
         is_default_ready = self.pools[self.settings.default_model].is_ready
         if is_default_ready or all(pool.is_ready or pool.is_lost for pool in pools):

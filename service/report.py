@@ -10,21 +10,27 @@ from service.api.health import (
     InputDescription,
     LastEnding,
     ModelHealth,
+    SpeedSearchHealth,
     WorkerHealth,
 )
 from service.pool import Pool
+from service.speed_search import Progress, SpeedSearch
 from workers.supervisor import Slot
 
 
 def report_of(
-    pools: Mapping[str, Pool], fronts: Sequence[FrontHealth], *, is_draining: bool
+    pools: Mapping[str, Pool],
+    fronts: Sequence[FrontHealth],
+    speed_search: SpeedSearch,
+    *,
+    is_draining: bool,
 ) -> HealthReport:
     """The state of everything now.
 
     The host is ready while every model that could be loaded is: one that was given up for good does
     not take its neighbours out of service.
     """
-    models = [_model_health(pool) for pool in pools.values()]
+    models = [_model_health(pool, speed_search.progress(name)) for name, pool in pools.items()]
     hopeful = [pool for pool in pools.values() if not pool.is_lost]
     is_ready = bool(hopeful) and all(pool.is_ready for pool in hopeful) and not is_draining
     return HealthReport(
@@ -46,7 +52,7 @@ def _status(models: list[ModelHealth], *, is_ready: bool, is_draining: bool) -> 
     return "starting" if is_first_life else "unavailable"
 
 
-def _model_health(pool: Pool) -> ModelHealth:
+def _model_health(pool: Pool, search: Progress) -> ModelHealth:
     return ModelHealth(
         name=pool.name,
         ready=pool.is_ready,
@@ -56,6 +62,7 @@ def _model_health(pool: Pool) -> ModelHealth:
             InputDescription(name=each.name, dtype=each.dtype, shape=each.shape)
             for each in pool.inputs
         ],
+        speed_search=SpeedSearchHealth(state=search.state, text=search.text),
         workers=[_worker_health(slot) for slot in pool.slots],
     )
 

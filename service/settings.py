@@ -90,7 +90,7 @@ class ModelSettings(_Table):
     """Threads that torch computes with in each replica; `auto`: an equal share of the cores."""
     speed: str = "auto"
     """`exact` serves the network as it is, `auto` with the fastest preset that agrees with that; or
-    name a preset: `channels_last`, `folded`, `bf16`, `fp16`, `compiled`."""
+    name a preset: `channels_last`, `folded`, `bf16`, `fp16`, `compiled`, `compiled_bf16`."""
     decode: Literal["auto", "exact", "fast"] = "auto"
     """How encoded images become pixels: `exact` as the model's authors did it, `fast` with large
     JPEGs decoded smaller and other roundings, `auto` fast where that agrees with exact (and exact
@@ -245,6 +245,9 @@ class Settings(_Table):
     cache_dir: str = Field("~/.cache/inferpool", min_length=1)
     """Where workers keep what they find out about speed; `none` keeps it nowhere. The variable
     XDG_CACHE_HOME moves it."""
+    speed_search: bool = True
+    """Whether presets that take minutes to make are searched for while workers serve, by a process
+    at idle priority, and changed over to if they are faster; where `speed` is `auto`, on CPUs."""
     cuda_visible_devices: str | None = None
     """The GPUs to use, as indices or UUIDs; from CUDA_VISIBLE_DEVICES."""
     models: Mapping[str, ModelSettings]

@@ -1,6 +1,6 @@
-"""Compiles a model's network in a process of its own, at the order of a worker.
+"""Compiles a model's network in a process of its own, at the order of a worker or of a search.
 
-So the worker is spared the compiler's memory, and a compiler that crashes ends nobody else.
+So that is spared the compiler's memory, and a compiler that crashes ends nobody else.
 """
 
 import json
@@ -26,7 +26,14 @@ class CompileError(Exception):
     """It could not be compiled; the message says why."""
 
 
-def compile_package(config: WorkerConfig, network: nn.Module, path: Path) -> None:
+def compile_package(
+    config: WorkerConfig,
+    network: nn.Module,
+    preset: str,
+    path: Path,
+    *,
+    timeout_s: float = _TIMEOUT_S,
+) -> None:
     """Write the package of a model's network as it is loaded here, and wait for it.
 
     Raises:
@@ -40,6 +47,7 @@ def compile_package(config: WorkerConfig, network: nn.Module, path: Path) -> Non
         "weights": config.model.weights,
         "options": dict(config.model.options),
         "num_threads": config.placement.num_threads,
+        "preset": preset,
         "path": str(path),
         "parent": os.getpid(),
     }
@@ -61,13 +69,13 @@ def compile_package(config: WorkerConfig, network: nn.Module, path: Path) -> Non
         )
         try:
             order = json.dumps({**told, "scratch": scratch})
-            _, errors = process.communicate(order, timeout=_TIMEOUT_S)
+            _, errors = process.communicate(order, timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            raise CompileError(f"compiling took more than {_TIMEOUT_S:g} s") from None
+            raise CompileError(f"compiling took more than {timeout_s:g} s") from None
         finally:
             _end(process)
     if process.returncode:
-        last = (errors.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+        last = (errors.strip().splitlines() or [_described(process.returncode)])[-1]
         raise CompileError(f"compiling failed: {last[:_MAX_REASON]}")
 
 
@@ -75,8 +83,9 @@ def main(told: dict[str, object]) -> None:
     """The process that compiles."""
     from models.registry import build
     from models.spec import Placement
-    from models.speed.choose import run_samples
     from models.speed.compiled import compile_network
+    from models.speed.trial import Trial
+    from models.speed.verdicts import VerdictStore
     from workers.guard import die_with_parent
 
     die_with_parent(int(str(told["parent"])))
@@ -90,12 +99,12 @@ def main(told: dict[str, object]) -> None:
     assert isinstance(network, nn.Module)
     scratch = Path(str(told["scratch"]))
     network.load_state_dict(torch.load(scratch / _WEIGHTS, weights_only=True))
-    compile_network(
-        network,
-        lambda _: run_samples(model, 4),
-        Path(str(told["path"])),
-        scratch,
-    )
+    trial = Trial(model, 1, VerdictStore(None))
+    compile_network(network, trial.calibrate, str(told["preset"]), Path(str(told["path"])), scratch)
+
+
+def _described(code: int) -> str:
+    return f"exit code {code}" if code > 0 else f"ended by signal {-code}"
 
 
 def _end(process: "subprocess.Popen[str]") -> None:

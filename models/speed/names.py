@@ -4,14 +4,17 @@ from typing import Literal
 
 import msgspec
 
-CHOICES = ("auto", "exact", "channels_last", "folded", "bf16", "fp16", "compiled")
+COMPILED = ("compiled_bf16", "compiled")
+"""Presets that take minutes to make, and no time once that is done; in the order to try them."""
+
+CHOICES = ("auto", "exact", "channels_last", "folded", "bf16", "fp16", *reversed(COMPILED))
 """What the setting `speed` may be.
 
 `exact` serves the network as it is, in float32. `channels_last` lays images out with their colours
 together; `folded` also folds batch normalisation into convolutions; `bf16` and `fp16` also keep
-weights and activations in half the bits. `compiled` makes machine code of the network once, which
-takes a C++ compiler and a minute, and keeps it. `auto` takes the fastest of those that agree with
-`exact`.
+weights and activations in half the bits. `compiled` makes machine code of the folded network once,
+which takes a C++ compiler and a minute, and keeps it; `compiled_bf16` of that in bf16. `auto` takes
+the fastest of those that agree with `exact`.
 """
 
 ANY_SIZE = ("exact", "channels_last", "folded", "bf16", "fp16")
@@ -44,6 +47,10 @@ class SpeedReport(msgspec.Struct, frozen=True, kw_only=True):
     """How inputs are decoded."""
     decode_gain: float = 1.0
     """How many times as fast `fast` prepares a sample input."""
+    is_final: bool = True
+    """Nothing is left to try: those that take minutes to make have been judged, or are no use."""
+    key: str = ""
+    """What the verdict is kept under; empty where nothing was tried."""
     measured_s: float = 0.0
     """What measuring took this worker, or waiting for the one that measured."""
 

@@ -7,6 +7,7 @@ import inspect
 import logging
 import os
 import platform
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ _LOCK_POLL_S = 0.05
 _CUT_SHORT_HOLDS_S = 3600.0
 """A verdict cut short serves the other replicas, and a service that is started over and over; a
 later start may find the machine less busy."""
+_ATTEMPT_HOLDS_S = 24 * 3600.0
 
 
 def fingerprint(network: nn.Module, *facts: object) -> str:
@@ -55,9 +57,9 @@ class VerdictStore:
         self._folder = folder
         self._has_warned = False
 
-    def package(self, key: str) -> Path | None:
-        """Where the compiled network of a key belongs."""
-        return self._folder / f"{key}.pt2" if self._folder else None
+    def package(self, key: str, preset: str) -> Path | None:
+        """Where the network belongs that is compiled for a preset."""
+        return self._folder / f"{key}-{preset}.pt2" if self._folder else None
 
     def read(self, key: str) -> SpeedReport | None:
         """What was found out before, if it was."""
@@ -90,7 +92,44 @@ class VerdictStore:
         Where the folder cannot be written, or the wait is over, each does it alone. The kernel
         gives the lock of a process back when that ends, however it ends.
         """
-        descriptor = self._open_lock(key)
+        with self._locked(self._folder and self._folder / f"{key}.lock", timeout_s, on_wait):
+            yield
+
+    @contextlib.contextmanager
+    def host_turn(self, timeout_s: float, on_wait: Callable[[], None]) -> Iterator[None]:
+        """Be the only one of this user on this host, whatever its folder."""
+        path = Path(tempfile.gettempdir(), f"inferpool-search-{os.geteuid()}.lock")
+        with self._locked(path, timeout_s, on_wait):
+            yield
+
+    @contextlib.contextmanager
+    def attempt(self, key: str) -> Iterator[bool]:
+        """Begin what may take all the memory there is, so that the kernel may end us and others.
+
+        Yields whether to go on: not if an attempt within the last day did not come to an end. Where
+        that took the whole service with it, the next one would do so again.
+        """
+        if self._folder is None:
+            yield True
+            return
+        mark = self._folder / f"{key}.begun"
+        with contextlib.suppress(OSError):
+            if time.time() - mark.stat().st_mtime < _ATTEMPT_HOLDS_S:
+                yield False
+                return
+        with contextlib.suppress(OSError):
+            mark.write_bytes(b"")
+        try:
+            yield True
+        finally:
+            with contextlib.suppress(OSError):
+                mark.unlink()
+
+    @contextlib.contextmanager
+    def _locked(
+        self, path: Path | None, timeout_s: float, on_wait: Callable[[], None]
+    ) -> Iterator[None]:
+        descriptor = self._open_lock(path)
         if descriptor is None:
             yield
             return
@@ -100,12 +139,12 @@ class VerdictStore:
         finally:
             os.close(descriptor)
 
-    def _open_lock(self, key: str) -> int | None:
-        if self._folder is None:
+    def _open_lock(self, path: Path | None) -> int | None:
+        if path is None:
             return None
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            return os.open(self._folder / f"{key}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             self._warn(error)
             return None

@@ -69,6 +69,17 @@ class InputDescription:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedSearchHealth:
+    """The search for a faster speed preset, while workers serve."""
+
+    state: str
+    """`off`, `waiting` (for the workers), `searching`, `changing` (the workers, one by one), `done`
+    or `failed`."""
+    text: str = ""
+    """What it is doing, or what it came to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelHealth:
     """One model and its workers."""
 
@@ -80,6 +91,7 @@ class ModelHealth:
     """Instances that wait for a worker."""
     inputs: Sequence[InputDescription] = ()
     """What it takes, once a worker has been ready; empty if it does not say."""
+    speed_search: SpeedSearchHealth = SpeedSearchHealth(state="off")
     workers: Sequence[WorkerHealth] = ()
 
 

@@ -24,7 +24,7 @@ def wait_for_workers(service, num):
 
 
 def test_two_replicas_share_one_verdict_and_say_which(tmp_path):
-    env = {"INFERPOOL_CACHE_DIR": str(tmp_path)}
+    env = {"INFERPOOL_CACHE_DIR": str(tmp_path), "INFERPOOL_SPEED_SEARCH": "false"}
     with running(SMALL, "--replicas", "2", "--speed", "auto", env=env) as service:
         wait_for_workers(service, 2)
         (logged,) = [m for line in service.log if " speed: " in (m := str(line["message"]))]
@@ -58,6 +58,7 @@ def test_a_preset_by_name_serves_in_every_incarnation(tmp_path):
 def test_without_a_folder_one_worker_measures_once_in_a_run_and_that_is_told(tmp_path):
     (tmp_path / "file").touch()
     env = {"INFERPOOL_CACHE_DIR": str(tmp_path / "file" / "cache"), "TMPDIR": str(tmp_path)}
+    env |= {"INFERPOOL_SPEED_SEARCH": "false"}
     arguments = (SMALL, "--replicas", "2", "--speed", "auto", "--log-level", "debug")
     with running(*arguments, env=env) as service:
         wait_for_workers(service, 2)

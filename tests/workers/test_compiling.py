@@ -7,9 +7,9 @@ import torch
 
 from models.errors import ModelError
 from models.spec import Placement
-from models.speed import choose as choosing
 from models.speed.choose import SpeedWish, choose
 from models.speed.compiled import Compiled, can_compile
+from models.speed.trial import Trial
 from tests.models.items import run
 from tests.small_classifier import SmallClassifier
 from workers.compiling import CompileError, compile_package
@@ -34,7 +34,7 @@ def loaded(bias=0.0):
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cache")
-    compile_package(CONFIG, loaded(bias=1.5).network, folder / "key.pt2")
+    compile_package(CONFIG, loaded(bias=1.5).network, "compiled", folder / "key.pt2")
     return folder / "key.pt2"
 
 
@@ -57,13 +57,13 @@ def test_a_package_computes_batches_of_any_size_with_the_weights_of_the_worker(p
 @pytest.mark.timeout(600)
 def test_auto_chooses_what_was_compiled_once_it_is_there(package: Path, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        choosing._Trial, "gain", lambda self, network: 3.0 if type(network) is Compiled else 2.0
+        Trial, "gain", lambda self, network: 3.0 if type(network) is Compiled else 2.0
     )
     wish = SpeedWish(
         speed="auto",
         max_batch_size=4,
         cache_dir=tmp_path,
-        compile_package=lambda network, path: shutil.copy(package, path),
+        compile_package=lambda network, preset, path: shutil.copy(package, path),
     )
     assert choose(loaded(bias=1.5), wish, lambda stage: None).preset != "compiled"
     named = SpeedWish(
@@ -96,7 +96,7 @@ def test_why_it_cannot_be_compiled_is_told_and_nothing_is_left(tmp_path):
         model=ModelConfig(name="m", source="tests.no_such_module:Net"), placement=CPU
     )
     with pytest.raises(CompileError, match="no_such_module"):
-        compile_package(config, loaded().network, tmp_path / "key.pt2")
+        compile_package(config, loaded().network, "compiled", tmp_path / "key.pt2")
     assert not list(tmp_path.iterdir())
 
 
@@ -106,7 +106,7 @@ def test_compiled_says_what_it_lacks(tmp_path, monkeypatch):
             speed="compiled",
             max_batch_size=4,
             cache_dir=cache_dir,
-            compile_package=lambda network, path: None,
+            compile_package=lambda network, preset, path: None,
         )
 
     with pytest.raises(ModelError, match="needs a cache_dir"):

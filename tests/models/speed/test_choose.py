@@ -16,8 +16,10 @@ from models.errors import ModelError
 from models.modules import ModuleModel
 from models.spec import TensorSpec
 from models.speed import choose as choosing
+from models.speed import trial as trying
 from models.speed.choose import SpeedWish, choose
 from models.speed.names import SpeedReport
+from models.speed.trial import Trial
 from models.speed.verdicts import VerdictStore
 from models.vision import Classifier
 from tests.models.items import CPU, run
@@ -60,12 +62,12 @@ def loaded(model=None):
 def always_faster(monkeypatch):
     """Timings that favour every preset, the later the more: on a busy machine none can be had."""
     gains = iter(range(2, 100))
-    monkeypatch.setattr(choosing._Trial, "gain", lambda self, network: float(next(gains)))
+    monkeypatch.setattr(Trial, "gain", lambda self, network: float(next(gains)))
 
 
 @pytest.fixture
 def never_faster(monkeypatch):
-    monkeypatch.setattr(choosing._Trial, "gain", lambda self, network: 1.05)
+    monkeypatch.setattr(Trial, "gain", lambda self, network: 1.05)
 
 
 def quietly(stage):
@@ -251,6 +253,7 @@ def slow(monkeypatch):
     """Counts the batches of a network for which each is a second of the only clock there is."""
     clock = Clock()
     monkeypatch.setattr(choosing, "time", clock)
+    monkeypatch.setattr(trying, "time", clock)
 
     class Slow(Small):
         num_batches = 0
@@ -273,7 +276,7 @@ def test_trying_ends_when_its_time_is_over_whatever_it_is_about(slow):
 
 def test_what_was_best_when_time_is_over_serves(slow, monkeypatch):
     monkeypatch.setattr(choosing, "presets_for", lambda *_: ["folded", "channels_last"])
-    monkeypatch.setattr(choosing._Trial, "gain", lambda self, network: 2.0)
+    monkeypatch.setattr(Trial, "gain", lambda self, network: 2.0)
     monkeypatch.setattr(choosing, "_BUDGET_S", 7.5)
     report = choose(loaded(slow()), wish(), quietly)
     assert (report.preset, report.is_cut_short) == ("folded", True)
@@ -292,8 +295,8 @@ def test_a_verdict_cut_short_is_kept_for_a_while_only(tmp_path):
 
 def test_what_was_chosen_before_in_this_run_is_applied_without_trying(monkeypatch, always_faster):
     first = choose(loaded(), wish(), quietly)
-    monkeypatch.setattr(choosing._Trial, "compare", lambda *_: pytest.fail("it compares"))
-    monkeypatch.setattr(choosing._Trial, "gain", lambda *_: pytest.fail("it measures"))
+    monkeypatch.setattr(Trial, "compare", lambda *_: pytest.fail("it compares"))
+    monkeypatch.setattr(Trial, "gain", lambda *_: pytest.fail("it measures"))
     for speed in ("auto", first.preset):
         again = loaded()
         told = replace(wish(speed), chosen=replace_report(first, measured_s=3.0))

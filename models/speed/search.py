@@ -1,0 +1,104 @@
+"""Judges the presets that take minutes to make, while workers serve with another one.
+
+Runs in a process of its own, at idle priority (`workers.search_process`).
+"""
+
+import time
+from collections.abc import Callable
+
+from models.base import Model
+from models.speed.choose import SpeedWish
+from models.speed.names import COMPILED, SpeedReport
+from models.speed.presets import presets_for
+from models.speed.trial import Contest, Trial, first_line
+from models.speed.verdicts import VerdictStore
+
+_HOST_WAIT_S = 1.5 * 3600.0
+_PATIENCE = 4.0
+"""Nobody waits for the verdict, and the samples may all be compared."""
+
+
+class SearchError(Exception):
+    """It came to nothing; the message says why."""
+
+
+def search(
+    model: Model, wish: SpeedWish, key: str, on_progress: Callable[[str], None]
+) -> SpeedReport:
+    """Compile, compare and measure, and keep the verdict where workers will find it.
+
+    Speed is measured by the processor's time: this process gives way to all others.
+
+    Args:
+        model: Loaded on the CPU. It is left with some network or other.
+        wish: With a `cache_dir` and a way to compile.
+        key: Under which the workers' own verdict is kept.
+        on_progress: Told what is being done.
+
+    Raises:
+        SearchError: There is nothing to search for, or the last search for it was killed.
+    """
+    store = VerdictStore(wish.cache_dir)
+    trial = Trial(model, wish.max_batch_size, store, clock=time.process_time, patience=_PATIENCE)
+    if trial.obstacle:
+        raise SearchError(trial.obstacle)
+    if trial.key != key:
+        raise SearchError("the weights differ from one load to the next, so nothing can be kept")
+    with store.host_turn(_HOST_WAIT_S, lambda: on_progress("waiting for another search")):
+        known = store.read(key)
+        if known is not None and known.is_final:
+            return known
+        with store.attempt(key) as is_first:
+            if not is_first:
+                raise SearchError(
+                    "the last search was killed, perhaps for want of memory; "
+                    "the next one is made a day after that"
+                )
+            present = known.preset if known else "exact"
+            report = _judge_all(trial, wish, present, on_progress)
+            store.write(key, report)
+            return report
+
+
+def _judge_all(
+    trial: Trial, wish: SpeedWish, present: str, on_progress: Callable[[str], None]
+) -> SpeedReport:
+    contest = Contest(trial)
+    # What workers serve with first, so that it stays unless it is clearly beaten.
+    names = sorted(presets_for(trial.exact, trial.device), key=lambda name: name != present)
+    agreeing = set()
+    for name in names:
+        on_progress(f"measuring {name}")
+        if contest.enter(name):
+            agreeing.add(name)
+    for name in COMPILED:
+        if name == "compiled_bf16" and "bf16" not in agreeing:
+            continue  # it computes the same, which has strayed or is not for this processor
+        if contest.best.preset in COMPILED:
+            break  # the one in bf16 has won, which float32 will not undercut
+        if _make(trial, wish, contest, name, on_progress):
+            on_progress(f"measuring {name}")
+            contest.enter(name)
+    return contest.verdict()
+
+
+def _make(
+    trial: Trial,
+    wish: SpeedWish,
+    contest: Contest,
+    name: str,
+    on_progress: Callable[[str], None],
+) -> bool:
+    """Compile what is not there yet."""
+    path = trial.package(name)
+    assert path is not None
+    assert wish.compile_package is not None
+    if path.exists():
+        return True
+    on_progress(f"compiling {name}")
+    try:
+        wish.compile_package(trial.exact, name, path)
+    except Exception as error:  # whatever the network, the compiler or the disk may raise
+        contest.notes.append(f"{name} cannot be had: {first_line(error)}")
+        return False
+    return True

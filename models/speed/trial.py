@@ -1,0 +1,265 @@
+"""Tries presets on a loaded model: how fast each is, and how far from the exact network.
+
+Worker processes, and the one that searches beside them.
+"""
+
+import logging
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from models.agreement import Agreement
+from models.base import Features, Item, Model
+from models.speed.compiled import Compiled
+from models.speed.names import COMPILED, SpeedReport
+from models.speed.presets import can_be_changed, prepare
+from models.speed.serving import serving
+from models.speed.verdicts import VerdictStore, fingerprint
+
+logger = logging.getLogger(__name__)
+
+_EXACT_S = 1.5
+"""Samples are compared for as long as the exact network takes no longer than this for them."""
+_ROUNDS_S = 0.5
+"""What timing one preset at one batch size may take, once there are `_MIN_ROUNDS`."""
+_MIN_ROUNDS, _MAX_ROUNDS = 3, 15
+_CLEAR_SPREAD = 1.1
+"""Rounds that differ by no more than this factor need no more of them."""
+_BATCH_S = 0.25
+"""Batches that would take longer are made smaller, so that a few of them fit into the time."""
+_COMPARED_BATCH = 8
+_MAX_TIMED_BATCH = 32
+_CALIBRATION_BATCH = 12
+_CALIBRATION_S = 2.0
+"""What one look at the exact network's inner values may take."""
+_LEAST_GAIN = 1.1
+"""A preset must be faster than what we have by this factor: less may be noise."""
+
+
+class NoTimeLeftError(Exception):
+    """It is past `Trial.until`."""
+
+
+class Trial:
+    """A model, its exact network, and samples to try others on."""
+
+    def __init__(
+        self,
+        model: Model,
+        max_batch_size: int,
+        store: VerdictStore,
+        *,
+        clock: Callable[[], float] | None = None,
+        patience: float = 1.0,
+    ) -> None:
+        """Look at the model; samples are prepared as they are needed.
+
+        Args:
+            model: Loaded.
+            max_batch_size: The most that one forward pass serves.
+            store: Where compiled packages lie.
+            clock: What speed is measured by; by default the time that passes.
+            patience: How many times as long as at a start measuring may take.
+        """
+        self.model = model
+        self.until = math.inf
+        """No batch is begun after this moment of CLOCK_MONOTONIC."""
+        self.obstacle = ""
+        network = model.network
+        if not isinstance(network, nn.Module) or not can_be_changed(network):
+            self.obstacle = "no float32 network to change"
+            return
+        self.exact = network
+        tensor = next(iter(network.state_dict().values()))
+        self.device = tensor.device
+        is_cuda = self.device.type == "cuda"
+        self.device_name = torch.cuda.get_device_name(self.device) if is_cuda else "cpu"
+        self._items: Sequence[Item] = model.samples()
+        if not self._items:
+            self.obstacle = "no sample inputs to verify presets on"
+            return
+        self._features: dict[int, Features] = {}
+        """Of the samples, by number."""
+        self._compared: list[tuple[Features, Features]] = []
+        """Batches of samples, with the exact outputs."""
+        self._max_batch_size = max_batch_size
+        self._store = store
+        self._clock = clock or time.perf_counter
+        self._patience = patience
+        self._single_s: float | None = None
+        self._key = ""
+
+    @property
+    def key(self) -> str:
+        """What a verdict on this is kept under."""
+        if not self._key:
+            self._key = fingerprint(
+                self.exact, self.device_name, torch.get_num_threads(), self._max_batch_size
+            )
+        return self._key
+
+    @property
+    def can_be_compiled(self) -> bool:
+        """There is a place for packages, and they can be made for this device."""
+        return self.device.type == "cpu" and self.package(COMPILED[0]) is not None
+
+    def package(self, preset: str) -> Path | None:
+        """Where the network lies that was compiled for a preset, if it was."""
+        return self._store.package(self.key, preset)
+
+    def packages(self) -> list[str]:
+        """The presets that have been compiled."""
+        found = [(name, self.package(name)) for name in COMPILED]
+        return [name for name, path in found if path is not None and path.exists()]
+
+    def prepare(self, name: str) -> nn.Module:
+        """The network of a preset."""
+        if name in COMPILED:
+            path = self.package(name)
+            assert path is not None
+            return Compiled(path, None if self.model.has_fixed_shapes else self.exact)
+        return prepare(name, self.exact, self.calibrate)
+
+    def calibrate(self, network: nn.Module) -> None:
+        """Call a network once, with samples of every kind."""
+        size = max(2, self._fitting(_CALIBRATION_BATCH, within_s=_CALIBRATION_S))
+        step = max(1, len(self._items) // size)
+        self._run(network, self._collate(range(0, size * step, step)))
+
+    def compare(self, network: nn.Module, max_batches: int | None = None) -> Agreement:
+        """Hold the outputs of a network against the exact ones."""
+        pairs = [(exact, self._run(network, batch)) for batch, exact in self._exact(max_batches)]
+        exact, other = (
+            {name: torch.cat([each[side][name] for each in pairs]) for name in pairs[0][side]}
+            for side in (0, 1)
+        )
+        return self.model.tolerance.judge(exact, other)
+
+    def gain(self, network: nn.Module) -> float:
+        """How many times as fast it is as the exact one: the geometric mean over batch sizes."""
+        sizes = {1, self._fitting(min(self._max_batch_size, _MAX_TIMED_BATCH))}
+        gains = [self._gain(network, self._collate(range(size))) for size in sorted(sizes)]
+        return float(math.prod(gains) ** (1 / len(gains)))
+
+    def _gain(self, network: nn.Module, batch: Features) -> float:
+        """The median over rounds in which both take turns, so that a slow moment hits both."""
+        ratios: list[float] = []
+        began = self._clock()
+        for each in (network, self.exact):
+            self._run(each, batch)
+        while len(ratios) < _MIN_ROUNDS or (
+            self._clock() < began + _ROUNDS_S * self._patience
+            and time.monotonic() < self.until
+            and len(ratios) < _MAX_ROUNDS
+            and max(ratios) > min(ratios) * _CLEAR_SPREAD
+        ):
+            seconds = []
+            for each in (self.exact, network):
+                start = self._clock()
+                self._run(each, batch)
+                seconds.append(self._clock() - start)
+            ratios.append(seconds[0] / max(seconds[1], 1e-9))
+        return statistics.median(ratios)
+
+    def _exact(self, max_batches: int | None) -> Sequence[tuple[Features, Features]]:
+        """Batches of samples with their exact outputs, computed when first asked for."""
+        size = self._fitting(_COMPARED_BATCH)
+        if max_batches is not None:
+            batch = self._collate(range(size))
+            return self._compared[:max_batches] or [(batch, self._run(self.exact, batch))]
+        if not self._compared:
+            began = self._clock()
+            for start in range(0, len(self._items), size):
+                batch = self._collate(range(start, min(start + size, len(self._items))))
+                self._compared.append((batch, self._run(self.exact, batch)))
+                if self._clock() - began > _EXACT_S * self._patience:
+                    break
+        return self._compared
+
+    def _fitting(self, size: int, within_s: float = _BATCH_S) -> int:
+        """That size, or a smaller one if a batch of it would take too long."""
+        if self._single_s is None:
+            single = self._collate([0])
+            self._run(self.exact, single)  # the first call of a network is no measure
+            began = self._clock()
+            self._run(self.exact, single)
+            self._single_s = self._clock() - began
+        return max(1, min(size, int(within_s / max(self._single_s, 1e-6))))
+
+    @torch.inference_mode()
+    def _collate(self, numbers: Sequence[int]) -> Features:
+        """A batch of samples, which begin again where there are too few."""
+        features = []
+        for number in numbers:
+            i = number % len(self._items)
+            if i not in self._features:
+                self._features[i] = self.model.preprocess(self._items[i])
+            features.append(self._features[i])
+        return self.model.collate(features)
+
+    @torch.inference_mode()
+    def _run(self, network: nn.Module, batch: Features) -> dict[str, Tensor]:
+        if time.monotonic() > self.until:
+            raise NoTimeLeftError
+        with serving(self.model, network):
+            outputs = self.model.forward(batch)
+        # On a GPU nothing has been computed before the outputs are here.
+        return dict(self.model.postprocess({name: out.cpu() for name, out in outputs.items()}))
+
+
+class Contest:
+    """The best of the presets that have entered so far."""
+
+    def __init__(self, trial: Trial) -> None:
+        self._trial = trial
+        self.best = SpeedReport()
+        self.network: nn.Module = trial.exact
+        """Of the best."""
+        self.notes: list[str] = []
+        """What each came to, for a person."""
+
+    def enter(self, name: str) -> bool:
+        """Try a preset; whether it agrees.
+
+        Raises:
+            NoTimeLeftError: Before it was judged.
+        """
+        try:
+            network = self._trial.prepare(name)
+            agreement = self._trial.compare(network)
+            if not agreement.is_within:
+                self.notes.append(f"{name} refused: {agreement.text}")
+                return False
+            gain = self._trial.gain(network)
+        except NoTimeLeftError:
+            raise
+        except Exception as error:  # the network is the user's: it may raise anything
+            logger.debug("the preset %s fails", name, exc_info=True)
+            self.notes.append(f"{name} fails: {first_line(error)}")
+            return False
+        self.notes.append(f"{name} {gain:.2f} x")
+        if gain > self.best.gain * _LEAST_GAIN:
+            self.best = SpeedReport(preset=name, gain=gain, deviation=agreement.deviation)
+            self.network = network
+        return True
+
+    def verdict(self, *, is_cut_short: bool = False, is_final: bool = True) -> SpeedReport:
+        """What it came to."""
+        return msgspec.structs.replace(
+            self.best,
+            note="; ".join(self.notes),
+            is_cut_short=is_cut_short,
+            is_final=is_final,
+            key=self._trial.key,
+        )
+
+
+def first_line(error: Exception) -> str:
+    """The error on one line, for a person."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]

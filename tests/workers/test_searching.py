@@ -1,0 +1,101 @@
+"""The process that searches beside the workers, as a process."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from models.spec import Placement
+from models.speed.compiled import can_compile
+from tests.e2e.running import left_over
+from workers.config import ModelConfig, WorkerConfig
+from workers.searching import SearchFailedError, search
+
+CONFIG = WorkerConfig(
+    model=ModelConfig(name="m", source="tests.small_classifier:SmallClassifier"),
+    placement=Placement(devices=("cpu",)),
+    max_batch_size=4,
+)
+
+
+def config(folder: Path, source: str = CONFIG.model.source, **options: object) -> WorkerConfig:
+    model = replace(CONFIG.model, source=source, options=options)
+    return replace(CONFIG, model=model, cache_dir=str(folder))
+
+
+def slow_to_load(folder: Path) -> WorkerConfig:
+    return config(folder, "tests.fault_model:FaultModel", load_s=60.0)
+
+
+def refusal(wanted: WorkerConfig) -> str:
+    with pytest.raises(SearchFailedError) as caught:
+        asyncio.run(asyncio.wait_for(search(wanted, "key", lambda stage: None), 60))
+    return str(caught.value)
+
+
+def test_it_gives_way_to_all_others_and_ends_when_it_is_no_longer_wanted(tmp_path):
+    async def go() -> list[psutil.Process]:
+        begun = asyncio.Event()
+        task = asyncio.create_task(search(slow_to_load(tmp_path), "key", lambda stage: begun.set()))
+        await asyncio.wait_for(begun.wait(), 60)
+        (process,) = psutil.Process().children()
+        assert process.nice() == 19
+        assert os.sched_getscheduler(process.pid) == os.SCHED_IDLE
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return [process]
+
+    assert not left_over(asyncio.run(go()), 5)
+
+
+_FRONT_END = """
+import asyncio, os
+from tests.workers.test_searching import slow_to_load
+from workers.searching import search
+from pathlib import Path
+asyncio.run(search(slow_to_load(Path(".")), "key", print))
+"""
+
+
+def test_it_does_not_outlive_a_front_end_that_is_killed(tmp_path):
+    command = [sys.executable, "-u", "-c", _FRONT_END]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as front_end:
+        assert front_end.stdout is not None
+        assert b"loading" in front_end.stdout.readline()
+        family = psutil.Process(front_end.pid).children(recursive=True)
+        assert family
+        front_end.send_signal(signal.SIGKILL)
+    assert not left_over(family, 10)
+
+
+@pytest.mark.compile  # it compiles nothing, but imports torch at idle priority
+def test_why_there_is_no_verdict_is_told(tmp_path):
+    assert "no_such_module" in refusal(config(tmp_path, "tests.no_such_module:Net"))
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not can_compile(), reason="there is no C++ compiler")
+def test_it_compiles_and_judges_and_leaves_the_verdict_in_the_cache(tmp_path):
+    import torch
+
+    from models.speed.trial import Trial
+    from models.speed.verdicts import VerdictStore
+    from tests.workers.test_compiling import loaded
+
+    torch.set_num_threads(1)
+    key = Trial(loaded(), 4, VerdictStore(None)).key
+    stages: list[str] = []
+    found = asyncio.run(search(config(tmp_path), key, stages.append))
+    assert found.is_final
+    assert "compiled" in found.note
+    assert any(stage.startswith("compiling") for stage in stages)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert f"{key}.json" in names
+    assert not any("begun" in name or "compiling-" in name for name in names)
