@@ -21,8 +21,8 @@ _BOOT = (
     "import json, sys; told = json.loads(sys.stdin.readline()); sys.path[:] = told['sys_path']; "
     "from workers.search_process import main; main(told)"
 )
-_STAGE_S = 2 * 3600.0
-"""What one stage may take. At idle priority beside busy workers, a minute may become an hour."""
+_STAGE_S = 12 * 3600.0
+"""What one stage may take. At idle priority beside busy workers, a minute may become hours."""
 _LEAVE_S = 3.0
 _MAX_REASON = 300
 
