@@ -5,6 +5,7 @@ from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
 _LINE_EVERY_S = 5.0
 
@@ -15,9 +16,14 @@ class Screen:
     def __init__(self, stream: TextIO) -> None:
         """Show nothing yet."""
         self._console = Console(file=stream, highlight=False)
-        columns = (TextColumn("{task.description}"), BarColumn(20), TimeElapsedColumn())
+        rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
         self._progress = Progress(
-            *columns, TextColumn("{task.fields[figures]}"), console=self._console, transient=True
+            BarColumn(20, table_column=Column(width=20)),
+            TimeElapsedColumn(table_column=Column(width=7)),
+            TextColumn("{task.description}  {task.fields[figures]}", table_column=rest),
+            console=self._console,
+            transient=True,
+            expand=True,
         )
         self._task = self._progress.add_task("", total=None, figures="")
         self._shown_at = time.monotonic()

@@ -93,7 +93,12 @@ class Report:
         """What to use, why, and what speaks against believing it."""
         outcome, best = self.outcome, self.best
         if not best.changes:
-            yield f"Keep the settings as they are: nothing tried is {LEAST_GAIN - 1:.0%} better."
+            are_better = f"nothing that was tried is {LEAST_GAIN - 1:.0%} better"
+            others = [tried for tried in outcome.tried if tried.changes]
+            yield (
+                "Keep the settings as they are: "
+                f"{are_better if others else 'nothing else was measured'}."
+            )
         elif outcome.is_confirmed:
             yield f"Use {text_of(best.changes)}: {outcome.gain:.2f} x the settings as they were."
         else:
@@ -136,7 +141,8 @@ class Report:
         yield f"{here['cpu']}, {here['cores']}, torch {version_of('torch')}"
         limit = f", p99 within {self.goal.p99_ms:g} ms" if self.goal.p99_ms is not None else ""
         yield f"{self.outcome.connections} clients at once{limit}"
-        for name, tried in {"as it was": first, "with this": best}.items():
+        told = {"as it was": first, "with this": best} if best.changes else {"as it is": first}
+        for name, tried in told.items():
             yield (
                 f"{name}: {figure(tried.sample.rate)} requests/s, "
                 f"p50 {figure(tried.sample.percentile_s(50) * 1e3)} ms, "

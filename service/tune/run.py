@@ -13,6 +13,7 @@ import uvloop
 from service.settings_loader import Loaded
 from service.trial.errors import TrialError
 from service.trial.screen import Screen
+from service.tune.charts import figure
 from service.tune.knobs import Facts, knobs_for
 from service.tune.page import page
 from service.tune.plan import Plan
@@ -91,7 +92,7 @@ class _Run:
         loop = asyncio.get_running_loop()
         task = asyncio.current_task()
         assert task is not None
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._interrupt, task)
         failure = ""
         with Screen(sys.stderr) as screen:
@@ -156,8 +157,8 @@ class _Run:
             if outcome.best is not None:
                 sample = outcome.best.sample
                 figures = (
-                    f"best of {len(outcome.tried)}: {sample.rate:,.0f} requests/s, "
-                    f"p99 {sample.percentile_s(99) * 1e3:.1f} ms, {outcome.best.gain:.2f} x"
+                    f"best of {len(outcome.tried)}: {figure(sample.rate)}/s, "
+                    f"p99 {figure(sample.percentile_s(99) * 1e3)} ms, {outcome.best.gain:.2f} x"
                 )
             screen.show(share, figures)
             await asyncio.sleep(_TICK_S)

@@ -1,3 +1,4 @@
+import os
 import signal
 import subprocess
 import sys
@@ -29,8 +30,13 @@ def test_where_it_listens_and_its_keys_are_no_matter_of_the_user(tmp_path: Path)
     assert not [key for key in rows if key[0] in ("host", "port") or "keys" in key[0]]
 
 
-def test_service_does_not_outlive_whoever_started_it_however_that_ends():
-    starter = subprocess.Popen([sys.executable, "-c", _STARTER], stdout=subprocess.PIPE, text=True)
+def test_service_does_not_outlive_whoever_started_it_however_that_ends(tmp_path: Path):
+    starter = subprocess.Popen(
+        [sys.executable, "-c", _STARTER],
+        env={**os.environ, "TMPDIR": str(tmp_path)},  # nobody is left to clear it
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert starter.stdout is not None
     with starter.stdout:
         service = psutil.Process(int(starter.stdout.readline()))
