@@ -74,7 +74,8 @@ class Tried:
     """To the best at that time, in turns with it: of requests per second, or where the objective
     is out of reach, of latencies."""
     gain: float = 1.0
-    """To the user's settings: the product of the ratios on the way."""
+    """To the user's settings: the product of the ratios on the way; of the best, what was measured
+    in the end."""
     verdict: Verdict = "default"
     reason: str = ""
 
@@ -355,7 +356,8 @@ class Search:
             found = await self._compare(former, self._best, is_final=True)
         finally:
             await former.close()
-        outcome.gain, outcome.is_confirmed = found.ratio, True
+        outcome.gain = outcome.best.gain = found.ratio
+        outcome.is_confirmed = True
         for tried, sample in ((outcome.tried[0], found.best), (outcome.best, found.challenger)):
             tried.sample, tried.connections = sample, outcome.connections
         if not found.is_better:

@@ -73,6 +73,8 @@ def test_climbs_to_the_best_value_of_each_knob_though_the_machine_drifts(
     assert outcome.is_confirmed
     peak_rate, base_rate = peak(**best)(changes), peak(**best)({})
     assert outcome.gain == pytest.approx(peak_rate / base_rate, rel=0.05)
+    assert outcome.best is not None
+    assert outcome.best.gain == outcome.gain
 
 
 @pytest.mark.parametrize("seed", range(10))
