@@ -55,37 +55,56 @@ class ValueTolerance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelTolerance:
-    """For classifiers: the best label must stay the best, and its probability about the same."""
+    """For classifiers: a clearly best label must stay the best, and probabilities about the same.
+
+    A lead that is smaller than a tenth of the spread of the scores is no clear one: the picture
+    itself does not settle it. Where each of its pixels moves by one of 256 levels at random, as
+    between two decoders of JPEG, scores of the exact network move by 6 % of their spread (resnet18
+    and mobilenet_v3_small with random weights) to 22 % (EfficientNet-Lite0), and 6 to 28 % of all
+    pictures change their label; in bf16 scores move by 2 to 4 %, and 3 to 5 % change. Leads are
+    measured by the spread, and not in probability, so that a network whose scores are all about the
+    same, as with random weights, is held to the same: nothing it answers would be off by much.
+    """
 
     output: str = "probabilities"
     min_agreement: float = 0.99
-    """Of images like the samples, those whose best label must not change."""
-    max_deviation: float = 0.05
+    """Of images like the samples whose best label leads clearly, those that must keep it."""
+    min_lead: float = 0.1
+    """What makes a lead clear, as a part of the spread of the scores; 0 counts every image."""
+    max_deviation: float = 0.1
     """Of any probability."""
 
     def judge(self, exact: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Agreement:
         """Compare probabilities [N, K], and work out how often the best label would change."""
         exact_NK, other_NK = exact[self.output], other[self.output]
         deviation = (exact_NK - other_NK).abs().max().item()
-        agreement = expected_agreement(exact_NK, other_NK)
+        agreement = expected_agreement(exact_NK, other_NK, self.min_lead)
+        of_all = expected_agreement(exact_NK, other_NK)
         is_finite = bool(other_NK.isfinite().all())
         return Agreement(
             is_within=is_finite
             and agreement >= self.min_agreement
             and deviation <= self.max_deviation,
             deviation=deviation,
-            text=f"the best label is kept for {agreement:.1%} of images, probabilities are off by "
-            f"up to {deviation:.2g}; at least {self.min_agreement:.0%} and at most "
-            f"{self.max_deviation:.2g} are asked for",
+            text=f"the best label is kept for {of_all:.1%} of images and for {agreement:.1%} of "
+            f"those where it leads clearly, probabilities are off by up to {deviation:.2g}; at "
+            f"least {self.min_agreement:.0%} of the latter and at most {self.max_deviation:.2g} "
+            "are asked for",
         )
 
 
-def expected_agreement(exact_NK: Tensor, other_NK: Tensor) -> float:
+def expected_agreement(exact_NK: Tensor, other_NK: Tensor, min_lead: float = 0.0) -> float:
     """The part of such images that keep their best label.
 
     A label changes where its lead over the runner-up (in log probability) shrinks by more than the
     lead. How leads shrink and how large they are is taken from all pairs of samples, so that some
     dozens of samples tell 99 % from 97 %, which counting the changes among them could not.
+
+    Args:
+        exact_NK: Probabilities.
+        other_NK: Those to hold against them.
+        min_lead: Only images with such a lead count, as a part of the spread of the scores, which
+            is their standard deviation over classes.
     """
     if exact_NK.shape[1] < 2:
         return 1.0
@@ -99,7 +118,11 @@ def expected_agreement(exact_NK: Tensor, other_NK: Tensor) -> float:
 
     lead_N = leads(log_exact)
     loss_N = lead_N - leads(log_other)
-    return 1 - (loss_N[:, None] > lead_N[None, :]).float().mean().item()
+    spread = log_exact.var(1, correction=0).mean().sqrt()
+    clear = lead_N[lead_N >= min_lead * spread]
+    if not len(clear):
+        return 1.0
+    return 1 - (loss_N[:, None] > clear[None, :]).float().mean().item()
 
 
 def _relative(wanted: Tensor, found: Tensor) -> float:

@@ -30,6 +30,36 @@ def test_labels_that_change_too_often_are_refused_with_the_figures():
     assert f"{found.deviation:.2g}" in found.text
 
 
+def test_a_label_may_change_only_where_it_has_no_clear_lead():
+    exact = probabilities()
+    lead = exact.log().topk(2).values
+    tied = (lead[:, 0] - lead[:, 1]) < 0.05 * 2
+    swapped = exact.clone()
+    top = exact.topk(2).indices
+    swapped.scatter_(1, top, exact.gather(1, top.flip(1)))
+
+    def judge(other, **wish):
+        return LabelTolerance(max_deviation=1.0, **wish).judge(
+            {"probabilities": exact}, {"probabilities": other}
+        )
+
+    assert 0.01 < tied.float().mean() < 0.5
+    near = torch.where(tied[:, None], swapped, exact)
+    assert judge(near).is_within
+    assert not judge(near, min_lead=0.0).is_within
+    assert not judge(swapped).is_within
+
+
+def test_scores_that_are_all_about_the_same_are_held_to_as_much():
+    flat = (probabilities().log() / 1000).softmax(-1)
+    noise = disturbed(probabilities(), 0.2)
+    flat_noise = (noise.log() / 1000).softmax(-1)
+    for noisy in (noise, flat_noise):
+        exact = probabilities() if noisy is noise else flat
+        wish = LabelTolerance(max_deviation=1.0)
+        assert not wish.judge({"probabilities": exact}, {"probabilities": noisy}).is_within
+
+
 def test_probabilities_that_move_far_are_refused_even_if_no_label_changes():
     exact = {"probabilities": torch.tensor([[0.9, 0.1], [0.2, 0.8]])}
     other = {"probabilities": torch.tensor([[0.7, 0.3], [0.2, 0.8]])}
