@@ -194,6 +194,14 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "Since the worker last proved itself by an answer.",
         ("model", "worker"),
     ),
+    "worker_speed_gain": (
+        "How many times as fast as exact the worker's speed preset was when it was measured.",
+        ("model", "worker", "preset"),
+    ),
+    "worker_speed_deviation": (
+        "How far that preset was from exact on the sample inputs, at most.",
+        ("model", "worker", "preset"),
+    ),
     "model_ready": ("Whether the model has a worker that takes batches.", ("model",)),
     "connections": ("Open HTTP connections.", ()),
     "front_up": ("Whether this front takes connections.", ("front",)),

@@ -129,6 +129,10 @@ class Pool:
                 yield Reading(
                     name="worker_resident_memory_bytes", value=vitals.rss_bytes, labels=labels
                 )
+                speed = slot.handle.ready.speed
+                named = (*labels, speed.preset)
+                yield Reading(name="worker_speed_gain", value=speed.gain, labels=named)
+                yield Reading(name="worker_speed_deviation", value=speed.deviation, labels=named)
                 yield Reading(
                     name="worker_beat_age_seconds", value=vitals.last_beat_age_s, labels=labels
                 )
