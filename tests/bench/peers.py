@@ -14,6 +14,7 @@ from tests.bench.load import Cell, require_wrk
 from tests.bench.processes import HOST, MALLOC, OUT, BenchError, Contender, inferpool
 from tests.bench.report import console, installed_version, save
 from tests.bench.servers.work import Setting
+from tests.bench.settling import settled
 from tests.bench.workloads import WORKLOADS, Workload
 
 T = TypeVar("T")
@@ -209,11 +210,12 @@ def _ours(workload: Workload, args: argparse.Namespace) -> list[Contender]:
         ways = {f"{OURS}-{name}": [*arguments, *shlex.split(more)] for name, more in pairs}
     if not workload.network:
         return [inferpool(args.inferpool, *way, name=name) for name, way in ways.items()]
-    return [
-        inferpool(args.inferpool, *way, "--speed", speed, name=f"{name}-{speed}")
-        for name, way in ways.items()
-        for speed in args.speeds.split(",")
-    ]
+    found = []
+    for name, way in ways.items():
+        for speed in args.speeds.split(","):
+            ours = inferpool(args.inferpool, *way, "--speed", speed, name=f"{name}-{speed}")
+            found.append(settled(ours, args.port) if speed == "auto" else ours)
+    return found
 
 
 def conclude(results: rounds.Results) -> int:

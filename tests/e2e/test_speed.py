@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 import signal
+import time
 
 import httpx
 import pytest
@@ -71,3 +73,38 @@ def test_without_a_folder_one_worker_measures_once_in_a_run_and_that_is_told(tmp
     assert sum(str(tmp_path / "file" / "cache") in message for message in messages) == 1
     assert sum("measuring speed presets 1/" in message for message in messages) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
+def test_a_compiled_preset_is_found_while_serving_and_taken_with_no_request_lost(tmp_path):
+    env = {"INFERPOOL_CACHE_DIR": str(tmp_path), "TMPDIR": str(tmp_path)}
+    arguments = ("tests.fusible_classifier:FusibleClassifier", "--speed", "auto")
+
+    def state(client: httpx.Client) -> str:
+        (model,) = client.get("/health").json()["models"]
+        return str(model["speed_search"]["state"])
+
+    body, headers = jpeg("chelsea"), {"Content-Type": "image/jpeg"}
+    with (
+        running(*arguments, "--replicas", "1", env=env) as service,
+        httpx.Client(base_url=service.url) as client,
+    ):
+        until = time.monotonic() + 800
+        labels = set()
+        while state(client) not in ("done", "failed") and time.monotonic() < until:
+            answer = client.post("/predict?top_k=1", content=body, headers=headers)
+            assert answer.status_code == 200, answer.text
+            labels.add(answer.json()["predictions"][0]["label"])
+        (worker,) = workers(service.url)
+        assert worker["speed"].startswith("compiled"), service.log
+        assert worker["incarnation"] == 1
+        assert len(labels) == 1
+        metrics = client.get("/metrics").text
+        assert f'worker_speed_gain{{model="fusibleclassifier",preset="{worker["speed"]}"' in metrics
+        service.signal(signal.SIGTERM)
+        assert service.wait() == 0
+    with running(*arguments, "--replicas", "1", env=env) as service:
+        (again,) = workers(service.url)
+        assert (again["speed"], again["incarnation"]) == (worker["speed"], 0)
