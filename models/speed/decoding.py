@@ -94,7 +94,7 @@ class DecodeTrial:
         for name, tensor in sorted(features.items()):
             sample.update(name.encode())
             sample.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return fingerprint(network, preset, sample.hexdigest()) + "-decode"
+        return fingerprint(network, self._model.tolerance, preset, sample.hexdigest()) + "-decode"
 
     def _measure(self, items: Sequence[Item]) -> SpeedReport:
         try:

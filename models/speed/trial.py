@@ -100,7 +100,11 @@ class Trial:
         """What a verdict on this is kept under."""
         if not self._key:
             self._key = fingerprint(
-                self.exact, self.device_name, torch.get_num_threads(), self._max_batch_size
+                self.exact,
+                self.model.tolerance,
+                self.device_name,
+                torch.get_num_threads(),
+                self._max_batch_size,
             )
         return self._key
 

@@ -10,6 +10,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
 
 import msgspec
@@ -27,17 +28,18 @@ later start may find the machine less busy."""
 _ATTEMPT_HOLDS_S = 24 * 3600.0
 
 
-def fingerprint(network: nn.Module, *facts: object) -> str:
+def fingerprint(network: nn.Module, tolerance: object, *facts: object) -> str:
     """Say in a few characters all that a verdict depends on.
 
-    That is the weights, the structure and the code of a network, this machine's processor, torch,
-    and the facts given.
+    That is the weights, the structure and the code of a network, what still counts as its answer,
+    this machine's processor, torch, and the facts given.
     """
     digest = hashlib.sha256()
 
     def add(value: object) -> None:
         digest.update(repr(value).encode())
 
+    add(tolerance if is_dataclass(tolerance) else type(tolerance))  # others have no lasting name
     for fact in (*facts, CHOICES, torch.__version__, _processor(), str(network)):
         add(fact)
     for kind in sorted({type(module) for module in network.modules()}, key=repr):

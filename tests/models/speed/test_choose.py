@@ -10,6 +10,7 @@ import torch
 from msgspec.structs import replace as replace_report
 from torch import nn
 
+from models.agreement import LabelTolerance
 from models.base import Item, Model
 from models.echo import Echo
 from models.errors import ModelError
@@ -223,6 +224,15 @@ def test_other_weights_get_a_verdict_of_their_own(tmp_path, monkeypatch, always_
     with torch.no_grad():
         other.network.layers[0].weight[0, 0, 0, 0] += 0.1
     choose(other, wish(cache_dir=tmp_path), quietly)
+    assert len(calls) == 2
+
+
+def test_another_tolerance_gets_a_verdict_of_its_own(tmp_path, monkeypatch, always_faster):
+    calls = count_measurements(monkeypatch)
+    choose(loaded(), wish(cache_dir=tmp_path), quietly)
+    stricter = loaded()
+    stricter.tolerance = LabelTolerance(min_lead=0.0)
+    choose(stricter, wish(cache_dir=tmp_path), quietly)
     assert len(calls) == 2
 
 
