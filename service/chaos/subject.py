@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from service.cli_config import Row
-from service.settings_loader import Loaded
+from service.settings_loader import Key, Loaded
 from service.trial.subject import rows_of
 
 BATCH_TIMEOUT_S = 5.0
@@ -23,12 +23,15 @@ def rows_for(loaded: Loaded, *, can_be_poisoned: bool) -> list[Row]:
     for name, model in loaded.settings.models.items():
         own = [row for row in every if row[0][:2] == ("models", name)]
         rows += _wrapped(own, name, dict(model.options)) if can_be_poisoned else own
-    return [
-        (key, BATCH_TIMEOUT_S, "chaos")
-        if key[-1] == "batch_timeout_s" and origin == "default"
-        else (key, value, origin)
-        for key, value, origin in rows
-    ]
+    return [_changed(*row) for row in rows]
+
+
+def _changed(key: Key, value: object, origin: str) -> Row:
+    if key == ("speed_search",):
+        return key, False, "chaos"  # its process and its change of workers are no fault of ours
+    if key[-1] == "batch_timeout_s" and origin == "default":
+        return key, BATCH_TIMEOUT_S, "chaos"
+    return key, value, origin
 
 
 def _wrapped(rows: Sequence[Row], name: str, options: Mapping[str, object]) -> Iterator[Row]:

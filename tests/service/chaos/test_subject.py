@@ -33,6 +33,7 @@ def test_settings_of_the_user_are_kept_but_for_where_it_listens_and_keys(tmp_pat
     found = rows(tmp_path, can_be_poisoned=False)
     assert found["default_timeout_s",] == 7.0
     assert ("port",) not in found
+    assert found["speed_search",] is False
     assert found["models", "mine", "source"] == "torchvision:resnet18"
     assert found["models", "mine", "replicas"] == 3
     assert not [key for key in found if "keys" in key[0] or "tls" in key[0]]
