@@ -6,7 +6,6 @@ in microseconds is served by the main thread alone, since a hand-over would cost
 """
 
 import contextlib
-import ctypes
 import gc
 import logging
 import os
@@ -29,6 +28,7 @@ from models.errors import ModelError
 from models.registry import build
 from models.spec import Placement
 from models.speed.choose import SpeedWish, choose
+from workers.allocator import SpareMemory, give_back, keep_large_buffers
 from workers.compiling import compile_package
 from workers.compute import Computer, Prepared
 from workers.config import WorkerConfig
@@ -46,8 +46,6 @@ EXIT_ACCELERATOR = 70
 _OVERLAP_PAYS_S = 0.001
 """A computation shorter than this is not worth preparing the next batch in another thread."""
 _BEAT_S = 1.0
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
-"""malloc.h of glibc"""
 
 
 def main(
@@ -85,6 +83,7 @@ def main(
         last = traceback.format_exception_only(error)[-1].strip()
         outbox.put(StartFailed(printable(f"loading failed: {last}"), permanent=False))
         return
+    give_back()  # what loading and choosing a preset have left
     gc.freeze()  # what is loaded now stays: later collections need not walk through it
     heartbeat.beat()  # from now on silence means a hang, and the last sign was before the loading
     outbox.put(ready)
@@ -125,6 +124,7 @@ class Loop:
         self._outputs = outputs
         self._ahead = ThreadPoolExecutor(1, "receive")
         self._compute_s = 0.0
+        self._spare_memory = SpareMemory(time.monotonic())
 
     def run(self) -> None:
         """Serve until the sentinel comes.
@@ -142,6 +142,8 @@ class Loop:
                 overlaps = self._compute_s > _OVERLAP_PAYS_S
                 coming = self._ahead.submit(self._receive_ahead) if overlaps else None
                 self._answer(prepared)
+                if not prepared.is_canary:
+                    self._spare_memory.worked(time.monotonic())
 
     def _receive_ahead(self) -> Prepared | None:
         """As `_receive`, in the thread that prepares."""
@@ -152,6 +154,7 @@ class Loop:
         """As `_receive`, in the main thread, which beats meanwhile."""
         while not self._inbox.wait(_BEAT_S):
             self._heartbeat.beat()
+            self._spare_memory.idle(time.monotonic())
         self._heartbeat.beat()
         return self._receive()
 
@@ -174,6 +177,7 @@ class Loop:
                 return coming.result(_BEAT_S)
             except FutureTimeoutError:
                 self._heartbeat.beat()
+                self._spare_memory.idle(time.monotonic())
 
     def _answer(self, prepared: Prepared) -> None:
         began = time.monotonic()
@@ -211,18 +215,7 @@ def pin(placement: Placement) -> None:
     torch.set_num_threads(placement.num_threads)
     with contextlib.suppress(RuntimeError):  # a user's module has set it, or has begun to work
         torch.set_num_interop_threads(1)
-    _keep_large_buffers()
-
-
-def _keep_large_buffers() -> None:
-    """Have glibc reuse large buffers rather than map and unmap them for every batch."""
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return  # another C library
-    mallopt(_M_MMAP_THRESHOLD, 1 << 30)
-    mallopt(_M_TRIM_THRESHOLD, 1 << 30)
-    mallopt(_M_TOP_PAD, 1 << 26)
+    keep_large_buffers()
 
 
 def _load(

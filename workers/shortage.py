@@ -1,6 +1,5 @@
 """Out of memory, on a device or on the host: to recognise it, and to get over it. In workers."""
 
-import ctypes
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from workers.allocator import give_back
 from workers.groups import signature_of
 
 _MESSAGES = (
@@ -37,10 +37,7 @@ def release(error: Exception) -> None:
     traceback.clear_frames(error.__traceback__)
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (OSError, AttributeError):
-        return  # another C library
+    give_back()
 
 
 @dataclass(slots=True)
