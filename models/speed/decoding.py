@@ -10,6 +10,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import msgspec
 import torch
@@ -25,7 +26,6 @@ from models.speed.verdicts import VerdictStore, fingerprint
 logger = logging.getLogger(__name__)
 
 _BATCH = 8
-_ROUNDS = 3
 _LEAST_GAIN = 1.1
 """The fast way must be faster by this factor: less may be noise."""
 _LOCK_WAIT_S = 60.0
@@ -122,26 +122,22 @@ class DecodeTrial:
     def _decode(self, items: Sequence[Item]) -> tuple[list[Features], list[Features], float]:
         """What becomes of the samples either way, and how many times as fast the fast way is.
 
-        The ways take turns, and the least of a few rounds counts, so that a slow moment hits
-        neither.
+        The ways take turns, so that a slow moment hits both.
         """
-        model = self._model
-        exact, fast, gains = [], [], []
+        exact, fast, ratios = [], [], []
         for item in items:
-            seconds: dict[str, float] = {}
-            for _ in range(_ROUNDS):
-                for way in ("exact", "fast"):
-                    model.decode = "exact" if way == "exact" else "fast"
-                    began = time.thread_time()
-                    features = model.preprocess(item)
-                    took_s = time.thread_time() - began
-                    seconds[way] = min(took_s, seconds.get(way, took_s))
-                    if way == "exact":
-                        exact_features = features
-            exact.append(exact_features)
+            features, exact_s = self._decode_one(item, "exact")
+            exact.append(features)
+            features, fast_s = self._decode_one(item, "fast")
             fast.append(features)
-            gains.append(seconds["exact"] / max(seconds["fast"], 1e-9))
-        return exact, fast, statistics.median(gains)
+            ratios.append(exact_s / max(fast_s, 1e-9))
+        return exact, fast, statistics.median(ratios)
+
+    def _decode_one(self, item: Item, way: Literal["exact", "fast"]) -> tuple[Features, float]:
+        self._model.decode = way
+        began = time.thread_time()
+        features = self._model.preprocess(item)
+        return features, time.thread_time() - began
 
     def _compare(self, exact: Sequence[Features], fast: Sequence[Features]) -> Agreement:
         found = self._outputs(self._model.network, fast)
