@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from service.api.call import Call
 
-_END = b"\r\n\r\n"
+_START, _END = b"POST ", b"\r\n\r\n"
 _MAX_HEAD_BYTES = 2048
 _MAX_HEADS = 512
 _OF_ONE_CALL = (b"x-request-id", b"traceparent", b"tracestate", b"expect", b"transfer-encoding")
@@ -54,8 +54,10 @@ class KnownHeads:
     def remember(self, head: bytes, call: Call) -> None:
         """Keep the head of a call that was checked, if it may come again."""
         num_body_bytes = call.headers.get(b"content-length")
-        if not head.endswith(_END) or num_body_bytes is None:
+        if num_body_bytes is None or not head.endswith(_END):
             return
+        if not head.startswith(_START):
+            return  # the parser skips empty lines before a request, and so may have seen another
         if any(name in call.headers for name in _OF_ONE_CALL):
             return
         if len(self._heads) >= _MAX_HEADS:

@@ -138,6 +138,24 @@ def test_a_head_that_is_of_one_call_is_not_remembered(line: bytes) -> None:
     run(bench(), test)
 
 
+def test_empty_lines_before_a_call_are_not_remembered_as_its_head() -> None:
+    head = of_type(b"image/png", 500)
+
+    async def test(bench: Bench) -> None:
+        async with bench.connect() as (reader, writer):
+            writer.write(b"\r\n\r\n" + head + b"x" * 500)
+            assert (await read_answer(reader))[0] == 200
+            for _ in range(2):
+                writer.write(b"\r\n\r\n")
+                await asyncio.sleep(0.03)
+                writer.write(b"\r\n\r\n" + HEAD + b"y")
+                assert (await read_answer(reader))[0] == 200
+        assert bench.known.find(b"\r\n\r\n", None)[0] is None
+        assert bench.model.bodies == [b"x" * 500, b"y", b"y"]
+
+    run(bench(), test)
+
+
 def test_a_refusal_at_admission_is_made_anew_each_time() -> None:
     refusals = [None, OverloadedError("full", retry_after_s=3), None]
 
