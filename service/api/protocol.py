@@ -40,6 +40,15 @@ _LINGER_S = 2.0
 A socket that is closed while data arrives is reset, and what the client has not read is lost."""
 
 
+class _UnreadAnswer:
+    """Stands for an answer that is given and not read: what comes behind it waits for its turn."""
+
+    response_complete = False
+
+
+_UNREAD = _UnreadAnswer()
+
+
 class PredictProtocol(HttpToolsProtocol):
     """uvicorn's protocol, with the calls to `/predict` taken out. Bind it with `bound_to`."""
 
@@ -60,6 +69,7 @@ class PredictProtocol(HttpToolsProtocol):
         self._linger_timer: asyncio.TimerHandle | None = None
         self._num_unwritten = 0
         self._is_held = False
+        """The client does not read its answers: the next call waits until it does."""
         self._is_deaf = False
         """Nothing that still comes is looked at."""
         self._is_in_head = False
@@ -180,7 +190,7 @@ class PredictProtocol(HttpToolsProtocol):
         """Feed the parser."""
         if self._is_deaf:
             return
-        if self.is_idle and not self._is_in_head and not self._is_in_body:
+        if self.is_idle and not (self._is_in_head or self._is_in_body or self._is_held):
             known, length = self.known_heads.find(data, self._last_head)
             if known is not None and self._take_known(known, data, length):
                 return
@@ -311,7 +321,7 @@ class PredictProtocol(HttpToolsProtocol):
         """Start a call, or put it behind those that came before it."""
         before = self.cycle
         self.cycle = exchange  # type: ignore[assignment]  # what uvicorn uses of a cycle, it has
-        if before is None or before.response_complete:
+        if (before is None or before.response_complete) and not self._is_held:
             self._active = exchange
             exchange.start()
         else:
@@ -470,6 +480,8 @@ class PredictProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self.url, self.expect_100_continue = url, expect
         self.headers.extend(headers)  # the scope holds this list
+        if self._is_held and self.is_idle:
+            self.cycle = _UNREAD  # type: ignore[assignment]  # uvicorn looks whether it is complete
         super().on_headers_complete()
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:

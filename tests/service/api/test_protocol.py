@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import socket
 import time
 from collections.abc import Awaitable, Callable
 
@@ -209,6 +210,35 @@ def test_a_client_that_never_reads_is_cut_off() -> None:
             await until(lambda: not bench.server.server_state.connections)
 
     run(test, model=FakeModel(lambda _: large), write_timeout_s=0.3)
+
+
+@pytest.mark.parametrize("first", [ONE, b"GET /predict HTTP/1.1\r\nhost: h\r\n\r\n"])
+def test_calls_behind_answers_that_are_not_read_are_answered_in_their_order(first: bytes) -> None:
+    refused = POST.replace(b"/predict", b"/predict/nobody") + b"content-length: 1\r\n\r\nx"
+
+    async def test(bench: Bench) -> None:
+        listener = bench.server.servers[0].sockets[0]
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(client, listener.getsockname())
+            reader, writer = await asyncio.open_connection(sock=client, limit=2048)
+            writer.transport.pause_reading()  # type: ignore[attr-defined]  # it is a transport of asyncio
+            writer.write(refused * 400 + first + refused)
+            await asyncio.sleep(0.1)
+            writer.transport.resume_reading()  # type: ignore[attr-defined]  # as above
+            statuses = [(await read_answer(reader))[0] for _ in range(400)]
+            if first == ONE:
+                await until(lambda: bench.model.futures)
+                await asyncio.sleep(0.03)  # in which the next must not be answered
+                bench.model.futures[0].set_result(result())
+            statuses += [(await read_answer(reader))[0] for _ in range(2)]
+            writer.close()
+            await writer.wait_closed()
+        assert statuses == [404] * 400 + [200 if first == ONE else 405, 404]
+
+    run(test, model=FakeModel(lambda _: None))
 
 
 def test_a_thousand_calls_may_wait_in_line_and_no_more() -> None:
