@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from torch.nn import functional
 
 from models.images import check_size
 
@@ -99,6 +100,28 @@ class ImageTransform:
         resize(x_1CHW, y_1CHW.shape[2:], False, vertical, horizontal, out=y_1CHW)
         y_CHW = y_1CHW[0, :3, top : top + self.crop, left : left + self.crop]
         return y_CHW.permute(1, 2, 0).contiguous()
+
+    def device_pixels(self, image_CHW: Tensor) -> Tensor:
+        """As `quick_pixels`, on the device where an image uint8 [C, H, W] lies."""
+        height, width = image_CHW.shape[-2:]
+        columns, rows = self._resized((width, height))
+        left, top = _margin(columns, self.crop), _margin(rows, self.crop)
+        resized_1CHW = functional.interpolate(
+            image_CHW[None].float(),
+            size=(rows, columns),
+            mode=self.interpolation.name.lower(),
+            antialias=True,
+        )
+        y_CHW = resized_1CHW[0, :, top : top + self.crop, left : left + self.crop]
+        return y_CHW.round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0).contiguous()
+
+    def check(self, size: tuple[int, int]) -> None:
+        """Refuse a picture of that width and height if `pixels` would.
+
+        Raises:
+            InputError: As `pixels` has it.
+        """
+        self._resized(size)
 
     def _resized(self, size: tuple[int, int]) -> tuple[int, int]:
         width, height = size

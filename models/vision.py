@@ -6,7 +6,7 @@ Axes: B batch, H height, W width, C = 3 colours, K classes.
 # ruff: noqa: N803 - tensors carry their axes in their names
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib.resources import files
 from io import BytesIO
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from models.agreement import LabelTolerance, Tolerance
 from models.base import Features, Item, Model
 from models.errors import InputError, ModelError
+from models.gpu_jpegs import GpuJpegs, nvjpeg
 from models.images import check_size, decode_image, decode_scaled
 from models.inputs import json_array, json_place, json_texts
 from models.photos import sample_jpegs, sample_views
@@ -78,7 +79,10 @@ class Classifier(Model):
             )
 
     def preprocess(self, item: Item) -> Features:
-        """Make uint8 [crop, crop, C] of pixels; leave a network's own input, float32 [C, H, W]."""
+        """Make uint8 [crop, crop, C] of pixels; leave a network's own input, float32 [C, H, W].
+
+        Fast decoding on a GPU leaves plain JPEGs, uint8 [bytes], for `collate` to decode together.
+        """
         self._top_k(item.parameters)
         if item.kind == "tensors":
             return {"image": self._from_tensor(item)}
@@ -92,7 +96,7 @@ class Classifier(Model):
 
     def collate(self, instances: Sequence[Features]) -> Features:
         """Stack pixels as uint8 [B, H, W, C]; with a normalised input among them, normalise all."""
-        images = [each["image"] for each in instances]
+        images = self._decode_on_gpu([each["image"] for each in instances])
         if all(image.dtype == torch.uint8 for image in images):
             return {"image": torch.stack(images)}
         return {
@@ -210,10 +214,32 @@ class Classifier(Model):
     def _from_encoded(self, payload: memoryview) -> Tensor:
         if self.decode == "exact":
             return self.transform_image(decode_image(payload, max_pixels=self.max_image_pixels))
+        jpeg = self._gpu_jpegs.accept(payload, self.max_image_pixels) if self._gpu_jpegs else None
+        return self._quick_pixels(payload) if jpeg is None else jpeg
+
+    def _quick_pixels(self, payload: memoryview) -> Tensor:
         image, full_size = decode_scaled(
             payload, least_edge=self.transform.least_edge, max_pixels=self.max_image_pixels
         )
         return self.transform.quick_pixels(image, full_size)
+
+    @cached_property
+    def _gpu_jpegs(self) -> GpuJpegs | None:
+        """The way of JPEGs by the GPU, which `preprocess` leaves encoded for `collate`."""
+        decode = nvjpeg(self.device)
+        return GpuJpegs(decode, self.transform) if decode else None
+
+    def _decode_on_gpu(self, images: list[Tensor]) -> list[Tensor]:
+        """Replace what is encoded yet, uint8 [bytes], by its pixels; all on one device then."""
+        encoded = [i for i, image in enumerate(images) if image.dim() == 1]
+        if not encoded:
+            return images
+        assert self._gpu_jpegs is not None
+        decoded = self._gpu_jpegs.pixels([images[i] for i in encoded], self._quick_pixels)
+        for i, pixels in zip(encoded, decoded, strict=True):
+            images[i] = pixels
+        are_pixels = all(image.dtype == torch.uint8 for image in images)
+        return [image.to(self.device if are_pixels else "cpu") for image in images]
 
     def _from_json(self, payload: memoryview) -> Tensor:
         text = json_texts(payload, ["image"])["image"]

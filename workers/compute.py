@@ -194,7 +194,11 @@ class Computer:
         chosen = [features for i in indices if (features := prepared.features[i]) is not None]
         batch = self._model.collate(chosen)
         if self._pin_memory:
-            return {name: tensor.pin_memory() for name, tensor in batch.items()}
+            # A model may have decoded on the device already.
+            return {
+                name: tensor if tensor.is_cuda else tensor.pin_memory()
+                for name, tensor in batch.items()
+            }
         return batch
 
     def _compute_group(self, prepared: Prepared, group: Group) -> None:
