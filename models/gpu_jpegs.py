@@ -1,6 +1,6 @@
 """JPEGs decoded and resized on the GPU that computes them. Worker processes only.
 
-Only plain ones are left to the GPU: baseline colour or gray, upright, whole, and of a moderate size.
+Only plain ones are left to the GPU: baseline colour or gray, upright, whole, and of moderate size.
 All others take the CPU's way, which knows the odd ones.
 
 Axes: H height, W width, C = 3 colours.
