@@ -134,7 +134,7 @@ class Supervisor:
         """Start a worker's next incarnation beside it; then let the old one finish and leave.
 
         There is always one that takes batches. If the successor does not come up, or the worker
-        came to an end meanwhile, nothing changes.
+        came to an end meanwhile or was asked to leave, nothing changes.
 
         Returns:
             Whether the successor has taken over.
@@ -148,7 +148,7 @@ class Supervisor:
         except WorkerStartError as error:
             logger.warning("%s did not start, and %s stays: %s", id, slot.id, error)
             return False
-        if slot.handle is not predecessor or self._is_stopping:
+        if slot.handle is not predecessor or slot.is_asked_to_leave or self._is_stopping:
             await successor.stop(0)
             return False
         slot.id, slot.handle, slot.config = id, successor, config

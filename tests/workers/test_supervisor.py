@@ -329,3 +329,37 @@ def test_a_successor_leaves_again_where_the_worker_came_to_an_end_meanwhile(supe
         assert [worker.is_gone for worker in engine.started] == [True, False, True]
 
     supervise(engine, test)
+
+
+def test_a_worker_that_is_asked_to_leave_while_its_successor_starts_is_replaced_once(supervise):
+    engine = FakeEngine()
+
+    async def test(supervisor: Supervisor, log: Log) -> None:
+        await log.until("ready")
+        slot = supervisor.slots[0]
+        start, first = engine.start, engine.started[0]
+        stop, may_end = first.stop, asyncio.Event()
+
+        async def finish_first(grace_s: float) -> None:
+            await may_end.wait()
+            await stop(grace_s)
+
+        first.stop = finish_first  # type: ignore[method-assign]
+
+        async def ask_meanwhile(*arguments: object) -> object:
+            engine.start = start  # type: ignore[method-assign]
+            tasks.append(asyncio.create_task(supervisor.replace(slot, 1)))
+            await asyncio.sleep(0)
+            return await start(*arguments)
+
+        tasks: list[asyncio.Task[bool]] = []
+        engine.start = ask_meanwhile  # type: ignore[method-assign]
+        succession = asyncio.create_task(supervisor.succeed(slot, slot.config, 1))
+        await asyncio.sleep(0.01)
+        may_end.set()
+        assert not await asyncio.wait_for(succession, 5)
+        assert await asyncio.wait_for(tasks[0], 5)
+        assert [worker.is_gone for worker in engine.started] == [True, True, False]
+        assert (slot.handle, slot.is_asked_to_leave) == (engine.started[2], False)
+
+    supervise(engine, test)
