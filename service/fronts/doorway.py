@@ -8,7 +8,6 @@ connections with it that were still to be accepted.
 """
 
 import asyncio
-import contextlib
 import logging
 import socket
 from collections.abc import Callable, Sequence
@@ -47,6 +46,8 @@ class Doorway:
         self._is_open = False
         self._is_closed = False
         self._timer: asyncio.TimerHandle | None = None
+        self._in_hand: socket.socket | None = None
+        """Accepted, and no front has taken it yet."""
         listener.setblocking(False)
 
     def open(self) -> None:
@@ -59,13 +60,16 @@ class Doorway:
         """Give out what has come by now, and let no more come."""
         if self._is_closed:
             return
-        if self._is_open:
+        if self._is_open or self._in_hand is not None:
             self._accept()
         self._pause()
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
         self._listener.close()
+        if self._in_hand is not None:
+            logger.warning("no front takes a connection: it is closed")
+            self._in_hand.close()
 
     def _accept(self) -> None:
         for _ in range(_MAX_ACCEPTED):
@@ -73,17 +77,20 @@ class Doorway:
             if not takers:
                 self._pause_for(_PAUSE_S)
                 return
-            try:
-                connection, _ = self._listener.accept()
-            except (BlockingIOError, ConnectionAbortedError):
+            if self._in_hand is None:
+                try:
+                    self._in_hand, _ = self._listener.accept()
+                except (BlockingIOError, ConnectionAbortedError):
+                    return
+                except OSError as error:
+                    logger.warning("a connection could not be accepted: %s", error)
+                    self._pause_for(_PAUSE_S)
+                    return
+            if not any(taker.give(self._in_hand) for taker in takers):
+                self._pause_for(_PAUSE_S)  # they have as many as they can look at
                 return
-            except OSError as error:
-                logger.warning("a connection could not be accepted: %s", error)
-                self._pause_for(_PAUSE_S)
-                return
-            with contextlib.closing(connection):
-                if not any(taker.give(connection) for taker in takers):
-                    logger.warning("no front takes a connection: it is closed")
+            self._in_hand.close()
+            self._in_hand = None
 
     def _pause(self) -> None:
         if self._is_open:

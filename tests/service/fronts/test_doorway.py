@@ -64,6 +64,28 @@ def test_what_a_front_does_not_take_another_gets(listener):
     asyncio.run(go())
 
 
+def test_a_burst_waits_for_fronts_that_take_no_more_for_a_moment(listener):
+    async def go() -> None:
+        taker = FakeTaker(takes=False)
+        doorway = Doorway(listener, lambda: [taker])
+        doorway.open()
+        clients = await connect(listener, 20)
+        await asyncio.sleep(0.1)
+        taker.takes = True
+        await until(lambda: taker.num_open == 20)
+        taker.takes = False
+        clients += await connect(listener, 1)
+        await asyncio.sleep(0.1)
+        doorway.close()
+        with pytest.raises(ConnectionError):
+            socket.create_connection(clients[0].getpeername())
+        assert clients[-1].recv(1) == b""
+        for client in clients:
+            client.close()
+
+    asyncio.run(go())
+
+
 def test_connections_wait_while_nobody_is_there_and_none_is_lost(listener):
     async def go() -> None:
         takers: list[FakeTaker] = []
