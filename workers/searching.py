@@ -6,14 +6,18 @@ end, whose end it sees as the end of its standard input.
 
 import asyncio
 import contextlib
+import os
+import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import psutil
 
+from models.speed.attempts import take_back
 from models.speed.names import SpeedReport
 from workers.config import WorkerConfig
 
@@ -23,7 +27,8 @@ _BOOT = (
 )
 _STAGE_S = 12 * 3600.0
 """What one stage may take. At idle priority beside busy workers, a minute may become hours."""
-_LEAVE_S = 3.0
+_LEAVE_S = 2.0
+"""To end also takes time of the processor, which idle priority may not get for long."""
 _MAX_REASON = 300
 
 
@@ -69,8 +74,14 @@ async def search(config: WorkerConfig, key: str, on_progress: Callable[[str], No
         order = SearchOrder(sys_path=sys.path, config=config, key=key)
         return await _follow(process, order, on_progress, errors)
     finally:
-        await _end(process)
-        await errors
+        if process.returncode is None:
+            _kill(process.pid)
+            if config.cache_dir is not None:
+                await asyncio.to_thread(take_back, Path(config.cache_dir), key, process.pid)
+        await asyncio.wait([errors, asyncio.create_task(process.wait())], timeout=_LEAVE_S)
+        errors.cancel()
+        assert process.stdin is not None
+        process.stdin.close()
 
 
 async def _follow(
@@ -114,26 +125,11 @@ async def _last_line(process: Process) -> str:
     return lines[-1] if lines else ""
 
 
-async def _end(process: Process) -> None:
-    """See it out, and all that it has started."""
-    assert process.stdin is not None
-    if process.returncode is None:
-        family = _family(process.pid)
+def _kill(pid: int) -> None:
+    """End it at once, and all that it has started: it would not get the time to leave in order."""
+    family = [pid]
+    with contextlib.suppress(psutil.Error):
+        family += [each.pid for each in psutil.Process(pid).children(recursive=True)]
+    for leader in family:  # the compiler and all that this starts are one group
         with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        try:
-            await asyncio.wait_for(process.wait(), _LEAVE_S)
-        except TimeoutError:
-            for each in family:
-                with contextlib.suppress(psutil.Error):
-                    each.kill()
-            await process.wait()
-    process.stdin.close()
-
-
-def _family(pid: int) -> list[psutil.Process]:
-    try:
-        process = psutil.Process(pid)
-        return [process, *process.children(recursive=True)]
-    except psutil.Error:
-        return []
+            os.killpg(leader, signal.SIGKILL)

@@ -17,6 +17,7 @@ import msgspec
 import torch
 from torch import nn
 
+from models.speed.attempts import attempt
 from models.speed.names import CHOICES, SpeedReport
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,6 @@ _LOCK_POLL_S = 0.05
 _CUT_SHORT_HOLDS_S = 3600.0
 """A verdict cut short serves the other replicas, and a service that is started over and over; a
 later start may find the machine less busy."""
-_ATTEMPT_HOLDS_S = 24 * 3600.0
 
 
 def fingerprint(network: nn.Module, tolerance: object, *facts: object) -> str:
@@ -106,26 +106,12 @@ class VerdictStore:
 
     @contextlib.contextmanager
     def attempt(self, key: str) -> Iterator[bool]:
-        """Begin what may take all the memory there is, so that the kernel may end us and others.
-
-        Yields whether to go on: not if an attempt within the last day did not come to an end. Where
-        that took the whole service with it, the next one would do so again.
-        """
+        """Begin what may take too much memory; see `models.speed.attempts`."""
         if self._folder is None:
             yield True
             return
-        mark = self._folder / f"{key}.begun"
-        with contextlib.suppress(OSError):
-            if time.time() - mark.stat().st_mtime < _ATTEMPT_HOLDS_S:
-                yield False
-                return
-        with contextlib.suppress(OSError):
-            mark.write_bytes(b"")
-        try:
-            yield True
-        finally:
-            with contextlib.suppress(OSError):
-                mark.unlink()
+        with attempt(self._folder, key) as is_first:
+            yield is_first
 
     @contextlib.contextmanager
     def _locked(

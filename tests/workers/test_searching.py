@@ -54,6 +54,27 @@ def test_it_gives_way_to_all_others_and_ends_when_it_is_no_longer_wanted(tmp_pat
     assert not left_over(asyncio.run(go()), 5)
 
 
+def test_one_that_gets_no_time_is_ended_at_once_and_does_not_count_as_killed(tmp_path):
+    """As on a busy host; what it has left behind must not put off the next search."""
+    mark, other = tmp_path / "key.begun", tmp_path / "other.begun"
+    scratch = tmp_path / "key-compiled-compiling-x"
+
+    async def go() -> None:
+        begun = asyncio.Event()
+        task = asyncio.create_task(search(slow_to_load(tmp_path), "key", lambda stage: begun.set()))
+        await asyncio.wait_for(begun.wait(), 60)
+        (process,) = psutil.Process().children()
+        process.suspend()
+        scratch.mkdir()
+        for each in (mark, other):
+            each.write_text(str(process.pid))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(go())
+    assert [path.name for path in tmp_path.iterdir()] == [other.name]
+
+
 _FRONT_END = """
 import asyncio, os
 from tests.workers.test_searching import slow_to_load
