@@ -45,7 +45,7 @@ def fitting(queue: "Batcher[Q]", most: int, begin: float, curve: "CostCurve") ->
     for request in islice(queue, most):
         deadline = request.deadline
         if deadline < tightest and begin + alone_s <= deadline:
-            fits = curve.size_within((deadline - begin) / SPARE, allowed)
+            fits = max(1, curve.size_within((deadline - begin) / SPARE, allowed))  # as was seen
             if num >= fits:
                 break  # it would make the batch too large for itself
             allowed, tightest = fits, deadline

@@ -3,7 +3,7 @@ from math import inf
 import pytest
 
 from service.batch_costs import CostCurve
-from service.batch_sizes import SizeLimit, fitting
+from service.batch_sizes import SPARE, SizeLimit, fitting
 from service.batcher import Batcher
 from tests.service.test_batcher import Waiting
 
@@ -45,6 +45,15 @@ def test_time_until_the_worker_begins_counts():
 def test_one_that_cannot_be_in_time_even_alone_shrinks_no_batch():
     assert size(queue(0.015, *[30.0] * 12)) == 8
     assert size(queue(0.015, 0.055, *[30.0] * 12)) == 4
+
+
+def test_there_is_no_empty_batch_however_the_last_bit_is_rounded():
+    took_s, begin = 0.8607808228554693, 414184.2971055744
+    costs = CostCurve()
+    costs.note(1, took_s)
+    waiting: Batcher[Waiting] = Batcher()
+    waiting.push(Waiting("x", arrived=begin, deadline=begin + took_s * SPARE), begin)
+    assert fitting(waiting, 1, begin, costs) == 1
 
 
 def test_one_for_which_the_batch_is_too_large_already_begins_the_next():
