@@ -304,7 +304,8 @@ class PredictProtocol(HttpToolsProtocol):
 
     def _take_piece(self, data: bytes) -> None:
         """Take more of a body that needs no parser, since its length is known."""
-        piece = memoryview(data)[: self._num_missing]
+        # A view is five times as large as a byte, and some clients send bytes one by one.
+        piece = data if len(data) <= self._num_missing else memoryview(data)[: self._num_missing]
         self._num_missing -= len(piece)
         exchange: Exchange = self.cycle  # type: ignore[assignment]  # see `_take_turn`
         if not exchange.response_complete:

@@ -28,6 +28,8 @@ _OF_A_CONNECTION = frozenset(
 """Headers that end where the connection ends (RFC 9110, 7.6.1)."""
 _RELAYED_S = 2
 """How long an answer that is still being given may hold up the end."""
+_IDLE_S = 5.0
+"""How long a front keeps a connection to the main process that is not used."""
 _CLIENT, _SCHEME = b"x-inferpool-client", b"x-inferpool-scheme"
 """What only the front knows of a call; taken off before the application sees it."""
 
@@ -47,7 +49,9 @@ class Relay:
             path: Of the main process's Unix socket.
         """
         self._predict = predict
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=8)
+        limits = httpx.Limits(
+            max_connections=None, max_keepalive_connections=8, keepalive_expiry=_IDLE_S
+        )
         self._transport = httpx.AsyncHTTPTransport(uds=path, limits=limits, retries=1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -128,6 +132,7 @@ def relayed_config(app: ASGIApp, path: str) -> uvicorn.Config:
         server_header=False,
         date_header=False,
         timeout_graceful_shutdown=_RELAYED_S,
+        timeout_keep_alive=int(10 * _IDLE_S),  # or it may close one that a call is on its way by
     )
 
 
