@@ -7,7 +7,13 @@ import platform
 import re
 import signal
 import sys
-from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import (
+    SUPPRESS,
+    ArgumentParser,
+    HelpFormatter,
+    Namespace,
+    RawDescriptionHelpFormatter,
+)
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -86,13 +92,22 @@ class _Parser(ArgumentParser):
         self.exit(USAGE_ERROR, f"{self.prog}: {message}\nTry `{self.prog} --help`.\n")
 
 
+class _Formatter(RawDescriptionHelpFormatter):
+    """Wraps what is one paragraph, and leaves lines that were broken as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if "\n" in text:
+            return super()._fill_text(text, width, indent)
+        return HelpFormatter._fill_text(self, text, width, indent)
+
+
 def _parser() -> tuple[_Parser, Mapping[str, ArgumentParser]]:
     """The parser, and those of its verbs."""
     parser = _Parser(
         prog="inferpool",
         description="Serve PyTorch models over HTTP from a pool of worker processes.",
         epilog=_EXAMPLES,
-        formatter_class=RawDescriptionHelpFormatter,
+        formatter_class=_Formatter,
         allow_abbrev=False,
     )
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
@@ -106,7 +121,7 @@ def _parser() -> tuple[_Parser, Mapping[str, ArgumentParser]]:
         description="Serve models over HTTP until SIGTERM or Ctrl-C.",
         epilog=_SETTINGS,
         parents=[flags],
-        formatter_class=RawDescriptionHelpFormatter,
+        formatter_class=_Formatter,
         allow_abbrev=False,
     )
     serve.set_defaults(verb=_serve)
@@ -116,7 +131,7 @@ def _parser() -> tuple[_Parser, Mapping[str, ArgumentParser]]:
         description="Print the settings that `inferpool serve` with the same arguments would have.",
         epilog=_SETTINGS,
         parents=[flags],
-        formatter_class=RawDescriptionHelpFormatter,
+        formatter_class=_Formatter,
         allow_abbrev=False,
     )
     config.add_argument(
@@ -133,7 +148,7 @@ def _parser() -> tuple[_Parser, Mapping[str, ArgumentParser]]:
         "arguments would have. The exit status is 1 if something will not work.",
         epilog=_SETTINGS,
         parents=[flags],
-        formatter_class=RawDescriptionHelpFormatter,
+        formatter_class=_Formatter,
         allow_abbrev=False,
     )
     doctor.add_argument(
@@ -154,7 +169,7 @@ def _parser() -> tuple[_Parser, Mapping[str, ArgumentParser]]:
         "which prints what was found until then and writes no settings.",
         epilog=_SETTINGS,
         parents=[flags],
-        formatter_class=RawDescriptionHelpFormatter,
+        formatter_class=_Formatter,
         allow_abbrev=False,
     )
     add_tune_flags(tune)
@@ -167,7 +182,7 @@ def _parser() -> tuple[_Parser, Mapping[str, ArgumentParser]]:
         "if each request had exactly one right answer, 1 if not, 3 if nothing could be tested.",
         epilog=_SETTINGS,
         parents=[flags],
-        formatter_class=RawDescriptionHelpFormatter,
+        formatter_class=_Formatter,
         allow_abbrev=False,
     )
     add_chaos_flags(chaos)

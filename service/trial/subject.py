@@ -1,6 +1,7 @@
 """The service on trial: started as its user would, on a free port of this host."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -9,6 +10,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 import psutil
 
 import service
@@ -21,6 +23,7 @@ from service.trial.health import read_health
 
 HOST = "127.0.0.1"
 _NUM_TAIL_LINES = 15
+_HINT = "\n`inferpool serve` tells more of it"
 _POLL_S = 0.05
 _STOP_S = 30.0
 _LINGER_S = 2.0
@@ -34,6 +37,13 @@ _LEFT_OUT = (
     "port",
     "log_format",
 )
+
+
+class _Line(msgspec.Struct):
+    """Of its log."""
+
+    level: str
+    message: str
 
 
 class Subject:
@@ -114,6 +124,8 @@ class Subject:
         while True:
             if not self.is_running:
                 assert self._process is not None
+                if reason := self._last_words():
+                    raise TrialError(f"{reason}{_HINT}")
                 code = self._process.returncode
                 raise TrialError(f"the service ended with exit code {code}{self.log_tail()}")
             try:
@@ -125,7 +137,7 @@ class Subject:
                 if health.is_full:
                     return
                 if health.failure:
-                    raise TrialError(f"a worker failed: {health.failure}{self.log_tail()}")
+                    raise TrialError(f"a worker failed: {health.failure}{_HINT}")
             except (OSError, NoAnswerError):
                 pass
             if waited_s > timeout_s:
@@ -149,6 +161,16 @@ class Subject:
             return None, len(self.family())
         _, alive = await asyncio.to_thread(psutil.wait_procs, self.family(), _LINGER_S)
         return self._process.returncode, len(alive)
+
+    def _last_words(self) -> str:
+        """Why it gave up, if it said so."""
+        reason = ""
+        with contextlib.suppress(OSError):
+            for line in self._log.read_bytes().splitlines():
+                with contextlib.suppress(msgspec.MsgspecError):
+                    said = msgspec.json.decode(line, type=_Line)
+                    reason = said.message if said.level == "critical" else reason
+        return reason
 
     def log_tail(self) -> str:
         """The last lines of its log, to go behind a message."""

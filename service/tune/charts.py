@@ -63,7 +63,7 @@ def text_chart(points: Sequence[Point], p99_ms: float | None) -> list[str]:
     low, high = f"{figure(x_low)} ms", f"{figure(x_high)} ms"
     middle = "p99".center(_COLUMNS + 2 - len(low) - len(high))
     return [
-        "requests/s against p99; * is the Pareto front",
+        "requests/s against p99; * where no other is better in both",
         *rows,
         f"{'':{width}} +{'-' * (_COLUMNS + 2)}",
         f"{'':{width}}  {low}{middle}{high}",

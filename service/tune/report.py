@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import TextIO
 
 from service.settings import version_of
@@ -81,7 +82,7 @@ class Report:
                 for column, (cell, width) in enumerate(zip(row, widths, strict=True))
             ]
             stream.write("  ".join(cells).rstrip() + "\n")
-        if self.points:
+        if len(self.points) > 1:
             stream.write("\n")
             chart = text_chart(self.points, self.goal.p99_ms)
             stream.writelines(f"{line}\n" for line in chart)
@@ -127,7 +128,7 @@ class Report:
         if outcome.untried:
             yield (
                 f"The budget did not suffice for: {', '.join(outcome.untried)} "
-                f"(--budget; a candidate takes about {outcome.needed_s:.0f} s)."
+                f"(one more takes about --budget {ceil(outcome.needed_s)})."
             )
         cores = max((tried.sample.generator_cores for tried in outcome.tried), default=0.0)
         warning = ", so that it is a part of what was measured" if cores > _BUSY_CORES else ""

@@ -103,7 +103,7 @@ class Outcome:
     untried: list[str] = field(default_factory=list)
     """Knobs for which the budget did not suffice, in part or at all."""
     needed_s: float = 0.0
-    """What one more candidate would have taken."""
+    """The budget with which one more candidate would have fitted in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +141,8 @@ class Search:
         self.outcome = Outcome(connections=goal.connections)
         self._stage = stage
         self._goal = goal
-        self._until = stage.now() + budget_s
+        self._began = stage.now()
+        self._budget_s = budget_s
         self._on_trial = on_trial
         self._brought_s: list[float] = []
         """What each start has taken."""
@@ -193,7 +194,7 @@ class Search:
                 if any(each.changes == changes for each in self.outcome.tried):
                     break  # it led here, or nowhere
                 if not self._has_time():
-                    self.outcome.needed_s = self._trial_s(_MAX_PAIRS)
+                    self.outcome.needed_s = self._needed_s()
                     if knob.name not in self.outcome.untried:
                         self.outcome.untried.append(knob.name)
                     return has_gained
@@ -206,7 +207,12 @@ class Search:
 
     def _has_time(self) -> bool:
         """Whether one more trial fits in, and the confirmation after it."""
-        return self._stage.now() + self._trial_s(_MAX_PAIRS, _NUM_FINAL_PAIRS) < self._until
+        return self._needed_s() <= self._budget_s
+
+    def _needed_s(self) -> float:
+        """From the beginning to the end of both."""
+        passed_s = self._stage.now() - self._began
+        return passed_s + self._trial_s(_MAX_PAIRS, _NUM_FINAL_PAIRS)
 
     def _trial_s(self, *num_pairs: int) -> float:
         """What trials of so many pairs are likely to take."""

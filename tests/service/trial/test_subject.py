@@ -1,3 +1,4 @@
+import asyncio
 import os
 import signal
 import subprocess
@@ -6,9 +7,11 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from service.settings_loader import load
-from service.trial.subject import rows_of
+from service.trial.errors import TrialError
+from service.trial.subject import Subject, rows_of
 
 _STARTER = """
 import time
@@ -48,3 +51,15 @@ def test_service_does_not_outlive_whoever_started_it_however_that_ends(tmp_path:
         starter.wait()
     gone, _ = psutil.wait_procs([service], timeout=_TIMEOUT_S)
     assert gone
+
+
+def test_why_a_service_does_not_start_is_told_without_its_log():
+    async def start() -> str:
+        with Subject(rows_of(load({"model": "no_such.module:Net"}, {}, Path("/")))) as subject:
+            with pytest.raises(TrialError) as caught:
+                await subject.until_ready(_TIMEOUT_S)
+            return str(caught.value)
+
+    first, second = asyncio.run(start()).splitlines()
+    assert "there is no module 'no_such'" in first
+    assert "inferpool serve" in second
