@@ -467,6 +467,11 @@ def _unknown_variable(parts: Sequence[str]) -> str:
         if parts[0].startswith("model"):
             example = f"{PREFIX}MODELS__RESNET__REPLICAS"
             return f"there is no such setting; those of a model are written like {example}"
+    here, there = Settings.model_fields, ModelSettings.model_fields
+    if len(parts) == 1 and parts[0] in there:
+        return f"this setting belongs to a model: {PREFIX}MODELS__NAME__{parts[0].upper()}"
+    if len(parts) == 3 and parts[2] in here:
+        return f"this setting belongs to no model: {PREFIX}{parts[2].upper()}"
     return f"there is no such setting{_or_nearest(PREFIX + '__'.join(parts).upper(), names)}"
 
 

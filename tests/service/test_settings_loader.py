@@ -280,6 +280,16 @@ def test_a_mistake_in_the_file_is_named_with_its_place(problems, toml, problem):
             "there is no such setting; those of a model are written like "
             "INFERPOOL_MODELS__RESNET__REPLICAS",
         ),
+        (
+            "INFERPOOL_DECODE",
+            "fast",
+            "this setting belongs to a model: INFERPOOL_MODELS__NAME__DECODE",
+        ),
+        (
+            "INFERPOOL_MODELS__ECHO__SPEED_SEARCH",
+            "false",
+            "this setting belongs to no model: INFERPOOL_SPEED_SEARCH",
+        ),
     ],
 )
 def test_a_mistake_in_the_environment_is_named_with_its_variable(problems, variable, text, problem):
