@@ -231,7 +231,7 @@ def test_another_tolerance_gets_a_verdict_of_its_own(tmp_path, monkeypatch, alwa
     calls = count_measurements(monkeypatch)
     choose(loaded(), wish(cache_dir=tmp_path), quietly)
     stricter = loaded()
-    stricter.tolerance = LabelTolerance(min_lead=0.0)
+    stricter.tolerance = LabelTolerance(min_lead=0.01)
     choose(stricter, wish(cache_dir=tmp_path), quietly)
     assert len(calls) == 2
 
