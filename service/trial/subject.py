@@ -118,7 +118,7 @@ class Subject:
         """Wait until every worker of every model is ready.
 
         Raises:
-            TrialError: The service ended, or is not ready in time; with the end of its log.
+            TrialError: The service or a worker ended, or is not ready in time.
         """
         waited_s = 0.0
         while True:
