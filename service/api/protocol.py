@@ -78,6 +78,10 @@ class PredictProtocol(HttpToolsProtocol):
         """Bytes of the body of a call with a known head."""
         self._head_bytes = 0
         self._chunk_bytes = 0
+        self._is_behind_others = False
+        """The newest data has more before what begins next."""
+        self._is_mixed = False
+        """The newest head has begun in the newest data, behind others."""
         self._asks_for_upgrade = False
         self._last_head: KnownHead | None = None
         self._new_head = b""
@@ -199,6 +203,7 @@ class PredictProtocol(HttpToolsProtocol):
             self._take_piece(data)
             return
         self._chunk_bytes = len(data)
+        self._is_behind_others, self._is_mixed = self._is_in_body, False
         try:
             rest: bytes | memoryview = data
             while rest:
@@ -209,12 +214,13 @@ class PredictProtocol(HttpToolsProtocol):
         if self._active is not None:
             self._active.watch_body()
         if self._is_in_head and not self._is_deaf:
-            self._watch_head(len(data))
+            self._watch_head(1 if self._is_mixed else len(data))  # or more than that
 
     def on_message_begin(self) -> None:
         """Begin a request; uvicorn's scope is made when it turns out to be needed."""
         self._is_in_head = True
         self._head_bytes = 0
+        self._is_mixed = self._is_behind_others
         self.url = b""
         self.expect_100_continue = False
         self.headers = []
@@ -222,6 +228,7 @@ class PredictProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Take the call, or hand it to uvicorn."""
         self._is_in_head = False
+        self._is_behind_others = True
         head, self._new_head = self._new_head, b""
         if self._head_timer is not None:
             self._head_timer.cancel()
@@ -370,7 +377,7 @@ class PredictProtocol(HttpToolsProtocol):
             return LongUrlError(f"the URL has more than {_MAX_URL_BYTES} bytes")
         if len(self.headers) > _MAX_HEADERS:
             return LargeHeadError(f"there are more than {_MAX_HEADERS} headers")
-        if self._head_bytes + self._chunk_bytes > _MAX_HEAD_BYTES:  # with other bytes, perhaps
+        if self._head_bytes or self._chunk_bytes > _MAX_HEAD_BYTES:  # or else it is short enough
             num_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
             if num_bytes > _MAX_HEAD_BYTES:
                 return _too_large_head()

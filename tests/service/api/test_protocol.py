@@ -99,6 +99,26 @@ def test_the_largest_allowed_head_is_taken() -> None:
     run(test)
 
 
+@pytest.mark.parametrize(
+    ("first", "num"),
+    [(POST + b"content-length: 100000\r\n\r\n" + b"x" * 100_000, 1), (ONE * 900, 900)],
+)
+@pytest.mark.parametrize("size", [1, 66_000])
+def test_what_comes_before_a_head_is_not_counted_as_part_of_it(
+    first: bytes, num: int, size: int
+) -> None:
+    head = POST + b"x: %b\r\ncontent-length: 1\r\n\r\n" % (b"y" * size)
+
+    async def test(bench: Bench) -> None:
+        async with bench.connect() as (reader, writer):
+            writer.write(first + head[:-4])
+            assert [(await read_answer(reader))[0] for _ in range(num)] == [200] * num
+            writer.write(head[-4:] + b"x")
+            assert (await read_answer(reader))[0] == (200 if size == 1 else 431)
+
+    run(test)
+
+
 SMUGGLED = b"GET /smuggled HTTP/1.1\r\nhost: h\r\n\r\n"
 AMBIGUOUS = {
     "two lengths": POST + b"content-length: 1\r\ncontent-length: 2\r\n\r\nx",
