@@ -17,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from service.api.connections import Connections, EdgeLimits
 from service.api.errors import InternalError, LargeHeadError, LongUrlError, problem
 from service.api.exchange import Exchange
+from service.api.flow import UNREAD, Flow
 from service.api.known_heads import KnownHead, KnownHeads
 from service.api.predict import Predict
 from service.api.trace import new_ids
@@ -38,15 +39,6 @@ _LINGER_S = 2.0
 """How long a client that is still sending may take to read that it was refused.
 
 A socket that is closed while data arrives is reset, and what the client has not read is lost."""
-
-
-class _UnreadAnswer:
-    """Stands for an answer that is given and not read: what comes behind it waits for its turn."""
-
-    response_complete = False
-
-
-_UNREAD = _UnreadAnswer()
 
 
 class PredictProtocol(HttpToolsProtocol):
@@ -136,6 +128,8 @@ class PredictProtocol(HttpToolsProtocol):
         if self._linger_timer is not None:
             return
         super().on_response_complete()
+        if not self._is_held and not self.transport.is_closing():
+            self.flow.resume_reading()  # the last in line may have been taken out
         self._unset_keepalive_if_required()  # its timer would be put off by each byte that comes
         self._be_idle()
         if self.transport.get_write_buffer_size():
@@ -144,6 +138,7 @@ class PredictProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client is here; it has as long to begin a request as between two."""
         super().connection_made(transport)
+        self.flow = Flow(transport, self.pipeline)
         self._be_idle()
         everyone: Any = self.connections  # which are all of this class
         if not self.others.have_room(everyone):
@@ -457,6 +452,7 @@ class PredictProtocol(HttpToolsProtocol):
             self.close()
         elif self._linger_timer is None and not self.transport.is_closing():
             self._is_deaf = True
+            self.pipeline.clear()
             self.flow.resume_reading()
             self.transport.write_eof()
             self._linger_timer = self.loop.call_later(_LINGER_S, self.close)
@@ -489,7 +485,7 @@ class PredictProtocol(HttpToolsProtocol):
         self.url, self.expect_100_continue = url, expect
         self.headers.extend(headers)  # the scope holds this list
         if self._is_held and self.is_idle:
-            self.cycle = _UNREAD  # type: ignore[assignment]  # uvicorn looks whether it is complete
+            self.cycle = UNREAD  # type: ignore[assignment]  # uvicorn looks whether it is complete
         super().on_headers_complete()
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:

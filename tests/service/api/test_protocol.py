@@ -5,7 +5,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
@@ -232,19 +232,49 @@ def test_a_client_that_never_reads_is_cut_off() -> None:
     run(test, model=FakeModel(lambda _: large), write_timeout_s=0.3)
 
 
-@pytest.mark.parametrize("first", [ONE, b"GET /predict HTTP/1.1\r\nhost: h\r\n\r\n"])
+GET = b"GET /predict HTTP/1.1\r\nhost: h\r\n\r\n"
+
+
+@contextlib.asynccontextmanager
+async def connect_narrowly(
+    bench: Bench,
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A client that reads nothing until `resume_reading`, with buffers for a few answers."""
+    listener = bench.server.servers[0].sockets[0]
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(client, listener.getsockname())
+    reader, writer = await asyncio.open_connection(sock=client, limit=2048)
+    writer.transport.pause_reading()  # type: ignore[attr-defined]  # it is a transport of asyncio
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+
+
+def test_a_body_in_line_is_not_read_while_answers_before_it_are_not() -> None:
+    async def test(bench: Bench) -> None:
+        async with connect_narrowly(bench) as (reader, writer):
+            writer.write(GET * 400 + CHUNKED)
+            await asyncio.sleep(0.1)
+            writer.write(b"1000000\r\n" + b"x" * (1 << 24) + b"\r\n0\r\n\r\n")
+            await asyncio.sleep(0.3)
+            assert writer.transport.get_write_buffer_size() > 1 << 23
+            writer.transport.resume_reading()  # type: ignore[attr-defined]  # as above
+            statuses = [(await read_answer(reader))[0] for _ in range(401)]
+        assert statuses == [405] * 400 + [200]
+
+    run(test)
+
+
+@pytest.mark.parametrize("first", [ONE, GET])
 def test_calls_behind_answers_that_are_not_read_are_answered_in_their_order(first: bytes) -> None:
     refused = POST.replace(b"/predict", b"/predict/nobody") + b"content-length: 1\r\n\r\nx"
 
     async def test(bench: Bench) -> None:
-        listener = bench.server.servers[0].sockets[0]
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        with socket.socket() as client:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.setblocking(False)
-            await asyncio.get_running_loop().sock_connect(client, listener.getsockname())
-            reader, writer = await asyncio.open_connection(sock=client, limit=2048)
-            writer.transport.pause_reading()  # type: ignore[attr-defined]  # it is a transport of asyncio
+        async with connect_narrowly(bench) as (reader, writer):
             writer.write(refused * 400 + first + refused)
             await asyncio.sleep(0.1)
             writer.transport.resume_reading()  # type: ignore[attr-defined]  # as above
@@ -254,8 +284,6 @@ def test_calls_behind_answers_that_are_not_read_are_answered_in_their_order(firs
                 await asyncio.sleep(0.03)  # in which the next must not be answered
                 bench.model.futures[0].set_result(result())
             statuses += [(await read_answer(reader))[0] for _ in range(2)]
-            writer.close()
-            await writer.wait_closed()
         assert statuses == [404] * 400 + [200 if first == ONE else 405, 404]
 
     run(test, model=FakeModel(lambda _: None))
