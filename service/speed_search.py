@@ -109,12 +109,14 @@ class SpeedSearch:
             await self._changed.wait()
 
     async def _improve(self, pool: SearchedPool, progress: Progress) -> None:
+        progress.state = "off"
         present: dict[str, list[Slot]] = {}
         for slot in pool.slots:
-            if slot.handle and not slot.handle.ready.speed.is_final:
-                present.setdefault(slot.handle.ready.speed.key, []).append(slot)
-        if not present:
-            progress.state = "off"
+            speed = slot.handle.ready.speed if slot.handle else SpeedReport()
+            if not speed.is_final:
+                present.setdefault(speed.key, []).append(slot)
+            elif speed.key:  # this start, or an earlier one, has tried all there is
+                progress.state, progress.text = "done", "nothing is left to try"
         for key, slots in present.items():  # workers with other numbers of threads have other keys
             if obstacle := _obstacle(slots[0]):
                 text = "%s speed: no faster preset is searched for: %s"
@@ -160,15 +162,24 @@ class SpeedSearch:
         progress.state, progress.text = "done", f"changed from {preset} to {found.text()}{figures}"
 
 
+def compiler_name() -> str:
+    """The C++ compiler that torch would call."""
+    return os.environ.get("CXX", "g++")
+
+
+def find_compiler() -> str | None:
+    """Where it is; None if it is not there."""
+    return shutil.which(compiler_name())
+
+
 def _preset_of(slot: Slot) -> str:
     return slot.handle.ready.speed.preset if slot.handle else "exact"
 
 
 def _obstacle(slot: Slot) -> str:
     """Why nothing can be compiled here and now."""
-    compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler) is None:
-        return f"there is no C++ compiler ({compiler})"
+    if find_compiler() is None:
+        return f"there is no C++ compiler ({compiler_name()})"
     replica_bytes = slot.handle.vitals().rss_bytes if slot.handle else 0
     needed = _NEEDED_BYTES + 2 * replica_bytes
     left = read_limits().memory_left_bytes

@@ -27,6 +27,7 @@ from service.doctor.memory import (
 from service.doctor.network import check_address, check_keys, check_settings_file, check_tls
 from service.doctor.system import (
     check_cache,
+    check_compiler,
     check_disk,
     check_kernel,
     check_processor,
@@ -46,6 +47,7 @@ FOUND_BY_STARTING: Sequence[Check] = (
     check_connections,
     check_tls,
     check_cache,
+    check_compiler,
 )
 """What the start of the service comes upon by itself, and says."""
 QUICK: Sequence[Check] = (

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from multiprocessing import get_all_start_methods
 from pathlib import Path
 
+from models.speed.names import COMPILED
 from service.doctor.facts import Build, Facts, folder
 from service.doctor.findings import Finding, error, in_words, note, ok, warning
 from service.settings import Settings
+from service.speed_search import compiler_name, find_compiler
 
 _MIN_FREE_BYTES = 64 << 20
 _MAX_SOCKET_PATH = 107
@@ -160,6 +162,29 @@ def check_cache(facts: Facts, settings: Settings) -> Iterator[Finding]:
         )
     else:
         yield ok("cache folder", path)
+
+
+def check_compiler(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """What the presets need that are machine code, which are for CPUs."""
+    on_cpus = [m for m in settings.models.values() if not facts.host.gpus or m.devices == "cpu"]
+    is_asked_for = any(model.speed in COMPILED for model in on_cpus)
+    is_searched = settings.speed_search and any(model.speed == "auto" for model in on_cpus)
+    if not is_asked_for and not is_searched:
+        return
+    if compiler := find_compiler():
+        yield ok("C++ compiler", compiler)
+    elif is_asked_for:
+        yield warning(
+            "C++ compiler",
+            f"there is none ({compiler_name()}): a compiled preset must be in cache_dir already",
+            "install g++, or set CXX",
+        )
+    else:
+        yield note(
+            "C++ compiler",
+            f"there is none ({compiler_name()}): no compiled preset can be searched for",
+            "install g++, or set speed_search = false",
+        )
 
 
 def _variant(build: Build) -> str:

@@ -197,6 +197,19 @@ def test_cache_folder(tmp_path: Path, facts: Facts):
     assert check(tmp_path / "file" / "x", "exact") == ""
 
 
+def test_compiler(tmp_path: Path, facts: Facts, monkeypatch: pytest.MonkeyPatch):
+    def check(speed: str, search: str = "true", at: Facts = facts) -> str:
+        env = {"INFERPOOL_SPEED_SEARCH": search}
+        return words(system.check_compiler(at, load({"speed": speed}, env, tmp_path).settings))
+
+    monkeypatch.setenv("CXX", "sh")
+    assert check("auto").startswith("ok C++ compiler: /")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "note C++ compiler: there is none (no-such-compiler)" in check("auto")
+    assert "warning C++ compiler" in check("compiled_bf16", "false")
+    assert check("auto", "false") == check("folded") == ""
+
+
 def test_temporary_folder(facts: Facts, settings: Settings):
     def at(path: str, free_bytes: int = GIB) -> Facts:
         tmp = Folder(path=Path(path), is_writable=True, total_bytes=GIB, free_bytes=free_bytes)

@@ -158,13 +158,17 @@ def test_the_rest_stay_where_the_first_does_not_come_up_with_it():
 def test_there_is_no_search_where_nothing_is_left_to_try_or_nothing_can_be_compiled(
     monkeypatch, caplog
 ):
-    async def is_off(searching: SpeedSearch, pool: FakePool, speed: SpeedReport) -> None:
+    async def is_off(
+        searching: SpeedSearch, pool: FakePool, speed: SpeedReport, state: str = "off"
+    ) -> None:
         pool.raise_all(speed)
         searching.on_change()
-        await until(lambda: searching.progress("m").state == "off")
+        await until(lambda: searching.progress("m").state == state)
 
     final, search = FakePool(), FakeSearch()
-    run(final, search, lambda searching: is_off(searching, final, FOUND))
+    run(final, search, lambda searching: is_off(searching, final, SpeedReport()))
+    known = msgspec.structs.replace(FOUND, key="key")
+    run(final, search, lambda searching: is_off(searching, final, known, "done"))
     monkeypatch.setenv("CXX", "no-such-compiler")
     quick = FakePool()
     with caplog.at_level(logging.INFO):
