@@ -132,6 +132,8 @@ def _apply_named(trial: Trial, name: str) -> SpeedReport:
     if not agreement.is_within:
         logger.warning('speed = "%s" changes answers: %s', name, agreement.text)
     gain = trial.gain(network)
+    if gain < 1:
+        logger.warning('speed = "%s" is slower than "exact" here: %.2g x', name, gain)
     trial.model.network = network
     return SpeedReport(preset=name, gain=gain, deviation=agreement.deviation)
 

@@ -66,7 +66,7 @@ class DecodeTrial:
         key = self._key(first, report.preset)
         known = self._store.read(key)
         if known is None:
-            with self._store.turn(key, _LOCK_WAIT_S, lambda: on_progress("waiting for a verdict")):
+            with self._store.turn(key, _LOCK_WAIT_S, lambda: on_progress("waiting for the choice of a way to decode")):
                 known = self._store.read(key)
                 if known is None:
                     on_progress("comparing ways to decode")

@@ -68,7 +68,7 @@ def _judge_all(
     names = sorted(presets_for(trial.exact, trial.device), key=lambda name: name != present)
     agreeing = set()
     for name in names:
-        on_progress(f"measuring {name}")
+        on_progress(f"measuring the preset {name}")
         if contest.enter(name):
             agreeing.add(name)
     for name in COMPILED:
@@ -77,7 +77,7 @@ def _judge_all(
         if contest.best.preset in COMPILED:
             break  # the one in bf16 has won, which float32 will not undercut
         if _make(trial, wish, contest, name, on_progress):
-            on_progress(f"measuring {name}")
+            on_progress(f"measuring the preset {name}")
             contest.enter(name)
     return contest.verdict()
 
@@ -95,7 +95,7 @@ def _make(
     assert wish.compile_package is not None
     if path.exists():
         return True
-    on_progress(f"compiling {name}")
+    on_progress(f"compiling the preset {name}")
     try:
         wish.compile_package(trial.exact, name, path)
     except Exception as error:  # whatever the network, the compiler or the disk may raise

@@ -129,6 +129,13 @@ def test_a_preset_asked_for_by_name_is_taken_and_its_deviation_told(caplog):
     assert "changes answers: off by" in caplog.text
 
 
+def test_a_preset_asked_for_by_name_that_is_slower_here_is_warned_of(caplog, monkeypatch):
+    monkeypatch.setattr("models.speed.trial.Trial.gain", lambda *_: 0.07)
+    with caplog.at_level(logging.WARNING):
+        assert choose(loaded(), wish("folded"), quietly).preset == "folded"
+    assert 'speed = "folded" is slower than "exact" here: 0.07 x' in caplog.messages
+
+
 def test_exact_leaves_the_network_alone():
     model = loaded()
     network = model.network
