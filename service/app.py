@@ -178,7 +178,8 @@ class Service:
     def _make_pool(self, name: str, configs: list[WorkerConfig], engine: LocalEngine) -> Pool:
         model = self.settings.models[name]
         metrics = self.metrics.model(name)
-        objective = Objective(model.objective_p99_ms / 1000) if model.objective_p99_ms else None
+        p99_ms = model.objective_p99_ms
+        objective = Objective(p99_ms / 1000, model=name) if p99_ms else None
         kind = partial(ObjectiveAdmission, objective) if objective else Admission
         admission = kind(
             max_queue_length=self.settings.max_queue_length,

@@ -15,6 +15,7 @@ Where even a single instance takes longer than the objective, there is nothing t
 as large as without one, and nothing is refused for its sake.
 """
 
+import logging
 import time
 from collections.abc import Sequence
 from math import ceil, sqrt
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from service.instance import Instance
     from service.lanes import Lane
 
+logger = logging.getLogger(__name__)
+
 _LATE_SHARE = 0.005
 """Of the answers, to be aimed at: half of what the objective allows."""
 _STEP = 0.05
@@ -42,13 +45,19 @@ _SURE = 0.5
 """Of the standard deviation of how many arrive, what is not counted on."""
 _BETTER = 1.03
 """A larger batch must serve more by this factor."""
+_SURELY_LOST = 100
+"""Looks in a row at which an instance takes too long, until the user is told: a few are chance."""
 
 
 class Objective:
     """What the batches and the queue of one model may be, for its answers to be in time."""
 
-    def __init__(self, objective_s: float) -> None:
+    def __init__(self, objective_s: float, *, model: str) -> None:
         self.objective_s = objective_s
+        self._model = model
+        self._num_lost = 0
+        """Looks in a row at which an instance takes longer than the objective."""
+        self._has_warned = False
         self.aim_s = _FIRST_SHARE * objective_s
         """What an estimate may come to: less than the objective as far as estimates err."""
         self.max_size = _ANY_SIZE
@@ -82,7 +91,9 @@ class Objective:
         alone_s = curve.time_s(1)
         if alone_s > self.objective_s:
             self.max_size, self._batch_s = _ANY_SIZE, 0.0
+            self._note_lost(alone_s)
             return
+        self._num_lost = 0
         self.aim_s = max(self.aim_s, alone_s)  # or not even an idle worker would do
         self._note_rate(now)
         self.max_size = self._best_size(curve, len(lanes), limit)
@@ -98,6 +109,13 @@ class Objective:
         num_late = sum(now - instance.arrived > objective_s for instance in batch)
         aim_s = self.aim_s * (1 + _STEP * (_LATE_SHARE - num_late / len(batch)))
         self.aim_s = min(objective_s, max(_LEAST_SHARE * objective_s, aim_s))
+
+    def _note_lost(self, alone_s: float) -> None:
+        self._num_lost += 1
+        if self._num_lost >= _SURELY_LOST and not self._has_warned:
+            self._has_warned = True
+            text = "%s: objective_p99_ms = %g is let go: a single instance takes %.3g ms"
+            logger.warning(text, self._model, self.objective_s * 1e3, alone_s * 1e3)
 
     def _note_rate(self, now: float) -> None:
         elapsed_s = now - self._counted_at

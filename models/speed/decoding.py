@@ -10,6 +10,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -66,7 +67,8 @@ class DecodeTrial:
         key = self._key(first, report.preset)
         known = self._store.read(key)
         if known is None:
-            with self._store.turn(key, _LOCK_WAIT_S, lambda: on_progress("waiting for the choice of a way to decode")):
+            wait = partial(on_progress, "waiting for the choice of a way to decode")
+            with self._store.turn(key, _LOCK_WAIT_S, wait):
                 known = self._store.read(key)
                 if known is None:
                     on_progress("comparing ways to decode")

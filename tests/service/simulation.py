@@ -97,7 +97,7 @@ def simulate(
         metrics = ModelMetrics("m")
         arena = Arena(4 * 2**20)
         max_batch_size = int(settings.pop("max_batch_size", 8))
-        objective = Objective(objective_s) if objective_s else None
+        objective = Objective(objective_s, model="m") if objective_s else None
         kind = functools.partial(ObjectiveAdmission, objective) if objective else Admission
         admission = kind(
             max_queue_length=1024, max_batch_size=max_batch_size, rejected=metrics.rejected

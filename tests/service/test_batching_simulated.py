@@ -71,17 +71,20 @@ def test_batches_of_fixed_size_miss_the_objective_where_it_can_be_held(monkeypat
     assert held.good_per_s >= 0.88 * fixed.good_per_s
 
 
-def test_objective_that_no_batch_can_hold_costs_nothing(monkeypatch):
+def test_objective_that_no_batch_can_hold_costs_nothing_and_is_warned_of(monkeypatch, caplog):
     held = simulate(slow, 160, 6.0, monkeypatch=monkeypatch, objective_s=0.005)
     free = simulate(slow, 160, 6.0, monkeypatch=monkeypatch)
     assert held.num_refused == free.num_refused == 0
     assert held.sizes == free.sizes
+    (warning,) = caplog.messages
+    assert warning.startswith("m: objective_p99_ms = 5 is let go: a single instance takes 1")
 
 
-def test_objective_that_leaves_no_time_to_wait_is_held_by_idle_workers(monkeypatch):
+def test_objective_that_leaves_no_time_to_wait_is_held_by_idle_workers(monkeypatch, caplog):
     held = simulate(slow, 60, 8.0, monkeypatch=monkeypatch, objective_s=0.018)
     assert held.p99_ms <= 18
     assert held.good_per_s > 35
+    assert not caplog.messages
 
 
 def test_worker_that_gets_slower_is_given_smaller_batches(monkeypatch):
