@@ -196,7 +196,9 @@ def ratios(cells: Sequence[Cell], ours: str) -> Sequence[Ratio]:
 
 
 def print_ratios(found: Sequence[Ratio]) -> None:
-    """The table of ratios."""
+    """The table of ratios, if there are any."""
+    if not found:
+        return
     columns = ("workload", "conns", "ratio", "requests/s x", "p50 x", "CPU/request x", "PSS x")
     rows = [
         (

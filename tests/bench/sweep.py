@@ -53,13 +53,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     peers.add_arguments(parser)
     parser.add_argument(
         "--rates",
-        type=lambda text: [float(part) for part in text.split(",")],
+        type=_rates,
+        metavar="RATE,RATE,...",
         help="requests per second for all; default: shares of what each can do in a closed loop",
     )
     parser.add_argument(
         "--max-connections", type=int, default=512, help="of the open loop (%(default)s)"
     )
     parser.add_argument("--p99-ms", type=float, help="an objective, to be drawn into the plots")
+
+
+def _rates(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not numbers with commas between") from None
 
 
 def run(args: argparse.Namespace, plan: rounds.Plan) -> int:
