@@ -54,6 +54,8 @@ class Life:
         self._reason = ""
         self._gone: asyncio.Future[str] = self._loop.create_future()
         self._process, self._channel, reader, writer = _launch(job, memory)
+        self.pid = self._process.pid
+        """Of its process."""
         self.desk = Desk(
             job.name,
             reader,
@@ -64,11 +66,6 @@ class Life:
             on_end=self._on_end,
         )
         self._loop.add_reader(self._process.sentinel, self._on_exit)
-
-    @property
-    def pid(self) -> int | None:
-        """Of its process."""
-        return self._process.pid
 
     @property
     def is_gone(self) -> bool:
@@ -131,9 +128,11 @@ class Life:
     def _on_exit(self) -> None:
         self._loop.remove_reader(self._process.sentinel)
         self._process.join()
+        exit_code = self._process.exitcode
+        self._process.close()
         self.desk.close()
         self._channel.close()
-        self._gone.set_result(self._reason or _ending(self._process.exitcode))
+        self._gone.set_result(self._reason or _ending(exit_code))
 
 
 def _launch(

@@ -235,7 +235,15 @@ def front_pids(service: Running) -> list[int]:
     return [front["pid"] for front in fronts if front["state"] == "up"]
 
 
+def num_pipes(service: Running) -> int:
+    """Ends that the main process has open."""
+    folder = Path(f"/proc/{service.process.pid}/fd")
+    return sum(os.readlink(end).startswith("pipe:") for end in list(folder.iterdir()))
+
+
 def test_a_front_end_that_is_killed_comes_back_and_its_calls_alone_are_lost(two: Running):
+    num_before = num_pipes(two)
+
     async def go() -> Tally:
         is_back, is_under_way = asyncio.Event(), asyncio.Event()
 
@@ -264,6 +272,7 @@ def test_a_front_end_that_is_killed_comes_back_and_its_calls_alone_are_lost(two:
         )
 
     asyncio.run(until(is_at_rest))
+    assert num_pipes(two) == num_before
 
 
 def test_sigterm_under_load_fails_no_call_and_leaves_nothing():
