@@ -499,8 +499,8 @@ class PredictProtocol(HttpToolsProtocol):
 
     def _check_idle(self) -> None:
         self._idle_timer = None
-        if not self.is_idle:
-            return  # the end of that call sets the timer again
+        if not self.is_idle or self._is_in_head:
+            return  # the end of that call sets the timer again; heads have one of their own
         left_s = self.idle_since + self.timeout_keep_alive - self.loop.time()
         if left_s <= 0:
             self.timeout_keep_alive_handler()

@@ -204,6 +204,9 @@ class Fronts:
                 slot.state = "backoff"
                 await asyncio.sleep(pause_after(slot.num_failures))
                 slot.num_restarts += 1
+        except Exception as error:
+            slot.reason = f"it is no longer watched: {error!r}"
+            logger.critical("%s: %s", slot.name, slot.reason, exc_info=error)
         finally:
             slot.state = "stopped"
 
