@@ -90,7 +90,8 @@ class ModelSettings(_Table):
     """Threads that torch computes with in each replica; `auto`: an equal share of the cores."""
     speed: str = "auto"
     """`exact` serves the network as it is, `auto` with the fastest preset that agrees with that; or
-    name a preset: `channels_last`, `folded`, `bf16`, `fp16`, `compiled`, `compiled_bf16`."""
+    name a preset: `channels_last`, `folded`, `bf16`, `fp16`, `compiled`, `compiled_bf16`,
+    `graphed`, `graphed_fp16`."""
     decode: Literal["auto", "exact", "fast"] = "auto"
     """How encoded images become pixels: `exact` as the model's authors did it, `fast` with large
     JPEGs decoded smaller and other roundings, `auto` fast where that agrees with exact (and exact

@@ -13,7 +13,7 @@ from models.base import Model
 from models.errors import ModelError
 from models.speed.compiled import can_compile
 from models.speed.decoding import DecodeTrial
-from models.speed.names import COMPILED, SpeedReport
+from models.speed.names import COMPILED, GRAPHED, SpeedReport
 from models.speed.presets import presets_for
 from models.speed.trial import Contest, NoTimeLeftError, Trial, first_line
 from models.speed.verdicts import VerdictStore
@@ -124,6 +124,8 @@ def _compile(
 
 
 def _apply_named(trial: Trial, name: str) -> SpeedReport:
+    if name in GRAPHED and trial.device.type != "cuda":
+        raise ModelError(f'speed = "{name}" is for GPUs')
     try:
         network = trial.prepare(name)
         agreement = trial.compare(network)

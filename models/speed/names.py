@@ -7,17 +7,25 @@ import msgspec
 COMPILED = ("compiled_bf16", "compiled")
 """Presets that take minutes to make, and no time once that is done; in the order to try them."""
 
-CHOICES = ("auto", "exact", "channels_last", "folded", "bf16", "fp16", *reversed(COMPILED))
+GRAPHED = {"graphed": "folded", "graphed_fp16": "fp16"}
+"""Presets that replay those of another as CUDA graphs."""
+
+CHOICES = (
+    *("auto", "exact", "channels_last", "folded", "bf16", "fp16"),
+    *(*reversed(COMPILED), *GRAPHED),
+)
 """What the setting `speed` may be.
 
 `exact` serves the network as it is, in float32. `channels_last` lays images out with their colours
 together; `folded` also folds batch normalisation into convolutions; `bf16` and `fp16` also keep
 weights and activations in half the bits. `compiled` makes machine code of the folded network once,
-which takes a C++ compiler and a minute, and keeps it; `compiled_bf16` of that in bf16. `auto` takes
-the fastest of those that agree with `exact`.
+which takes a C++ compiler and a minute, and keeps it; `compiled_bf16` of that in bf16. `graphed`
+and `graphed_fp16` launch all kernels of `folded` or `fp16` at once, on a GPU. `auto` takes the
+fastest of those that agree with `exact`; the graphed ones only when they are named, as no GPU has
+run them.
 """
 
-ANY_SIZE = ("exact", "channels_last", "folded", "bf16", "fp16")
+ANY_SIZE = ("exact", "channels_last", "folded", "bf16", "fp16", *GRAPHED)
 """Those that take a batch of any size as they come; the others are made for some sizes."""
 
 

@@ -9,6 +9,8 @@ from torch.utils import _pytree as pytree
 
 from models.speed.correction import correct_biases
 from models.speed.folding import fold_batch_norms
+from models.speed.graphs import Graphed
+from models.speed.names import GRAPHED
 
 _LOW_BITS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -74,6 +76,8 @@ def prepare(name: str, network: nn.Module, run: Callable[[nn.Module], object]) -
         network: The exact one.
         run: Computes samples of every kind with the network that it is given.
     """
+    if name in GRAPHED:
+        return Graphed(prepare(GRAPHED[name], network, run)).eval()
     if name not in ("channels_last", "folded", *_LOW_BITS):
         raise ValueError(f"there is no preset {name!r}")
     changed = deepcopy(network)

@@ -65,3 +65,15 @@ def test_killed_worker_gives_its_memory_back_and_returns(service: Running):
         f"{service.url}/predict", content=jpeg("coffee"), headers=headers, timeout=60
     )
     assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("preset", ["graphed", "graphed_fp16"])
+def test_graphs_answer_as_the_network_does(preset: str):
+    from models.speed.choose import SpeedWish, choose
+    from tests.models.speed.test_choose import loaded
+
+    model = loaded()
+    model.network.cuda()
+    found = choose(model, SpeedWish(speed=preset, max_batch_size=8, cache_dir=None), print)
+    assert found.preset == preset
+    assert found.deviation < 0.05

@@ -1,0 +1,92 @@
+"""Replays a network's kernels as CUDA graphs: one launch for all of them. Worker processes only.
+
+A graph is captured for some shapes, and always computes on the same memory: inputs are copied into
+it, outputs out of it. So each batch is filled up to the next power of two, for which there is a
+graph, and what was added is cut off again. See "CUDA graphs" in PyTorch's notes on CUDA semantics.
+This has never run on a device: `auto` does not take it yet.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+_NUM_WARM = 3
+"""Calls before a capture, in which libraries choose their kernels and take their memory."""
+_MAX_GRAPHS = 32
+"""Of all shapes; others are computed as they come."""
+
+Capture = Callable[[Callable[[], object]], tuple[object, Callable[[], None]]]
+"""Captures a call: its outputs, which stay in place, and what computes them anew."""
+
+
+class _Graph(NamedTuple):
+    inputs: tuple[Tensor, ...]
+    outputs: object
+    replay: Callable[[], None]
+
+
+class Graphed(nn.Module):
+    """Calls a network through graphs of it, for batches of any size."""
+
+    def __init__(self, network: nn.Module, capture: Capture | None = None) -> None:
+        """Capture nothing yet.
+
+        Args:
+            network: All of its inputs have the batch first, and all of its outputs.
+            capture: By default a CUDA graph.
+        """
+        super().__init__()
+        self.network = network
+        self._capture = capture or _CudaCapture()
+        self._graphs: dict[tuple[object, ...], _Graph] = {}
+        memory_format = getattr(network, "memory_format", None)
+        if memory_format is not None:
+            self.memory_format = memory_format
+
+    def forward(self, *inputs: Tensor) -> object:
+        """Compute a batch."""
+        size = len(inputs[0])
+        full = 1 << (size - 1).bit_length()
+        key = (full, *((x.shape[1:], x.dtype, x.stride()[1:]) for x in inputs))
+        graph = self._graphs.get(key)
+        if graph is None:
+            if len(self._graphs) >= _MAX_GRAPHS:
+                return self.network(*inputs)
+            graph = self._graphs[key] = self._make(full, inputs)
+        for held, x in zip(graph.inputs, inputs, strict=True):
+            held[:size].copy_(x)
+        graph.replay()
+        return pytree.tree_map_only(Tensor, lambda out: out[:size].clone(), graph.outputs)
+
+    def _make(self, full: int, inputs: tuple[Tensor, ...]) -> _Graph:
+        # Of the layout that the inputs have; what fills them up is the last instance, again.
+        held = tuple(x[[*range(len(x)), *[-1] * (full - len(x))]].clone() for x in inputs)
+        outputs, replay = self._capture(lambda: self.network(*held))
+        for out in pytree.tree_leaves(outputs):
+            if not isinstance(out, Tensor) or out.dim() == 0 or len(out) != full:
+                raise ValueError("an output has not the batch first: it cannot be captured")
+        return _Graph(held, outputs, replay)
+
+
+class _CudaCapture:
+    """All graphs share one pool of memory: only one of them is replayed at a time."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def __call__(self, call: Callable[[], object]) -> tuple[object, Callable[[], None]]:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(_NUM_WARM):
+                call()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            outputs = call()
+        return outputs, graph.replay
