@@ -59,7 +59,7 @@ def make_predict(
             max_timeout_s=settings.max_timeout_s,
         ),
         guard=guard,
-        on_done=_recorder(metrics),
+        on_done=recorder(metrics),
         on_access=failure_log(),
     )
 
@@ -123,7 +123,9 @@ def failure_log() -> Callable[[Call, int, float], None]:
     return log_failure
 
 
-def _recorder(metrics: Callable[[str], ModelMetrics]) -> Callable[[str, int, float], None]:
+def recorder(metrics: Callable[[str], ModelMetrics]) -> Callable[[str, int, float], None]:
+    """Counts each call that is over, by what counts those of its model."""
+
     def on_done(model: str, status: int, duration_s: float) -> None:
         record = metrics(model)
         record.requests[status] += 1

@@ -10,10 +10,9 @@ from pathlib import Path
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from service.trial.client import Connection, NoAnswerError, head_of
+from service.trial.client import Connection
 from service.trial.memory import pss_of
 
-_METRICS = head_of("GET", "/metrics") + b"\r\n"
 _TIMEOUT_S = 10.0
 _MAPPING = re.compile(
     r"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ (\S+) (\d+)\s+(/memfd:|/dev/shm/)", re.MULTILINE
@@ -106,11 +105,9 @@ async def read_ledger(connection: Connection) -> Ledger:
     Raises:
         NoAnswerError: There is no answer that tells.
     """
-    answer = await connection.ask(_METRICS, _TIMEOUT_S)
-    if answer.status != 200:
-        raise NoAnswerError(f"/metrics answers with {answer.status}")
+    page = await connection.read("/metrics", _TIMEOUT_S)
     totals: Counter[str] = Counter()
-    for family in text_string_to_metric_families(answer.body.decode()):
+    for family in text_string_to_metric_families(page.decode()):
         for sample in family.samples:
             outcome = sample.labels.get("outcome", "")
             totals[f"{sample.name} {outcome}".strip()] += int(sample.value)

@@ -75,6 +75,17 @@ class Connection(asyncio.Protocol):
             timer.cancel()
             self._waiter = None
 
+    async def read(self, path: str, timeout_s: float) -> bytes:
+        """Ask for a page and await what it says.
+
+        Raises:
+            NoAnswerError: There is no answer that tells.
+        """
+        answer = await self.ask(head_of("GET", path) + b"\r\n", timeout_s)
+        if answer.status != 200:
+            raise NoAnswerError(f"{path} answers with {answer.status}")
+        return answer.body
+
     def send(self, request: bytes) -> None:
         """Send a whole request, whose answer nobody will wait for."""
         assert self._transport is not None

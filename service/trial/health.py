@@ -3,9 +3,8 @@
 import msgspec
 
 from models.spec import TensorSpec
-from service.trial.client import Connection, NoAnswerError, head_of
+from service.trial.client import Connection
 
-_HEALTH = head_of("GET", "/health") + b"\r\n"
 _TIMEOUT_S = 10.0
 _NO_WORKER = "failed"
 
@@ -65,7 +64,4 @@ async def read_health(connection: Connection) -> Health:
     Raises:
         NoAnswerError: There is no answer that tells.
     """
-    answer = await connection.ask(_HEALTH, _TIMEOUT_S)
-    if answer.status != 200:
-        raise NoAnswerError(f"/health answers with {answer.status}")
-    return _decode(answer.body)
+    return _decode(await connection.read("/health", _TIMEOUT_S))

@@ -21,6 +21,7 @@ from service.admission import Admission
 from service.api.predict import Predict
 from service.api.protocol import PredictProtocol
 from service.dispatcher import Dispatcher
+from service.endpoint import recorder
 from service.metrics import Metrics
 from service.quarantine import Quarantine
 from tests.bench import rounds
@@ -115,12 +116,7 @@ async def _measure(num_bytes: int, max_batch_size: int) -> list[list[float]]:
         max_batch_size=max_batch_size,
     )
 
-    def on_done(name: str, status: int, duration_s: float) -> None:
-        record = metrics.model(name)
-        record.requests[status] += 1
-        record.request_duration.observe(duration_s)
-
-    predict = Predict({"echo": dispatcher}, default="echo", on_done=on_done)
+    predict = Predict({"echo": dispatcher}, default="echo", on_done=recorder(metrics.model))
     workers = [FakeWorker(WorkerId(model="echo", slot=slot)) for slot in range(_NUM_WORKERS)]
     for worker in workers:
         dispatcher.attach(worker)

@@ -23,6 +23,21 @@ class Tally:
     """Requests that found nobody listening: never taken, so nothing is owed."""
 
 
+async def ask_until_stopped(url: str, stop: Callable[[], None]) -> Tally:
+    """Have clients ask until nobody listens any more, with `stop` called once they are at it."""
+    is_under_way = asyncio.Event()
+
+    def is_over(tally: Tally) -> bool:
+        if tally.right > 100:
+            is_under_way.set()
+        return bool(tally.unconnected)
+
+    load = asyncio.ensure_future(ask_until(url, is_over))
+    await asyncio.wait_for(is_under_way.wait(), 30)
+    stop()
+    return await asyncio.wait_for(load, 20)
+
+
 async def ask_until(
     url: str,
     is_over: Callable[[Tally], bool],

@@ -6,12 +6,13 @@ import signal
 import socket
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.e2e.load import Tally, after, ask_until
+from tests.e2e.load import Tally, after, ask_until, ask_until_stopped
 from tests.e2e.running import Running, left_over, running
 
 FAULTY = "tests.fault_model:FaultModel"
@@ -88,22 +89,10 @@ def test_hung_worker_is_replaced_and_its_request_answered(tmp_path: Path):
 def test_sigterm_under_load_answers_all_that_was_accepted_and_leaves_nothing():
     before = shared_memory()
 
-    async def go(service: Running) -> Tally:
-        is_under_way = asyncio.Event()
-
-        def is_over(tally: Tally) -> bool:
-            if tally.right > 100:
-                is_under_way.set()
-            return bool(tally.unconnected)
-
-        load = asyncio.ensure_future(ask_until(service.url, is_over))
-        await asyncio.wait_for(is_under_way.wait(), 30)
-        service.signal(signal.SIGTERM)
-        return await asyncio.wait_for(load, 20)
-
     with running(FAULTY, "--replicas", "2") as service:
         family = service.family()
-        tally = asyncio.run(go(service))
+        stop = partial(service.signal, signal.SIGTERM)
+        tally = asyncio.run(ask_until_stopped(service.url, stop))
         assert service.wait() == 0
         assert (tally.wrong, tally.unanswered) == ([], [])
         assert left_over(family, 1.0) == []

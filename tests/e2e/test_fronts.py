@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -15,7 +16,7 @@ import psutil
 import pytest
 import safetensors.numpy
 
-from tests.e2e.load import Tally, ask_until
+from tests.e2e.load import Tally, ask_until, ask_until_stopped
 from tests.e2e.running import Running, left_over, running
 from tests.e2e.test_faults import FAULTY, shared_memory, until
 
@@ -280,22 +281,11 @@ def test_a_front_end_that_is_killed_comes_back_and_its_calls_alone_are_lost(two:
 def test_sigterm_under_load_fails_no_call_and_leaves_nothing():
     before = shared_memory()
 
-    async def go(service: Running) -> Tally:
-        is_under_way = asyncio.Event()
-
-        def is_over(tally: Tally) -> bool:
-            if tally.right > 100:
-                is_under_way.set()
-            return bool(tally.unconnected)
-
-        load = asyncio.ensure_future(ask_until(service.url, is_over))
-        await asyncio.wait_for(is_under_way.wait(), 30)
-        os.killpg(service.process.pid, signal.SIGTERM)  # as a stop of the whole group does
-        return await asyncio.wait_for(load, 20)
-
     with running(FAULTY, "--replicas", "2", "--front-ends", "2") as service:
         family = service.family()
-        tally = asyncio.run(go(service))
+        # As a stop of the whole group does.
+        stop = partial(os.killpg, service.process.pid, signal.SIGTERM)
+        tally = asyncio.run(ask_until_stopped(service.url, stop))
         assert service.wait() == 0
         assert (tally.wrong, tally.unanswered) == ([], [])
         assert left_over(family, 1.0) == []
