@@ -3,8 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Literal
 
 import msgspec
+
+Split = Literal["pipeline", "tensor"]
+"""How a replica is split over several devices: by stages, or each of its matrices by parts."""
 
 DTYPE_BYTES = {
     "bool": 1,
@@ -67,13 +71,21 @@ class Placement:
     """The devices that one replica runs on, and the host's cores that go with them."""
 
     devices: tuple[str, ...]
-    """As torch names them, seen from the worker: ("cpu",), ("cuda:0",); several if it is split."""
+    """As torch names them, seen from the worker: ("cpu",), ("cuda:0",). If it is split there is one
+    for each rank, in the order of the ranks: ("cuda:0", "cuda:1"), ("cpu", "cpu")."""
+    split: Split | None = None
+    """How it is split over them; None where it lies on one."""
     visible: tuple[str, ...] = ()
     """UUIDs or indices for CUDA_VISIBLE_DEVICES, in the order of `devices`; empty on CPUs."""
     cpus: tuple[int, ...] = ()
     """The cores to run on; empty leaves the affinity as it is."""
     num_threads: int = 1
-    """Intra-op threads of torch."""
+    """Intra-op threads of torch, in each of its processes."""
+
+    @property
+    def num_ranks(self) -> int:
+        """The processes of a replica: one for each device."""
+        return len(self.devices)
 
     def __str__(self) -> str:
         """The devices as a person would name them on this host."""

@@ -1,0 +1,1 @@
+"""Networks that are split over several processes, each with a device of its own."""
