@@ -1,7 +1,7 @@
 """Values that describe tensors and devices; without torch, for the front end holds them too."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
@@ -76,9 +76,9 @@ class Placement:
     split: Split | None = None
     """How it is split over them; None where it lies on one."""
     visible: tuple[str, ...] = ()
-    """UUIDs or indices for CUDA_VISIBLE_DEVICES, in the order of `devices`; empty on CPUs."""
+    """UUIDs for CUDA_VISIBLE_DEVICES, each once: `devices` counts them; empty on CPUs."""
     cpus: tuple[int, ...] = ()
-    """The cores to run on; empty leaves the affinity as it is."""
+    """The cores to run on, of all its processes; empty leaves the affinity as it is."""
     num_threads: int = 1
     """Intra-op threads of torch, in each of its processes."""
 
@@ -87,11 +87,25 @@ class Placement:
         """The processes of a replica: one for each device."""
         return len(self.devices)
 
+    def for_rank(self, rank: int) -> "Placement":
+        """What the process of one rank is bound to: its own device, with all `visible` to it.
+
+        On CPUs it has its share of the cores; beside a GPU, all that are near.
+        """
+        has_share = self.devices[rank] == "cpu"
+        start = rank * self.num_threads
+        return replace(
+            self,
+            devices=(self.devices[rank],),
+            cpus=self.cpus[start : start + self.num_threads] if has_share else self.cpus,
+        )
+
     def __str__(self) -> str:
         """The devices as a person would name them on this host."""
-        if self.visible:
-            return "+".join(f"cuda:{name}" for name in self.visible)
-        return "+".join(self.devices)
+        if not self.visible:
+            return "+".join(self.devices)
+        indices = (int(device.removeprefix("cuda:")) for device in self.devices)
+        return "+".join(f"cuda:{self.visible[index]}" for index in indices)
 
 
 def matches(shape: Sequence[int], pattern: Sequence[int]) -> bool:

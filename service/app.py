@@ -45,7 +45,7 @@ from service.speed_search import SpeedSearch
 from service.tls import TlsError
 from workers.arena import Arena
 from workers.config import WorkerConfig
-from workers.devices import DeviceError, Host, find_host, place
+from workers.devices import DeviceError, Host, find_host
 from workers.local import LocalEngine
 from workers.memory import SharedMemoryError
 from workers.searching import search
@@ -409,12 +409,8 @@ def _plan(settings: Settings, host: Host, cache_dir: str | None) -> dict[str, li
 def _configs(
     name: str, model: ModelSettings, host: Host, settings: Settings, cache_dir: str | None
 ) -> list[WorkerConfig]:
-    placements = place(
-        host,
-        devices=model.devices,
-        replicas=None if model.replicas == "auto" else model.replicas,
-        threads=None if model.threads_per_replica == "auto" else model.threads_per_replica,
-    )
+    if model.split and model.speed == "auto":
+        logger.info("%s speed: exact, as a split model is served", name)
     return [
         model.worker_config_for(
             name,
@@ -422,7 +418,7 @@ def _configs(
             max_image_pixels=settings.max_image_pixels,
             cache_dir=cache_dir,
         )
-        for placement in placements
+        for placement in model.placements_on(host)
     ]
 
 

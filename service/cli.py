@@ -226,6 +226,12 @@ def _settings_flags() -> _Parser:
     models.add_argument(
         "--devices", metavar="WHERE", help='"auto", "cpu", "cuda", or GPUs such as "cuda:0,1"'
     )
+    models.add_argument(
+        "--placement", metavar="HOW", help='"replicate", or split as "pipeline" or "tensor"'
+    )
+    models.add_argument(
+        "--devices-per-replica", metavar="N", help="devices that each copy is split over"
+    )
     models.add_argument("--weights", metavar="WHICH", help='"DEFAULT", "none", a name or a file')
     models.add_argument("--max-batch-size", metavar="N", help="instances per forward pass")
     models.add_argument(

@@ -13,12 +13,15 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from models.spec import MAX_IMAGE_PIXELS, Placement
+from models.spec import MAX_IMAGE_PIXELS, Placement, Split
 from models.speed.names import CHOICES
 from service.batch_sizes import AUTO_SIZE
 from service.keys import Keys
 from workers.cgroups import read_limits
 from workers.config import ModelConfig, WorkerConfig
+from workers.device_names import parse_devices
+from workers.devices import Host
+from workers.placing import Wish, place
 
 DEFAULT_SOURCE = "efficientnet_lite0"
 BUILT_IN_SOURCES = (DEFAULT_SOURCE, "echo")
@@ -35,7 +38,6 @@ _TORCHVISION_NAME = re.compile(
     r"|efficientnet_(b\d|v2_[sml])|convnext_\w+|regnet_[xy]_\w+|vit_[blh]_\d+|swin_\w+|maxvit_t"
 )
 """How torchvision names its classifiers; to import it for that would take seconds."""
-_DEVICES = re.compile(r"auto|cpu|cuda(:\d+(,\d+)*)?")
 _MIB = 2**20
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -66,9 +68,17 @@ class ModelSettings(_Table):
     options: Mapping[str, object] = Field(default_factory=dict)
     """Keyword arguments of your class, or of a built-in source."""
     replicas: Auto | PositiveInt = "auto"
-    """Loaded copies; `auto`: one per GPU, or without a GPU one per group of CPU cores."""
+    """Loaded copies; `auto`: one per GPU, or without a GPU one per group of CPU cores. Of a model
+    that is split, one, or as many as `devices_per_replica` makes of the GPUs."""
     devices: str = "auto"
-    """Where the replicas go: `auto` (every GPU, else the CPU), `cpu`, `cuda`, or `cuda:0,1`."""
+    """Where the replicas go: `auto` (every GPU, else the CPU), `cpu`, `cuda`, GPUs such as
+    `cuda:0,1`, UUIDs of GPUs or of MIG slices, or several of these with commas between."""
+    placement: Literal["replicate", "pipeline", "tensor"] = "replicate"
+    """Whether each replica lies whole on one device, or is split over several: by stages
+    (`pipeline`), or each of its large matrices by parts (`tensor`)."""
+    devices_per_replica: Auto | PositiveInt = "auto"
+    """The devices that a replica is split over, each with a process of its own; `auto`: the GPUs
+    divided by `replicas`, all of them where that is `auto`, and on CPUs 2."""
     max_batch_size: Auto | Annotated[int, Field(ge=1, le=65536)] = "auto"
     """The most instances that one forward pass serves; `auto`: 8, or up to 64 while a full batch
     takes a worker about a millisecond, which only next to no computation does."""
@@ -87,11 +97,12 @@ class ModelSettings(_Table):
     max_restarts: int = Field(5, ge=0)
     """A worker that has never been ready is given up after this many restarts in a row."""
     threads_per_replica: Auto | PositiveInt = "auto"
-    """Threads that torch computes with in each replica; `auto`: an equal share of the cores."""
+    """Threads that torch computes with in each replica, and of a split one in each of its
+    processes; `auto`: an equal share of the cores."""
     speed: str = "auto"
     """`exact` serves the network as it is, `auto` with the fastest preset that agrees with that; or
     name a preset: `channels_last`, `folded`, `bf16`, `fp16`, `compiled`, `compiled_bf16`,
-    `graphed`, `graphed_fp16`."""
+    `graphed`, `graphed_fp16`. A model that is split is served exactly."""
     decode: Literal["auto", "exact", "fast"] = "auto"
     """How encoded images become pixels: `exact` as the model's authors did it, `fast` with large
     JPEGs decoded smaller and other roundings, `auto` fast where that agrees with exact (and exact
@@ -109,23 +120,62 @@ class ModelSettings(_Table):
     @field_validator("devices")
     @classmethod
     def _check_devices(cls, devices: str) -> str:
-        if not _DEVICES.fullmatch(devices):
-            raise ValueError(
-                'is not "auto", "cpu", "cuda", or "cuda:" and indices such as "cuda:0,1"'
-            )
+        parse_devices(devices)
         return devices
+
+    @field_validator("devices_per_replica")
+    @classmethod
+    def _check_num_devices(cls, num: Auto | int, info: ValidationInfo) -> Auto | int:
+        placement = info.data.get("placement", "replicate")
+        if num == "auto" or (num == 1) == (placement == "replicate"):
+            return num
+        if num == 1:
+            raise ValueError(
+                f'is too few to split a model over: set 2 or more, or placement = "replicate" '
+                f'instead of "{placement}"'
+            )
+        raise ValueError(
+            'is for a model that is split: set placement = "pipeline" or "tensor" too; how many '
+            "devices have a copy of their own is said by replicas and devices"
+        )
 
     @field_validator("speed")
     @classmethod
-    def _check_speed(cls, speed: str) -> str:
+    def _check_speed(cls, speed: str, info: ValidationInfo) -> str:
         if speed not in CHOICES:
             raise ValueError(f"is not one of {', '.join(CHOICES)}")
+        placement = info.data.get("placement", "replicate")
+        if placement != "replicate" and speed not in ("auto", "exact"):
+            raise ValueError(
+                f'changes a whole network, and with placement = "{placement}" no process has one: '
+                "leave it at auto, which then means exact"
+            )
         return speed
+
+    @property
+    def split(self) -> Split | None:
+        """How each replica is split; None where it lies on one device."""
+        return None if self.placement == "replicate" else self.placement
 
     @property
     def batch_size(self) -> int:
         """The largest batch that workers warm up with."""
         return AUTO_SIZE if self.max_batch_size == "auto" else self.max_batch_size
+
+    def placements_on(self, host: Host) -> list[Placement]:
+        """Where the replicas go.
+
+        Raises:
+            DeviceError: A device asked for is not on this host, or there are too few.
+        """
+        wish = Wish(
+            devices=self.devices,
+            replicas=None if self.replicas == "auto" else self.replicas,
+            threads=None if self.threads_per_replica == "auto" else self.threads_per_replica,
+            split=self.split,
+            ranks=None if self.devices_per_replica == "auto" else self.devices_per_replica,
+        )
+        return place(host, wish)
 
     def model_config_for(self, name: str) -> ModelConfig:
         """What a worker is told of the model."""
@@ -151,7 +201,7 @@ class ModelSettings(_Table):
             credit=self.credit,
             max_batch_size=self.batch_size,
             prepare_threads=self._num_prepare_threads(placement),
-            speed=self.speed,
+            speed="exact" if placement.split else self.speed,
             decode=self.decode,
             cache_dir=cache_dir,
             load_timeout_s=self.load_timeout_s,
@@ -162,8 +212,10 @@ class ModelSettings(_Table):
     def _num_prepare_threads(self, placement: Placement) -> int:
         if self.prepare_threads != "auto":
             return self.prepare_threads
-        # Beside a CPU replica, preparation competes with the forward pass for the same cores.
-        return 1 if placement.devices == ("cpu",) else max(1, min(8, placement.num_threads))
+        if "cpu" in placement.devices:
+            return 1  # preparation competes with the forward pass for the same cores
+        # Of a split replica the first process prepares, and the others need next to no core.
+        return max(1, min(8, placement.num_threads * placement.num_ranks))
 
 
 class Settings(_Table):

@@ -53,6 +53,8 @@ FLAGS: Mapping[str, str] = {
     "log_level": "--log-level",
     "replicas": "--replicas",
     "devices": "--devices",
+    "placement": "--placement",
+    "devices_per_replica": "--devices-per-replica",
     "weights": "--weights",
     "max_batch_size": "--max-batch-size",
     "objective_p99_ms": "--objective-p99-ms",

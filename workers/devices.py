@@ -1,4 +1,4 @@
-"""Which devices this host has, and which replica goes where, without a CUDA context.
+"""Which devices this host has, found without a CUDA context.
 
 GPUs are found through NVML, cores through the affinity mask and the cgroup's quota.
 """
@@ -9,17 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from models.spec import Placement
 from workers.cgroups import MOUNT, read_limits
 
 logger = logging.getLogger(__name__)
 
-_MAX_CPU_REPLICAS = 8
-"""Beyond this many, replicas on one host take more threads rather than more memory."""
-
 
 class DeviceError(Exception):
-    """The devices that the settings ask for are not there."""
+    """The devices that the settings ask for are not there, or cannot be used so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,81 +62,6 @@ def find_host(visible: str | None, cgroup: Path = MOUNT) -> Host:
     quota = read_limits(cgroup).num_cores
     num_cores = len(cpus) if quota is None else max(1, min(len(cpus), int(quota)))
     return Host(cpus=cpus, num_cores=num_cores, gpus=_chosen(_find_gpus(), visible))
-
-
-def place(
-    host: Host, *, devices: str, replicas: int | None, threads: int | None
-) -> list[Placement]:
-    """Decide where the replicas of one model go.
-
-    Args:
-        host: What there is.
-        devices: "auto" (every GPU, else the CPU), "cpu", "cuda", or "cuda:0,1".
-        replicas: How many, or None for one per GPU, or one per group of cores without one.
-        threads: Intra-op threads of each, or None for an equal share of the cores.
-
-    Returns:
-        One placement per replica.
-
-    Raises:
-        DeviceError: A device asked for is not on this host.
-    """
-    gpus = _gpus_for(host, devices)
-    if gpus:
-        return _place_on_gpus(host, gpus, replicas or len(gpus), threads)
-    return _place_on_cpus(host, replicas, threads)
-
-
-def _gpus_for(host: Host, devices: str) -> Sequence[Gpu]:
-    if devices == "auto":
-        return host.gpus
-    if devices == "cpu":
-        return ()
-    kind, _, wanted = devices.partition(":")
-    if kind != "cuda":
-        raise DeviceError(f'devices = "{devices}": say "auto", "cpu", "cuda" or "cuda:0,1"')
-    have = ", ".join(map(str, host.gpus)) or "no CUDA device"
-    if not host.gpus:
-        raise DeviceError(f'devices = "{devices}", but this host has {have}')
-    if not wanted:
-        return host.gpus
-    by_index = {str(gpu.index): gpu for gpu in host.gpus}
-    missing = [index for index in wanted.split(",") if index.strip() not in by_index]
-    if missing:
-        raise DeviceError(f"there is no cuda:{missing[0].strip()} on this host: it has {have}")
-    return [by_index[index.strip()] for index in wanted.split(",")]
-
-
-def _place_on_gpus(
-    host: Host, gpus: Sequence[Gpu], replicas: int, threads: int | None
-) -> list[Placement]:
-    share = threads or max(1, host.num_cores // replicas)
-    placements = []
-    for replica in range(replicas):
-        gpu = gpus[replica % len(gpus)]
-        near = tuple(cpu for cpu in gpu.cpus if cpu in host.cpus)
-        placements.append(
-            Placement(devices=("cuda:0",), visible=(gpu.uuid,), cpus=near, num_threads=share)
-        )
-    return placements
-
-
-def _place_on_cpus(host: Host, replicas: int | None, threads: int | None) -> list[Placement]:
-    if replicas is None:
-        replicas = max(1, host.num_cores // threads) if threads else host.num_cores
-        replicas = min(replicas, _MAX_CPU_REPLICAS)
-    share, rest = divmod(host.num_cores, replicas)
-    counts = [threads or max(1, share + (i < rest)) for i in range(replicas)]
-    # Without a quota each replica may keep a group of cores to itself; the scheduler does better
-    # where the groups are single cores, since the front end needs a core now and then.
-    has_groups = min(counts) > 1 and sum(counts) <= len(host.cpus) == host.num_cores
-    placements = []
-    start = 0
-    for count in counts:
-        cpus = host.cpus[start : start + count] if has_groups else ()
-        placements.append(Placement(devices=("cpu",), cpus=cpus, num_threads=count))
-        start += count
-    return placements
 
 
 def _allowed_cpus() -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from models.spec import Placement
 from service.descriptors import limit_to_be
 from service.settings import Settings
 from workers.cgroups import CgroupLimits, read_limits
-from workers.devices import DeviceError, Host, place
+from workers.devices import DeviceError, Host
 
 _RLIMITS = ("NPROC", "MEMLOCK", "CORE", "AS", "FSIZE")
 
@@ -74,8 +74,13 @@ class Facts:
 
     @property
     def num_workers(self) -> int:
-        """Processes that serve."""
+        """Workers that serve."""
         return sum(map(len, self.placements.values()))
+
+    @property
+    def num_processes(self) -> int:
+        """Their processes: a worker whose replica is split has one for each part."""
+        return sum(p.num_ranks for placements in self.placements.values() for p in placements)
 
     @property
     def free_bytes(self) -> int:
@@ -96,12 +101,7 @@ def gather(settings: Settings, host: Host, root: Path = Path("/")) -> Facts:
     misplaced: dict[str, str] = {}
     for name, model in settings.models.items():
         try:
-            placements[name] = place(
-                host,
-                devices=model.devices,
-                replicas=None if model.replicas == "auto" else model.replicas,
-                threads=None if model.threads_per_replica == "auto" else model.threads_per_replica,
-            )
+            placements[name] = model.placements_on(host)
         except DeviceError as error:
             misplaced[name] = str(error)
     memory = _meminfo(_read(root / "proc/meminfo"))

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from models.spec import Placement
 from service.settings import ModelSettings, Settings
 from service.tune.plan import Goal
-from workers.devices import Host, place
+from workers.devices import Host
 
 Changes = Mapping[str, object]
 """Settings by name, as they are to be instead of the user's. No model has a setting of the same
@@ -79,11 +80,10 @@ _Ways = Sequence[Sequence[Changes]]
 
 def _replicas(facts: Facts) -> _Ways:
     """How the cores are shared out; on GPUs, how many replicas share one."""
-    own = facts.own
-    threads = None if own.threads_per_replica == "auto" else own.threads_per_replica
-    replicas = None if own.replicas == "auto" else own.replicas
-    now = place(facts.host, devices=own.devices, replicas=replicas, threads=threads)
+    now = facts.own.placements_on(facts.host)
     num = len(now)
+    if now[0].split:
+        return _split_replicas(facts, now)
     if facts.is_on_gpus:
         per_gpu = len({placement.visible for placement in now})
         return [[{"replicas": num + per_gpu}, {"replicas": num + 2 * per_gpu}]]
@@ -94,6 +94,13 @@ def _replicas(facts: Facts) -> _Ways:
     # A core is left to the front end, which an answer of next to no computation is mostly work for.
     spared = [{"replicas": num - 1, "threads_per_replica": each}] if num > 1 else []
     return [spared, fewer, more] if spared != fewer[:1] else [fewer, more]
+
+
+def _split_replicas(facts: Facts, now: Sequence[Placement]) -> _Ways:
+    """The same devices to more replicas of fewer parts each, as far as their memory goes."""
+    num_devices = sum(placement.num_ranks for placement in now)
+    sizes = [size for size in _halves(now[0].num_ranks) if size > 1]
+    return [[{"devices_per_replica": size, "replicas": num_devices // size} for size in sizes]]
 
 
 def _share(replicas: int, cores: int) -> Changes:

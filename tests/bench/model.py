@@ -30,7 +30,8 @@ from tests.bench.processes import (
     signals_held,
 )
 from tests.bench.report import Spread, Steps, paired, save, spread, table
-from workers.devices import find_host, place
+from workers.devices import find_host
+from workers.placing import Wish, place
 
 HELP = "the model under load, against plain processes that do the same with no service"
 _LOAD_TIMEOUT_S = 180
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace, plan: rounds.Plan) -> int:
         source=args.source,
         weights=args.weights,
         batch_size=args.batch,
-        placements=place(host, devices="auto", replicas=args.processes, threads=args.threads),
+        placements=place(host, Wish(replicas=args.processes, threads=args.threads)),
     )
     bodies = Bodies(files=photos(), content_type="image/jpeg")
     contender = _service(args.inferpool, setting)

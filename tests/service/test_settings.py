@@ -15,6 +15,7 @@ from service.settings import (
     source_hint,
 )
 from service.settings_loader import SettingsError, load
+from workers.devices import Host
 
 
 def test_settings_cannot_be_changed(tmp_path):
@@ -57,6 +58,19 @@ def test_speed_and_its_cache_reach_the_worker(tmp_path):
     assert load({}, {"INFERPOOL_CACHE_DIR": "none"}, tmp_path).settings.cache_folder() is None
     with pytest.raises(SettingsError, match="is not one of auto, exact"):
         load({"speed": "ludicrous"}, {}, tmp_path)
+
+
+def test_a_split_model_is_served_exactly_with_threads_of_all_its_ranks_to_prepare(tmp_path):
+    settings = load({"placement": "pipeline"}, {}, tmp_path).settings
+    (model,) = settings.models.values()
+    assert model.speed == "auto"
+    host = Host(cpus=(0, 1), num_cores=2)
+    (placement,) = model.placements_on(host)
+    assert (placement.split, placement.devices) == ("pipeline", ("cpu", "cpu"))
+    config = model.worker_config_for("m", placement, max_image_pixels=9)
+    assert (config.speed, config.prepare_threads) == ("exact", 1)
+    gpus = Placement(devices=("cuda:0", "cuda:1"), split="tensor", visible=("a", "b"))
+    assert model.worker_config_for("m", gpus, max_image_pixels=9).prepare_threads == 2
 
 
 def test_every_field_is_documented():

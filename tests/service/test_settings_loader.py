@@ -222,8 +222,25 @@ def test_a_model_named_like_a_built_in_source_needs_no_source(tmp_path):
         ("[models.echo]\noptions = 3", "inferpool.toml: models.echo.options: 3 is not a table"),
         (
             '[models.echo]\ndevices = "gpu"',
-            'inferpool.toml: models.echo.devices: \'gpu\' is not "auto", "cpu", "cuda", or '
-            '"cuda:" and indices such as "cuda:0,1"',
+            'inferpool.toml: models.echo.devices: \'gpu\' is not "auto", "cpu", "cuda", GPUs '
+            'such as "cuda:0,1", UUIDs as `nvidia-smi -L` prints them ("GPU-...", "MIG-..."), or '
+            "several of these with commas between",
+        ),
+        (
+            '[models.echo]\nplacement = "pipeline"\ndevices_per_replica = 1',
+            "inferpool.toml: models.echo.devices_per_replica: 1 is too few to split a model over: "
+            'set 2 or more, or placement = "replicate" instead of "pipeline"',
+        ),
+        (
+            "[models.echo]\ndevices_per_replica = 2",
+            "inferpool.toml: models.echo.devices_per_replica: 2 is for a model that is split: set "
+            'placement = "pipeline" or "tensor" too; how many devices have a copy of their own is '
+            "said by replicas and devices",
+        ),
+        (
+            '[models.echo]\nplacement = "tensor"\nspeed = "bf16"',
+            "inferpool.toml: models.echo.speed: 'bf16' changes a whole network, and with "
+            'placement = "tensor" no process has one: leave it at auto, which then means exact',
         ),
         (
             'models = ["echo"]',

@@ -57,6 +57,14 @@ def test_cores_are_shared_out_otherwise_than_they_are(tmp_path: Path):
     ]
 
 
+def test_a_split_model_keeps_its_devices_for_more_replicas(tmp_path: Path):
+    split = 'placement = "tensor"\ndevices_per_replica = 4'
+    assert knobs(tmp_path, split, cores=8)["replicas x threads"].ways == [
+        [{"devices_per_replica": 2, "replicas": 2}]
+    ]
+    assert "replicas x threads" not in knobs(tmp_path, 'placement = "pipeline"', gpus=_GPUS)
+
+
 def test_one_core_cannot_be_shared_out_otherwise(tmp_path: Path):
     assert "replicas x threads" not in knobs(tmp_path, cores=1)
 

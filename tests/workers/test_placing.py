@@ -1,0 +1,131 @@
+import pytest
+
+from workers.devices import DeviceError, Gpu, Host
+from workers.placing import Wish, place
+
+
+def gpu(index: int, cpus: tuple[int, ...] = ()) -> Gpu:
+    return Gpu(index=index, uuid=f"GPU-{index}", name="H100", memory_bytes=80 << 30, cpus=cpus)
+
+
+TWO_GPUS = Host(
+    cpus=tuple(range(16)),
+    num_cores=16,
+    gpus=(gpu(0, tuple(range(8))), gpu(1, tuple(range(8, 16)))),
+)
+TWO_CORES = Host(cpus=(0, 1), num_cores=2)
+
+
+def test_auto_puts_one_replica_on_each_gpu_near_its_cores():
+    placements = place(TWO_GPUS, Wish())
+    assert [placement.visible for placement in placements] == [("GPU-0",), ("GPU-1",)]
+    assert [placement.cpus for placement in placements] == [tuple(range(8)), tuple(range(8, 16))]
+    assert {placement.devices for placement in placements} == {("cuda:0",)}
+    assert sum(placement.num_threads for placement in placements) == 16
+
+
+def test_more_replicas_than_gpus_go_round():
+    placements = place(TWO_GPUS, Wish(devices="cuda:1", replicas=2))
+    assert [placement.visible for placement in placements] == [("GPU-1",), ("GPU-1",)]
+    assert [placement.num_threads for placement in placements] == [8, 8]
+
+
+def test_without_gpus_each_core_gets_a_replica_and_threads_add_up_to_the_cores():
+    placements = place(TWO_CORES, Wish())
+    assert [placement.num_threads for placement in placements] == [1, 1]
+    assert {placement.devices for placement in placements} == {("cpu",)}
+
+
+def test_large_host_has_groups_of_cores():
+    host = Host(cpus=tuple(range(64)), num_cores=64)
+    placements = place(host, Wish(devices="cpu"))
+    assert len(placements) == 8
+    assert [len(placement.cpus) for placement in placements] == [8] * 8
+    assert len({cpu for placement in placements for cpu in placement.cpus}) == 64
+
+
+def test_quota_counts_rather_than_cores():
+    host = Host(cpus=tuple(range(64)), num_cores=3)
+    placements = place(host, Wish())
+    assert [placement.num_threads for placement in placements] == [1, 1, 1]
+    assert {placement.cpus for placement in placements} == {()}
+
+
+@pytest.mark.parametrize(
+    ("host", "devices", "message"),
+    [
+        (TWO_GPUS, "cuda:2", "no cuda:2 on this host: it has cuda:0"),
+        (TWO_CORES, "cuda", "this host has no CUDA device"),
+        (TWO_CORES, "tpu", 'say "auto"'),
+    ],
+)
+def test_device_that_is_not_there_is_named(host: Host, devices: str, message: str):
+    with pytest.raises(DeviceError, match=message):
+        place(host, Wish(devices=devices))
+
+
+@pytest.mark.parametrize("num_cores", [1, 3, 12, 15, 31, 96])
+def test_threads_add_up_to_the_cores(num_cores: int):
+    host = Host(cpus=tuple(range(num_cores)), num_cores=num_cores)
+    placements = place(host, Wish(devices="cpu"))
+    assert sum(placement.num_threads for placement in placements) == num_cores
+
+
+def gpus(num: int) -> Host:
+    return Host(cpus=tuple(range(16)), num_cores=16, gpus=tuple(map(gpu, range(num))))
+
+
+def visible(host: Host, wish: Wish) -> list[tuple[str, ...]]:
+    return [placement.visible for placement in place(host, wish)]
+
+
+def test_split_replicas_lie_side_by_side_on_groups_of_gpus():
+    for wish in (Wish(split="pipeline", replicas=2), Wish(split="pipeline", ranks=2)):
+        first, second = place(gpus(4), wish)
+        assert [first.visible, second.visible] == [("GPU-0", "GPU-1"), ("GPU-2", "GPU-3")]
+        assert first.devices == second.devices == ("cuda:0", "cuda:1")
+        assert (first.split, first.num_threads) == ("pipeline", 4)
+    assert visible(gpus(4), Wish(split="tensor")) == [("GPU-0", "GPU-1", "GPU-2", "GPU-3")]
+    named = Wish(split="tensor", devices="cuda:3,1,0,2", ranks=2)
+    assert visible(gpus(4), named) == [("GPU-3", "GPU-1"), ("GPU-0", "GPU-2")]
+
+
+def test_ranks_share_a_gpu_only_where_it_is_named_for_each():
+    (shared,) = place(gpus(1), Wish(split="pipeline", devices="cuda:0,0"))
+    assert (shared.devices, shared.visible) == (("cuda:0", "cuda:0"), ("GPU-0",))
+    with pytest.raises(DeviceError, match=r'needs 2 GPUs \(2\), and there are 1 .*"cuda:0,0"'):
+        place(gpus(1), Wish(split="pipeline"))
+    with pytest.raises(
+        DeviceError, match=r"needs 6 GPUs \(3 replicas on 2 each\), and there are 4"
+    ):
+        place(gpus(4), Wish(split="tensor", replicas=3))
+    with pytest.raises(DeviceError, match="over GPUs or over CPUs"):
+        place(gpus(2), Wish(split="tensor", devices="cuda,cpu"))
+
+
+def test_on_cpus_replicas_times_ranks_times_threads_make_the_cores():
+    (one,) = place(TWO_CORES, Wish(split="pipeline"))
+    assert (one.devices, one.num_threads, one.cpus) == (("cpu", "cpu"), 1, ())
+    host = Host(cpus=tuple(range(16)), num_cores=16)
+    first, second = place(host, Wish(split="tensor", replicas=2))
+    assert (first.num_threads, first.cpus, second.cpus) == (4, host.cpus[:8], host.cpus[8:])
+    ranks = [second.for_rank(rank) for rank in range(2)]
+    assert [rank.cpus for rank in ranks] == [host.cpus[8:12], host.cpus[12:]]
+    assert {rank.devices for rank in ranks} == {("cpu",)}
+
+
+def test_a_rank_beside_a_gpu_keeps_all_that_is_visible_and_near():
+    (placement,) = place(TWO_GPUS, Wish(split="pipeline"))
+    rank = placement.for_rank(1)
+    assert (rank.devices, rank.visible) == (("cuda:1",), ("GPU-0", "GPU-1"))
+    assert (rank.cpus, rank.num_threads, rank.split) == (tuple(range(16)), 8, "pipeline")
+    assert (str(placement), str(rank)) == ("cuda:GPU-0+cuda:GPU-1", "cuda:GPU-1")
+
+
+def test_replicas_go_to_gpus_and_cpus_in_the_order_named():
+    mixed = place(TWO_GPUS, Wish(devices="cuda:1,cpu"))
+    assert [(p.devices, p.visible) for p in mixed] == [(("cuda:0",), ("GPU-1",)), (("cpu",), ())]
+    assert [placement.num_threads for placement in mixed] == [8, 8]
+    three = place(TWO_GPUS, Wish(devices="GPU-0,cpu", replicas=3))
+    assert [placement.visible for placement in three] == [("GPU-0",), (), ("GPU-0",)]
+    assert len(place(TWO_CORES, Wish(devices="cpu,cpu,cpu"))) == 3
