@@ -19,7 +19,7 @@ from models.base import Features
 from models.checkpoint import archive_kind
 from models.errors import ModelError, SourceError
 from models.modules import TensorModel, dtype_name, named_outputs
-from models.spec import TensorSpec
+from models.spec import Placement, TensorSpec
 
 
 class ExportedModel(TensorModel):
@@ -37,7 +37,7 @@ class ExportedModel(TensorModel):
         super().__init__(finite_outputs=finite_outputs)
         self._path = path
 
-    def build_network(self, device: torch.device) -> Callable[..., object]:
+    def build_network(self, placement: Placement) -> Callable[..., object]:
         """Read the program, and learn from it what it takes.
 
         Raises:
@@ -49,7 +49,7 @@ class ExportedModel(TensorModel):
         self.smallest, self.largest = _batch_range(program, inputs)
         self.inputs = [_spec(name, value) for name, value in inputs.items()]
         self.outputs = [_spec(name, value) for name, value in _results(program, self._fixed_size)]
-        program = move_to_device_pass(program, device)
+        program = move_to_device_pass(program, self.device)
         module = program.module()
         in_spec = program.call_spec.in_spec
         assert in_spec is not None
@@ -107,7 +107,7 @@ class ScriptedModel(TensorModel):
         super().__init__(inputs=inputs, outputs=outputs, finite_outputs=finite_outputs)
         self._path = path
 
-    def build_network(self, device: torch.device) -> Callable[..., object]:
+    def build_network(self, placement: Placement) -> Callable[..., object]:
         """Read the archive onto the device.
 
         Raises:
@@ -118,7 +118,9 @@ class ScriptedModel(TensorModel):
             with warnings.catch_warnings():
                 # The user chose the format; the deprecation is for the README to mention.
                 warnings.simplefilter("ignore")
-                network: torch.jit.ScriptModule = torch.jit.load(self._path, map_location=device)
+                network: torch.jit.ScriptModule = torch.jit.load(
+                    self._path, map_location=self.device
+                )
         except Exception as error:  # a damaged archive makes it raise almost anything
             raise SourceError(f"{self._path} cannot be read: {_first_line(error)}") from error
         return network.eval()

@@ -1,15 +1,18 @@
 """What a user writes to serve a model: a subclass of `Model`. Runs in worker processes only."""
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Literal, TypeAlias
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from models.agreement import Tolerance, ValueTolerance
 from models.errors import InputError
 from models.spec import MAX_IMAGE_PIXELS, Placement, TensorHeader, TensorSpec
+from models.split.network import SplitNetwork, load_network
+from models.split.ranks import Ranks
 
 Kind: TypeAlias = Literal["image", "bytes", "json", "tensors"]
 """What a payload is: an encoded image, opaque bytes, a JSON value, or raw tensors with headers."""
@@ -95,6 +98,18 @@ class Model:
     """A promise: `network` is called with inputs of the same shapes always, but for the batch."""
     tolerance: Tolerance = ValueTolerance()
     """How far a preset's outputs may be from the exact ones, after `postprocess`."""
+    split_points: Sequence[str] = ()
+    """Submodules of the network in front of which a pipeline is cut, one fewer than its stages; by
+    default the cuts are found. The class of the network may have this attribute instead."""
+    tensor_plan: Mapping[str, str] | None = None
+    """Which submodules of the network are tensor-parallel, and how; by default that is found. The
+    class of the network may have this attribute instead."""
+    ranks: Ranks | None = None
+    """The processes that this replica is split over, if it is; set by the worker before `load`."""
+    split_cuts: Sequence[str] = ()
+    """Where an earlier incarnation cut the network; set by the worker before `load`."""
+    split_network: SplitNetwork | None = None
+    """This rank's part, after `load_network`; None if the model is not split."""
 
     def load(self, placement: Placement) -> None:
         """Load the weights on the placement's devices, once per incarnation.
@@ -102,6 +117,35 @@ class Model:
         Raises:
             ModelError: The model cannot be had, and a restart will not help.
         """
+
+    def load_network(
+        self,
+        build: Callable[[], nn.Module],
+        weights: Path | str | None,
+        placement: Placement,
+        *,
+        example: Sequence[Tensor | None] | Mapping[str, Tensor | None] = (),
+    ) -> Callable[..., object]:
+        """Build a network, read its weights and lay it on the placement's devices, to infer.
+
+        To be called once, by `load`. If the replica is split, each rank keeps its own part, and
+        only the lead gets further than this: what comes after it runs there alone.
+
+        Args:
+            build: Makes the network, the same one each time.
+            weights: A checkpoint to load into it; None leaves it as built.
+            placement: As `load` was given it.
+            example: What it will be called with, by position or by name: where the cuts of a
+                pipeline are found by trial, and which of its optional arguments are given. None
+                for an argument whose shape is not known.
+
+        Returns:
+            The network, or what calls all its parts.
+
+        Raises:
+            ModelError: It cannot be had, or cannot be split.
+        """
+        return load_network(self, build, weights, placement, example)
 
     def preprocess(self, item: Item) -> Features:
         """Turn one instance into CPU tensors without the batch dimension, checked against `inputs`.

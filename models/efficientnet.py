@@ -15,8 +15,8 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.checkpoint import load_weights
 from models.errors import CheckpointError
+from models.spec import Placement
 from models.transforms import ImageTransform
 from models.vision import Classifier, imagenet_labels
 
@@ -56,13 +56,14 @@ class EfficientNetLite0(Classifier):
         super().__init__(transform=_TRANSFORM, labels=imagenet_labels())
         self._weights = weights
 
+    def load(self, placement: Placement) -> None:
+        """Load the packaged weights, or those of a checkpoint, or leave them random."""
+        self.checkpoint = packaged_weights() if self._weights == "DEFAULT" else self._weights
+        super().load(placement)
+
     def build_network(self) -> nn.Module:
-        """Build it with the packaged weights, with those of a checkpoint, or with random ones."""
-        network = Network(num_classes=len(self.labels))
-        if self._weights is not None:
-            packaged = self._weights == "DEFAULT"
-            load_weights(network, packaged_weights() if packaged else self._weights)
-        return network
+        """Build it with random weights."""
+        return Network(num_classes=len(self.labels))
 
 
 class Network(nn.Module):

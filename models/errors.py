@@ -4,6 +4,7 @@
     +-- SourceError                the source names nothing that can be loaded
     +-- CheckpointError            the weights are unreadable, unsafe, or belong to another network
     InputError                     this input is at fault; the model and its neighbours are well
+    RankError                      another rank of a split replica has failed at a computation
 
 Imported by the front end too, so nothing here imports torch.
 """
@@ -19,6 +20,16 @@ class SourceError(ModelError):
 
 class CheckpointError(ModelError):
     """A file of weights is missing, unreadable, unsafe to load, or does not fit the network."""
+
+
+class RankError(Exception):
+    """Another rank of a split replica raised an error; it is well, and computes what comes next."""
+
+    def __init__(self, rank: int, text: str, *, is_out_of_memory: bool) -> None:
+        super().__init__(f"rank {rank}: {text}")
+        self.rank = rank
+        self.is_out_of_memory = is_out_of_memory
+        """It was memory that it lacked, so that a smaller batch may succeed."""
 
 
 class InputError(ValueError):

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from models.base import Features, Item, Model
-from models.checkpoint import load_weights
 from models.errors import ModelError, SourceError
 from models.spec import DTYPE_BYTES, Placement, TensorHeader, TensorSpec
 
@@ -37,8 +36,8 @@ class TensorModel(Model, ABC):
         self.has_fixed_shapes = all(_is_known(spec) for spec in self.inputs)
 
     @abstractmethod
-    def build_network(self, device: torch.device) -> Callable[..., object]:
-        """Build the network on its device, ready to infer.
+    def build_network(self, placement: Placement) -> Callable[..., object]:
+        """Build the network on its devices, ready to infer.
 
         Raises:
             ModelError: It cannot be had.
@@ -51,7 +50,7 @@ class TensorModel(Model, ABC):
             ModelError: It cannot be had, or does not take its declared inputs.
         """
         self.device = torch.device(placement.devices[0])
-        self.network = self.build_network(self.device)
+        self.network = self.build_network(placement)
         if all(_is_known(spec) for spec in self.inputs):
             self._probe()
 
@@ -85,12 +84,7 @@ class TensorModel(Model, ABC):
         return dict(zip(names, outputs.values(), strict=True))
 
     def _probe(self) -> None:
-        batch = {
-            spec.name: torch.zeros(
-                (_PROBE_ROWS, *spec.instance_shape), dtype=getattr(torch, spec.dtype)
-            )
-            for spec in self.inputs
-        }
+        batch = {spec.name: _zero_rows(spec, _PROBE_ROWS) for spec in self.inputs}
         try:
             with torch.inference_mode():
                 outputs = self.forward(batch)
@@ -137,12 +131,10 @@ class ModuleModel(TensorModel):
         self._build = build
         self._weights = weights
 
-    def build_network(self, device: torch.device) -> Callable[..., object]:
+    def build_network(self, placement: Placement) -> Callable[..., object]:
         """Build the network, load its weights and move it."""
-        network = self._build()
-        if self._weights is not None:
-            load_weights(network, self._weights)
-        return network.eval().requires_grad_(False).to(device)
+        example = [_zero_rows(s, _PROBE_ROWS) if _is_known(s) else None for s in self.inputs]
+        return self.load_network(self._build, self._weights, placement, example=example)
 
 
 def named_outputs(result: object) -> dict[str, Tensor]:
@@ -203,6 +195,10 @@ def specs_of(value: object, option: str) -> list[TensorSpec]:
 
 def _is_known(spec: TensorSpec) -> bool:
     return bool(spec.shape) and -1 not in spec.instance_shape
+
+
+def _zero_rows(spec: TensorSpec, num_rows: int) -> Tensor:
+    return torch.zeros((num_rows, *spec.instance_shape), dtype=getattr(torch, spec.dtype))
 
 
 def _random(inputs: Sequence[TensorSpec], generator: torch.Generator) -> Item:

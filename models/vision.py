@@ -5,10 +5,12 @@ Axes: B batch, H height, W width, C = 3 colours, K classes.
 
 # ruff: noqa: N803 - tensors carry their axes in their names
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from importlib.resources import files
 from io import BytesIO
+from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -39,7 +41,9 @@ class Classifier(Model):
     The parameter `top_k` says how many labels to answer with, best first.
     """
 
-    network: nn.Module
+    network: Callable[..., Tensor]
+    checkpoint: Path | str | None = None
+    """The file of the weights of what `build_network` builds; None leaves it as built."""
     has_fixed_shapes = True
     tolerance: Tolerance = LabelTolerance()
 
@@ -53,7 +57,7 @@ class Classifier(Model):
         self._normalize_on_cpu = Normalize(transform)
 
     def build_network(self) -> nn.Module:
-        """Build the network with its weights, on the CPU: float32 [B, C, H, W] to [B, K] logits.
+        """Build the network on the CPU: float32 [B, C, H, W] to [B, K] logits.
 
         Raises:
             ModelError: It cannot be had.
@@ -61,17 +65,18 @@ class Classifier(Model):
         raise NotImplementedError(f"{type(self).__name__} must define build_network()")
 
     def load(self, placement: Placement) -> None:
-        """Move the network to the first device, and see that its classes are as many as the labels.
+        """Load the network, and see that its classes are as many as the labels.
 
         Raises:
             ModelError: They are not, or the network cannot be had.
         """
+        blank = torch.zeros(1, 3, self.transform.crop, self.transform.crop)
+        network = self.load_network(self.build_network, self.checkpoint, placement, example=[blank])
+        self.network = cast("Callable[..., Tensor]", network)
         self.device = torch.device(placement.devices[0])
-        self.network = self.build_network().eval().requires_grad_(False).to(self.device)
         self.normalize = Normalize(self.transform).to(self.device)
-        blank = torch.zeros(1, 3, self.transform.crop, self.transform.crop, device=self.device)
         with torch.inference_mode():
-            shape = tuple(self.network(blank).shape)
+            shape = tuple(self.network(blank.to(self.device)).shape)
         if shape != (1, len(self.labels)):
             raise ModelError(
                 f"for one image the network yields {list(shape)}, "

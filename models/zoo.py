@@ -19,7 +19,6 @@ from torchvision.transforms._presets import (  # type: ignore[import-untyped]  #
     ImageClassification,
 )
 
-from models.checkpoint import load_weights
 from models.errors import CheckpointError, SourceError
 from models.transforms import ImageTransform
 from models.vision import Classifier
@@ -53,9 +52,9 @@ class TorchvisionClassifier(Classifier):
         published = torchvision.models.get_model_weights(name)
         self._name = name
         self._options = options
-        self._checkpoint = weights if _is_path(weights) else None
+        self.checkpoint = weights if _is_path(weights) else None
         self._published = None
-        if weights is not None and self._checkpoint is None:
+        if weights is not None and self.checkpoint is None:
             self._published = _member(published, name, weights)
         described = self._published or published.DEFAULT
         self._preset = described.transforms()
@@ -71,10 +70,10 @@ class TorchvisionClassifier(Classifier):
         return "" if not url or _cache_path(url).is_file() else url
 
     def build_network(self) -> nn.Module:
-        """Build the network, downloading published weights if they are not in torch.hub's folder.
+        """Build it, with published weights if they are asked for, which may be downloaded first.
 
         Raises:
-            CheckpointError: The weights cannot be had or do not fit.
+            CheckpointError: Published weights cannot be had.
             SourceError: The builder does not take the options.
         """
         if self._published is not None:
@@ -83,12 +82,9 @@ class TorchvisionClassifier(Classifier):
         options = self._options
         if self._name in _INCEPTIONS:
             options = {"init_weights": False} | options
-            if self._checkpoint is not None:
+            if self.checkpoint is not None:
                 options = {"transform_input": True, "aux_logits": True} | options
-        network = self._call(lambda: torchvision.models.get_model(self._name, **options))
-        if self._checkpoint is not None:
-            load_weights(network, self._checkpoint)
-        return network
+        return self._call(lambda: torchvision.models.get_model(self._name, **options))
 
     def transform_image(self, image: Image.Image) -> Tensor:
         """Take our own path where it equals torchvision's, else torchvision's transforms."""

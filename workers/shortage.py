@@ -1,4 +1,4 @@
-"""Out of memory, on a device or on the host: to recognise it, and to get over it. In workers."""
+"""Out of memory, on a device or on the host: to get over it. In workers."""
 
 import traceback
 from collections.abc import Mapping, Sequence
@@ -10,22 +10,9 @@ from torch import Tensor
 from workers.allocator import give_back
 from workers.groups import signature_of
 
-_MESSAGES = (
-    "DefaultCPUAllocator: ",  # c10/core/impl/alloc_cpu.cpp: can't allocate, not enough memory
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "CUDA error: out of memory",  # cudaErrorMemoryAllocation, after which the context is well
-)
 _MAX_SIGNATURES = 256
 _GOOD_BATCHES = 100
 """Full batches of a safe size before a larger one is tried, which costs one batch at most."""
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether a computation failed for memory, so that a smaller one may succeed."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _MESSAGES)
 
 
 def release(error: Exception) -> None:
