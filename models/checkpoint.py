@@ -3,13 +3,13 @@
 import pickle
 import re
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import msgspec
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from models.errors import CheckpointError
@@ -18,7 +18,13 @@ _WRAPPERS = ("state_dict", "model_state_dict", "model")
 """Keys under which training scripts keep the weights, beside an optimizer's state and the like."""
 _PREFIXES = ("module.", "_orig_mod.")
 """Put before every name by DistributedDataParallel and by torch.compile."""
+_INDEX_SUFFIX = ".safetensors.index.json"
 _SHOWN = 4
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+    """The file of each tensor."""
 
 
 def load_weights(network: nn.Module, path: Path | str) -> None:
@@ -28,14 +34,24 @@ def load_weights(network: nn.Module, path: Path | str) -> None:
         CheckpointError: The file cannot be read, or its weights belong to another network.
     """
     weights = read_weights(path)
+    check_fit(network, {name: tensor.shape for name, tensor in weights.items()}, path)
+    network.load_state_dict(weights, strict=False)
+
+
+def check_fit(network: nn.Module, shapes: Mapping[str, Sequence[int]], path: Path | str) -> None:
+    """See that a checkpoint has what the network has, by names and shapes.
+
+    Raises:
+        CheckpointError: Its weights belong to another network.
+    """
     own = network.state_dict()
     # A counter that inference never reads, and that checkpoints before PyTorch 0.4.1 lack.
-    missing = [n for n in own if n not in weights and not n.endswith("num_batches_tracked")]
-    unexpected = [name for name in weights if name not in own]
+    missing = [n for n in own if n not in shapes and not n.endswith("num_batches_tracked")]
+    unexpected = [name for name in shapes if name not in own]
     reshaped = [
-        f"{name} ({list(weights[name].shape)} in the file, {list(tensor.shape)} in the network)"
+        f"{name} ({list(shapes[name])} in the file, {list(tensor.shape)} in the network)"
         for name, tensor in own.items()
-        if name in weights and weights[name].shape != tensor.shape
+        if name in shapes and tuple(shapes[name]) != tuple(tensor.shape)
     ]
     if missing or unexpected or reshaped:
         complaints = [
@@ -47,35 +63,58 @@ def load_weights(network: nn.Module, path: Path | str) -> None:
             f"{path} does not fit {type(network).__name__}: "
             + "; ".join(text for text in complaints if text)
         )
-    network.load_state_dict(weights, strict=False)
+
+
+class StoredWeights:
+    """The tensors of a checkpoint, each read when it is asked for, whole or in part.
+
+    A .safetensors file, the .safetensors.index.json of several, or a .pth or .pt file of a
+    state_dict. A state_dict that lies in a training checkpoint is found, and prefixes of wrappers
+    are taken off its names. Files are mapped: what is not read takes no memory.
+
+    Raises:
+        CheckpointError: A file is missing, unreadable, or holds more than tensors.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._parts = _without_prefixes(_open(self.path), self.path)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all tensors, by their names."""
+        return {
+            name: tuple(part.shape if isinstance(part, Tensor) else part.get_shape())
+            for name, part in self._parts.items()
+        }
+
+    def read(self, name: str, *index: slice) -> Tensor:
+        """Copy a tensor, or its part at an index, to the CPU.
+
+        Raises:
+            CheckpointError: The file cannot be read.
+        """
+        try:
+            part: Tensor = self._parts[name][index or ...]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error}") from error
+        return part.detach().clone(memory_format=torch.contiguous_format)
+
+    def mapped(self) -> dict[str, Tensor]:
+        """All tensors as they lie in the files: read when they are used, and not to be changed."""
+        return {
+            name: part if isinstance(part, Tensor) else part[...]
+            for name, part in self._parts.items()
+        }
 
 
 def read_weights(path: Path | str) -> dict[str, Tensor]:
-    """Read a .safetensors file, or a .pth or .pt file of a state_dict, onto the CPU.
-
-    A state_dict that lies in a training checkpoint is found, and prefixes of wrappers are taken
-    off its names.
+    """Read a checkpoint's tensors by their names, as `StoredWeights` does, onto the CPU.
 
     Raises:
-        CheckpointError: The file is missing, unreadable, or holds more than tensors.
+        CheckpointError: A file is missing, unreadable, or holds more than tensors.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise CheckpointError(f"{path}: there is no such file")
-    if not path.stat().st_size:
-        raise CheckpointError(f"{path} is not a checkpoint: the file is empty")
-    if path.suffix == ".safetensors":
-        return _without_prefixes(_read_safetensors(path), path)
-    if archive_kind(path) == "torchscript":
-        raise CheckpointError(
-            f"{path} is a TorchScript archive, a whole model: name it as the source, not as weights"
-        )
-    if archive_kind(path) == "export":
-        raise CheckpointError(
-            f"{path} is a torch.export archive, a whole model: name it as the source, "
-            "not as weights"
-        )
-    return _without_prefixes(_unwrapped(_read_pickle(path), path), path)
+    return StoredWeights(path).mapped()
 
 
 def archive_kind(path: Path) -> Literal["torchscript", "export", "checkpoint", "other"]:
@@ -92,11 +131,52 @@ def archive_kind(path: Path) -> Literal["torchscript", "export", "checkpoint", "
     return "checkpoint" if "data.pkl" in names else "other"
 
 
-def _read_safetensors(path: Path) -> object:
+def _open(path: Path) -> object:
+    if not path.is_file():
+        raise CheckpointError(f"{path}: there is no such file")
+    if not path.stat().st_size:
+        raise CheckpointError(f"{path} is not a checkpoint: the file is empty")
+    if path.name.endswith(_INDEX_SUFFIX):
+        return _open_index(path)
+    if path.suffix == ".safetensors":
+        return _open_safetensors(path)
+    if archive_kind(path) == "torchscript":
+        raise CheckpointError(
+            f"{path} is a TorchScript archive, a whole model: name it as the source, not as weights"
+        )
+    if archive_kind(path) == "export":
+        raise CheckpointError(
+            f"{path} is a torch.export archive, a whole model: name it as the source, "
+            "not as weights"
+        )
+    return _unwrapped(_read_pickle(path), path)
+
+
+def _open_safetensors(path: Path) -> dict[str, object]:
     try:
-        return load_file(path)
+        file: Any = safe_open(path, framework="pt", device="cpu")  # its methods have no types
+        return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+
+
+def _open_index(path: Path) -> dict[str, object]:
+    """Open the files that an index names, as Hugging Face's libraries write it."""
+    try:
+        names = msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read as an index: {error}") from error
+    for file in sorted(set(names.values())):
+        if Path(file).name != file:
+            raise CheckpointError(f"{path} names {file!r}, which is not a file beside it")
+    files = {file: _open(path.parent / file) for file in sorted(set(names.values()))}
+    parts = {}
+    for name, file in names.items():
+        stored = files[file]
+        if not isinstance(stored, Mapping) or name not in stored:
+            raise CheckpointError(f"{path} says that {name} is in {file}, and it is not")
+        parts[name] = stored[name]
+    return parts
 
 
 def _read_pickle(path: Path) -> object:
@@ -133,13 +213,18 @@ def _unwrapped(value: object, path: Path) -> object:
     raise CheckpointError(f"{path} holds a {type(value).__name__}, not a state_dict")
 
 
-def _without_prefixes(value: object, path: Path) -> dict[str, Tensor]:
+def _without_prefixes(value: object, path: Path) -> dict[str, Any]:
+    """What can be sliced for a tensor, by its name: a Tensor, or a slice of safetensors."""
     assert isinstance(value, Mapping)
-    odd = [str(key) for key, tensor in value.items() if not isinstance(tensor, Tensor)]
+    odd = [
+        str(key)
+        for key, part in value.items()
+        if not isinstance(part, Tensor) and not hasattr(part, "get_shape")
+    ]
     if odd or not value:
         found = _listed("these are not tensors", odd) or "it is empty"
         raise CheckpointError(f"{path} is not a state_dict: {found}")
-    weights = {str(name): tensor for name, tensor in value.items()}
+    weights = {str(name): part for name, part in value.items()}
     while prefix := next((p for p in _PREFIXES if _all_start_with(weights, p)), None):
         weights = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
     return weights

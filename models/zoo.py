@@ -23,7 +23,7 @@ from models.errors import CheckpointError, SourceError
 from models.transforms import ImageTransform
 from models.vision import Classifier
 
-_CHECKPOINT_SUFFIXES = (".pth", ".pt", ".safetensors")
+_CHECKPOINT_SUFFIXES = (".pth", ".pt", ".safetensors", ".safetensors.index.json")
 # Their builders set these when they load published weights: the checkpoint has the second head,
 # its inputs are scaled otherwise, and the slow random initialisation is not needed.
 _INCEPTIONS = ("googlenet", "inception_v3")

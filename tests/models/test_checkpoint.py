@@ -1,3 +1,4 @@
+import json
 import pickle
 
 import pytest
@@ -5,7 +6,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from models.checkpoint import archive_kind, load_weights, read_weights
+from models.checkpoint import StoredWeights, archive_kind, load_weights, read_weights
 from models.errors import CheckpointError
 
 # torch.jit is deprecated, and still what users have.
@@ -53,6 +54,42 @@ def test_safetensors_and_files_older_than_the_zip_format_load(tmp_path):
     save_file(state(), tmp_path / "a.safetensors")
     assert_loads(tmp_path / "a.safetensors")
     assert_loads(saved(tmp_path / "b.pth", state(), _use_new_zipfile_serialization=False))
+
+
+def sharded(folder, weights, index=None):
+    """What Hugging Face's libraries write of a large model: a file for each part, and an index."""
+    for number, (name, tensor) in enumerate(weights.items()):
+        save_file({name: tensor}, folder / f"part-{number}.safetensors")
+    files = {name: f"part-{number}.safetensors" for number, name in enumerate(weights)}
+    path = folder / "model.safetensors.index.json"
+    path.write_text(json.dumps({"metadata": {}, "weight_map": index or files}))
+    return path
+
+
+def test_weights_in_several_files_load_by_their_index(tmp_path):
+    assert_loads(sharded(tmp_path, state()))
+
+
+def test_an_index_leads_to_the_files_beside_it_only(tmp_path):
+    assert "not a file beside it" in refused(sharded(tmp_path, state(), {"a": "../b.safetensors"}))
+    assert "and it is not" in refused(sharded(tmp_path, state(), {"a": "part-0.safetensors"}))
+    assert "no such file" in refused(sharded(tmp_path, state(), {"a": "part-9.safetensors"}))
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pth"])
+def test_a_part_of_a_tensor_is_read_alone_and_copied(tmp_path, suffix):
+    weights = {f"module.{name}": tensor for name, tensor in state().items()}
+    path = tmp_path / f"a.{suffix}"
+    (save_file if suffix == "safetensors" else torch.save)(weights, path)
+    stored = StoredWeights(path)
+    whole = state()["first.weight"]
+    assert stored.shapes["first.weight"] == (4, 3)
+    assert torch.equal(stored.read("first.weight", slice(1, 3)), whole[1:3])
+    part = stored.read("first.weight", slice(None), slice(0, 2))
+    assert torch.equal(part, whole[:, :2])
+    assert part.is_contiguous()
+    assert part.untyped_storage().nbytes() == part.nbytes
+    assert stored.read("norm.num_batches_tracked") == 0
 
 
 def test_weights_of_another_precision_are_converted(tmp_path):
