@@ -36,16 +36,20 @@ class RateMeter:
         self.batch_s = 0.0
         """Seconds of one worker per batch, likewise."""
         self._max_batch_size = max_batch_size
-        self._recent: deque[tuple[float, int, float]] = deque(maxlen=_NUM_RECENT)
+        self._recent: dict[int, deque[tuple[float, int, float]]] = {}
+        """By worker, since one may be much slower than another."""
         self._kept = (0.0, 0.0)
         self._kept_until = 0.0
 
-    def note(self, num_items: int, elapsed_s: float, now: float) -> None:
-        """A worker that was never without work took this long for a batch."""
+    def note(self, num_items: int, elapsed_s: float, now: float, worker: int = 0) -> None:
+        """A worker, by its slot, that was never without work took this long for a batch."""
         item_s = elapsed_s / num_items
         self.item_s += _WEIGHT * (item_s - self.item_s) if self.item_s else item_s
         self.batch_s += _WEIGHT * (elapsed_s - self.batch_s) if self.batch_s else elapsed_s
-        self._recent.append((now, num_items, elapsed_s))
+        recent = self._recent.get(worker)
+        if recent is None:
+            recent = self._recent[worker] = deque(maxlen=_NUM_RECENT)
+        recent.append((now, num_items, elapsed_s))
         self._kept_until = 0.0
 
     def under_load(self, now: float) -> tuple[float, float]:
@@ -61,20 +65,29 @@ class RateMeter:
         return self._kept
 
     def _estimate(self, now: float) -> tuple[float, float]:
-        recent = [
-            (size, elapsed_s)
-            for at, size, elapsed_s in self._recent
-            if now - at < max(_RECENT_S, _RECENT_BATCHES * elapsed_s)
-        ]
-        if len(recent) < _NUM_NEEDED:
+        recent = {
+            worker: [
+                (size, elapsed_s)
+                for at, size, elapsed_s in each
+                if now - at < max(_RECENT_S, _RECENT_BATCHES * elapsed_s)
+            ]
+            for worker, each in self._recent.items()
+        }
+        if sum(map(len, recent.values())) < _NUM_NEEDED:
             return 0.0, 0.0
-        largest = max(size for size, _ in recent)
-        large = [each for each in recent if each[0] >= _LARGE * largest]
+        largest = max(size for each in recent.values() for size, _ in each)
         is_full = largest >= self._max_batch_size / 2
-        item_s = median(
-            elapsed_s / (size if is_full else self._max_batch_size) for size, elapsed_s in large
-        )
-        return item_s, median(elapsed_s for _, elapsed_s in large)
+        batches_s = []
+        rates = []
+        for each in recent.values():
+            large = [(size, took_s) for size, took_s in each if size >= _LARGE * largest]
+            batches_s += [took_s for _, took_s in large]
+            items_s = [
+                took_s / (size if is_full else self._max_batch_size) for size, took_s in large
+            ]
+            if items_s:
+                rates.append(1 / max(median(items_s), 1e-9))
+        return len(rates) / sum(rates), median(batches_s)
 
 
 class Admission:

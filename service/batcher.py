@@ -5,12 +5,15 @@ same as from the front.
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from itertools import islice
 from math import inf
 from typing import Generic, Protocol, TypeVar
 
 _CLASS_EDGES_S = (0.1, 1.0, 10.0)
 """Time left at arrival, below which a request belongs to a more urgent class."""
+_LOOKS = 4
+"""For each request that is taken from the end, how many may be looked at."""
 
 
 class Queueable(Protocol, Hashable):
@@ -85,6 +88,25 @@ class Batcher(Generic[Q]):
             if batch and (batch[-1].is_solo or lane or len(batch) == max_size):
                 break
         self._length -= len(batch)
+        return batch
+
+    def last_batch(self, max_size: int, fits: Callable[[Q], bool]) -> list[Q]:
+        """Take the requests whose turn is furthest off, at most `max_size`; no solo requests.
+
+        Args:
+            max_size: How many.
+            fits: Says of each whether it may be taken. Few that may not are passed over.
+        """
+        batch: list[Q] = []
+        looked_at = (r for key in reversed(self._order) for r in reversed(self._lanes[key]))
+        for request in islice(looked_at, _LOOKS * max_size):
+            if not request.is_solo and fits(request):
+                batch.append(request)
+                if len(batch) == max_size:
+                    break
+        for request in batch:
+            self.remove(request)
+        batch.reverse()
         return batch
 
     def oldest(self) -> Q | None:

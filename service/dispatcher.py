@@ -16,12 +16,12 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
-from math import ceil
+from math import ceil, inf
 from typing import TYPE_CHECKING
 
 from models.speed.names import ANY_SIZE
 from service.admission import Admission
-from service.batch_sizes import SizeLimit, fitting
+from service.batch_sizes import SPARE, SizeLimit, fitting
 from service.batcher import Batcher
 from service.deadlines import NO_TICK, Deadlines
 from service.errors import (
@@ -90,7 +90,12 @@ class Dispatcher:
         self._deadlines: Deadlines[Instance] = Deadlines(self._on_deadline, self._unsettled)
         self._lanes = Lanes()
         self._schedule = Schedule(
-            self._queue, self._lanes, self._limit, batch_wait_ms / 1000, self._send
+            self._queue,
+            self._lanes,
+            self._limit,
+            batch_wait_ms / 1000,
+            self._send,
+            self._send_last,
         )
         self._drained: asyncio.Event = asyncio.Event()
 
@@ -265,7 +270,21 @@ class Dispatcher:
         most = min(most, len(self._queue), self._limit.now)
         if self._queue.soonest() - now < _NEAR_BATCHES * self._admission.rate.batch_s:
             most = fitting(self._queue, most, lane.begins_at(now), lane.next_curve)
-        batch = self._queue.next_batch(most)
+        self._give(lane, self._queue.next_batch(most), now)
+
+    def _send_last(self, lane: Lane, most: int, now: float) -> bool:
+        end = lane.begins_at(now) + lane.next_curve.time_s(most) * SPARE
+        objective_s = self._objective.held_s if self._objective else inf
+
+        def fits(instance: Instance) -> bool:
+            return end <= min(instance.deadline, instance.arrived + objective_s)
+
+        batch = self._queue.last_batch(most, fits)
+        if batch:
+            self._give(lane, batch, now)
+        return bool(batch)
+
+    def _give(self, lane: Lane, batch: list[Instance], now: float) -> None:
         for instance in batch:
             instance.state = SENT
         self._lanes.give(lane, batch)
@@ -288,10 +307,11 @@ class Dispatcher:
                 instance.owner.free(instance.ref.offset)
         self._lanes.take(lane, batch)
         if error is None:
-            self._admission.rate.note(len(batch), now - lane.busy_since, now)
+            slot = lane.worker.id.slot
+            self._admission.rate.note(len(batch), now - lane.busy_since, now, slot)
             done = future.result()
             if not isinstance(done.outcomes[0], ItemError):  # or it may not have been computed
-                lane.learn(len(batch), now)
+                self._lanes.learn(lane, len(batch), now)
                 self._limit.note(len(batch), done.prepare_s + done.compute_s)
             if lane.batches:
                 lane.begin(now, was_idle=False)
@@ -309,7 +329,7 @@ class Dispatcher:
     def _plan(self, objective: Objective, now: float) -> None:
         """Have batches and queue fit the objective."""
         lanes = self._lanes
-        objective.plan(lanes.open, lanes.num_sent, self._limit.own, now)
+        objective.plan(lanes.leading, lanes.num_sent, self._limit.own, now)
         self._limit.bound(objective.max_size)
 
     def _settle_batch(self, batch: list[Instance], done: BatchDone, now: float) -> None:

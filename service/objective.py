@@ -18,7 +18,7 @@ as large as without one, and nothing is refused for its sake.
 import logging
 import time
 from collections.abc import Sequence
-from math import ceil, sqrt
+from math import ceil, inf, sqrt
 from typing import TYPE_CHECKING
 
 from service.admission import Admission
@@ -73,12 +73,17 @@ class Objective:
         self._free_at: list[float] = []
         """When each worker can begin with a further batch, the first one first."""
 
+    @property
+    def held_s(self) -> float:
+        """What is aimed at; infinite where that cannot be held, or is not known to be."""
+        return self.aim_s if self._batch_s else inf
+
     def plan(self, lanes: Sequence["Lane"], num_sent: int, limit: int, now: float) -> None:
         """See what the workers hold, and what they take; as often as either changes.
 
         Args:
-            lanes: The workers.
-            num_sent: Instances that they hold.
+            lanes: The workers, without those that are much slower than others.
+            num_sent: Instances that workers hold.
             limit: The largest batch that there may be for other reasons.
             now: CLOCK_MONOTONIC seconds.
         """

@@ -1,12 +1,16 @@
 """When the next batch goes, and to which worker.
 
 An idle worker gets what there is, at once; a busy one gets its next batch when that is full, or
-just before it is done with the one that it has.
+just before it is done with the one that it has. A worker that is clearly slower than others (a CPU
+beside a GPU) gets of what would be answered last, as much as it has answered by the time when the
+others would have answered everything: so it never makes a request wait, and is as busy as it can be
+where there is a lot to do.
 """
 
 import asyncio
 import time
 from collections.abc import Callable
+from math import inf
 
 from service.batch_sizes import SizeLimit
 from service.batcher import Batcher
@@ -29,6 +33,7 @@ class Schedule:
         limit: SizeLimit,
         batch_wait_s: float,
         send: Callable[[Lane, int, float], None],
+        send_last: Callable[[Lane, int, float], bool],
     ) -> None:
         """Begin with nothing due.
 
@@ -38,6 +43,8 @@ class Schedule:
             limit: How large batches may be.
             batch_wait_s: How long an idle worker waits for a batch to fill.
             send: Gives a worker a batch of at most so many, at a moment.
+            send_last: Likewise, of those whose turn is furthest off, as far as they have the time;
+                returns whether there were any.
         """
         self.prepare_s = 0.0
         """What it took to prepare the last batch."""
@@ -46,6 +53,7 @@ class Schedule:
         self._limit = limit
         self._batch_wait_s = batch_wait_s
         self._send = send
+        self._send_last = send_last
         self._loop = asyncio.get_running_loop()
         self._is_pump_due = False
         self._timer: asyncio.TimerHandle | None = None
@@ -61,16 +69,41 @@ class Schedule:
         self._is_pump_due = False
         while self._queue:
             now = time.monotonic()
-            idle = [lane for lane in self._lanes.open if not lane.batches]
+            idle = [lane for lane in self._lanes.leading if not lane.batches]
             if idle:
                 if self._waits_for_more(now):
                     return
                 self._send(idle[0], -(-len(self._queue) // len(idle)), now)
                 continue
+            if self._lanes.lagging and self._give_rest(now):
+                continue
             lane = self._next_busy(now)
             if lane is None:
                 return
             self._send(lane, self._limit.now, now)
+
+    def _give_rest(self, now: float) -> bool:
+        """Give a slower worker what it can answer no later than the others would; whether it was.
+
+        Where none of the others is on time, it is as good as they.
+        """
+        lanes, most = self._lanes, self._limit.now
+        num = len(self._queue)
+        by = lanes.answered_by(num, most, now)
+        for lane in lanes.lagging:
+            if not lane.has_credit:
+                continue
+            if by == inf and not lane.batches:
+                self._send(lane, most, now)
+                return True
+            left_s = by - lane.begins_at(now)
+            size = lane.next_curve.size_within(left_s, min(num, most))
+            if (size == most or (size and not lane.batches)) and self._send_last(lane, size, now):
+                return True
+        late_at = min((lane.late_at for lane in lanes.leading if lane.late_at > now), default=now)
+        if late_at > now:
+            self.wake_in(late_at - now)  # unless it comes back before, as it should
+        return False
 
     def _waits_for_more(self, now: float) -> bool:
         """Whether `batch_wait_ms` still holds the next batch back."""
@@ -86,7 +119,7 @@ class Schedule:
 
     def _next_busy(self, now: float) -> Lane | None:
         """A busy worker that should have its next batch now: a full one, or the end is near."""
-        lanes = [lane for lane in self._lanes.open if lane.has_credit]
+        lanes = [lane for lane in self._lanes.leading if lane.has_credit]
         oldest = self._queue.oldest()
         if not lanes or oldest is None or oldest.is_solo:  # which waits for an idle worker
             return None

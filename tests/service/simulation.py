@@ -66,6 +66,8 @@ class Outcome:
     num_refused: int = 0
     seconds: float = 0.0
     sizes: list[int] = field(default_factory=list)
+    shares: list[int] = field(default_factory=list)
+    """Requests that each worker has computed."""
 
     @property
     def p99_ms(self) -> float:
@@ -77,7 +79,7 @@ class Outcome:
 
 
 def simulate(
-    cost: Callable[[int], float],
+    cost: Callable[[int], float] | Sequence[Callable[[int], float]],
     rate: float,
     seconds: float = 20.0,
     *,
@@ -88,10 +90,17 @@ def simulate(
     warm_s: float = 3.0,
     noise: float = 0.1,
     seed: int = 0,
+    burst: int = 1,
     **settings: float,
 ) -> Outcome:
-    """Serve requests that arrive at random, `rate` a second on average."""
+    """Serve requests that arrive at random, `rate` a second on average.
+
+    Args:
+        cost: What a batch of a size takes; of several, each is that of one worker.
+        burst: How many arrive at once.
+    """
     outcome = Outcome(seconds=seconds)
+    costs = [cost] * num_workers if callable(cost) else cost
 
     async def go() -> None:
         metrics = ModelMetrics("m")
@@ -112,15 +121,17 @@ def simulate(
             objective=objective,
             **settings,
         )
-        workers = [SimulatedWorker(cost, slot, noise) for slot in range(num_workers)]
+        workers = [SimulatedWorker(each, slot, noise) for slot, each in enumerate(costs)]
         for worker in workers:
             dispatcher.attach(worker)
         loop = asyncio.get_running_loop()
         chance = random.Random(seed)
         began = due = loop.time()
+        number = -1
         while due < began + warm_s + seconds:
-            due += chance.expovariate(rate)
-            await asyncio.sleep(due - loop.time())
+            if (number := number + 1) % burst == 0:
+                due += chance.expovariate(rate / burst)
+                await asyncio.sleep(due - loop.time())
             timeout_s = timeouts_s(chance)
             counts = due >= began + warm_s
             try:
@@ -137,6 +148,7 @@ def simulate(
         await dispatcher.drain(60.0)
         await asyncio.sleep(0)
         outcome.sizes = [size for worker in workers for size in worker.computed]
+        outcome.shares = [sum(worker.computed) for worker in workers]
         arena.close()
 
     def note(instance: Instance) -> None:

@@ -99,3 +99,73 @@ def test_worker_that_gets_slower_is_given_smaller_batches(monkeypatch):
     )  # fmt: skip
     assert held.p99_ms <= 50 * 1.1
     assert max(held.sizes[100:150]) > max(held.sizes[-50:])
+
+
+def brisk(size: int) -> float:
+    """A model on a GPU; 235 a second in batches of 8."""
+    return 0.002 + 0.004 * size
+
+
+def four_times_brisk(size: int) -> float:
+    """The same on a GPU that is four times slower; 59 a second."""
+    return 4 * brisk(size)
+
+
+def on_a_cpu(size: int) -> float:
+    """A model like `steep`, beside a GPU; 47 a second."""
+    return 0.010 + 0.020 * size
+
+
+def test_faster_worker_gets_as_much_more_as_it_is_faster(monkeypatch):
+    full = simulate((four_times_brisk, brisk), 400, 5.0, monkeypatch=monkeypatch, warm_s=1.0)
+    slow, fast = full.shares
+    assert 3.5 < fast / slow < 4.5
+    assert full.num_refused == 0
+
+
+def test_slower_worker_makes_nobody_wait(monkeypatch):
+    light = simulate((four_times_brisk, brisk), 20, 10.0, monkeypatch=monkeypatch)
+    assert light.p99_ms < 1000 * four_times_brisk(1)
+    alone = simulate(brisk, 180, 6.0, monkeypatch=monkeypatch, num_workers=1)
+    mixed = simulate((four_times_brisk, brisk), 180, 6.0, monkeypatch=monkeypatch)
+    assert mixed.p99_ms <= alone.p99_ms
+
+
+def test_last_of_a_burst_do_not_all_wait_for_the_slower_worker(monkeypatch):
+    burst = simulate(
+        (four_times_brisk, brisk), 24, 10.0, monkeypatch=monkeypatch, burst=24, noise=0.0
+    )
+    alone_ms = 3 * 1000 * brisk(8)  # 102; at best 20 go to the fast one and 4 to the other: 86
+    assert burst.p99_ms < 0.95 * alone_ms
+
+
+def test_deadline_that_only_the_faster_worker_can_meet_is_met(monkeypatch):
+    def some_are_tight(chance: random.Random) -> float:
+        return 0.050 if chance.random() < 0.3 else 30.0
+
+    mixed = simulate(
+        (on_a_cpu, steep), 450, 4.0, monkeypatch=monkeypatch, timeouts_s=some_are_tight
+    )
+    assert mixed.num_missed == mixed.num_refused == 0
+
+
+def test_objective_is_held_beside_a_worker_that_is_too_slow_for_it(monkeypatch):
+    held = simulate((on_a_cpu, steep), 800, 4.0, monkeypatch=monkeypatch, objective_s=0.060)
+    alone = simulate(steep, 800, 4.0, monkeypatch=monkeypatch, objective_s=0.060, num_workers=1)
+    assert held.p99_ms <= 60 * 1.02
+    assert held.good_per_s >= 0.95 * alone.good_per_s
+
+
+@pytest.mark.parametrize("others", [(four_times_brisk,), (four_times_brisk, brisk)])
+def test_worker_that_does_not_come_back_is_not_waited_for(monkeypatch, others):
+    calls = iter(range(10**9))
+
+    def stops(size: int) -> float:
+        return brisk(size) if next(calls) < 100 else 3600.0
+
+    left = simulate(
+        (*others, stops), 30, 10.0, monkeypatch=monkeypatch, warm_s=8.0,
+        timeouts_s=lambda chance: 5.0,
+    )  # fmt: skip
+    assert left.num_missed <= 16  # what it holds, two batches at most
+    assert len(left.latencies_s) > 200

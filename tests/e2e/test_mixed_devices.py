@@ -1,0 +1,83 @@
+"""Two real workers of one model, of which one is four times slower: who gets what."""
+
+import asyncio
+import time
+from dataclasses import replace
+
+import pytest
+
+from service.admission import Admission
+from service.dispatcher import Dispatcher
+from service.metrics import ModelMetrics
+from service.quarantine import Quarantine
+from service.request import CallOptions, Payload, Result
+from tests.workers.contract import config_of
+from workers.arena import Arena
+from workers.config import ModelConfig
+from workers.engine import WorkerId
+from workers.local import LocalEngine, start_forkserver
+
+_NUM = 400
+_BATCH = 4
+_FAST_S, _SLOW_S = 0.010, 0.040
+
+
+async def _serve(arena: Arena) -> tuple[list[int], list[float]]:
+    """How many each worker computed, and when each request was answered."""
+    engine = LocalEngine(arena)
+    metrics = ModelMetrics("m")
+    dispatcher = Dispatcher(
+        name="m",
+        arena=arena,
+        admission=Admission(
+            max_queue_length=_NUM, max_batch_size=_BATCH, rejected=metrics.rejected
+        ),
+        quarantine=Quarantine(name="m", duration_s=60.0),
+        metrics=metrics,
+        max_batch_size=_BATCH,
+    )
+    configs = [
+        replace(
+            config_of(), model=ModelConfig(name="m", source="echo", options={"delay_s": delay_s})
+        )
+        for delay_s in (_SLOW_S, _FAST_S)
+    ]
+    workers = await asyncio.gather(
+        *(
+            engine.start(WorkerId(model="m", slot=slot), config, lambda stage: None)
+            for slot, config in enumerate(configs)
+        )
+    )
+    shares = [0, 0]
+    began = time.monotonic()
+    times_s: list[float] = []
+    try:
+        for worker in workers:
+            dispatcher.attach(worker)
+        options = CallOptions(deadline=began + 60)
+        instances = [dispatcher.submit(Payload("bytes", [b"x"]), options) for _ in range(_NUM)]
+
+        def note(instance: "asyncio.Future[Result]") -> None:
+            times_s.append(time.monotonic() - began)
+            shares[instance.result().timing.compute_s > (_FAST_S + _SLOW_S) / 2] += 1
+
+        for instance in instances:
+            instance.add_done_callback(note)
+        await asyncio.gather(*instances)
+        await asyncio.sleep(0)
+    finally:
+        await asyncio.gather(*(worker.stop(1.0) for worker in workers))
+    return shares, times_s
+
+
+def test_a_worker_four_times_as_fast_answers_about_four_times_as_much():
+    start_forkserver()
+    arena = Arena(1 << 20)
+    try:
+        (fast, slow), times_s = asyncio.run(asyncio.wait_for(_serve(arena), 60))
+    finally:
+        arena.close()
+    assert fast + slow == _NUM
+    assert fast / slow == pytest.approx(_SLOW_S / _FAST_S, rel=0.4)
+    # The last ones come from both workers at about the same time: none waits for the slower alone.
+    assert times_s[-1] - times_s[-2 * _BATCH] < 3 * _SLOW_S
