@@ -81,11 +81,20 @@ class Placement:
     """The cores to run on, of all its processes; empty leaves the affinity as it is."""
     num_threads: int = 1
     """Intra-op threads of torch, in each of its processes."""
+    memory_fraction: float | None = None
+    """Of its GPU's memory, the most that torch may allocate in each process; None: all."""
 
     @property
     def num_ranks(self) -> int:
         """The processes of a replica: one for each device."""
         return len(self.devices)
+
+    @property
+    def gpu_of_each_rank(self) -> list[str]:
+        """UUIDs, in the order of the ranks; empty on CPUs."""
+        if not self.visible:
+            return []
+        return [self.visible[int(device.removeprefix("cuda:"))] for device in self.devices]
 
     def for_rank(self, rank: int) -> "Placement":
         """What the process of one rank is bound to: its own device, with all `visible` to it.
@@ -102,10 +111,8 @@ class Placement:
 
     def __str__(self) -> str:
         """The devices as a person would name them on this host."""
-        if not self.visible:
-            return "+".join(self.devices)
-        indices = (int(device.removeprefix("cuda:")) for device in self.devices)
-        return "+".join(f"cuda:{self.visible[index]}" for index in indices)
+        gpus = [f"cuda:{uuid}" for uuid in self.gpu_of_each_rank]
+        return "+".join(gpus or self.devices)
 
 
 def matches(shape: Sequence[int], pattern: Sequence[int]) -> bool:

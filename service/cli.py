@@ -286,6 +286,8 @@ def _serve(args: Namespace) -> int:
 
     for name in secret_variables(os.environ):  # so that model code cannot read them there
         del os.environ[name]
+    # CUDA reads this in the workers, wherever we were told.
+    os.environ["CUDA_MPS_PIPE_DIRECTORY"] = loaded.settings.cuda_mps_pipe_directory
     try:
         resource_tracker.ensure_running()  # first, since it lets Ctrl-C through once it has started
         # What we start inherits this and is deaf to Ctrl-C at once: it is for us to end it.

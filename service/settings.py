@@ -21,6 +21,7 @@ from workers.cgroups import read_limits
 from workers.config import ModelConfig, WorkerConfig
 from workers.device_names import parse_devices
 from workers.devices import Host
+from workers.mps import DEFAULT_FOLDER
 from workers.placing import Wish, place
 
 DEFAULT_SOURCE = "efficientnet_lite0"
@@ -79,6 +80,9 @@ class ModelSettings(_Table):
     devices_per_replica: Auto | PositiveInt = "auto"
     """The devices that a replica is split over, each with a process of its own; `auto`: the GPUs
     divided by `replicas`, all of them where that is `auto`, and on CPUs 2."""
+    gpu_memory_fraction: Auto | Annotated[float, Field(gt=0, le=1)] = "auto"
+    """Of its GPU's memory, the most that each process may allocate; `auto`: where several share a
+    GPU, an equal share, less what CUDA takes itself."""
     max_batch_size: Auto | Annotated[int, Field(ge=1, le=65536)] = "auto"
     """The most instances that one forward pass serves; `auto`: 8, or up to 64 while a full batch
     takes a worker about a millisecond, which only next to no computation does."""
@@ -174,6 +178,9 @@ class ModelSettings(_Table):
             threads=None if self.threads_per_replica == "auto" else self.threads_per_replica,
             split=self.split,
             ranks=None if self.devices_per_replica == "auto" else self.devices_per_replica,
+            memory_fraction=None
+            if self.gpu_memory_fraction == "auto"
+            else self.gpu_memory_fraction,
         )
         return place(host, wish)
 
@@ -303,6 +310,8 @@ class Settings(_Table):
     at idle priority, and changed over to if they are faster; where `speed` is `auto`, on CPUs."""
     cuda_visible_devices: str | None = None
     """The GPUs to use, as indices or UUIDs; from CUDA_VISIBLE_DEVICES."""
+    cuda_mps_pipe_directory: str = Field(DEFAULT_FOLDER, min_length=1)
+    """Where CUDA finds the Multi-Process Service, if it runs; from CUDA_MPS_PIPE_DIRECTORY."""
     models: Mapping[str, ModelSettings]
     """The models to serve, by name."""
 

@@ -190,6 +190,9 @@ class _Draft:
             self._set(("cache_dir",), f"{home}/inferpool", "environment XDG_CACHE_HOME")
         if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
             self._set(("cuda_visible_devices",), visible, "environment CUDA_VISIBLE_DEVICES")
+        if folder := environ.get("CUDA_MPS_PIPE_DIRECTORY"):
+            origin = "environment CUDA_MPS_PIPE_DIRECTORY"
+            self._set(("cuda_mps_pipe_directory",), folder, origin)
         for variable, text in environ.items():
             if not variable.startswith(PREFIX) or _is_foreign(variable, text):
                 continue
@@ -515,7 +518,7 @@ def _expected_of(annotation: object, metadata: Sequence[object]) -> str:
     low = next((each.ge for each in metadata if isinstance(each, Ge)), None)
     high = next((each.le for each in metadata if isinstance(each, Le)), None)
     if any(isinstance(each, Gt) for each in metadata):
-        return f"{noun} above 0"
+        return f"{noun} above 0" if high is None else f"{noun} above 0 and up to {high}"
     if low is not None and high is not None:
         return f"{noun} from {low} to {high}"
     return noun if low is None else f"{noun} of at least {low}"

@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from workers.devices import is_cut, slices_of
+
 _Answer = TypeVar("_Answer")
 
 
@@ -20,8 +22,8 @@ class GpuState:
     """Those that compute on it."""
     capability: tuple[int, int] | None
     is_mig: bool
-    num_slices: int
-    """Instances that MIG has cut it into."""
+    slices: tuple[str, ...]
+    """UUIDs of what MIG has cut it into."""
     is_exclusive: bool
     """One process at a time may use it."""
     is_prohibited: bool
@@ -76,8 +78,8 @@ def _state(nvml: Any, index: int) -> GpuState:
         except nvml.NVMLError:  # not supported by this model, or not permitted
             return None
 
-    memory = nvml.nvmlDeviceGetMemoryInfo(gpu)
-    mig = ask(lambda: nvml.nvmlDeviceGetMigMode(gpu)[0])
+    memory = ask(lambda: nvml.nvmlDeviceGetMemoryInfo(gpu))  # of a whole GPU, who has a slice is
+    is_mig = is_cut(nvml, gpu)  # not told
     mode = ask(lambda: nvml.nvmlDeviceGetComputeMode(gpu))
     processes = ask(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(gpu))
     persistence = ask(lambda: nvml.nvmlDeviceGetPersistenceMode(gpu))
@@ -86,12 +88,14 @@ def _state(nvml: Any, index: int) -> GpuState:
         index=index,
         uuid=_text(nvml.nvmlDeviceGetUUID(gpu)),
         name=_text(nvml.nvmlDeviceGetName(gpu)),
-        total_bytes=memory.total,
-        used_bytes=memory.used,
+        total_bytes=memory.total if memory else 0,
+        used_bytes=memory.used if memory else 0,
         num_processes=None if processes is None else len(processes),
         capability=None if capability is None else (capability[0], capability[1]),
-        is_mig=mig == nvml.NVML_DEVICE_MIG_ENABLE,
-        num_slices=_num_slices(nvml, gpu, ask) if mig == nvml.NVML_DEVICE_MIG_ENABLE else 0,
+        is_mig=is_mig,
+        slices=tuple(_text(nvml.nvmlDeviceGetUUID(each)) for each in slices_of(nvml, gpu))
+        if is_mig
+        else (),
         is_exclusive=mode == nvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS,
         is_prohibited=mode == nvml.NVML_COMPUTEMODE_PROHIBITED,
         is_persistent=None if persistence is None else bool(persistence),
@@ -102,15 +106,6 @@ def _state(nvml: Any, index: int) -> GpuState:
                 )
             )
         ),
-    )
-
-
-def _num_slices(nvml: Any, gpu: object, ask: Callable[[Callable[[], object]], object]) -> int:
-    most = ask(lambda: nvml.nvmlDeviceGetMaxMigDeviceCount(gpu))
-    found = range(most if isinstance(most, int) else 0)
-    return sum(
-        ask(lambda i=i: nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, i)) is not None  # type: ignore[misc]  # mypy cannot infer a lambda with a default
-        for i in found
     )
 
 

@@ -1,15 +1,21 @@
 """Which replica goes where: the devices, cores and threads of each. Decided in the front end."""
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from models.spec import Placement, Split
 from workers.device_names import FORMS, parse_devices
-from workers.devices import DeviceError, Gpu, Host
+from workers.devices import DeviceError, Gpu, Host, called
 
 _MAX_CPU_REPLICAS = 8
 """Beyond this many, replicas on one host take more threads rather than more memory."""
 _MIN_RANKS = 2
+_CONTEXT_BYTES = 512 << 20
+"""Of a GPU's memory, what each process takes beside what torch allocates: CUDA's context and the
+kernels. An estimate: no GPU has been measured yet."""
+_FAR = 50
+"""NVML_TOPOLOGY_SYSTEM: what is taken for the distance of GPUs that the host does not tell of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +33,9 @@ class Wish:
     """How each replica is split; None where it lies on one device."""
     ranks: int | None = None
     """The devices of each split replica; None: as many as each can have, and on CPUs two."""
+    memory_fraction: float | None = None
+    """Of its GPU's memory, the most that each process may allocate; None: an equal share where
+    several processes of this model share a GPU, else all."""
 
 
 def place(host: Host, wish: Wish) -> list[Placement]:
@@ -42,12 +51,14 @@ def place(host: Host, wish: Wish) -> list[Placement]:
     units = _units(host, wish.devices)
     gpus = [unit for unit in units if unit is not None]
     if wish.split and gpus:
-        return _place_groups_of_gpus(host, units, gpus, wish)
-    if wish.split:
-        return _place_groups_of_cores(host, len(units), wish)
-    if gpus or len(units) > 1:
-        return _place_round(host, units, wish)
-    return _place_on_cores(host, wish.replicas, wish.threads)
+        placements = _place_groups_of_gpus(host, units, gpus, wish)
+    elif wish.split:
+        placements = _place_groups_of_cores(host, len(units), wish)
+    elif gpus or len(units) > 1:
+        placements = _place_round(host, units, wish)
+    else:
+        placements = _place_on_cores(host, wish.replicas, wish.threads)
+    return _share_memory(host, placements, wish.memory_fraction)
 
 
 def _units(host: Host, devices: str) -> list[Gpu | None]:
@@ -73,7 +84,7 @@ def _gpus_called(host: Host, name: str, devices: str) -> Sequence[Gpu]:
         raise DeviceError(f'devices = "{devices}", but this host has {have}')
     if name == "cuda":
         return host.gpus
-    found = [gpu for gpu in host.gpus if name == f"cuda:{gpu.index}" or gpu.uuid.startswith(name)]
+    found = called(host.gpus, name.removeprefix("cuda:"))
     if not found:
         raise DeviceError(f"there is no {name} on this host: it has {have}")
     return found
@@ -100,6 +111,12 @@ def _place_groups_of_gpus(
         raise DeviceError(
             f'devices = "{wish.devices}": a model is split over GPUs or over CPUs, not over both'
         )
+    if any(gpu.sliced_from for gpu in gpus):
+        raise DeviceError(
+            f'placement = "{wish.split}": a model cannot be split over MIG slices, of which CUDA '
+            f"shows one to a process ({', '.join(map(str, gpus))}): name whole GPUs in devices, "
+            'take them out of MIG mode (nvidia-smi -mig 0), or set placement = "replicate"'
+        )
     ranks = wish.ranks or max(_MIN_RANKS, len(gpus) // (wish.replicas or 1))
     replicas = wish.replicas or max(1, len(gpus) // ranks)
     if replicas * ranks > len(gpus):
@@ -111,8 +128,25 @@ def _place_groups_of_gpus(
             'placement = "replicate"'
         )
     share = wish.threads or max(1, host.num_cores // (replicas * ranks))
-    groups = [gpus[replica * ranks : (replica + 1) * ranks] for replica in range(replicas)]
+    is_named = parse_devices(wish.devices) not in (("auto",), ("cuda",))
+    ordered = gpus if is_named else _near_ones_together(gpus, ranks)
+    groups = [ordered[replica * ranks : (replica + 1) * ranks] for replica in range(replicas)]
     return [_on_gpus(host, group, wish.split, share) for group in groups]
+
+
+def _near_ones_together(gpus: Sequence[Gpu], size: int) -> list[Gpu]:
+    """The GPUs in such an order that each group of a size has some that are near each other."""
+    left, ordered = list(gpus), []
+    while left:
+        group = [left.pop(0)]
+        while left and len(group) < size:
+            nearest = min(
+                left, key=lambda gpu: sum(gpu.distances.get(each.uuid, _FAR) for each in group)
+            )
+            left.remove(nearest)
+            group.append(nearest)
+        ordered += group
+    return ordered
 
 
 def _on_gpus(host: Host, gpus: Sequence[Gpu], split: Split | None, num_threads: int) -> Placement:
@@ -165,3 +199,27 @@ def _share_out_cores(
         )
         start = end
     return placements
+
+
+def _share_memory(
+    host: Host, placements: Sequence[Placement], fraction: float | None
+) -> list[Placement]:
+    """Bound what each process allocates of a GPU, so that none takes what others count on."""
+    users = Counter(uuid for placement in placements for uuid in placement.gpu_of_each_rank)
+    gpus = {gpu.uuid: gpu for gpu in host.gpus}
+    for uuid, num in users.items():
+        if fraction is not None and fraction * num > 1:
+            raise DeviceError(
+                f"gpu_memory_fraction = {fraction:g} for each of {num} processes is more than "
+                f"{gpus[uuid]} has: set at most {1 / num:.3g}, or auto"
+            )
+    shared = []
+    for placement in placements:
+        shares = [
+            max(0.5 / users[uuid], 1 / users[uuid] - _CONTEXT_BYTES / gpus[uuid].memory_bytes)
+            for uuid in placement.gpu_of_each_rank
+            if users[uuid] > 1
+        ]
+        most = fraction if fraction is not None else min(shares, default=None)
+        shared.append(replace(placement, memory_fraction=most if placement.visible else None))
+    return shared

@@ -216,6 +216,8 @@ def pin(placement: Placement) -> None:
     with contextlib.suppress(RuntimeError):  # a user's module has set it, or has begun to work
         torch.set_num_interop_threads(1)
     keep_large_buffers()
+    if placement.memory_fraction is not None:
+        torch.cuda.set_per_process_memory_fraction(placement.memory_fraction, placement.devices[0])
 
 
 def _load(

@@ -1,7 +1,9 @@
 """Devices: those asked for, the driver, and the state of each GPU."""
 
+from collections import Counter
 from collections.abc import Iterator
 
+from models.spec import Placement
 from service.doctor.facts import Facts
 from service.doctor.findings import Finding, error, in_words, note, ok, warning
 from service.settings import Settings
@@ -9,6 +11,9 @@ from workers.nvml import GpuState, NvmlState
 
 _IN_USE = 0.1
 """Of a GPU's memory: what an idle desktop takes is less."""
+_SHARED = 2
+_WHOLE = 100
+"""Per cent."""
 
 
 def check_placement(facts: Facts, settings: Settings) -> Iterator[Finding]:
@@ -18,6 +23,10 @@ def check_placement(facts: Facts, settings: Settings) -> Iterator[Finding]:
     for name, placements in facts.placements.items():
         where = ", ".join(sorted({str(placement) for placement in placements}))
         count = f"{len(placements)} replica{'s' if len(placements) != 1 else ''}"
+        first = placements[0]
+        if first.split:
+            how = "stages" if first.split == "pipeline" else "parts of each matrix"
+            count += f", each split into {first.num_ranks} {how},"
         yield ok(f"devices of {name}", f"{count} on {where}")
 
 
@@ -64,35 +73,72 @@ def check_driver(facts: Facts, nvml: NvmlState) -> Iterator[Finding]:
 
 def check_gpus(facts: Facts, nvml: NvmlState) -> Iterator[Finding]:
     """The state of each GPU that is to be used."""
-    used = [p.visible for placements in facts.placements.values() for p in placements]
+    users = Counter(uuid for p in _all(facts) for uuid in p.gpu_of_each_rank)
     for gpu in nvml.gpus:
-        num_replicas = sum(gpu.uuid in visible for visible in used)
-        if num_replicas:
-            found = list(_problems(gpu, num_replicas))
+        num_processes = sum(users[uuid] for uuid in (gpu.uuid, *gpu.slices))
+        if gpu.is_mig and not gpu.slices:
+            yield warning(
+                f"cuda:{gpu.index}",
+                "is in MIG mode, and not cut into slices: nothing can be placed on it",
+                f"nvidia-smi mig -i {gpu.index} -cgi 19 -C cuts it (-lgip lists the sizes), or "
+                f"nvidia-smi -i {gpu.index} -mig 0",
+            )
+        elif num_processes:
+            found = list(_problems(gpu, num_processes, is_mps_running=facts.is_mps_running))
             yield from found
             if not any(finding.level in ("warning", "error") for finding in found):
                 free = in_words(gpu.total_bytes - gpu.used_bytes)
-                yield ok(f"cuda:{gpu.index}", f"{gpu.name}, {free} free, no errors")
+                cut = f", cut into {len(gpu.slices)} MIG slices" if gpu.is_mig else ""
+                yield ok(f"cuda:{gpu.index}", f"{gpu.name}{cut}, {free} free, no errors")
 
 
-def _problems(gpu: GpuState, num_replicas: int) -> Iterator[Finding]:
+def check_sharing(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """Processes that share a GPU, or a slice of one."""
+    users = Counter(uuid for p in _all(facts) for uuid in p.gpu_of_each_rank)
+    bounds: Counter[str] = Counter()
+    for placement in _all(facts):
+        for uuid in placement.gpu_of_each_rank:
+            bounds[uuid] += round(100 * (placement.memory_fraction or 0))
+    for gpu in facts.host.gpus:
+        num = users[gpu.uuid]
+        if num < _SHARED:
+            continue
+        if facts.is_mps_running:
+            yield ok("GPU sharing", f"{num} processes share {gpu} through CUDA MPS")
+        else:
+            yield note(
+                "GPU sharing",
+                f"{num} processes share {gpu} by turns: one waits while another computes",
+                "`nvidia-cuda-mps-control -d` before the service starts has them compute side by "
+                "side, and MIG slices keep them apart",
+            )
+        if bounds[gpu.uuid] > _WHOLE:
+            yield warning(
+                "GPU memory",
+                f"the processes on {gpu} may allocate {bounds[gpu.uuid]} % of its memory together",
+                "set gpu_memory_fraction of each model that is served there",
+            )
+
+
+def _all(facts: Facts) -> Iterator[Placement]:
+    for placements in facts.placements.values():
+        yield from placements
+
+
+def _problems(gpu: GpuState, num_processes: int, *, is_mps_running: bool) -> Iterator[Finding]:
     check = f"cuda:{gpu.index}"
-    if gpu.is_mig:
-        yield error(
-            check,
-            f"is cut into {gpu.num_slices} MIG slices, which replicas cannot be placed on",
-            f"nvidia-smi -i {gpu.index} -mig 0, or choose other devices",
-        )
     if gpu.is_prohibited:
         yield error(
             check, "its compute mode allows no process", f"nvidia-smi -i {gpu.index} -c DEFAULT"
         )
-    if gpu.is_exclusive and (num_replicas > 1 or gpu.num_processes):
+    # The one process that is allowed may be that of MPS, which has any number of clients.
+    if gpu.is_exclusive and not is_mps_running and (num_processes > 1 or gpu.num_processes):
         yield error(
             check,
-            f"its compute mode allows one process, and {num_replicas} replicas are to use it "
-            f"beside {gpu.num_processes or 0} processes of others",
-            f"nvidia-smi -i {gpu.index} -c DEFAULT, or one replica for each GPU",
+            f"its compute mode allows one process, and {num_processes} of ours are to use it "
+            f"beside {gpu.num_processes or 0} of others",
+            f"nvidia-smi -i {gpu.index} -c DEFAULT, nvidia-cuda-mps-control -d, or one replica for "
+            "each GPU",
         )
     if gpu.num_ecc_errors:
         yield warning(

@@ -3,7 +3,13 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from service.doctor.devices import check_driver, check_gpus, check_placement, check_visible
+from service.doctor.devices import (
+    check_driver,
+    check_gpus,
+    check_placement,
+    check_sharing,
+    check_visible,
+)
 from service.doctor.facts import Facts, gather
 from service.doctor.findings import Finding
 from service.doctor.limits import (
@@ -58,6 +64,7 @@ QUICK: Sequence[Check] = (
     check_cores,
     check_replicas,
     check_gpu_memory,
+    check_sharing,
     check_shared_memory,
     check_descriptors,
     check_processes,

@@ -16,6 +16,7 @@ from service.descriptors import limit_to_be
 from service.settings import Settings
 from workers.cgroups import CgroupLimits, read_limits
 from workers.devices import DeviceError, Host
+from workers.mps import is_mps_running
 
 _RLIMITS = ("NPROC", "MEMLOCK", "CORE", "AS", "FSIZE")
 
@@ -69,6 +70,7 @@ class Facts:
     huge_pages: str
     clock: str
     libc: str
+    is_mps_running: bool
     torch: Build | None
     torchvision: Build | None
 
@@ -128,6 +130,9 @@ def gather(settings: Settings, host: Host, root: Path = Path("/")) -> Facts:
         huge_pages=_chosen(_read(sys / "kernel/mm/transparent_hugepage/enabled")),
         clock=_read(sys / "devices/system/clocksource/clocksource0/current_clocksource").strip(),
         libc=" ".join(platform.libc_ver()).strip(),
+        is_mps_running=is_mps_running(
+            root / settings.cuda_mps_pipe_directory.lstrip("/"), root / "proc"
+        ),
         torch=_build("torch"),
         torchvision=_build("torchvision"),
     )

@@ -42,7 +42,7 @@ def check_processes(facts: Facts, settings: Settings) -> Iterator[Finding]:
         each = settings.models[name].prepare_threads
         for placement in placements:
             preparing = each if each != "auto" else min(8, placement.num_threads)
-            need += 4 + placement.num_threads + preparing
+            need += (4 + placement.num_threads) * placement.num_ranks + preparing
     left = facts.cgroup.num_pids_left
     advice = "raise it: docker's --pids-limit, Kubernetes' podPidsLimit or TasksMax="
     if left is not None and left < need:
@@ -135,7 +135,7 @@ def check_container(facts: Facts, settings: Settings) -> Iterator[Finding]:
 def check_cores(facts: Facts, settings: Settings) -> Iterator[Finding]:
     """Threads that compute, against the time that there is for them."""
     cores = facts.host.num_cores
-    threads = sum(p.num_threads for ps in facts.placements.values() for p in ps)
+    threads = sum(p.num_threads * p.num_ranks for ps in facts.placements.values() for p in ps)
     quota = facts.cgroup.num_cores
     bound = f", bound by a quota of {quota:g}" if quota is not None and quota < cores + 1 else ""
     message = f"{threads} computing threads on {cores} core{'s' if cores != 1 else ''}{bound}"

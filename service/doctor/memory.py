@@ -72,11 +72,12 @@ def check_replicas(facts: Facts, settings: Settings) -> Iterator[Finding]:
             unknown.append(name)
         for placement in placements:
             on_gpu = placement.devices[0].startswith("cuda")
-            need += _CUDA_WORKER_BYTES if on_gpu else _WORKER_BYTES + (size or 0)
+            each = _CUDA_WORKER_BYTES if on_gpu else _WORKER_BYTES
+            need += each * placement.num_ranks + (0 if on_gpu else size or 0)
     least = "at least " if unknown else "about "
     more = f" and the weights of {', '.join(unknown)}" if unknown else ""
     message = (
-        f"{facts.num_workers} worker{'s' if facts.num_workers != 1 else ''} and the front end need "
+        f"{_count(facts)} and the front end need "
         f"{least}{in_words(need)}{more}, of {in_words(facts.free_bytes)} that can be had"
     )
     advice = "lower replicas, free some memory, or raise the container's limit"
@@ -96,14 +97,15 @@ def check_gpu_memory(facts: Facts, settings: Settings) -> Iterator[Finding]:
     for name, placements in facts.placements.items():
         size = _weight_bytes(settings.models[name]) or 0
         for placement in placements:
-            for uuid in placement.visible:
-                need[uuid] = need.get(uuid, 0) + size
+            for uuid in placement.gpu_of_each_rank:  # each has its part
+                need[uuid] = need.get(uuid, 0) + size // placement.num_ranks
     for gpu in facts.host.gpus:
         if need.get(gpu.uuid, 0) > gpu.memory_bytes:
             yield error(
                 "GPU memory",
                 f"{in_words(need[gpu.uuid])} of weights for {gpu}",
-                "lower replicas, or give devices with more memory",
+                "lower replicas, give devices with more memory, or split the model over several "
+                '(placement = "pipeline")',
             )
 
 
@@ -129,6 +131,12 @@ def check_huge_pages(facts: Facts, settings: Settings) -> Iterator[Finding]:
         )
     elif facts.huge_pages:
         yield ok("huge pages", f"transparent huge pages: {facts.huge_pages}")
+
+
+def _count(facts: Facts) -> str:
+    workers = f"{facts.num_workers} worker{'s' if facts.num_workers != 1 else ''}"
+    is_split = facts.num_processes > facts.num_workers
+    return f"{workers} of {facts.num_processes} processes" if is_split else workers
 
 
 def _weight_bytes(model: ModelSettings) -> int | None:

@@ -357,8 +357,9 @@ def test_sound_gpu(settings: Settings):
         (
             {"nvmlDeviceGetMigMode": (1, 1), "nvmlDeviceGetMaxMigDeviceCount": 7}
             | {"nvmlDeviceGetMigDeviceHandleByIndex": 1},
-            "error cuda:0: is cut into 7 MIG slices",
+            "ok cuda:0: H100, cut into 7 MIG slices, 79.0 GiB free",
         ),
+        ({"nvmlDeviceGetMigMode": (1, 1)}, "warning cuda:0: is in MIG mode, and not cut"),
         ({"nvmlDeviceGetComputeMode": 2}, "error cuda:0: its compute mode allows no process"),
         (
             {"nvmlDeviceGetComputeMode": 3, "nvmlDeviceGetComputeRunningProcesses": [1]},
@@ -374,6 +375,33 @@ def test_sound_gpu(settings: Settings):
 )
 def test_gpu_that_is_not_well(settings: Settings, answers: dict[str, object], said: str):
     assert said in gpu_words(settings, read_nvml(FakeNvml(**answers)))
+
+
+def test_processes_that_share_a_gpu(tmp_path: Path):
+    settings = settings_of(tmp_path, replicas="2")
+    facts = gather(settings, ONE_GPU)
+
+    def said(**changes: object) -> str:
+        return words(devices.check_sharing(replace(facts, **changes), settings))  # type: ignore[arg-type]
+
+    assert said().startswith("note GPU sharing: 2 processes share cuda:0 (H100, 80 GiB) by turns")
+    assert "nvidia-cuda-mps-control -d" in said()
+    assert said(is_mps_running=True).endswith("80 GiB) through CUDA MPS")
+    twice = {"a": facts.placements["echo"], "b": facts.placements["echo"]}
+    assert "may allocate 196 % of its memory together" in said(placements=twice)
+    exclusive = read_nvml(FakeNvml(nvmlDeviceGetComputeMode=3))
+    assert "error cuda:0: its compute mode" in words(devices.check_gpus(facts, exclusive))
+    shared = replace(facts, is_mps_running=True)
+    assert levels(devices.check_gpus(shared, exclusive)) == [("ok", "cuda:0")]
+
+
+def test_split_replicas_are_counted_by_their_processes(tmp_path: Path):
+    settings = settings_of(tmp_path, placement="pipeline", devices="cpu", replicas="2")
+    facts = gather(settings, ONE_GPU)
+    (found,) = devices.check_placement(facts, settings)
+    assert str(found) == ("devices of echo: 2 replicas, each split into 2 stages, on cpu+cpu")
+    assert "16 computing threads on 16 cores" in words(limits.check_cores(facts, settings))
+    assert "2 workers of 4 processes and the front" in words(memory.check_replicas(facts, settings))
 
 
 def test_no_gpu_at_all_is_fine(facts: Facts):

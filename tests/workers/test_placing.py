@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from workers.devices import DeviceError, Gpu, Host
@@ -129,3 +131,28 @@ def test_replicas_go_to_gpus_and_cpus_in_the_order_named():
     three = place(TWO_GPUS, Wish(devices="GPU-0,cpu", replicas=3))
     assert [placement.visible for placement in three] == [("GPU-0",), (), ("GPU-0",)]
     assert len(place(TWO_CORES, Wish(devices="cpu,cpu,cpu"))) == 3
+
+
+def test_groups_are_of_gpus_that_are_near_each_other_unless_they_are_named():
+    near = {0: 2, 2: 0, 1: 3, 3: 1}
+    host = replace(
+        gpus(4),
+        gpus=tuple(replace(gpu(i), distances={f"GPU-{near[i]}": 0}) for i in range(4)),
+    )
+    wish = Wish(split="pipeline", ranks=2)
+    assert visible(host, wish) == [("GPU-0", "GPU-2"), ("GPU-1", "GPU-3")]
+    named = replace(wish, devices="cuda:0,1,2,3")
+    assert visible(host, named) == [("GPU-0", "GPU-1"), ("GPU-2", "GPU-3")]
+
+
+def test_processes_that_share_a_gpu_share_its_memory():
+    three = place(TWO_GPUS, Wish(replicas=3))
+    assert [placement.visible for placement in three] == [("GPU-0",), ("GPU-1",), ("GPU-0",)]
+    share = 1 / 2 - 0.5 / 80  # of 80 GiB, less half a GiB for what CUDA takes
+    assert [placement.memory_fraction for placement in three] == [share, None, share]
+    (ranks,) = place(gpus(1), Wish(split="pipeline", devices="cuda:0,0"))
+    assert ranks.for_rank(1).memory_fraction == share
+    set_by_user = place(gpus(1), Wish(replicas=2, memory_fraction=0.4, devices="cuda:0,cpu"))
+    assert [placement.memory_fraction for placement in set_by_user] == [0.4, None]
+    with pytest.raises(DeviceError, match=r"gpu_memory_fraction = 0.6 for each of 2 .*at most 0.5"):
+        place(gpus(1), Wish(replicas=2, memory_fraction=0.6))
