@@ -1,6 +1,6 @@
 """What a user writes to serve a model: a subclass of `Model`. Runs in worker processes only."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -73,9 +73,9 @@ class Model:
     """A model to serve. Subclass it, set `inputs` and `outputs`, and write `load` and `forward`.
 
     One object lives for one incarnation of a worker. `load`, `forward`, `postprocess` and `render`
-    run in the worker's main thread; `preprocess` and `collate` may run in other threads at the same
-    time, `preprocess` several at once. The keyword options of the settings go to `__init__`, which
-    must not touch devices.
+    run in the worker's main thread; `preprocess`, `bucket` and `collate` may run in other threads
+    at the same time, the first two several at once. The keyword options of the settings go to
+    `__init__`, which must not touch devices.
     """
 
     inputs: Sequence[TensorSpec] = ()
@@ -156,6 +156,14 @@ class Model:
         from models.inputs import features_of
 
         return features_of(item, self.inputs)
+
+    def bucket(self, features: Features) -> Hashable:
+        """Name the group that an instance is computed in: those of a batch that share a name.
+
+        By default there is one for all. A model that pads its instances names those of about the
+        same length alike.
+        """
+        return None
 
     def collate(self, instances: Sequence[Features]) -> Features:
         """Make one batch of several instances: by default each name's tensors are stacked.

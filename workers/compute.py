@@ -8,7 +8,7 @@ items at fault stand alone, so their neighbours succeed.
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,6 +43,8 @@ class Prepared:
     refs: Sequence[ItemRef]
     items: Sequence[Item]
     features: list[Features | None]
+    buckets: list[Hashable]
+    """What the model says of which go together."""
     outcomes: list[Outcome | None]
     groups: list[Group] = field(default_factory=list)
     began: float = 0.0
@@ -168,7 +170,9 @@ class Computer:
             self._preprocess(prepared, range(num_items))
             self._item_s = (time.monotonic() - began) / num_items
         if live := [i for i, outcome in enumerate(prepared.outcomes) if outcome is None]:
-            prepared.groups = grouped(live, prepared.features, partial(self._collate, prepared))
+            prepared.groups = grouped(
+                live, prepared.features, prepared.buckets, partial(self._collate, prepared)
+            )
         prepared.prepare_s = time.monotonic() - began
         return prepared
 
@@ -178,7 +182,7 @@ class Computer:
             self._preprocess(prepared, (index,))
 
     def _preprocess(self, prepared: Prepared, indices: Iterable[int]) -> None:
-        preprocess = self._model.preprocess
+        preprocess, bucket = self._model.preprocess, self._model.bucket
         refs, items, features = prepared.refs, prepared.items, prepared.features
         for i in indices:
             if refs[i].deadline <= time.monotonic():
@@ -187,7 +191,9 @@ class Computer:
                 )
                 continue
             try:
-                features[i] = preprocess(items[i])
+                features[i] = found = preprocess(items[i])
+                prepared.buckets[i] = name = bucket(found)
+                hash(name)  # what has none is this item's mistake, and not the batch's
             except Exception as error:
                 prepared.outcomes[i] = _error_of(error, "preprocess", refs[i])
 
@@ -345,6 +351,7 @@ def _prepared(id: int, refs: Sequence[ItemRef], items: Sequence[Item]) -> Prepar
         refs=refs,
         items=items,
         features=[None] * num_items,
+        buckets=[None] * num_items,
         outcomes=[None] * num_items,
     )
 

@@ -1,7 +1,7 @@
-"""Which instances of a batch go together: those that the model can collate. Worker processes."""
+"""Which instances of a batch go together: as the model says, and can collate. Worker processes."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -21,11 +21,12 @@ class Group:
 
 
 def grouped(
-    indices: list[int],
+    indices: Sequence[int],
     features: Sequence[Features | None],
+    buckets: Sequence[Hashable],
     collate: Callable[[Sequence[int]], Features],
 ) -> list[Group]:
-    """Collate instances: all of them if they go together, else those that look alike.
+    """Collate instances: all of a bucket if they go together, else those that look alike.
 
     First those with the same names, dtypes and ranks, since a model may pad shapes; where that will
     not do, those of the same shapes.
@@ -33,19 +34,38 @@ def grouped(
     Args:
         indices: Which instances of the batch.
         features: Of all instances of the batch.
+        buckets: What the model says of all instances of the batch.
         collate: Makes one batch of some instances, or raises.
     """
+    return [
+        group
+        for part in _alike(indices, buckets.__getitem__)
+        for group in _collated(part, features, collate)
+    ]
+
+
+def _collated(
+    indices: list[int],
+    features: Sequence[Features | None],
+    collate: Callable[[Sequence[int]], Features],
+) -> list[Group]:
     try:
         return [Group(indices, collate(indices))]
     except Exception:
         logger.debug("%d instances could not be collated", len(indices), exc_info=True)
     for look_of in (_layout_of, signature_of):
-        alike: dict[object, list[int]] = {}
-        for i in indices:
-            alike.setdefault(look_of(features[i]), []).append(i)
-        if len(alike) > 1:
-            return [group for part in alike.values() for group in grouped(part, features, collate)]
+        parts = _alike(indices, lambda i: look_of(features[i]))  # noqa: B023 - called at once
+        if len(parts) > 1:
+            return [group for part in parts for group in _collated(part, features, collate)]
     return [Group(indices, None)]
+
+
+def _alike(indices: Iterable[int], name_of: Callable[[int], object]) -> list[list[int]]:
+    """Those of the same name together, in the order in which each came first."""
+    parts: dict[object, list[int]] = {}
+    for i in indices:
+        parts.setdefault(name_of(i), []).append(i)
+    return list(parts.values())
 
 
 def signature_of(features: Features | None) -> object:

@@ -3,7 +3,7 @@
 import json
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import pytest
 import torch
@@ -79,6 +79,22 @@ def test_instances_that_the_model_pads_stay_together():
     assert model.shapes == [[2, 3], [1]]
 
 
+def test_instances_are_computed_bucket_by_bucket_and_one_without_a_bucket_fails_alone():
+    class Bucketed(Sums):
+        def bucket(self, features: Features) -> Hashable:
+            length = len(features["x"])
+            return [length] if length > 4 else length > 2
+
+        def collate(self, instances: Sequence[Features]) -> Features:
+            rows = [each["x"] for each in instances]
+            return {"x": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)}
+
+    model = Bucketed()
+    values = [[1, 2, 3], [1], [1, 1, 1, 1, 1], [1, 2, 3, 4], [5, 6], [7]]
+    assert answers(model, values) == [6, 1, "model_error", 10, 11, 7]
+    assert model.shapes == [[2, 4], [3, 2]]
+
+
 def test_dtypes_are_not_mixed():
     features = [
         {"x": torch.ones(2)},
@@ -87,7 +103,10 @@ def test_dtypes_are_not_mixed():
         {"x": torch.zeros(2)},
     ]
     groups = grouped(
-        [0, 1, 2, 3], features, lambda indices: Model().collate([features[i] for i in indices])
+        [0, 1, 2, 3],
+        features,
+        [None] * 4,
+        lambda indices: Model().collate([features[i] for i in indices]),
     )
     assert [group.indices for group in groups] == [[0, 3], [1], [2]]
     assert all(group.batch is not None for group in groups)
@@ -98,6 +117,7 @@ def test_what_nobody_can_collate_is_left_to_be_computed_apart():
         raise ValueError
 
     same = [{"x": torch.ones(2)}] * 3
-    assert [group.indices for group in grouped([0, 1, 2], same, refuse)] == [[0, 1, 2]]
+    assert [group.indices for group in grouped([0, 1, 2], same, [None] * 3, refuse)] == [[0, 1, 2]]
     odd: list[object] = [None, {"x": 3}, {"x": torch.ones(2)}]
-    assert len(grouped([0, 1, 2], odd, refuse)) == 3  # type: ignore[arg-type]  # as a user's mistake
+    groups = grouped([0, 1, 2], odd, [None] * 3, refuse)  # type: ignore[arg-type]  # a user's mistake
+    assert len(groups) == 3
