@@ -102,6 +102,10 @@ def _compile(
     """See that there is a package; one worker compiles, the others wait for it."""
     if trial.device.type != "cpu":
         raise ModelError(f'speed = "{wish.speed}" is for CPUs')
+    if trial.has_varying_shapes:
+        raise ModelError(
+            f'speed = "{wish.speed}" is for inputs of one shape, and the samples have several'
+        )
     path = trial.package(wish.speed)
     if path is None or wish.compile_package is None:
         raise ModelError(f'speed = "{wish.speed}" needs a cache_dir')

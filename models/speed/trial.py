@@ -110,8 +110,24 @@ class Trial:
 
     @property
     def can_be_compiled(self) -> bool:
-        """There is a place for packages, and they can be made for this device."""
-        return self.device.type == "cpu" and self.package(COMPILED[0]) is not None
+        """There is a place for packages, and they can be made for this device and these inputs."""
+        has_place = self.device.type == "cpu" and self.package(COMPILED[0]) is not None
+        return has_place and not self.has_varying_shapes
+
+    @property
+    def has_varying_shapes(self) -> bool:
+        """Samples differ in their shapes: what was compiled for those of one would serve few."""
+        if self.model.has_fixed_shapes:
+            return False
+        some = range(min(len(self._items), _COMPARED_BATCH))
+        try:
+            looks = {
+                tuple((name, tensor.shape) for name, tensor in self._features_of(number).items())
+                for number in some
+            }
+        except Exception:  # the model is the user's: what it raises is told by who compares
+            return False
+        return len(looks) > 1
 
     def package(self, preset: str) -> Path | None:
         """Where the network lies that was compiled for a preset, if it was."""
@@ -199,13 +215,14 @@ class Trial:
     @torch.inference_mode()
     def _collate(self, numbers: Sequence[int]) -> Features:
         """A batch of samples, which begin again where there are too few."""
-        features = []
-        for number in numbers:
-            i = number % len(self._items)
-            if i not in self._features:
-                self._features[i] = self.model.preprocess(self._items[i])
-            features.append(self._features[i])
-        return self.model.collate(features)
+        return self.model.collate([self._features_of(number) for number in numbers])
+
+    @torch.inference_mode()
+    def _features_of(self, number: int) -> Features:
+        i = number % len(self._items)
+        if i not in self._features:
+            self._features[i] = self.model.preprocess(self._items[i])
+        return self._features[i]
 
     @torch.inference_mode()
     def _run(self, network: nn.Module, batch: Features) -> dict[str, Tensor]:
