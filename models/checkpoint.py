@@ -41,13 +41,17 @@ def load_weights(network: nn.Module, path: Path | str) -> None:
 def check_fit(network: nn.Module, shapes: Mapping[str, Sequence[int]], path: Path | str) -> None:
     """See that a checkpoint has what the network has, by names and shapes.
 
+    The class of the network may have `unused_weights`: beginnings of the names that checkpoints may
+    have, and that it has no use for.
+
     Raises:
         CheckpointError: Its weights belong to another network.
     """
     own = network.state_dict()
     # A counter that inference never reads, and that checkpoints before PyTorch 0.4.1 lack.
     missing = [n for n in own if n not in shapes and not n.endswith("num_batches_tracked")]
-    unexpected = [name for name in shapes if name not in own]
+    unused = tuple(getattr(network, "unused_weights", ()))
+    unexpected = [name for name in shapes if name not in own and not name.startswith(unused)]
     reshaped = [
         f"{name} ({list(shapes[name])} in the file, {list(tensor.shape)} in the network)"
         for name, tensor in own.items()

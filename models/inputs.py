@@ -68,6 +68,25 @@ def json_place(payload: memoryview, name: str) -> str:
     return f"instance.{name}" if name.isidentifier() else f"instance[{name!r}]"
 
 
+def json_string(text: memoryview, where: str = "instance") -> str:
+    """Decode a string.
+
+    Args:
+        text: One JSON value.
+        where: What messages call the value.
+
+    Raises:
+        InputError: It is another value.
+    """
+    try:
+        value = msgspec.json.decode(text)
+    except _BAD_JSON as error:
+        raise InputError(f"{where}: {error}") from None
+    if not isinstance(value, str):
+        raise InputError(f"{where}: {_expected('a string', value)}")
+    return value
+
+
 def json_array(
     text: memoryview, dtype: str, *, shape: Sequence[int] | None = None, where: str = "instance"
 ) -> NDArray[Any]:

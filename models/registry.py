@@ -20,9 +20,9 @@ from models.base import Model
 from models.errors import ModelError, SourceError
 from models.modules import ModuleModel, specs_of
 
-_BUILT_IN = ("efficientnet_lite0", "echo")
+_BUILT_IN = ("efficientnet_lite0", "minilm_l6", "echo")
 _FORMS = (
-    "efficientnet_lite0, echo, torchvision:NAME, package.module:Class, "
+    "efficientnet_lite0, minilm_l6, echo, torchvision:NAME, encoder:FOLDER, package.module:Class, "
     "or a file: .pt2 (torch.export), .pt, .ts or .torchscript (TorchScript)"
 )
 _OWN_PACKAGES = ("models", "service", "workers")
@@ -38,8 +38,9 @@ def build(source: str, weights: str | None, options: Mapping[str, object]) -> Mo
     """Make the model that a source names; `Model.load` then reads its weights.
 
     Args:
-        source: `efficientnet_lite0`, `echo`, `torchvision:NAME`, `package.module:Class` (a `Model`,
-            or an `nn.Module` whose forward takes and returns tensors), or an archive's path.
+        source: `efficientnet_lite0`, `minilm_l6`, `echo`, `torchvision:NAME`, `encoder:FOLDER`,
+            `package.module:Class` (a `Model`, or an `nn.Module` whose forward takes and returns
+            tensors), or an archive's path.
         weights: "DEFAULT" for what the source comes with, a named weight of torchvision's, a
             checkpoint's path, or None for random weights.
         options: Keyword arguments of the class. For networks and TorchScript, `inputs` and
@@ -65,6 +66,10 @@ def build(source: str, weights: str | None, options: Mapping[str, object]) -> Mo
         from models.zoo import TorchvisionClassifier
 
         return _construct(partial(TorchvisionClassifier, name, weights=weights), options, source)
+    if prefix == "encoder" and name:
+        from models.encoder import SentenceEncoder
+
+        return _construct(partial(SentenceEncoder, Path(name), weights=weights), options, source)
     if colon and prefix and name:
         return _users(prefix, name, weights, options)
     near = get_close_matches(source, _BUILT_IN, 1)
@@ -78,6 +83,11 @@ def _built_in(source: str, weights: str | None, options: Mapping[str, object]) -
 
         _refuse_weights(source, weights)
         return _construct(Echo, options, source)
+    if source == "minilm_l6":
+        from models.encoder import SentenceEncoder, packaged_folder
+
+        encoder = partial(SentenceEncoder, packaged_folder(), weights=weights)
+        return _construct(encoder, options, source)
     from models.efficientnet import EfficientNetLite0
 
     return _construct(partial(EfficientNetLite0, weights=weights), options, source)

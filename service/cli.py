@@ -35,6 +35,7 @@ _EXAMPLES = """\
 examples:
   inferpool serve                              the packaged image classifier
   inferpool serve torchvision:resnet50         a network of torchvision
+  inferpool serve minilm_l6                    texts to vectors
   inferpool serve my_package.nets:MyModel      a class of your own
   inferpool serve exported.pt2 --replicas 2    a torch.export archive, in two processes
   inferpool doctor                             what would go wrong here, and what to do
@@ -43,9 +44,9 @@ examples:
   inferpool chaos echo                         see a service keep its word while workers die
 """
 _SETTINGS = """\
-MODEL is a source (efficientnet_lite0, echo, torchvision:NAME, package.module:Class, or a .pt2 or
-TorchScript file) or the name of a model in the settings. Without it, every model of the settings
-is served, or efficientnet_lite0 where there is none.
+MODEL is a source (efficientnet_lite0, minilm_l6, echo, torchvision:NAME, encoder:FOLDER,
+package.module:Class, or a .pt2 or TorchScript file) or the name of a model in the settings. Without
+it, every model of the settings is served, or efficientnet_lite0 where there is none.
 
 Settings come from inferpool.toml in this directory (or --config, or INFERPOOL_CONFIG); variables
 such as INFERPOOL_PORT=9000 or INFERPOOL_MODELS__RESNET__REPLICAS=2 go over the file, and flags

@@ -25,12 +25,12 @@ from workers.mps import DEFAULT_FOLDER
 from workers.placing import Wish, place
 
 DEFAULT_SOURCE = "efficientnet_lite0"
-BUILT_IN_SOURCES = (DEFAULT_SOURCE, "echo")
+BUILT_IN_SOURCES = (DEFAULT_SOURCE, "minilm_l6", "echo")
 """Sources that need neither a file nor a package of the user's."""
 _MODEL_FILE_SUFFIXES = (".pt2", ".pt", ".ts", ".torchscript")
 _WEIGHT_FILE_SUFFIXES = (".pth", ".safetensors")
 _SOURCE_FORMS = (
-    f"{' or '.join(BUILT_IN_SOURCES)}, torchvision:NAME, package.module:Class, "
+    f"{', '.join(BUILT_IN_SOURCES)}, torchvision:NAME, encoder:FOLDER, package.module:Class, "
     f"or a {', '.join(_MODEL_FILE_SUFFIXES[:-1])} or {_MODEL_FILE_SUFFIXES[-1]} file"
 )
 _TORCHVISION_NAME = re.compile(
@@ -60,8 +60,9 @@ class ModelSettings(_Table):
     """One model: the table `[models.NAME]` of the file."""
 
     source: str
-    """`efficientnet_lite0`, `echo`, `torchvision:NAME`, `package.module:Class`, or the path of a
-    .pt2 file (torch.export) or of a .pt, .ts or .torchscript file (TorchScript).
+    """`efficientnet_lite0`, `minilm_l6`, `echo`, `torchvision:NAME`, `encoder:FOLDER`,
+    `package.module:Class`, or the path of a .pt2 file (torch.export) or of a .pt, .ts or
+    .torchscript file (TorchScript).
 
     A model whose name is that of a built-in source needs none."""
     weights: str = Field("DEFAULT", min_length=1)

@@ -13,7 +13,7 @@ class ModelConfig:
 
     name: str
     source: str
-    """`efficientnet_lite0`, `echo`, `torchvision:NAME`, `package.module:Class`, or a .pt2/.pt."""
+    """`efficientnet_lite0`, `torchvision:NAME` and so on: what `models.registry.build` takes."""
     weights: str | None = "DEFAULT"
     """"DEFAULT", a named weight, a .pth or .safetensors path, or None for random weights."""
     options: Mapping[str, object] = field(default_factory=dict)

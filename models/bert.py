@@ -1,0 +1,190 @@
+"""BERT as an encoder: from tokens to one vector for each text. Runs in worker processes only.
+
+Architecture: Devlin et al., 2018, arXiv:1810.04805. The modules bear the names of the checkpoints
+that the Hugging Face library writes, so that weights are read by name.
+
+Axes: B batch, T tokens, H features of a token, N heads, D features of a head.
+"""
+
+# ruff: noqa: N803, N806 - tensors carry their axes in their names
+
+from collections.abc import Callable, Mapping
+from typing import Literal, TypeAlias
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+Pooling: TypeAlias = Literal["mean", "cls", "max"]
+"""How one vector is made of the vectors of all tokens: "cls" takes that of the first."""
+
+_ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = {
+    "gelu": nn.GELU,
+    "gelu_new": lambda: nn.GELU(approximate="tanh"),
+    "gelu_pytorch_tanh": lambda: nn.GELU(approximate="tanh"),
+    "relu": nn.ReLU,
+}
+
+
+class BertConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What a config.json says of a BERT; its other fields do not matter to inference."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    intermediate_size: int
+    max_position_embeddings: int
+    type_vocab_size: int = 2
+    layer_norm_eps: float = 1e-12
+    hidden_act: str = "gelu"
+    position_embedding_type: str = "absolute"
+    is_decoder: bool = False
+
+    def complaint(self) -> str:
+        """Why `Bert` cannot be built so; empty if it can."""
+        if self.model_type != "bert":
+            return f"its model_type is {self.model_type!r}, and only 'bert' is known"
+        if self.hidden_act not in _ACTIVATIONS:
+            known = ", ".join(_ACTIVATIONS)
+            return f"its hidden_act is {self.hidden_act!r}; known are {known}"
+        if self.position_embedding_type != "absolute":
+            return (
+                f"its position_embedding_type is {self.position_embedding_type!r}, "
+                "and only 'absolute' is known"
+            )
+        if self.is_decoder:
+            return "it is a decoder, which sees no token that comes after"
+        if self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads:
+            return (
+                f"{self.hidden_size} features are not to be had of {self.num_attention_heads} heads"
+            )
+        return ""
+
+
+class Bert(nn.Module):
+    """Tokens and their mask, int64 and bool [B, T], to float32 [B, H].
+
+    Args:
+        config: Sizes; `complaint` has nothing to say of it.
+        pooling: How tokens become one vector.
+    """
+
+    unused_weights = ("pooler.", "embeddings.position_ids")
+    """Of checkpoints: what is made of the first token in training, and mere numbers."""
+
+    def __init__(self, config: BertConfig, *, pooling: Pooling = "mean") -> None:
+        super().__init__()
+        self.embeddings = _Embeddings(config)
+        self.encoder = _Encoder(config)
+        self._pooling = pooling
+
+    def forward(self, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        """Encode texts that are padded at their ends, where the mask is False."""
+        x_BTH = self.encoder(self.embeddings(ids_BT), mask_BT[:, None, None, :])
+        return pooled(x_BTH, mask_BT, self._pooling)
+
+
+def pooled(x_BTH: Tensor, mask_BT: Tensor, pooling: Pooling) -> Tensor:
+    """Make one vector of those of all tokens, in float32."""
+    if pooling == "cls":
+        return x_BTH[:, 0].float()
+    x_BTH, mask_BT1 = x_BTH.float(), mask_BT[:, :, None]
+    if pooling == "max":
+        return x_BTH.masked_fill(~mask_BT1, -torch.inf).amax(1)
+    return (x_BTH * mask_BT1).sum(1) / mask_BT1.sum(1)
+
+
+class _Embeddings(nn.Module):
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.word_embeddings = nn.Embedding(config.vocab_size, width)
+        self.position_embeddings = nn.Embedding(config.max_position_embeddings, width)
+        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, width)
+        self.LayerNorm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        first_1T = torch.ones_like(ids_BT[:1])
+        x_BTH = self.word_embeddings(ids_BT) + self.token_type_embeddings(first_1T - 1)
+        # Counted by tensors: a range of a length would be none that torch.fx can trace.
+        normed: Tensor = self.LayerNorm(x_BTH + self.position_embeddings(first_1T.cumsum(1) - 1))
+        return normed
+
+
+class _Encoder(nn.Module):
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
+
+    def forward(self, x_BTH: Tensor, mask_B11T: Tensor) -> Tensor:
+        for layer in self.layer:
+            x_BTH = layer(x_BTH, mask_B11T)
+        return x_BTH
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.attention = _Attention(config)
+        self.intermediate = _Intermediate(config)
+        self.output = _Output(config.intermediate_size, config)
+
+    def forward(self, x_BTH: Tensor, mask_B11T: Tensor) -> Tensor:
+        x_BTH = self.attention(x_BTH, mask_B11T)
+        y_BTH: Tensor = self.output(self.intermediate(x_BTH), x_BTH)
+        return y_BTH
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.self = _SelfAttention(config)
+        self.output = _Output(config.hidden_size, config)
+
+    def forward(self, x_BTH: Tensor, mask_B11T: Tensor) -> Tensor:
+        y_BTH: Tensor = self.output(self.self(x_BTH, mask_B11T), x_BTH)
+        return y_BTH
+
+
+class _SelfAttention(nn.Module):
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self._head_width = width // config.num_attention_heads
+
+    def forward(self, x_BTH: Tensor, mask_B11T: Tensor) -> Tensor:
+        q_BNTD, k_BNTD, v_BNTD = (
+            # As many heads as there are: a rank of a split network has some of them.
+            project(x_BTH).unflatten(-1, (-1, self._head_width)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        )
+        y_BNTD = functional.scaled_dot_product_attention(q_BNTD, k_BNTD, v_BNTD, mask_B11T)
+        return y_BNTD.transpose(1, 2).flatten(2)
+
+
+class _Intermediate(nn.Module):
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.activation = _ACTIVATIONS[config.hidden_act]()
+
+    def forward(self, x_BTH: Tensor) -> Tensor:
+        y: Tensor = self.activation(self.dense(x_BTH))
+        return y
+
+
+class _Output(nn.Module):
+    """Project back, and add what went in."""
+
+    def __init__(self, in_features: int, config: BertConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(in_features, config.hidden_size)
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    def forward(self, y: Tensor, x_BTH: Tensor) -> Tensor:
+        normed: Tensor = self.LayerNorm(self.dense(y) + x_BTH)
+        return normed
