@@ -101,9 +101,9 @@ class Model:
     split_points: Sequence[str] = ()
     """Submodules of the network in front of which a pipeline is cut, one fewer than its stages; by
     default the cuts are found. The class of the network may have this attribute instead."""
-    tensor_plan: Mapping[str, str] | None = None
-    """Which submodules of the network are tensor-parallel, and how; by default that is found. The
-    class of the network may have this attribute instead."""
+    tensor_plan: Mapping[str, object] | None = None
+    """Which submodules of the network are tensor-parallel, and how (`models.split.own_plan` has the
+    words); by default that is found. The class of the network may have this attribute instead."""
     ranks: Ranks | None = None
     """The processes that this replica is split over, if it is; set by the worker before `load`."""
     split_cuts: Sequence[str] = ()

@@ -5,6 +5,7 @@
     +-- CheckpointError            the weights are unreadable, unsafe, or belong to another network
     InputError                     this input is at fault; the model and its neighbours are well
     RankError                      another rank of a split replica has failed at a computation
+    OutOfStepError                 the ranks of a split replica cannot go on: it must end
 
 Imported by the front end too, so nothing here imports torch.
 """
@@ -30,6 +31,14 @@ class RankError(Exception):
         self.rank = rank
         self.is_out_of_memory = is_out_of_memory
         """It was memory that it lacked, so that a smaller batch may succeed."""
+
+
+class OutOfStepError(BaseException):
+    """A rank of a split replica raised, and others may wait for it in a collective for ever.
+
+    Nothing but the end of its process, and of the group with it, sets them free: so it is no
+    `Exception`, which the code of a model might catch.
+    """
 
 
 class InputError(ValueError):

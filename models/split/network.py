@@ -16,6 +16,7 @@ from models.errors import ModelError
 from models.spec import Placement
 from models.split.ranks import Ranks
 from models.split.report import Part, SplitReport
+from models.split.tensor import load_tensor_parallel
 
 if TYPE_CHECKING:
     from models.base import Model
@@ -132,6 +133,5 @@ def _load_split(
     example: Example,
 ) -> SplitNetwork:
     if ranks.split == "tensor":
-        # B: models.split.tensor.load_tensor_parallel(model, ranks, build, weights, example)
-        raise ModelError("tensor-parallel replicas are not there yet")
+        return load_tensor_parallel(model, ranks, build, weights)
     raise ModelError("pipelines are not there yet")

@@ -1,0 +1,324 @@
+"""Tensor-parallel networks: each rank holds a part of every large matrix, and all compute at once.
+
+Each rank builds the network without weights, puts shards (see `shards`) in the place of the layers
+that its plan cuts (see `own_plan`, `tensor_search`), and reads its own slices of the checkpoint.
+The lead sends its arguments to all followers, and every rank computes the whole forward pass with
+its shards; what passes between the layers is whole on every rank, and so is the result.
+
+An error must leave no rank waiting in a collective for one that has raised:
+
+- A follower that raises tells the lead, with the number of collectives it has been through, and
+  waits two seconds for the lead's word.
+- A lead that raises waits as long for every follower to tell the same. If all stand at the same
+  collective, as where an input makes all ranks raise alike, it tells them to go on, and its error
+  is that of this call alone.
+- Else some rank is, or will be, in a collective that others never come to. Whoever finds that out
+  raises `OutOfStepError`, on which its process ends, and the group with it.
+
+A style of torch's own (`ParallelStyle`) that no shard can stand in for is left to DTensor, whose
+collectives are not counted: there the errors must be the same word by word.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from models.checkpoint import StoredWeights, check_fit
+from models.errors import ModelError, OutOfStepError
+from models.out_of_memory import is_out_of_memory
+from models.split.building import build_on_meta
+from models.split.calls import pack, unpack
+from models.split.collectives import Collectives, widths_of
+from models.split.own_plan import own_plan
+from models.split.ranks import Ranks
+from models.split.report import Part, SplitReport
+from models.split.shards import (
+    ColumnEmbedding,
+    ColumnLinear,
+    Piece,
+    RowLinear,
+    Shard,
+    SplitAttention,
+)
+from models.split.tensor_plan import Cut, Plan
+from models.split.tensor_search import find_plan
+
+if TYPE_CHECKING:
+    from models.base import Model
+
+_WORD_TIMEOUT_S = 2.0
+_LEAST_SHARE = 0.2
+"""Of a network's bytes: where less can be split, two ranks hold nine tenths of it each."""
+
+
+class TensorParallel:
+    """One rank's part of a tensor-parallel network, as a `SplitNetwork`."""
+
+    def __init__(
+        self,
+        network: nn.Module,
+        ranks: Ranks,
+        collectives: Collectives,
+        *,
+        part: Part,
+        report: SplitReport,
+        uses_dtensor: bool,
+    ) -> None:
+        self.part = part
+        self.report = report
+        self._network = network
+        self._ranks = ranks
+        self._collectives = collectives
+        self._uses_dtensor = uses_dtensor
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """Have all ranks compute; on the lead.
+
+        Raises:
+            OutOfStepError: A rank has failed alone: this process must end.
+            EOFError: Another rank is gone.
+            torch.AcceleratorError: The device's context is lost.
+        """
+        message, tensors = pack(args, kwargs)
+        for follower in range(1, self._ranks.size):
+            self._ranks.send(follower, message, tensors)
+        try:
+            return self._compute(args, kwargs)
+        except Exception as error:  # the network is the user's: it may raise anything
+            _raise_if_lost(error)
+            self._settle(error)
+            raise
+
+    def serve_next(self, timeout_s: float) -> None:
+        """Wait for the lead's next call and compute it; on a follower.
+
+        Raises:
+            EOFError: The lead lets this rank go, or is gone.
+            TimeoutError: None has come.
+            OutOfStepError: This rank has failed alone: its process must end.
+            torch.AcceleratorError: The device's context is lost.
+        """
+        message, tensors = self._ranks.receive(0, timeout_s)
+        args, kwargs = unpack(message, tensors)
+        try:
+            self._compute(args, kwargs)
+        except Exception as error:  # as above
+            _raise_if_lost(error)
+            self._ranks.send(0, self._told(error))
+            try:
+                self._ranks.receive(0, _WORD_TIMEOUT_S)
+            except TimeoutError:
+                raise OutOfStepError(f"rank {self._ranks.rank} failed alone: {error!r}") from error
+
+    def _compute(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+        with self._without_gradients():
+            return self._network(*args, **kwargs)
+
+    def _without_gradients(self) -> AbstractContextManager[object]:
+        if not self._uses_dtensor:
+            return torch.inference_mode()
+        modes = ExitStack()  # under inference_mode DTensor gathers the whole weight of a Linear
+        modes.enter_context(torch.inference_mode(mode=False))
+        modes.enter_context(torch.no_grad())
+        return modes
+
+    def _told(self, error: Exception) -> dict[str, object]:
+        text = f"{type(error).__name__}: {error}"
+        return {
+            "num_collectives": self._collectives.num_done,
+            "error": text if self._uses_dtensor else "",
+        }
+
+    def _settle(self, error: Exception) -> None:
+        """See that all followers have met with the same, and let them go on."""
+        mine = self._told(error)
+        followers = range(1, self._ranks.size)
+        for follower in followers:
+            try:
+                theirs, _ = self._ranks.receive(follower, _WORD_TIMEOUT_S)
+            except TimeoutError:
+                theirs = None
+            if theirs != mine:
+                raise OutOfStepError(
+                    f"rank 0 failed, and rank {follower} did not at the same step: {error!r}"
+                ) from error
+        for follower in followers:
+            self._ranks.send(follower, "go on")
+
+
+def load_tensor_parallel(
+    model: "Model", ranks: Ranks, build: Callable[[], nn.Module], weights: Path | str | None
+) -> TensorParallel:
+    """Load this rank's part of a network.
+
+    Where there is no checkpoint each rank builds the whole, with the same random numbers, before it
+    keeps its part.
+
+    Raises:
+        ModelError: It cannot be had, or hardly anything of it can be split.
+    """
+    if weights is None:
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(0)
+            network = build().eval()
+        stored: _Source = _BuiltWeights(network)
+    else:
+        network = build_on_meta(build).eval()
+        stored = StoredWeights(weights)
+        check_fit(network, stored.shapes, weights)
+    wishes = model.tensor_plan or getattr(network, "tensor_plan", None)
+    plan = (
+        find_plan(network, ranks.size) if wishes is None else own_plan(network, wishes, ranks.size)
+    )
+    text, share = _described(network, plan, ranks.size)
+    if share < _LEAST_SHARE and wishes is None:
+        raise ModelError(
+            f"{type(network).__name__} is no network for tensor parallelism: of its bytes "
+            f"{share:.0%} can be split (Linear, Embedding, MultiheadAttention); "
+            'use placement = "pipeline"'
+        )
+    collectives = Collectives(ranks.rank, ranks.size)
+    network = _cut(network, plan, collectives)
+    if plan.styles:
+        from models.split.dtensors import apply_styles
+
+        apply_styles(network, plan.styles, ranks.device.type, ranks.size)
+    _fill(network, stored, ranks.device)
+    network = network.requires_grad_(requires_grad=False).to(ranks.device)
+    return TensorParallel(
+        network,
+        ranks,
+        collectives,
+        part=Part(ranks.rank, _num_bytes(network), text),
+        report=SplitReport(note="; ".join([text, *plan.notes])),
+        uses_dtensor=bool(plan.styles),
+    )
+
+
+def _raise_if_lost(error: Exception) -> None:
+    """Raise an error that leaves nothing to settle: the end of the process is near."""
+    if isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error):
+        raise error
+
+
+class _BuiltWeights:
+    """The weights that a network was built with, to be read as those of a checkpoint are."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self._tensors = network.state_dict()
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def read(self, name: str, *index: slice) -> Tensor:
+        part: Tensor = self._tensors[name][index or ...]
+        return part.clone(memory_format=torch.contiguous_format)
+
+
+_Source = StoredWeights | _BuiltWeights
+
+
+def _cut(network: nn.Module, plan: Plan, collectives: Collectives) -> nn.Module:
+    """Put shards in the place of the layers that are cut."""
+    for cut in plan.cuts:
+        shard = _shard_of(network.get_submodule(cut.name), cut, collectives)
+        if not cut.name:
+            return shard
+        network.set_submodule(cut.name, shard)
+    for count in plan.counts:
+        share = widths_of(count.units, collectives.size, count.per_unit)[collectives.rank]
+        setattr(network.get_submodule(count.module), count.attribute, share)
+    for module in network.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0  # its fast path reads weights past the modules
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False  # which only that fast path can read
+    return network
+
+
+def _shard_of(whole: nn.Module, cut: Cut, collectives: Collectives) -> Shard:
+    if isinstance(whole, nn.MultiheadAttention):
+        return SplitAttention(whole, collectives)
+    if isinstance(whole, nn.Embedding):
+        return ColumnEmbedding(whole, collectives)
+    assert isinstance(whole, nn.Linear)
+    if cut.how == "row":
+        return RowLinear(whole, collectives, units=cut.units)
+    return ColumnLinear(
+        whole,
+        collectives,
+        units=cut.units,
+        gathers=cut.how == "gather",
+        num_dims=cut.num_dims,
+    )
+
+
+def _fill(network: nn.Module, stored: _Source, device: torch.device) -> None:
+    """Read what this rank holds, tensor by tensor."""
+    filled: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # with the empty ones, to be kept
+    shapes = stored.shapes
+    for prefix, module in network.named_modules():
+        start = f"{prefix}." if prefix else ""
+        pieces = module.pieces if isinstance(module, Shard) else {}
+        for name, empty in module._parameters.items():  # also what was met before
+            if empty is None:
+                continue
+            if id(empty) not in filled:
+                piece = pieces.get(name, Piece(source=name))
+                filled[id(empty)] = (
+                    empty,
+                    _read(stored, start + piece.source, piece, empty, device),
+                )
+            module._parameters[name] = filled[id(empty)][1]
+        for name, buffer in module.named_buffers(recurse=False):
+            if start + name in shapes:
+                buffer.copy_(stored.read(start + name))
+
+
+def _read(
+    stored: _Source, name: str, piece: Piece, empty: nn.Parameter, device: torch.device
+) -> nn.Parameter:
+    if type(empty.data) is not Tensor:
+        from models.split.dtensors import read_local
+
+        local = read_local(empty.data, partial(stored.read, name), device)
+        return nn.Parameter(local, requires_grad=False)
+    before = (slice(None),) * piece.dim
+    parts = [stored.read(name, *before, slice(*each)) for each in piece.ranges]
+    value = torch.cat(parts, piece.dim) if parts else stored.read(name)
+    return nn.Parameter(value.to(device, empty.dtype), requires_grad=False)
+
+
+def _described(network: nn.Module, plan: Plan, size: int) -> tuple[str, float]:
+    """What is split of a network, for a person, and the share of its bytes."""
+    names = {cut.name for cut in plan.cuts} | set(plan.styles)
+    cut = {
+        id(parameter)
+        for name in names
+        for parameter in network.get_submodule(name).parameters()
+        if parameter.dim() > 1
+    }
+    matrices = [parameter for parameter in network.parameters() if parameter.dim() > 1]
+    num_bytes = sum(each.nbytes for each in matrices if id(each) in cut)
+    share = num_bytes / max(1, _num_bytes(network))
+    text = (
+        f"1/{size} of {len(cut)} of {len(matrices)} matrices, {share:.0%} of the bytes; "
+        "the rest whole"
+    )
+    return text, share
+
+
+def _num_bytes(network: nn.Module) -> int:
+    """What this rank holds."""
+    tensors = [each.data for each in (*network.parameters(), *network.buffers())]
+    if all(type(each) is Tensor for each in tensors):
+        return sum(each.nbytes for each in tensors)
+    from models.split.dtensors import local_bytes
+
+    return sum(map(local_bytes, tensors))
