@@ -312,7 +312,9 @@ class Dispatcher:
             done = future.result()
             if not isinstance(done.outcomes[0], ItemError):  # or it may not have been computed
                 self._lanes.learn(lane, len(batch), now)
-                self._limit.note(len(batch), done.prepare_s + done.compute_s)
+                if not lane.is_lagging:
+                    self._limit.note(len(batch), done.prepare_s + done.compute_s)
+                    self._schedule.prepare_s = done.prepare_s
             if lane.batches:
                 lane.begin(now, was_idle=False)
             if self._objective:
@@ -338,7 +340,6 @@ class Dispatcher:
             isinstance(outcome, ItemError) for outcome in done.outcomes
         ):
             self._quarantine.note_success()
-        self._schedule.prepare_s = done.prepare_s
         metrics.batch_size.observe(len(batch))
         metrics.prepare_duration.observe(done.prepare_s)
         metrics.inference_duration.observe(done.compute_s)
