@@ -21,9 +21,9 @@ from models.base import Features, Item, Model
 from models.errors import InputError, ModelError
 from models.out_of_memory import is_out_of_memory
 from workers.checks import BrokenPromiseError, OutputChecks
-from workers.groups import Group, grouped, signature_of
 from workers.log_lines import printable
 from workers.messages import ItemError, ItemRef, Outcome, Stored, TensorBlob
+from workers.shapes import Group, grouped, signature_of
 from workers.shortage import SafeSizes, release
 
 logger = logging.getLogger(__name__)

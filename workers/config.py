@@ -22,7 +22,10 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    """All that one worker needs to know; the same for all its incarnations, but for `chosen`."""
+    """All that one worker needs to know, in each of its incarnations.
+
+    A later one is told what an earlier one found out: `chosen` and `cuts`.
+    """
 
     model: ModelConfig
     placement: Placement
@@ -42,5 +45,7 @@ class WorkerConfig:
     """Where what was found out about speed is kept; None keeps it nowhere."""
     chosen: SpeedReport | None = None
     """What an earlier incarnation chose by `speed`, to be applied as it is; None has it chosen."""
+    cuts: tuple[str, ...] = ()
+    """Where an earlier incarnation cut its pipeline; empty has it found out."""
     batch_timeout_s: float | None = None
     """A batch that has run for longer means a hang; None: long beside those of the warm-up."""

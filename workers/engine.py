@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from models.split.report import Part
 from workers.config import WorkerConfig
 from workers.messages import BatchDone, ItemRef, Ready
 
@@ -33,15 +34,33 @@ class WorkerId:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankVitals:
+    """What can be seen of one process of a split replica from outside, now."""
+
+    rank: int
+    pid: int
+    device: str
+    """As the placement has it."""
+    rss_bytes: int
+    last_beat_age_s: float
+    part: Part | None
+    """What it holds of the model; None while it loads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Vitals:
     """What can be seen of a worker from outside, now."""
 
     pid: int
+    """Of its lead, if it is split."""
     rss_bytes: int
+    """Of all its processes."""
     last_beat_age_s: float
     num_batches: int
     last_answer_age_s: float
     """Since it last proved itself by a good answer, to a batch or to a canary."""
+    ranks: Sequence[RankVitals] = ()
+    """Each process of a split replica; none of another."""
 
 
 Cause = Literal["asked", "canary", "device", "exit", "hang", "memory", "signal", "start"]

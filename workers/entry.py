@@ -1,10 +1,11 @@
-"""Where a worker process begins: named by the front end, so it imports torch only once it runs."""
+"""Where a worker's processes begin: named by the front end, so torch is imported only here."""
 
 from mmap import mmap
 from typing import TYPE_CHECKING
 
 from workers.config import WorkerConfig
 from workers.stacks import record
+from workers.wiring import RankEnds
 
 if TYPE_CHECKING:
     from workers.worker_queue import WorkerQueue
@@ -17,10 +18,21 @@ def run(
     arena: mmap,
     row: mmap,
     region: mmap,
+    ends: RankEnds | None,
     stacks: int,
 ) -> None:
-    """Run one incarnation of a worker; see `workers.process.main`."""
+    """Run one incarnation of a worker, or its lead; see `workers.process.main`."""
     record(stacks)  # first: importing torch may take its time too
     from workers import process
 
-    process.main(config, inbox, outbox, arena, row, region)
+    process.main(config, inbox, outbox, arena, row, region, ends)
+
+
+def follow(
+    config: WorkerConfig, outbox: "WorkerQueue", row: mmap, ends: RankEnds, stacks: int
+) -> None:
+    """Run a rank that follows the lead of its group; see `workers.follower.main`."""
+    record(stacks)
+    from workers import follower
+
+    follower.main(config, outbox, row, ends)

@@ -12,6 +12,7 @@ import signal
 from asyncio import Task
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
 
 from workers.arena import Arena
 from workers.config import WorkerConfig
@@ -20,13 +21,16 @@ from workers.engine import WorkerId
 from workers.errors import WorkerStartError
 from workers.local_worker import EXIT_WAIT_S, LocalWorker
 from workers.memory import SharedMemoryError
+from workers.rank_process import RankProcess
 
 logger = logging.getLogger(__name__)
 
 _PRELOAD = ("workers.forkserver_guard", "workers.preload")
 _START_DESCRIPTORS = 16
-"""More than a start needs: two queues, a heartbeat, outputs, the stacks, a socket, two pipes and a
-copy make 14."""
+"""More than the start of a process needs: two queues, a heartbeat, outputs, the stacks, a socket,
+two pipes and a copy make 14."""
+_WIRING_DESCRIPTORS = 8
+"""More than the wiring of one rank to the others of its group needs, in our hands at once."""
 
 
 def start_forkserver(extra: Sequence[str] = ()) -> None:
@@ -62,14 +66,17 @@ def _ensure_forkserver() -> None:
             os.environ["PYTHONSAFEPATH"] = before
 
 
-def _require_descriptors() -> None:
+def _require_descriptors(num_ranks: int) -> None:
     """Raise OSError now where descriptors would run out halfway, which leaks those opened by then.
 
     `multiprocessing` does so between the two pipes that it makes for a process.
     """
     taken: list[int] = []
+    num_needed = _START_DESCRIPTORS
+    if num_ranks > 1:
+        num_needed = (_START_DESCRIPTORS + _WIRING_DESCRIPTORS) * num_ranks
     try:
-        while len(taken) < _START_DESCRIPTORS:
+        while len(taken) < num_needed:
             taken.extend(os.pipe())
     finally:
         for descriptor in taken:
@@ -112,7 +119,7 @@ class LocalEngine:
             WorkerStartError: It ended, failed or took too long before that.
         """
         try:
-            _require_descriptors()
+            _require_descriptors(config.placement.num_ranks)
             worker = LocalWorker(id, config, on_progress, self._oom_kills)
         except SharedMemoryError as error:
             raise WorkerStartError(str(error), permanent=False) from error
@@ -154,21 +161,37 @@ class LocalEngine:
             launch.exception()  # it is retrieved, even if the start was given up before
 
     async def _launch(self, worker: LocalWorker, config: WorkerConfig) -> None:
+        processes: list[BaseProcess] = []
+        try:
+            for rank in worker.ranks:
+                processes.append(self._process_of(rank, worker, config))
+                await self._start_process(processes[-1])
+        except Exception:
+            for process in processes:
+                if process.pid is not None:
+                    process.kill()
+                    process.join(EXIT_WAIT_S)
+            raise
+        worker.attach(processes)
+
+    def _process_of(
+        self, rank: RankProcess, worker: LocalWorker, config: WorkerConfig
+    ) -> BaseProcess:
         from workers import entry
 
-        process = self._context.Process(  # type: ignore[attr-defined]  # BaseContext lacks it
-            target=entry.run,
-            name=str(worker.id),
-            args=(
-                config,
-                worker.inbox,
-                worker.outbox,
-                self._arena.memory,
-                worker.heartbeat.memory,
-                worker.outputs.memory,
-                worker.stacks,
-            ),
+        ends = worker.wiring.ends_of(rank.number)
+        shared = (worker.outputs.memory, ends, rank.stacks)
+        row = rank.heartbeat.memory
+        process: BaseProcess = self._context.Process(  # type: ignore[attr-defined]  # BaseContext lacks it
+            target=entry.follow if rank.number else entry.run,
+            name=rank.name,
+            args=(config, rank.outbox, row, ends, rank.stacks)
+            if rank.number
+            else (config, worker.inbox, rank.outbox, self._arena.memory, row, *shared),
         )
+        return process
+
+    async def _start_process(self, process: BaseProcess) -> None:
         if self._context.get_start_method() == "forkserver":
             _ensure_forkserver()  # here, since the kernel ties it to this thread
             # The forkserver answers only when it has imported torch: wait for that off the loop.
@@ -177,4 +200,3 @@ class LocalEngine:
             self._is_torch_imported = True
         else:
             process.start()
-        worker.attach(process)

@@ -1,20 +1,17 @@
 """One incarnation of a worker of this host, as the front end's event loop sees it.
 
-Nothing here waits for the process: reads and writes are non-blocking, and a death is seen as the
-end of file of the output queue.
+It is one process, or one for each device of a split replica: a group, whose lead (rank 0) has the
+queues, and which lives and dies as one. Nothing here waits for a process: reads and writes are
+non-blocking, and a death is seen as the end of file of an output queue.
 """
 
 import asyncio
-import fcntl
 import logging
 import signal
-import termios
 import time
-from array import array
 from asyncio import Future, Task
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
-from multiprocessing.context import ForkServerProcess
 from multiprocessing.process import BaseProcess
 
 import msgspec
@@ -22,13 +19,11 @@ import msgspec
 from workers.canary import PATIENCE_S, Canary
 from workers.config import WorkerConfig
 from workers.endings import OomKills
-from workers.engine import Cause, Ending, Vitals, WorkerId
+from workers.engine import Cause, Ending, RankVitals, Vitals, WorkerId
 from workers.errors import WorkerLostError, WorkerStartError
-from workers.heartbeat import HeartbeatReader
 from workers.held import Held, HeldBatches, batch_timeout_s
 from workers.log_lines import log_line
 from workers.messages import (
-    UNREADABLE,
     Batch,
     BatchDone,
     FromWorker,
@@ -37,34 +32,36 @@ from workers.messages import (
     Leaving,
     LogLine,
     Progress,
+    RankReady,
     Ready,
     StartFailed,
 )
-from workers.observed import ObservedProcess
-from workers.outputs import OutputRegion, StoredError
-from workers.queues import FrameError, FrameReader, FrameWriter, PrivateQueue
-from workers.stacks import Stacks
+from workers.outputs import OutputRegion
+from workers.queues import FrameError, FrameWriter, PrivateQueue
+from workers.rank_process import RankProcess
+from workers.wiring import Wiring
 
 logger = logging.getLogger(__name__)
 
 EXIT_WAIT_S = 5.0
 """How long a SIGKILLed process may take to go before its device is given up."""
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(FromWorker).decode
 _SENTINEL = _encode(None)
 _LOOK_S = 2.0
-_STALLED_S = 3.0
-"""A worker that waits for work beats every second."""
 """How often each process is looked at, which costs some 0.1 ms."""
+_STALLED_S = 3.0
+"""A process that waits for work beats every second."""
 _PAUSE_S = 0.5
 """This loop was not just busy if it comes round so much too late: the whole host paused."""
 _RETIRE_S = 5.0
 """How long a worker that is to be replaced may take to finish what it holds."""
+_FOLLOW_OUT_S = 1.0
+"""How long the other ranks may take to leave after one has left as it was told to."""
 _MAX_NAMED_REQUESTS = 8
 
 
 class LocalWorker:
-    """One incarnation: its process, its two queues, and the batches that it holds."""
+    """One incarnation: its processes, its two queues, and the batches that it holds."""
 
     def __init__(
         self,
@@ -73,29 +70,37 @@ class LocalWorker:
         on_progress: Callable[[str], None],
         oom_kills: OomKills,
     ) -> None:
+        """Make the queues of an incarnation.
+
+        Raises:
+            SharedMemoryError: There is no memory to be had.
+            OSError: There are no descriptors to be had.
+        """
         self.id = id
         self.credit = config.credit
+        devices = config.placement.devices
+        names = [f"{id}/{rank}" if rank else str(id) for rank in range(len(devices))]
         self.inbox = PrivateQueue()
-        self.outbox = PrivateQueue()
-        self.stacks = Stacks()
-        self.heartbeat = HeartbeatReader()
         self.outputs = OutputRegion()
+        self.ranks = [RankProcess(rank, name, oom_kills) for rank, name in enumerate(names)]
+        self.lead = self.ranks[0]
+        self.wiring = Wiring(len(devices))
+        self._devices = devices
         self._wanted_timeout_s = config.batch_timeout_s
         timeout_s = batch_timeout_s(config.batch_timeout_s, None)
         self._patience_s = min(PATIENCE_S, timeout_s)
         self._canary = Canary(timeout_s)
         self._held = HeldBatches(
-            self.heartbeat, batch_timeout_s=timeout_s, patience_s=self._patience_s
+            self.lead.heartbeat, batch_timeout_s=timeout_s, patience_s=self._patience_s
         )
         self._on_progress = on_progress
-        self._oom_kills = oom_kills
         self._loop = asyncio.get_running_loop()
         self.started: Future[Ready] = self._loop.create_future()
         """Done once it has answered a canary."""
         self._gone: Future[Ending] = self._loop.create_future()
-        self._process: BaseProcess | None = None
-        self._observed: ObservedProcess | None = None
         self._ready: Ready | None = None
+        self._followers: dict[int, RankReady] = {}
+        """What those said that are ready."""
         self._ids = count(1)
         self._proven_at = 0.0
         self._watching: Task[None] | None = None
@@ -105,8 +110,8 @@ class LocalWorker:
         """It takes no more batches."""
         self._is_our_doing = False
         """It is ended for another reason than what it does with its batches."""
-        self._is_unread = True
-        """What it writes is still read."""
+        self._is_end_known = False
+        """A process of it has ended, which is what ends it."""
         self.has_worked = False
 
     @property
@@ -116,22 +121,18 @@ class LocalWorker:
 
     @property
     def is_stalled(self) -> bool:
-        """It is not at work, and shows no sign of life."""
+        """It is not at work, and one of its processes shows no sign of life."""
         if self._gone.done() or self._held.is_any_begun:
             return False
-        return self.heartbeat.age_s > _STALLED_S
+        return self._silence_s > _STALLED_S
 
-    def attach(self, process: BaseProcess) -> None:
-        """Take charge of the started process: keep our ends of its queues, and listen."""
-        self._process = process
-        assert process.pid is not None
-        self._observed = ObservedProcess(process.pid, self._oom_kills)
+    def attach(self, processes: Sequence[BaseProcess]) -> None:
+        """Take charge of the started processes: keep our ends of their queues, and listen."""
         self.inbox.reader.close()
-        self.outbox.writer.close()
-        self._reader = FrameReader(self.outbox.reader)
+        self.wiring.close()
         self._writer = FrameWriter(self.inbox.writer)
-        self._loop.add_reader(self._reader.fd, self._on_readable)
-        self._loop.add_reader(process.sentinel, self._on_exit)
+        for rank, process in zip(self.ranks, processes, strict=True):
+            rank.attach(process, self)
         self._watching = self._loop.create_task(self._watch(), name=f"watch {self.id}")
         self._watching.add_done_callback(self._on_unwatched)
 
@@ -163,21 +164,22 @@ class LocalWorker:
             return
         logger.warning("%s did not stop within %g s: terminating it", self.id, grace_s)
         self._take_blame()
-        self.heartbeat.tell_to_leave()
+        for rank in self.ranks:
+            rank.heartbeat.tell_to_leave()
         self._signal(signal.SIGTERM)
         if not await self._is_gone_within(1.0):
             await self.kill(f"did not stop within {grace_s:g} s", with_stacks=True)
 
     async def kill(self, reason: str, *, with_stacks: bool = False) -> None:
-        """SIGKILL the process, if there is one, and wait for its exit.
+        """SIGKILL the processes, if there are any, and wait for their exit.
 
         Args:
             reason: Why, for a person.
-            with_stacks: Have it write the stacks of its threads into the log first.
+            with_stacks: Have them write the stacks of their threads into the log first.
         """
         self._reason = self._reason or reason
         self._is_ending = True
-        if self._process is None:
+        if not self.lead.is_attached:
             self._close()
             return
         if with_stacks:
@@ -187,16 +189,34 @@ class LocalWorker:
             logger.critical("%s does not exit after SIGKILL (stuck in the kernel?)", self.id)
 
     def vitals(self) -> Vitals:
-        """The process as seen from here."""
+        """The processes as seen from here."""
         is_gone = self._gone.done()
         now = time.monotonic()
+        ranks = [self._vitals_of(rank) for rank in self.ranks]
         return Vitals(
-            pid=self._observed.pid if self._observed else 0,
-            rss_bytes=self._observed.rss_bytes if self._observed else 0,
-            last_beat_age_s=0.0 if is_gone else self.heartbeat.age_s,
-            num_batches=0 if is_gone else self.heartbeat.num_batches,
+            pid=self.lead.pid,
+            rss_bytes=sum(rank.rss_bytes for rank in ranks),
+            last_beat_age_s=ranks[0].last_beat_age_s,
+            num_batches=0 if is_gone else self.lead.heartbeat.num_batches,
             last_answer_age_s=now - self._proven_at if self._proven_at else 0.0,
+            ranks=ranks if len(ranks) > 1 else (),
         )
+
+    def _vitals_of(self, rank: RankProcess) -> RankVitals:
+        said = self._ready if rank is self.lead else self._followers.get(rank.number)
+        return RankVitals(
+            rank=rank.number,
+            pid=rank.pid,
+            device=self._devices[rank.number],
+            rss_bytes=rank.rss_bytes,
+            last_beat_age_s=0.0 if self._gone.done() else rank.heartbeat.age_s,
+            part=said.part if said else None,
+        )
+
+    @property
+    def _silence_s(self) -> float:
+        """How long ago the last sign of life was of that process where it is the longest."""
+        return max(rank.heartbeat.age_s for rank in self.ranks)
 
     def _give(
         self, items: Sequence[ItemRef], future: "Future[BatchDone] | None", limit_s: float
@@ -205,37 +225,60 @@ class LocalWorker:
         self._held.add(id, Held(items, future, limit_s), time.monotonic())
         self._send(_encode(Batch(id, list(items))))
 
-    def _on_readable(self) -> None:
-        try:
-            for frame in self._reader.frames():
-                self._take(_decode(frame))
-        except EOFError:
-            self._end()
-        except (FrameError, StoredError, *UNREADABLE) as error:
-            logger.error("%s wrote what is no message: %s", self.id, error)
-            self._end("wrote what is no message")
-
-    def _take(self, message: FromWorker) -> None:
+    def on_message(self, rank: RankProcess, message: FromWorker) -> None:
+        """See `Owner`."""
         match message:
             case BatchDone():
                 self._take_answer(message)
             case Progress():
                 self._on_progress(message.stage)
             case LogLine():
-                log_line(message, {"worker": str(self.id)})
+                log_line(message, {"worker": rank.name})
             case Ready():
                 if not message.preloaded and self.id.incarnation == 0:
                     logger.info("%s was started without a preloaded torch", self.id)
                 self._ready = message
-                timeout_s = batch_timeout_s(self._wanted_timeout_s, message.warmup_s)
-                self._held.batch_timeout_s = timeout_s
-                self._canary = Canary(timeout_s)
-                self._give((), None, self._canary.limit_s)
+                self._prove_if_ready()
+            case RankReady():
+                self._followers[rank.number] = message
+                self._prove_if_ready()
             case Leaving():
                 self._cause = self._cause or message.cause
-                self._reason = self._reason or message.reason
+                self._reason = self._reason or self._said(rank, message.reason)
             case StartFailed():
-                self._fail_start(message.message, permanent=message.permanent)
+                text = self._said(rank, message.message)
+                self._fail_start(text, permanent=message.permanent)
+
+    def on_mute(self, rank: RankProcess, reason: str) -> None:
+        """See `Owner`."""
+        self._is_ending = True
+        self._reason = self._reason or (self._said(rank, reason) if reason else "")
+
+    def on_exit(self, rank: RankProcess) -> None:
+        """See `Owner`. The first to exit has ended the worker, and the others are seen out."""
+        self._is_ending = True
+        cause, reason = rank.ending
+        if not self._is_end_known:
+            self._is_end_known = True
+            self._note_end(rank, cause, reason)
+            self._see_others_out(_FOLLOW_OUT_S if rank.has_left else 0.0)
+        rank.log_last_stacks(self._reason, self._at_work_on())
+        if all(each.is_gone for each in self.ranks):
+            self._settle()
+
+    def _prove_if_ready(self) -> None:
+        """Give it a canary once all its ranks have loaded."""
+        ready = self._ready
+        if ready is None or len(self._followers) < len(self.ranks) - 1:
+            return
+        timeout_s = batch_timeout_s(self._wanted_timeout_s, ready.warmup_s)
+        self._held.batch_timeout_s = timeout_s
+        self._canary = Canary(timeout_s)
+        self._give((), None, self._canary.limit_s)
+
+    def _said(self, rank: RankProcess, text: str) -> str:
+        """What is said of one process, and of which where there are several."""
+        return f"rank {rank.number}: {text}" if len(self.ranks) > 1 else text
 
     def _take_answer(self, done: BatchDone) -> None:
         batch = self._held.get(done.id)
@@ -280,31 +323,30 @@ class LocalWorker:
         if self._writer.flush():
             self._loop.remove_writer(self._writer.fd)
 
-    def _on_exit(self) -> None:
-        """The process has ended: read what it wrote before, then settle all that it held."""
-        assert self._process is not None
-        assert self._observed is not None
-        self._loop.remove_reader(self._process.sentinel)
-        if _has_lost_forkserver(self._process):
+    def _note_end(self, rank: RankProcess, cause: Cause, reason: str) -> None:
+        if rank.has_lost_forkserver:
             self._is_our_doing = True
             self._cause = self._cause or "signal"
             self._reason = self._reason or "the process that forks workers ended, and they with it"
-        self._process.join()
-        self._reader.is_dry = False
-        while self._is_unread and not self._reader.is_dry:
-            self._on_readable()  # a process that the worker forked may keep the pipe open
-        self._is_ending = True
-        cause, reason = self._observed.end(self._process.exitcode)
         if self._reason:  # it or we have said why
             self._cause = self._cause or ("exit" if cause == "exit" else "signal")
         else:
-            self._cause, self._reason = cause, reason
-        if trace := self.stacks.take():
-            text = f"{self.id} left its stacks ({self._reason}){self._at_work_on()}"
-            log_line(LogLine(logging.ERROR, __name__, text, trace=trace), {"worker": str(self.id)})
-        last_received = self.heartbeat.last_received
+            self._cause, self._reason = cause, self._said(rank, reason)
         self._fail_start(f"the process ended before it was ready: {self._reason}", permanent=False)
-        self._process.close()
+
+    def _see_others_out(self, grace_s: float) -> None:
+        """None of a group is left behind, and none waits for the one that is gone."""
+        for rank in self.ranks:
+            if not rank.is_gone:
+                if grace_s:
+                    self._loop.call_later(grace_s, rank.signal, signal.SIGKILL)
+                else:
+                    rank.signal(signal.SIGKILL)
+
+    def _settle(self) -> None:
+        """All processes are gone, so nobody reads what the batches lie in: settle all of them."""
+        assert self._cause is not None
+        last_received = self.lead.heartbeat.last_received
         self._close()
         was_at_work = False
         for id, batch in self._held.take_all().items():
@@ -316,34 +358,29 @@ class LocalWorker:
             Ending(cause=self._cause, reason=self._reason, was_at_work=was_at_work)
         )
 
-    def _end(self, reason: str = "") -> None:
-        """No more will be read: make sure that the process goes, if it is not going already."""
-        self._is_ending, self._is_unread = True, False
-        self._loop.remove_reader(self._reader.fd)
-        self._reason = self._reason or reason
-        # At its end of file the process is exiting; a moment later it has no excuse.
-        self._loop.call_later(0.5, self._signal, signal.SIGKILL)
-
     def _fail_start(self, message: str, *, permanent: bool) -> None:
         if not self.started.done():
             self.started.set_exception(WorkerStartError(message, permanent=permanent))
             self.started.exception()  # it is retrieved, even if the start was cancelled
 
     async def _watch(self) -> None:
-        """Look at the process now and then: have it prove itself, and end it when it cannot."""
-        observed = self._observed
-        assert observed is not None
+        """Look at the processes now and then: have them prove themselves, or end them."""
         while True:
             now = time.monotonic()
             wake_at = now + max(0.001, min(_LOOK_S, self._patience_s, self._next_due_s(now)))
             await asyncio.sleep(wake_at - now)
             now = time.monotonic()
-            if now - wake_at > _PAUSE_S:
+            has_paused = now - wake_at > _PAUSE_S
+            if has_paused:
                 self._held.forgive(now - wake_at, now)
             if self._is_ending:
                 return
-            observed.look()
-            if reason := self._held.hang(now):
+            for rank in self.ranks:
+                rank.look()
+            if not has_paused and (silent := self._silent_follower()):
+                self._cause, self._is_our_doing = "hang", True
+                await self.kill(silent, with_stacks=True)
+            elif reason := self._held.hang(now):
                 self._cause = "hang"
                 self._is_our_doing = self._held.is_oldest_canary
                 await self.kill(reason, with_stacks=True)
@@ -351,6 +388,16 @@ class LocalWorker:
                 await self._retire(f"it failed on a sample of its own: {self._canary.failure}")
             elif self._is_canary_due(now) and not self._held:
                 self._give((), None, self._canary.limit_s)
+
+    def _silent_follower(self) -> str:
+        """What to say of a rank that should wait for the lead's calls, and shows no sign of it."""
+        if not self.started.done() or self._held.is_any_begun:
+            return ""
+        for rank in self.ranks[1:]:
+            if rank.heartbeat.age_s > self._patience_s:
+                text = f"hung: it was idle, and showed no sign of life for {self._patience_s:g} s"
+                return self._said(rank, text)
+        return ""
 
     def _is_canary_due(self, now: float) -> bool:
         return self.started.done() and now - self._proven_at >= self._canary.every_s
@@ -382,11 +429,11 @@ class LocalWorker:
             await self.kill(reason, with_stacks=True)
 
     async def _log_stacks(self, reason: str) -> None:
-        assert self._observed is not None
-        at_work = self._at_work_on()
-        state, trace = await self.stacks.ask(self._observed.pid)
-        text = f"{self.id} {reason}{at_work}; it is {state}: killing it"
-        log_line(LogLine(logging.ERROR, __name__, text, trace=trace), {"worker": str(self.id)})
+        at_work_on = self._at_work_on()
+        await asyncio.gather(*(rank.log_stacks(reason, at_work_on) for rank in self._living()))
+
+    def _living(self) -> Iterator[RankProcess]:
+        return (rank for rank in self.ranks if not rank.is_gone)
 
     def _at_work_on(self) -> str:
         """The requests that it is computing, for a log line."""
@@ -398,8 +445,8 @@ class LocalWorker:
         return f", at work on {named}" + (f" and {more} more" if more > 0 else "")
 
     def _signal(self, signum: int) -> None:
-        if self._observed is not None:
-            self._observed.signal(signum)
+        for rank in self._living():
+            rank.signal(signum)
 
     async def _is_gone_within(self, timeout_s: float) -> bool:
         done, _ = await asyncio.wait([self._gone], timeout=timeout_s)
@@ -408,20 +455,10 @@ class LocalWorker:
     def _close(self) -> None:
         if self._watching is not None:
             self._watching.cancel()
-        if self._process is not None:
+        if self.lead.is_attached:
             self._loop.remove_writer(self._writer.fd)
-            self._loop.remove_reader(self._reader.fd)
+        for rank in self.ranks:
+            rank.close()
         self.inbox.close()
-        self.outbox.close()
-        self.stacks.close()
-        self.heartbeat.close()
+        self.wiring.close()
         self.outputs.close()
-
-
-def _has_lost_forkserver(process: BaseProcess) -> bool:
-    """Whether a process that has ended has nobody left to report how: its sentinel has no code."""
-    if not isinstance(process, ForkServerProcess):
-        return False
-    num_bytes = array("i", [0])
-    fcntl.ioctl(process.sentinel, termios.FIONREAD, num_bytes)
-    return num_bytes[0] == 0

@@ -10,6 +10,7 @@ import msgspec
 
 from models.spec import TensorHeader, TensorSpec
 from models.speed.names import SpeedReport
+from models.split.report import Part, SplitReport
 
 Kind = Literal["image", "bytes", "json", "tensors"]
 """As `models.base.Kind`, which the front end cannot import without torch."""
@@ -114,6 +115,19 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     """The process was forked from a server that had torch in memory already."""
     speed: SpeedReport
     """Which preset it serves with."""
+    part: Part | None = None
+    """What its lead holds, if it is split."""
+    split: SplitReport | None = None
+    """How it is split, if it is."""
+
+
+class RankReady(msgspec.Struct, frozen=True, array_like=True, tag="rank ready"):
+    """A follower to the front end, once: its part is loaded, and it waits for its lead's calls."""
+
+    device: str
+    """As in `Ready`."""
+    part: Part
+    """What it holds."""
 
 
 class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
@@ -144,4 +158,4 @@ class LogLine(msgspec.Struct, frozen=True, array_like=True, tag="log"):
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError)
 """All that msgspec raises on bytes that are no message; the second is none of its own."""
 
-FromWorker = BatchDone | Leaving | LogLine | Progress | Ready | StartFailed
+FromWorker = BatchDone | Leaving | LogLine | Progress | RankReady | Ready | StartFailed

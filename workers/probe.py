@@ -56,7 +56,7 @@ def _measure(order: Mapping[str, Any]) -> dict[str, object]:
     import torch
 
     from models.spec import Placement
-    from workers.process import pin
+    from workers.own_process import pin
 
     placement = msgspec.convert(order["placement"], Placement)
     pin(placement)

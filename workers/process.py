@@ -5,44 +5,36 @@ for the next one and prepares it, so that preparation and computation overlap; a
 in microseconds is served by the main thread alone, since a hand-over would cost more than it gains.
 """
 
-import contextlib
 import gc
 import logging
 import os
-import signal
 import sys
 import time
-import traceback
-import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
 from mmap import mmap
 from pathlib import Path
-from types import FrameType
 
 import torch
 
-from models.errors import ModelError
-from models.registry import build
-from models.spec import Placement
 from models.speed.choose import SpeedWish, choose
-from workers.allocator import SpareMemory, give_back, keep_large_buffers
+from models.split.network import load_model
+from workers.allocator import SpareMemory, give_back
 from workers.compiling import compile_package
 from workers.compute import Computer, Prepared
 from workers.config import WorkerConfig
-from workers.guard import die_with_front_end, die_with_parent, give_way_for_memory
+from workers.group import Group
 from workers.heartbeat import Heartbeat
-from workers.log_lines import LineHandler, printable
-from workers.messages import BatchDone, ItemRef, Leaving, Progress, Ready, StartFailed
+from workers.messages import BatchDone, ItemRef, Progress, Ready
 from workers.outputs import OutputStore
+from workers.own_process import build_model, failing_as_told, leave_device, name_of, pin, set_up
+from workers.wiring import RankEnds
 from workers.worker_queue import WorkerQueue
 
 logger = logging.getLogger(__name__)
 
-EXIT_ACCELERATOR = 70
-"""The device's context is lost (EX_SOFTWARE in sysexits.h)."""
 _OVERLAP_PAYS_S = 0.001
 """A computation shorter than this is not worth preparing the next batch in another thread."""
 _BEAT_S = 1.0
@@ -55,6 +47,7 @@ def main(
     arena: mmap,
     row: mmap,
     region: mmap,
+    ends: RankEnds | None,
 ) -> None:
     """Run one incarnation, from its first instruction to its exit.
 
@@ -65,37 +58,28 @@ def main(
         arena: The payloads, mapped read-only.
         row: The heartbeat, mapped for writing.
         region: Large outputs, mapped for writing.
+        ends: How it reaches the other ranks, whose lead it is; None if it is alone.
     """
     heartbeat = Heartbeat(row)
     outputs = OutputStore(region)
-    _guard(heartbeat)
     inbox.receive_only()
-    outbox.send_only()
-    _log_to(outbox)
-    try:
-        pin(config.placement)
-        computer, ready = _load(config, outbox, heartbeat, outputs)
-    except ModelError as error:
-        outbox.put(StartFailed(printable(str(error)), permanent=True))
-        return
-    except Exception as error:
-        logger.exception("loading failed")
-        last = traceback.format_exception_only(error)[-1].strip()
-        outbox.put(StartFailed(printable(f"loading failed: {last}"), permanent=False))
-        return
+    set_up(heartbeat, outbox)
+    with failing_as_told(outbox):
+        pin(config.placement.for_rank(0))
+        group = Group(ends, config.placement) if ends else None
+        computer, ready = _load(config, outbox, heartbeat, outputs, group)
     give_back()  # what loading and choosing a preset have left
     gc.freeze()  # what is loaded now stays: later collections need not walk through it
     heartbeat.beat()  # from now on silence means a hang, and the last sign was before the loading
     outbox.put(ready)
     try:
         Loop(computer, inbox, outbox, memoryview(arena), heartbeat, outputs).run()
+        if group is not None:
+            group.let_go()
     except (EOFError, BrokenPipeError):
         os._exit(0)  # the front end is gone: nobody is left to tell
     except torch.AcceleratorError as error:
-        logger.critical("the device's context is lost", exc_info=True)
-        first_line = str(error).partition("\n")[0]
-        outbox.put(Leaving("device", printable(f"the device's context is lost: {first_line}")))
-        os._exit(EXIT_ACCELERATOR)
+        leave_device(error, outbox)
     except SystemExit as error:
         os._exit(error.code if isinstance(error.code, int) else 1)
     except BaseException:
@@ -202,32 +186,17 @@ class Loop:
         )
 
 
-def pin(placement: Placement) -> None:
-    """Bind this process to its devices, cores and threads, before CUDA is initialised."""
-    assert not torch.cuda.is_initialized(), "CUDA must not be initialised before pinning"
-    if placement.visible:
-        os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(placement.visible)
-    elif placement.devices == ("cpu",):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    if placement.cpus and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, placement.cpus)
-    torch.set_num_threads(placement.num_threads)
-    with contextlib.suppress(RuntimeError):  # a user's module has set it, or has begun to work
-        torch.set_num_interop_threads(1)
-    keep_large_buffers()
-    if placement.memory_fraction is not None:
-        torch.cuda.set_per_process_memory_fraction(placement.memory_fraction, placement.devices[0])
-
-
 def _load(
-    config: WorkerConfig, outbox: WorkerQueue, heartbeat: Heartbeat, outputs: OutputStore
+    config: WorkerConfig,
+    outbox: WorkerQueue,
+    heartbeat: Heartbeat,
+    outputs: OutputStore,
+    group: Group | None,
 ) -> tuple[Computer, Ready]:
     began = time.monotonic()
     outbox.put(Progress(f"loading {config.model.source}"))
-    model = build(config.model.source, config.model.weights, dict(config.model.options))
-    model.max_image_pixels = config.max_image_pixels
-    model.load(config.placement)
+    model = build_model(config, group)
+    load_model(model, config.placement)
     wish = SpeedWish(
         speed=config.speed,
         max_batch_size=config.max_batch_size,
@@ -255,36 +224,11 @@ def _load(
         pid=os.getpid(),
         inputs=list(model.inputs),
         outputs=list(model.outputs),
-        device=torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
+        device=name_of(device),
         load_s=time.monotonic() - began - speed.measured_s,
         warmup_s=warmup_s,
         preloaded="workers.preload" in sys.modules,
         speed=speed,
+        part=model.split_network.part if model.split_network else None,
+        split=model.split_network.report if model.split_network else None,
     )
-
-
-def _guard(heartbeat: Heartbeat) -> None:
-    forkserver = sys.modules.get("workers.forkserver_guard")
-    die_with_parent(forkserver.FORKSERVER_PID if forkserver else os.getppid())
-    die_with_front_end()
-    give_way_for_memory()
-    # Ctrl-C and a stop of the whole cgroup reach workers too; the front end alone decides.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    def leave(signum: int, frame: FrameType | None) -> None:
-        if heartbeat.must_leave:
-            raise SystemExit(0)
-
-    signal.signal(signal.SIGTERM, leave)
-
-
-def _log_to(outbox: WorkerQueue) -> None:
-    root = logging.getLogger()
-    root.handlers = [LineHandler(outbox.put)]
-    root.setLevel(logging.INFO)
-    logging.captureWarnings(True)
-    # Payloads are mapped read-only on purpose, and `Item.tensors` copies for those who write.
-    warnings.filterwarnings("ignore", message="The given buffer is not writable")
-    # What Pillow says of damaged metadata is a client's matter, and would fill the log.
-    warnings.filterwarnings("ignore", module="PIL")
-    logging.getLogger("PIL").setLevel(logging.CRITICAL)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from workers.allocator import give_back
-from workers.groups import signature_of
+from workers.shapes import signature_of
 
 _MAX_SIGNATURES = 256
 _GOOD_BATCHES = 100

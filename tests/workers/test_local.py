@@ -308,7 +308,7 @@ def test_batch_is_not_blamed_for_an_end_that_others_cause(engine: LocalEngine, p
 
 async def until_begun(worker: LocalWorker) -> None:
     until = time.monotonic() + 10
-    while worker.heartbeat.last_received < 2:  # the first is a canary
+    while worker.lead.heartbeat.last_received < 2:  # the first is a canary
         assert time.monotonic() < until
         await asyncio.sleep(0.01)
 
@@ -429,7 +429,7 @@ def test_worker_killed_in_the_middle_of_an_answer_loses_that_batch_alone(
         worker = await started(engine)
         batch = worker.run([put({"n": 1}, parameters=b'{"big": 1}')])
         # This loop reads nothing meanwhile, and the answer is larger than the pipe.
-        wait_for_bytes(worker.outbox.reader.fileno())
+        wait_for_bytes(worker.lead.outbox.reader.fileno())
         os.kill(pid_of(worker), signal.SIGKILL)
         with pytest.raises(WorkerLostError) as lost:
             await batch

@@ -10,8 +10,8 @@ import torch
 
 from models.base import Features, Item, Model
 from workers.compute import Computer
-from workers.groups import grouped
 from workers.messages import ItemError, ItemRef
+from workers.shapes import grouped
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,60 @@
+"""All that a rank runs which follows another: load its part, and compute it whenever it is called.
+
+It knows nothing of batches and requests: the lead of its group does, and calls it by way of the
+network that both have parts of.
+"""
+
+import gc
+import logging
+import os
+from mmap import mmap
+
+import torch
+
+from models.split.network import load_model, serve
+from workers.allocator import give_back
+from workers.config import WorkerConfig
+from workers.group import Group
+from workers.heartbeat import Heartbeat
+from workers.log_lines import printable
+from workers.messages import Leaving, RankReady
+from workers.own_process import build_model, failing_as_told, leave_device, name_of, pin, set_up
+from workers.wiring import RankEnds
+from workers.worker_queue import WorkerQueue
+
+logger = logging.getLogger(__name__)
+
+
+def main(config: WorkerConfig, outbox: WorkerQueue, row: mmap, ends: RankEnds) -> None:
+    """Run one rank of an incarnation, from its first instruction to its exit.
+
+    Args:
+        config: What to serve and where, as the lead has it.
+        outbox: Messages to the front end.
+        row: The heartbeat, mapped for writing.
+        ends: How it reaches the other ranks.
+    """
+    heartbeat = Heartbeat(row)
+    set_up(heartbeat, outbox)
+    with failing_as_told(outbox):
+        pin(config.placement.for_rank(ends.rank))
+        model = build_model(config, Group(ends, config.placement))
+        load_model(model, config.placement)
+        assert model.split_network is not None
+        device = config.placement.devices[ends.rank]
+        ready = RankReady(name_of(device), model.split_network.part)
+    give_back()
+    gc.freeze()  # what is loaded now stays: later collections need not walk through it
+    heartbeat.beat()
+    outbox.put(ready)
+    try:
+        serve(model, heartbeat.beat)
+        os._exit(0)
+    except (BrokenPipeError, SystemExit):
+        os._exit(0)  # the front end is gone, or no longer waits
+    except torch.AcceleratorError as error:
+        leave_device(error, outbox)
+    except BaseException as error:
+        logger.critical("the part of rank %d failed", ends.rank, exc_info=True)
+        outbox.put(Leaving("exit", printable(f"its part failed: {type(error).__name__}: {error}")))
+        os._exit(1)

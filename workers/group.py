@@ -1,0 +1,132 @@
+"""The ranks of a split replica, as each of them reaches the others. Worker processes only.
+
+Messages cross private pipes; their tensors follow by `torch.distributed`, whose NCCL or gloo is
+told nothing before both sides know what comes. A rank that finds another one gone does nothing
+about it: the front end sees each death at once, and ends the whole group.
+"""
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import NoReturn
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from models.spec import Placement, Split
+from workers.wiring import RankEnds
+
+logger = logging.getLogger(__name__)
+
+_LOOPBACK = "lo"
+_FOREVER = timedelta(days=365)
+"""The front end ends what hangs: no timeout of a collective must come before that."""
+_MAX_UNDER_WAY = 64
+"""Sent tensors that are kept; those before them were received long ago."""
+_KILLED_WITHIN_S = 5.0
+"""A rank that has lost another is killed by the front end long before."""
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(tuple[object, list[tuple[str, tuple[int, ...]]]]).decode
+_FAREWELL = b""
+
+
+class Group:
+    """This process's `models.split.ranks.Ranks`."""
+
+    def __init__(self, ends: RankEnds, placement: Placement) -> None:
+        """Meet the other ranks; CUDA may be initialised from here on.
+
+        Args:
+            ends: What reaches them.
+            placement: Of the replica; each rank has pinned itself to its own part.
+        """
+        assert placement.split is not None, "only a split replica has several ranks"
+        self.rank, self.size = ends.rank, ends.num_ranks
+        self.split: Split = placement.split
+        self.device = torch.device(placement.devices[self.rank])
+        self._ends = ends
+        self._under_way: deque[tuple[dist.Work | None, Tensor]] = deque()
+        backend = backend_for(placement.devices)
+        self._is_staged = self.device.type == "cuda" and backend == "gloo"
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        # All ranks are of this host, whose name need not mean any address.
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = _LOOPBACK
+        store = torch.distributed.FileStore(str(ends.meeting), self.size)  # type: ignore[attr-defined]  # its module does not export it
+        dist.init_process_group(
+            backend, store=store, rank=self.rank, world_size=self.size, timeout=_FOREVER
+        )
+
+    def send(self, to: int, message: object, tensors: Sequence[Tensor] = ()) -> None:
+        """See `Ranks`."""
+        sent = [self._outgoing(tensor) for tensor in tensors]
+        shapes = [(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in sent]
+        try:
+            self._ends.writers[to].send_bytes(_encode((message, shapes)))
+            for tensor in sent:
+                if tensor.numel():
+                    self._under_way.append((dist.isend(tensor, to), tensor))
+            while len(self._under_way) > _MAX_UNDER_WAY:
+                self._wait_for_oldest()
+        except (OSError, RuntimeError) as error:
+            self._lose(to, error)
+
+    def receive(self, source: int, timeout_s: float | None = None) -> tuple[object, list[Tensor]]:
+        """See `Ranks`."""
+        reader = self._ends.readers[source]
+        try:
+            if not reader.poll(timeout_s):
+                raise TimeoutError(f"no message of rank {source} within {timeout_s:g} s")
+            frame = reader.recv_bytes()
+            if frame != _FAREWELL:
+                message, shapes = _decode(frame)
+                return message, [self._incoming(source, *shape) for shape in shapes]
+        except TimeoutError:
+            raise
+        except (EOFError, OSError, RuntimeError) as error:
+            self._lose(source, error)
+        raise EOFError("the lead has no more calls")
+
+    def let_go(self) -> None:
+        """Tell those that follow this rank that there are no more calls."""
+        for rank in range(1, self.size):
+            try:
+                self._ends.writers[rank].send_bytes(_FAREWELL)
+            except OSError as error:
+                logger.debug("rank %d is gone before it was let go: %s", rank, error)
+
+    def _outgoing(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach().to("cpu" if self._is_staged else self.device)
+        return tensor.contiguous()
+
+    def _incoming(self, source: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
+        device = "cpu" if self._is_staged else self.device
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        if tensor.numel():
+            dist.recv(tensor, source)
+        return tensor.to(self.device)
+
+    def _wait_for_oldest(self) -> None:
+        work, _ = self._under_way.popleft()
+        if work is not None:
+            work.wait()
+
+    def _lose(self, rank: int, error: Exception) -> NoReturn:
+        """Wait for the front end, which knows by now, and says better why that rank is gone."""
+        logger.debug("rank %d is gone: %s", rank, error)
+        time.sleep(_KILLED_WITHIN_S)
+        os._exit(1)
+
+
+def backend_for(devices: Sequence[str]) -> str:
+    """What carries tensors between these devices.
+
+    NCCL takes no two ranks on one GPU: those go by way of the host's memory.
+    """
+    on_gpus = all(device.startswith("cuda") for device in devices)
+    return "nccl" if on_gpus and len(set(devices)) == len(devices) else "gloo"

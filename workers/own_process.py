@@ -1,0 +1,131 @@
+"""What every process of a worker does before and around its work. Worker processes only.
+
+It ties its life to the front end's, binds itself to its device and cores, sends its log, and says
+for what reason it could not start.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+import torch
+
+from models.base import Model
+from models.errors import ModelError
+from models.registry import build
+from models.spec import Placement
+from workers.allocator import keep_large_buffers
+from workers.config import WorkerConfig
+from workers.group import Group
+from workers.guard import die_with_front_end, die_with_parent, give_way_for_memory
+from workers.heartbeat import Heartbeat
+from workers.log_lines import LineHandler, printable
+from workers.messages import Leaving, StartFailed
+from workers.worker_queue import WorkerQueue
+
+logger = logging.getLogger(__name__)
+
+EXIT_ACCELERATOR = 70
+"""The device's context is lost (EX_SOFTWARE in sysexits.h)."""
+
+
+def set_up(heartbeat: Heartbeat, outbox: WorkerQueue) -> None:
+    """Die with the front end, leave signals to it, and have it write this process's log."""
+    _guard(heartbeat)
+    outbox.send_only()
+    _log_to(outbox)
+
+
+def pin(placement: Placement) -> None:
+    """Bind this process to its devices, cores and threads, before CUDA is initialised."""
+    assert not torch.cuda.is_initialized(), "CUDA must not be initialised before pinning"
+    if placement.visible:
+        os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(placement.visible)
+    elif placement.devices == ("cpu",):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if placement.cpus and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, placement.cpus)
+    torch.set_num_threads(placement.num_threads)
+    with contextlib.suppress(RuntimeError):  # a user's module has set it, or has begun to work
+        torch.set_num_interop_threads(1)
+    keep_large_buffers()
+    if placement.memory_fraction is not None:
+        torch.cuda.set_per_process_memory_fraction(placement.memory_fraction, placement.devices[0])
+
+
+def build_model(config: WorkerConfig, group: Group | None) -> Model:
+    """Make the model, ready to be loaded by this rank.
+
+    Raises:
+        ModelError: It cannot be made.
+    """
+    model = build(config.model.source, config.model.weights, dict(config.model.options))
+    model.max_image_pixels = config.max_image_pixels
+    model.ranks = group
+    model.split_cuts = config.cuts
+    return model
+
+
+@contextmanager
+def failing_as_told(outbox: WorkerQueue) -> Iterator[None]:
+    """End this process, and tell the front end why, if what is done here fails."""
+    try:
+        yield
+    except ModelError as error:
+        outbox.put(StartFailed(printable(str(error)), permanent=True))
+    except Exception as error:
+        logger.exception("loading failed")
+        last = traceback.format_exception_only(error)[-1].strip()
+        outbox.put(StartFailed(printable(f"loading failed: {last}"), permanent=False))
+    else:
+        return
+    os._exit(1)
+
+
+def leave_device(error: torch.AcceleratorError, outbox: WorkerQueue) -> NoReturn:
+    """End this process, whose device's context is lost."""
+    logger.critical("the device's context is lost", exc_info=error)
+    first_line = str(error).partition("\n")[0]
+    outbox.put(Leaving("device", printable(f"the device's context is lost: {first_line}")))
+    os._exit(EXIT_ACCELERATOR)
+
+
+def name_of(device: str) -> str:
+    """The device as a person knows it."""
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+
+
+def _guard(heartbeat: Heartbeat) -> None:
+    forkserver = sys.modules.get("workers.forkserver_guard")
+    die_with_parent(forkserver.FORKSERVER_PID if forkserver else os.getppid())
+    die_with_front_end()
+    give_way_for_memory()
+    # Ctrl-C and a stop of the whole cgroup reach workers too; the front end alone decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def leave(signum: int, frame: FrameType | None) -> None:
+        if heartbeat.must_leave:
+            raise SystemExit(0)
+
+    signal.signal(signal.SIGTERM, leave)
+
+
+def _log_to(outbox: WorkerQueue) -> None:
+    root = logging.getLogger()
+    root.handlers = [LineHandler(outbox.put)]
+    root.setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    # Payloads are mapped read-only on purpose, and `Item.tensors` copies for those who write.
+    warnings.filterwarnings("ignore", message="The given buffer is not writable")
+    # What Pillow says of damaged metadata is a client's matter, and would fill the log.
+    warnings.filterwarnings("ignore", module="PIL")
+    logging.getLogger("PIL").setLevel(logging.CRITICAL)
