@@ -214,6 +214,8 @@ class Pool:
         if slot.config.speed != "exact" or slot.config.decode == "fast":
             self._tell_speed(slot, ready.speed)
             slot.config = replace(slot.config, chosen=ready.speed)  # for its next life
+        if ready.split is not None:
+            slot.config = replace(slot.config, cuts=ready.split.cuts)
         self._on_change()
 
     def on_gone(self, handle: WorkerHandle) -> None:

@@ -73,6 +73,8 @@ class Group:
                     self._under_way.append((dist.isend(tensor, to), tensor))
             while len(self._under_way) > _MAX_UNDER_WAY:
                 self._wait_for_oldest()
+        except torch.AcceleratorError:
+            raise
         except (OSError, RuntimeError) as error:
             self._lose(to, error)
 
@@ -86,7 +88,7 @@ class Group:
             if frame != _FAREWELL:
                 message, shapes = _decode(frame)
                 return message, [self._incoming(source, *shape) for shape in shapes]
-        except TimeoutError:
+        except (TimeoutError, torch.AcceleratorError):
             raise
         except (EOFError, OSError, RuntimeError) as error:
             self._lose(source, error)
@@ -118,7 +120,8 @@ class Group:
 
     def _lose(self, rank: int, error: Exception) -> NoReturn:
         """Wait for the front end, which knows by now, and says better why that rank is gone."""
-        logger.debug("rank %d is gone: %s", rank, error)
+        level = logging.DEBUG if isinstance(error, EOFError | OSError) else logging.ERROR
+        logger.log(level, "rank %d cannot be reached: %s", rank, error)
         time.sleep(_KILLED_WITHIN_S)
         os._exit(1)
 

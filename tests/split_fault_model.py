@@ -1,0 +1,65 @@
+"""The model whose behaviour is chosen by its input, as a replica of several ranks."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from models.base import Features, Item
+from models.spec import Placement
+from models.split.network import LoadIsOver
+from models.split.ranks import Ranks
+from models.split.report import Part, SplitReport
+from tests.fault_model import ACTS, FaultModel
+
+
+class SplitFaultModel(FaultModel):
+    """As `FaultModel`, with {"rank": number}: which of its ranks is to act; the lead by default."""
+
+    def load(self, placement: Placement) -> None:
+        assert self.ranks is not None
+        super().load(placement)
+        self.split_network = FaultNetwork(self.ranks, self._act)
+        if self.ranks.rank:
+            raise LoadIsOver
+
+    def preprocess(self, item: Item) -> Features:
+        value = item.json()
+        rank = value.get("rank", 0) if isinstance(value, dict) else 0
+        return {"rank": torch.tensor(rank), **super().preprocess(item)}
+
+    def forward(self, batch: Features) -> Features:
+        assert self.split_network is not None
+        theirs_B = batch["rank"] > 0
+        x_BA = batch["x"].clone()
+        self.split_network(torch.where(theirs_B, x_BA[:, 1], 0), batch["rank"])
+        x_BA[theirs_B, 1] = ACTS.index("ok")
+        return super().forward({"x": x_BA})
+
+
+class FaultNetwork:
+    """Each rank does what it is told to, and all of them answer the lead."""
+
+    def __init__(self, ranks: Ranks, act: Callable[[str], None]) -> None:
+        self._ranks = ranks
+        self._act = act
+        self.part = Part(ranks.rank, 4 * ranks.rank, f"part {ranks.rank}")
+        self.report = SplitReport(("here",), "as told")
+
+    def __call__(self, *args: object) -> object:
+        acts, ranks = args
+        assert isinstance(acts, Tensor)
+        assert isinstance(ranks, Tensor)
+        for rank in range(1, self._ranks.size):
+            self._ranks.send(rank, "do", [acts[ranks == rank]])
+        for rank in range(1, self._ranks.size):
+            message, (count,) = self._ranks.receive(rank)
+            assert message == "done"
+            assert int(count) == int((ranks == rank).sum())
+        return None
+
+    def serve_next(self, timeout_s: float) -> None:
+        _, (acts,) = self._ranks.receive(0, timeout_s)
+        for act in acts.tolist():
+            self._act(ACTS[act])
+        self._ranks.send(0, "done", [torch.tensor(len(acts))])
