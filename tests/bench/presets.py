@@ -25,7 +25,7 @@ from models.vision import Classifier
 from tests.bench.processes import BenchError
 from tests.bench.report import Spread, Steps, save, spread, table
 from tests.bench.rounds import Plan
-from workers.process import pin
+from workers.own_process import pin
 
 HELP = "exact against each speed preset, in speed and in answers"
 _SOURCES = "efficientnet_lite0,torchvision:resnet18,torchvision:mobilenet_v3_small"

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from models.spec import Placement
-from workers.process import pin
+from workers.own_process import pin
 
 
 def test_share_of_the_memory_is_bounded_on_the_device_of_the_process(
