@@ -13,31 +13,52 @@ def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
 
     Its buffers are as they are built: some have values that no checkpoint keeps.
     """
-    with _parameters_on_meta():
+    with replacing_parameters(without_values):
         return build()
 
 
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Put every parameter on the meta device as soon as a module gets it, before it has values.
+def without_values(parameter: nn.Parameter) -> nn.Parameter:
+    """Make one like it on the meta device."""
+    empty = torch.empty_like(parameter, device="meta")
+    return nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
-    Not the default device of torch, since buffers are to stay. One parameter at a time has memory,
-    and none is written to. In one thread of a process only.
+
+@contextmanager
+def replacing_parameters(
+    replace: Callable[[nn.Parameter], nn.Parameter],
+    replace_copy: Callable[[nn.Parameter, nn.Parameter], nn.Parameter] = lambda old, new: new,
+) -> Iterator[None]:
+    """Replace every parameter as soon as a module gets it, before it has values.
+
+    Those that come of copying a module are not registered, but go to `replace_copy`, behind what
+    they are a copy of.
+
+    Not by the default device of torch, since buffers are to stay. If all are replaced, one at a
+    time has memory, and none is written to. In one thread of a process only.
     """
     register = nn.Module.register_parameter
-    known = WeakIdKeyDictionary()  # what two modules share, they share on the meta device too
+    known = WeakIdKeyDictionary()  # what two modules share, they share afterwards too
 
-    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    def register_another(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is None or param.is_meta or nn.parameter.is_lazy(param):
             register(self, name, param)
             return
         if param not in known:
-            empty = torch.empty_like(param, device="meta")
-            known[param] = nn.Parameter(empty, requires_grad=param.requires_grad)
+            known[param] = replace(param)
         register(self, name, known[param])
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]  # and back again
+    def copy_another(self: nn.Parameter, memo: dict[int, object]) -> object:
+        is_new = id(self) not in memo
+        copied = copy(self, memo)  # type: ignore[no-untyped-call]
+        if is_new:
+            memo[id(self)] = copied = replace_copy(self, copied)
+        return copied
+
+    copy = nn.Parameter.__deepcopy__
+    nn.Parameter.__deepcopy__ = copy_another  # type: ignore[assignment,method-assign]  # and back again
+    nn.Module.register_parameter = register_another  # type: ignore[method-assign]  # and back again
     try:
         yield
     finally:
+        nn.Parameter.__deepcopy__ = copy  # type: ignore[method-assign]  # as above
         nn.Module.register_parameter = register  # type: ignore[method-assign]  # as above

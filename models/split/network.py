@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from models.checkpoint import load_weights
 from models.errors import ModelError
 from models.spec import Placement
+from models.split.pipeline import load_pipeline
 from models.split.ranks import Ranks
 from models.split.report import Part, SplitReport
 from models.split.tensor import load_tensor_parallel
@@ -134,4 +135,6 @@ def _load_split(
 ) -> SplitNetwork:
     if ranks.split == "tensor":
         return load_tensor_parallel(model, ranks, build, weights)
-    raise ModelError("pipelines are not there yet")
+    return load_pipeline(
+        ranks, build, weights, example, split_points=model.split_points, known_cuts=model.split_cuts
+    )

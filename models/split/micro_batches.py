@@ -1,0 +1,62 @@
+"""How many pieces a batch goes through a pipeline in: found by measuring. On the lead.
+
+With one piece each stage waits for the one before it; with many each piece costs its messages, and
+small ones compute less efficiently. Which number is best depends on the network, on the devices and
+on the batch, so each is tried in the service itself: the answers are the same.
+"""
+
+from dataclasses import dataclass, field
+
+_MAX_PIECES = 16
+_NUM_TRIALS = 3
+"""Of each number, before one is chosen; the first of them is not counted."""
+_TRY_AGAIN = 100
+"""Batches between looks at whether another number would be better by now."""
+_WEIGHT = 0.2
+"""Of a new measurement."""
+
+
+@dataclass(slots=True)
+class _Size:
+    """What is known of batches of about one size."""
+
+    num_calls: int = 0
+    num_trials: dict[int, int] = field(default_factory=dict)
+    row_s: dict[int, float] = field(default_factory=dict)
+    """By the number of pieces."""
+
+
+class MicroBatches:
+    """Chooses the number of pieces for batches of each size."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, _Size] = {}
+
+    def choose(self, num_rows: int) -> int:
+        """Say into how many pieces a batch is to be cut; a power of two."""
+        size = self._sizes.setdefault(num_rows.bit_length(), _Size())
+        size.num_calls += 1
+        choices = [n for n in (1, 2, 4, 8, _MAX_PIECES) if n <= max(num_rows, 1)]
+        for number in choices:
+            if size.num_trials.get(number, 0) < _NUM_TRIALS:
+                return number
+        best = min(choices, key=lambda number: size.row_s[number])
+        if size.num_calls % _TRY_AGAIN:
+            return best
+        place = choices.index(best)
+        near = [n for n in choices if n != best and abs(choices.index(n) - place) == 1]
+        return near[size.num_calls // _TRY_AGAIN % len(near)] if near else best
+
+    def note(self, num_rows: int, num_pieces: int, seconds: float) -> None:
+        """Remember how long a batch took."""
+        size = self._sizes[num_rows.bit_length()]
+        num_trials = size.num_trials.get(num_pieces, 0) + 1
+        size.num_trials[num_pieces] = num_trials
+        row_s = seconds / max(num_rows, 1)
+        known = size.row_s.get(num_pieces)
+        if num_trials <= 2 or known is None:
+            size.row_s[num_pieces] = row_s
+        elif num_trials <= _NUM_TRIALS:
+            size.row_s[num_pieces] = min(known, row_s)
+        else:
+            size.row_s[num_pieces] = known + _WEIGHT * (row_s - known)

@@ -1,0 +1,292 @@
+"""A network as stages on several ranks, each with the memory of its own. Worker processes only.
+
+A batch goes through in pieces, so that a rank computes one while those after it compute the pieces
+before. What a stage makes travels with its message, so shapes may differ from call to call, and a
+stage that raises sends the error on instead: nobody waits for what does not come. This is why it is
+not `torch.distributed.pipelining`'s schedule, which wants fixed shapes and leaves the other ranks
+waiting in a receive.
+"""
+
+import inspect
+import logging
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from models.checkpoint import StoredWeights, check_fit
+from models.errors import ModelError, RankError
+from models.out_of_memory import is_out_of_memory
+from models.split.balance import balanced, sizes_of, times_of
+from models.split.micro_batches import MicroBatches
+from models.split.packing import join_rows, num_rows, pack, split_rows, unpack
+from models.split.ranks import Ranks
+from models.split.report import Part, SplitReport
+from models.split.sketch import Sketch, fill, num_bytes
+from models.split.stages import Course
+
+logger = logging.getLogger(__name__)
+
+_LEAD = 0
+_MAX_MESSAGE_CHARS = 500
+_SLACK = 1.1
+"""What cuts that fewer values cross may cost, in the bytes or in the time of a stage."""
+
+
+class Pipeline:
+    """One rank's stage, and on the lead the way through all of them."""
+
+    def __init__(
+        self, ranks: Ranks, stage: nn.Module, course: Course, part: Part, report: SplitReport
+    ) -> None:
+        self.part = part
+        self.report = report
+        self._ranks = ranks
+        self._stage = stage
+        self._signature = inspect.signature(course.network.forward)
+        self._arguments = course.arguments
+        self._micro_batches = MicroBatches()
+        self._has_rows = True
+        """What it returns has a row for each row that it is given, as far as is known."""
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """Send a batch through all stages."""
+        inputs = self._bound(args, kwargs)
+        rows = num_rows(inputs)
+        if rows is None or not self._has_rows:
+            return self._run([inputs])[0]
+        num_pieces = self._micro_batches.choose(rows)
+        began = time.perf_counter()
+        outputs = self._run(split_rows(inputs, num_pieces))
+        if num_pieces == 1:
+            result = outputs[0]
+        elif sum(num_rows(output) or 0 for output in outputs) == rows:
+            result = join_rows(outputs)
+        else:
+            self._has_rows = False
+            return self._run([inputs])[0]
+        self._micro_batches.note(rows, num_pieces, time.perf_counter() - began)
+        return result
+
+    def serve_next(self, timeout_s: float) -> None:
+        """Compute this stage of a piece, and send on what it yields, or what it raises."""
+        ranks = self._ranks
+        message, tensors = ranks.receive(ranks.rank - 1, timeout_s)
+        assert isinstance(message, list)
+        if message[0] == "values":
+            message, tensors = self._computed(unpack(message[1], tensors, ranks.device))
+        ranks.send((ranks.rank + 1) % ranks.size, message, tensors)
+
+    def _run(self, pieces: Sequence[Any]) -> list[Any]:
+        """Compute the first stage of each piece while the other ranks have those before it."""
+        ranks = self._ranks
+        failed: Exception | None = None
+        num_sent = 0
+        for piece in pieces:
+            try:
+                with torch.inference_mode():
+                    said, tensors = pack(self._stage(*piece), ranks.device)
+            except Exception as error:  # it is raised again, when the others have nothing to do
+                failed = error
+                break
+            ranks.send(1, ["values", said], tensors)
+            num_sent += 1
+        replies = [ranks.receive(ranks.size - 1) for _ in range(num_sent)]
+        if failed is not None:
+            raise failed
+        return [self._output(message, tensors) for message, tensors in replies]
+
+    def _output(self, message: Any, tensors: Sequence[Tensor]) -> Any:
+        if message[0] == "error":
+            _, rank, text, is_shortage = message
+            raise RankError(rank, text, is_out_of_memory=is_shortage)
+        return unpack(message[1], tensors, self._ranks.device)
+
+    def _computed(self, values: Sequence[Any]) -> tuple[object, list[Tensor]]:
+        try:
+            with torch.inference_mode():
+                said, tensors = pack(self._stage(*values), self._ranks.device)
+            return ["values", said], tensors
+        except torch.AcceleratorError as error:
+            if not is_out_of_memory(error):
+                raise  # the context is lost, and this rank with it
+            return self._survived(error), []
+        except Exception as error:  # the network is the user's: it may raise anything
+            return self._survived(error), []
+
+    def _survived(self, error: Exception) -> list[object]:
+        logger.error("stage %d failed", self._ranks.rank, exc_info=error)
+        text = f"{type(error).__name__}: {error}"[:_MAX_MESSAGE_CHARS]
+        is_shortage = is_out_of_memory(error)
+        traceback.clear_frames(error.__traceback__)
+        if torch.cuda.is_initialized():
+            if is_shortage:
+                torch.cuda.empty_cache()
+            else:
+                torch.cuda.synchronize()  # raises if the context is lost
+        return ["error", self._ranks.rank, text, is_shortage]
+
+    def _bound(self, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[object, ...]:
+        """The values of the arguments that the network was traced with, in their order."""
+        bound = self._signature.bind(*args, **kwargs)
+        for name, value in bound.arguments.items():
+            if name not in self._arguments and value != self._signature.parameters[name].default:
+                raise TypeError(
+                    f"the network was cut for calls without {name!r}: have it in the `example` of "
+                    f"`load_network`"
+                )
+        bound.apply_defaults()
+        return tuple(bound.arguments[name] for name in self._arguments)
+
+
+def load_pipeline(
+    ranks: Ranks,
+    build: Callable[[], nn.Module],
+    weights: Path | str | None,
+    example: Sequence[Tensor | None] | Mapping[str, Tensor | None],
+    *,
+    split_points: Sequence[str] = (),
+    known_cuts: Sequence[str] = (),
+) -> Pipeline:
+    """Load this rank's stage of a network; the lead chooses where to cut it.
+
+    All ranks call this. The others wait for the lead, so that what `build` may have to fetch is
+    there for them.
+
+    Args:
+        ranks: This rank and the others.
+        build: Makes the network, the same one each time.
+        weights: A checkpoint to load into it; None leaves it as built.
+        example: What it will be called with.
+        split_points: Where to cut, as the user says.
+        known_cuts: Where it was cut before.
+
+    Raises:
+        ModelError: The network cannot be had, or cannot be cut, on this rank or on another.
+        EOFError: Another rank has failed.
+    """
+    if ranks.rank != _LEAD:
+        plan, _ = ranks.receive(_LEAD)
+        try:
+            pipeline = _load_stage(ranks, build, weights, example, lambda _: _report_of(plan))
+        except ModelError as error:
+            ranks.send(_LEAD, ["failed", str(error)])
+            raise
+        ranks.send(_LEAD, ["loaded"])
+        return pipeline
+
+    def choose(course: Course) -> SplitReport:
+        points = split_points or getattr(course.network, "split_points", ())
+        report = _choose(ranks, course, example, points, known_cuts)
+        course.positions(report.cuts)  # before the others try
+        for rank in range(1, ranks.size):
+            ranks.send(rank, [list(report.cuts), report.note])
+        return report
+
+    pipeline = _load_stage(ranks, build, weights, example, choose)
+    for rank in range(1, ranks.size):
+        reply, _ = ranks.receive(rank)
+        assert isinstance(reply, list)
+        if reply[0] == "failed":
+            raise ModelError(f"rank {rank}: {reply[1]}")
+    return pipeline
+
+
+def _load_stage(
+    ranks: Ranks,
+    build: Callable[[], nn.Module],
+    weights: Path | str | None,
+    example: Sequence[Tensor | None] | Mapping[str, Tensor | None],
+    choose: Callable[[Course], SplitReport],
+) -> Pipeline:
+    sketch = Sketch(build)
+    stored = None if weights is None else StoredWeights(weights)
+    shapes = stored.shapes if stored else {}
+    if stored:
+        check_fit(sketch.network, shapes, stored.path)
+    course = Course(sketch.network, example)
+    report = choose(course)
+    begin, end = course.stages(course.positions(report.cuts))[ranks.rank]
+    stage: fx.GraphModule = course.cut(begin, end)
+    if stored:
+        fill(stage, lambda name: stored.read(name) if name in shapes else None, ranks.device)
+    else:
+        fill(stage, sketch.built_for(stage).get, ranks.device)
+    part = Part(ranks.rank, num_bytes(stage), course.describe(begin, end))
+    return Pipeline(ranks, stage, course, part, report)
+
+
+def _choose(
+    ranks: Ranks,
+    course: Course,
+    example: Sequence[Tensor | None] | Mapping[str, Tensor | None],
+    split_points: Sequence[str],
+    known_cuts: Sequence[str],
+) -> SplitReport:
+    if split_points:
+        if len(split_points) != ranks.size - 1:
+            raise ModelError(
+                f"{ranks.size} stages want {ranks.size - 1} split points, not {len(split_points)}"
+            )
+        return SplitReport(cuts=tuple(split_points), note="cut where the model says")
+    if known_cuts and len(known_cuts) == ranks.size - 1:
+        return SplitReport(cuts=tuple(known_cuts), note="cut as before")
+    sizes = sizes_of(course)
+    times, note = _times(ranks, course, example)
+    positions = _positions(course, sizes, times or sizes, ranks.size)
+    limits = course.stages(positions)
+    shares = [f"{sum(sizes[begin:end]) / 1e6:.1f} MB" for begin, end in limits]
+    if times:
+        shares = [
+            f"{share} in {sum(times[begin:end]) * 1e3:.3g} ms"
+            for share, (begin, end) in zip(shares, limits, strict=True)
+        ]
+    return SplitReport(
+        cuts=tuple(course.names[position] for position in positions),
+        note=f"{note}: {', '.join(shares)}",
+    )
+
+
+def _positions(
+    course: Course, sizes: Sequence[int], costs: Sequence[float], num_stages: int
+) -> list[int]:
+    """Balance, and cut where a single value crosses if that costs little."""
+    places = sorted(position for position in course.names if position)
+    best = balanced(sizes, costs, places, num_stages)
+    narrow = [position for position in places if course.num_crossing(position) == 1]
+    if len(narrow) < num_stages - 1:
+        return best
+    simple = balanced(sizes, costs, narrow, num_stages)
+
+    def largest(values: Sequence[float], positions: Sequence[int]) -> float:
+        return max(sum(values[begin:end]) for begin, end in course.stages(positions))
+
+    is_near = all(
+        largest(values, simple) <= _SLACK * largest(values, best) for values in (sizes, costs)
+    )
+    return simple if is_near else best
+
+
+def _times(
+    ranks: Ranks,
+    course: Course,
+    example: Sequence[Tensor | None] | Mapping[str, Tensor | None],
+) -> tuple[list[float], str]:
+    values = example.values() if isinstance(example, Mapping) else example
+    if not example or any(value is None for value in values):
+        return [], "balanced by bytes, since the shapes of its inputs are not known"
+    try:
+        return times_of(course, example, ranks.device), "balanced by bytes and time"
+    except Exception as error:  # the network is the user's: it may raise anything
+        text = "steps cannot be measured: %s: %s"
+        logger.warning(text, type(error).__name__, error)
+        return [], f"balanced by bytes, since measuring failed with {type(error).__name__}"
+
+
+def _report_of(plan: Any) -> SplitReport:
+    cuts, note = plan
+    return SplitReport(cuts=tuple(cuts), note=note)

@@ -1,0 +1,207 @@
+"""Builds networks of which this process keeps a part, in the memory of that part. Workers only.
+
+A network is first built without its parameters: to see what there is. Those of a part then come
+from a checkpoint, or the network is built again with them.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from models.errors import ModelError
+from models.split.building import replacing_parameters, without_values
+
+logger = logging.getLogger(__name__)
+
+
+class Sketch:
+    """A network whose parameters have names, shapes and dtypes, and no numbers.
+
+    They are on torch's meta device; buffers are real, for they may come from no checkpoint.
+    """
+
+    def __init__(self, build: Callable[[], nn.Module]) -> None:
+        """Build it.
+
+        Args:
+            build: Makes the network, the same one each time. If it fails without numbers, all of
+                them are made.
+
+        Raises:
+            ModelError: As it was raised by `build`.
+        """
+        self._build = build
+        self._registered: list[nn.Parameter] = []
+        """In the order in which they were, which is the same each time."""
+        self._originals: dict[int, int] = {}
+        """Of those that are copies: which they were copied from, by their places in that order."""
+        with torch.random.fork_rng(devices=[]):
+            try:
+                with _mapped_files(), replacing_parameters(self._register, self._register_copy):
+                    network = build()
+            except ModelError:
+                raise
+            except Exception as error:  # the network is the user's: it may raise anything
+                text = "the network cannot be built without its numbers, so all are made: %s: %s"
+                logger.warning(text, type(error).__name__, error)
+                network = build()
+        self.network = network.eval().requires_grad_(False)
+
+    def built_for(self, part: nn.Module) -> dict[str, Tensor]:
+        """Build the network once more, with a part's parameters as they come out of that.
+
+        They are the numbers that the whole network would have: what is left out uses up as many
+        random ones.
+
+        Args:
+            part: Has some of the parameters of the sketch.
+
+        Returns:
+            The part's parameters and buffers, by their names in it.
+
+        Raises:
+            ModelError: It is another network this time.
+        """
+        state = dict(part.state_dict(keep_vars=True))
+        if not any(tensor.is_meta for tensor in state.values()):
+            return state
+        wanted = {id(tensor) for tensor in state.values()}
+        kept = {i for i, each in enumerate(self._registered) if id(each) in wanted}
+        kept |= {original for copied, original in self._originals.items() if copied in kept}
+        found: dict[int, nn.Parameter] = {}
+        """Real ones, by the identity of those of the sketch."""
+        count = 0
+
+        def keep(parameter: nn.Parameter) -> nn.Parameter:
+            nonlocal count
+            index, count = count, count + 1
+            if index not in kept:
+                return without_values(parameter)
+            found[id(self._registered[index])] = parameter
+            return parameter
+
+        with (
+            _mapped_files(),
+            replacing_parameters(keep, lambda _, copied: keep(copied)),
+            _drawing(),
+        ):
+            self._build()
+        if count != len(self._registered):
+            raise ModelError(
+                f"the network was built with {len(self._registered)} parameters at first, and "
+                f"with {count} the second time: it must be the same each time"
+            )
+        return {name: found.get(id(tensor), tensor) for name, tensor in state.items()}
+
+    def _register(self, parameter: nn.Parameter) -> nn.Parameter:
+        self._registered.append(without_values(parameter))
+        return self._registered[-1]
+
+    def _register_copy(self, original: nn.Parameter, copied: nn.Parameter) -> nn.Parameter:
+        places = [i for i, each in enumerate(self._registered) if each is original]
+        if places:
+            # What is copied of a copy is, at last, a copy of what was made.
+            self._originals[len(self._registered)] = self._originals.get(places[0], places[0])
+        return self._register(copied)
+
+
+def fill(part: nn.Module, read: Callable[[str], Tensor | None], device: torch.device) -> None:
+    """Give a part its numbers, one tensor after the other, and put it on its device.
+
+    Args:
+        part: With parameters on the meta device.
+        read: Gives a parameter or a buffer by its name in the part; None leaves it as it is.
+        device: Where it will compute.
+    """
+    made: dict[int, nn.Parameter] = {}
+    """By the identity of what they replace, since several modules may share one."""
+    for prefix, module in part.named_modules():
+        for name, parameter in [*module._parameters.items()]:
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                value = read(_joined(prefix, name))
+                real = parameter if value is None else value
+                real = real.detach().to(device=device, dtype=parameter.dtype)
+                made[id(parameter)] = nn.Parameter(real, requires_grad=False)
+            setattr(module, name, made[id(parameter)])
+        for name, buffer in module._buffers.items():
+            if buffer is not None and (value := read(_joined(prefix, name))) is not None:
+                buffer.copy_(value)
+    part.to(device)
+
+
+def num_bytes(part: nn.Module) -> int:
+    """What the parameters and buffers of a part take, shared ones once."""
+    return sum(tensor.nbytes for tensor in [*part.parameters(), *part.buffers()])
+
+
+class _Drawing(TorchDispatchMode):
+    """Draws as many random numbers for what is on the meta device as if it were real."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types for it
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags and _is_on_meta(args):
+            func(torch.empty_like(args[0], device="cpu"), *args[1:], **kwargs)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _drawing() -> Iterator[None]:
+    """As `_Drawing`, also where torch looks at what was drawn, and draws some of it anew."""
+    draw = nn.init._no_grad_trunc_normal_
+
+    def draw_real(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if tensor.is_meta:
+            draw(torch.empty_like(tensor, device="cpu"), *args, **kwargs)
+            return tensor
+        return draw(tensor, *args, **kwargs)
+
+    nn.init._no_grad_trunc_normal_ = draw_real
+    try:
+        with _Drawing():
+            yield
+    finally:
+        nn.init._no_grad_trunc_normal_ = draw
+
+
+def _is_on_meta(args: tuple[Any, ...]) -> bool:
+    return bool(args) and isinstance(args[0], Tensor) and args[0].is_meta
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+@contextmanager
+def _mapped_files() -> Iterator[None]:
+    """Have `torch.load` map files where it can: what nobody touches takes no memory."""
+    load = torch.load
+
+    def load_mapped(f: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return load(f, *args, **{"mmap": True, **kwargs})
+        except (RuntimeError, ValueError) as error:
+            if "mmap" not in str(error):
+                raise
+        return load(f, *args, **kwargs)  # an old file's format, or something that is no file
+
+    torch.load = load_mapped
+    try:
+        yield
+    finally:
+        torch.load = load
