@@ -114,6 +114,13 @@ class Service:
             for number, config in enumerate(configs)
         ]
 
+    @property
+    def num_processes(self) -> int:
+        """Of all workers: a split replica has several."""
+        return sum(
+            config.placement.num_ranks for configs in self._plans.values() for config in configs
+        )
+
     def start(self) -> None:
         """Begin to start every worker."""
         self._engine = engine = LocalEngine(self.arena)
@@ -313,7 +320,7 @@ def _serve(
     guard = make_guard(settings)
     predict = make_predict(service.pools, settings, guard, service.metrics.model)
     app = make_app(service, predict, guard)
-    limits = edge_limits(settings, len(service.plan))
+    limits = edge_limits(settings, service.num_processes)
     exit_code = 0
 
     def on_stopping(reason: str) -> None:

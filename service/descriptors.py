@@ -1,4 +1,4 @@
-"""File descriptors: a connection costs one, a worker some, and without any nothing can be done."""
+"""File descriptors: a connection costs one, a worker's process some, and nothing is done without."""
 
 import resource
 
@@ -7,8 +7,8 @@ MAX_AUTO_CONNECTIONS = 10_000
 MIN_CONNECTIONS = 8
 _RESERVE = 64
 """For the log, the listener, the arena, the event loop, and connections that are being closed."""
-_RESERVE_PER_WORKER = 12
-"""Its pipes, twice over: those of its successor are open before its own are closed."""
+_RESERVE_PER_PROCESS = 18
+"""Its pipes and memory, twice over: its successor's are open before its own are closed."""
 _ENOUGH = 1 << 20
 """Where there is no limit, one is still made: some libraries walk through all numbers below it."""
 
@@ -30,7 +30,7 @@ def limit_to_be() -> int:
     return max(soft, min(hard, _ENOUGH))
 
 
-def max_connections(limit: int, num_workers: int) -> int:
+def max_connections(limit: int, num_processes: int) -> int:
     """How many connections fit under a limit of descriptors beside all that must work on."""
-    room = limit - _RESERVE - _RESERVE_PER_WORKER * num_workers
+    room = limit - _RESERVE - _RESERVE_PER_PROCESS * num_processes
     return max(MIN_CONNECTIONS, min(room, MAX_AUTO_CONNECTIONS))

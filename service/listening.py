@@ -75,10 +75,10 @@ def tls_context(settings: Settings) -> ssl.SSLContext | None:
     return context
 
 
-def edge_limits(settings: Settings, num_workers: int) -> EdgeLimits:
+def edge_limits(settings: Settings, num_processes: int) -> EdgeLimits:
     """What connections may cost. Raises this process's limit of descriptors for them."""
     num_files = raise_limit()
-    fitting = max_connections(num_files, num_workers)
+    fitting = max_connections(num_files, num_processes)
     wanted = settings.max_connections
     if wanted != "auto" and wanted > fitting:
         logger.warning(

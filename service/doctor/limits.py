@@ -17,7 +17,7 @@ _FRONT_END_AS_BYTES = 4 << 30
 def check_descriptors(facts: Facts, settings: Settings) -> Iterator[Finding]:
     """Each connection takes one, each worker a few."""
     limit = facts.num_files
-    fitting = max_connections(limit, facts.num_workers)
+    fitting = max_connections(limit, facts.num_processes)
     message = f"{limit} open files leave room for {fitting} connections"
     if fitting <= MIN_CONNECTIONS:
         yield error("descriptors", f"{message}, and may be too few for the workers", _MORE_FILES)
@@ -30,7 +30,7 @@ def check_descriptors(facts: Facts, settings: Settings) -> Iterator[Finding]:
 def check_connections(facts: Facts, settings: Settings) -> Iterator[Finding]:
     """What the settings ask for against what fits."""
     wanted = settings.max_connections
-    fitting = max_connections(facts.num_files, facts.num_workers)
+    fitting = max_connections(facts.num_files, facts.num_processes)
     if wanted != "auto" and wanted > fitting:
         yield warning("max_connections", f"{wanted} do not fit: {fitting} do", _MORE_FILES)
 
