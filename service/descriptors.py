@@ -1,4 +1,4 @@
-"""File descriptors: a connection costs one, a worker's process some, and nothing is done without."""
+"""File descriptors: a connection costs one, a worker's process some, and all fails without."""
 
 import resource
 
