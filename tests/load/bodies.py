@@ -1,11 +1,13 @@
-"""What is sent: files, synthetic images or JSON, as bodies with their content types."""
+"""What is sent: files, synthetic images or texts, or JSON, as bodies with their content types."""
 
 import io
 import json
+import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 
 from tests.load.errors import LoadError
 
@@ -28,6 +30,15 @@ _MAX_BYTES = 512 * 2**20
 _NUM_IMAGES = 8
 """Synthetic images that differ, so that no cache on the way answers for the model."""
 _SQUARE = 32
+_NUM_TEXTS = 256
+_TEXT_SIGMA = 0.9
+"""Of the logarithm of their lengths: as questions and paragraphs have together."""
+_MAX_WORDS = 1000
+_VOCABULARY = (
+    "the of and a to in is you that it he was for on are with as his they be at one have this from "
+    "had by no word but what some we can out other were all there when up use your how said each "
+    "she which do their time if will way about many then them write would like so these her long"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +59,8 @@ class Source:
     image: tuple[int, int] | None = None
     """Width and height of synthetic JPEGs."""
     json_text: str | None = None
+    text_words: int | None = None
+    """The median length of synthetic texts."""
     instances: int = 1
     """In each body."""
     seed: int = 0
@@ -60,6 +73,8 @@ class Source:
         """
         if self.image:
             singles = _images(*self.image, self.seed)
+        elif self.text_words is not None:
+            return _texts(self.text_words, self.instances, self.seed)
         elif self.json_text is not None:
             content = self.json_text.encode()
             singles = [Body(content=content, content_type="application/json")]
@@ -120,6 +135,24 @@ def _images(width: int, height: int, seed: int) -> list[Body]:
         Image.fromarray(pixels).save(file, "JPEG", quality=85)
         bodies.append(Body(content=file.getvalue(), content_type="image/jpeg"))
     return bodies
+
+
+def _texts(median: int, num_instances: int, seed: int) -> list[Body]:
+    """Random words, whose lengths are log-normal; those of a body differ."""
+    random = Random(seed)
+    words = _VOCABULARY.split()
+
+    def text() -> str:
+        num_words = round(median * math.exp(random.gauss(0, _TEXT_SIGMA)))
+        return " ".join(random.choices(words, k=min(max(num_words, 1), _MAX_WORDS)))
+
+    return [
+        Body(
+            content=json.dumps({"instances": [text() for _ in range(num_instances)]}).encode(),
+            content_type="application/json",
+        )
+        for _ in range(_NUM_TEXTS)
+    ]
 
 
 def _repeated(body: Body, num: int) -> Body:

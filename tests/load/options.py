@@ -128,6 +128,12 @@ def _add_request(verb: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--image", type=_size, metavar="WxH", help="synthetic JPEGs (the default: 640x480)"
     )
+    what.add_argument(
+        "--text",
+        type=_count,
+        metavar="WORDS",
+        help="synthetic texts, of so many words in the median",
+    )
     what.add_argument("--json", metavar="TEXT", help="a body, as '{\"instances\": [1]}'")
     group.add_argument("--content-type", metavar="TYPE", help="of --body; default: by suffix")
     group.add_argument(
@@ -202,12 +208,13 @@ def _whole_url(text: str, model: str | None) -> str:
 
 
 def _source(args: argparse.Namespace) -> Source:
-    is_default = args.body is None and args.json is None
+    is_default = args.body is None and args.json is None and args.text is None
     return Source(
         files=find_files(args.body) if args.body else (),
         content_type=args.content_type,
         image=args.image or ((640, 480) if is_default else None),
         json_text=args.json,
+        text_words=args.text,
         instances=args.instances,
         seed=args.seed,
     )

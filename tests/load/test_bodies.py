@@ -45,6 +45,17 @@ def test_synthetic_images_have_their_size_and_are_the_same_for_a_seed():
     assert Source(image=(90, 50), seed=1).bodies() != first
 
 
+def test_synthetic_texts_are_of_many_lengths_around_the_median_and_the_same_for_a_seed():
+    bodies = Source(text_words=20, instances=4).bodies()
+    assert bodies == Source(text_words=20, instances=4).bodies()
+    assert bodies != Source(text_words=20, instances=4, seed=1).bodies()
+    batches = [json.loads(body.content)["instances"] for body in bodies]
+    assert {len(batch) for batch in batches} == {4}
+    lengths = sorted(len(text.split()) for batch in batches for text in batch)
+    assert 15 < lengths[len(lengths) // 2] < 25
+    assert lengths[0] < 5 < 80 < lengths[-1]
+
+
 def test_instances_of_json_are_repeated():
     body = Source(json_text='{"instances": [1, 2], "parameters": {"a": 1}}', instances=5).bodies()[
         0
