@@ -31,6 +31,21 @@ def resnet():
     return resnet18()
 
 
+def bert():
+    from models.bert import Bert, BertConfig
+
+    config = BertConfig(
+        model_type="bert",
+        vocab_size=100,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=16,
+    )
+    return Bert(config)
+
+
 class Encoder(nn.Module):
     """Tokens and which of them are padding to one vector each."""
 

@@ -82,6 +82,17 @@ def deviation(one, other):
     return ((one - other).abs().max() / other.abs().max()).item()
 
 
+def test_the_encoder_of_texts_is_cut_with_no_plan_of_its_own(pair, tmp_path):
+    network, path = whole(networks.bert, tmp_path)
+    num_bytes = sum(each.nbytes for each in network.parameters())
+    for part, _ in pair.run(load, "bert", networks.bert, path):
+        assert part.num_bytes < 0.6 * num_bytes
+    mask = torch.arange(9) < torch.tensor([[9], [4], [1]])
+    ids = torch.randint(100, mask.shape)
+    with torch.inference_mode():
+        assert deviation(pair.run(call, "bert", ids, mask)[0], network(ids, mask)) <= 1e-4
+
+
 @pytest.mark.parametrize("build", list(networks.INPUTS))
 def test_outputs_equal_the_unsplit_networks(pair, tmp_path, build):
     network, path = whole(build, tmp_path)
