@@ -32,9 +32,9 @@ from models.checkpoint import StoredWeights, check_fit
 from models.errors import ModelError, OutOfStepError
 from models.out_of_memory import is_out_of_memory
 from models.split.building import build_on_meta
-from models.split.calls import pack, unpack
 from models.split.collectives import Collectives, widths_of
 from models.split.own_plan import own_plan
+from models.split.packing import pack, unpack
 from models.split.ranks import Ranks
 from models.split.report import Part, SplitReport
 from models.split.shards import (
@@ -47,6 +47,7 @@ from models.split.shards import (
 )
 from models.split.tensor_plan import Cut, Plan
 from models.split.tensor_search import find_plan
+from models.split.tracing import EncoderByLayers
 
 if TYPE_CHECKING:
     from models.base import Model
@@ -84,7 +85,7 @@ class TensorParallel:
             EOFError: Another rank is gone.
             torch.AcceleratorError: The device's context is lost.
         """
-        message, tensors = pack(args, kwargs)
+        message, tensors = pack((args, kwargs), self._ranks.device)
         for follower in range(1, self._ranks.size):
             self._ranks.send(follower, message, tensors)
         try:
@@ -104,7 +105,7 @@ class TensorParallel:
             torch.AcceleratorError: The device's context is lost.
         """
         message, tensors = self._ranks.receive(0, timeout_s)
-        args, kwargs = unpack(message, tensors)
+        args, kwargs = unpack(message, tensors, self._ranks.device)
         try:
             self._compute(args, kwargs)
         except Exception as error:  # as above
@@ -237,8 +238,8 @@ def _cut(network: nn.Module, plan: Plan, collectives: Collectives) -> nn.Module:
     for module in network.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0  # its fast path reads weights past the modules
-        elif isinstance(module, nn.TransformerEncoder):
-            module.use_nested_tensor = False  # which only that fast path can read
+        elif type(module) is nn.TransformerEncoder:
+            module.__class__ = EncoderByLayers  # it makes nested tensors for that fast path
     return network
 
 

@@ -33,7 +33,7 @@ def trace(
     """
     for module in network.modules():
         if type(module) is nn.TransformerEncoder:
-            module.__class__ = _EncoderByLayers
+            module.__class__ = EncoderByLayers
     signature = inspect.signature(network.forward)
     given = _given(network, signature, example)
     defaults = {
@@ -94,7 +94,7 @@ class _Tracer(fx.Tracer):
             raise
 
 
-class _EncoderByLayers(nn.TransformerEncoder):
+class EncoderByLayers(nn.TransformerEncoder):
     """The same, without the shortcuts that look at its inputs, and so with layers to cut between.
 
     One of those computes without the positions that are masked, and leaves zeros there.
@@ -107,6 +107,7 @@ class _EncoderByLayers(nn.TransformerEncoder):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool | None = None,
     ) -> Tensor:
+        """Compute one layer after the other."""
         output = src
         for layer in self.layers:
             output = layer(

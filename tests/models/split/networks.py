@@ -130,7 +130,7 @@ class Guarded(nn.Module):
 INPUTS = {
     mlp: lambda: (torch.randn(5, 32),),
     vit: lambda: (torch.randn(3, 3, 32, 32),),
-    Encoder: lambda: (torch.randint(100, (2, 6)),),
+    Encoder: lambda: (torch.randint(100, (2, 6)), torch.arange(6) >= torch.tensor([[6], [4]])),
     Blocks: lambda: (torch.randn(2, 6, 32), torch.rand(2, 1, 1, 6) > 0.7),
     Guarded: lambda: (torch.randint(10, (4, 5)),),
 }

@@ -93,6 +93,7 @@ def test_the_encoder_of_texts_is_cut_with_no_plan_of_its_own(pair, tmp_path):
         assert deviation(pair.run(call, "bert", ids, mask)[0], network(ids, mask)) <= 1e-4
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("build", list(networks.INPUTS))
 def test_outputs_equal_the_unsplit_networks(pair, tmp_path, build):
     network, path = whole(build, tmp_path)
