@@ -2,9 +2,12 @@
 
 A batch goes through in pieces, so that a rank computes one while those after it compute the pieces
 before. What a stage makes travels with its message, so shapes may differ from call to call, and a
-stage that raises sends the error on instead: nobody waits for what does not come. This is why it is
-not `torch.distributed.pipelining`'s schedule, which wants fixed shapes and leaves the other ranks
-waiting in a receive.
+stage that raises sends the error on instead: nobody waits for what does not come.
+
+`torch.distributed.pipelining.ScheduleGPipe` wants fixed shapes, and leaves the other ranks waiting
+in a receive when one raises. It is no faster: resnet18 in two stages, batches of 8 in 1, 2, 4 and 8
+pieces, one thread each, 15 alternating pairs on two cores under load: 1.02, 1.01, 0.92 and 1.00
+times our time (medians; quartiles within 0.86 to 1.06).
 """
 
 import inspect
@@ -33,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 _LEAD = 0
 _MAX_MESSAGE_CHARS = 500
+_WINDOW = 2
+"""Pieces on their way for each rank: enough to compute while others travel, and few to hold."""
 _SLACK = 1.1
 """What cuts that fewer values cross may cost, in the bytes or in the time of a stage."""
 
@@ -86,7 +91,10 @@ class Pipeline:
         ranks = self._ranks
         failed: Exception | None = None
         num_sent = 0
+        replies: list[tuple[object, list[Tensor]]] = []
         for piece in pieces:
+            if num_sent - len(replies) >= _WINDOW * ranks.size:
+                replies.append(ranks.receive(ranks.size - 1))
             try:
                 with torch.inference_mode():
                     said, tensors = pack(self._stage(*piece), ranks.device)
@@ -95,7 +103,8 @@ class Pipeline:
                 break
             ranks.send(1, ["values", said], tensors)
             num_sent += 1
-        replies = [ranks.receive(ranks.size - 1) for _ in range(num_sent)]
+        while len(replies) < num_sent:
+            replies.append(ranks.receive(ranks.size - 1))
         if failed is not None:
             raise failed
         return [self._output(message, tensors) for message, tensors in replies]

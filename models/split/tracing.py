@@ -9,6 +9,7 @@ from torch import Tensor, fx, nn
 
 from models.errors import ModelError
 
+_TYPE_QUESTIONS = frozenset({"isinstance", "is_tensor", "type"})
 _CONSTANTS = (bool, int, float, str, type(None))
 
 
@@ -79,9 +80,9 @@ class _Tracer(fx.Tracer):
         """The innermost submodule whose forward raised."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return module_qualified_name in self._opaque or super().is_leaf_module(
-            m, module_qualified_name
-        )
+        if module_qualified_name in self._opaque or _asks_for_types(m):
+            return True
+        return super().is_leaf_module(m, module_qualified_name)
 
     def call_module(
         self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -129,6 +130,12 @@ def blank_padding(x: Tensor, is_padding: Tensor) -> Tensor:
     if (is_padding[:, :-1] & ~is_padding[:, 1:]).any():
         return x
     return x.masked_fill(is_padding[..., None], 0)
+
+
+def _asks_for_types(module: nn.Module) -> bool:
+    """Whether a forward asks what its input is: while it is traced that is no tensor."""
+    code = getattr(type(module).forward, "__code__", None)
+    return code is not None and not _TYPE_QUESTIONS.isdisjoint(code.co_names)
 
 
 def _given(
