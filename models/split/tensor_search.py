@@ -7,7 +7,7 @@ their code stays as it is, and only their Linears are replaced. What torch ships
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from inspect import Parameter, signature
+from inspect import Parameter, isfunction, signature
 
 import torch
 from torch import fx, nn
@@ -66,14 +66,17 @@ def find_plan(network: nn.Module, size: int) -> Plan:
             return False
         return True
 
-    for group in _groups(network, modules):
+    read_past: set[str] = set()
+    for group in _groups(network, modules, read_past):
         if not group.names & taken and can_be_cut([*group.columns, group.row], group.units):
             taken |= group.names
             _add(plan, group)
     for name, module in modules.items():
         if name in taken:
             continue
-        if isinstance(module, nn.MultiheadAttention):
+        if name in read_past:
+            plan.notes.append(f"{name} is whole: its matrix is read, not only called")
+        elif isinstance(module, nn.MultiheadAttention):
             if complaint := attention_complaint(module):
                 plan.notes.append(f"{name} is whole: {complaint}")
             elif can_be_cut([name], module.num_heads):
@@ -97,7 +100,7 @@ def find_attention(module: nn.Module, name: str) -> Plan:
         name: Of the module, in its network.
     """
     plan = Plan()
-    for group in _traced_groups(module, f"{name}."):
+    for group in _traced_groups(module, f"{name}.", set()):
         if group.has_heads:
             _add(plan, group)
     return plan
@@ -132,7 +135,10 @@ def _num_bytes(module: nn.Module) -> int:
     return sum(each.numel() * each.element_size() for each in module.parameters())
 
 
-def _groups(network: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[_Group]:
+def _groups(
+    network: nn.Module, modules: Mapping[str, nn.Module], read_past: set[str]
+) -> Iterator[_Group]:
+    """All groups; puts into `read_past` the layers whose parameters other code reads."""
     for name, module in modules.items():
         if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
             yield _Group(
@@ -141,21 +147,24 @@ def _groups(network: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[_G
                 units=module.linear1.out_features,
                 num_dims=None,
             )
-    yield from _traced_groups(network, "")
+    yield from _traced_groups(network, "", read_past)
 
 
-def _traced_groups(module: nn.Module, prefix: str) -> Iterator[_Group]:
+def _traced_groups(module: nn.Module, prefix: str, read_past: set[str]) -> Iterator[_Group]:
     """Those in a module that can be traced; else those in its children."""
-    if not any(type(each) is nn.Linear for each in module.modules()):
-        return
     if type(module).__module__.startswith("torch.nn") and not isinstance(module, nn.Sequential):
         traces = None  # a leaf to torch.fx
     else:
         traces = _traces(module)
     if traces is None:
+        reads = _may_read_weights(module)
         for name, child in module.named_children():
-            yield from _traced_groups(child, f"{prefix}{name}.")
+            if reads:
+                read_past.add(prefix + name)
+            yield from _traced_groups(child, f"{prefix}{name}.", read_past)
         return
+    for _, graph in traces:
+        read_past |= {prefix + name for name in _read_in(graph)}
     found = [_groups_in(module, graph, variant) for variant, graph in traces]
     for group in found[0]:
         if all(group in others for others in found[1:]):
@@ -168,6 +177,24 @@ def _traced_groups(module: nn.Module, prefix: str) -> Iterator[_Group]:
                     for count in group.counts
                 ),
             )
+
+
+def _read_in(graph: fx.Graph) -> set[str]:
+    """The modules whose parameters a trace reads itself, as swin_t does those of its attention."""
+    return {str(node.target).rpartition(".")[0] for node in graph.nodes if node.op == "get_attr"}
+
+
+def _may_read_weights(module: nn.Module) -> bool:
+    """Whether code that cannot be traced speaks of weights other than to initialise them."""
+    if type(module).__module__.startswith("torch.nn"):
+        return False
+    functions = [
+        function
+        for cls in type(module).__mro__[: type(module).__mro__.index(nn.Module)]
+        for name, function in vars(cls).items()
+        if isfunction(function) and not name.startswith(("__init__", "_init", "init", "reset"))
+    ]
+    return any({"weight", "bias"} & {*each.__code__.co_names} for each in functions)
 
 
 _Variant = Mapping[str, None]
@@ -195,13 +222,11 @@ def _trace(module: nn.Module, variant: _Variant) -> fx.Graph | None:
 
 def _groups_in(root: nn.Module, graph: fx.Graph, variant: _Variant) -> list[_Group]:
     modules = dict(root.named_modules())
+    read = _read_in(graph)
     calls: dict[str, list[Node]] = {}
-    read = set()
     for node in graph.nodes:
         if node.op == "call_module":
             calls.setdefault(str(node.target), []).append(node)
-        elif node.op == "get_attr":
-            read.add(str(node.target).rpartition(".")[0])
     linears = {
         nodes[0]
         for name, nodes in calls.items()

@@ -1,0 +1,60 @@
+import pytest
+from torch import nn
+from torch.nn import functional
+
+from models.split.tensor_search import find_plan
+
+
+class Reading(nn.Module):
+    """Uses a Linear's matrix past its forward; may be traced, or may not."""
+
+    def __init__(self, is_traced):
+        super().__init__()
+        self.is_traced = is_traced
+        self.first, self.read = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        if not self.is_traced and x.sum() > 0:
+            x = -x
+        return functional.linear(self.first(x).softmax(-1), self.read.weight)
+
+
+class Shared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50, 16), nn.Linear(16, 50, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        return self.head(self.embedding(x))
+
+
+def cut(network, size=2):
+    return {each.name: each.how for each in find_plan(network.eval(), size).cuts}
+
+
+@pytest.mark.parametrize("is_traced", [True, False])
+def test_a_layer_whose_matrix_is_read_by_other_code_stays_whole(is_traced):
+    assert "read" not in cut(Reading(is_traced))
+
+
+def test_a_matrix_that_two_layers_share_stays_whole():
+    assert cut(Shared()) == {}
+
+
+def test_results_that_others_read_too_are_gathered():
+    class Branching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+        def forward(self, x):
+            hidden = self.up(x).relu()
+            return self.down(hidden), hidden
+
+    assert cut(Branching()) == {"up": "gather", "down": "gather"}
+
+
+def test_what_has_fewer_parts_than_there_are_ranks_stays_whole():
+    network = nn.Sequential(nn.Linear(64, 3), nn.ReLU(), nn.Linear(3, 64))
+    assert cut(network, size=4) == {"2": "gather"}
