@@ -5,6 +5,7 @@ from a checkpoint, or the network is built again with them.
 """
 
 import logging
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -189,7 +190,10 @@ def _joined(prefix: str, name: str) -> str:
 
 @contextmanager
 def _mapped_files() -> Iterator[None]:
-    """Have `torch.load` map files where it can: what nobody touches takes no memory."""
+    """For what `build` loads by itself: have `torch.load` map files where it can.
+
+    What nobody touches takes no memory then, and what has no numbers is given none.
+    """
     load = torch.load
 
     def load_mapped(f: Any, *args: Any, **kwargs: Any) -> Any:
@@ -202,6 +206,8 @@ def _mapped_files() -> Iterator[None]:
 
     torch.load = load_mapped
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
+            yield
     finally:
         torch.load = load
