@@ -5,12 +5,14 @@ told nothing before both sides know what comes. A rank that finds another one go
 about it: the front end sees each death at once, and ends the whole group.
 """
 
+import contextlib
 import logging
 import os
+import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import NoReturn
 
 import msgspec
@@ -26,8 +28,6 @@ logger = logging.getLogger(__name__)
 _LOOPBACK = "lo"
 _FOREVER = timedelta(days=365)
 """The front end ends what hangs: no timeout of a collective must come before that."""
-_MAX_UNDER_WAY = 64
-"""Sent tensors that are kept; those before them were received long ago."""
 _KILLED_WITHIN_S = 5.0
 """A rank that has lost another is killed by the front end long before."""
 _encode = msgspec.msgpack.Encoder().encode
@@ -50,7 +50,7 @@ class Group:
         self.split: Split = placement.split
         self.device = torch.device(placement.devices[self.rank])
         self._ends = ends
-        self._under_way: deque[tuple[dist.Work | None, Tensor]] = deque()
+        self._under_way: SimpleQueue[tuple[dist.Work | None, Tensor]] = SimpleQueue()
         backend = backend_for(placement.devices)
         self._is_staged = self.device.type == "cuda" and backend == "gloo"
         if self.device.type == "cuda":
@@ -61,6 +61,7 @@ class Group:
         dist.init_process_group(
             backend, store=store, rank=self.rank, world_size=self.size, timeout=_FOREVER
         )
+        threading.Thread(target=self._see_off, name="see-off", daemon=True).start()
 
     def send(self, to: int, message: object, tensors: Sequence[Tensor] = ()) -> None:
         """See `Ranks`."""
@@ -70,9 +71,7 @@ class Group:
             self._ends.writers[to].send_bytes(_encode((message, shapes)))
             for tensor in sent:
                 if tensor.numel():
-                    self._under_way.append((dist.isend(tensor, to), tensor))
-            while len(self._under_way) > _MAX_UNDER_WAY:
-                self._wait_for_oldest()
+                    self._under_way.put((dist.isend(tensor, to), tensor))
         except torch.AcceleratorError:
             raise
         except (OSError, RuntimeError) as error:
@@ -113,10 +112,14 @@ class Group:
             dist.recv(tensor, source)
         return tensor.to(self.device)
 
-    def _wait_for_oldest(self) -> None:
-        work, _ = self._under_way.popleft()
-        if work is not None:
-            work.wait()
+    def _see_off(self) -> None:
+        """Keep what is sent until it has arrived. In a thread, since only waiting tells of that."""
+        while True:
+            work, tensor = self._under_way.get()
+            if work is not None:
+                with contextlib.suppress(RuntimeError):  # it will not arrive: its rank is gone
+                    work.wait()
+            del work, tensor
 
     def _lose(self, rank: int, error: Exception) -> NoReturn:
         """Wait for the front end, which knows by now, and says better why that rank is gone."""

@@ -168,7 +168,7 @@ def _real(module: nn.Module, device: torch.device) -> nn.Module:
 
 def _small_like(tensor: Tensor, device: torch.device) -> Tensor:
     """Small numbers, none of them denormal, which would be slow."""
-    return torch.full_like(tensor, 0.01, device=device)
+    return torch.full(tensor.shape, 0.01, dtype=tensor.dtype, device=device)
 
 
 def _moved(value: object, device: torch.device) -> object:

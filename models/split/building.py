@@ -1,11 +1,19 @@
 """Networks without the memory for their weights. Worker processes of split replicas only."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
+
+_RANDOM_FILLS = {
+    *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_"),
+    *("random_", "uniform_"),
+}
+"""Methods of tensors."""
 
 
 def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
@@ -58,7 +66,37 @@ def replacing_parameters(
     nn.Parameter.__deepcopy__ = copy_another  # type: ignore[assignment,method-assign]  # and back again
     nn.Module.register_parameter = register_another  # type: ignore[method-assign]  # and back again
     try:
-        yield
+        with Filling():
+            yield
     finally:
         nn.Parameter.__deepcopy__ = copy  # type: ignore[method-assign]  # as above
         nn.Module.register_parameter = register  # type: ignore[method-assign]  # as above
+
+
+class Filling(TorchFunctionMode):
+    """Leaves out what fills the meta device with numbers: torch imports its compiler for that, 5 s.
+
+    A mode of functions, since one of operators imports it too.
+    """
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        """See `TorchFunctionMode`."""
+        kwargs = kwargs or {}
+        named = getattr(func, "__name__", "")
+        if named in _RANDOM_FILLS or getattr(func, "__module__", "") == nn.init.__name__:
+            tensor = args[0] if args else kwargs.get("tensor")
+            if isinstance(tensor, Tensor) and tensor.is_meta:
+                self.fill(tensor, func, args[1:], {k: kwargs[k] for k in kwargs if k != "tensor"})
+                return tensor
+        return func(*args, **kwargs)
+
+    def fill(
+        self, tensor: Tensor, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Do what there is to do instead of filling it by a function: nothing."""

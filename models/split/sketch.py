@@ -6,16 +6,15 @@ from a checkpoint, or the network is built again with them.
 
 import logging
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.errors import ModelError
-from models.split.building import replacing_parameters, without_values
+from models.split.building import Filling, replacing_parameters, without_values
 
 logger = logging.getLogger(__name__)
 
@@ -142,23 +141,13 @@ def num_bytes(part: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in [*part.parameters(), *part.buffers()])
 
 
-class _Drawing(TorchDispatchMode):
+class _Drawing(Filling):
     """Draws as many random numbers for what is on the meta device as if it were real."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types for it
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Collection[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> object:
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags and _is_on_meta(args):
-            func(torch.empty_like(args[0], device="cpu"), *args[1:], **kwargs)
-        return func(*args, **kwargs)
+    def fill(
+        self, tensor: Tensor, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        func(torch.empty_like(tensor, device="cpu"), *args, **kwargs)
 
 
 @contextmanager
@@ -178,10 +167,6 @@ def _drawing() -> Iterator[None]:
             yield
     finally:
         nn.init._no_grad_trunc_normal_ = draw
-
-
-def _is_on_meta(args: tuple[Any, ...]) -> bool:
-    return bool(args) and isinstance(args[0], Tensor) and args[0].is_meta
 
 
 def _joined(prefix: str, name: str) -> str:
