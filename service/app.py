@@ -5,6 +5,7 @@ import gc
 import json
 import logging
 import multiprocessing
+import shlex
 import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -442,6 +443,9 @@ def _example(url: str, pool: Pool) -> str:
     first = pool.inputs[0]
     if first.name == "image" and first.dtype == "uint8":
         return f"{post}image/jpeg' --data-binary @photo.jpg"
+    if pool.example is not None:
+        body = json.dumps({"instances": [pool.example]}, ensure_ascii=False)
+        return f"{post}application/json' -d {shlex.quote(body)}"
     shape = [max(size, 1) for size in first.instance_shape]
     if len(pool.inputs) > 1 or prod(shape) > _MAX_EXAMPLE_NUMBERS:
         return f"{post}application/safetensors' --data-binary @inputs.safetensors"

@@ -1,12 +1,15 @@
 """All the workers of one model, with the dispatcher that feeds them."""
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import ceil
 from typing import Protocol, get_args
+
+import msgspec
 
 from models.spec import TensorSpec
 from models.speed.names import SpeedReport
@@ -18,6 +21,7 @@ from service.request import CallOptions, Payload
 from workers.config import WorkerConfig
 from workers.engine import Engine, WorkerHandle
 from workers.supervisor import RestartPolicy, Slot, State, Supervisor
+from workers.messages import UNREADABLE
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +60,8 @@ class Pool:
         self.name = name
         self.dispatcher = dispatcher
         self._configs = configs
+        self.example: object = None
+        """An instance that the model takes, as JSON; None until a worker has shown one."""
         self._metrics = metrics
         self._announcer = announcer
         self._on_change = on_change
@@ -217,6 +223,9 @@ class Pool:
         if ready.split is not None:
             slot.config = replace(slot.config, cuts=ready.split.cuts)
         self._on_change()
+        if ready.example:
+            with contextlib.suppress(*UNREADABLE):
+                self.example = msgspec.json.decode(ready.example)
 
     def on_gone(self, handle: WorkerHandle) -> None:
         """See `Watcher`."""

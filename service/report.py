@@ -65,6 +65,7 @@ def _model_health(pool: Pool, search: Progress) -> ModelHealth:
         speed_search=SpeedSearchHealth(state=search.state, text=search.text),
         workers=[_worker_health(slot) for slot in pool.slots],
     )
+        example=pool.example,
 
 
 def _worker_health(slot: Slot) -> WorkerHealth:

@@ -119,6 +119,8 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     """What its lead holds, if it is split."""
     split: SplitReport | None = None
     """How it is split, if it is."""
+    example: bytes = b""
+    """An instance that it takes, as JSON; empty if it has none that is short."""
 
 
 class RankReady(msgspec.Struct, frozen=True, array_like=True, tag="rank ready"):

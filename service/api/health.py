@@ -126,6 +126,8 @@ class Health:
     """The answer of a check that is passed."""
 
     status: str
+    example: object = None
+    """An instance that it takes, as JSON; null if it has none to show."""
 
 
 class HealthSource(Protocol):

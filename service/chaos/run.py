@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import uvloop
 
-from models.spec import TensorSpec
 from service.chaos.faults import Faults
 from service.chaos.load import Load, Tally
 from service.chaos.plan import Fault, Plan
@@ -25,7 +24,7 @@ from service.settings_loader import Loaded
 from service.trial import inputs
 from service.trial.client import Connection, NoAnswerError, connect
 from service.trial.errors import TrialError
-from service.trial.health import Health
+from service.trial.health import Health, ModelState
 from service.trial.screen import Screen
 from service.trial.subject import Subject
 
@@ -162,7 +161,7 @@ class _Run:
                 if self._settings.models[model.name].source == "echo" and not self._plan.inputs:
                     questions.append(EchoQuestion(path, self._plan.seed))
                     continue
-                known = await self._known(connection, path, model.inputs)
+                known = await self._known(connection, path, model)
                 pairs = indistinct(known)
                 num_indistinct += len(pairs)
                 if pairs:
@@ -184,13 +183,13 @@ class _Run:
         return _Knowledge(questions, poisonable, num_indistinct, notes)
 
     async def _known(
-        self, connection: Connection, path: str, specs: Sequence[TensorSpec]
+        self, connection: Connection, path: str, model: ModelState
     ) -> list[KnownQuestion]:
         plan = self._plan
         given = (
             inputs.read_inputs(plan.inputs)
             if plan.inputs
-            else inputs.made_up(specs, plan.seed, _NUM_INPUTS)
+            else inputs.made_up(model.inputs, plan.seed, _NUM_INPUTS, model.example)
         )
         return [await learn(connection, path, each, plan.tolerance) for each in given]
 

@@ -47,6 +47,8 @@ class Health(msgspec.Struct):
     def is_full(self) -> bool:
         """Every worker is ready."""
         return all(worker.state == "ready" for worker in self.workers)
+    example: object = None
+    """An instance that it takes."""
 
     @property
     def failure(self) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from models.prose import PROSE
 from models.spec import TensorSpec
 from service.trial.errors import TrialError
 
@@ -21,6 +22,9 @@ _ANY_EDGE = 64
 _MAX_INTEGER = 10
 """Made-up whole numbers stay below: they may be indices into a table."""
 _IMAGE_EDGE = 256
+_LOG_WORDS = 2.2
+"""Of the median text: nine words."""
+_MAX_WORDS = 100
 _SAFETENSORS_DTYPES = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32",
     "int32": "I32", "uint64": "U64", "int64": "I64", "float16": "F16", "bfloat16": "BF16",
@@ -52,12 +56,22 @@ class Input:
     content_type: str
 
 
-def made_up(specs: Sequence[TensorSpec], seed: int, count: int) -> list[Input]:
-    """Inputs for a model that declares what it takes.
+def made_up(
+    specs: Sequence[TensorSpec], seed: int, count: int, example: object = None
+) -> list[Input]:
+    """Inputs for a model that declares what it takes, or that shows that it takes texts.
+
+    Args:
+        specs: What it declares.
+        seed: Decides what they are.
+        count: How many.
+        example: An instance that it takes, where it shows one.
 
     Raises:
         TrialError: It declares nothing.
     """
+    if not specs and isinstance(example, str):
+        return [_text(f"input {i}", random.Random(f"{seed} {i}")) for i in range(count)]
     if not specs:
         raise TrialError(
             "the model does not declare its inputs, so none can be made up for it: "
@@ -125,6 +139,15 @@ def _made_up(specs: Sequence[TensorSpec], name: str, rng: np.random.Generator) -
         return Input(name=name, body=_photo(rng), content_type="image/jpeg")
     arrays = {spec.name: (spec.dtype, _array(spec, rng)) for spec in specs}
     return Input(name=name, body=safetensors_of(arrays), content_type="application/safetensors")
+
+
+def _text(name: str, rng: random.Random) -> Input:
+    """A piece of prose: most are short, as most texts are."""
+    words = PROSE.split()
+    num_words = min(int(rng.lognormvariate(_LOG_WORDS, 1)) + 2, _MAX_WORDS)
+    start = rng.randrange(len(words) - num_words)
+    body = json.dumps({"instances": [" ".join(words[start : start + num_words])]}).encode()
+    return Input(name=name, body=body, content_type="application/json")
 
 
 def _array(spec: TensorSpec, rng: np.random.Generator) -> NDArray[np.generic]:

@@ -1,10 +1,9 @@
 """What a service is asked while it is measured."""
 
-from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from models.spec import TensorSpec
+from service.trial.health import ModelState
 from service.trial.inputs import Input, is_image, made_up, read_inputs
 
 _SEED = 1
@@ -12,7 +11,7 @@ _NUM_MADE_UP = 8
 _ECHO_BYTES = 1024
 
 
-def choose_inputs(given: Path | None, source: str, specs: Sequence[TensorSpec]) -> list[Input]:
+def choose_inputs(given: Path | None, source: str, model: ModelState) -> list[Input]:
     """The user's inputs; else photographs for whoever takes images, else what the model declares.
 
     Raises:
@@ -23,9 +22,9 @@ def choose_inputs(given: Path | None, source: str, specs: Sequence[TensorSpec]) 
     if source == "echo":
         body = bytes(_ECHO_BYTES)
         return [Input(name="1 KiB", body=body, content_type="application/octet-stream")]
-    if is_image(specs):
+    if is_image(model.inputs):
         return _photographs()
-    return made_up(specs, _SEED, _NUM_MADE_UP)
+    return made_up(model.inputs, _SEED, _NUM_MADE_UP, model.example)
 
 
 def _photographs() -> list[Input]:

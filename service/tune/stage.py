@@ -132,7 +132,7 @@ class ServiceStage:
 
     def _learn(self, health: Health) -> None:
         (model,) = health.models
-        inputs = choose_inputs(self._plan.inputs, self._source, model.inputs)
+        inputs = choose_inputs(self._plan.inputs, self._source, model)
         self._requests = [request_of(self._model, each) for each in inputs]
         self.num_fronts = max(1, len(health.fronts))
         self.preset = next((w.speed for w in model.workers if w.speed), self.preset)

@@ -1,14 +1,16 @@
 import asyncio
 import socket
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 
 import pytest
 from starlette.routing import BaseRoute, Mount, Route
 
+from models.spec import TensorSpec
 from service.api.auth import POLICIES, policy_of
 from service.api.call import Call
 from service.api.web import App
-from service.app import Service, _from_here, make_app
+from service.app import Service, _example, _from_here, make_app
 from service.console import Console
 from service.endpoint import failure_log, make_guard, make_predict
 from service.listening import warn_if_open
@@ -57,6 +59,25 @@ def test_every_route_has_a_policy(app):
     assert [path for path in paths if policy_of(path) is None] == []
     assert set(POLICIES) - {"/admin"} <= set(paths)
     assert any(path.startswith("/admin/") for path in paths)
+
+
+@pytest.mark.parametrize(
+    ("example", "inputs", "data"),
+    [
+        ("Where's it?", (), """'{"instances": ["Where'"'"'s it?"]}'"""),
+        (None, (), "hello"),
+        (
+            None,
+            (TensorSpec(name="x", dtype="float32", shape=(-1, 2)),),
+            """'{"instances": [[0, 0]]}'""",
+        ),
+    ],
+)
+def test_the_command_to_try_sends_what_the_model_takes(example, inputs, data):
+    pool = SimpleNamespace(name="m", example=example, inputs=inputs)
+    command = _example("http://127.0.0.1:1", pool)  # type: ignore[arg-type]
+    assert command.startswith("curl http://127.0.0.1:1/predict/m -H ")
+    assert command.endswith(f" {data}")
 
 
 def test_a_flood_of_failures_is_a_few_warnings_and_a_count(caplog):

@@ -75,6 +75,7 @@ class EngineContract:
             stages: list[str] = []
             worker = await engine.start(WorkerId(model="m", slot=0), config_of(), stages.append)
             assert worker.ready.device == "cpu"
+            assert worker.ready.example == b'{"n": 0}'
             assert [spec.name for spec in worker.ready.outputs] == ["twice", "share"]
             assert stages[-2].startswith("loading tests.")
             assert stages[-1] == "warming up"

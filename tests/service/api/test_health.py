@@ -30,7 +30,14 @@ WORKER = WorkerHealth(
     last_ending=LastEnding(cause="memory", reason="SIGKILL, likely out of memory", age_s=60.0),
 )
 INPUT = InputDescription(name="x", dtype="float32", shape=(-1, 3))
-READY = ModelHealth(name="a", ready=True, queue_depth=3, inputs=[INPUT], workers=[WORKER])
+READY = ModelHealth(
+    name="a",
+    ready=True,
+    queue_depth=3,
+    inputs=[INPUT],
+    example="How do I get there?",
+    workers=[WORKER],
+)
 LOADING = ModelHealth(name="b", ready=False, reason="loading weights")
 
 
@@ -77,6 +84,7 @@ def test_health_shows_the_workers_one_by_one() -> None:
             "speed": "folded",
             "decode": "exact",
             "speed_gain": 1.5,
+    assert model["example"] == "How do I get there?"
             "speed_deviation": 1e-06,
             "reason": "",
             "last_ending": {

@@ -1,4 +1,5 @@
 import io
+import json
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,14 @@ def test_bfloat16_has_two_bytes_a_number():
 def test_model_that_declares_nothing_needs_files_of_the_users():
     with pytest.raises(TrialError, match="--inputs PATH"):
         made_up([], 1, 1)
+
+
+def test_model_that_shows_that_it_takes_texts_gets_texts_of_many_lengths():
+    inputs = made_up([], 1, 32, "How do I get there?")
+    texts = [json.loads(each.body)["instances"][0] for each in inputs]
+    assert len(set(texts)) == 32
+    assert len({len(text.split()) for text in texts}) > 8
+    assert made_up([], 1, 2, "a") == inputs[:2]
 
 
 def test_files_of_a_folder_are_requests_by_their_suffix(tmp_path: Path):
