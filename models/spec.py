@@ -109,10 +109,14 @@ class Placement:
             cpus=self.cpus[start : start + self.num_threads] if has_share else self.cpus,
         )
 
+    @property
+    def names(self) -> list[str]:
+        """The device of each rank as a person would name it on this host."""
+        return [f"cuda:{uuid}" for uuid in self.gpu_of_each_rank] or list(self.devices)
+
     def __str__(self) -> str:
         """The devices as a person would name them on this host."""
-        gpus = [f"cuda:{uuid}" for uuid in self.gpu_of_each_rank]
-        return "+".join(gpus or self.devices)
+        return "+".join(self.names)
 
 
 def matches(shape: Sequence[int], pattern: Sequence[int]) -> bool:

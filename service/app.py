@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from math import prod
 
+from models.spec import Placement
 from service import logs as log_setup
 from service.admission import Admission
 from service.api.admin import admin_router
@@ -110,7 +111,7 @@ class Service:
     def plan(self) -> list[tuple[str, str]]:
         """Each worker and its placement, for people."""
         return [
-            (f"{name}/{number}", str(config.placement))
+            (f"{name}/{number}", _placement_text(config.placement))
             for name, configs in self._plans.items()
             for number, config in enumerate(configs)
         ]
@@ -430,6 +431,10 @@ def _configs(
     ]
 
 
+def _placement_text(placement: Placement) -> str:
+    return f"{placement} ({placement.split})" if placement.split else str(placement)
+
+
 def _from_here(url: str) -> str:
     """The URL as this host can ask for it: "every address" is none to connect to."""
     return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
@@ -438,14 +443,14 @@ def _from_here(url: str) -> str:
 def _example(url: str, pool: Pool) -> str:
     """A command that asks a model for a prediction."""
     post = f"curl {url}{PREFIX}/{pool.name} -H 'Content-Type: "
+    if pool.example is not None:
+        body = json.dumps({"instances": [pool.example]}, ensure_ascii=False)
+        return f"{post}application/json' -d {shlex.quote(body)}"
     if not pool.inputs:
         return f"{post}application/octet-stream' --data-binary hello"
     first = pool.inputs[0]
     if first.name == "image" and first.dtype == "uint8":
         return f"{post}image/jpeg' --data-binary @photo.jpg"
-    if pool.example is not None:
-        body = json.dumps({"instances": [pool.example]}, ensure_ascii=False)
-        return f"{post}application/json' -d {shlex.quote(body)}"
     shape = [max(size, 1) for size in first.instance_shape]
     if len(pool.inputs) > 1 or prod(shape) > _MAX_EXAMPLE_NUMBERS:
         return f"{post}application/safetensors' --data-binary @inputs.safetensors"

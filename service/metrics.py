@@ -188,7 +188,18 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "arena_bytes": ("Shared memory reserved for payloads.", ()),
     "workers": ("Workers by state.", ("model", "state")),
     "worker_up": ("Whether this worker takes batches.", ("model", "worker", "device")),
-    "worker_resident_memory_bytes": ("Memory of the worker's process.", ("model", "worker")),
+    "worker_resident_memory_bytes": (
+        "Memory of the worker's process, or of all its ranks.",
+        ("model", "worker"),
+    ),
+    "worker_rank_resident_memory_bytes": (
+        "Memory of one process of a worker whose model is split.",
+        ("model", "worker", "rank"),
+    ),
+    "worker_rank_parameter_bytes": (
+        "Parameters and buffers of the part of the model that this rank holds.",
+        ("model", "worker", "rank"),
+    ),
     "worker_beat_age_seconds": ("Since the worker's loop last turned.", ("model", "worker")),
     "worker_answer_age_seconds": (
         "Since the worker last proved itself by an answer.",

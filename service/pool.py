@@ -13,15 +13,16 @@ import msgspec
 
 from models.spec import TensorSpec
 from models.speed.names import SpeedReport
+from models.split.report import SplitReport
 from service.dispatcher import Dispatcher
 from service.errors import GivenUpError, ServiceError, UnavailableError
 from service.instance import Instance
 from service.metrics import ModelMetrics, Reading
 from service.request import CallOptions, Payload
 from workers.config import WorkerConfig
-from workers.engine import Engine, WorkerHandle
-from workers.supervisor import RestartPolicy, Slot, State, Supervisor
+from workers.engine import Engine, RankVitals, WorkerHandle
 from workers.messages import UNREADABLE
+from workers.supervisor import RestartPolicy, Slot, State, Supervisor
 
 logger = logging.getLogger(__name__)
 
@@ -59,15 +60,16 @@ class Pool:
     ) -> None:
         self.name = name
         self.dispatcher = dispatcher
-        self._configs = configs
         self.example: object = None
         """An instance that the model takes, as JSON; None until a worker has shown one."""
+        self._configs = configs
         self._metrics = metrics
         self._announcer = announcer
         self._on_change = on_change
         self._started_at: dict[str, float] = {}
         """When those that start said so first, by worker, in the loop's time."""
         self._told_speeds: set[tuple[str, str]] = set()
+        self._told_parts: Sequence[str] = ()
         self._load_s = 0.0
         """What the last incarnation took to load."""
         self._is_expecting = False
@@ -135,6 +137,7 @@ class Pool:
                 yield Reading(
                     name="worker_resident_memory_bytes", value=vitals.rss_bytes, labels=labels
                 )
+                yield from _rank_gauges(labels, vitals.ranks)
                 speed = slot.handle.ready.speed
                 named = (*labels, speed.preset)
                 yield Reading(name="worker_speed_gain", value=speed.gain, labels=named)
@@ -220,12 +223,13 @@ class Pool:
         if slot.config.speed != "exact" or slot.config.decode == "fast":
             self._tell_speed(slot, ready.speed)
             slot.config = replace(slot.config, chosen=ready.speed)  # for its next life
-        if ready.split is not None:
-            slot.config = replace(slot.config, cuts=ready.split.cuts)
-        self._on_change()
         if ready.example:
             with contextlib.suppress(*UNREADABLE):
                 self.example = msgspec.json.decode(ready.example)
+        if ready.split is not None:
+            self._tell_split(slot, ready.split)
+            slot.config = replace(slot.config, cuts=ready.split.cuts)
+        self._on_change()
 
     def on_gone(self, handle: WorkerHandle) -> None:
         """See `Watcher`."""
@@ -252,6 +256,18 @@ class Pool:
         logger.log(level, "%s speed: %s", self.name, speed.text())
         logger.debug("%s tried: %s", slot.id, speed.note)
 
+    def _tell_split(self, slot: Slot, split: SplitReport) -> None:
+        """Log which rank holds what, once per model for as long as that is the same."""
+        assert slot.handle is not None
+        ranks = slot.handle.vitals().ranks
+        parts = [_part_text(rank) for rank in ranks]
+        level = logging.DEBUG if parts == self._told_parts else logging.INFO
+        self._told_parts = parts
+        is_news = split.note not in {rank.part.text for rank in ranks if rank.part}
+        why = f"; {split.note}" if split.note and is_news else ""
+        how = slot.config.placement.split
+        logger.log(level, "%s %s: %s%s", self.name, how, ", ".join(parts), why)
+
     def _expect(self) -> None:
         """Whether one of the workers will be back in no time, so that no caller need be told.
 
@@ -272,3 +288,20 @@ class Pool:
             f"no worker is ready ({self.reason})",
             retry_after_s=max(1, ceil(min(pauses_s, default=0.0) + self._load_s)),
         )
+
+
+def _rank_gauges(labels: tuple[str, str], ranks: Sequence[RankVitals]) -> Iterator[Reading]:
+    for rank in ranks:
+        named = (*labels, str(rank.rank))
+        yield Reading(name="worker_rank_resident_memory_bytes", value=rank.rss_bytes, labels=named)
+        if rank.part is not None:
+            yield Reading(
+                name="worker_rank_parameter_bytes", value=rank.part.num_bytes, labels=named
+            )
+
+
+def _part_text(rank: RankVitals) -> str:
+    if rank.part is None:
+        return f"rank {rank.rank} on {rank.device}"
+    mib = rank.part.num_bytes / (1 << 20)
+    return f"rank {rank.rank} on {rank.device} holds {mib:,.1f} MiB ({rank.part.text})"

@@ -10,11 +10,14 @@ from service.api.health import (
     InputDescription,
     LastEnding,
     ModelHealth,
+    RankHealth,
     SpeedSearchHealth,
+    SplitHealth,
     WorkerHealth,
 )
 from service.pool import Pool
 from service.speed_search import Progress, SpeedSearch
+from workers.engine import RankVitals
 from workers.supervisor import Slot
 
 
@@ -62,15 +65,16 @@ def _model_health(pool: Pool, search: Progress) -> ModelHealth:
             InputDescription(name=each.name, dtype=each.dtype, shape=each.shape)
             for each in pool.inputs
         ],
+        example=pool.example,
         speed_search=SpeedSearchHealth(state=search.state, text=search.text),
         workers=[_worker_health(slot) for slot in pool.slots],
     )
-        example=pool.example,
 
 
 def _worker_health(slot: Slot) -> WorkerHealth:
     vitals = slot.handle.vitals() if slot.handle else None
     speed = slot.handle.ready.speed if slot.handle else None
+    split = slot.handle.ready.split if slot.handle else None
     return WorkerHealth(
         name=slot.id.worker,
         state="stalled" if slot.handle and slot.handle.is_stalled else slot.state,
@@ -82,12 +86,28 @@ def _worker_health(slot: Slot) -> WorkerHealth:
         last_answer_age_s=round(vitals.last_answer_age_s, 3) if vitals else None,
         rss_bytes=vitals.rss_bytes if vitals else None,
         restarts=slot.num_restarts,
+        placement=slot.config.placement.split or "replicate",
+        ranks=[_rank_health(rank) for rank in vitals.ranks] if vitals else [],
+        split=SplitHealth(cuts=split.cuts, note=split.note) if split else None,
         speed=speed.preset if speed else None,
         speed_gain=round(speed.gain, 2) if speed else None,
         speed_deviation=speed.deviation if speed else None,
         decode=speed.decode if speed else None,
         reason=_reason(slot),
         last_ending=_last_ending(slot),
+    )
+
+
+def _rank_health(rank: RankVitals) -> RankHealth:
+    return RankHealth(
+        rank=rank.rank,
+        pid=rank.pid,
+        device=rank.device,
+        device_name=rank.device_name,
+        rss_bytes=rank.rss_bytes,
+        part_bytes=rank.part.num_bytes if rank.part else 0,
+        part=rank.part.text if rank.part else "",
+        last_beat_age_s=round(rank.last_beat_age_s, 3),
     )
 
 

@@ -40,7 +40,9 @@ class RankVitals:
     rank: int
     pid: int
     device: str
-    """As the placement has it."""
+    """As a person would name it on this host: "cuda:GPU-5f...", "cpu"."""
+    device_name: str
+    """What it is: "NVIDIA H100 80GB HBM3", "cpu"; empty while it loads."""
     rss_bytes: int
     last_beat_age_s: float
     part: Part | None

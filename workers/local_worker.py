@@ -78,14 +78,15 @@ class LocalWorker:
         """
         self.id = id
         self.credit = config.credit
-        devices = config.placement.devices
-        names = [f"{id}/{rank}" if rank else str(id) for rank in range(len(devices))]
+        num_ranks = config.placement.num_ranks
         self.inbox = PrivateQueue()
         self.outputs = OutputRegion()
-        self.ranks = [RankProcess(rank, name, oom_kills) for rank, name in enumerate(names)]
+        self.ranks = [
+            RankProcess(id, rank, oom_kills, is_alone=num_ranks == 1) for rank in range(num_ranks)
+        ]
         self.lead = self.ranks[0]
-        self.wiring = Wiring(len(devices))
-        self._devices = devices
+        self.wiring = Wiring(num_ranks)
+        self._device_names = config.placement.names
         self._wanted_timeout_s = config.batch_timeout_s
         timeout_s = batch_timeout_s(config.batch_timeout_s, None)
         self._patience_s = min(PATIENCE_S, timeout_s)
@@ -207,7 +208,8 @@ class LocalWorker:
         return RankVitals(
             rank=rank.number,
             pid=rank.pid,
-            device=self._devices[rank.number],
+            device=self._device_names[rank.number],
+            device_name=said.device if said else "",
             rss_bytes=rank.rss_bytes,
             last_beat_age_s=0.0 if self._gone.done() else rank.heartbeat.age_s,
             part=said.part if said else None,
@@ -233,7 +235,7 @@ class LocalWorker:
             case Progress():
                 self._on_progress(message.stage)
             case LogLine():
-                log_line(message, {"worker": rank.name})
+                log_line(message, rank.labels)
             case Ready():
                 if not message.preloaded and self.id.incarnation == 0:
                     logger.info("%s was started without a preloaded torch", self.id)

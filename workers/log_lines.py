@@ -25,7 +25,7 @@ class LineHandler(logging.Handler):
             self.handleError(record)
 
 
-def log_line(line: LogLine, extra: Mapping[str, str]) -> None:
+def log_line(line: LogLine, extra: Mapping[str, object]) -> None:
     """Log what another process logged, its traceback as one.
 
     Args:

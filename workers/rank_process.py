@@ -17,7 +17,7 @@ from typing import Protocol
 import msgspec
 
 from workers.endings import OomKills
-from workers.engine import Cause
+from workers.engine import Cause, WorkerId
 from workers.heartbeat import HeartbeatReader
 from workers.log_lines import log_line
 from workers.messages import UNREADABLE, FromWorker, LogLine
@@ -54,20 +54,30 @@ class Owner(Protocol):
 class RankProcess:
     """One process, from before its start until its exit is confirmed."""
 
-    def __init__(self, number: int, name: str, oom_kills: OomKills) -> None:
+    def __init__(
+        self, worker: WorkerId, number: int, oom_kills: OomKills, *, is_alone: bool
+    ) -> None:
         """Make what it writes to.
 
         Args:
+            worker: Whose process it is.
             number: Its rank, from 0.
-            name: For the log.
             oom_kills: Where the kernel's kills for memory are counted.
+            is_alone: Whether the worker has no other.
 
         Raises:
             SharedMemoryError: There is no page to be had.
             OSError: There are no descriptors to be had.
         """
         self.number = number
-        self.name = name
+        self.name = str(worker) if is_alone else f"{worker} rank {number}"
+        """For people."""
+        self.labels: dict[str, object] = {"worker": str(worker)}
+        """What each line of its log carries."""
+        if not is_alone:
+            self.labels["rank"] = number
+        self._worker = worker
+        self._who = "it" if is_alone else f"rank {number}"
         self.outbox = PrivateQueue()
         self.stacks = Stacks()
         self.heartbeat = HeartbeatReader()
@@ -132,7 +142,7 @@ class RankProcess:
             at_work_on: The requests that it is computing, or nothing.
         """
         state, trace = await self.stacks.ask(self.pid)
-        self._log(f"{self.name} {reason}{at_work_on}; it is {state}: killing it", trace)
+        self._log(f"{self._worker} {reason}{at_work_on}; {self._who} is {state}: killing it", trace)
 
     def close(self) -> None:
         """Give back what it wrote to; it is gone, or was never started."""
@@ -148,7 +158,7 @@ class RankProcess:
             self._log(f"{self.name} left its stacks ({reason}){at_work_on}", trace)
 
     def _log(self, text: str, trace: str) -> None:
-        log_line(LogLine(logging.ERROR, __name__, text, trace=trace), {"worker": self.name})
+        log_line(LogLine(logging.ERROR, __name__, text, trace=trace), self.labels)
 
     def _on_readable(self) -> None:
         try:

@@ -25,8 +25,36 @@ class LastEnding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankHealth:
+    """One process of a worker whose model is split."""
+
+    rank: int
+    """0 leads: it is given the batches."""
+    pid: int
+    device: str
+    device_name: str
+    """What the device is."""
+    rss_bytes: int
+    part_bytes: int
+    """Of the parameters and buffers that it holds."""
+    part: str
+    """Which part of the model that is."""
+    last_beat_age_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitHealth:
+    """How the model of a worker was split."""
+
+    cuts: Sequence[str]
+    """Of a pipeline: the submodules that its stages begin with, but for the first."""
+    note: str
+    """Why it was split like this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerHealth:
-    """One worker process."""
+    """One worker: a process, or one for each device of a replica that is split."""
 
     name: str
     state: str
@@ -36,14 +64,21 @@ class WorkerHealth:
     incarnation: int
     """Counts the lives of the worker, from 0."""
     pid: int | None
+    """Of its lead, if it is split."""
     num_batches: int
     last_beat_age_s: float | None
     """Since its loop last showed that it turns."""
     last_answer_age_s: float | None
     """Since it last proved itself by an answer, to a request or to a canary."""
     rss_bytes: int | None
-    """Memory that it holds, as the operating system counts it."""
+    """Memory that it holds, as the operating system counts it; with all its ranks."""
     restarts: int
+    placement: Literal["replicate", "pipeline", "tensor"] = "replicate"
+    """Whether a process has the whole model, or how it is split over several."""
+    ranks: Sequence[RankHealth] = ()
+    """The processes that it is split over; none if it is not, or while it is not there."""
+    split: SplitHealth | None = None
+    """How it was split, if it is."""
     speed: str | None = None
     """The speed preset that it serves with; null while it is not there."""
     speed_gain: float | None = None
@@ -91,6 +126,8 @@ class ModelHealth:
     """Instances that wait for a worker."""
     inputs: Sequence[InputDescription] = ()
     """What it takes, once a worker has been ready; empty if it does not say."""
+    example: object = None
+    """An instance that it takes, as JSON; null if it has none to show."""
     speed_search: SpeedSearchHealth = SpeedSearchHealth(state="off")
     workers: Sequence[WorkerHealth] = ()
 
@@ -126,8 +163,6 @@ class Health:
     """The answer of a check that is passed."""
 
     status: str
-    example: object = None
-    """An instance that it takes, as JSON; null if it has none to show."""
 
 
 class HealthSource(Protocol):

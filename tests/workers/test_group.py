@@ -118,6 +118,8 @@ def test_hung_follower_is_a_hang_of_the_worker_and_every_rank_shows_its_stacks(
         assert all(map(is_gone, pids))
 
     run(go())
+    said = [record for record in caplog.records if "killing it" in record.message]
+    assert {(record.worker, record.rank) for record in said} == {("m/0#0", 0), ("m/0#0", 1)}  # type: ignore[attr-defined]
     traces = [record.exc_text or "" for record in caplog.records if "killing it" in record.message]
     assert len(traces) == 2
     assert any("in _act" in trace for trace in traces)

@@ -7,6 +7,8 @@ from service.api.health import (
     InputDescription,
     LastEnding,
     ModelHealth,
+    RankHealth,
+    SplitHealth,
     WorkerHealth,
     health_router,
 )
@@ -23,6 +25,20 @@ WORKER = WorkerHealth(
     last_answer_age_s=2.5,
     rss_bytes=1000,
     restarts=1,
+    placement="pipeline",
+    ranks=[
+        RankHealth(
+            rank=0,
+            pid=123,
+            device="cuda:GPU-1",
+            device_name="NVIDIA H100",
+            rss_bytes=600,
+            part_bytes=400,
+            part="layer1",
+            last_beat_age_s=0.5,
+        )
+    ],
+    split=SplitHealth(cuts=["layer2"], note="by bytes"),
     speed="folded",
     decode="exact",
     speed_gain=1.5,
@@ -68,6 +84,7 @@ def test_health_shows_the_workers_one_by_one() -> None:
     assert (document["status"], document["ready"], document["draining"]) == ("ready", True, False)
     (model,) = document["models"]
     assert (model["name"], model["ready"], model["queue_depth"]) == ("a", True, 3)
+    assert model["example"] == "How do I get there?"
     assert model["inputs"] == [{"name": "x", "dtype": "float32", "shape": [-1, 3]}]
     assert model["workers"] == [
         {
@@ -81,10 +98,23 @@ def test_health_shows_the_workers_one_by_one() -> None:
             "last_answer_age_s": 2.5,
             "rss_bytes": 1000,
             "restarts": 1,
+            "placement": "pipeline",
+            "ranks": [
+                {
+                    "rank": 0,
+                    "pid": 123,
+                    "device": "cuda:GPU-1",
+                    "device_name": "NVIDIA H100",
+                    "rss_bytes": 600,
+                    "part_bytes": 400,
+                    "part": "layer1",
+                    "last_beat_age_s": 0.5,
+                }
+            ],
+            "split": {"cuts": ["layer2"], "note": "by bytes"},
             "speed": "folded",
             "decode": "exact",
             "speed_gain": 1.5,
-    assert model["example"] == "How do I get there?"
             "speed_deviation": 1e-06,
             "reason": "",
             "last_ending": {
