@@ -11,12 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import psutil
+
 from service.chaos.load import PATIENCE_S, Tally
 from service.chaos.plan import Fault
 from service.chaos.questions import Question, is_refusal, problem_code
 from service.chaos.watch import Recovery, Watch
 from service.trial.client import Address, NoAnswerError, connect
-from service.trial.health import Health, Worker
+from service.trial.health import Health
 
 PLACES = ("preprocess", "forward", "render")
 """Where a poisoned input kills its worker: see `models.poisonable`."""
@@ -125,7 +127,9 @@ class Faults:
                 await poisoning
 
     async def _strike(self, kind: Literal["kill", "stop"]) -> None:
-        """Kill or stop a worker that is well, as soon as there is one.
+        """Kill or stop a process of a worker that is well, as soon as there is one.
+
+        Of a worker whose model is split it is any rank.
 
         While a killed one is not back, nothing is done: on a slow model the same request would be
         struck until the service has to take it for the cause. A stopped one is no reason to wait.
@@ -142,18 +146,27 @@ class Faults:
 
     def _strike_one_of(self, health: Health, kind: Literal["kill", "stop"]) -> bool:
         struck = {each.worker for each in self._watch.pending}
-        well = [w for w in health.workers if w.state == "ready" and w.pid and w.name not in struck]
+        well = [w for w in health.workers if w.state == "ready" and w.pids and w.name not in struck]
         if not well:
             return False
         worker = self._rng.choice(well)
-        assert worker.pid is not None
+        rank, pid = self._rng.choice(list(worker.pids.items()))
         number = signal.SIGKILL if kind == "kill" else signal.SIGSTOP
-        began = time.monotonic()
         try:
-            os.kill(worker.pid, number)
-        except ProcessLookupError:  # it died of a poison since
+            processes = [psutil.Process(each) for each in worker.pids.values()]
+            began = time.monotonic()
+            os.kill(pid, number)
+        except (ProcessLookupError, psutil.NoSuchProcess):  # it died of a poison since
             return False
-        self._watch.add(_recovery(kind, worker, began))
+        recovery = Recovery(
+            kind=kind,
+            worker=worker.name,
+            incarnation=worker.incarnation,
+            rank=rank,
+            processes=processes,
+            began=began,
+        )
+        self._watch.add(recovery)
         return True
 
     async def _poison(self, index: int) -> None:
@@ -207,7 +220,3 @@ class Faults:
     def _on_stray(self) -> None:
         self._tally.duplicated += 1
         self._tally.note("an answer came to a poison that had one")
-
-
-def _recovery(kind: Literal["kill", "stop"], worker: Worker, began: float) -> Recovery:
-    return Recovery(kind=kind, worker=worker.name, incarnation=worker.incarnation, began=began)

@@ -2,6 +2,7 @@
 
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TextIO
@@ -15,6 +16,7 @@ from service.settings import version_of
 from service.trial.machine import machine
 
 _MIB = 2**20
+_SIGNALS: Mapping[Kind, str] = {"kill": "SIGKILL", "stop": "SIGSTOP"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +114,7 @@ class Report:
             "is_interrupted": self.is_interrupted,
             "planned_kills": self.planned_kills,
             "faults": dict(self.faults),
+            "struck": self._struck(),
             "poisonings": {
                 "sent": self.poisonings.num_sent,
                 "right": self.poisonings.right,
@@ -172,6 +175,9 @@ class Report:
             f"{kills} SIGKILLs{planned}, {self.faults.get('stop', 0)} SIGSTOPs, "
             f"{self.poisonings.num_sent} poisoned inputs",
         )
+        for kind, by_rank in self._struck().items():
+            text = ", ".join(f"rank {rank} {count} times" for rank, count in by_rank.items())
+            yield f"  {_SIGNALS[kind]}", text
         yield from self._recovery_rows()
         yield "latency before", f"{spread(quiet.latencies_s) or '-'}  (median / p99 / worst)"
         yield "latency during", str(spread(chaos.latencies_s) or "-")
@@ -194,8 +200,7 @@ class Report:
 
     def _recovery_rows(self) -> Iterator[tuple[str, str]]:
         for kind, (noticed, recovered) in self._recovery().items():
-            signal = {"kill": "SIGKILL", "stop": "SIGSTOP"}[kind]
-            yield f"{signal} noticed", f"{noticed or '-'}  (median / p99 / worst)"
+            yield f"{_SIGNALS[kind]} noticed", f"{noticed or '-'}  (median / p99 / worst)"
             yield "  full capacity", str(recovered or "-")
 
     def _holdings_rows(self, before: Holdings, after: Holdings) -> Iterator[tuple[str, str]]:
@@ -225,13 +230,22 @@ class Report:
 
     def _recovery(self) -> dict[Kind, tuple[Spread | None, Spread | None]]:
         found: dict[Kind, tuple[Spread | None, Spread | None]] = {}
-        for kind in ("kill", "stop"):
+        for kind in _SIGNALS:
             those = [each for each in self.recoveries if each.kind == kind]
             if those:
                 found[kind] = (
                     spread([r.noticed - r.began for r in those if r.noticed is not None]),
                     spread([r.recovered - r.began for r in those if r.recovered is not None]),
                 )
+        return found
+
+    def _struck(self) -> dict[Kind, dict[int, int]]:
+        """How often which rank of the workers whose model is split, if there are any."""
+        found: dict[Kind, dict[int, int]] = {}
+        for kind in _SIGNALS:
+            ranks = [r.rank for r in self.recoveries if r.kind == kind and r.rank is not None]
+            if ranks:
+                found[kind] = dict(sorted(Counter(ranks).items()))
         return found
 
     def _of_ledger(self) -> Iterator[str]:
@@ -260,6 +274,9 @@ class Report:
             was, now = getattr(before, name), getattr(after, name)
             if now > was:
                 yield f"{name.replace('_', ' ')}: {was} before, {now} after"
+        left_behind = sum(each.num_left_behind for each in self.recoveries)
+        if left_behind:
+            yield f"{left_behind} processes outlived the worker that they were of"
         unrecovered = sum(each.recovered is None for each in self.recoveries)
         if unrecovered and not self.is_interrupted:
             yield f"{unrecovered} workers did not come back"

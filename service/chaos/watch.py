@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
+import psutil
 
 from service.trial.client import Address, Connection, NoAnswerError, connect
 from service.trial.health import Health, read_health
+from service.trial.subject import is_alive
 
 Kind = Literal["kill", "stop"]
 
@@ -24,6 +26,12 @@ class Recovery(msgspec.Struct, kw_only=True):
     kind: Kind
     worker: str
     incarnation: int
+    rank: int | None = None
+    """Which of its processes, if its model is split over several."""
+    processes: Sequence[psutil.Process] = ()
+    """All those of that incarnation."""
+    num_left_behind: int = 0
+    """Those that were still there when its successor was."""
     began: float
     noticed: float | None = None
     """The service no longer counts on the worker."""
@@ -114,3 +122,4 @@ class Watch:
             is_back = each.noticed is not None and each.worker not in absent | hidden
             if is_back and not absent - others:
                 each.recovered = now
+                each.num_left_behind = sum(map(is_alive, each.processes))

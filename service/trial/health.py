@@ -9,6 +9,13 @@ _TIMEOUT_S = 10.0
 _NO_WORKER = "failed"
 
 
+class Rank(msgspec.Struct):
+    """One process of a worker whose model is split."""
+
+    rank: int
+    pid: int
+
+
 class Worker(msgspec.Struct):
     """One worker, as /health has it."""
 
@@ -16,11 +23,22 @@ class Worker(msgspec.Struct):
     state: str
     incarnation: int
     pid: int | None
+    placement: str = "replicate"
+    """How its model is split, if it is."""
+    ranks: list[Rank] = []
+    """Its processes, if its model is split."""
     reason: str = ""
     speed: str | None = None
     """The speed preset that it serves with."""
     decode: str | None = None
     """How it decodes inputs."""
+
+    @property
+    def pids(self) -> dict[int | None, int]:
+        """Its processes by rank; one that is not split has none."""
+        if self.ranks:
+            return {each.rank: each.pid for each in self.ranks}
+        return {None: self.pid} if self.pid else {}
 
 
 class ModelState(msgspec.Struct):
@@ -29,6 +47,8 @@ class ModelState(msgspec.Struct):
     name: str
     workers: list[Worker]
     inputs: list[TensorSpec] = []
+    example: object = None
+    """An instance that it takes."""
 
 
 class Health(msgspec.Struct):
@@ -47,8 +67,6 @@ class Health(msgspec.Struct):
     def is_full(self) -> bool:
         """Every worker is ready."""
         return all(worker.state == "ready" for worker in self.workers)
-    example: object = None
-    """An instance that it takes."""
 
     @property
     def failure(self) -> str:

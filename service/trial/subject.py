@@ -111,7 +111,7 @@ class Subject:
                 self._family |= {front_end, *front_end.children(recursive=True)}
             except psutil.NoSuchProcess:
                 pass
-        self._family = {process for process in self._family if _is_alive(process)}
+        self._family = {process for process in self._family if is_alive(process)}
         return sorted(self._family, key=lambda process: process.pid)
 
     async def until_ready(self, timeout_s: float) -> None:
@@ -202,7 +202,8 @@ def _free_port() -> int:
         return port
 
 
-def _is_alive(process: psutil.Process) -> bool:
+def is_alive(process: psutil.Process) -> bool:
+    """Whether a process has not ended; its number may be another's by now."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,6 +1,13 @@
+import os
+import subprocess
+import sys
+from collections import Counter
 from itertools import islice
 
-from service.chaos.faults import schedule
+from service.chaos.faults import Faults, schedule
+from service.chaos.load import Tally
+from service.chaos.watch import Watch
+from service.trial.health import Health, ModelState, Rank, Worker
 
 
 def test_the_seed_decides_what_happens_when():
@@ -21,3 +28,30 @@ def test_faults_come_in_order_and_about_as_often_as_asked():
 
 def test_a_kind_that_was_not_asked_for_never_happens():
     assert list(schedule(1, {"kill": 0.0, "stop": 0.0, "poison": 0.0})) == []
+
+
+def test_any_rank_of_a_split_worker_is_struck_and_all_of_them_are_watched():
+    sleepers = [
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) for _ in range(2)
+    ]
+    ranks = [Rank(rank=rank, pid=process.pid) for rank, process in enumerate(sleepers)]
+    worker = Worker(name="m/0", state="ready", incarnation=0, pid=ranks[0].pid, ranks=ranks)
+    health = Health(models=[ModelState(name="m", workers=[worker])])
+    struck: Counter[int | None] = Counter()
+    for seed in range(12):
+        watch = Watch(("127.0.0.1", 1))
+        faults = Faults(
+            ("127.0.0.1", 1), watch, Tally(), [],
+            seed=seed, every_s={"kill": 0, "stop": 1, "poison": 0},
+            timeout_s=1, keeps_quarantine=True,
+        )  # fmt: skip
+        assert faults._strike_one_of(health, "stop")
+        (recovery,) = watch.recoveries
+        struck[recovery.rank] += 1
+        assert {each.pid for each in recovery.processes} == {each.pid for each in ranks}
+    assert set(struck) == {0, 1}
+    for process in sleepers:
+        _, status = os.waitpid(process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        process.kill()
+        process.wait()

@@ -3,6 +3,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace as replace_struct
 
 from service.chaos.faults import Poisonings
 from service.chaos.load import Tally
@@ -32,6 +33,8 @@ _LEDGER = Ledger(
     retried=3,
 )
 
+_RECOVERY = Recovery(kind="kill", worker="echo/0", incarnation=1, began=1, noticed=2, recovered=3)
+
 
 def tally(count: int, **changes: int) -> Tally:
     made = Tally(num_sent=count, num_instances_sent=count, num_instances_right=count, right=count)
@@ -55,9 +58,7 @@ def report(**changes: object) -> Report:
         chaos=tally(100),
         faults={"kill": 1, "poison": 1},
         poisonings=Poisonings(num_sent=1, right=1, num_attempts=2),
-        recoveries=[
-            Recovery(kind="kill", worker="echo/0", incarnation=1, began=1, noticed=2, recovered=3)
-        ],
+        recoveries=[_RECOVERY],
         indistinct=0,
         ledger=_LEDGER,
         before=_HOLDINGS,
@@ -93,6 +94,10 @@ def test_run_in_which_each_request_had_its_answer_has_no_problems():
         ({"exit_code": None}, "did not stop"),
         ({"exit_code": 1}, "exited with 1"),
         ({"left_over": 1}, "1 processes outlived"),
+        (
+            {"recoveries": [replace_struct(_RECOVERY, num_left_behind=1)]},
+            "1 processes outlived the worker",
+        ),
         (
             {"recoveries": [Recovery(kind="stop", worker="a/0", incarnation=1, began=1)]},
             "1 workers did not come back",
@@ -135,6 +140,15 @@ def test_report_names_the_faults_that_did_not_come_about():
     stream = io.StringIO()
     report(faults={"kill": 1, "stop": 0}).write(stream)
     assert "(but stop did not come about" in stream.getvalue()
+
+
+def test_report_says_which_ranks_of_split_workers_were_struck():
+    ranks = (1, 0, 1)
+    struck = report(recoveries=[replace_struct(_RECOVERY, rank=rank) for rank in ranks])
+    stream = io.StringIO()
+    struck.write(stream)
+    assert "  SIGKILL        rank 0 1 times, rank 1 2 times" in stream.getvalue()
+    assert json.loads(json.dumps(struck.as_dict()))["struck"] == {"kill": {"0": 1, "1": 2}}
 
 
 def test_report_is_json_too():
