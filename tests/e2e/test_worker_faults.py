@@ -15,11 +15,19 @@ from tests.e2e.running import Running, running
 from tests.groups import control_group
 
 FAULTY = "tests.fault_model:FaultModel"
+SPLIT = "tests.split_fault_model:SplitFaultModel"
 MIB = 1 << 20
 
 
 @contextlib.contextmanager
-def faulty(folder: Path, *, batch_timeout_s: float = 20, preexec_fn=None, **options: object):
+def faulty(
+    folder: Path,
+    *,
+    batch_timeout_s: float = 20,
+    source: str = FAULTY,
+    preexec_fn=None,
+    **options: object,
+):
     """A service with one worker, whose model does what ends it once."""
     values = {"once": str(folder / "done"), **options}
     listed = ", ".join(f"{name} = {value!r}" for name, value in values.items())
@@ -27,7 +35,8 @@ def faulty(folder: Path, *, batch_timeout_s: float = 20, preexec_fn=None, **opti
     config.write_text(
         f"""
         [models.m]
-        source = "{FAULTY}"
+        source = "{source}"
+        placement = "{"tensor" if source == SPLIT else "replicate"}"
         replicas = 1
         batch_timeout_s = {batch_timeout_s}
         options = {{ {listed} }}
@@ -61,8 +70,8 @@ def healthy(service: Running, folder: Path):
     return service
 
 
-def ask(service: Running, do: str = "ok", n: int = 21) -> httpx.Response:
-    body = {"instances": [{"n": n, "do": do}]}
+def ask(service: Running, do: str = "ok", n: int = 21, rank: int = 0) -> httpx.Response:
+    body = {"instances": [{"n": n, "do": do, "rank": rank}]}
     return httpx.post(f"{service.url}/predict", json=body, timeout=30)
 
 
@@ -216,16 +225,21 @@ def counted(service: Running) -> list[str]:
     return [line for line in lines if line.startswith(names)]
 
 
-def test_worker_killed_for_memory_is_said_to_be_and_its_request_answered(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("source", "rank", "where"), [(FAULTY, 0, ""), (SPLIT, 1, "rank 1: ")], ids=["whole", "split"]
+)
+def test_worker_killed_for_memory_is_said_to_be_and_its_request_answered(
+    tmp_path: Path, source: str, rank: int, where: str
+):
     with (
         control_group("memory") as group,
-        faulty(tmp_path, preexec_fn=group.enter) as service,
+        faulty(tmp_path, source=source, preexec_fn=group.enter) as service,
     ):
         used = int(group.get("memory.usage_in_bytes"))
         group.set("memory.limit_in_bytes", used + 100 * MIB)
-        assert is_right(ask(service, "eat"))
+        assert is_right(ask(service, "eat", rank=rank))
         assert "oom_kill 1" in group.get("memory.oom_control")
-        line = service.wait_for_log("m/0#0 ended: SIGKILL, likely out of memory (last RSS", 5)
+        line = service.wait_for_log(f"m/0#0 ended: {where}SIGKILL, likely out of memory (last", 5)
         assert "iB)" in str(line["message"])
         ending = worker(service)["last_ending"]
         assert ending["cause"] == "memory"

@@ -1,0 +1,84 @@
+"""A model that is split over two processes, over HTTP: a worker like any other."""
+
+import asyncio
+import os
+import signal
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import httpx
+import psutil
+
+from tests.e2e.load import ask_until_stopped
+from tests.e2e.running import Running, left_over, running
+
+
+def config(folder: Path) -> str:
+    """Settings for two replicas of two ranks each."""
+    file = folder / "inferpool.toml"
+    file.write_text(
+        """
+        [models.m]
+        source = "tests.split_fault_model:SplitFaultModel"
+        placement = "tensor"
+        devices_per_replica = 2
+        replicas = 2
+        """
+    )
+    return str(file)
+
+
+def when_ready(service: Running, incarnation: int = 0) -> dict:
+    """The first worker in that life, once both are ready."""
+    until = time.monotonic() + 30
+    while True:
+        workers = httpx.get(f"{service.url}/health").json()["models"][0]["workers"]
+        if workers[0]["incarnation"] == incarnation and len(service.worker_pids()) == 2:
+            return dict(workers[0])
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def pids_of(worker: dict) -> list[int]:
+    return [rank["pid"] for rank in worker["ranks"]]
+
+
+def test_group_under_load_loses_nothing_to_a_killed_follower_nor_to_sigterm(tmp_path: Path):
+    def strike(service: Running) -> tuple[dict, list[psutil.Process]]:
+        """Kill a follower, see its group come back as a whole, and end the service."""
+        pids = pids_of(when_ready(service))
+        os.kill(pids[1], signal.SIGKILL)
+        worker = when_ready(service, 1)
+        assert not any(map(psutil.pid_exists, pids))
+        metrics = httpx.get(f"{service.url}/metrics").text
+        assert 'worker_rank_parameter_bytes{model="m",rank="1",worker="0"} 4.0' in metrics
+        family = service.family()
+        assert set(pids_of(worker)) < {process.pid for process in family}
+        service.signal(signal.SIGTERM)
+        return worker, family
+
+    with running("--config", config(tmp_path)) as service, ThreadPoolExecutor(1) as pool:
+        striking: list[Future[tuple[dict, list[psutil.Process]]]] = []
+        begin = partial(pool.submit, strike, service)
+        load = ask_until_stopped(service.url, lambda: striking.append(begin()))
+        tally = asyncio.run(load)
+        worker, family = striking[0].result()
+        assert service.wait() == 0
+        assert left_over(family, 5) == []
+    assert (tally.wrong, tally.unanswered) == ([], [])
+    assert worker["placement"] == "tensor"
+    assert [rank["part"] for rank in worker["ranks"]] == ["part 0", "part 1"]
+    assert worker["split"] == {"cuts": ["here"], "note": "as told"}
+    assert worker["restarts"] == 1
+    assert worker["last_ending"]["reason"].startswith("rank 1: SIGKILL")
+
+
+def test_no_rank_outlives_a_front_end_that_is_killed(tmp_path: Path):
+    with running("--config", config(tmp_path)) as service:
+        pids = pids_of(when_ready(service))
+        family = service.family()
+        assert set(pids) < {process.pid for process in family}
+        service.signal(signal.SIGKILL)
+        assert left_over(family, 5) == []
