@@ -14,9 +14,11 @@ from typing import Any
 import msgspec
 import psutil
 
+from workers.guard import give_way_for_memory
+
 
 def main() -> None:
-    """Follow the orders: {"models": [...], "measure": whether to load them, too}."""
+    """Follow the orders: {"models": [...], "has_gpu": whether to try the GPUs}."""
     orders = json.load(sys.stdin)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a model prints is no answer
@@ -34,13 +36,9 @@ def main() -> None:
     say("torch", problem="", seconds=time.monotonic() - began)
     for order in orders["models"]:
         try:
-            if order["measure"]:
-                say("measured", model=order["name"], **_measure(order))
-            else:
-                download = getattr(_build(order), "download", "")  # torchvision's have it
-                say("model", model=order["name"], problem="", download=str(download))
+            say(order["do"], model=order["name"], **_ACTS[order["do"]](order))
         except Exception as error:  # whatever a user's class raises
-            say("model", model=order["name"], problem=_described(error))
+            say(order["do"], model=order["name"], problem=_described(error))
     if orders["has_gpu"]:
         say("cuda", **_cuda(torch))
 
@@ -49,6 +47,46 @@ def _build(order: Mapping[str, Any]) -> Any:
     from models.registry import build
 
     return build(order["source"], order["weights"], order["options"])
+
+
+def _try_building(order: Mapping[str, Any]) -> dict[str, object]:
+    """Build a model, short of loading its weights."""
+    return {"problem": "", "download": str(getattr(_build(order), "download", ""))}
+
+
+def _survey(order: Mapping[str, Any]) -> dict[str, object]:
+    """Measure a model's network step by step, whole and split; load it only if it asks for none."""
+    import torch
+
+    from models.spec import Placement
+    from models.split.survey import find_network, may_have_network, survey
+    from workers.own_process import pin
+    from workers.peak import PeakMemory
+
+    placement = msgspec.convert(order["placement"], Placement)
+    pin(placement)
+    give_way_for_memory()
+    device = torch.device(placement.devices[0])
+    model = _build(order)
+    if getattr(model, "download", ""):
+        return {"problem": "its weights have to be downloaded first", "survey": None}
+    found = find_network(model, placement) if may_have_network(model) else None
+    if found is None:
+        text = "its `load` does not call `load_network`, and so it is not known before it is loaded"
+        return {"problem": text, "survey": None}
+    result = survey(
+        model,
+        found,
+        device=device,
+        max_rows=order["max_batch_size"],
+        num_ranks=order["num_ranks"],
+        peak=PeakMemory(device),
+    )
+    return {
+        "problem": "",
+        "survey": msgspec.to_builtins(result),
+        "context_bytes": _context_bytes(torch, device),
+    }
 
 
 def _measure(order: Mapping[str, Any]) -> dict[str, object]:
@@ -88,6 +126,14 @@ def _measure(order: Mapping[str, Any]) -> dict[str, object]:
     }
 
 
+def _context_bytes(torch: Any, device: Any) -> int:
+    """Of a GPU's memory, what is in use beside what torch has allocated: by CUDA, and by others."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total - free - torch.cuda.memory_reserved(device))
+
+
 def _cuda(torch: Any) -> dict[str, object]:
     if not torch.cuda.is_available():
         return {"problem": "torch finds no usable GPU, although the driver lists some"}
@@ -114,6 +160,10 @@ def _own_bytes() -> int:
 def _described(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+_ACTS = {"model": _try_building, "survey": _survey, "measured": _measure}
+"""What there is to do with a model, and what the answer is called."""
 
 
 if __name__ == "__main__":

@@ -102,32 +102,55 @@ def times_of(
     Raises:
         Exception: A step fails on the example.
     """
+    clock = _Clock(device)
+    run_steps(course, example, device, clock.timed)
+    return [clock.seconds.get(step.name, 0.0) for step in course.steps]
+
+
+def run_steps(
+    course: Course,
+    example: Sequence[object] | Mapping[str, object],
+    device: torch.device,
+    on_step: Callable[[fx.Node, Callable[[], Any]], Any],
+) -> None:
+    """Compute a network whose parameters have no numbers: each step gets small ones for its turn.
+
+    Args:
+        course: Of the network.
+        example: What it is called with.
+        device: Where to compute.
+        on_step: Is given each step, and what computes it, and returns what that gives.
+
+    Raises:
+        Exception: A step fails on the example.
+    """
     given: Mapping[str, object] = (
         example
         if isinstance(example, Mapping)
         else dict(zip(course.arguments, example, strict=True))
     )
     inputs = [_moved(given[name], device) for name in course.arguments]
-    timer = _Timer(fx.GraphModule(course.network, course.graph), device)
+    graph = fx.GraphModule(course.network, course.graph)
     with torch.inference_mode():
-        timer.run(*inputs)
-    return [timer.seconds.get(step.name, 0.0) for step in course.steps]
+        _StepByStep(graph, device, on_step).run(*inputs)
 
 
-class _Timer(fx.Interpreter):
-    """Runs a graph of which no parameter has numbers, and measures its nodes."""
-
-    def __init__(self, module: fx.GraphModule, device: torch.device) -> None:
+class _StepByStep(fx.Interpreter):
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        device: torch.device,
+        on_step: Callable[[fx.Node, Callable[[], Any]], Any],
+    ) -> None:
         super().__init__(module)
         self._device = device
-        self._until = time.perf_counter() + _BUDGET_S
-        self.seconds: dict[str, float] = {}
+        self._on_step = on_step
 
     def run_node(self, n: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         if n.op == "call_module":
             module = _real(self.fetch_attr(str(n.target)), self._device)
-            return self._timed(n, lambda: module(*args, **kwargs))
+            return self._on_step(n, lambda: module(*args, **kwargs))
         if n.op == "get_attr":
             value = self.fetch_attr(str(n.target))
             if not isinstance(value, Tensor):
@@ -136,10 +159,17 @@ class _Timer(fx.Interpreter):
                 return _small_like(value, self._device)
             return value.to(self._device)
         if n.op in ("call_function", "call_method"):
-            return self._timed(n, lambda: getattr(self, n.op)(n.target, args, kwargs))
+            return self._on_step(n, lambda: getattr(self, n.op)(n.target, args, kwargs))
         return super().run_node(n)
 
-    def _timed(self, node: fx.Node, call: Callable[[], Any]) -> Any:
+
+class _Clock:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._until = time.perf_counter() + _BUDGET_S
+        self.seconds: dict[str, float] = {}
+
+    def timed(self, step: fx.Node, call: Callable[[], Any]) -> Any:
         shortest = float("inf")
         for _ in range(_NUM_TRIALS):
             began = time.perf_counter()
@@ -150,7 +180,7 @@ class _Timer(fx.Interpreter):
             shortest = min(shortest, now - began)
             if now > self._until:
                 break
-        self.seconds[node.name] = shortest
+        self.seconds[step.name] = shortest
         return result
 
 

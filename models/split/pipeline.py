@@ -246,7 +246,7 @@ def _choose(
         return SplitReport(cuts=tuple(known_cuts), note="cut as before")
     sizes = sizes_of(course)
     times, note = _times(ranks, course, example)
-    positions = _positions(course, sizes, times or sizes, ranks.size)
+    positions = cut_positions(course, sizes, times or sizes, ranks.size)
     limits = course.stages(positions)
     shares = [f"{sum(sizes[begin:end]) / 1e6:.1f} MB" for begin, end in limits]
     if times:
@@ -260,10 +260,14 @@ def _choose(
     )
 
 
-def _positions(
+def cut_positions(
     course: Course, sizes: Sequence[int], costs: Sequence[float], num_stages: int
 ) -> list[int]:
-    """Balance, and cut where a single value crosses if that costs little."""
+    """The steps to cut at: balanced, and where a single value crosses if that costs little.
+
+    Raises:
+        ModelError: There are too few places to cut at.
+    """
     places = sorted(position for position in course.names if position)
     best = balanced(sizes, costs, places, num_stages)
     narrow = [position for position in places if course.num_crossing(position) == 1]

@@ -172,17 +172,7 @@ def load_tensor_parallel(
         network = build_on_meta(build).eval()
         stored = StoredWeights(weights)
         check_fit(network, stored.shapes, weights)
-    wishes = model.tensor_plan or getattr(network, "tensor_plan", None)
-    plan = (
-        find_plan(network, ranks.size) if wishes is None else own_plan(network, wishes, ranks.size)
-    )
-    text, share = _described(network, plan, ranks.size)
-    if share < _LEAST_SHARE and wishes is None:
-        raise ModelError(
-            f"{type(network).__name__} is no network for tensor parallelism: of its bytes "
-            f"{share:.0%} can be split (Linear, Embedding, MultiheadAttention); "
-            'use placement = "pipeline"'
-        )
+    plan, text = choose_plan(model, network, ranks.size)
     collectives = Collectives(ranks.rank, ranks.size)
     network = _cut(network, plan, collectives)
     if plan.styles:
@@ -199,6 +189,40 @@ def load_tensor_parallel(
         report=SplitReport(note="; ".join([text, *plan.notes])),
         uses_dtensor=bool(plan.styles),
     )
+
+
+def choose_plan(model: "Model", network: nn.Module, size: int) -> tuple[Plan, str]:
+    """What is split of a network, as the model says or as is found; and that, for a person.
+
+    Raises:
+        ModelError: It cannot be split so, or hardly anything of it can.
+    """
+    wishes = model.tensor_plan or getattr(network, "tensor_plan", None)
+    plan = find_plan(network, size) if wishes is None else own_plan(network, wishes, size)
+    cut = cut_parameters(network, plan)
+    share = sum(each.nbytes for each in cut) / max(1, _num_bytes(network))
+    if share < _LEAST_SHARE and wishes is None:
+        raise ModelError(
+            f"{type(network).__name__} is no network for tensor parallelism: of its bytes "
+            f"{share:.0%} can be split (Linear, Embedding, MultiheadAttention); "
+            'use placement = "pipeline"'
+        )
+    num_matrices = sum(parameter.dim() > 1 for parameter in network.parameters())
+    text = (
+        f"1/{size} of {len(cut)} of {num_matrices} matrices, {share:.0%} of the bytes; "
+        "the rest whole"
+    )
+    return plan, text
+
+
+def cut_parameters(network: nn.Module, plan: Plan) -> list[nn.Parameter]:
+    """The matrices that a plan cuts."""
+    cut = {
+        id(parameter)
+        for name in {cut.name for cut in plan.cuts} | set(plan.styles)
+        for parameter in network.get_submodule(name).parameters()
+    }
+    return [each for each in network.parameters() if each.dim() > 1 and id(each) in cut]
 
 
 def _raise_if_lost(error: Exception) -> None:
@@ -294,25 +318,6 @@ def _read(
     parts = [stored.read(name, *before, slice(*each)) for each in piece.ranges]
     value = torch.cat(parts, piece.dim) if parts else stored.read(name)
     return nn.Parameter(value.to(device, empty.dtype), requires_grad=False)
-
-
-def _described(network: nn.Module, plan: Plan, size: int) -> tuple[str, float]:
-    """What is split of a network, for a person, and the share of its bytes."""
-    names = {cut.name for cut in plan.cuts} | set(plan.styles)
-    cut = {
-        id(parameter)
-        for name in names
-        for parameter in network.get_submodule(name).parameters()
-        if parameter.dim() > 1
-    }
-    matrices = [parameter for parameter in network.parameters() if parameter.dim() > 1]
-    num_bytes = sum(each.nbytes for each in matrices if id(each) in cut)
-    share = num_bytes / max(1, _num_bytes(network))
-    text = (
-        f"1/{size} of {len(cut)} of {len(matrices)} matrices, {share:.0%} of the bytes; "
-        "the rest whole"
-    )
-    return text, share
 
 
 def _num_bytes(network: nn.Module) -> int:

@@ -100,7 +100,8 @@ def diagnose(
     """
     import pynvml
 
-    from service.doctor.probes import check_imports, measure
+    from service.doctor.placement import check_ways
+    from service.doctor.probes import check_imports, known, measure
     from workers.nvml import read_nvml
 
     facts = gather(settings, host)
@@ -109,8 +110,17 @@ def diagnose(
     nvml = read_nvml(pynvml)
     yield from check_driver(facts, nvml)
     yield from check_gpus(facts, nvml)
-    for check in (*FOUND_BY_STARTING, *QUICK):
-        yield from check(facts, settings)
-    yield from check_imports(facts, settings)
+    broken = set()
+    for check in (*FOUND_BY_STARTING, *QUICK, check_imports):
+        for finding in check(facts, settings):
+            if finding.level == "error":
+                broken.add(finding.check)
+            yield finding
+    names = [
+        name
+        for name in known(facts, settings)
+        if not {f"model {name}", f"weights of {name}"} & broken
+    ]
+    yield from check_ways(facts, settings, names)
     if is_measured:
         yield from measure(facts, settings)

@@ -21,6 +21,8 @@ class Finding:
     """What to do; empty where there is nothing to be done."""
     is_fatal: bool = False
     """Nothing can be served: the service does not start."""
+    rows: tuple[tuple[str, ...], ...] = ()
+    """A table that shows what the message says, its head first."""
 
     def __str__(self) -> str:
         """On one line, for a log."""

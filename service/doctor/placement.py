@@ -1,0 +1,265 @@
+"""Which placement fits each model on these devices, from what its network was measured to take."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from models.spec import Placement
+from models.split.measures import Survey, Way
+from service.doctor.facts import Facts
+from service.doctor.findings import Finding, error, in_words, note, ok, warning
+from service.doctor.memory import FORKSERVER_BYTES, FRONT_END_BYTES, WORKER_BYTES
+from service.doctor.probes import PROBE_TIMEOUT_S, order_for, probe
+from service.doctor.weights import MODEL_SUFFIXES
+from service.settings import ModelSettings, Settings
+
+_USUAL_RANKS = (2, 4)
+_HEAD = ("placement", "needs", "fits", "speed at best", "what each process has")
+
+
+def check_ways(facts: Facts, settings: Settings, names: Sequence[str]) -> Iterator[Finding]:
+    """Measure the networks of models without loading them, and say how to place them."""
+    for name in names:
+        model = settings.models[name]
+        if model.source == "echo" or model.source.endswith(MODEL_SUFFIXES):
+            continue  # nothing to split
+        room = room_for(name, facts, settings)
+        order = order_for(facts, settings, name, "survey", num_ranks=room.num_ranks)
+        orders = {"has_gpu": False, "models": [order]}
+        for answer in probe(orders, PROBE_TIMEOUT_S + model.load_timeout_s):
+            yield from _judge_answer(name, answer, room)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What there is for one model, and how the settings would place it."""
+
+    chosen: Placement
+    num_replicas: int
+    """As they are chosen."""
+    num_alone: int
+    """Replicas, if each lay on one device."""
+    num_devices: int
+    """GPUs, or cores."""
+    is_gpu: bool
+    device_bytes: int
+    """Of the smallest of the GPUs, or of all memory that is free for the processes of the CPU."""
+    num_sharing: int
+    """Processes that share a GPU; on a CPU, those of the other models."""
+
+    @property
+    def num_ranks(self) -> list[int]:
+        """Over how many devices splitting it is to be thought of."""
+        usual = [n for n in _USUAL_RANKS if not self.is_gpu or n <= max(2, self.num_devices)]
+        more = {self.num_devices} if self.is_gpu and self.num_devices > 2 else set()
+        return sorted({*usual, *more, self.chosen.num_ranks} - {1})
+
+    def has_bytes(self, num_processes: int) -> int:
+        """What each has, if there are so many processes of this model."""
+        if self.is_gpu:
+            return self.device_bytes // self.num_sharing
+        return self.device_bytes // (num_processes + self.num_sharing)
+
+
+def room_for(name: str, facts: Facts, settings: Settings) -> Room:
+    """See what there is for a model."""
+    model = settings.models[name]
+    chosen = facts.placements[name]
+    alone = _unsplit(model, facts)
+    uuids = [uuid for placement in alone for uuid in placement.gpu_of_each_rank]
+    if uuids:
+        sizes = {gpu.uuid: gpu.memory_bytes for gpu in facts.host.gpus}
+        device_bytes = min(sizes[uuid] for uuid in uuids)
+        num_sharing = max(map(uuids.count, uuids))
+    else:
+        others = [p for other, ps in facts.placements.items() if other != name for p in ps]
+        device_bytes = max(
+            0, facts.free_bytes - settings.arena_bytes - FRONT_END_BYTES - FORKSERVER_BYTES
+        )
+        num_sharing = sum(p.num_ranks for p in others if not p.visible)
+    return Room(
+        chosen=chosen[0],
+        num_replicas=len(chosen),
+        num_alone=len(alone),
+        num_devices=len(set(uuids)) if uuids else facts.host.num_cores,
+        is_gpu=bool(uuids),
+        device_bytes=device_bytes,
+        num_sharing=num_sharing,
+    )
+
+
+def judge(name: str, survey: Survey, room: Room, context_bytes: int = 0) -> Finding:
+    """Say which placement is best for a model, and what is wrong with the one that is chosen.
+
+    Args:
+        name: Of the model.
+        survey: What its network takes.
+        room: What there is for it.
+        context_bytes: What is in use of a GPU beside what torch allocates there.
+    """
+    options = list(_options(survey, room, context_bytes))
+    chosen = next(o for o in options if o.is_chosen(room))
+    best = next((option for option in options if option.fits), None)
+    check = f"placement of {name}"
+    about = f"{in_words(survey.num_bytes)} of parameters" + (
+        f", {in_words(survey.activation_bytes)} more for a batch of {survey.num_rows}"
+        if survey.activation_bytes is not None
+        else ""
+    )
+    reason = f"{about}; {_reason(best, options[0], room)}"
+    if survey.note:
+        reason += f" (a batch was {survey.note})"
+    advice = "" if best is None else f"set {best.in_settings(room)}"
+    if best is None:
+        found = error(check, reason, _what_would_fit(options, room))
+    elif not chosen.fits and chosen.is_hopeless:
+        found = error(check, f"{chosen.name} does not fit: {reason}", advice)
+    elif not chosen.fits:
+        found = warning(check, f"{chosen.name} may not fit: {reason}", advice)
+    elif best.way.split != chosen.way.split:
+        found = warning(check, f"{chosen.name} is chosen, and costs throughput: {reason}", advice)
+    else:
+        found = ok(check, reason)
+    return replace(found, rows=(_HEAD, *(option.row for option in options)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Option:
+    """One way to place a model here."""
+
+    way: Way
+    num_replicas: int
+    need_bytes: int
+    """Of the process that needs the most."""
+    least_bytes: int
+    """What it cannot do without: its part of the parameters."""
+    has_bytes: int
+    throughput: float | None
+    """Of that of replicas on all devices."""
+    problem: str
+
+    @property
+    def fits(self) -> bool:
+        return not self.problem and self.need_bytes <= self.has_bytes
+
+    @property
+    def is_hopeless(self) -> bool:
+        return bool(self.problem) or self.least_bytes > self.has_bytes
+
+    @property
+    def name(self) -> str:
+        if self.way.split is None:
+            return f"replicate x{self.num_replicas}"
+        groups = f"{self.num_replicas} of " if self.num_replicas > 1 else ""
+        return f"{groups}{self.way.split} x{self.way.num_ranks}"
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        if self.problem:
+            return (self.name, "", "no", "", self.problem)
+        speed = "" if self.throughput is None else f"{self.throughput:.2f}"
+        parts = " + ".join(in_words(each) for each in self.way.rank_bytes)
+        if self.way.split == "tensor":
+            parts = f"{in_words(self.way.rank_bytes[0])}: {self.way.text}"
+        sizes = f"{in_words(self.need_bytes)} of {in_words(self.has_bytes)}"
+        return (self.name, sizes, "yes" if self.fits else "no", speed, parts)
+
+    def is_chosen(self, room: Room) -> bool:
+        if self.way.split is None and room.chosen.split is None:
+            return self.num_replicas == room.num_replicas
+        return (self.way.split, self.way.num_ranks) == (room.chosen.split, room.chosen.num_ranks)
+
+    def in_settings(self, room: Room) -> str:
+        if self.way.split is None:
+            is_fewer = self.num_replicas < room.num_alone
+            return 'placement = "replicate"' + (
+                f", replicas = {self.num_replicas}" if is_fewer else ""
+            )
+        return f'placement = "{self.way.split}", devices_per_replica = {self.way.num_ranks}'
+
+
+def _options(survey: Survey, room: Room, context_bytes: int) -> Iterator[_Option]:
+    """All that can be thought of, the one to be preferred first where several fit."""
+    beside = context_bytes if room.is_gpu else WORKER_BYTES
+    beside += survey.activation_bytes or 0
+    for way in survey.ways:
+        for num_replicas in _numbers_of_replicas(way, room):
+            num_processes = num_replicas * way.num_ranks
+            least = max(way.rank_bytes, default=0)
+            problem = way.problem
+            if room.is_gpu and way.num_ranks > room.num_devices:
+                problem = f"there are not {way.num_ranks} GPUs for it"
+            yield _Option(
+                way=way,
+                num_replicas=num_replicas,
+                need_bytes=least + beside,
+                least_bytes=least,
+                has_bytes=room.has_bytes(num_processes),
+                throughput=_throughput(way, num_replicas, room),
+                problem=problem,
+            )
+
+
+def _numbers_of_replicas(way: Way, room: Room) -> Sequence[int]:
+    if way.split is None:
+        return [room.num_alone, 1] if room.num_alone > 1 and not room.is_gpu else [room.num_alone]
+    if room.is_gpu:
+        return [max(1, room.num_devices // way.num_ranks)]
+    is_chosen = (way.split, way.num_ranks) == (room.chosen.split, room.chosen.num_ranks)
+    return [room.num_replicas if is_chosen else 1]
+
+
+def _throughput(way: Way, num_replicas: int, room: Room) -> float | None:
+    if way.throughput is None:
+        return None
+    if way.split is None:
+        return 1.0 if num_replicas == room.num_alone else None
+    share = num_replicas * way.num_ranks / room.num_devices
+    # Processes that share a core lose nothing by waiting for each other.
+    return way.throughput * share if room.is_gpu else min(1.0, way.throughput * max(1.0, share))
+
+
+def _unsplit(model: ModelSettings, facts: Facts) -> Sequence[Placement]:
+    whole = {"placement": "replicate", "devices_per_replica": "auto"}
+    if model.split:
+        whole["replicas"] = "auto"
+    return model.model_copy(update=whole).placements_on(facts.host)
+
+
+def _reason(best: _Option | None, whole: _Option, room: Room) -> str:
+    device = "one GPU" if room.is_gpu else "one process"
+    sizes = f"{in_words(whole.need_bytes)} of the {in_words(whole.has_bytes)} that {device} has"
+    if best is None:
+        return f"nothing fits: whole it needs {sizes}"
+    if best.way.split is None and best.num_replicas == whole.num_replicas:
+        return f"it fits, with {sizes}: replicate, and split only what does not fit"
+    need, has = in_words(best.need_bytes), in_words(best.has_bytes)
+    if best.way.split is None:
+        return f"{whole.num_replicas} replicas do not fit, and one does, with {need} of {has}"
+    return (
+        f"whole it needs {in_words(whole.need_bytes)}, and {device} has "
+        f"{in_words(whole.has_bytes)}: {best.name} takes {need} of {has} on each"
+    )
+
+
+def _what_would_fit(options: Sequence[_Option], room: Room) -> str:
+    whole = options[0]
+    left = whole.has_bytes - (whole.need_bytes - whole.least_bytes)
+    one = f"one with {in_words(whole.need_bytes)}"
+    if not room.is_gpu:
+        return f"free at least {in_words(whole.need_bytes)} of memory"
+    if left <= 0:
+        return f"it would take larger GPUs, or smaller batches (max_batch_size): {one}"
+    num = math.ceil(whole.least_bytes / left)
+    return f'it would take {num} such GPUs (placement = "pipeline"), or {one}'
+
+
+def _judge_answer(name: str, answer: Mapping[str, Any], room: Room) -> Iterator[Finding]:
+    if answer.get("problem"):
+        yield note(f"placement of {name}", answer["problem"])
+    elif answer["kind"] == "survey":
+        survey = msgspec.convert(answer["survey"], Survey)
+        yield judge(name, survey, room, answer["context_bytes"])

@@ -1,0 +1,128 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from models.base import Model
+from models.modules import ModuleModel
+from models.spec import Placement, TensorSpec
+from models.split.measures import Survey
+from models.split.survey import find_network, may_have_network, survey
+from service.doctor.facts import gather
+from service.doctor.findings import Finding
+from service.doctor.placement import judge, room_for
+from service.settings_loader import load
+from workers.devices import Gpu, Host
+from workers.peak import PeakMemory
+
+GIB = 1 << 30
+CPU = torch.device("cpu")
+
+
+def gpus(num: int) -> Host:
+    found = [
+        Gpu(index=i, uuid=f"GPU-{i}", name="L4", memory_bytes=24 * GIB, cpus=()) for i in range(num)
+    ]
+    return Host(cpus=tuple(range(8)), num_cores=8, gpus=tuple(found))
+
+
+class Tower(nn.Sequential):
+    """60 GiB of parameters, which no test has the memory for."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(16384, 16384, bias=False) for _ in range(60)))
+
+
+def surveyed(model: Model, num_ranks: list[int]) -> Survey:
+    found = find_network(model, Placement(devices=("cpu",)))
+    assert found is not None
+    peak = PeakMemory(CPU)
+    return survey(model, found, device=CPU, max_rows=8, num_ranks=num_ranks, peak=peak)
+
+
+@pytest.fixture(scope="module")
+def tower() -> Survey:
+    return surveyed(ModuleModel(Tower), [2, 4])
+
+
+def advice(tower: Survey, host: Host, tmp_path: Path, **flags: str) -> Finding:
+    settings = load({"model": "torchvision:resnet18", **flags}, {}, tmp_path).settings
+    (name,) = settings.models
+    return judge(name, tower, room_for(name, gather(settings, host), settings), 400 << 20)
+
+
+def test_model_of_60_gib_is_a_pipeline_over_four_gpus_of_24(tower: Survey, tmp_path: Path):
+    assert tower.num_bytes == 60 * GIB
+    found = advice(tower, gpus(4), tmp_path)
+    assert found.level == "error"
+    assert "replicate x4 does not fit" in found.message
+    assert "pipeline x4 takes 15.4 GiB of 24.0 GiB on each" in found.message
+    assert found.advice == 'set placement = "pipeline", devices_per_replica = 4'
+    fits = {row[0]: row[2] for row in found.rows}
+    assert (fits["2 of pipeline x2"], fits["pipeline x4"]) == ("no", "yes")
+    split = advice(tower, gpus(4), tmp_path, placement="pipeline", devices_per_replica="4")
+    assert split.level == "ok"
+
+
+def test_model_that_fits_nowhere_is_told_what_it_would_take(tower: Survey, tmp_path: Path):
+    found = advice(tower, gpus(2), tmp_path)
+    assert found.level == "error"
+    assert "it would take 3 such GPUs" in found.advice
+
+
+def test_split_that_is_not_needed_is_warned_of(tower: Survey, tmp_path: Path):
+    small = replace_bytes(tower, 1 << 20)
+    found = advice(small, gpus(4), tmp_path, placement="tensor")
+    assert (found.level, found.advice) == ("warning", 'set placement = "replicate"')
+    assert "split only what does not fit" in found.message
+    assert advice(small, gpus(4), tmp_path).level == "ok"
+
+
+def test_processes_on_a_cpu_share_its_memory(tower: Survey, tmp_path: Path):
+    settings = load({"model": "torchvision:resnet18"}, {}, tmp_path).settings
+    facts = replace(gather(settings, Host(cpus=(0, 1), num_cores=2)), available_bytes=64 * GIB)
+    (name,) = settings.models
+    room = replace(room_for(name, facts, settings), device_bytes=63 * GIB)
+    found = judge(name, tower, room)
+    assert found.advice == 'set placement = "replicate", replicas = 1'
+    assert "2 replicas do not fit, and one does, with 60.2 GiB of 63.0 GiB" in found.message
+
+
+def test_seconds_and_activations_are_measured_with_one_layer_in_memory_at_a_time():
+    wide = [TensorSpec(name="x", dtype="float32", shape=(-1, 2048))]
+    layers = (nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.Linear(2048, 2048))
+    found = surveyed(ModuleModel(lambda: nn.Sequential(*layers), inputs=wide), [2])
+    whole, pipeline, tensor = found.ways
+    assert sum(pipeline.rank_bytes) == found.num_bytes == 3 * 4 * (2048 * 2048 + 2048)
+    assert sum(pipeline.rank_s) == pytest.approx(found.batch_s)
+    assert found.activation_bytes is not None
+    assert found.activation_bytes < found.num_bytes / 2
+    assert tensor.rank_bytes[0] == pytest.approx(found.num_bytes / 2, rel=0.01)
+    assert whole.throughput == 1.0
+    assert pipeline.throughput is not None
+    assert pipeline.throughput < 1
+
+
+def test_model_that_loads_itself_is_not_loaded_to_be_measured():
+    class Own(Model):
+        def load(self, placement: Placement) -> None:
+            raise AssertionError
+
+    assert not may_have_network(Own())
+    assert may_have_network(ModuleModel(Tower))
+
+
+def replace_bytes(tower: Survey, num_bytes: int) -> Survey:
+    """The same, of another size."""
+    import msgspec
+
+    factor = num_bytes / tower.num_bytes
+    ways = [
+        msgspec.structs.replace(
+            way, rank_bytes=tuple(round(each * factor) for each in way.rank_bytes)
+        )
+        for way in tower.ways
+    ]
+    return msgspec.structs.replace(tower, num_bytes=num_bytes, ways=tuple(ways))
