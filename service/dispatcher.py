@@ -302,6 +302,8 @@ class Dispatcher:
         error = future.exception()
         if isinstance(error, WorkerLostError) and error.started:
             self._blame(batch, now)  # of those, too, that nobody waits for, while they have a slot
+        elif error is None and batch[0].is_solo:
+            self._acquit(batch[0], future.result())
         for instance in batch:
             if instance.state == SETTLED:
                 instance.owner.free(instance.ref.offset)
@@ -383,6 +385,11 @@ class Dispatcher:
                 self._quarantine.note_death(input, now)
                 instance.num_crashes = 1
                 instance.is_solo = True
+
+    def _acquit(self, instance: Instance, done: BatchDone) -> None:
+        """Hold nothing more against an input that was computed alone, and well."""
+        if not isinstance(done.outcomes[0], ItemError):
+            self._quarantine.acquit(self._input_of(instance))
 
     def _convict(self, instance: Instance, digest: str) -> None:
         """See to it that no more workers die of an input, for whomever that waits."""

@@ -2,9 +2,10 @@
 
 The verdict is by deaths alone with an input. The death of a whole batch says only that each of its
 inputs may have been the cause: each is a *suspect* from then on, and computed alone whenever it
-comes, so that it takes nobody with it. An input with which two workers have died while each held
-nothing else is guilty, whoever asked for it and whether anybody still waited: it goes into
-quarantine. However often an input was in a batch with somebody else's poison counts for nothing.
+comes, so that it takes nobody with it, until it has succeeded so. An input with which two workers
+have died while each held nothing else, and which has not succeeded between, is guilty, whoever
+asked for it and whether anybody still waited: it goes into quarantine. However often an input was
+in a batch with somebody else's poison counts for nothing.
 
 When several different inputs in a row have killed while they were alone, and not one batch has
 succeeded between, it is not the inputs: they are let go, and none is taken until one succeeds.
@@ -133,7 +134,7 @@ class Quarantine:
         return 0.0 if entry is None else entry.until - now
 
     def is_suspect(self, input: Input, now: float) -> bool:
-        """Whether a worker has died lately with an input, in a batch or alone."""
+        """Whether a worker has died lately with an input that has not succeeded alone since."""
         return self._suspects.may_have(input, now) and input.mark() in self._suspects.entries
 
     def note_death(self, input: Input, now: float) -> None:
@@ -169,6 +170,11 @@ class Quarantine:
         if num_crashes >= MAX_CRASHES:
             self._guilty.put(digest, input, num_crashes, now)
         return num_crashes, digest.hex()
+
+    def acquit(self, input: Input) -> None:
+        """A suspect has succeeded alone: what its workers died of was something else."""
+        self._suspects.drop(input.mark())
+        self._suspects.drop(input.digest())
 
     def note_success(self) -> None:
         """A batch has succeeded: workers do not die of everything."""

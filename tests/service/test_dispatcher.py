@@ -674,6 +674,31 @@ def test_input_whose_worker_died_kills_nobody_elses_batch_when_it_comes_again(be
     run(go())
 
 
+def test_input_that_succeeds_between_deaths_alone_is_no_poison(bench):
+    async def go():
+        b = bench()
+        for _ in range(4):
+            worker = b.worker()
+            instance = b.submit(payload=b"cheese")
+            await turn()
+            for _ in range(2):  # the second time it is alone
+                worker.die()
+                worker = b.worker()
+                await turn()
+            worker.answer()
+            await instance
+            b.dispatcher.detach(worker)
+        worker = b.worker(credit=1)
+        both = [b.submit(payload=b"cheese") for _ in range(2)]
+        await turn()
+        assert worker.sizes == [2]
+        worker.answer()
+        await asyncio.gather(*both)
+        b.check_books()
+
+    run(go())
+
+
 def test_input_that_is_often_in_a_batch_with_a_poison_is_never_quarantined(bench):
     async def go():
         b = bench(max_batch_size=2)

@@ -203,9 +203,18 @@ class Schedule:
     async def answer(self) -> None:
         busy = [worker for worker in self.workers if worker.batches]
         if busy:
-            answered = self.chance.choice(busy).echo(self.chance)
-            if answered:
+            worker = self.chance.choice(busy)
+            refs = worker.batches[0][0]
+            if worker.echo(self.chance):
                 self.loop.call_soon(self.recent.clear)
+                self.loop.call_soon(self.acquit, refs)
+
+    def acquit(self, refs: Sequence[ItemRef]) -> None:
+        """Nothing more is held against an input that has succeeded alone."""
+        for instance in self.payloads:
+            if instance.is_solo and any(instance.ref is ref for ref in refs):
+                found = self.suspects.pop(self.payloads[instance], None)
+                self.seen["acquitted"] += found is not None
 
     async def lose(self) -> None:
         """A worker dies, as one does that has a poison."""
