@@ -18,7 +18,7 @@ from service.chaos.plan import Fault
 from service.chaos.questions import Question, is_refusal, problem_code
 from service.chaos.watch import Recovery, Watch
 from service.trial.client import Address, NoAnswerError, connect
-from service.trial.health import Health
+from service.trial.health import Worker
 
 PLACES = ("preprocess", "forward", "render")
 """Where a poisoned input kills its worker: see `models.poisonable`."""
@@ -99,6 +99,7 @@ class Faults:
         self._every_s = every_s
         self._schedule = schedule(seed, every_s)
         self._rng = random.Random(f"{seed} who")
+        self._rest = random.Random(f"{seed} rest")
         self._timeout_s = timeout_s
         self._keeps_quarantine = keeps_quarantine
 
@@ -131,24 +132,27 @@ class Faults:
 
         Of a worker whose model is split it is any rank.
 
-        While a killed one is not back, nothing is done: on a slow model the same request would be
-        struck until the service has to take it for the cause. A stopped one is no reason to wait.
+        While a killed one is not back, nothing is done, nor at the moment when it is: that finds it
+        at the same requests again, which the service would have to take for the cause of it. A
+        stopped one is no reason to wait.
         """
-        while True:
-            if not any(each.kind in ("kill", kind) for each in self._watch.pending):
-                try:
-                    health = await self._watch.look()
-                except (OSError, NoAnswerError):
-                    health = None
-                if health is not None and self._strike_one_of(health, kind):
-                    return
-            await asyncio.sleep(_WAIT_S)
+        while not (well := await self._well(kind)) or not self._strike_one_of(well, kind):
+            while not await self._well(kind):  # noqa: ASYNC110  # the service tells who asks
+                await asyncio.sleep(_WAIT_S)
+            await asyncio.sleep(self._rest.uniform(0.0, self._every_s[kind]))
 
-    def _strike_one_of(self, health: Health, kind: Literal["kill", "stop"]) -> bool:
+    async def _well(self, kind: Literal["kill", "stop"]) -> list[Worker]:
+        """The workers that are ready, and that nothing was done to; none while it is not time."""
+        if any(each.kind in ("kill", kind) for each in self._watch.pending):
+            return []
+        try:
+            health = await self._watch.look()
+        except (OSError, NoAnswerError):
+            return []
         struck = {each.worker for each in self._watch.pending}
-        well = [w for w in health.workers if w.state == "ready" and w.pids and w.name not in struck]
-        if not well:
-            return False
+        return [w for w in health.workers if w.state == "ready" and w.pids and w.name not in struck]
+
+    def _strike_one_of(self, well: Sequence[Worker], kind: Literal["kill", "stop"]) -> bool:
         worker = self._rng.choice(well)
         rank, pid = self._rng.choice(list(worker.pids.items()))
         number = signal.SIGKILL if kind == "kill" else signal.SIGSTOP

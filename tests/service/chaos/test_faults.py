@@ -7,7 +7,7 @@ from itertools import islice
 from service.chaos.faults import Faults, schedule
 from service.chaos.load import Tally
 from service.chaos.watch import Watch
-from service.trial.health import Health, ModelState, Rank, Worker
+from service.trial.health import Rank, Worker
 
 
 def test_the_seed_decides_what_happens_when():
@@ -36,7 +36,6 @@ def test_any_rank_of_a_split_worker_is_struck_and_all_of_them_are_watched():
     ]
     ranks = [Rank(rank=rank, pid=process.pid) for rank, process in enumerate(sleepers)]
     worker = Worker(name="m/0", state="ready", incarnation=0, pid=ranks[0].pid, ranks=ranks)
-    health = Health(models=[ModelState(name="m", workers=[worker])])
     struck: Counter[int | None] = Counter()
     for seed in range(12):
         watch = Watch(("127.0.0.1", 1))
@@ -45,7 +44,7 @@ def test_any_rank_of_a_split_worker_is_struck_and_all_of_them_are_watched():
             seed=seed, every_s={"kill": 0, "stop": 1, "poison": 0},
             timeout_s=1, keeps_quarantine=True,
         )  # fmt: skip
-        assert faults._strike_one_of(health, "stop")
+        assert faults._strike_one_of([worker], "stop")
         (recovery,) = watch.recoveries
         struck[recovery.rank] += 1
         assert {each.pid for each in recovery.processes} == {each.pid for each in ranks}
