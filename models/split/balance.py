@@ -146,6 +146,19 @@ class _StepByStep(fx.Interpreter):
         self._device = device
         self._on_step = on_step
 
+    def run(self, *args: Any, **_: object) -> Any:
+        """As torch's own, without its progress bar.
+
+        That makes a named semaphore, which would stay in /dev/shm if this rank were killed.
+        """
+        self.env: dict[fx.Node, Any] = {}
+        self.args_iter = iter(args)
+        for node in self.graph.nodes:
+            self.env[node] = self.run_node(node)
+            for used in self.user_to_last_uses.get(node, ()):
+                del self.env[used]
+        return self.env[node]
+
     def run_node(self, n: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         if n.op == "call_module":

@@ -56,6 +56,12 @@ def test_stages_answer_as_the_whole_and_each_has_its_part(group, build, shape, l
     assert max(part.num_bytes for part in parts) <= largest * num_bytes(whole)
 
 
+def test_weighing_makes_no_semaphore_that_a_killed_rank_would_leave(group, monkeypatch):
+    monkeypatch.setattr("torch.fx.interpreter.tqdm", None)  # whose lock is one
+    with group.loaded(networks.sequential, example=[torch.randn(2, 8)]) as model:
+        assert model.split_network.report.note.startswith("balanced by bytes and time")
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_padding_of_an_encoder_leaves_the_answer_as_it_is(group):
     whole = networks.encoder().eval()
