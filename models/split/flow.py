@@ -36,6 +36,11 @@ class LostTrackError(Exception):
     """It is not known what an operation does to a value in parts."""
 
 
+def is_elementwise(activation: object) -> bool:
+    """Whether an activation, a function or a module, is known to leave each part to its rank."""
+    return type(activation) in _ELEMENTWISE_MODULES or activation in _ELEMENTWISE
+
+
 @dataclass(frozen=True, slots=True)
 class Spread:
     """How a value lies in parts."""

@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 from torch.fx import Node
 
-from models.split.flow import Flow, LostTrackError, Spread
+from models.split.flow import Flow, LostTrackError, Spread, is_elementwise
 from models.split.tensor_plan import Count, Cut, Plan, attention_complaint
 
 _LARGE_BYTES = 1 << 20
@@ -24,6 +24,8 @@ _CONTAINERS = (
     nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder,
     nn.TransformerDecoder, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer,
 )  # fmt: skip
+_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+"""Not what inherits from them: that may compute otherwise."""
 _ASSUMED_DIMS = 3
 """Of what attention is given, where its code says it by numbers alone: batch, tokens, features."""
 
@@ -59,6 +61,9 @@ def find_plan(network: nn.Module, size: int) -> Plan:
         if any(set(map(id, modules[name].parameters())) & shared for name in names):
             plan.notes.append(f"{names[-1]} is whole: it shares its matrix")
             return False
+        if odd := [name for name in names if not _is_plain(modules[name])]:
+            plan.notes.append(f"{odd[0]} is whole: it has hooks, or weights of its own kind")
+            return False
         if sum(_num_bytes(modules[name]) for name in names) < enough:
             return False
         if units < size:
@@ -76,7 +81,7 @@ def find_plan(network: nn.Module, size: int) -> Plan:
             continue
         if name in read_past:
             plan.notes.append(f"{name} is whole: its matrix is read, not only called")
-        elif isinstance(module, nn.MultiheadAttention):
+        elif type(module) is nn.MultiheadAttention:
             if complaint := attention_complaint(module):
                 plan.notes.append(f"{name} is whole: {complaint}")
             elif can_be_cut([name], module.num_heads):
@@ -124,6 +129,16 @@ def _known(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
         yield from _known(child, f"{prefix}.{name}" if prefix else name)
 
 
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a layer is no more than its type: hooks, pruning and the like would be lost."""
+    hooks = [
+        each._forward_hooks or each._forward_pre_hooks or each._parameters.get("weight", 0) is None
+        for each in module.modules()
+    ]
+    own = {*module._parameters} <= {"weight", "bias"} or type(module) is nn.MultiheadAttention
+    return own and not any(hooks)
+
+
 def _shared_parameters(network: nn.Module) -> set[int]:
     names: dict[int, int] = {}
     for _, parameter in network.named_parameters(remove_duplicate=False):
@@ -140,7 +155,8 @@ def _groups(
 ) -> Iterator[_Group]:
     """All groups; puts into `read_past` the layers whose parameters other code reads."""
     for name, module in modules.items():
-        if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+        if type(module) in _LAYERS and is_elementwise(module.activation):
+            assert isinstance(module.linear1, nn.Linear)
             yield _Group(
                 columns=(f"{name}.linear1".lstrip("."),),
                 row=f"{name}.linear2".lstrip("."),

@@ -1,6 +1,7 @@
 import pytest
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import prune
 
 from models.split.tensor_search import find_plan
 
@@ -58,3 +59,22 @@ def test_results_that_others_read_too_are_gathered():
 def test_what_has_fewer_parts_than_there_are_ranks_stays_whole():
     network = nn.Sequential(nn.Linear(64, 3), nn.ReLU(), nn.Linear(3, 64))
     assert cut(network, size=4) == {"2": "gather"}
+
+
+def test_layers_that_do_more_than_torchs_own_stay_whole():
+    class Inherited(nn.MultiheadAttention):
+        """It might compute anything."""
+
+    hooked = nn.Linear(64, 64)
+    hooked.register_forward_hook(lambda module, args, output: output - output.mean(-1, True))
+    pruned = prune.identity(nn.Linear(64, 64), "weight")
+    network = nn.Sequential(hooked, nn.ReLU(), nn.Linear(64, 64), pruned, Inherited(64, 2))
+    assert set(cut(network)) == {"2"}
+
+
+def test_an_activation_that_is_not_elementwise_keeps_its_layer_whole():
+    def halves(activation):
+        return cut(nn.TransformerEncoderLayer(32, 2, 64, activation=activation))
+
+    assert halves(functional.gelu)["linear1"] == "column"
+    assert halves(lambda x: x.softmax(-1))["linear1"] == "gather"
