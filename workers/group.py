@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.spec import Placement, Split
+from workers.memory import available_bytes
 from workers.wiring import RankEnds
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class Group:
         self.device = torch.device(placement.devices[self.rank])
         self._ends = ends
         self._under_way: SimpleQueue[tuple[dist.Work | None, Tensor]] = SimpleQueue()
+        self._num_sharing = placement.devices.count(placement.devices[self.rank])
         backend = backend_for(placement.devices)
         self._is_staged = self.device.type == "cuda" and backend == "gloo"
         if self.device.type == "cuda":
@@ -62,6 +64,18 @@ class Group:
             backend, store=store, rank=self.rank, world_size=self.size, timeout=_FOREVER
         )
         threading.Thread(target=self._see_off, name="see-off", daemon=True).start()
+
+    @property
+    def room_bytes(self) -> int:
+        """What this rank may still take of its device's memory, an equal share where some share it.
+
+        Initialises CUDA.
+        """
+        if self.device.type == "cuda":
+            free_bytes, _ = torch.cuda.mem_get_info(self.device)
+        else:
+            free_bytes = available_bytes()
+        return free_bytes // self._num_sharing
 
     def send(self, to: int, message: object, tensors: Sequence[Tensor] = ()) -> None:
         """See `Ranks`."""

@@ -71,7 +71,9 @@ def build_model(config: WorkerConfig, group: Group | None) -> Model:
     model = build(config.model.source, config.model.weights, dict(config.model.options))
     model.max_image_pixels = config.max_image_pixels
     model.ranks = group
-    model.split_cuts = config.cuts
+    model.known_split = config.known_split
+    if group is not None:
+        model.room_bytes = group.room_bytes
     return model
 
 

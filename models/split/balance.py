@@ -1,9 +1,9 @@
 """Where to cut a network into stages, so that neither memory nor time is wasted. Worker processes.
 
-What is sought: among the cuts with which the largest part has no more than `_SPREAD` times an even
+What is sought: among the cuts with which the largest part has no more than `SPREAD` times an even
 share of the bytes, or as little as is possible, those with which the slowest stage takes the least
 time. A network is cut for its memory, so bytes come first; a pipeline is as fast as its slowest
-stage, so time comes next.
+stage, so time comes next. Of a network that is small beside the ranks' memory only time counts.
 """
 
 import time
@@ -19,14 +19,19 @@ from models.errors import ModelError
 from models.split.sketch import fill
 from models.split.stages import Course
 
-_SPREAD = 1.25
+SPREAD = 1.25
+"""Times an even share of the bytes: what the largest part may have of them."""
 _NUM_TRIALS = 3
 _BUDGET_S = 20.0
 """After that each step is tried once."""
 
 
 def balanced(
-    sizes: Sequence[float], costs: Sequence[float], places: Sequence[int], num_stages: int
+    sizes: Sequence[float],
+    costs: Sequence[float],
+    places: Sequence[int],
+    num_stages: int,
+    largest_share: float = SPREAD,
 ) -> list[int]:
     """Choose the places to cut at.
 
@@ -35,6 +40,7 @@ def balanced(
         costs: What each step takes, in any unit.
         places: The steps in front of which can be cut, ascending, without the first.
         num_stages: How many there are to be.
+        largest_share: How many times an even share of the bytes the largest part may have.
 
     Raises:
         ModelError: There are too few places.
@@ -45,7 +51,7 @@ def balanced(
             f"between its submodules"
         )
     least, _ = _least_largest(sizes, places, num_stages)
-    limit = max(least, _SPREAD * sum(sizes) / num_stages)
+    limit = max(least, largest_share * sum(sizes) / num_stages)
     _, positions = _least_largest(costs, places, num_stages, lambda a, b: b - a <= limit, sizes)
     return positions
 

@@ -16,15 +16,6 @@ _RANDOM_FILLS = {
 """Methods of tensors."""
 
 
-def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    """Build a network whose parameters have shapes but no values.
-
-    Its buffers are as they are built: some have values that no checkpoint keeps.
-    """
-    with replacing_parameters(without_values):
-        return build()
-
-
 def without_values(parameter: nn.Parameter) -> nn.Parameter:
     """Make one like it on the meta device."""
     empty = torch.empty_like(parameter, device="meta")

@@ -4,18 +4,19 @@ The lead's `load` gets a callable, which has the other ranks compute their parts
 where its part is loaded: it serves the lead's calls from then on.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from models.checkpoint import load_weights
 from models.errors import ModelError
 from models.spec import Placement
 from models.split.pipeline import load_pipeline
 from models.split.ranks import Ranks
+from models.split.rehearsal import Example
 from models.split.report import Part, SplitReport
 from models.split.tensor import load_tensor_parallel
 
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     from models.base import Model
 
 _POLL_S = 1.0
-
-Example: TypeAlias = Sequence[Tensor | None] | Mapping[str, Tensor | None]
-"""What a network will be called with, by position or by name; None where that is not known."""
 
 
 class SplitNetwork(Protocol):
@@ -134,7 +132,20 @@ def _load_split(
     example: Example,
 ) -> SplitNetwork:
     if ranks.split == "tensor":
-        return load_tensor_parallel(model, ranks, build, weights)
+        return load_tensor_parallel(
+            ranks,
+            build,
+            weights,
+            example,
+            tensor_plan=model.tensor_plan,
+            known=model.known_split,
+        )
     return load_pipeline(
-        ranks, build, weights, example, split_points=model.split_points, known_cuts=model.split_cuts
+        ranks,
+        build,
+        weights,
+        example,
+        split_points=model.split_points,
+        known=model.known_split,
+        room_bytes=model.room_bytes,
     )

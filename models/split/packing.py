@@ -83,6 +83,12 @@ def num_rows(value: object) -> int | None:
     return lengths.pop() if len(lengths) == 1 else None
 
 
+def have_different_rows(value: object) -> bool:
+    """Whether the first and the last row differ in some tensor of a value that has rows."""
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return any(len(x) > 1 and not torch.equal(x[0], x[-1]) for x in tensors)
+
+
 def split_rows(value: object, num_parts: int) -> list[Any]:
     """Cut all tensors in a value along their first dimension, into parts as even as can be."""
     leaves, spec = pytree.tree_flatten(value)

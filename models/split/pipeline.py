@@ -12,25 +12,36 @@ times our time (medians; quartiles within 0.86 to 1.06).
 
 import inspect
 import logging
+import math
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, fx, nn
 
 from models.checkpoint import StoredWeights, check_fit
 from models.errors import ModelError, RankError
 from models.out_of_memory import is_out_of_memory
-from models.split.balance import balanced, sizes_of, times_of
+from models.split.balance import SPREAD, balanced, sizes_of, times_of
 from models.split.micro_batches import MicroBatches
-from models.split.packing import join_rows, num_rows, pack, split_rows, unpack
+from models.split.packing import (
+    have_different_rows,
+    join_rows,
+    num_rows,
+    pack,
+    split_rows,
+    unpack,
+)
 from models.split.ranks import Ranks
+from models.split.rehearsal import EXACT, Example, Rehearsal, copied, deviation
 from models.split.report import Part, SplitReport
 from models.split.sketch import Sketch, fill, num_bytes
 from models.split.stages import Course
+from models.split.tracing import asks_for_types
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +51,12 @@ _WINDOW = 2
 """Pieces on their way for each rank: enough to compute while others travel, and few to hold."""
 _SLACK = 1.1
 """What cuts that fewer values cross may cost, in the bytes or in the time of a stage."""
+_SMALL_SHARE = 0.25
+"""Of the memory that each rank may take: a whole network below that is not cut for its memory."""
+_NUM_CHECKS = 8
+"""Batches in pieces, of rows that differ, that are also computed whole."""
+_PIECES_TOLERANCE = 0.02
+"""Of the largest output: kernels differ with the batch size, and bfloat16 keeps three digits."""
 
 
 class Pipeline:
@@ -54,9 +71,12 @@ class Pipeline:
         self._stage = stage
         self._signature = inspect.signature(course.network.forward)
         self._arguments = course.arguments
+        self._name = type(course.network).__name__
         self._micro_batches = MicroBatches()
         self._has_rows = True
-        """What it returns has a row for each row that it is given, as far as is known."""
+        """Each row of what it returns is made of one row of what it is given, as far as is known:
+        else a batch goes through whole."""
+        self._num_checks_left = _NUM_CHECKS
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Send a batch through all stages."""
@@ -67,15 +87,26 @@ class Pipeline:
         num_pieces = self._micro_batches.choose(rows)
         began = time.perf_counter()
         outputs = self._run(split_rows(inputs, num_pieces))
-        if num_pieces == 1:
-            result = outputs[0]
-        elif sum(num_rows(output) or 0 for output in outputs) == rows:
-            result = join_rows(outputs)
-        else:
+        seconds = time.perf_counter() - began
+        result = outputs[0] if num_pieces == 1 else self._joined(outputs, inputs, rows)
+        self._micro_batches.note(rows, num_pieces, seconds)
+        return result
+
+    def _joined(self, outputs: Sequence[Any], inputs: tuple[object, ...], rows: int) -> object:
+        """Put the results of pieces together, if those of the whole batch are the same."""
+        if sum(num_rows(output) or 0 for output in outputs) != rows:
             self._has_rows = False
             return self._run([inputs])[0]
-        self._micro_batches.note(rows, num_pieces, time.perf_counter() - began)
-        return result
+        result = join_rows(outputs)
+        if not self._num_checks_left or not have_different_rows(inputs):
+            return result
+        self._num_checks_left -= 1
+        whole = self._run([inputs])[0]
+        if difference := deviation(result, whole, _PIECES_TOLERANCE):
+            self._has_rows = False
+            text = "%s computes the rows of a batch together (%s): it goes through whole"
+            logger.warning(text, self._name, difference)
+        return whole
 
     def serve_next(self, timeout_s: float) -> None:
         """Compute this stage of a piece, and send on what it yields, or what it raises."""
@@ -156,10 +187,11 @@ def load_pipeline(
     ranks: Ranks,
     build: Callable[[], nn.Module],
     weights: Path | str | None,
-    example: Sequence[Tensor | None] | Mapping[str, Tensor | None],
+    example: Example,
     *,
     split_points: Sequence[str] = (),
-    known_cuts: Sequence[str] = (),
+    known: SplitReport | None = None,
+    room_bytes: int = 0,
 ) -> Pipeline:
     """Load this rank's stage of a network; the lead chooses where to cut it.
 
@@ -172,13 +204,15 @@ def load_pipeline(
         weights: A checkpoint to load into it; None leaves it as built.
         example: What it will be called with.
         split_points: Where to cut, as the user says.
-        known_cuts: Where it was cut before.
+        known: How it was split before, and found to compute the same.
+        room_bytes: What this rank may take of its device's memory; 0 where that is not known.
 
     Raises:
         ModelError: The network cannot be had, or cannot be cut, on this rank or on another.
         EOFError: Another rank has failed.
     """
     if ranks.rank != _LEAD:
+        ranks.send(_LEAD, room_bytes)
         plan, _ = ranks.receive(_LEAD)
         try:
             pipeline = _load_stage(ranks, build, weights, example, lambda _: _report_of(plan))
@@ -190,7 +224,12 @@ def load_pipeline(
 
     def choose(course: Course) -> SplitReport:
         points = split_points or getattr(course.network, "split_points", ())
-        report = _choose(ranks, course, example, points, known_cuts)
+        rooms: list[Any] = [ranks.receive(rank)[0] for rank in range(1, ranks.size)]
+        report = known
+        if known is None or len(known.cuts) != ranks.size - 1:
+            report = _choose(ranks, course, example, points, min(room_bytes, *rooms))
+            report = _rehearsed(course, report, example, ranks.device)
+        assert report is not None
         course.positions(report.cuts)  # before the others try
         for rank in range(1, ranks.size):
             ranks.send(rank, [list(report.cuts), report.note])
@@ -209,7 +248,7 @@ def _load_stage(
     ranks: Ranks,
     build: Callable[[], nn.Module],
     weights: Path | str | None,
-    example: Sequence[Tensor | None] | Mapping[str, Tensor | None],
+    example: Example,
     choose: Callable[[Course], SplitReport],
 ) -> Pipeline:
     sketch = Sketch(build)
@@ -230,11 +269,7 @@ def _load_stage(
 
 
 def _choose(
-    ranks: Ranks,
-    course: Course,
-    example: Sequence[Tensor | None] | Mapping[str, Tensor | None],
-    split_points: Sequence[str],
-    known_cuts: Sequence[str],
+    ranks: Ranks, course: Course, example: Example, split_points: Sequence[str], room_bytes: int
 ) -> SplitReport:
     if split_points:
         if len(split_points) != ranks.size - 1:
@@ -242,11 +277,17 @@ def _choose(
                 f"{ranks.size} stages want {ranks.size - 1} split points, not {len(split_points)}"
             )
         return SplitReport(cuts=tuple(split_points), note="cut where the model says")
-    if known_cuts and len(known_cuts) == ranks.size - 1:
-        return SplitReport(cuts=tuple(known_cuts), note="cut as before")
     sizes = sizes_of(course)
     times, note = _times(ranks, course, example)
-    positions = cut_positions(course, sizes, times or sizes, ranks.size)
+    is_small = sum(sizes) <= _SMALL_SHARE * room_bytes
+    if times and is_small:
+        note = (
+            f"balanced by time, since its {sum(sizes) / 1e6:.1f} MB are little beside the "
+            f"{room_bytes / 1e6:.0f} MB that each rank may take"
+        )
+    positions = cut_positions(
+        course, sizes, times or sizes, ranks.size, largest_share=math.inf if is_small else SPREAD
+    )
     limits = course.stages(positions)
     shares = [f"{sum(sizes[begin:end]) / 1e6:.1f} MB" for begin, end in limits]
     if times:
@@ -261,7 +302,11 @@ def _choose(
 
 
 def cut_positions(
-    course: Course, sizes: Sequence[int], costs: Sequence[float], num_stages: int
+    course: Course,
+    sizes: Sequence[int],
+    costs: Sequence[float],
+    num_stages: int,
+    largest_share: float = SPREAD,
 ) -> list[int]:
     """The steps to cut at: balanced, and where a single value crosses if that costs little.
 
@@ -269,26 +314,21 @@ def cut_positions(
         ModelError: There are too few places to cut at.
     """
     places = sorted(position for position in course.names if position)
-    best = balanced(sizes, costs, places, num_stages)
+    best = balanced(sizes, costs, places, num_stages, largest_share)
     narrow = [position for position in places if course.num_crossing(position) == 1]
     if len(narrow) < num_stages - 1:
         return best
-    simple = balanced(sizes, costs, narrow, num_stages)
+    simple = balanced(sizes, costs, narrow, num_stages, largest_share)
 
     def largest(values: Sequence[float], positions: Sequence[int]) -> float:
         return max(sum(values[begin:end]) for begin, end in course.stages(positions))
 
-    is_near = all(
-        largest(values, simple) <= _SLACK * largest(values, best) for values in (sizes, costs)
-    )
+    matters = [costs] if largest_share == math.inf else [sizes, costs]
+    is_near = all(largest(each, simple) <= _SLACK * largest(each, best) for each in matters)
     return simple if is_near else best
 
 
-def _times(
-    ranks: Ranks,
-    course: Course,
-    example: Sequence[Tensor | None] | Mapping[str, Tensor | None],
-) -> tuple[list[float], str]:
+def _times(ranks: Ranks, course: Course, example: Example) -> tuple[list[float], str]:
     values = example.values() if isinstance(example, Mapping) else example
     if not example or any(value is None for value in values):
         return [], "balanced by bytes, since the shapes of its inputs are not known"
@@ -298,6 +338,45 @@ def _times(
         text = "steps cannot be measured: %s: %s"
         logger.warning(text, type(error).__name__, error)
         return [], f"balanced by bytes, since measuring failed with {type(error).__name__}"
+
+
+def _rehearsed(
+    course: Course, report: SplitReport, example: Example, device: torch.device
+) -> SplitReport:
+    """See that the stages compute what the whole network does.
+
+    Raises:
+        ModelError: They do not.
+    """
+    rehearsal = Rehearsal(course.network, example, device)
+    if rehearsal.complaint and asks_for_types(course.network):
+        raise ModelError(
+            f"{type(course.network).__name__} cannot be cut: its forward asks for types, which "
+            f"torch.fx may answer wrongly, and what it computes was not held against the whole "
+            f"network: {rehearsal.complaint}; give `load_network` an `example`"
+        )
+    if rehearsal.complaint:
+        text = f"{report.note}; not held against the whole network: {rehearsal.complaint}"
+        return msgspec.structs.replace(report, note=text)
+    limits = course.stages(course.positions(report.cuts))
+    stages = [course.cut(begin, end) for begin, end in limits]
+    signature = inspect.signature(course.network.forward)
+
+    def compute(*args: object, **kwargs: object) -> object:
+        bound = signature.bind(*args, **kwargs)
+        values: Any = tuple(bound.arguments[name] for name in course.arguments)
+        with torch.inference_mode():
+            for stage in stages:
+                values = stage(*copied(values))
+        return values
+
+    if difference := rehearsal.difference(compute, rehearsal.origins, EXACT):
+        raise ModelError(
+            f"{difference}. torch.fx has traced another way through its code than it takes: have "
+            f"what branches on shapes, types or values, or computes with plain numbers, in "
+            f'submodules of its own, or set placement = "replicate"'
+        )
+    return report
 
 
 def _report_of(plan: Any) -> SplitReport:

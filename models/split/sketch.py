@@ -53,23 +53,29 @@ class Sketch:
         self.network = network.eval().requires_grad_(False)
 
     def built_for(self, part: nn.Module) -> dict[str, Tensor]:
-        """Build the network once more, with a part's parameters as they come out of that.
+        """Build the network once more; give a part's parameters and buffers, by their names in it.
+
+        As `built`, of those of the part.
+        """
+        return self.built(dict(part.state_dict(keep_vars=True)))
+
+    def built(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Build the network once more, with some parameters as they come out of that.
 
         They are the numbers that the whole network would have: what is left out uses up as many
-        random ones.
+        random ones. Torch's generator is left where it was, so that the next time is the same.
 
         Args:
-            part: Has some of the parameters of the sketch.
+            state: Parameters of the sketch, and other tensors.
 
         Returns:
-            The part's parameters and buffers, by their names in it.
+            Those with numbers, and the others as they are.
 
         Raises:
             ModelError: It is another network this time.
         """
-        state = dict(part.state_dict(keep_vars=True))
         if not any(tensor.is_meta for tensor in state.values()):
-            return state
+            return dict(state)
         wanted = {id(tensor) for tensor in state.values()}
         kept = {i for i, each in enumerate(self._registered) if id(each) in wanted}
         kept |= {original for copied, original in self._originals.items() if copied in kept}
@@ -86,6 +92,7 @@ class Sketch:
             return parameter
 
         with (
+            torch.random.fork_rng(devices=[]),
             _mapped_files(),
             replacing_parameters(keep, lambda _, copied: keep(copied)),
             _drawing(),

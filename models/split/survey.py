@@ -18,9 +18,9 @@ from models.errors import ModelError
 from models.spec import Placement
 from models.split.balance import run_steps, sizes_of, times_of
 from models.split.measures import Survey, Way
-from models.split.network import Example
 from models.split.packing import num_rows
 from models.split.pipeline import cut_positions
+from models.split.rehearsal import Example
 from models.split.sketch import Sketch, num_bytes
 from models.split.stages import Course
 from models.split.tensor import choose_plan, cut_parameters
@@ -246,7 +246,7 @@ def _tensors(
 
 def _tensor(model: Model, network: nn.Module, trial: _Trial, num_ranks: int) -> Way:
     try:
-        plan, text = choose_plan(model, network, num_ranks)
+        plan, text = choose_plan(network, num_ranks, model.tensor_plan)
     except ModelError as error:
         return Way(split="tensor", num_ranks=num_ranks, problem=str(error))
     cut = cut_parameters(network, plan)

@@ -1,7 +1,10 @@
 """Tensor-parallel networks: each rank holds a part of every large matrix, and all compute at once.
 
-Each rank builds the network without weights, puts shards (see `shards`) in the place of the layers
-that its plan cuts (see `own_plan`, `tensor_search`), and reads its own slices of the checkpoint.
+Each rank builds the network without its numbers, puts shards (see `shards`) in the place of the
+layers that its plan cuts (see `own_plan`, `tensor_search`), and reads its own slices of the
+checkpoint. A plan is read off the network's code, which may do more than was seen: so before the
+numbers are read all is computed, split and whole, with numbers that are made up (see `rehearsal`).
+
 The lead sends its arguments to all followers, and every rank computes the whole forward pass with
 its shards; what passes between the layers is whole on every rank, and so is the result.
 
@@ -19,23 +22,23 @@ A style of torch's own (`ParallelStyle`) that no shard can stand in for is left 
 collectives are not counted: there the errors must be the same word by word.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
 from models.checkpoint import StoredWeights, check_fit
 from models.errors import ModelError, OutOfStepError
 from models.out_of_memory import is_out_of_memory
-from models.split.building import build_on_meta
 from models.split.collectives import Collectives, widths_of
-from models.split.own_plan import own_plan
+from models.split.own_plan import OwnPlan, own_plan
 from models.split.packing import pack, unpack
 from models.split.ranks import Ranks
+from models.split.rehearsal import Example, Origin, Rehearsal, made_up
 from models.split.report import Part, SplitReport
 from models.split.shards import (
     ColumnEmbedding,
@@ -45,14 +48,21 @@ from models.split.shards import (
     Shard,
     SplitAttention,
 )
+from models.split.sketch import Sketch
 from models.split.tensor_plan import Cut, Plan
 from models.split.tensor_search import find_plan
 from models.split.tracing import EncoderByLayers
 
-if TYPE_CHECKING:
-    from models.base import Model
-
+_LEAD = 0
+_CALL = True
+"""What the lead says before each call of a rehearsal; at its end it says a text."""
 _WORD_TIMEOUT_S = 2.0
+_PRECISE = (torch.float32, torch.float64)
+_TOLERANCE = 1e-3
+"""Of the largest output: sums are made in another order, and a wrong plan is off by far more."""
+_LOOSE_TOLERANCE = 0.05
+_KEPT_SHARE = 0.25
+"""Of a network's bytes: what is kept at a time of one that is built with its weights."""
 _LEAST_SHARE = 0.2
 """Of a network's bytes: where less can be split, two ranks hold nine tenths of it each."""
 
@@ -77,6 +87,12 @@ class TensorParallel:
         self._collectives = collectives
         self._uses_dtensor = uses_dtensor
 
+    def add_note(self, text: str) -> None:
+        """Have the report say more."""
+        if text:
+            note = f"{self.report.note}; {text}"
+            self.report = msgspec.structs.replace(self.report, note=note)
+
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Have all ranks compute; on the lead.
 
@@ -95,7 +111,7 @@ class TensorParallel:
             self._settle(error)
             raise
 
-    def serve_next(self, timeout_s: float) -> None:
+    def serve_next(self, timeout_s: float | None) -> None:
         """Wait for the lead's next call and compute it; on a follower.
 
         Raises:
@@ -153,51 +169,130 @@ class TensorParallel:
 
 
 def load_tensor_parallel(
-    model: "Model", ranks: Ranks, build: Callable[[], nn.Module], weights: Path | str | None
+    ranks: Ranks,
+    build: Callable[[], nn.Module],
+    weights: Path | str | None,
+    example: Example = (),
+    *,
+    tensor_plan: OwnPlan | None = None,
+    known: SplitReport | None = None,
 ) -> TensorParallel:
-    """Load this rank's part of a network.
+    """Load this rank's part of a network; all ranks call this.
 
-    Where there is no checkpoint each rank builds the whole, with the same random numbers, before it
-    keeps its part.
+    Args:
+        ranks: This rank and the others.
+        build: Makes the network, the same one each time.
+        weights: A checkpoint to load into it; None leaves it as built.
+        example: What it will be called with.
+        tensor_plan: What to split, as the user says; None has it found, unless the network says it.
+        known: How it was split before, and found to compute the same.
 
     Raises:
-        ModelError: It cannot be had, or hardly anything of it can be split.
+        ModelError: It cannot be had, hardly anything of it can be split, or split it computes
+            something else.
+        EOFError: Another rank has failed.
     """
-    if weights is None:
-        with torch.random.fork_rng(devices=()):
-            torch.manual_seed(0)
-            network = build().eval()
-        stored: _Source = _BuiltWeights(network)
-    else:
-        network = build_on_meta(build).eval()
-        stored = StoredWeights(weights)
-        check_fit(network, stored.shapes, weights)
-    plan, text = choose_plan(model, network, ranks.size)
+    sketch = Sketch(build)
+    network = sketch.network
+    source: _Source = _BuiltWeights(sketch)
+    if weights is not None:
+        source = StoredWeights(weights)
+        check_fit(network, source.shapes, weights)
+    plan, text = choose_plan(network, ranks.size, tensor_plan)
+    is_rehearsed = known is None and not plan.styles
+    rehearsal = None
+    if is_rehearsed and ranks.rank == _LEAD:
+        rehearsal = Rehearsal(network, example, ranks.device)
+    shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     collectives = Collectives(ranks.rank, ranks.size)
     network = _cut(network, plan, collectives)
     if plan.styles:
         from models.split.dtensors import apply_styles
 
         apply_styles(network, plan.styles, ranks.device.type, ranks.size)
-    _fill(network, stored, ranks.device)
-    network = network.requires_grad_(requires_grad=False).to(ranks.device)
-    return TensorParallel(
+    parallel = TensorParallel(
         network,
         ranks,
         collectives,
         part=Part(ranks.rank, _num_bytes(network), text),
-        report=SplitReport(note="; ".join([text, *plan.notes])),
+        report=known or SplitReport(note="; ".join([text, *plan.notes])),
         uses_dtensor=bool(plan.styles),
     )
+    if is_rehearsed:
+        _rehearse(parallel, ranks, rehearsal, _origins(network, shapes))
+    _fill(network, source, ranks.device)
+    network.requires_grad_(requires_grad=False).to(ranks.device)
+    return parallel
 
 
-def choose_plan(model: "Model", network: nn.Module, size: int) -> tuple[Plan, str]:
-    """What is split of a network, as the model says or as is found; and that, for a person.
+def _rehearse(
+    parallel: TensorParallel, ranks: Ranks, rehearsal: Rehearsal | None, origins: Sequence[Origin]
+) -> None:
+    """See that the ranks together compute what the whole network does. All of them call this.
+
+    Raises:
+        ModelError: They do not; on the lead, which has the rehearsal.
+        EOFError: Another rank is gone.
+    """
+    if rehearsal is None:
+        with made_up(origins, ranks.device):
+            while (message := ranks.receive(_LEAD)[0]) == _CALL:
+                parallel.serve_next(None)
+        parallel.add_note(str(message))
+        return
+    followers = range(1, ranks.size)
+
+    def compute(*args: object, **kwargs: object) -> object:
+        for follower in followers:
+            ranks.send(follower, _CALL)
+        return parallel(*args, **kwargs)
+
+    is_precise = all(each.tensor.dtype in _PRECISE for each in origins)
+    tolerance = _TOLERANCE if is_precise else _LOOSE_TOLERANCE
+    difference = rehearsal.difference(compute, origins, tolerance)
+    text = ""
+    if rehearsal.complaint:
+        text = f"not held against the whole network: {rehearsal.complaint}"
+    for follower in followers:
+        ranks.send(follower, text)
+    parallel.add_note(text)
+    if difference:
+        raise ModelError(
+            f"{difference}. What to split is read off its code, which does more than was seen: "
+            f'give the model a tensor_plan, or set placement = "pipeline" or "replicate"'
+        )
+
+
+def _origins(network: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> list[Origin]:
+    """Where each parameter of a network that is cut lies in the whole one."""
+    origins: dict[int, Origin] = {}
+    for prefix, module in network.named_modules():
+        start = f"{prefix}." if prefix else ""
+        pieces = module.pieces if isinstance(module, Shard) else {}
+        for name, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in origins:
+                continue
+            piece = pieces.get(name, Piece(source=name))
+            whole = start + piece.source
+            origins[id(parameter)] = Origin(
+                tensor=parameter,
+                name=whole,
+                shape=shapes[whole],
+                dim=piece.dim,
+                ranges=piece.ranges,
+            )
+    return list(origins.values())
+
+
+def choose_plan(
+    network: nn.Module, size: int, tensor_plan: OwnPlan | None = None
+) -> tuple[Plan, str]:
+    """What is split of a network, as the user says or as is found; and that, for a person.
 
     Raises:
         ModelError: It cannot be split so, or hardly anything of it can.
     """
-    wishes = model.tensor_plan or getattr(network, "tensor_plan", None)
+    wishes = tensor_plan or getattr(network, "tensor_plan", None)
     plan = find_plan(network, size) if wishes is None else own_plan(network, wishes, size)
     cut = cut_parameters(network, plan)
     share = sum(each.nbytes for each in cut) / max(1, _num_bytes(network))
@@ -232,18 +327,41 @@ def _raise_if_lost(error: Exception) -> None:
 
 
 class _BuiltWeights:
-    """The weights that a network was built with, to be read as those of a checkpoint are."""
+    """The weights that a network is built with, to be read as those of a checkpoint are.
 
-    def __init__(self, network: nn.Module) -> None:
-        self._tensors = network.state_dict()
+    They have numbers at the end of a build only. So that they never lie here all at once, the
+    network is built several times, and some of them are kept each time.
+    """
+
+    def __init__(self, sketch: Sketch) -> None:
+        self._sketch = sketch
+        self._empty = dict(sketch.network.named_parameters(remove_duplicate=False))
+        self._room_bytes = _KEPT_SHARE * sum(each.nbytes for each in sketch.network.parameters())
+        self._kept: dict[str, Tensor] = {}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+        return {name: tuple(tensor.shape) for name, tensor in self._empty.items()}
 
     def read(self, name: str, *index: slice) -> Tensor:
-        part: Tensor = self._tensors[name][index or ...]
-        return part.clone(memory_format=torch.contiguous_format)
+        """As `StoredWeights.read`; quick if they are read in the order of the network."""
+        if name not in self._kept:
+            self._kept = {}
+            self._kept = self._sketch.built(self._beginning_with(name))
+        part: Tensor = self._kept[name][index or ...]
+        return part.detach().clone(memory_format=torch.contiguous_format)
+
+    def _beginning_with(self, name: str) -> dict[str, Tensor]:
+        """As many as are kept at a time, and that one in any case."""
+        names = list(self._empty)
+        kept: dict[str, Tensor] = {name: self._empty[name]}
+        num_bytes = self._empty[name].nbytes
+        for each in names[names.index(name) + 1 :]:
+            num_bytes += self._empty[each].nbytes
+            if num_bytes > self._room_bytes:
+                break
+            kept[each] = self._empty[each]
+        return kept
 
 
 _Source = StoredWeights | _BuiltWeights

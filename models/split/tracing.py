@@ -80,7 +80,7 @@ class _Tracer(fx.Tracer):
         """The innermost submodule whose forward raised."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if module_qualified_name in self._opaque or _asks_for_types(m):
+        if module_qualified_name in self._opaque or asks_for_types(m):
             return True
         return super().is_leaf_module(m, module_qualified_name)
 
@@ -132,7 +132,7 @@ def blank_padding(x: Tensor, is_padding: Tensor) -> Tensor:
     return x.masked_fill(is_padding[..., None], 0)
 
 
-def _asks_for_types(module: nn.Module) -> bool:
+def asks_for_types(module: nn.Module) -> bool:
     """Whether a forward asks what its input is: while it is traced that is no tensor."""
     code = getattr(type(module).forward, "__code__", None)
     return code is not None and not _TYPE_QUESTIONS.isdisjoint(code.co_names)

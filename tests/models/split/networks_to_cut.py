@@ -1,5 +1,7 @@
 """Networks to cut, which followers can import."""
 
+import time
+
 import torch
 import torchvision
 from torch import nn
@@ -66,3 +68,43 @@ class Tangled(nn.Module):
             b = b * mask
         c = self.third(b + x) * self.scale / size
         return {"c": c, "pair": torch.cat((a, other), 1)}
+
+
+def _doubled(x):
+    return x * 2 if torch.is_tensor(x) else x
+
+
+class Asking(nn.Sequential):
+    """Asks for types in a helper, where tracing does not see it."""
+
+    def forward(self, x):
+        return super().forward(_doubled(x))
+
+
+def asking():
+    return Asking(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+class Slow(nn.Module):
+    """Without weights."""
+
+    def forward(self, x):
+        if x.shape[0]:
+            time.sleep(0.01)
+        return x
+
+
+def slow_at_first():
+    return nn.Sequential(Slow(), nn.Linear(8, 8), Slow(), nn.Linear(8, 64), nn.Linear(64, 64))
+
+
+class Centred(nn.Sequential):
+    """Has each row see the others."""
+
+    def forward(self, x):
+        return super().forward(x - x.mean(0))
+
+
+def centred():
+    torch.manual_seed(0)
+    return Centred(nn.Linear(4, 4), nn.Linear(4, 4))

@@ -91,6 +91,39 @@ def test_any_values_cross_where_the_network_says_that_it_is_to_be_cut(group):
     assert [part.text for part in model.parts] == ["second", "third to the end"]
 
 
+def test_stages_that_would_compute_something_else_are_refused(group):
+    x = torch.zeros(1, 4)
+    with (
+        pytest.raises(ModelError, match=r"Asking answers a batch of 1 otherwise than whole: off"),
+        group.loaded(networks.asking, example=[x]),
+    ):
+        pass
+    with group.loaded(networks.asking, example=[None]) as model:
+        assert "not held against the whole network" in model.split_network.report.note
+
+
+def test_a_network_that_computes_rows_together_gets_them_together(group):
+    whole = networks.centred()
+    with group.loaded(networks.centred, split_points=["1"]) as model, torch.no_grad():
+        for _ in range(7):
+            x = torch.randn(8, 4)
+            assert_equal(call(model, x), whole(x))
+
+
+def test_a_small_network_is_balanced_by_time_and_a_large_one_by_bytes(group):
+    def report(**attributes):
+        example = [torch.zeros(1, 8)]
+        with group.loaded(networks.slow_at_first, example=example, **attributes) as model:
+            return model.split_network.report
+
+    by_bytes, by_time = report(), report(room_bytes=1 << 20)
+    assert by_bytes.cuts == ("4",)
+    assert by_bytes.note.startswith("balanced by bytes and time: ")
+    assert by_time.cuts[0] in ("1", "2")
+    assert by_time.note.startswith("balanced by time, since its 0.0 MB are little beside the 1 MB")
+    assert report(known_split=by_time) == by_time
+
+
 def test_an_input_that_a_stage_refuses_fails_alone(group):
     good = torch.ones(4, 2)
     with group.loaded(networks.refusing, split_points=["1"]) as model:

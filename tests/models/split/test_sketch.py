@@ -28,3 +28,20 @@ def test_what_a_network_loads_as_it_is_built_is_in_its_parts(tmp_path, caplog, i
     assert all(torch.equal(value, expected[name]) for name, value in part.state_dict().items())
     assert sketch.network[0].weight.is_meta
     assert not caplog.records
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("positions", torch.arange(4), persistent=False)
+
+
+def test_parameters_have_no_values_and_buffers_have_theirs():
+    network = Sketch(Tied).network
+    assert all(parameter.is_meta for parameter in network.parameters())
+    assert network.head.weight is network.embedding.weight
+    assert torch.equal(network.positions, torch.arange(4))
+    assert not nn.Linear(2, 2).weight.is_meta

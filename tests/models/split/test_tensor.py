@@ -1,5 +1,4 @@
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ def pair():
     pair.close()
 
 
-def load_counted(ranks, name, build, path):
+def load_counted(ranks, name, build, path, example):
     """Load, and count the bytes that are read of the file."""
     num_bytes, read = [], StoredWeights.read
 
@@ -33,13 +32,13 @@ def load_counted(ranks, name, build, path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StoredWeights, "read", counted)
-        part, _ = load(ranks, name, build, path)
+        part, _ = load(ranks, name, build, path, example=example)
     return part, sum(num_bytes)
 
 
-def load(ranks, name, build, path, plan=None):
+def load(ranks, name, build, path, plan=None, example=()):
     plan = plan() if callable(plan) else plan
-    part = load_tensor_parallel(SimpleNamespace(tensor_plan=plan), ranks, build, path)
+    part = load_tensor_parallel(ranks, build, path, example, tensor_plan=plan)
     _loaded[name] = part
     return part.part, part.report
 
@@ -97,7 +96,7 @@ def test_the_encoder_of_texts_is_cut_with_no_plan_of_its_own(pair, tmp_path):
 @pytest.mark.parametrize("build", list(networks.INPUTS))
 def test_outputs_equal_the_unsplit_networks(pair, tmp_path, build):
     network, path = whole(build, tmp_path)
-    parts = pair.run(load_counted, "a", build, path)
+    parts = pair.run(load_counted, "a", build, path, networks.INPUTS[build]())
     num_bytes = sum(each.nbytes for each in network.parameters())
     for args in (networks.INPUTS[build](), networks.INPUTS[build]()[:1]):
         with torch.inference_mode():
@@ -153,8 +152,47 @@ def test_a_network_of_convolutions_is_refused(pair):
 
 def refused(ranks, build, path):
     with pytest.raises(ModelError) as info:
-        load_tensor_parallel(SimpleNamespace(tensor_plan=None), ranks, build, path)
+        load_tensor_parallel(ranks, build, path)
     return str(info.value)
+
+
+def test_a_plan_that_computes_something_else_is_refused(pair):
+    lead, _ = pair.run(load_with_a_wrong_plan)
+    assert "split, Blocks answers a batch of 1 otherwise than whole: off by" in lead
+    assert "tensor_plan" in lead
+
+
+def load_with_a_wrong_plan(ranks):
+    x, _ = networks.INPUTS[networks.Blocks]()
+    try:
+        load_tensor_parallel(ranks, hooked, None, [x], tensor_plan={"down": "gather"})
+    except ModelError as error:
+        return str(error)
+
+
+def hooked():
+    network = networks.Blocks()
+    network.down.register_forward_hook(lambda module, args, output: output * 2)
+    return network
+
+
+def test_weights_that_a_network_is_built_with_are_kept_a_part_at_a_time(pair):
+    torch.manual_seed(5)
+    ids = torch.randint(100, (2, 7))
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    results = pair.run(built_and_called, ids, mask)
+    with torch.inference_mode():
+        assert deviation(results[0], built_bert()(ids, mask)) <= 1e-4
+
+
+def built_bert():
+    torch.manual_seed(11)
+    return networks.bert().eval()
+
+
+def built_and_called(ranks, ids, mask):
+    load(ranks, "built", built_bert, None, example=(ids, mask))
+    return call(ranks, "built", ids, mask)
 
 
 def fail_alone(ranks, rank):

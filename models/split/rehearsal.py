@@ -1,0 +1,257 @@
+"""Holds a network that is split against the whole one before either has its numbers. In workers.
+
+Tracing may go wrong without notice: code that asks for shapes, types or values may go another way
+with what stands for a tensor, and what it computes of a shape may become a constant. So both are
+computed once with numbers that are made up from the names of the parameters. They are made for each
+operation as it is called, so that one layer at a time has memory; and they vary, so that a
+parameter in another's place shows.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from models.split.packing import num_rows
+
+logger = logging.getLogger(__name__)
+
+Example: TypeAlias = Sequence[Tensor | None] | Mapping[str, Tensor | None]
+"""What a network will be called with, by position or by name; None where that is not known."""
+Call: TypeAlias = tuple[tuple[object, ...], dict[str, object]]
+
+EXACT = 1e-5
+"""A tolerance for the same operations on the same numbers."""
+_BATCH_SIZES = (1, 3)
+"""Two, since a shape can have become a constant."""
+_TABLE_LENGTH = 65_521
+"""Made-up numbers before they come again: a prime, so that the rows of a matrix differ."""
+_GAIN = 1.5
+"""Keeps what passes layers and ReLUs from growing or vanishing too fast."""
+_DEVIATION = 0.1
+"""Of biases, and of factors around 1."""
+_PLAIN_QUESTIONS = frozenset(
+    {"size", "dim", "ndimension", "numel", "nelement", "stride", "__len__", "element_size"}
+    | {"is_floating_point", "is_complex", "is_contiguous", "requires_grad_", "__set__"}
+)
+_PLAIN_ATTRIBUTES = tuple(
+    getattr(torch.Tensor, name).__get__
+    for name in ("shape", "dtype", "ndim", "requires_grad", "is_leaf", "layout", "grad_fn")
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where the made-up numbers of an empty parameter come from."""
+
+    tensor: Tensor
+    """The empty one."""
+    name: str
+    """Of the whole parameter, in the whole network."""
+    shape: tuple[int, ...]
+    """Of the whole."""
+    dim: int = 0
+    ranges: tuple[tuple[int, int], ...] = ()
+    """What the empty one is of the whole along a dimension; empty: all."""
+
+
+class Rehearsal:
+    """What the whole network answers to a few calls, with made-up numbers."""
+
+    def __init__(self, network: nn.Module, example: Example, device: torch.device) -> None:
+        """Have it answer.
+
+        Args:
+            network: Whole; its parameters may be on the meta device.
+            example: What it will be called with.
+            device: Where to compute.
+        """
+        self._device = device
+        self._network_name = type(network).__name__
+        self.origins = [
+            Origin(tensor=parameter, name=name, shape=tuple(parameter.shape))
+            for name, parameter in network.named_parameters()
+        ]
+        self.complaint = ""
+        """Why there is nothing to hold against, for a person."""
+        self.calls: list[Call] = []
+        self._answers: list[object] = []
+        values = example.values() if isinstance(example, Mapping) else example
+        if not example or any(value is None for value in values):
+            self.complaint = "the shapes of its inputs are not known"
+            return
+        try:
+            for call in _calls(example, device):
+                args, kwargs = call
+                with made_up(self.origins, device), torch.inference_mode():
+                    answer = copied(network(*copied(args), **copied(kwargs)))
+                self.calls.append(call)
+                self._answers.append(answer)
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:  # the network is the user's: it may raise anything
+            text = "the network cannot be tried before it has its numbers: %s: %s"
+            logger.warning(text, type(error).__name__, error)
+            self.complaint = f"it failed on its example with {type(error).__name__}"
+
+    def difference(
+        self, compute: Callable[..., object], origins: Iterable[Origin], tolerance: float
+    ) -> str:
+        """Hold a split network against the whole.
+
+        Args:
+            compute: It, called as the whole is.
+            origins: Of its empty parameters.
+            tolerance: The largest deviation allowed, beside the largest number of an output.
+
+        Returns:
+            How its answers differ, for a person; empty if they do not.
+
+        Raises:
+            EOFError: A rank is gone.
+            torch.AcceleratorError: The device's context is lost.
+        """
+        origins = list(origins)
+        for (args, kwargs), expected in zip(self.calls, self._answers, strict=True):
+            rows = num_rows([args, kwargs])
+            what = f"split, {self._network_name} answers a batch of {rows} otherwise than whole"
+            try:
+                with made_up(origins, self._device):
+                    got = copied(compute(*copied(args), **copied(kwargs)))
+            except (torch.AcceleratorError, EOFError):
+                raise
+            except Exception as error:  # as above
+                return f"split, {self._network_name} fails: {type(error).__name__}: {error}"
+            if problem := deviation(got, expected, tolerance):
+                return f"{what}: {problem}"
+        return ""
+
+
+@contextmanager
+def made_up(origins: Iterable[Origin], device: torch.device) -> Iterator[None]:
+    """Have empty parameters computed with as if they had numbers."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        with _MadeUp(origins, device):
+            yield
+
+
+class _MadeUp(TorchFunctionMode):
+    """Puts numbers in the place of empty parameters, in each operation on them."""
+
+    def __init__(self, origins: Iterable[Origin], device: torch.device) -> None:
+        super().__init__()
+        self._origins = {id(each.tensor): each for each in origins if each.tensor.is_meta}
+        self._device = device
+        generator = torch.Generator().manual_seed(0)
+        self._table = torch.randn(_TABLE_LENGTH, generator=generator).clamp(-3, 3).to(device)
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        """See `TorchFunctionMode`."""
+        kwargs = kwargs or {}
+        if func == torch.Tensor.device.__get__ and id(args[0]) in self._origins:
+            return self._device
+        if func in _PLAIN_ATTRIBUTES or getattr(func, "__name__", "") in _PLAIN_QUESTIONS:
+            return func(*args, **kwargs)
+        args, kwargs = pytree.tree_map_only(Tensor, self._with_numbers, (args, dict(kwargs)))
+        return func(*args, **kwargs)
+
+    def _with_numbers(self, tensor: Tensor) -> Tensor:
+        origin = self._origins.get(id(tensor))
+        if origin is None:
+            return tensor
+        whole = self._numbers(origin).to(tensor.dtype)
+        if not origin.ranges:
+            return whole
+        parts = [whole.narrow(origin.dim, begin, end - begin) for begin, end in origin.ranges]
+        return torch.cat(parts, origin.dim)
+
+    def _numbers(self, origin: Origin) -> Tensor:
+        count = math.prod(origin.shape)
+        table = self._table.roll(crc32(origin.name.encode()) % _TABLE_LENGTH)
+        if len(origin.shape) > 1:
+            table *= _GAIN * max(1, count // max(1, origin.shape[0])) ** -0.5
+        else:
+            table = table * _DEVIATION + float(origin.name.endswith("weight"))
+        return table.repeat(-(-count // _TABLE_LENGTH))[:count].view(origin.shape)
+
+
+def _calls(example: Example, device: torch.device) -> list[Call]:
+    """Calls like the example, of several batch sizes where all its tensors have rows."""
+    names = list(example) if isinstance(example, Mapping) else None
+    values = list(example.values() if isinstance(example, Mapping) else example)
+    tensors = [value for value in values if value is not None]
+    sizes = _BATCH_SIZES if num_rows(tensors) else (None,)
+    calls: list[Call] = []
+    for size in sizes:
+        varied = [_varied(x, size).to(device) for x in tensors]
+        calls.append(((), dict(zip(names, varied, strict=True))) if names else (tuple(varied), {}))
+    return calls
+
+
+def _varied(x: Tensor, num_rows: int | None) -> Tensor:
+    """One like it with so many rows, which differ as far as what they mean allows.
+
+    Whole numbers may be indices: they change their places only. Of what is true or false the ends
+    of all rows but the first change, as those of texts of several lengths do.
+    """
+    if num_rows is not None:
+        x = x[torch.arange(num_rows, device=x.device) % len(x)]
+    x = x.clone()
+    if x.is_floating_point():
+        generator = torch.Generator().manual_seed(x.numel())
+        return x + torch.randn(x.shape, generator=generator).to(x)
+    if x.dim() > 1 and x.dtype == torch.bool:
+        x[1:, ..., -1:] = ~x[1:, ..., -1:]
+    elif x.dim() > 1:
+        x[1::2] = x[1::2].flip(-1)
+    return x
+
+
+def deviation(got: object, expected: object, tolerance: float) -> str:
+    """Say how an answer differs from another, for a person; empty if it does not.
+
+    Args:
+        got: Tensors and other values, in containers.
+        expected: Likewise.
+        tolerance: How far numbers may be apart, beside the largest of their tensor.
+    """
+    mine, my_form = pytree.tree_flatten(got)
+    theirs, their_form = pytree.tree_flatten(expected)
+    if [type(each) for each in mine] != [type(each) for each in theirs]:
+        return f"{my_form} for {their_form}"
+    for x, y in zip(mine, theirs, strict=True):
+        if not isinstance(x, Tensor):
+            if x != y:
+                return f"{x!r} for {y!r}"
+            continue
+        if x.shape != y.shape or x.dtype != y.dtype:
+            return f"{x.dtype} {list(x.shape)} for {y.dtype} {list(y.shape)}"
+        if not x.is_floating_point():
+            if tolerance <= EXACT and not torch.equal(x, y):
+                return "other whole numbers"
+            continue
+        largest = y.abs().nan_to_num(0, 0, 0).max().item() if y.numel() else 0.0
+        if not torch.allclose(x, y, rtol=0, atol=tolerance * largest, equal_nan=True):
+            largest_off = (x - y).abs().nan_to_num(math.inf).max().item() / (largest or 1.0)
+            return f"off by {largest_off:.2g} of the largest output"
+    return ""
+
+
+def copied(value: Any) -> Any:
+    """The same, in memory of its own: what another rank would have."""
+    return pytree.tree_map_only(Tensor, torch.clone, value)
