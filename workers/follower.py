@@ -38,7 +38,8 @@ def main(config: WorkerConfig, outbox: WorkerQueue, row: mmap, ends: RankEnds) -
     set_up(heartbeat, outbox)
     with failing_as_told(outbox):
         pin(config.placement.for_rank(ends.rank))
-        model = build_model(config, Group(ends, config.placement))
+        group = Group(ends, config.placement)
+        model = build_model(config, group)
         load_model(model, config.placement)
         assert model.split_network is not None
         device = config.placement.devices[ends.rank]
@@ -49,6 +50,7 @@ def main(config: WorkerConfig, outbox: WorkerQueue, row: mmap, ends: RankEnds) -
     outbox.put(ready)
     try:
         serve(model, heartbeat.beat)
+        group.let_go()  # the next stage of a pipeline listens to this one
         os._exit(0)
     except (BrokenPipeError, SystemExit):
         os._exit(0)  # the front end is gone, or no longer waits

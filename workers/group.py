@@ -105,13 +105,15 @@ class Group:
             raise
         except (EOFError, OSError, RuntimeError) as error:
             self._lose(source, error)
-        raise EOFError("the lead has no more calls")
+        raise EOFError(f"rank {source} has no more calls")
 
     def let_go(self) -> None:
-        """Tell those that follow this rank that there are no more calls."""
-        for rank in range(1, self.size):
+        """Tell those that may listen to this rank that there are no more calls."""
+        for rank, writer in self._ends.writers.items():
+            if rank < self.rank:
+                continue
             try:
-                self._ends.writers[rank].send_bytes(_FAREWELL)
+                writer.send_bytes(_FAREWELL)
             except OSError as error:
                 logger.debug("rank %d is gone before it was let go: %s", rank, error)
 

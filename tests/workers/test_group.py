@@ -155,6 +155,26 @@ def test_idle_group_leaves_together_when_its_lead_is_told_to(engine: PairEngine,
     run(go())
 
 
+def test_every_stage_of_a_pipeline_leaves_of_its_own_accord(
+    arena: Arena,  # noqa: F811
+    run,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(workers.local_worker, "_FOLLOW_OUT_S", 30.0)  # none is helped along
+
+    async def go():
+        three = Placement(devices=("cpu",) * 3, split="pipeline")
+        config = replace(config_of("tests.models.split.networks_to_cut:Chain"), placement=three)
+        worker = await LocalEngine(arena).start(
+            WorkerId(model="m", slot=0), config, lambda stage: None
+        )
+        began = asyncio.get_running_loop().time()
+        await worker.stop(20)
+        assert asyncio.get_running_loop().time() - began < 4  # a rank that is lost waits for 5
+
+    run(go())
+
+
 def test_several_groups_at_once_do_not_meet_each_other(engine: PairEngine, put, run):  # noqa: F811
     async def go():
         ids = [WorkerId(model="m", slot=slot) for slot in range(3)]

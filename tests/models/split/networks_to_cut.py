@@ -3,7 +3,6 @@
 import time
 
 import torch
-import torchvision
 from torch import nn
 
 
@@ -15,11 +14,15 @@ def sequential():
 
 
 def resnet():
+    import torchvision  # takes a second
+
     torch.manual_seed(0)
     return torchvision.models.resnet18(num_classes=10)
 
 
 def vit():
+    import torchvision
+
     torch.manual_seed(0)
     network = torchvision.models.VisionTransformer(32, 8, 4, 2, 64, 128, num_classes=10)
     nn.init.normal_(network.heads[0].weight)  # zeros as it is built
@@ -30,6 +33,13 @@ def encoder():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
     return nn.TransformerEncoder(layer, 3, norm=nn.LayerNorm(32))
+
+
+class Chain(nn.Sequential):
+    """A class, so that a worker can serve it."""
+
+    def __init__(self):
+        super().__init__(*(nn.Linear(2, 2) for _ in range(3)))
 
 
 class Refusing(nn.Module):
