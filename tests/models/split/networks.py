@@ -1,6 +1,7 @@
 """Small networks of the kinds that are split."""
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
@@ -111,6 +112,37 @@ class Blocks(nn.Module):
         x = x + self.first(x, mask)
         x = x + self.second(x)
         return x + self.down(functional.silu(self.gate(x)) * self.up(x))
+
+
+class StyledBlocks(Blocks):
+    """With a plan of torch's styles."""
+
+    @property
+    def tensor_plan(self):
+        from torch.distributed.tensor import Replicate  # takes seconds
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+        return {
+            "gate": ColwiseParallel(),  # the same as "column"
+            "up": ColwiseParallel(),
+            "down": RowwiseParallel(),
+            "second.qkv": ColwiseParallel(output_layouts=Replicate()),  # the same as "gather"
+            "second.out": RowwiseParallel(input_layouts=Replicate()),  # left to DTensor
+        }
+
+
+class FailingAlone(nn.Module):
+    """On the rank that it is told, after the last collective: nobody is left waiting in one."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = mlp()
+
+    def forward(self, x, rank):
+        x = self.mlp(x)
+        if int(rank) == dist.get_rank():
+            raise ZeroDivisionError
+        return x
 
 
 class Guarded(nn.Module):

@@ -1,0 +1,260 @@
+"""The ranks of a group, each a process as in a worker of so many devices, that load networks."""
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+
+import pytest
+import torch
+
+from models.base import Model
+from models.checkpoint import StoredWeights
+from models.errors import ModelError, OutOfStepError, RankError
+from models.out_of_memory import is_out_of_memory
+from models.spec import Placement
+from models.split.network import load_model, serve
+from models.split.report import Part, SplitReport
+from workers.group import Group
+from workers.local import start_forkserver
+from workers.wiring import Wiring
+
+_DEADLINE_S = 60.0
+_TOLD = (ModelError, RankError, OutOfStepError, EOFError, TypeError, IndexError)
+
+
+class RaisedError(Exception):
+    """What a rank has raised."""
+
+    def __init__(self, text: str, is_shortage: bool) -> None:
+        super().__init__(text, is_shortage)
+        self.is_shortage = is_shortage
+        """It says that memory was short."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+@dataclass
+class Loaded:
+    """A network that the ranks have loaded: called here, computed by them."""
+
+    processes: "RankProcesses"
+    parts: list[Part]
+    report: SplitReport
+    num_bytes_read: list[int]
+    """Of the checkpoint, by rank."""
+
+    def __call__(self, *args, **kwargs):
+        self.processes.order(0, _call, args, kwargs)
+        return self.processes.result_of(0)
+
+    def wait_for(self, rank: int) -> None:
+        """Until this follower has stopped serving, though the lead has not let it go."""
+        try:
+            self.processes.result_of(rank)
+        finally:
+            self.processes.order(rank, _serve)
+
+
+class RankProcesses:
+    """Processes that are wired to each other once, and load one network after the other."""
+
+    def __init__(self, size: int) -> None:
+        start_forkserver()  # with torch in it, for the tests of workers too
+        context = get_context("forkserver")
+        wiring = Wiring(size)
+        self._orders = []
+        self._processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_work, args=(theirs, size, wiring.ends_of(rank)), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._orders.append(ours)
+            self._processes.append(process)
+        wiring.close()
+
+    def order(self, rank: int, function, *args) -> None:
+        """Have a rank call a function of a module, with its `_State` first."""
+        self._orders[rank].send((function, args))
+
+    def result_of(self, rank: int):
+        """What it gave, in the order of the orders."""
+        assert self._orders[rank].poll(_DEADLINE_S)
+        result = self._orders[rank].recv()
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def run(self, function, *args) -> list:
+        """Have all ranks call it at once."""
+        for rank in range(len(self._orders)):
+            self.order(rank, function, *args)
+        return [self.result_of(rank) for rank in range(len(self._orders))]
+
+    @contextmanager
+    def patched(self, target, value) -> Iterator[None]:
+        """Have something else stand in a place, as by pytest's `monkeypatch`, in all of them."""
+        self.run(_patch, target, value)
+        try:
+            yield
+        finally:
+            self.run(_undo)
+
+    @contextmanager
+    def loaded(self, split, build, weights=None, example=(), **attributes) -> Iterator[Loaded]:
+        """Have them load a network, and serve it until the block ends.
+
+        Args:
+            split: How.
+            build: See `Model.load_network`, as the next two.
+            weights: A file, or None.
+            example: What it will be called with.
+            attributes: To set on the model.
+
+        Raises:
+            RaisedError: The lead cannot load it; or, at the end, a follower could not serve it.
+        """
+        followers = range(1, len(self._orders))
+        for rank in range(len(self._orders)):
+            self.order(rank, _load, split, build, weights, example, attributes)
+        for rank in followers:
+            self.order(rank, _serve)
+        try:
+            lead = self.result_of(0)
+            told = [lead, *map(self.result_of, followers)]
+            parts, reports, num_bytes_read = map(list, zip(*told, strict=True))
+            assert reports == [reports[0]] * len(reports)
+            yield Loaded(self, parts, reports[0], num_bytes_read)
+        except BaseException:
+            self.order(0, _let_go)
+            self._empty()
+            raise
+        self.order(0, _let_go)
+        self.result_of(0)
+        errors = []
+        for rank in followers:
+            try:
+                self.result_of(rank)
+            except RaisedError as error:
+                errors.append(error)
+        self.run(_forget)
+        for error in errors:
+            raise error
+
+    def _empty(self) -> None:
+        """After an error: nothing of it may be met with by the next test."""
+        for rank in range(len(self._orders)):
+            self.order(rank, _mark)
+            assert self._orders[rank].poll(_DEADLINE_S)
+            while self._orders[rank].recv() != _MARK:
+                assert self._orders[rank].poll(_DEADLINE_S)
+        self.run(_forget)
+
+    def close(self) -> None:
+        """End them."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+_MARK = "mark"
+
+
+class _State:
+    """Of one rank."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.model: _Network | None = None
+        self.patches = pytest.MonkeyPatch()
+
+
+class _Network(Model):
+    def __init__(self, build, weights, example, attributes):
+        self._load = (build, weights, example)
+        vars(self).update(attributes)
+
+    def load(self, placement):
+        build, weights, example = self._load
+        self.network = self.load_network(build, weights, placement, example=example)
+        assert self.ranks.rank == 0
+
+
+def _work(orders, size, ends):
+    torch.set_num_threads(1)
+    state = _State(Group(ends, Placement(devices=("cpu",) * size, split="pipeline")))
+    while True:
+        try:
+            function, args = orders.recv()
+        except EOFError:
+            return
+        try:
+            result = function(state, *args)
+        except _TOLD as error:
+            result = RaisedError(f"{type(error).__name__}: {error}", is_out_of_memory(error))
+        except BaseException:
+            result = RaisedError(traceback.format_exc(), is_shortage=False)
+        orders.send(result)
+
+
+def _load(state, split, build, weights, example, attributes):
+    num_bytes, read = [], StoredWeights.read
+
+    def counted(stored, name, *index):
+        tensor = read(stored, name, *index)
+        num_bytes.append(tensor.nbytes)
+        return tensor
+
+    state.group.split = split
+    model = _Network(build, weights, example, attributes)
+    model.ranks = state.group
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StoredWeights, "read", counted)
+        load_model(model, Placement(devices=("cpu",) * state.group.size, split=split))
+    state.model = model
+    return model.split_network.part, model.split_network.report, sum(num_bytes)
+
+
+def _patch(state, target, value):
+    state.patches.setattr(target, value)
+
+
+def _undo(state):
+    state.patches.undo()
+
+
+def _call(state, args, kwargs):
+    with torch.inference_mode():
+        return state.model.network(*args, **kwargs)
+
+
+def _serve(state):
+    if state.model is not None:
+        serve(state.model, lambda: None)
+    state.group.let_go()
+
+
+def _let_go(state):
+    state.group.let_go()
+
+
+def _mark(state):
+    return _MARK
+
+
+def _forget(state):
+    """The network, and what nobody has received."""
+    state.model = None
+    for source in state.group._ends.readers:
+        while True:
+            try:
+                state.group.receive(source, 0)
+            except EOFError:
+                pass
+            except TimeoutError:
+                break
