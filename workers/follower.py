@@ -47,13 +47,15 @@ def main(config: WorkerConfig, outbox: WorkerQueue, row: mmap, ends: RankEnds) -
     give_back()
     gc.freeze()  # what is loaded now stays: later collections need not walk through it
     heartbeat.beat()
-    outbox.put(ready)
     try:
+        outbox.put(ready)
         serve(model, heartbeat.beat)
         group.let_go()  # the next stage of a pipeline listens to this one
         os._exit(0)
-    except (BrokenPipeError, SystemExit):
-        os._exit(0)  # the front end is gone, or no longer waits
+    except BrokenPipeError:
+        os._exit(0)  # the front end is gone
+    except SystemExit as error:
+        os._exit(error.code if isinstance(error.code, int) else 1)
     except torch.AcceleratorError as error:
         leave_device(error, outbox)
     except BaseException as error:

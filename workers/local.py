@@ -138,18 +138,16 @@ class LocalEngine:
                 await asyncio.shield(launch)
                 await asyncio.shield(worker.started)
         except TimeoutError:
-            await asyncio.wait([launch], timeout=EXIT_WAIT_S)
-            await worker.kill(f"not ready after {config.load_timeout_s:g} s", with_stacks=True)
+            reason = f"not ready after {config.load_timeout_s:g} s"
+            await _give_up(worker, launch, reason, with_stacks=True)
             raise WorkerStartError(
                 f"the model was not loaded within {config.load_timeout_s:g} s (load_timeout_s)",
                 permanent=False,
             ) from None
         except (WorkerStartError, asyncio.CancelledError):
-            await asyncio.wait([launch], timeout=EXIT_WAIT_S)
-            await worker.kill("the start was given up")
+            await _give_up(worker, launch, "the start was given up")
             raise
         except Exception as error:  # whatever the start of a process may raise
-            await worker.kill("could not be started")
             raise WorkerStartError(
                 f"the process could not be started: {error!r}", permanent=False
             ) from error
@@ -161,18 +159,19 @@ class LocalEngine:
             launch.exception()  # it is retrieved, even if the start was given up before
 
     async def _launch(self, worker: LocalWorker, config: WorkerConfig) -> None:
+        """Start all processes of a worker, or leave none, nor anything that was made for them."""
         processes: list[BaseProcess] = []
         try:
             for rank in worker.ranks:
                 processes.append(self._process_of(rank, worker, config))
                 await self._start_process(processes[-1])
+                if worker.is_given_up:
+                    raise InterruptedError("the start was given up")
+            worker.attach(processes)
         except Exception:
-            for process in processes:
-                if process.pid is not None:
-                    process.kill()
-                    process.join(EXIT_WAIT_S)
+            await asyncio.to_thread(_kill, processes)
+            await worker.kill("could not be started")
             raise
-        worker.attach(processes)
 
     def _process_of(
         self, rank: RankProcess, worker: LocalWorker, config: WorkerConfig
@@ -200,3 +199,25 @@ class LocalEngine:
             self._is_torch_imported = True
         else:
             process.start()
+
+
+async def _give_up(
+    worker: LocalWorker, launch: Task[None], reason: str, *, with_stacks: bool = False
+) -> None:
+    """End a worker that starts.
+
+    A process that is only half started is not waited for much longer: its launch kills it.
+    """
+    worker.is_given_up = True
+    await asyncio.wait([launch], timeout=EXIT_WAIT_S)
+    if worker.lead.is_attached:
+        await worker.kill(reason, with_stacks=with_stacks)
+
+
+def _kill(processes: Sequence[BaseProcess]) -> None:
+    for process in processes:
+        if process.pid is not None:
+            process.kill()
+    for process in processes:
+        if process.pid is not None:
+            process.join(EXIT_WAIT_S)

@@ -58,6 +58,8 @@ _RETIRE_S = 5.0
 _FOLLOW_OUT_S = 1.0
 """How long the other ranks may take to leave after one has left as it was told to."""
 _MAX_NAMED_REQUESTS = 8
+_OF_ALL = LogLine | Leaving | StartFailed
+_OF_LEAD = BatchDone | Progress | Ready
 
 
 class LocalWorker:
@@ -114,6 +116,8 @@ class LocalWorker:
         self._is_end_known = False
         """A process of it has ended, which is what ends it."""
         self.has_worked = False
+        self.is_given_up = False
+        """Nobody waits for its start any more."""
 
     @property
     def ready(self) -> Ready:
@@ -229,6 +233,8 @@ class LocalWorker:
 
     def on_message(self, rank: RankProcess, message: FromWorker) -> None:
         """See `Owner`."""
+        if not isinstance(message, _OF_ALL | (_OF_LEAD if rank is self.lead else RankReady)):
+            raise FrameError(f"{type(message).__name__}, which is not its to say")
         match message:
             case BatchDone():
                 self._take_answer(message)

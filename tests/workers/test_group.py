@@ -5,10 +5,12 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
 
 import psutil
 import pytest
 
+import workers.local
 import workers.local_worker
 from models.spec import Placement
 from tests.workers.contract import EngineContract, answers, config_of, is_gone, started
@@ -20,6 +22,8 @@ from workers.errors import WorkerLostError, WorkerStartError
 from workers.group import backend_for
 from workers.local import LocalEngine
 from workers.local_worker import LocalWorker
+from workers.messages import RankReady
+from workers.queues import FrameError
 
 PAIR = Placement(devices=("cpu", "cpu"), split="pipeline")
 
@@ -78,7 +82,7 @@ def test_ranks_are_told_of_with_what_they_hold(engine: PairEngine, run):  # noqa
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     ("act", "reason"),
-    [("kill", "SIGKILL"), ("segfault", "SIGSEGV"), ("exit", "exit code"), ("device", "device")],
+    [("kill", "SIGKILL"), ("segfault", "SIGSEGV"), ("leave", "exit code 9"), ("device", "device")],
 )
 def test_end_of_any_rank_ends_all_at_once_and_settles_what_they_held(
     engine: PairEngine,
@@ -204,6 +208,52 @@ def test_rank_that_fails_to_load_fails_the_start_and_leaves_nobody(engine: PairE
                 return
             await asyncio.sleep(0.05)
         raise AssertionError("a rank was left behind")
+
+    run(go())
+
+
+def test_rank_that_comes_up_after_its_start_was_given_up_is_left_nowhere(
+    engine: PairEngine,
+    run,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(workers.local, "EXIT_WAIT_S", 0.1)
+    begun, start_process = [], engine._start_process
+
+    async def go():
+        may_end = asyncio.Event()
+
+        async def start_slowly(process: BaseProcess) -> None:
+            await start_process(process)
+            begun.append(process.pid)
+            if len(begun) == 2:
+                await may_end.wait()
+
+        await (await started(engine)).stop(5)
+        before = psutil.Process().num_fds()
+        monkeypatch.setattr(engine, "_start_process", start_slowly)
+        with pytest.raises(WorkerStartError, match="was not loaded within 1 s"):
+            await started(engine, load_timeout_s=1.0)
+        may_end.set()
+        assert await all_gone(begun)
+        for _ in range(100):
+            if psutil.Process().num_fds() <= before:
+                return
+            await asyncio.sleep(0.02)
+        raise AssertionError("descriptors were left open")
+
+    run(go())
+
+
+def test_follower_does_not_speak_for_the_lead(engine: PairEngine, run):  # noqa: F811
+    async def go():
+        worker = await started(engine)
+        lead, follower = worker.ranks
+        with pytest.raises(FrameError, match="Ready, which is not its to say"):
+            worker.on_message(follower, worker.ready)
+        with pytest.raises(FrameError, match="RankReady"):
+            worker.on_message(lead, RankReady("cpu", None))
+        await worker.stop(0)
 
     run(go())
 
