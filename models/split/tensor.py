@@ -434,7 +434,10 @@ def _read(
         return nn.Parameter(local, requires_grad=False)
     before = (slice(None),) * piece.dim
     parts = [stored.read(name, *before, slice(*each)) for each in piece.ranges]
-    value = torch.cat(parts, piece.dim) if parts else stored.read(name)
+    if len(parts) > 1:
+        value = torch.cat(parts, piece.dim)
+    else:  # to copy a single one would leave gaps in the heap as large as all that is loaded
+        value = parts[0] if parts else stored.read(name)
     return nn.Parameter(value.to(device, empty.dtype), requires_grad=False)
 
 
