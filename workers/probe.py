@@ -79,7 +79,7 @@ def _survey(order: Mapping[str, Any]) -> dict[str, object]:
         found,
         device=device,
         max_rows=order["max_batch_size"],
-        num_ranks=order["num_ranks"],
+        rooms=dict(order["rooms"]),
         peak=PeakMemory(device),
     )
     return {

@@ -279,15 +279,13 @@ def _choose(
         return SplitReport(cuts=tuple(split_points), note="cut where the model says")
     sizes = sizes_of(course)
     times, note = _times(ranks, course, example)
-    is_small = sum(sizes) <= _SMALL_SHARE * room_bytes
-    if times and is_small:
+    most = largest_share_for(sum(sizes), room_bytes)
+    if times and most == math.inf:
         note = (
             f"balanced by time, since its {sum(sizes) / 1e6:.1f} MB are little beside the "
             f"{room_bytes / 1e6:.0f} MB that each rank may take"
         )
-    positions = cut_positions(
-        course, sizes, times or sizes, ranks.size, largest_share=math.inf if is_small else SPREAD
-    )
+    positions = cut_positions(course, sizes, times or sizes, ranks.size, largest_share=most)
     limits = course.stages(positions)
     shares = [f"{sum(sizes[begin:end]) / 1e6:.1f} MB" for begin, end in limits]
     if times:
@@ -299,6 +297,11 @@ def _choose(
         cuts=tuple(course.names[position] for position in positions),
         note=f"{note}: {', '.join(shares)}",
     )
+
+
+def largest_share_for(num_bytes: int, room_bytes: int) -> float:
+    """How many even shares of a network's bytes a stage may have, if each rank has so much room."""
+    return math.inf if num_bytes <= _SMALL_SHARE * room_bytes else SPREAD
 
 
 def cut_positions(

@@ -19,7 +19,7 @@ from models.spec import Placement
 from models.split.balance import run_steps, sizes_of, times_of
 from models.split.measures import Survey, Way
 from models.split.packing import num_rows
-from models.split.pipeline import cut_positions
+from models.split.pipeline import cut_positions, largest_share_for
 from models.split.rehearsal import Example
 from models.split.sketch import Sketch, num_bytes
 from models.split.stages import Course
@@ -96,7 +96,7 @@ def survey(
     *,
     device: torch.device,
     max_rows: int,
-    num_ranks: Sequence[int],
+    rooms: Mapping[int, int],
     peak: Peak,
 ) -> Survey:
     """Measure a network: whole, and split over each of several numbers of ranks.
@@ -106,7 +106,7 @@ def survey(
         found: The network.
         device: Where to compute.
         max_rows: The largest batch.
-        num_ranks: The numbers of ranks to think of.
+        rooms: The numbers of ranks to think of, with the bytes that each rank has then.
         peak: Measures memory on the device.
 
     Raises:
@@ -117,10 +117,10 @@ def survey(
         course = Course(network, found.example)
     except ModelError as error:
         trial = _Trial(note=f"not tried, since it cannot be cut ({error})")
-        pipelines = [Way(split="pipeline", num_ranks=n, problem=str(error)) for n in num_ranks]
+        pipelines = [Way(split="pipeline", num_ranks=n, problem=str(error)) for n in rooms]
     else:
         trial = _try(course, found.example, device, max_rows, peak)
-        pipelines = [_pipeline(model, course, trial, n) for n in num_ranks]
+        pipelines = [_pipeline(model, course, trial, n, room) for n, room in rooms.items()]
     whole = Way(
         split=None,
         rank_bytes=(num_bytes(network),),
@@ -134,7 +134,7 @@ def survey(
         batch_s=trial.batch_s if trial.seconds else None,
         activation_bytes=trial.activation_bytes,
         note=trial.note,
-        ways=(whole, *pipelines, *_tensors(model, found, trial, num_ranks)),
+        ways=(whole, *pipelines, *_tensors(model, found, trial, list(rooms))),
     )
 
 
@@ -209,7 +209,7 @@ def _activation_bytes(
     return most
 
 
-def _pipeline(model: Model, course: Course, trial: _Trial, num_ranks: int) -> Way:
+def _pipeline(model: Model, course: Course, trial: _Trial, num_ranks: int, room_bytes: int) -> Way:
     sizes = sizes_of(course)
     points = model.split_points or getattr(course.network, "split_points", ())
     try:
@@ -218,7 +218,13 @@ def _pipeline(model: Model, course: Course, trial: _Trial, num_ranks: int) -> Wa
         positions = (
             course.positions(points)
             if points
-            else cut_positions(course, sizes, trial.seconds or sizes, num_ranks)
+            else cut_positions(
+                course,
+                sizes,
+                trial.seconds or sizes,
+                num_ranks,
+                largest_share=largest_share_for(sum(sizes), room_bytes),
+            )
         )
     except ModelError as error:
         return Way(split="pipeline", num_ranks=num_ranks, problem=str(error))

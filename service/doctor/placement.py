@@ -17,7 +17,7 @@ from service.doctor.weights import MODEL_SUFFIXES
 from service.settings import ModelSettings, Settings
 
 _USUAL_RANKS = (2, 4)
-_HEAD = ("placement", "needs", "fits", "speed at best", "what each process has")
+_HEAD = ("placement", "needs", "fits", "speed", "what each process has")
 
 
 def check_ways(facts: Facts, settings: Settings, names: Sequence[str]) -> Iterator[Finding]:
@@ -27,7 +27,8 @@ def check_ways(facts: Facts, settings: Settings, names: Sequence[str]) -> Iterat
         if model.source == "echo" or model.source.endswith(MODEL_SUFFIXES):
             continue  # nothing to split
         room = room_for(name, facts, settings)
-        order = order_for(facts, settings, name, "survey", num_ranks=room.num_ranks)
+        rooms = [(num, room.has_bytes(num)) for num in room.num_ranks]
+        order = order_for(facts, settings, name, "survey", rooms=rooms)
         orders = {"has_gpu": False, "models": [order]}
         for answer in probe(orders, PROBE_TIMEOUT_S + model.load_timeout_s):
             yield from _judge_answer(name, answer, room)

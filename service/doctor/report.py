@@ -30,13 +30,11 @@ def write_table(findings: Sequence[Finding], stream: TextIO) -> None:
                 )
                 if finding.rows:
                     inner = Table.grid(padding=(0, 2))
+                    for column in list(zip(*finding.rows, strict=True))[:-1]:
+                        inner.add_column(min_width=max(map(len, column)))
                     for number, row in enumerate(finding.rows):
                         style = "" if number else "dim"
-                        *figures, last = row
-                        inner.add_row(
-                            *(Text(each, style, no_wrap=True) for each in figures),
-                            Text(last, style, overflow="fold"),
-                        )
+                        inner.add_row(*(Text(cell, style, overflow="fold") for cell in row))
                     table.add_row("", "", inner)
                 if finding.advice:
                     table.add_row("", "", Text(f"-> {finding.advice}", overflow="fold"))

@@ -35,16 +35,16 @@ class Tower(nn.Sequential):
         super().__init__(*(nn.Linear(16384, 16384, bias=False) for _ in range(60)))
 
 
-def surveyed(model: Model, num_ranks: list[int]) -> Survey:
+def surveyed(model: Model, rooms: dict[int, int]) -> Survey:
     found = find_network(model, Placement(devices=("cpu",)))
     assert found is not None
     peak = PeakMemory(CPU)
-    return survey(model, found, device=CPU, max_rows=8, num_ranks=num_ranks, peak=peak)
+    return survey(model, found, device=CPU, max_rows=8, rooms=rooms, peak=peak)
 
 
 @pytest.fixture(scope="module")
 def tower() -> Survey:
-    return surveyed(ModuleModel(Tower), [2, 4])
+    return surveyed(ModuleModel(Tower), {2: 24 * GIB, 4: 24 * GIB})
 
 
 def advice(tower: Survey, host: Host, tmp_path: Path, **flags: str) -> Finding:
@@ -93,7 +93,7 @@ def test_processes_on_a_cpu_share_its_memory(tower: Survey, tmp_path: Path):
 def test_seconds_and_activations_are_measured_with_one_layer_in_memory_at_a_time():
     wide = [TensorSpec(name="x", dtype="float32", shape=(-1, 2048))]
     layers = (nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.Linear(2048, 2048))
-    found = surveyed(ModuleModel(lambda: nn.Sequential(*layers), inputs=wide), [2])
+    found = surveyed(ModuleModel(lambda: nn.Sequential(*layers), inputs=wide), {2: 1 << 20})
     whole, pipeline, tensor = found.ways
     assert sum(pipeline.rank_bytes) == found.num_bytes == 3 * 4 * (2048 * 2048 + 2048)
     assert sum(pipeline.rank_s) == pytest.approx(found.batch_s)
