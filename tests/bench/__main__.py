@@ -16,6 +16,7 @@ from tests.bench import (
     peers,
     presets,
     soak,
+    split,
     start,
     sweep,
     trace,
@@ -35,9 +36,16 @@ _BENCHMARKS = {
     "soak": soak,
     "outputs": outputs,
     "trace": trace,
+    "split": split,
 }
-_CONNECTIONS = {"peers": "1,16,64", "loss": "1,16,64", "model": "16,64", "sweep": "64"}
-_SECS = {"peers": 4, "loss": 4, "model": 8, "sweep": 5}
+_CONNECTIONS = {
+    "peers": "1,16,64",
+    "loss": "1,16,64",
+    "model": "16,64",
+    "sweep": "64",
+    "split": "1,16",
+}
+_SECS = {"peers": 4, "loss": 4, "model": 8, "sweep": 5, "split": 6}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
