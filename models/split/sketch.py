@@ -40,15 +40,23 @@ class Sketch:
         """In the order in which they were, which is the same each time."""
         self._originals: dict[int, int] = {}
         """Of those that are copies: which they were copied from, by their places in that order."""
-        with torch.random.fork_rng(devices=[]):
-            try:
-                with _mapped_files(), replacing_parameters(self._register, self._register_copy):
-                    network = build()
-            except ModelError:
-                raise
-            except Exception as error:  # the network is the user's: it may raise anything
-                text = "the network cannot be built without its numbers, so all are made: %s: %s"
-                logger.warning(text, type(error).__name__, error)
+        network: nn.Module | None = None
+        try:
+            with (
+                torch.random.fork_rng(devices=[]),
+                _mapped_files(),
+                replacing_parameters(self._register, self._register_copy),
+            ):
+                network = build()
+            problem = self._problem(network)
+        except ModelError:
+            raise
+        except Exception as error:  # the network is the user's: it may raise anything
+            problem = f"{type(error).__name__}: {error}"
+        if network is None or problem:
+            text = "the network cannot be built without its numbers, so all are made: %s"
+            logger.warning(text, problem)
+            with torch.random.fork_rng(devices=[]):
                 network = build()
         self.network = network.eval().requires_grad_(False)
 
@@ -97,13 +105,28 @@ class Sketch:
             replacing_parameters(keep, lambda _, copied: keep(copied)),
             _drawing(),
         ):
-            self._build()
+            network = self._build()
         if count != len(self._registered):
             raise ModelError(
                 f"the network was built with {len(self._registered)} parameters at first, and "
                 f"with {count} the second time: it must be the same each time"
             )
+        self._correct(network)
         return {name: found.get(id(tensor), tensor) for name, tensor in state.items()}
+
+    def _problem(self, network: nn.Module) -> str:
+        """What was computed of parameters as it was built, and so has no numbers; for the log."""
+        known = {id(parameter) for parameter in self._registered}
+        parameters = [each for each in network.named_parameters() if id(each[1]) not in known]
+        odd = [name for name, each in [*parameters, *network.named_buffers()] if each.is_meta]
+        return f"{odd[0]} is computed of its parameters" if odd else ""
+
+    def _correct(self, network: nn.Module) -> None:
+        """Take over what else is random: for the sketch, parameters before it drew no numbers."""
+        own = dict(_other_tensors(self.network))
+        for name, made in _other_tensors(network):
+            if name in own and not torch.equal(own[name], made):
+                own[name].copy_(made)
 
     def _register(self, parameter: nn.Parameter) -> nn.Parameter:
         self._registered.append(without_values(parameter))
@@ -146,6 +169,14 @@ def fill(part: nn.Module, read: Callable[[str], Tensor | None], device: torch.de
 def num_bytes(part: nn.Module) -> int:
     """What the parameters and buffers of a part take, shared ones once."""
     return sum(tensor.nbytes for tensor in [*part.parameters(), *part.buffers()])
+
+
+def _other_tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers, and tensors that modules have as plain attributes."""
+    for prefix, module in network.named_modules():
+        for name, value in {**module._buffers, **vars(module)}.items():
+            if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta:
+                yield _joined(prefix, name), value
 
 
 class _Drawing(Filling):

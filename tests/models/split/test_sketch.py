@@ -45,3 +45,37 @@ def test_parameters_have_no_values_and_buffers_have_theirs():
     assert network.head.weight is network.embedding.weight
     assert torch.equal(network.positions, torch.arange(4))
     assert not nn.Linear(2, 2).weight.is_meta
+
+
+class Noisy(nn.Sequential):
+    """What is drawn after its parameters is no parameter."""
+
+    def __init__(self):
+        torch.manual_seed(1)
+        super().__init__(nn.Linear(3, 4), nn.Linear(4, 2))
+        self.register_buffer("noise", torch.randn(2), persistent=False)
+        self.plain = torch.randn(2)
+
+
+class Centred(nn.Linear):
+    """Has what is computed of its parameters as it is built."""
+
+    def __init__(self):
+        torch.manual_seed(1)
+        super().__init__(3, 4)
+        self.register_buffer("mean", self.weight.detach().mean(0))
+
+
+def normed():
+    torch.manual_seed(1)
+    return nn.utils.parametrizations.weight_norm(nn.Linear(3, 4))
+
+
+@pytest.mark.parametrize("build", [Noisy, Centred, normed])
+def test_what_is_built_in_parts_has_the_numbers_that_the_whole_would_have(build):
+    sketch = Sketch(build)
+    fill(sketch.network, sketch.built_for(sketch.network).get, torch.device("cpu"))
+    x, whole = torch.ones(3), build()
+    assert torch.equal(sketch.network(x), whole(x))
+    for name, tensor in [*whole.named_buffers(), ("plain", getattr(whole, "plain", None))]:
+        assert tensor is None or torch.equal(getattr(sketch.network, name), tensor)
