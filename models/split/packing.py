@@ -19,13 +19,15 @@ def pack(value: object, device: torch.device) -> tuple[object, list[Tensor]]:
         device: This rank's, which becomes the receiver's own.
 
     Raises:
-        TypeError: There is something else in it.
+        TypeError: There is something else in it, or a tensor that is not dense.
     """
     tensors: list[Tensor] = []
 
     def say(value: Any) -> object:
         if isinstance(value, Tensor):
-            tensors.append(value)
+            if value.layout != torch.strided or value.is_nested or value.is_quantized:
+                raise TypeError("only dense tensors can go from one rank to another")
+            tensors.append(value.resolve_conj().resolve_neg())  # what travels is their memory
             return ["tensor", len(tensors) - 1]
         if value is None or isinstance(value, bool | int | float | str):
             return ["plain", value]
@@ -84,9 +86,9 @@ def num_rows(value: object) -> int | None:
 
 
 def have_different_rows(value: object) -> bool:
-    """Whether the first and the last row differ in some tensor of a value that has rows."""
+    """Whether a row differs from the first in some tensor of a value that has rows."""
     tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-    return any(len(x) > 1 and not torch.equal(x[0], x[-1]) for x in tensors)
+    return any(not torch.equal(x, x[:1].expand_as(x)) for x in tensors)
 
 
 def split_rows(value: object, num_parts: int) -> list[Any]:
@@ -99,8 +101,16 @@ def split_rows(value: object, num_parts: int) -> list[Any]:
     return [pytree.tree_unflatten(list(each), spec) for each in zip(*pieces, strict=True)]
 
 
-def join_rows(parts: Sequence[Any]) -> Any:
-    """Put together what `split_rows` has cut."""
+def join_rows(parts: Sequence[Any], rows: int) -> Any:
+    """Put together what was made of what `split_rows` has cut.
+
+    Raises:
+        ValueError: It does not have so many rows in all, or the parts are not alike.
+        RuntimeError: Likewise, for the shapes of their rows.
+    """
+    found = sum(num_rows(part) or 0 for part in parts)
+    if found != rows:
+        raise ValueError(f"pieces of {rows} rows in all give {found}")
     flat = [pytree.tree_flatten(part)[0] for part in parts]
     joined = [
         torch.cat(each) if isinstance(each[0], Tensor) else each[0]

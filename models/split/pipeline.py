@@ -86,27 +86,34 @@ class Pipeline:
             return self._run([inputs])[0]
         num_pieces = self._micro_batches.choose(rows)
         began = time.perf_counter()
-        outputs = self._run(split_rows(inputs, num_pieces))
-        seconds = time.perf_counter() - began
-        result = outputs[0] if num_pieces == 1 else self._joined(outputs, inputs, rows)
-        self._micro_batches.note(rows, num_pieces, seconds)
-        return result
-
-    def _joined(self, outputs: Sequence[Any], inputs: tuple[object, ...], rows: int) -> object:
-        """Put the results of pieces together, if those of the whole batch are the same."""
-        if sum(num_rows(output) or 0 for output in outputs) != rows:
-            self._has_rows = False
-            return self._run([inputs])[0]
-        result = join_rows(outputs)
+        if num_pieces == 1:
+            result = self._run([inputs])[0]
+            self._micro_batches.note(rows, 1, time.perf_counter() - began)
+            return result
+        try:
+            outputs = self._run(split_rows(copied(inputs), num_pieces))  # it may write to them
+            self._micro_batches.note(rows, num_pieces, time.perf_counter() - began)
+            result = join_rows(outputs, rows)
+        except (EOFError, torch.AcceleratorError):
+            raise
+        except Exception as error:  # the network is the user's: it may raise anything
+            if is_out_of_memory(error):
+                raise
+            whole = self._run([inputs])[0]  # raises if it is not for the pieces
+            self._give_up_pieces(f"{type(error).__name__}: {error}")
+            return whole
         if not self._num_checks_left or not have_different_rows(inputs):
             return result
         self._num_checks_left -= 1
         whole = self._run([inputs])[0]
         if difference := deviation(result, whole, _PIECES_TOLERANCE):
-            self._has_rows = False
-            text = "%s computes the rows of a batch together (%s): it goes through whole"
-            logger.warning(text, self._name, difference)
+            self._give_up_pieces(difference)
         return whole
+
+    def _give_up_pieces(self, reason: str) -> None:
+        self._has_rows = False
+        text = "%s computes the rows of a batch together (%s): it goes through whole"
+        logger.warning(text, self._name, reason)
 
     def serve_next(self, timeout_s: float) -> None:
         """Compute this stage of a piece, and send on what it yields, or what it raises."""

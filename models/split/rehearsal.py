@@ -149,7 +149,7 @@ class _MadeUp(TorchFunctionMode):
 
     def __init__(self, origins: Iterable[Origin], device: torch.device) -> None:
         super().__init__()
-        self._origins = {id(each.tensor): each for each in origins if each.tensor.is_meta}
+        self._origins = {id(each.tensor): each for each in origins}
         self._device = device
         generator = torch.Generator().manual_seed(0)
         self._table = torch.randn(_TABLE_LENGTH, generator=generator).clamp(-3, 3).to(device)
@@ -228,7 +228,8 @@ def deviation(got: object, expected: object, tolerance: float) -> str:
     Args:
         got: Tensors and other values, in containers.
         expected: Likewise.
-        tolerance: How far numbers may be apart, beside the largest of their tensor.
+        tolerance: How far numbers may be apart, beside the largest of their tensor; and how many
+            of its whole numbers may be others, as those of the nearest of two that tie are.
     """
     mine, my_form = pytree.tree_flatten(got)
     theirs, their_form = pytree.tree_flatten(expected)
@@ -241,15 +242,23 @@ def deviation(got: object, expected: object, tolerance: float) -> str:
             continue
         if x.shape != y.shape or x.dtype != y.dtype:
             return f"{x.dtype} {list(x.shape)} for {y.dtype} {list(y.shape)}"
-        if not x.is_floating_point():
-            if tolerance <= EXACT and not torch.equal(x, y):
+        if not x.is_floating_point() and not x.is_complex():
+            if _share_that_differs(x, y) > tolerance:
                 return "other whole numbers"
             continue
+        if x.itemsize < torch.float32.itemsize:
+            x, y = x.float(), y.float()  # of 8 bits there is no arithmetic
         largest = y.abs().nan_to_num(0, 0, 0).max().item() if y.numel() else 0.0
         if not torch.allclose(x, y, rtol=0, atol=tolerance * largest, equal_nan=True):
             largest_off = (x - y).abs().nan_to_num(math.inf).max().item() / (largest or 1.0)
             return f"off by {largest_off:.2g} of the largest output"
     return ""
+
+
+def _share_that_differs(x: Tensor, y: Tensor) -> float:
+    if torch.equal(x, y):
+        return 0.0
+    return (x.to(torch.int64) != y.to(torch.int64)).double().mean().item()
 
 
 def copied(value: Any) -> Any:

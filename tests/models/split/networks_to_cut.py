@@ -118,3 +118,39 @@ class Centred(nn.Sequential):
 def centred():
     torch.manual_seed(0)
     return Centred(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+class Choosing(Centred):
+    """Answers with whole numbers."""
+
+    def forward(self, x):
+        return super().forward(x).argmax(1)
+
+
+def choosing():
+    torch.manual_seed(0)
+    return Choosing(nn.Linear(4, 4), nn.Linear(4, 64))
+
+
+class Crop(nn.Module):
+    """To as many columns as some row has that is positive up to there."""
+
+    def forward(self, x):
+        return x[:, : (x > 0).long().cumprod(1).sum(1).max().clamp(1)]
+
+
+def cropping():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Crop())
+
+
+class Overwriting(Centred):
+    """Writes to its input."""
+
+    def forward(self, x):
+        return super().forward(x.mul_(3))
+
+
+def overwriting():
+    torch.manual_seed(0)
+    return Overwriting(nn.Linear(4, 4), nn.Linear(4, 4))
