@@ -38,7 +38,7 @@ from models.split.collectives import Collectives, widths_of
 from models.split.own_plan import OwnPlan, own_plan
 from models.split.packing import pack, unpack
 from models.split.ranks import Ranks
-from models.split.rehearsal import Example, Origin, Rehearsal, made_up
+from models.split.rehearsal import Example, Origin, Rehearsal, copied, made_up
 from models.split.report import Part, SplitReport
 from models.split.shards import (
     ColumnEmbedding,
@@ -105,7 +105,7 @@ class TensorParallel:
         for follower in range(1, self._ranks.size):
             self._ranks.send(follower, message, tensors)
         try:
-            return self._compute(args, kwargs)
+            return self._compute(*copied((args, kwargs)))  # it may write to what is still sent
         except Exception as error:  # the network is the user's: it may raise anything
             _raise_if_lost(error)
             self._settle(error)

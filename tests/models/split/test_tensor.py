@@ -2,7 +2,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.models.split import networks
+from tests.models.split import networks, networks_to_cut
 from tests.models.split.rank_processes import RaisedError
 
 
@@ -42,6 +42,12 @@ def test_outputs_equal_the_unsplit_networks(pair, tmp_path, build):
             assert deviation(model(*args), network(*args)) <= 1e-4
     for part, num_bytes_read in zip(model.parts, model.num_bytes_read, strict=True):
         assert num_bytes_read == part.num_bytes < 0.7 * num_bytes
+
+
+def test_a_network_that_writes_to_its_input_does_so_on_each_rank(pair):
+    network, x = networks_to_cut.overwriting(), torch.randn(2000, 4)
+    with pair.loaded("tensor", networks_to_cut.overwriting, example=[x[:2]]) as model:
+        assert deviation(model(x), network(x.clone())) <= 1e-4
 
 
 def test_a_plan_of_ones_own_may_name_words_or_torchs_styles(pair, tmp_path):
