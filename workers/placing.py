@@ -211,7 +211,7 @@ def _share_memory(
         if fraction is not None and fraction * num > 1:
             raise DeviceError(
                 f"gpu_memory_fraction = {fraction:g} for each of {num} processes is more than "
-                f"{gpus[uuid]} has: set at most {1 / num:.3g}, or auto"
+                f"{gpus[uuid]} has: set at most {1000 // num / 1000:g}, or auto"
             )
     shared = []
     for placement in placements:

@@ -156,3 +156,5 @@ def test_processes_that_share_a_gpu_share_its_memory():
     assert [placement.memory_fraction for placement in set_by_user] == [0.4, None]
     with pytest.raises(DeviceError, match=r"gpu_memory_fraction = 0.6 for each of 2 .*at most 0.5"):
         place(gpus(1), Wish(replicas=2, memory_fraction=0.6))
+    with pytest.raises(DeviceError, match=r"at most 0\.142"):
+        place(gpus(1), Wish(replicas=7, memory_fraction=0.143))
