@@ -125,10 +125,12 @@ class Lanes:
 
     def learn(self, lane: Lane, size: int, now: float) -> None:
         """A worker has answered its oldest batch, which had this size."""
+        is_first = not lane.costs.curve(is_idle=False).is_known
         lane.learn(size, now)
         self._num_learned += 1
         if len(self.open) > 1 and (
-            self._num_learned <= _COMPARED_AFTER * len(self.open)
+            is_first
+            or self._num_learned <= _COMPARED_AFTER * len(self.open)
             or not self._num_learned % _COMPARED_AFTER
         ):
             self._compare()
@@ -161,7 +163,8 @@ class Lanes:
         times_s = {
             id(lane): lane.costs.curve(is_idle=False).time_s(_COMPARED_AT) for lane in self.open
         }
-        fastest_s = max(_LEAST_S / _LAGS_FROM, min(times_s.values(), default=0.0))
+        known_s = [time_s for time_s in times_s.values() if time_s]
+        fastest_s = max(_LEAST_S / _LAGS_FROM, min(known_s, default=0.0))
         for lane in self.open:
             bound = _LAGS_UNTIL if lane.is_lagging else _LAGS_FROM
             lane.is_lagging = times_s[id(lane)] > bound * fastest_s
