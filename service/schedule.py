@@ -19,6 +19,8 @@ from service.lanes import Lane, Lanes
 
 _EARLY_S = 0.001
 """How long before the end of a batch the next one is sent, beyond what its preparation takes."""
+_LEAST_WAIT_S = 0.001
+"""A shorter one may be over by the clock's own rounding before it has begun, again and again."""
 _OVERLAP_PAYS_S = 0.002
 """Below this, a worker is back for more before a timer could be of use."""
 
@@ -85,7 +87,8 @@ class Schedule:
     def _give_rest(self, now: float) -> bool:
         """Give a slower worker what it can answer no later than the others would; whether it was.
 
-        Where none of the others is on time, it is as good as they.
+        Where none of the others is on time, it gets what it can answer in as long as they have been
+        overdue: little, if they were only held up, and more and more if they do not come back.
         """
         lanes, most = self._lanes, self._limit.now
         num = len(self._queue)
@@ -93,9 +96,15 @@ class Schedule:
         for lane in lanes.lagging:
             if not lane.has_credit:
                 continue
-            if by == inf and not lane.batches:
-                self._send(lane, most, now)
-                return True
+            if by == inf:
+                if lane.batches:
+                    continue
+                overdue_s = now - max(other.ends_at for other in lanes.leading)
+                if size := lane.next_curve.size_within(overdue_s, most):
+                    self._send(lane, size, now)
+                    return True
+                self.wake_in(max(_LEAST_WAIT_S, lane.next_curve.time_s(1) - overdue_s))
+                continue
             left_s = by - lane.begins_at(now)
             size = lane.next_curve.size_within(left_s, min(num, most))
             if (size == most or (size and not lane.batches)) and self._send_last(lane, size, now):

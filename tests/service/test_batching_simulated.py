@@ -1,6 +1,7 @@
 """What batching comes to under load: see `tests.service.simulation`."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -154,6 +155,16 @@ def test_objective_is_held_beside_a_worker_that_is_too_slow_for_it(monkeypatch):
     alone = simulate(steep, 800, 4.0, monkeypatch=monkeypatch, objective_s=0.060, num_workers=1)
     assert held.p99_ms <= 60 * 1.02
     assert held.good_per_s >= 0.95 * alone.good_per_s
+
+
+def test_slower_worker_takes_little_from_one_that_is_held_up_now_and_then(monkeypatch):
+    def held_up() -> Callable[[int], float]:
+        calls = iter(range(10**9))
+        return lambda size: steep(size) + (0.030 if next(calls) % 50 == 0 else 0.0)
+
+    alone = simulate(held_up(), 300, 6.0, monkeypatch=monkeypatch, num_workers=1)
+    mixed = simulate((on_a_cpu, held_up()), 300, 6.0, monkeypatch=monkeypatch)
+    assert mixed.p99_ms < alone.p99_ms + 1000 * on_a_cpu(2)
 
 
 @pytest.mark.parametrize("others", [(four_times_brisk,), (four_times_brisk, brisk)])
