@@ -145,6 +145,9 @@ def _import(name: str) -> ModuleType:
             raise SourceError(f"module {name!r} fails on import: {_last_line(error)}") from error
         if clash := _clash(error.name):
             raise SourceError(f"there is no module {error.name!r}: {clash}") from error
+        if name.endswith(".py"):
+            module = name.removesuffix(".py").replace("/", ".")
+            raise SourceError(f"a module is named without .py: {module}:CLASS") from error
         raise SourceError(
             f"there is no module {error.name!r}: it must be installed, or lie under {folder}"
             f"{_near_modules(error.name, folder)}"

@@ -279,9 +279,12 @@ def _choose(
     ranks: Ranks, course: Course, example: Example, split_points: Sequence[str], room_bytes: int
 ) -> SplitReport:
     if split_points:
+        if isinstance(split_points, str):
+            raise ModelError(f"split_points is a list of names: [{split_points!r}]")
         if len(split_points) != ranks.size - 1:
             raise ModelError(
-                f"{ranks.size} stages want {ranks.size - 1} split points, not {len(split_points)}"
+                f"{ranks.size} stages want {ranks.size - 1} split points, not {len(split_points)}, "
+                f"which are for devices_per_replica = {len(split_points) + 1}"
             )
         return SplitReport(cuts=tuple(split_points), note="cut where the model says")
     sizes = sizes_of(course)
@@ -289,12 +292,12 @@ def _choose(
     most = largest_share_for(sum(sizes), room_bytes)
     if times and most == math.inf:
         note = (
-            f"balanced by time, since its {sum(sizes) / 1e6:.1f} MB are little beside the "
-            f"{room_bytes / 1e6:.0f} MB that each rank may take"
+            f"balanced by time, since its {_mib(sum(sizes))} are little beside the "
+            f"{_mib(room_bytes)} that each rank may take"
         )
     positions = cut_positions(course, sizes, times or sizes, ranks.size, largest_share=most)
     limits = course.stages(positions)
-    shares = [f"{sum(sizes[begin:end]) / 1e6:.1f} MB" for begin, end in limits]
+    shares = [_mib(sum(sizes[begin:end])) for begin, end in limits]
     if times:
         shares = [
             f"{share} in {sum(times[begin:end]) * 1e3:.3g} ms"
@@ -387,6 +390,10 @@ def _rehearsed(
             f'submodules of its own, or set placement = "replicate"'
         )
     return report
+
+
+def _mib(num: int) -> str:
+    return f"{num / (1 << 20):,.1f} MiB"
 
 
 def _report_of(plan: Any) -> SplitReport:

@@ -86,7 +86,10 @@ class Rehearsal:
         self._answers: list[object] = []
         values = example.values() if isinstance(example, Mapping) else example
         if not example or any(value is None for value in values):
-            self.complaint = "the shapes of its inputs are not known"
+            self.complaint = (
+                "the shapes of its inputs are not known (`example` of `load_network` says them, "
+                "or of a plain network the option `inputs`)"
+            )
             return
         try:
             for call in _calls(example, device):

@@ -219,14 +219,19 @@ def load_tensor_parallel(
         uses_dtensor=bool(plan.styles),
     )
     if is_rehearsed:
-        _rehearse(parallel, ranks, rehearsal, _origins(network, shapes))
+        has_own_plan = bool(tensor_plan or getattr(network, "tensor_plan", None))
+        _rehearse(parallel, ranks, rehearsal, _origins(network, shapes), has_own_plan)
     _fill(network, source, ranks.device)
     network.requires_grad_(requires_grad=False).to(ranks.device)
     return parallel
 
 
 def _rehearse(
-    parallel: TensorParallel, ranks: Ranks, rehearsal: Rehearsal | None, origins: Sequence[Origin]
+    parallel: TensorParallel,
+    ranks: Ranks,
+    rehearsal: Rehearsal | None,
+    origins: Sequence[Origin],
+    has_own_plan: bool,
 ) -> None:
     """See that the ranks together compute what the whole network does. All of them call this.
 
@@ -257,10 +262,14 @@ def _rehearse(
         ranks.send(follower, text)
     parallel.add_note(text)
     if difference:
-        raise ModelError(
-            f"{difference}. What to split is read off its code, which does more than was seen: "
-            f'give the model a tensor_plan, or set placement = "pipeline" or "replicate"'
+        advice = (
+            'have its tensor_plan name each "column" with the "row" that takes its outputs, or as '
+            '"gather", or leave the plan to be found'
+            if has_own_plan
+            else "what to split is read off its code, which does more than was seen: give the "
+            'model a tensor_plan, or set placement = "pipeline" or "replicate"'
         )
+        raise ModelError(f"{difference}; {advice}")
 
 
 def _origins(network: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> list[Origin]:

@@ -145,6 +145,7 @@ def test_a_module_that_is_not_there_is_named_with_what_is_near(user):
         f"there is no module 'mymodel': it must be installed, or lie under {user}, "
         "which has mymodels"
     )
+    assert refused("mymodels.py:Doubler") == "a module is named without .py: mymodels:CLASS"
     assert "there is no module 'nowhere': " in refused("nowhere.inside:Class")
     assert "there is no module 'mymodels.inside': " in refused("mymodels.inside:Class")
 
