@@ -162,6 +162,8 @@ class _Option:
         if self.problem:
             return (self.name, "", "no", "", self.problem)
         speed = "" if self.throughput is None else f"{self.throughput:.2f}"
+        if speed and self.way.split:  # what its messages cost is not known
+            speed = f"< {speed}"
         parts = " + ".join(in_words(each) for each in self.way.rank_bytes)
         if self.way.split == "tensor":
             parts = f"{in_words(self.way.rank_bytes[0])}: {self.way.text}"

@@ -15,11 +15,19 @@ _WIDTH = 100
 
 def write_table(findings: Sequence[Finding], stream: TextIO) -> None:
     """The worst first: level, what was looked at, what was found; below it, what to do."""
-    from rich.console import Console
-    from rich.table import Table
+    from rich.console import Console, RenderableType
+    from rich.padding import Padding
+    from rich.table import Column, Table
     from rich.text import Text
 
-    table = Table.grid(padding=(0, 2))
+    names = [max((len(text) for text in texts), default=0) for texts in _names_of(findings)]
+
+    def grid(*widths: int) -> Table:
+        columns = (Column(min_width=width, no_wrap=True) for width in widths)
+        return Table.grid(*columns, Column(), padding=(0, 2))
+
+    table = grid(*names)
+    tables: list[RenderableType] = [table]
     for level in LEVELS:
         for finding in findings:
             if finding.level == level:
@@ -29,18 +37,18 @@ def write_table(findings: Sequence[Finding], stream: TextIO) -> None:
                     Text(finding.message, overflow="fold"),
                 )
                 if finding.rows:
-                    inner = Table.grid(padding=(0, 2))
-                    for column in list(zip(*finding.rows, strict=True))[:-1]:
-                        inner.add_column(min_width=max(map(len, column)))
+                    *figures, _ = zip(*finding.rows, strict=True)
+                    inner = grid(*(max(map(len, column)) for column in figures))
                     for number, row in enumerate(finding.rows):
                         style = "" if number else "dim"
                         inner.add_row(*(Text(cell, style, overflow="fold") for cell in row))
-                    table.add_row("", "", inner)
+                    table = grid(*names)
+                    tables += [Padding(inner, (0, 0, 0, names[0] + 2)), table]
                 if finding.advice:
                     table.add_row("", "", Text(f"-> {finding.advice}", overflow="fold"))
     console = Console(file=stream, width=None if stream.isatty() else _WIDTH, highlight=False)
     with console.capture() as capture:
-        console.print(table)
+        console.print(*tables, sep="")
     lines = [line.rstrip() for line in capture.get().splitlines()]
     stream.write("\n".join([*lines, "", _summary(findings)]) + "\n")
 
@@ -50,6 +58,10 @@ def write_json(findings: Sequence[Finding], stream: TextIO) -> None:
     counts = dict(_counts(findings))
     json.dump({"counts": counts, "findings": [asdict(f) for f in findings]}, stream, indent=2)
     stream.write("\n")
+
+
+def _names_of(findings: Sequence[Finding]) -> tuple[list[str], list[str]]:
+    return [finding.level for finding in findings], [finding.check for finding in findings]
 
 
 def _summary(findings: Iterable[Finding]) -> str:

@@ -511,6 +511,20 @@ def test_table_has_the_worst_first_and_no_colours_where_nobody_sees_them():
     assert text.endswith("1 error, 1 warning, 1 note, 1 ok\n")
 
 
+def test_figures_of_a_finding_are_whole_below_a_long_name():
+    rows = (
+        ("placement", "needs", "what each has"),
+        ("tensor x2", "186 MiB of 10.1 GiB", "w " * 40),
+    )
+    stream = io.StringIO()
+    found = replace(ok("placement of a model with a long name", "fits"), rows=rows)
+    report.write_table([found, note("z", "n")], stream)
+    text = stream.getvalue()
+    assert "tensor x2  186 MiB of 10.1 GiB  w w" in text
+    assert text.count("w") == 40 + 2, "of the heading, and of the name"
+    assert max(map(len, text.splitlines())) <= 100
+
+
 def test_json_has_every_finding():
     stream = io.StringIO()
     report.write_json(FINDINGS, stream)
