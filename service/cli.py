@@ -252,7 +252,7 @@ def _unrecognised(word: str, parser: ArgumentParser) -> str:
     if not word.startswith("-"):
         return f"one MODEL at most; what is {word!r}? Several models are served from a file"
     flag = word.partition("=")[0]
-    known = re.findall(r"--[a-z-]+", parser.format_help())
+    known = re.findall(r"--[a-z0-9-]+", parser.format_help())
     return f"there is no flag {flag}; {_nearest(flag, sorted(set(known)))}"
 
 

@@ -94,6 +94,10 @@ def test_wrong_settings_are_one_line_each_and_exit_2(command, tmp_path):
             ["serve", "--prot", "1"],
             "inferpool serve: there is no flag --prot; did you mean --port?",
         ),
+        (
+            ["serve", "--objective-p", "1"],
+            "inferpool serve: there is no flag --objective-p; did you mean --objective-p99-ms?",
+        ),
         (["serve", "a", "b"], "inferpool serve: one MODEL at most; what is 'b'?"),
         (["serve", "--port"], "inferpool serve: argument --port: expected one argument"),
         (["--port", "1", "serve"], "inferpool: "),
