@@ -263,8 +263,10 @@ class Pool:
         parts = [_part_text(rank) for rank in ranks]
         level = logging.DEBUG if parts == self._told_parts else logging.INFO
         self._told_parts = parts
-        is_news = split.note not in {rank.part.text for rank in ranks if rank.part}
-        why = f"; {split.note}" if split.note and is_news else ""
+        note = split.note
+        for text in {rank.part.text for rank in ranks if rank.part}:
+            note = note.removeprefix(text).removeprefix("; ")
+        why = f"; {note}" if note else ""
         how = slot.config.placement.split
         logger.log(level, "%s %s: %s%s", self.name, how, ", ".join(parts), why)
 

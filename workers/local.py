@@ -105,7 +105,10 @@ class LocalEngine:
         """
         if not self._launches:
             return
-        logger.error("the process that forks workers does not answer: killing it")
+        if self._is_torch_imported:
+            logger.error("the process that forks workers does not answer: killing it")
+        else:
+            logger.info("the process that forks workers is still importing torch: killing it")
         if pid := getattr(forkserver._forkserver, "_forkserver_pid", None):
             os.kill(pid, signal.SIGKILL)
         await asyncio.wait(self._launches, timeout=EXIT_WAIT_S)
