@@ -40,7 +40,7 @@ def test_model_that_is_well_is_measured():
     rows = {row[0]: row for row in placement["rows"]}
     assert {"pipeline x2", "tensor x2"} < set(rows)
     assert "KiB + " in rows["pipeline x2"][4]
-    assert 0 < float(rows["pipeline x2"][3]) <= 1
+    assert 0 < float(rows["pipeline x2"][3].removeprefix("< ")) <= 1
     assert "no network for tensor parallelism" in rows["tensor x2"][4]
 
 

@@ -35,7 +35,8 @@ def when_ready(service: Running, incarnation: int = 0) -> dict:
     until = time.monotonic() + 30
     while True:
         workers = httpx.get(f"{service.url}/health").json()["models"][0]["workers"]
-        if workers[0]["incarnation"] == incarnation and len(service.worker_pids()) == 2:
+        are_ready = all(worker["state"] == "ready" for worker in workers)
+        if workers[0]["incarnation"] == incarnation and are_ready:
             return dict(workers[0])
         assert time.monotonic() < until
         time.sleep(0.02)

@@ -118,7 +118,9 @@ def test_a_small_network_is_balanced_by_time_and_a_large_one_by_bytes(pair):
     assert by_bytes.cuts == ("4",)
     assert by_bytes.note.startswith("balanced by bytes and time: ")
     assert by_time.cuts[0] in ("1", "2")
-    assert by_time.note.startswith("balanced by time, since its 0.0 MB are little beside the 1 MB")
+    assert by_time.note.startswith(
+        "balanced by time, since its 0.0 MiB are little beside the 1.0 MiB"
+    )
     assert report(known_split=by_time) == by_time
 
 
