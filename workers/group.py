@@ -45,6 +45,9 @@ class Group:
         Args:
             ends: What reaches them.
             placement: Of the replica; each rank has pinned itself to its own part.
+
+        Raises:
+            RuntimeError: They cannot be met.
         """
         assert placement.split is not None, "only a split replica has several ranks"
         self.rank, self.size = ends.rank, ends.num_ranks
@@ -60,9 +63,15 @@ class Group:
         # All ranks are of this host, whose name need not mean any address.
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = _LOOPBACK
         store = torch.distributed.FileStore(str(ends.meeting), self.size)  # type: ignore[attr-defined]  # its module does not export it
-        dist.init_process_group(
-            backend, store=store, rank=self.rank, world_size=self.size, timeout=_FOREVER
-        )
+        try:
+            dist.init_process_group(
+                backend, store=store, rank=self.rank, world_size=self.size, timeout=_FOREVER
+            )
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the ranks of a replica cannot meet over the loopback interface {_LOOPBACK!r}: "
+                f"{error}; is it up (ip link set lo up)?"
+            ) from error
         threading.Thread(target=self._see_off, name="see-off", daemon=True).start()
 
     @property

@@ -6,10 +6,12 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import psutil
 import pytest
 
+import workers.group
 import workers.local
 import workers.local_worker
 from models.spec import Placement
@@ -19,11 +21,12 @@ from workers.arena import Arena
 from workers.config import WorkerConfig
 from workers.engine import WorkerHandle, WorkerId
 from workers.errors import WorkerLostError, WorkerStartError
-from workers.group import backend_for
+from workers.group import Group, backend_for
 from workers.local import LocalEngine
 from workers.local_worker import LocalWorker
 from workers.messages import RankReady
 from workers.queues import FrameError
+from workers.wiring import Wiring
 
 PAIR = Placement(devices=("cpu", "cpu"), split="pipeline")
 
@@ -275,3 +278,16 @@ def test_ranks_that_share_a_gpu_go_by_way_of_the_host():
     assert backend_for(("cuda:0", "cuda:1")) == "nccl"
     assert backend_for(("cuda:0", "cuda:0")) == "gloo"
     assert backend_for(("cpu", "cpu")) == "gloo"
+
+
+def test_ranks_that_cannot_meet_say_over_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")  # what the group sets is taken back
+    monkeypatch.setattr(workers.group, "_LOOPBACK", "nowhere0")
+    wiring = Wiring(2)
+    ends = wiring.ends_of(0)
+    assert ends is not None
+    meeting = str(tmp_path / "meeting")  # as it is in the process that it is passed to
+    with pytest.raises(RuntimeError, match=r"over the loopback interface 'nowhere0'.* is it up"):
+        Group(replace(ends, meeting=meeting), PAIR)  # type: ignore[arg-type]
+    wiring.close()
