@@ -1,0 +1,231 @@
+"""A folder of its own in which the examples of a README run one after another, as a reader's do."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from service.cli import _parser  # nothing else tells whether a command line can be
+from service.settings_loader import SettingsError, load
+from tests.readme import command
+from tests.readme.blocks import LANGUAGES, Block
+from tests.readme.shapes import difference, printed
+
+ROOT = Path(__file__).resolve().parents[2]
+_BLOCK_S = 60.0
+_PORT = re.compile(r"(?<![\w.,])8000\b")
+_OUR_COMMAND = re.compile(r"(?:^|&&|\|\|?|;|\buv run)\s*inferpool\s+([^|;&<>\n]+)", re.MULTILINE)
+
+_INSTALLED = """\
+#!/bin/sh
+# What is installed is the environment of the tests.
+while [ $# -gt 0 ]; do
+  case "$1" in
+    run) shift; break ;;
+    *) exit 0 ;;
+  esac
+done
+while [ "${1#-}" != "${1:-}" ]; do shift; done
+[ "$1" = pytest ] && exit 0  # it is what runs us
+exec "$@"
+"""
+_NOTHING = "#!/bin/sh\nexit 0\n"
+
+
+class ExampleError(AssertionError):
+    """An example does not do what its reader expects."""
+
+
+class Stage:
+    """Runs blocks. A context manager: leaving it ends the service that they started last."""
+
+    def __init__(self, folder: Path) -> None:
+        """Begin in an empty folder."""
+        self.folder = folder / "inferpool"
+        self._own = folder / "own"
+        self._port = _free_port()
+        self._output: str | None = None
+        """Of the block before."""
+        self._serving = ""
+        self._interpreter: subprocess.Popen[str] | None = None
+        self._set_up()
+
+    def __enter__(self) -> "Stage":
+        """Start nothing yet."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End what runs."""
+        command.stop(self._own)
+        if self._interpreter is not None:
+            assert self._interpreter.stdin is not None
+            assert self._interpreter.stdout is not None
+            self._interpreter.stdin.close()
+            self._interpreter.wait(10)
+            self._interpreter.stdout.close()
+
+    def run(self, block: Block) -> None:
+        """Do what a block says, or see that it can be done.
+
+        Raises:
+            ExampleError: It cannot, or it did something else than is printed.
+        """
+        if block.language in ("sh", "bash"):
+            _check_command_lines(block.text)
+        if "not run" in block.marks:
+            if not block.marks["not run"]:
+                raise ExampleError("`not run` needs a reason")
+            self._output = None
+            return
+        if block.language not in LANGUAGES and "file" not in block.marks:
+            raise ExampleError(
+                f"{block.language!r} cannot be run here; mark it: <!-- not run: WHY --> or "
+                "<!-- file: PATH -->"
+            )
+        if arguments := block.marks.get("serve"):
+            self._serve(arguments)
+        text = _PORT.sub(str(self._port), block.text)
+        before, self._output = self._output, None
+        if path := block.marks.get("file"):
+            target = self.folder / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text)
+        if block.language == "toml" and block.marks.get("file", "inferpool.toml").endswith(".toml"):
+            self._check_settings(text)
+        elif block.language == "json":
+            _check_answer(before, text)
+        elif "file" in block.marks:
+            pass
+        elif block.language == "python":
+            self._output = self._run_python(text, block.line)
+        else:
+            self._output = self._run_shell(text)
+
+    def _serve(self, arguments: str) -> None:
+        if self._serving != arguments:
+            self._run_shell(f"inferpool serve {arguments}")
+            self._serving = arguments
+
+    def _run_shell(self, text: str) -> str:
+        if re.search(r"\binferpool serve\b", text):
+            self._serving = ""
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", text],
+            cwd=self.folder,
+            env=self._environ(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_BLOCK_S,
+        )
+        if done.returncode:
+            raise ExampleError(f"exit status {done.returncode}:\n{done.stdout}{done.stderr}")
+        return done.stdout
+
+    def _run_python(self, text: str, line: int) -> str:
+        if self._interpreter is None:
+            self._interpreter = subprocess.Popen(
+                [sys.executable, "-m", "tests.readme.interpreter"],
+                cwd=self.folder,
+                env=self._environ(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        assert self._interpreter.stdin is not None
+        assert self._interpreter.stdout is not None
+        placed = "\n" * (line - 1) + text  # so that tracebacks name the README's lines
+        self._interpreter.stdin.write(json.dumps({"text": placed, "name": "README.md"}) + "\n")
+        self._interpreter.stdin.flush()
+        answer = json.loads(self._interpreter.stdout.readline())
+        if answer["error"]:
+            raise ExampleError(answer["out"] + answer["error"])
+        return str(answer["out"])
+
+    def _check_settings(self, text: str) -> None:
+        file = self._own / "checked.toml"
+        file.write_text(text)
+        try:
+            load({"config": str(file)}, {}, self.folder)
+        except SettingsError as error:
+            raise ExampleError(f"these settings cannot be used: {error}") from None
+
+    def _environ(self) -> dict[str, str]:
+        kept = ("LANG", "TMPDIR", "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE")
+        binaries = [str(self._own / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
+        return {
+            **{name: os.environ[name] for name in kept if name in os.environ},
+            "PATH": os.pathsep.join(binaries),
+            "HOME": str(self._own),
+            "PYTHONPATH": f"{self.folder}{os.pathsep}{ROOT}",
+            "INFERPOOL_PORT": str(self._port),
+            "INFERPOOL_SPEED_SEARCH": "false",
+            command.FOLDER: str(self._own),
+            command.COMMAND: str(Path(sys.executable).parent / "inferpool"),
+        }
+
+    def _set_up(self) -> None:
+        self.folder.mkdir(parents=True)
+        for name in ("docker", "compose.yaml", "pyproject.toml"):  # what is no code of a clone
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, self.folder / name)
+            elif source.exists():
+                shutil.copy(source, self.folder)
+        binaries = self._own / "bin"
+        binaries.mkdir(parents=True)
+        ours = f'#!/bin/sh\nexec "{sys.executable}" "{command.__file__}" "$@"\n'
+        for name, script in (("uv", _INSTALLED), ("pip", _NOTHING), ("inferpool", ours)):
+            (binaries / name).write_text(script)
+            (binaries / name).chmod(0o755)
+        (self._own / ".curlrc").write_text("fail-with-body\nmax-time = 30\n")  # 4xx is a failure
+
+
+def _check_command_lines(text: str) -> None:
+    """See that each `inferpool ...` of a block is a command line that there is."""
+    parser, verbs = _parser()
+    for action in [each for verb in verbs.values() for each in verb._actions]:
+        action.type = None  # files that are named need not be there
+    for found in _OUR_COMMAND.finditer(text.replace("\\\n", " ")):
+        try:
+            _, rest = parser.parse_known_args(shlex.split(found[1], comments=True))
+        except SystemExit as left:
+            if left.code:
+                raise ExampleError(f"inferpool {found[1]}: is no command line") from None
+            continue
+        if rest:
+            raise ExampleError(f"inferpool {found[1]}: there is no {rest}")
+
+
+def _check_answer(output: str | None, text: str) -> None:
+    """See that what the block before printed last has the form of this one."""
+    try:
+        shown = printed(text)
+    except json.JSONDecodeError as error:
+        raise ExampleError(f"this is no JSON, even with what `...` leaves out: {error}") from None
+    if output is None:
+        return
+    try:
+        real = _last_json(output)
+    except json.JSONDecodeError:
+        raise ExampleError(f"the block before printed no JSON: {output!r}") from None
+    if found := difference(shown, real):
+        raise ExampleError(found)
+
+
+def _last_json(output: str) -> object:
+    try:
+        return json.loads(output)
+    except json.JSONDecodeError:
+        return json.loads((output.strip().splitlines() or [""])[-1])
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])

@@ -1,0 +1,88 @@
+"""Every example of README.md does what it says.
+
+Its fenced blocks run in order, each as a test of its own, in one scratch folder, against real
+services. What can be had from a block's language:
+
+`sh`, `bash`    runs in bash, in a shell of its own (`-euo pipefail`). `inferpool serve ...` returns
+                once it is ready, and ends the one that served before, as its reader would with
+                Ctrl-C; at the end it is stopped. `pip install ...` and `uv sync` do nothing,
+                `uv run X` runs X, and `uv run pytest` nothing, since it is what runs. curl fails
+                with an answer of 400 and more. Arguments of `inferpool` are checked in any case.
+`python`        runs in one interpreter, which keeps what earlier blocks defined.
+`toml`          must be settings that can be used.
+`json`          is what the block before it printed: the same keys, types and strings. `...` or `…`
+                stand for what is left out, in strings too; lists may go on, numbers differ.
+`text`, none    output and drawings: only shown.
+
+Port 8000 is some free port instead. Any other language, and what a test cannot do, needs a mark: an
+HTML comment on a line of its own above the fence (blank lines between do no harm; several marks
+may follow each other):
+
+<!-- not run: WHY -->      needs a GPU, Docker, minutes, weights from the network, ...
+<!-- file: nets.py -->     is written to this file; TOML files are checked as settings, too
+<!-- serve: echo -->       `inferpool serve echo` serves it, and goes on if it does already
+"""
+
+import shutil
+
+import pytest
+
+from tests.readme.blocks import SHOWN, Block, blocks_of
+from tests.readme.stage import ROOT, ExampleError, Stage
+
+EXAMPLES = [
+    block for block in blocks_of(ROOT / "README.md") if block.language not in SHOWN or block.marks
+]
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory):
+    for tool in ("bash", "curl"):
+        if shutil.which(tool) is None:
+            pytest.skip(f"the examples use {tool}: install it")
+    with Stage(tmp_path_factory.mktemp("readme")) as stage:
+        yield stage
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda block: block.name)
+def test_example_does_what_it_says(stage: Stage, example: Block):
+    stage.run(example)
+
+
+@pytest.mark.parametrize(
+    ("markdown", "problem"),
+    [
+        ("```sh\nfalse\n```", "exit status 1"),
+        ("```sh\ninferpool serve echo --prot 1 &\n```", "there is no"),
+        ("<!-- not run: slow -->\n```sh\ninferpool sreve echo\n```", "no command line"),
+        ("```python\nx = 1\nx.y\n```", 'README.md", line 3'),
+        ("```toml\nprot = 1\n```", "did you mean port"),
+        ("```yaml\na: 1\n```", "mark it"),
+        ("<!-- not run: -->\n```sh\nfalse\n```", "needs a reason"),
+        ('```sh\necho \'{"a": [1, {"b": 2}]}\'\n```\n```json\n{"a": [1, {"c": 2}]}\n```', "a[1]"),
+        ('```sh\necho \'{"a": "x"}\'\n```\n```json\n{"a": "y"}\n```', "'x', and 'y'"),
+    ],
+)
+def test_example_that_does_not_work_is_found(tmp_path, markdown: str, problem: str):
+    (tmp_path / "README.md").write_text(markdown)
+    with Stage(tmp_path / "stage") as stage, pytest.raises(ExampleError) as raised:  # noqa: PT012
+        for block in blocks_of(tmp_path / "README.md"):
+            stage.run(block)
+    assert problem in str(raised.value)
+
+
+def test_printed_answer_may_leave_out(tmp_path):
+    (tmp_path / "README.md").write_text(
+        """```python
+import json
+print("HTTP/1.1 200 OK")
+print(json.dumps({"a": [1, 2, 3], "b": {"id": "4bf92f", "n": None}, "c": True}))
+```
+```json
+{"a": [7, ...], "b": {"id": "4b…", ...}, ...}
+```
+"""
+    )
+    with Stage(tmp_path / "stage") as stage:
+        for block in blocks_of(tmp_path / "README.md"):
+            stage.run(block)
