@@ -24,6 +24,15 @@ _ERRORS: _Responses = {
     403: {"description": "The key is not one of `admin_keys`."},
 }
 _NOT_THERE: _Responses = {404: {"description": "No such model or worker."}}
+_SETTINGS = {
+    "type": "object",
+    "description": "By dotted key.",
+    "additionalProperties": {
+        "type": "object",
+        "required": ["value", "origin"],
+        "properties": {"value": {}, "origin": {"type": "string", "description": "Who set it."}},
+    },
+}
 _BUSY: _Responses = {409: {"description": "Workers of the model are being restarted already."}}
 
 
@@ -80,12 +89,14 @@ def admin_router(target: AdminTarget) -> APIRouter:
         "/drain", summary="Turn readiness red, and go on serving; for /admin/resume to undo"
     )
     async def drain(request: Request) -> Draining:
+        """Balancers send nothing more; what comes all the same is answered."""
         target.set_draining(True)
         _record(request, "drain")
         return Draining(draining=True)
 
     @router.post("/resume", summary="Turn readiness green again", responses=_BUSY)
     async def resume(request: Request) -> Draining:
+        """Undo a drain; a shutdown cannot be undone."""
         target.set_draining(False)
         _record(request, "resume")
         return Draining(draining=False)
@@ -97,6 +108,7 @@ def admin_router(target: AdminTarget) -> APIRouter:
         responses=_NOT_THERE | _BUSY,
     )
     async def restart_model(request: Request, model: str) -> Restarting:
+        """Answered when it has begun; /health shows how it goes."""
         workers = target.restart(model, None)
         _record(request, f"restart of {', '.join(workers)}")
         return Restarting(workers=workers)
@@ -108,21 +120,29 @@ def admin_router(target: AdminTarget) -> APIRouter:
         responses=_NOT_THERE | _BUSY,
     )
     async def restart_worker(request: Request, model: str, number: int) -> Restarting:
+        """Answered when it has begun; /health shows how it goes."""
         workers = target.restart(model, number)
         _record(request, f"restart of {', '.join(workers)}")
         return Restarting(workers=workers)
 
-    @router.get("/settings", summary="Every setting in force and who set it; keys are not shown")
+    @router.get(
+        "/settings",
+        summary="Every setting in force and who set it; keys are not shown",
+        responses={200: {"content": {"application/json": {"schema": _SETTINGS}}}},
+    )
     async def settings(request: Request) -> Response:
+        """As `inferpool config --format json` prints them."""
         _record(request, "show settings")
         return Response(target.settings_json(), media_type="application/json")
 
     @router.get("/log-level", summary="The least severe log lines that are written")
     async def log_level() -> Logging:
+        """The setting `log_level`, or what was put since the start."""
         return Logging(level=_level_now())
 
     @router.put("/log-level/{level}", summary="Write more or fewer log lines, until the next start")
     async def set_log_level(request: Request, level: LogLevel) -> Logging:
+        """Until the next start; lines of administration are always written."""
         before = _level_now()
         logging.getLogger().setLevel(level.upper())
         _record(request, f"log level {before} -> {level}")

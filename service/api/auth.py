@@ -6,7 +6,7 @@ so that no route is open by oversight.
 
 import logging
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from service.api.errors import ForbiddenError, NotFoundError, UnauthorizedError
 from service.keys import Keys, digest_of, fingerprint_of, is_same
@@ -36,6 +36,12 @@ _SETTINGS: Mapping[Access, str] = {
     "metrics": "metrics_keys",
     "admin": "admin_keys",
 }
+KEY_MEANINGS: Mapping[Access, str] = {
+    "predict": "the setting `predict_keys`.",
+    "metrics": "the setting `metrics_keys`, or where there are none, of `predict_keys`.",
+    "admin": "the setting `admin_keys`.",
+}
+"""Which keys open what, for people."""
 _BEARER = b"bearer"
 _BLANKS = b" \t"
 """What may stand around a header's value (RFC 9110, 5.6.3)."""
@@ -65,6 +71,11 @@ class Guard:
         for access, keys in given.items():
             for digest in keys.digests:
                 self._accesses.setdefault(digest, (digest, set()))[1].add(access)
+
+    @property
+    def restricted(self) -> frozenset[Access]:
+        """What needs a key."""
+        return frozenset(self._restricted)
 
     @property
     def restricts_predict(self) -> bool:
@@ -115,21 +126,6 @@ class Guard:
         except (UnauthorizedError, ForbiddenError):
             return False
         return True
-
-    def document(self, schema: dict[str, Any]) -> None:
-        """Say in an OpenAPI document which of its paths need a key, and how it is sent."""
-        if not self._restricted:
-            return
-        components = schema.setdefault("components", {})
-        components["securitySchemes"] = {
-            "bearer": {"type": "http", "scheme": "bearer"},
-            "header": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
-        }
-        for path, operations in schema["paths"].items():
-            policy = policy_of(path)
-            if policy in self._restricted:
-                for operation in operations.values():
-                    operation["security"] = [{"bearer": []}, {"header": []}]
 
 
 def policy_of(path: str) -> Policy | None:

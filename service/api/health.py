@@ -183,10 +183,12 @@ def health_router(source: HealthSource, guard: Guard | None = None) -> APIRouter
 
     @router.get("/health", summary="Models and workers, one by one")
     async def health() -> HealthReport:
+        """Of each worker its state, device, memory, last answer, and why it is not there."""
         return source.report()
 
     @router.get("/health/live", summary="200 while the event loop turns")
     async def live() -> Health:
+        """For the liveness probe: a process that does not answer is to be restarted."""
         return Health(status="live")
 
     @router.get(
@@ -196,6 +198,7 @@ def health_router(source: HealthSource, guard: Guard | None = None) -> APIRouter
         responses={503: {"description": "Not now; says which models are not ready, and why."}},
     )
     async def ready(request: Request) -> Health | Response:
+        """For the readiness probe and balancers: 503 while it starts, drains or has no worker."""
         report = source.report()
         if report.ready:
             return Health(status=report.status)

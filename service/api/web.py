@@ -4,10 +4,10 @@ import logging
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse
 from starlette.staticfiles import StaticFiles
@@ -16,7 +16,7 @@ from starlette.types import Lifespan, Receive, Scope, Send
 from service.api.auth import Guard, policy_of
 from service.api.body import joined
 from service.api.errors import NotFoundError, install_error_handlers, problem_response
-from service.api.openapi import SCHEMAS, openapi_paths
+from service.api.openapi.document import INFO, complete
 from service.api.page_headers import POLICY_HEADER, policy_for, with_page_headers
 from service.api.predict import Predict, is_predict, route_path
 from service.errors import ServiceError
@@ -57,9 +57,9 @@ class App(FastAPI):
             lifespan: Runs around the serving, as FastAPI has it.
         """
         super().__init__(
-            title="inferpool",
+            **INFO,
             version=version,
-            description="PyTorch models behind HTTP.",
+            generate_unique_id_function=_id_of,
             openapi_url="/openapi.json" if docs else None,
             docs_url=None,
             redoc_url=None,
@@ -100,15 +100,12 @@ class App(FastAPI):
     def openapi(self) -> dict[str, object]:
         """The OpenAPI document, `/predict` first. Made anew each time: models come and go."""
         self.openapi_schema = None
-        schema: dict[str, Any] = super().openapi()
-        if self.predict is not None:
-            paths = openapi_paths(list(self.predict.models), self.predict.default)
-            schema["paths"] = {**paths, **schema["paths"]}
-            components = schema.setdefault("components", {})
-            components["schemas"] = {**components.get("schemas", {}), **SCHEMAS}
-        if self._guard is not None:
-            self._guard.document(schema)
-        return schema
+        return complete(
+            super().openapi(),
+            frozenset() if self._guard is None else self._guard.restricted,
+            models=None if self.predict is None else list(self.predict.models),
+            default=None if self.predict is None else self.predict.default,
+        )
 
     def _log_refusal(self, scope: Scope, path: str, error: ServiceError, request_id: str) -> None:
         """Let an operator see that someone tries keys, which must not fill the log either."""
@@ -142,6 +139,11 @@ class App(FastAPI):
         )
         page.headers[POLICY_HEADER] = policy_for(page.body)
         return page
+
+
+def _id_of(route: APIRoute) -> str:
+    """What a route is called in the document, and by clients that are made from it."""
+    return route.name
 
 
 def _log_more_refusals(num: int) -> None:

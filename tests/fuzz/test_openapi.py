@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
@@ -52,6 +53,23 @@ def operations(target: Running) -> dict[str, Any]:
 
 def test_every_operation_is_tried(operations: dict[str, Any]) -> None:
     assert sorted(operations) == sorted(OPERATIONS)
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [("image", "decoder"), ("numbers", "echo"), ("texts", "echo"), ("inputs", "two")],
+)
+def test_the_examples_are_answered_as_documented(
+    target: Running, operations: dict[str, Any], name: str, model: str
+) -> None:
+    document = httpx.get(f"{target.url}/openapi.json").json()
+    body = document["paths"]["/predict"]["post"]["requestBody"]["content"]["application/json"]
+    assert set(body["examples"]) == {"image", "numbers", "texts", "inputs"}
+    value = body["examples"][name]["value"]
+    answer = httpx.post(f"{target.url}/predict/{model}", json=value)
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["predictions"]) == len(value["instances"])
+    operations["POST /predict"].validate_response(answer)
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,12 @@ def test_every_route_has_a_policy(app):
     assert any(path.startswith("/admin/") for path in paths)
 
 
+def test_every_route_is_in_the_document_but_for_pages_and_what_is_there_is_a_route(app):
+    routes = {path for path in paths_of(app.routes) if not path.startswith("/docs")}
+    predict = {"/predict", "/predict/{model}"}
+    assert set(app.openapi()["paths"]) == routes - {"/", "/openapi.json"} | predict
+
+
 @pytest.mark.parametrize(
     ("example", "inputs", "data"),
     [

@@ -1,0 +1,115 @@
+"""The whole document: FastAPI's own, completed by what the service knows besides."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from service.api.auth import KEY_MEANINGS, Access, policy_of
+from service.api.openapi import predict, problems
+from service.api.openapi.docstrings import describe
+from service.api.openapi.examples import ANSWERS
+from service.api.openapi.headers import HEADERS, PARAMETERS, Json
+from service.api.openapi.problems import ALWAYS, refer_to
+
+INFO: Mapping[str, Any] = {
+    "title": "inferpool",
+    "summary": "PyTorch models behind HTTP.",
+    "description": (
+        "`POST /predict` asks the default model, `POST /predict/{model}` another one. Errors are "
+        "problem documents (RFC 9457) with a stable `code`; every answer of `/predict` has an "
+        "`X-Request-ID` that stands in the log, a `traceparent`, and `Server-Timing`."
+    ),
+    "license_info": {"name": "Apache License 2.0", "identifier": "Apache-2.0"},
+}
+"""What FastAPI takes for the head of the document."""
+
+TAGS: Sequence[Mapping[str, str]] = (
+    {"name": "predict", "description": "Predictions, one instance or many at a time."},
+    {"name": "health", "description": "For orchestrators, balancers, Prometheus and people."},
+    {
+        "name": "admin",
+        "description": "What an operator does to a running service; there only with an admin key. "
+        "Each action leaves a line in the log.",
+    },
+)
+
+_VALIDATION = ("HTTPValidationError", "ValidationError")
+"""FastAPI's own form of errors, which the service does not answer in."""
+
+
+def complete(
+    schema: dict[str, Any],
+    restricted: frozenset[Access],
+    *,
+    models: Sequence[str] | None,
+    default: str | None,
+) -> dict[str, Any]:
+    """Complete FastAPI's document of its routes, in place, and return it.
+
+    Args:
+        schema: As FastAPI makes it.
+        restricted: What needs a key.
+        models: The names of all models; None where there is no `/predict`.
+        default: The model that `/predict` means.
+    """
+    paths: dict[str, Any] = schema["paths"]
+    for path, operations in paths.items():
+        for operation in operations.values():
+            _complete_operation(operation, path)
+    components = schema.setdefault("components", {})
+    schemas = components.setdefault("schemas", {})
+    for name in _VALIDATION:
+        schemas.pop(name, None)
+    describe(schemas)
+    if models is not None:
+        schema["paths"] = {**predict.predict_paths(models, default), **paths}
+        schemas |= predict.SCHEMAS
+        components["parameters"] = dict(PARAMETERS)
+    schemas |= problems.SCHEMAS
+    components["responses"] = problems.responses()
+    components["headers"] = dict(HEADERS)
+    _add_security(schema, restricted)
+    operations = [each for item in schema["paths"].values() for each in item.values()]
+    used = {tag for operation in operations for tag in operation.get("tags", ())}
+    schema["tags"] = [dict(tag) for tag in TAGS if tag["name"] in used]
+    schema.setdefault("servers", [{"url": "/", "description": "This host."}])
+    return schema
+
+
+def _complete_operation(operation: Json, path: str) -> None:
+    """Give one of FastAPI's operations its error answers and an example."""
+    responses: dict[str, Any] = operation["responses"]  # type: ignore[assignment]  # it is one
+    statuses = {int(status) for status in responses}
+    errors = {status for status in statuses if status >= 400}.union(ALWAYS)
+    if policy_of(path) not in ("open", None):
+        errors |= {401, 403}
+    answers = {status: each for status, each in responses.items() if int(status) < 400}
+    example = ANSWERS.get(str(operation["operationId"]))
+    for answer in answers.values():
+        if answer["description"] == "Successful Response":
+            answer["description"] = f"{operation['summary']}."
+        media = answer.get("content", {}).get("application/json")
+        if media is not None and example is not None:
+            media["example"] = example
+    operation["responses"] = answers | refer_to(errors)
+
+
+def _add_security(schema: dict[str, Any], restricted: frozenset[Access]) -> None:
+    """Say which operations need which keys, and how one is sent."""
+    schemes: dict[str, Json] = {}
+    for access in sorted(restricted):
+        about = f"One of {KEY_MEANINGS[access]}"
+        schemes[f"{access}_bearer"] = {"type": "http", "scheme": "bearer", "description": about}
+        schemes[f"{access}_header"] = {
+            "type": "apiKey",
+            "in": "header",
+            "name": "X-API-Key",
+            "description": about,
+        }
+    if schemes:
+        schema["components"]["securitySchemes"] = schemes
+    for path, operations in schema["paths"].items():
+        policy = policy_of(path)
+        is_open = policy == "open" or policy not in restricted
+        needed: list[Json] = [{f"{policy}_bearer": []}, {f"{policy}_header": []}]
+        for operation in operations.values():
+            operation["security"] = [] if is_open else needed

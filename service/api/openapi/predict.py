@@ -1,0 +1,241 @@
+"""What the document says of `/predict`: FastAPI documents its own routes, not this one."""
+
+from collections.abc import Mapping, Sequence
+from urllib.parse import quote
+
+from service.api.openapi.headers import COMMON, PARAMETERS, Json, answer_headers
+from service.api.openapi.problems import OF_PREDICT, refer_to
+from service.api.parameters import OUTPUT_KEY
+
+_BINARY: Json = {"type": "string", "format": "binary"}
+
+SCHEMAS: Mapping[str, Json] = {
+    "PredictRequest": {
+        "type": "object",
+        "required": ["instances"],
+        "additionalProperties": False,
+        "properties": {
+            "instances": {
+                "type": "array",
+                "minItems": 1,
+                "description": 'Each `{"b64": "..."}` (an encoded image, or bytes), or what else '
+                "the model takes: nested numbers, a text, or an object of its inputs by name.",
+                "items": {},
+            },
+            "parameters": {"type": "object", "description": "Options of the model."},
+        },
+    },
+    "PredictResponse": {
+        "type": "object",
+        "required": ["predictions"],
+        "properties": {
+            "predictions": {
+                "type": "array",
+                "description": "In the order of the instances: what the model makes of each. One "
+                'that failed is `{"error": InstanceError}` in its place, while any succeeded.',
+                "items": {},
+            }
+        },
+    },
+}
+"""What bodies and answers hold."""
+
+_QUERY: Mapping[str, str] = {
+    "dtype": "Of an octet-stream body, as torch names it: `float32`, `uint8`, ...",
+    "shape": "Of an octet-stream body, such as `3,224,224`.",
+    "name": "Of the input that an octet-stream or npy body holds.",
+    OUTPUT_KEY: "The only output wanted, for answers in npy or octet-stream.",
+}
+_BODY_EXAMPLES: Sequence[tuple[str, str, str]] = (
+    (
+        "image/*",
+        "One image: JPEG, PNG, WebP, GIF, BMP or TIFF",
+        "-H 'Content-Type: image/jpeg' --data-binary @photo.jpg '{url}'",
+    ),
+    (
+        "multipart/form-data",
+        "Several files, answered in order, and parameters of a classifier",
+        "-F file=@first.jpg -F file=@second.png -F 'parameters={{\"top_k\": 3}}' '{url}'",
+    ),
+    (
+        "application/json",
+        "Images in base64, nested numbers, or texts",
+        "-H 'Content-Type: application/json' --data-binary @request.json '{url}'",
+    ),
+    (
+        "application/octet-stream",
+        "One tensor's bytes: little-endian, in C order; a first dimension more, and it is a batch",
+        "-H 'Content-Type: application/octet-stream' --data-binary @pixels.bin "
+        "'{url}?dtype=uint8&shape=224,224,3'",
+    ),
+    (
+        "application/x-npy",
+        "One array, as numpy.save writes it",
+        "-H 'Content-Type: application/x-npy' --data-binary @pixels.npy '{url}'",
+    ),
+    (
+        "application/safetensors",
+        "Tensors by the names of the model's inputs, as safetensors.numpy.save_file writes them",
+        "-H 'Content-Type: application/safetensors' --data-binary @inputs.safetensors '{url}'",
+    ),
+)
+"""By content type: what the body holds, and the arguments of curl that send one."""
+_FORM: Json = {"file": ["@first.jpg", "@second.png"], "parameters": '{"top_k": 3}'}
+_PIXEL = (
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR42mNwaDgAAAKEAYEYanSHAAAAAElFTkSuQmCC"
+)
+"""A PNG of one pixel."""
+_JSON_REQUESTS: Json = {
+    "image": {
+        "summary": "An encoded image, in base64",
+        "value": {"instances": [{"b64": _PIXEL}], "parameters": {"top_k": 3}},
+    },
+    "numbers": {
+        "summary": "Two instances for a model whose only input takes three numbers",
+        "value": {"instances": [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]},
+    },
+    "texts": {
+        "summary": "Two texts for a model that takes texts",
+        "value": {"instances": ["hello world", {"text": "A cat sits on the mat."}]},
+    },
+    "inputs": {
+        "summary": "One instance for a model with several inputs",
+        "value": {"instances": [{"x": [0.5, 1.0, 1.5], "ids": [101, 7592, 102]}]},
+    },
+}
+_JSON_ANSWERS: Json = {
+    "classifier": {
+        "summary": "A classifier's best two labels for one image",
+        "value": {
+            "predictions": [
+                [
+                    {"label": "tiger cat", "index": 282, "score": 0.37},
+                    {"label": "Egyptian cat", "index": 285, "score": 0.36},
+                ]
+            ]
+        },
+    },
+    "partial": {
+        "summary": "Two images, of which the second could not be read",
+        "value": {
+            "predictions": [
+                [{"label": "tiger cat", "index": 282, "score": 0.37}],
+                {
+                    "error": {
+                        "code": "invalid_input",
+                        "message": "these 12 bytes are no image",
+                        "status": 422,
+                    }
+                },
+            ]
+        },
+    },
+}
+
+
+def predict_paths(models: Sequence[str], default: str | None) -> dict[str, Json]:
+    """The path items of `/predict` (where there is a default model) and of `/predict/{model}`.
+
+    Args:
+        models: The names of all models.
+        default: The one that `/predict` means.
+    """
+    paths: dict[str, Json] = {}
+    if default is not None:
+        about = f"Predict with `{default}`, the default model"
+        paths["/predict"] = {"post": _operation("predict", about, [], "/predict")}
+    name: Json = {
+        "name": "model",
+        "in": "path",
+        "required": True,
+        "description": "One of the models that are served.",
+        "schema": {"type": "string", "enum": list(models)} if models else {"type": "string"},
+    }
+    if models:
+        name["example"] = models[0]
+    example = f"/predict/{quote(models[0])}" if models else "/predict/NAME"
+    paths["/predict/{model}"] = {
+        "post": _operation("predict_model", "Predict with the model of that name", [name], example)
+    }
+    return paths
+
+
+def _operation(operation_id: str, summary: str, parameters: Sequence[Json], path: str) -> Json:
+    calls = "".join(
+        f"# {content_type}: {about}\n{_curl(arguments, path)}\n\n"
+        for content_type, about, arguments in _BODY_EXAMPLES
+    )
+    return {
+        "operationId": operation_id,
+        "summary": summary,
+        "tags": ["predict"],
+        "description": (
+            "The body is one instance, or several. Query keys other than those below are "
+            "parameters of the model: `?top_k=3`. `Accept` chooses among the forms of the "
+            "answer.\n\n"
+            f"With curl, where the server is at its default address:\n\n"
+            f"```sh\n{calls.rstrip()}\n```"
+        ),
+        "parameters": [
+            *parameters,
+            *(
+                {"name": name, "in": "query", "description": about, "schema": {"type": "string"}}
+                for name, about in _QUERY.items()
+            ),
+            *({"$ref": f"#/components/parameters/{name}"} for name in PARAMETERS),
+        ],
+        "requestBody": {
+            "required": True,
+            "description": "In one of these forms, without Content-Encoding.",
+            "content": _request_content(path),
+        },
+        "responses": {"200": _answer()} | refer_to(OF_PREDICT),
+    }
+
+
+def _request_content(path: str) -> Json:
+    files: Json = {"type": "array", "items": _BINARY}
+    form: Json = {
+        "type": "object",
+        "required": ["file"],
+        "properties": {
+            "file": {**files, "description": "Images, npy or raw tensor bytes."},
+            "parameters": {"type": "string", "description": "A JSON object."},
+        },
+    }
+    schemas: Mapping[str, Json] = {
+        "multipart/form-data": form,
+        "application/json": {"$ref": "#/components/schemas/PredictRequest"},
+    }
+    content: Json = {}
+    for content_type, about, arguments in _BODY_EXAMPLES:
+        # Bytes have no value that JSON could show: their example is the call that sends them.
+        call: Json = {"summary": about, "description": f"`{_curl(arguments, path)}`"}
+        call["value"] = _FORM if content_type.startswith("multipart") else "@FILE"
+        is_json = content_type == "application/json"
+        content[content_type] = {
+            "schema": schemas.get(content_type, _BINARY),
+            "examples": _JSON_REQUESTS if is_json else {"curl": call},
+        }
+    return content
+
+
+def _curl(arguments: str, path: str) -> str:
+    return "curl " + arguments.format(url=f"http://127.0.0.1:8000{path}")
+
+
+def _answer() -> Json:
+    tensor_headers = ("X-Tensor-Name", "X-Tensor-Dtype", "X-Tensor-Shape")
+    return {
+        "description": "The predictions, in the form that `Accept` asks for.",
+        "headers": answer_headers(*COMMON, *tensor_headers),
+        "content": {
+            "application/json": {
+                "schema": {"$ref": "#/components/schemas/PredictResponse"},
+                "examples": _JSON_ANSWERS,
+            },
+            "application/x-npy": {"schema": _BINARY},
+            "application/safetensors": {"schema": _BINARY},
+            "application/octet-stream": {"schema": _BINARY},
+        },
+    }
