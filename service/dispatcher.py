@@ -398,7 +398,7 @@ class Dispatcher:
             self.name,
             instance.num_crashes,
             digest,
-            extra={"request_id": instance.ref.request_id},
+            extra=instance.ref.log_ids(),
         )
         for other in [each for each in self._queue if self._is_quarantined(each)]:
             self._unqueue(other)

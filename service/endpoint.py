@@ -117,7 +117,7 @@ def failure_log() -> Callable[[Call, int, float], None]:
                 call.path[:_MAX_LOGGED_PATH],
                 status,
                 duration_s,
-                extra={"request_id": call.request_id},
+                extra=call.log_ids(),
             )
 
     return log_failure

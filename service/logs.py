@@ -34,7 +34,8 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {
     "taskName",
     "color_message",  # uvicorn's message once more, with escape sequences in it
 }
-_FIRST_JSON_KEYS = ("time", "level", "logger", "message", "request_id", "exception")
+_ID_KEYS = ("request_id", "trace_id", "span_id")
+_FIRST_JSON_KEYS = ("time", "level", "logger", "message", *_ID_KEYS, "exception")
 
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters, line breaks, and those that reorder the text around them."""
@@ -136,8 +137,7 @@ class JsonFormatter(Formatter):
             "message": record.getMessage(),
         }
         extra = _extra(record)
-        if "request_id" in extra:
-            fields["request_id"] = extra.pop("request_id")
+        fields.update({name: extra.pop(name) for name in _ID_KEYS if name in extra})
         for name, value in extra.items():
             fields[f"{name}_" if name in _FIRST_JSON_KEYS else name] = value
         if text := _exception(record):

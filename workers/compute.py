@@ -308,7 +308,7 @@ class Computer:
         if len(rows) > 1:
             return [indices[row] for row in rows]
         i = indices[rows[0]]
-        extra = {"request_id": prepared.refs[i].request_id}
+        extra = prepared.refs[i].log_ids()
         logger.error("the model's output for an input is not finite", extra=extra)
         prepared.outcomes[i] = ItemError(
             "non_finite_output", "the model's output for this input has NaN or an infinity in it"
@@ -396,7 +396,7 @@ def _plain(value: object) -> object:
 def _error_of(error: Exception, step: str, ref: ItemRef) -> ItemError:
     if isinstance(error, InputError):
         return ItemError("invalid_input", printable(str(error))[:_MAX_MESSAGE_CHARS])
-    extra = {"request_id": ref.request_id}
+    extra = ref.log_ids()
     logger.error("%s failed on an input: %s", step, _describe(error), exc_info=error, extra=extra)
     return ItemError("model_error", f"{step} raised {_describe(error)}")
 

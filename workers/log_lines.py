@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping
 
-from workers.messages import LogLine
+from workers.messages import ID_FIELDS, LogLine
 
 
 class LineHandler(logging.Handler):
@@ -19,8 +19,8 @@ class LineHandler(logging.Handler):
         try:
             text = printable(record.getMessage())
             trace = logging.Formatter().formatException(record.exc_info) if record.exc_info else ""
-            request_id = getattr(record, "request_id", "")
-            self._send(LogLine(record.levelno, record.name, text, request_id, printable(trace)))
+            ids = {name: str(vars(record)[name]) for name in ID_FIELDS if name in vars(record)}
+            self._send(LogLine(record.levelno, record.name, text, ids, printable(trace)))
         except (OSError, ValueError):
             self.handleError(record)
 
@@ -35,11 +35,12 @@ def log_line(line: LogLine, extra: Mapping[str, object]) -> None:
     source = logging.getLogger(line.logger)
     if not source.isEnabledFor(line.level):
         return
-    fields = {**extra, "request_id": line.request_id} if line.request_id else dict(extra)
+    ids = {name: line.ids[name] for name in ID_FIELDS if name in line.ids}
+    fields = {**extra, **ids}
     record = source.makeRecord(
         line.logger, line.level, "", 0, "%s", (line.text,), None, extra=fields
     )
-    record.exc_text = line.trace or None
+    record.exc_text = line.traceback or None
     source.handle(record)
 
 

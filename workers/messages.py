@@ -16,6 +16,10 @@ Kind = Literal["image", "bytes", "json", "tensors"]
 """As `models.base.Kind`, which the front end cannot import without torch."""
 
 
+ID_FIELDS = ("request_id", "trace_id", "span_id")
+"""Of log lines about a call."""
+
+
 class ItemRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One instance of a batch: where its payload lies in the arena and what is asked of it."""
 
@@ -31,6 +35,14 @@ class ItemRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A JSON object, or nothing."""
     request_id: str = ""
     """Of the HTTP call, for the log."""
+    trace: str = ""
+    """For the log too: trace id, a hyphen and span id, where others know that trace."""
+
+    def log_ids(self) -> dict[str, str]:
+        """By which a log line about it is found."""
+        trace_id, _, span_id = self.trace.partition("-")
+        found = (self.request_id, trace_id, span_id)
+        return {name: value for name, value in zip(ID_FIELDS, found, strict=True) if value}
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -152,9 +164,10 @@ class LogLine(msgspec.Struct, frozen=True, array_like=True, tag="log"):
     level: int
     logger: str
     text: str
-    request_id: str = ""
-    trace: str = ""
-    """A traceback, or nothing."""
+    ids: dict[str, str] = {}
+    """Of the call that it is about: some of `ID_FIELDS`."""
+    traceback: str = ""
+    """Or nothing."""
 
 
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError)

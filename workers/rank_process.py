@@ -158,7 +158,7 @@ class RankProcess:
             self._log(f"{self.name} left its stacks ({reason}){at_work_on}", trace)
 
     def _log(self, text: str, trace: str) -> None:
-        log_line(LogLine(logging.ERROR, __name__, text, trace=trace), self.labels)
+        log_line(LogLine(logging.ERROR, __name__, text, traceback=trace), self.labels)
 
     def _on_readable(self) -> None:
         try:

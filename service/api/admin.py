@@ -6,13 +6,15 @@ No route here reads a body, so that there is none to bound or to wait for.
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from fastapi import APIRouter, Request, Response
 
 from service.api.auth import caller_of
-from service.api.body import joined
-from service.api.trace import new_ids, request_id_of
+from service.api.errors import CALL_KEY
+
+if TYPE_CHECKING:
+    from service.api.call import Call
 
 logger = logging.getLogger(__name__)
 
@@ -159,13 +161,13 @@ def _level_now() -> LogLevel:
 
 def _record(request: Request, action: str) -> None:
     """Write what was done, for whom, under which id."""
-    headers = joined(request.headers.raw)
+    call: Call = request.scope[CALL_KEY]
     logger.info(
         "admin: %s",
         action,
         extra={
-            "request_id": request_id_of(headers.get(b"x-request-id")) or new_ids()[0],
-            "key": caller_of(headers),
+            **call.log_ids(),
+            "key": caller_of(call.headers),
             "client": request.client.host if request.client else "unknown",
         },
     )

@@ -1,6 +1,7 @@
 """One HTTP call to `/predict` as a value, and the model that it asks, as calls see it."""
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -8,6 +9,8 @@ import msgspec
 
 from models.spec import TensorSpec
 from service.api.answers import AnswerFormat
+from service.api.body import joined
+from service.api.trace import new_ids, request_id_of, trace_of, trace_state_of
 from service.errors import ServiceError
 from service.request import CallOptions, Payload, Result
 from workers.messages import Kind
@@ -64,6 +67,8 @@ class Call(msgspec.Struct):
     span_id: str
     flags: str = "00"
     trace_state: bytes = b""
+    parent_id: str = ""
+    """The caller's span, where it has named one."""
     deadline: float = 0.0
     priority: int = DEFAULT_PRIORITY
     chosen: AnswerFormat = "json"
@@ -82,6 +87,40 @@ class Call(msgspec.Struct):
     def label(self) -> str:
         """The model, for metrics."""
         return UNKNOWN_MODEL if self.entry is None else self.entry.name
+
+    def log_ids(self) -> dict[str, str]:
+        """By which a log line about it is found, and the trace that it belongs to."""
+        return {
+            "request_id": self.request_id,
+            "trace_id": self.trace_id,
+            "span_id": self.span_id,
+        }
+
+
+def begin_call(
+    method: str, path: str, query: bytes, headers: Sequence[tuple[bytes, bytes]]
+) -> Call:
+    """A call that has just come, with the ids that it brought or else new ones.
+
+    Args:
+        method: In upper case.
+        path: Decoded, and without what the server is mounted under.
+        query: Without the "?".
+        headers: Names in lower case.
+    """
+    started = time.monotonic()
+    found = dict(headers)
+    if len(found) != len(headers):
+        found = joined(headers)
+    trace_id, span_id = new_ids()
+    request_id = request_id_of(found.get(b"x-request-id")) or trace_id
+    call = Call(method, path, query, found, started, None, request_id, trace_id, span_id)
+    given = found.get(b"traceparent")
+    trace = trace_of(given) if given is not None else None
+    if trace is not None:
+        call.trace_id, call.parent_id, call.flags = trace
+        call.trace_state = trace_state_of(found)
+    return call
 
 
 OnDone = Callable[[str, int, float], None]

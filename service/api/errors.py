@@ -53,6 +53,8 @@ Headers = list[tuple[bytes, bytes]]
 Answer = tuple[int, Headers, bytes]
 """Status, headers and body."""
 
+CALL_KEY = "inferpool.call"
+"""Where the application keeps the `Call` in the scope of an ASGI call."""
 PROBLEM_TYPE = b"application/problem+json"
 _TYPE_PREFIX = "urn:problem-type:inferpool:"
 """RFC 9457 (3.1.1) asks for a URI; this one names the code and promises no page."""
@@ -272,8 +274,11 @@ def _response(answer: Answer, request_id: str) -> Response:
 
 
 def _request_id(request: Request) -> str:
+    call = request.scope.get(CALL_KEY)
+    if call is not None:
+        return str(call.request_id)
     given = request.headers.get("x-request-id", "").encode("latin-1", "replace")
-    return request_id_of(given) or new_ids()[0]
+    return request_id_of(given) or new_ids()[0]  # an application that is not ours
 
 
 async def _on_service_error(request: Request, error: Exception) -> Response:

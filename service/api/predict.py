@@ -13,15 +13,15 @@ from typing import Any
 
 from service.api.answers import choose_format
 from service.api.auth import Guard
-from service.api.body import BodyPace, Decoded, Head, Limits, joined
-from service.api.call import Call, ModelEntry, OnAccess, OnDone, WholeBody
+from service.api.body import BodyPace, Decoded, Head, Limits
+from service.api.call import Call, ModelEntry, OnAccess, OnDone, WholeBody, begin_call
 from service.api.codecs import decode
 from service.api.errors import (
     MethodNotAllowedError,
 )
 from service.api.hangups import HangupWatch, Receive, Waiting
 from service.api.replies import GIVEN_UP, pairs_of, refusal_of, reply_to
-from service.api.trace import new_ids, request_id_of, trace_of, trace_state_of
+from service.api.trace import new_ids
 from service.errors import (
     BadRequestError,
     CancelledByClientError,
@@ -106,20 +106,10 @@ class Predict:
             query: Without the "?".
             headers: Names in lower case.
         """
-        started = time.monotonic()
-        found = dict(headers)
-        if len(found) != len(headers):
-            found = joined(headers)
+        call = begin_call(method, path, query, headers)
         name = path[len(PREFIX) + 1 :] or self.default
-        entry = self.models.get(name) if name is not None else None
-        trace_id, span_id = new_ids()
-        request_id = request_id_of(found.get(b"x-request-id")) or trace_id
-        call = Call(method, path, query, found, started, entry, request_id, trace_id, span_id)
-        given = found.get(b"traceparent")
-        trace = trace_of(given) if given is not None else None
-        if trace is not None:
-            call.trace_id, call.flags = trace
-            call.trace_state = trace_state_of(found)
+        if name is not None:
+            call.entry = self.models.get(name)
         return call
 
     def again(self, earlier: Call) -> Call:

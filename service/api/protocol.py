@@ -12,15 +12,19 @@ import logging
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from service.api.connections import Connections, EdgeLimits
-from service.api.errors import InternalError, LargeHeadError, LongUrlError, problem
+from service.api.errors import InternalError, LargeHeadError, LongUrlError
 from service.api.exchange import Exchange
 from service.api.flow import UNREAD, Flow
 from service.api.known_heads import KnownHead, KnownHeads
 from service.api.predict import Predict
-from service.api.trace import new_ids
+from service.api.replies import refusal_of
 from service.errors import BadRequestError, ServiceError, UnavailableError
 
 logger = logging.getLogger(__name__)
@@ -437,11 +441,10 @@ class PredictProtocol(HttpToolsProtocol):
     def _turn_away(self) -> None:
         """There are too many connections: say so and go."""
         error = UnavailableError("there are too many connections", retry_after_s=1)
-        status, headers, body = problem(error, new_ids()[0], "/")
-        lines = [b"%b: %b\r\n" % header for header in headers]
+        status, lines, body = refusal_of(self.predict.open("-", "/", b"", ()), error)
         self.transport.write(
-            b"HTTP/1.1 %d Service Unavailable\r\n%b%bconnection: close\r\n\r\n%b"
-            % (status, self.default_head(), b"".join(lines), body)
+            b"%b%b%bconnection: close\r\n\r\n%b"
+            % (STATUS_LINE[status], self.default_head(), lines, body)
         )
         self._is_deaf = True
         self.close()

@@ -44,7 +44,7 @@ def reply_to(call: Call) -> Reply:
         else:
             assert isinstance(result.value, bytes), "tensors came where JSON was asked for"
             body = b'{"predictions":[%b]}' % result.value
-            common = _common_lines(call, result.timing)
+            common = common_lines(call, result.timing)
             head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n{common}"
             return 200, head.encode(), body
     return _reply_with_any([_outcome_of(call, *each) for each in enumerate(outcomes)], call)
@@ -53,7 +53,7 @@ def reply_to(call: Call) -> Reply:
 def refusal_of(call: Call, error: Exception) -> Reply:
     """Reply to a call that failed as a whole."""
     if not isinstance(error, ServiceError):
-        logger.error("request %s failed: %r", call.request_id, error, exc_info=error)
+        logger.error("a call failed: %r", error, exc_info=error, extra=call.log_ids())
         error = InternalError("this is a mistake of the service; its log has more")
     status, headers, body = problem(error, call.request_id, call.path)
     lines = _lines_of(headers)
@@ -62,7 +62,7 @@ def refusal_of(call: Call, error: Exception) -> Reply:
     is_slow = isinstance(error, SlowBodyError)
     if not call.is_read and (is_slow or _is_long(call.headers)):
         lines += CLOSE_LINE
-    return status, lines + _common_lines(call, None).encode(), body
+    return status, lines + common_lines(call, None).encode(), body
 
 
 def pairs_of(lines: bytes) -> list[tuple[bytes, bytes]]:
@@ -84,7 +84,7 @@ def _reply_with_any(outcomes: Sequence[Outcome], call: Call) -> Reply:
         request_id=call.request_id,
         path=call.path,
     )
-    return status, _lines_of(headers) + _common_lines(call, _longest(outcomes)).encode(), body
+    return status, _lines_of(headers) + common_lines(call, _longest(outcomes)).encode(), body
 
 
 def _outcome_of(call: Call, index: int, outcome: asyncio.Future[Result] | ServiceError) -> Outcome:
@@ -99,12 +99,17 @@ def _outcome_of(call: Call, index: int, outcome: asyncio.Future[Result] | Servic
         if isinstance(error, InvalidInputError) and _IN_INSTANCE.match(error.message):
             error.message = error.message.replace("instance", f"instances[{index}]", 1)
         return error
-    logger.error("request %s failed: %r", call.request_id, error, exc_info=error)
+    logger.error("an instance failed: %r", error, exc_info=error, extra=call.log_ids())
     return InternalError("this is a mistake of the service; its log has more")
 
 
-def _common_lines(call: Call, timing: Timing | None) -> str:
-    """What every reply has. All of it is ASCII: ids were checked, states are dropped if not."""
+def common_lines(call: Call, timing: Timing | None) -> str:
+    """What every answer has. All of it is ASCII: ids were checked, states are dropped if not.
+
+    Args:
+        call: That is being answered.
+        timing: Of its instances, if they were computed.
+    """
     state = f"tracestate: {call.trace_state.decode()}\r\n" if call.trace_state else ""
     stages = ""
     if timing is not None:

@@ -40,8 +40,8 @@ def request_id_of(value: bytes | None) -> str:
     return value.decode("ascii")
 
 
-def trace_of(value: bytes) -> tuple[str, str] | None:
-    """The trace id and the flags of a `traceparent`; None where a new trace must be started.
+def trace_of(value: bytes) -> tuple[str, str, str] | None:
+    """Trace id, span id and flags of a `traceparent`; None where a new trace must be started.
 
     Versions above 00 are read by their first four fields (3.2.3).
     """
@@ -59,7 +59,8 @@ def trace_of(value: bytes) -> tuple[str, str] | None:
         return None
     if not value[3:35].strip(b"0") or not value[36:52].strip(b"0"):
         return None
-    return value[3:35].decode(), f"{int(value[53:55], 16) & _KNOWN_FLAGS:02x}"
+    flags = int(value[53:55], 16) & _KNOWN_FLAGS
+    return value[3:35].decode(), value[36:52].decode(), f"{flags:02x}"
 
 
 def trace_state_of(headers: Mapping[bytes, bytes]) -> bytes:

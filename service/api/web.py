@@ -14,8 +14,9 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Lifespan, Receive, Scope, Send
 
 from service.api.auth import Guard, policy_of
-from service.api.body import joined
-from service.api.errors import NotFoundError, install_error_handlers, problem_response
+from service.api.call import Call, begin_call
+from service.api.call_headers import with_call_headers
+from service.api.errors import CALL_KEY, NotFoundError, install_error_handlers, problem_response
 from service.api.openapi.document import INFO, complete
 from service.api.page_headers import POLICY_HEADER, policy_for, with_page_headers
 from service.api.predict import Predict, is_predict, route_path
@@ -83,14 +84,16 @@ class App(FastAPI):
         if self.predict is not None and is_predict(path):
             await self.predict(scope, receive, send)
             return
-        send = with_page_headers(send)
+        call = begin_call(scope["method"], path, scope["query_string"], scope["headers"])
+        scope = {**scope, CALL_KEY: call}
+        send = with_call_headers(call, with_page_headers(send))
         if self._guard is not None:
             try:
-                self._guard.check_path(path, joined(scope["headers"]))
+                self._guard.check_path(path, call.headers)
             except ServiceError as error:
                 refusal = problem_response(Request(scope), error)
                 if policy_of(path) == "admin":
-                    self._log_refusal(scope, path, error, refusal.headers["x-request-id"])
+                    self._log_refusal(scope, call, error)
                 await refusal(scope, receive, send)
                 return
         if scope["method"] == "HEAD":  # the server sends none of the body (RFC 9110, 9.3.2)
@@ -107,17 +110,17 @@ class App(FastAPI):
             default=None if self.predict is None else self.predict.default,
         )
 
-    def _log_refusal(self, scope: Scope, path: str, error: ServiceError, request_id: str) -> None:
+    def _log_refusal(self, scope: Scope, call: Call, error: ServiceError) -> None:
         """Let an operator see that someone tries keys, which must not fill the log either."""
         if isinstance(error, NotFoundError) or not self._refusals.may_write():
             return
         logger.warning(
             "admin: refused %s %s: %s",
-            scope["method"],
-            path[:200],
+            call.method,
+            call.path[:200],
             error.message,
             extra={
-                "request_id": request_id,
+                **call.log_ids(),
                 "client": scope["client"][0] if scope.get("client") else "unknown",
             },
         )

@@ -15,9 +15,9 @@ import httpx
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from service.api.errors import problem
+from service.api.call import Call, begin_call
 from service.api.predict import Predict, is_predict, route_path
-from service.api.trace import new_ids, request_id_of
+from service.api.replies import pairs_of, refusal_of
 from service.errors import BadRequestError, ServiceError, UnavailableError
 
 logger = logging.getLogger(__name__)
@@ -56,20 +56,22 @@ class Relay:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one ASGI call."""
-        if is_predict(route_path(scope)):
+        path = route_path(scope)
+        if is_predict(path):
             await self._predict(scope, receive, send)
             return
+        call = begin_call(scope["method"], path, scope["query_string"], scope["headers"])
         try:
             answer = await self._transport.handle_async_request(_request(scope, receive))
         except (httpx.LocalProtocolError, httpx.InvalidURL) as error:
-            await _refuse(scope, send, BadRequestError(f"this cannot be passed on: {error}"))
+            await _refuse(call, send, BadRequestError(f"this cannot be passed on: {error}"))
             return
         except _HungUpError:
             return
         except httpx.TransportError as error:
             logger.warning("the main process does not answer: %r", error)
             gone = UnavailableError("the main process does not answer", retry_after_s=1)
-            await _refuse(scope, send, gone)
+            await _refuse(call, send, gone)
             return
         task = asyncio.current_task()
         assert task is not None
@@ -189,11 +191,9 @@ async def _cancel_when_gone(receive: Receive, task: "asyncio.Task[Any]") -> None
     task.cancel()
 
 
-async def _refuse(scope: Scope, send: Send, error: ServiceError) -> None:
-    given = dict(scope["headers"]).get(b"x-request-id", b"")
-    request_id = request_id_of(given) or new_ids()[0]
-    status, headers, body = problem(error, request_id, scope["path"])
-    headers.append((b"x-request-id", request_id.encode()))
+async def _refuse(call: Call, send: Send, error: ServiceError) -> None:
+    status, lines, body = refusal_of(call, error)
+    headers = pairs_of(lines)
     with contextlib.suppress(OSError):
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})

@@ -258,7 +258,9 @@ def test_a_mistake_of_the_service_is_logged_and_answered(
     assert response.json()["code"] == "internal_error"
     assert "secret" not in response.text
     assert "ZeroDivisionError" in caplog.text
-    assert response.headers["x-request-id"] in caplog.text
+    record = caplog.records[0]
+    assert vars(record)["request_id"] == response.headers["x-request-id"]
+    assert vars(record)["trace_id"] == response.headers["traceparent"].split("-")[1]
 
 
 def test_instances_that_the_service_cancels_are_an_error_that_can_be_retried() -> None:

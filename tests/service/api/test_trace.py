@@ -4,6 +4,7 @@ from service.api.trace import new_ids, request_id_of, trace_of, trace_state_of
 
 TRACE = b"4bf92f3577b34da6a3ce929d0e0e4736"
 SPAN = b"00f067aa0ba902b7"
+FOUND = (TRACE.decode(), SPAN.decode(), "01")
 
 
 def test_new_ids_are_hexadecimal_digits_and_differ() -> None:
@@ -25,15 +26,15 @@ def test_a_request_id_unfit_for_logs_is_dropped(value: bytes | None) -> None:
 
 
 def test_a_trace_is_continued_with_its_flags() -> None:
-    assert trace_of(b"00-" + TRACE + b"-" + SPAN + b"-01") == (TRACE.decode(), "01")
+    assert trace_of(b"00-" + TRACE + b"-" + SPAN + b"-01") == FOUND
 
 
 def test_unknown_flags_are_cleared() -> None:
-    assert trace_of(b"00-" + TRACE + b"-" + SPAN + b"-fd") == (TRACE.decode(), "01")
+    assert trace_of(b"00-" + TRACE + b"-" + SPAN + b"-fd") == FOUND
 
 
 def test_a_later_version_is_read_by_its_first_four_fields() -> None:
-    assert trace_of(b"01-" + TRACE + b"-" + SPAN + b"-01-more") == (TRACE.decode(), "01")
+    assert trace_of(b"01-" + TRACE + b"-" + SPAN + b"-01-more") == FOUND
 
 
 @pytest.mark.parametrize(
