@@ -136,7 +136,7 @@ def test_books_balance_at_every_scrape_while_workers_die(tmp_path: Path):
         assert len(pages) > 20
         assert all(pages[-1][name] for name in ("succeeded", "failed", "expired", "cancelled"))
         wait_until(lambda: books(httpx.get(f"{service.url}/metrics").text)["in flight"] == 0)
-        # What a worker may still read is given back when its batch is over, not when its request is.
+        # What a worker may still read is given back when its batch is over, not its request.
         empty = "inferpool_arena_used_bytes 0.0"
         wait_until(lambda: empty in httpx.get(f"{service.url}/metrics").text)
 
