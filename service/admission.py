@@ -106,7 +106,8 @@ class Admission:
         self.rate = RateMeter(max_batch_size)
         self._rejected = rejected
         self.is_draining = False
-        self._max_queue_length = max_queue_length
+        self.max_queue_length = max_queue_length
+        """Requests that may wait."""
 
     def check(self, num_queued: int, num_workers: int, left_s: float) -> None:
         """Admit an instance, as far as room goes, or say why not.
@@ -127,7 +128,7 @@ class Admission:
         if left_s <= 0:
             self._rejected["deadline"] += 1
             raise DeadlineExceededError("the deadline passed before it could be queued")
-        if num_queued >= self._max_queue_length:
+        if num_queued >= self.max_queue_length:
             self._rejected["queue_full"] += 1
             raise OverloadedError(
                 f"the queue is full ({num_queued} requests wait)",
@@ -136,7 +137,7 @@ class Admission:
 
     def is_welcome(self, num_queued: int, num_ahead: int, num_workers: int, left_s: float) -> bool:
         """Whether there is room, and the deadline so far off, that nothing need be looked at."""
-        if num_queued >= self._max_queue_length or self.is_draining or left_s <= 0:
+        if num_queued >= self.max_queue_length or self.is_draining or left_s <= 0:
             return False
         rate = self.rate
         return (num_ahead * rate.item_s / num_workers + rate.batch_s) * _SPARE <= left_s

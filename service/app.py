@@ -38,7 +38,7 @@ from service.objective import Objective, ObjectiveAdmission
 from service.operations import Operations
 from service.pool import Pool
 from service.quarantine import Quarantine
-from service.report import report_of
+from service.report import is_host_ready, report_of
 from service.server import Server
 from service.settings import ModelSettings, Settings, version_of
 from service.settings_loader import Loaded
@@ -227,6 +227,9 @@ class Service:
             self._lost.set()
 
     def _read_gauges(self) -> Iterator[Reading]:
+        is_ready = is_host_ready(self.pools.values()) and not self.is_draining
+        yield Reading(name="ready", value=is_ready)
+        yield Reading(name="draining", value=self.is_draining)
         yield Reading(name="arena_bytes", value=self.arena.num_bytes)
         yield Reading(name="arena_used_bytes", value=self.arena.used_bytes + self.fronts.used_bytes)
         yield from self.fronts.read_gauges()

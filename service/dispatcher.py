@@ -105,6 +105,11 @@ class Dispatcher:
         return len(self._queue)
 
     @property
+    def max_queue_length(self) -> int:
+        """Instances that may wait; more are refused."""
+        return self._admission.max_queue_length
+
+    @property
     def queued_bytes(self) -> int:
         """Of the payloads of the instances that wait for a worker."""
         return sum(instance.ref.num_bytes for instance in self._queue)

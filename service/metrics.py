@@ -181,6 +181,7 @@ GaugeSource = Callable[[], Iterable[Reading]]
 
 GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "queue_depth": ("Instances that wait for a worker.", ("model",)),
+    "max_queue_length": ("Instances that may wait; more are refused.", ("model",)),
     "queue_bytes": ("Payload bytes of the instances that wait.", ("model",)),
     "max_batch_size": ("Instances that a batch may have now.", ("model",)),
     "quarantined_inputs": ("Inputs refused because workers died of them.", ("model",)),
@@ -188,6 +189,11 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "arena_bytes": ("Shared memory reserved for payloads.", ()),
     "workers": ("Workers by state.", ("model", "state")),
     "worker_up": ("Whether this worker takes batches.", ("model", "worker", "device")),
+    "worker_stalled": (
+        "Whether it is ready, but neither at work nor showing a sign of life.",
+        ("model", "worker"),
+    ),
+    "worker_incarnation": ("Lives of the worker before this one.", ("model", "worker")),
     "worker_resident_memory_bytes": (
         "Memory of the worker's process, or of all its ranks.",
         ("model", "worker"),
@@ -205,6 +211,10 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "Since the worker last proved itself by an answer.",
         ("model", "worker"),
     ),
+    "worker_batch_age_seconds": (
+        "For how long the worker has been at its batch; 0 while it has none.",
+        ("model", "worker"),
+    ),
     "worker_speed_gain": (
         "How many times as fast as exact the worker's speed preset was when it was measured.",
         ("model", "worker", "preset"),
@@ -214,12 +224,15 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         ("model", "worker", "preset"),
     ),
     "model_ready": ("Whether the model has a worker that takes batches.", ("model",)),
+    "ready": ("Whether this host should be sent requests.", ()),
+    "draining": ("Whether this host takes leave of its clients.", ()),
     "connections": ("Open HTTP connections.", ()),
     "front_up": ("Whether this front takes connections.", ("front",)),
     "front_connections": ("Open HTTP connections of this front.", ("front",)),
 }
 """What a source may report: help text and label names. Names get the prefix `inferpool_`."""
 COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "front_restarts": ("Fronts that ended and were started again.", ("front",)),
     "log_lines_dropped": ("Log lines lost because nobody read them in time.", ()),
 }
 """What a source may report that only ever grows. Names get the suffix `_total` besides."""

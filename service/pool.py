@@ -117,6 +117,8 @@ class Pool:
     def read_gauges(self) -> Iterator[Reading]:
         """What `/metrics` shows of it now."""
         yield Reading(name="queue_depth", value=self.dispatcher.num_queued, labels=(self.name,))
+        limit = self.dispatcher.max_queue_length
+        yield Reading(name="max_queue_length", value=limit, labels=(self.name,))
         yield Reading(name="queue_bytes", value=self.dispatcher.queued_bytes, labels=(self.name,))
         yield Reading(
             name="max_batch_size", value=self.dispatcher.max_batch_size, labels=(self.name,)
@@ -132,24 +134,9 @@ class Pool:
             labels = (self.name, str(slot.id.slot))
             device = str(slot.config.placement)
             yield Reading(name="worker_up", value=slot.state == "ready", labels=(*labels, device))
+            yield Reading(name="worker_incarnation", value=slot.id.incarnation, labels=labels)
             if slot.handle:
-                vitals = slot.handle.vitals()
-                yield Reading(
-                    name="worker_resident_memory_bytes", value=vitals.rss_bytes, labels=labels
-                )
-                yield from _rank_gauges(labels, vitals.ranks)
-                speed = slot.handle.ready.speed
-                named = (*labels, speed.preset)
-                yield Reading(name="worker_speed_gain", value=speed.gain, labels=named)
-                yield Reading(name="worker_speed_deviation", value=speed.deviation, labels=named)
-                yield Reading(
-                    name="worker_beat_age_seconds", value=vitals.last_beat_age_s, labels=labels
-                )
-                yield Reading(
-                    name="worker_answer_age_seconds",
-                    value=vitals.last_answer_age_s,
-                    labels=labels,
-                )
+                yield from _worker_gauges(labels, slot.handle)
 
     def start(self) -> None:
         """Begin to start the workers."""
@@ -290,6 +277,22 @@ class Pool:
             f"no worker is ready ({self.reason})",
             retry_after_s=max(1, ceil(min(pauses_s, default=0.0) + self._load_s)),
         )
+
+
+def _worker_gauges(labels: tuple[str, str], worker: WorkerHandle) -> Iterator[Reading]:
+    vitals = worker.vitals()
+    speed = worker.ready.speed
+    for name, value in (
+        ("stalled", worker.is_stalled),
+        ("resident_memory_bytes", vitals.rss_bytes),
+        ("beat_age_seconds", vitals.last_beat_age_s),
+        ("answer_age_seconds", vitals.last_answer_age_s),
+        ("batch_age_seconds", vitals.batch_age_s),
+    ):
+        yield Reading(name=f"worker_{name}", value=value, labels=labels)
+    for name, value in (("gain", speed.gain), ("deviation", speed.deviation)):
+        yield Reading(name=f"worker_speed_{name}", value=value, labels=(*labels, speed.preset))
+    yield from _rank_gauges(labels, vitals.ranks)
 
 
 def _rank_gauges(labels: tuple[str, str], ranks: Sequence[RankVitals]) -> Iterator[Reading]:

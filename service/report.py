@@ -1,7 +1,7 @@
 """What `/health` says, read off the pools."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from service.api.health import (
     FrontHealth,
@@ -28,14 +28,9 @@ def report_of(
     *,
     is_draining: bool,
 ) -> HealthReport:
-    """The state of everything now.
-
-    The host is ready while every model that could be loaded is: one that was given up for good does
-    not take its neighbours out of service.
-    """
+    """The state of everything now."""
     models = [_model_health(pool, speed_search.progress(name)) for name, pool in pools.items()]
-    hopeful = [pool for pool in pools.values() if not pool.is_lost]
-    is_ready = bool(hopeful) and all(pool.is_ready for pool in hopeful) and not is_draining
+    is_ready = is_host_ready(pools.values()) and not is_draining
     return HealthReport(
         status=_status(models, is_ready=is_ready, is_draining=is_draining),
         ready=is_ready,
@@ -43,6 +38,16 @@ def report_of(
         models=models,
         fronts=fronts,
     )
+
+
+def is_host_ready(pools: Iterable[Pool]) -> bool:
+    """Whether the host should be sent requests, if it is not being drained.
+
+    It is ready while every model that could be loaded is: one that was given up for good does not
+    take its neighbours out of service.
+    """
+    hopeful = [pool for pool in pools if not pool.is_lost]
+    return bool(hopeful) and all(pool.is_ready for pool in hopeful)
 
 
 def _status(models: list[ModelHealth], *, is_ready: bool, is_draining: bool) -> HostStatus:

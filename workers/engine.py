@@ -61,6 +61,8 @@ class Vitals:
     num_batches: int
     last_answer_age_s: float
     """Since it last proved itself by a good answer, to a batch or to a canary."""
+    batch_age_s: float = 0.0
+    """For how long it has been at the batch that it is at work on; 0 while it has none."""
     ranks: Sequence[RankVitals] = ()
     """Each process of a split replica; none of another."""
 

@@ -101,6 +101,10 @@ class HeldBatches:
         """The whole host stood still for that long."""
         self._oldest_since = min(now, self._since() + pause_s)
 
+    def oldest_age_s(self, now: float) -> float:
+        """How long the oldest has had the worker, since it last got on; 0 if there is none."""
+        return max(0.0, now - self._since()) if self._batches else 0.0
+
     def next_due_s(self, now: float) -> float:
         """How soon the oldest may have taken too long; infinite if there is none."""
         for id, batch in self._oldest():

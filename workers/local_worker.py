@@ -204,6 +204,7 @@ class LocalWorker:
             last_beat_age_s=ranks[0].last_beat_age_s,
             num_batches=0 if is_gone else self.lead.heartbeat.num_batches,
             last_answer_age_s=now - self._proven_at if self._proven_at else 0.0,
+            batch_age_s=0.0 if is_gone else self._held.oldest_age_s(now),
             ranks=ranks if len(ranks) > 1 else (),
         )
 

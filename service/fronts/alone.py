@@ -44,4 +44,5 @@ class OnlyFront:
         num = len(self.connections)
         yield Reading(name="front_up", value=self.up.is_set(), labels=("0",))
         yield Reading(name="front_connections", value=num, labels=("0",))
+        yield Reading(name="front_restarts", value=0, labels=("0",))
         yield Reading(name="connections", value=num)

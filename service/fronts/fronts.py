@@ -181,6 +181,7 @@ class Fronts:
             total += num_open
             yield Reading(name="front_up", value=slot.state == "up", labels=labels)
             yield Reading(name="front_connections", value=num_open, labels=labels)
+            yield Reading(name="front_restarts", value=slot.num_restarts, labels=labels)
         yield Reading(name="connections", value=total)
 
     def _open(self) -> list[Life]:
