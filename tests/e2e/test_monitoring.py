@@ -1,0 +1,179 @@
+"""What docker/ has for Prometheus and Grafana, against a real Prometheus and a real service."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
+
+from service.metrics import COUNTERS, GAUGES
+from tests.e2e.prometheus import FOLDER, Prometheus, prometheus
+from tests.e2e.running import ROOT, Running, running
+
+KEY = "a-key-for-metrics-0123456789"
+BYTES = {"Content-Type": "application/octet-stream"}
+BOARD = json.loads((ROOT / "docker/grafana/dashboards/inferpool.json").read_text())
+VARIABLES = {
+    "$__rate_interval": "5s",
+    "$__range": "30s",
+    "$instance": ".+",
+    "$model": ".+",
+}
+OF_OTHER_HOSTS = re.compile(r"DCGM_|_rank_|ALERTS")
+"""GPUs, split models and alerts, of which the service here has none."""
+OF_PROMETHEUS_ALONE = {"step", "titleFormat", "textFormat", "tagKeys", "useValueForTime"}
+"""Fields of an annotation that Grafana's schema leaves to the data source."""
+
+needs_prometheus = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="needs Prometheus: apt-get install prometheus"
+)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    keys = tmp_path_factory.mktemp("keys") / "metrics"
+    keys.write_text(f"{KEY}\n")
+    with running("echo", "--replicas", "2", "--metrics-keys-file", str(keys)) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def watching(service: Running, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    folder = tmp_path_factory.mktemp("prometheus")
+    (folder / "key").write_text(f"{KEY}\n")
+    target = service.url.removeprefix("http://")
+    with prometheus(folder, target=target, key=folder / "key") as server:
+        until(lambda: server.query("inferpool_worker_up == 1"))
+        yield server
+
+
+def until(claim: Callable[[], object], timeout_s: float = 30.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not claim():
+        assert time.monotonic() < end, claim
+        time.sleep(0.1)
+
+
+def panels() -> Iterator[dict[str, Any]]:
+    for panel in BOARD["panels"]:
+        yield from panel.get("panels", ())
+        if panel["type"] != "row":
+            yield panel
+
+
+def queries() -> list[str]:
+    """Every query of the dashboard, as Grafana would send it."""
+    found = [target["expr"] for panel in panels() for target in panel["targets"]]
+    found += [each["expr"] for each in BOARD["annotations"]["list"] if "expr" in each]
+    for name, value in VARIABLES.items():
+        found = [query.replace(name, value) for query in found]
+    return found
+
+
+def promtool(*arguments: str) -> None:
+    done = subprocess.run(["promtool", *arguments], cwd=FOLDER, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_prometheus
+def test_promtool_passes_the_configuration_and_the_rules_and_their_tests():
+    promtool("check", "config", "--syntax-only", "prometheus.yml")
+    promtool("check", "rules", "rules.yml")
+    promtool("test", "rules", "rules.test.yml")
+
+
+def test_each_alert_says_what_to_do_and_is_tested():
+    groups = yaml.safe_load((FOLDER / "rules.yml").read_text())["groups"]
+    alerts = [rule for group in groups for rule in group["rules"] if "alert" in rule]
+    tests = (FOLDER / "rules.test.yml").read_text()
+    for alert in alerts:
+        assert alert["labels"]["severity"] in {"critical", "warning", "info"}, alert
+        assert set(alert["annotations"]) == {"summary", "description"}, alert
+        assert f'"{alert["alert"]}"' in tests, f"{alert['alert']} is not tested"
+
+
+def test_the_dashboard_is_one_by_grafanas_schema():
+    def lost(before: Any, after: Any, path: str) -> Iterator[str]:
+        if isinstance(before, dict) and isinstance(after, dict):
+            for name, value in before.items():
+                if name not in after:
+                    yield f"{path}.{name}"
+                else:
+                    yield from lost(value, after[name], f"{path}.{name}")
+        elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+            for number, (one, other) in enumerate(zip(before, after, strict=True)):
+                yield from lost(one, other, f"{path}[{number}]")
+        elif before != after:
+            yield path
+
+    register_default_plugins()
+    known = json.loads(JSONEncoder().encode(Dashboard.from_json(BOARD)))
+    unknown = {path for path in lost(BOARD, known, "") if not path.endswith(".definition")}
+    assert {path for path in unknown if path.rpartition(".")[2] not in OF_PROMETHEUS_ALONE} == set()
+    ids = [panel["id"] for panel in panels()]
+    assert len(set(ids)) == len(ids)
+
+
+def test_the_dashboard_finds_its_data_source_and_shows_every_metric_of_the_service():
+    sources = ROOT / "docker/grafana/provisioning/datasources/prometheus.yml"
+    provided = yaml.safe_load(sources.read_text())["datasources"][0]["uid"]
+    assert BOARD["templating"]["list"][0]["current"]["value"] == provided
+    used = {panel["datasource"]["uid"] for panel in panels()}
+    assert used == {"${datasource}"}
+    names = {f"inferpool_{name}" for name in (*GAUGES, *COUNTERS)}
+    assert {name for name in names if not any(name in query for query in queries())} <= {
+        "inferpool_model_ready",  # chooses the models
+        "inferpool_draining",  # is for alerts
+    }
+
+
+@needs_prometheus
+def test_every_query_and_every_rule_runs_and_sees_a_worker_that_is_killed(
+    service: Running, watching: Prometheus
+):
+    pids = worker_pids(service)
+    with httpx.Client(base_url=service.url) as client:
+
+        def load() -> None:
+            for _ in range(20):
+                answer = client.post("/predict", content=b"x", headers=BYTES)
+                assert answer.status_code == 200, answer.text
+
+        load()
+        until(lambda: watching.query("inferpool_ready == 1 unless inferpool_draining == 1"))
+        os.kill(pids[0], signal.SIGKILL)
+        waiting = [query for query in queries() if not OF_OTHER_HOSTS.search(query)]
+        end = time.monotonic() + 30
+        while waiting:
+            load()
+            waiting = [query for query in waiting if not watching.query(query)]
+            assert time.monotonic() < end, waiting
+        for query in queries():
+            watching.query(query)
+    assert [rule for rule in watching.rules() if rule["health"] == "err"] == []
+    until(lambda: all(rule["health"] == "ok" for rule in watching.rules()))
+    restarts = watching.query('inferpool_worker_restarts_total{reason="signal"}')
+    assert [sample["value"][1] for sample in restarts] == ["1"]
+    assert "InferpoolDown" not in watching.firing()
+
+
+@needs_prometheus
+def test_an_alert_fires_once_the_service_is_killed(service: Running, watching: Prometheus):
+    service.signal(signal.SIGKILL)  # nothing after this test has a service
+    until(lambda: "InferpoolDown" in watching.firing())
+
+
+def worker_pids(service: Running) -> list[int]:
+    health = httpx.get(f"{service.url}/health", headers={"Authorization": f"Bearer {KEY}"}).json()
+    return [worker["pid"] for model in health["models"] for worker in model["workers"]]
