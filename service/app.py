@@ -18,6 +18,7 @@ from service import logs as log_setup
 from service.admission import Admission
 from service.api.admin import admin_router
 from service.api.auth import Guard
+from service.api.events import HostState, events_router
 from service.api.health import HealthReport, health_router
 from service.api.metrics import metrics_router
 from service.api.predict import PREFIX, Predict
@@ -33,6 +34,7 @@ from service.fronts.fronts import Fronts
 from service.fronts.number import number_of_fronts
 from service.fronts.relay import relay_path, relayed_config
 from service.listening import StartError, edge_limits, listen, tls_context, url_of, warn_if_open
+from service.live import Live
 from service.metrics import Metrics, Reading
 from service.objective import Objective, ObjectiveAdmission
 from service.operations import Operations
@@ -106,6 +108,7 @@ class Service:
         self._settled = asyncio.Event()
         self._lost = asyncio.Event()
         metrics.gauge_source(self._read_gauges)
+        self.live = Live(settings, self.pools, metrics, report=self.report, host=self._host_state)
 
     @property
     def plan(self) -> list[tuple[str, str]]:
@@ -130,12 +133,14 @@ class Service:
             self.pools[name] = self._make_pool(name, configs, engine)
         for pool in self.pools.values():
             pool.start()
+        self.live.start()
         if self.settings.speed_search:
             self._speed_search.start()
 
     def begin_stop(self) -> None:
         """Turn readiness red for good; what comes is still answered."""
         self._is_stopping = self.is_draining = True
+        self.live.end()
 
     def set_draining(self, is_draining: bool) -> bool:
         """Turn readiness red, or green again; False where the service is shutting down."""
@@ -158,6 +163,7 @@ class Service:
 
     async def stop(self) -> None:
         """See every worker and every front out and give the memory back."""
+        await self.live.stop()
         await self.operations.stop()
         await self._speed_search.stop()
         await self.drain()
@@ -226,12 +232,21 @@ class Service:
         if all(pool.is_lost for pool in pools):
             self._lost.set()
 
+    def _host_state(self) -> HostState:
+        connections = {each.name: each.value for each in self.fronts.read_gauges()}["connections"]
+        return HostState(
+            connections=int(connections),
+            arena_bytes=self.arena.num_bytes,
+            arena_used_bytes=self.arena.used_bytes + self.fronts.used_bytes,
+        )
+
     def _read_gauges(self) -> Iterator[Reading]:
+        host = self._host_state()
         is_ready = is_host_ready(self.pools.values()) and not self.is_draining
         yield Reading(name="ready", value=is_ready)
         yield Reading(name="draining", value=self.is_draining)
-        yield Reading(name="arena_bytes", value=self.arena.num_bytes)
-        yield Reading(name="arena_used_bytes", value=self.arena.used_bytes + self.fronts.used_bytes)
+        yield Reading(name="arena_bytes", value=host.arena_bytes)
+        yield Reading(name="arena_used_bytes", value=host.arena_used_bytes)
         yield from self.fronts.read_gauges()
         for pool in self.pools.values():
             yield from pool.read_gauges()
@@ -299,7 +314,11 @@ def make_app(service: Service, predict: Predict, guard: Guard) -> App:
         finally:
             await service.stop()
 
-    routers = [health_router(service, guard), metrics_router(service.metrics)]
+    routers = [
+        health_router(service, guard),
+        metrics_router(service.metrics),
+        events_router(service.live),
+    ]
     if service.settings.admin_keys:
         routers.append(admin_router(service.operations))
     app = App(

@@ -129,6 +129,7 @@ def recorder(metrics: Callable[[str], ModelMetrics]) -> Callable[[str, int, floa
     def on_done(model: str, status: int, duration_s: float) -> None:
         record = metrics(model)
         record.requests[status] += 1
-        record.request_duration.observe(duration_s)
+        durations = record.answer_duration if status == 200 else record.error_duration
+        durations.observe(duration_s)
 
     return on_done

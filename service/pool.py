@@ -3,9 +3,10 @@
 import asyncio
 import contextlib
 import logging
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Protocol, get_args
 
@@ -20,14 +21,27 @@ from service.instance import Instance
 from service.metrics import ModelMetrics, Reading
 from service.request import CallOptions, Payload
 from workers.config import WorkerConfig
-from workers.engine import Engine, RankVitals, WorkerHandle
+from workers.engine import Cause, Engine, RankVitals, WorkerHandle, WorkerId
 from workers.messages import UNREADABLE
 from workers.supervisor import RestartPolicy, Slot, State, Supervisor
 
 logger = logging.getLogger(__name__)
 
+_NUM_ENDINGS = 20
+"""That are kept for people to look at."""
 _MOMENT_S = 1.0
 """A model that loads within this is worth waiting for when all its workers are down."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How one life of a worker ended, or that it did not start."""
+
+    id: WorkerId
+    time: float
+    """Seconds of the Unix epoch."""
+    cause: Cause
+    reason: str
 
 
 class Announcer(Protocol):
@@ -62,6 +76,8 @@ class Pool:
         self.dispatcher = dispatcher
         self.example: object = None
         """An instance that the model takes, as JSON; None until a worker has shown one."""
+        self.endings: deque[Ending] = deque(maxlen=_NUM_ENDINGS)
+        """The latest, the newest last."""
         self._configs = configs
         self._metrics = metrics
         self._announcer = announcer
@@ -183,9 +199,11 @@ class Pool:
         if slot.handle is None:
             slot.config = config  # it will come up with it
             return True
+        predecessor = slot.id
         if not await self._supervisor.succeed(slot, config, grace_s):
             return False
         self._metrics.restarts["asked"] += 1
+        self._note_ending(predecessor, "asked", "its successor took over")
         return slot.handle is not None and slot.handle.ready.speed.preset == preset
 
     async def stop(self, grace_s: float) -> None:
@@ -226,6 +244,7 @@ class Pool:
     def on_down(self, slot: Slot) -> None:
         """See `Watcher`."""
         self._started_at.pop(slot.id.worker, None)
+        self._note_ending(slot.id, slot.cause, slot.reason)
         self._expect()
         if slot.state == "failed":
             self._announcer.failed(slot.id.worker, slot.reason)
@@ -234,6 +253,9 @@ class Pool:
         if self.is_lost:
             self.dispatcher.abandon(self._nobody)
         self._on_change()
+
+    def _note_ending(self, id: WorkerId, cause: Cause, reason: str) -> None:
+        self.endings.append(Ending(id=id, time=time.time(), cause=cause, reason=reason))
 
     def _tell_speed(self, slot: Slot, speed: SpeedReport) -> None:
         """Log which preset it serves with, once per model for as long as that is the same."""

@@ -26,6 +26,7 @@ POLICIES: Mapping[str, Policy] = {
     "/health/ready": "open",
     "/health": "metrics",
     "/metrics": "metrics",
+    "/events": "metrics",
     "/predict": "predict",
     "/admin": "admin",
 }

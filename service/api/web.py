@@ -17,6 +17,7 @@ from service.api.auth import Guard, policy_of
 from service.api.call import Call, begin_call
 from service.api.call_headers import with_call_headers
 from service.api.errors import CALL_KEY, NotFoundError, install_error_handlers, problem_response
+from service.api.events import WAS_HEAD
 from service.api.openapi.document import INFO, complete
 from service.api.page_headers import POLICY_HEADER, policy_for, with_page_headers
 from service.api.predict import Predict, is_predict, route_path
@@ -97,7 +98,7 @@ class App(FastAPI):
                 await refusal(scope, receive, send)
                 return
         if scope["method"] == "HEAD":  # the server sends none of the body (RFC 9110, 9.3.2)
-            scope = {**scope, "method": "GET"}
+            scope = {**scope, "method": "GET", WAS_HEAD: True}
         await super().__call__(scope, receive, send)
 
     def openapi(self) -> dict[str, object]:

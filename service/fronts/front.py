@@ -120,7 +120,7 @@ class Front:
                 continue
             calls += [(label, status, num) for status, num in metrics.requests.items()]
             metrics.requests.clear()
-            durations.append((label, *metrics.request_duration.take()))
+            durations.append((label, metrics.answer_duration.take(), metrics.error_duration.take()))
         num_full = []
         for model in self._uplink.models.values():
             if model.num_full:

@@ -267,7 +267,8 @@ class Fronts:
     def _take_counts(self, counts: Counts) -> None:
         for label, status, num in counts.calls:
             self._metrics.model(label).requests[status] += num
-        for label, buckets, total in counts.durations:
-            self._metrics.model(label).request_duration.add(buckets, total)
+        for label, answers, errors in counts.durations:
+            self._metrics.model(label).answer_duration.add(*answers)
+            self._metrics.model(label).error_duration.add(*errors)
         for name, num in counts.num_full:
             self._metrics.model(name).rejected["arena_full"] += num

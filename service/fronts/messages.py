@@ -38,8 +38,9 @@ class Counts(msgspec.Struct, frozen=True, array_like=True, tag="counts"):
     id: int
     calls: list[tuple[str, int, int]]
     """Label of the model, status, how many."""
-    durations: list[tuple[str, list[int], float]]
-    """Label of the model, calls by bucket of `DURATION_EDGES_S`, and their sum in seconds."""
+    durations: list[tuple[str, tuple[list[int], float], tuple[list[int], float]]]
+    """Label of the model, and of its answers and of its errors: calls by part of
+    `DURATION_EDGES_S`, and their sum in seconds."""
     num_full: list[tuple[str, int]]
     """Model, and instances for which the front's part of the arena had no room."""
     num_taken: int

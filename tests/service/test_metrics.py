@@ -1,6 +1,3 @@
-import random
-from bisect import bisect_left
-
 import pytest
 from prometheus_client.openmetrics.parser import (
     text_string_to_metric_families as parse_openmetrics,
@@ -8,12 +5,9 @@ from prometheus_client.openmetrics.parser import (
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from service.metrics import (
-    BATCH_SIZE_EDGES,
     COUNTERS,
-    DURATION_EDGES_S,
     GAUGES,
     NO_MODEL,
-    Distribution,
     Metrics,
     Reading,
 )
@@ -35,39 +29,6 @@ def samples(metrics: Metrics, accept: str = "") -> dict[tuple[str, str], float]:
     }
 
 
-@pytest.mark.parametrize("edges", [DURATION_EDGES_S, BATCH_SIZE_EDGES])
-def test_a_distribution_counts_as_one_value_after_the_other_would(edges):
-    rng = random.Random(0)
-    values = [rng.choice([*edges, 0.0, 1e9, rng.expovariate(1.0)]) for _ in range(10_000)]
-    distribution = Distribution(edges)
-    for value in values:
-        distribution.observe(value)
-    assert distribution.count == len(values)
-    counts = [0] * (len(edges) + 1)
-    for value in values:
-        counts[bisect_left(edges, value)] += 1
-    cumulative = [sum(counts[: place + 1]) for place in range(len(counts))]
-    assert [count for _, count in distribution.buckets()] == cumulative
-    assert distribution.sum == pytest.approx(sum(values))
-    assert distribution.count == len(values)
-
-
-def test_a_value_on_an_edge_belongs_below_it():
-    distribution = Distribution((1.0, 2.0))
-    distribution.observe(1)
-    distribution.observe(2.0)
-    distribution.observe(2.1)
-    assert distribution.buckets() == [("1.0", 1), ("2.0", 2), ("+Inf", 3)]
-
-
-def test_the_memory_of_a_distribution_is_bounded():
-    distribution = Distribution(DURATION_EDGES_S)
-    for _ in range(100_000):
-        distribution.observe(0.01)
-        assert len(distribution._pending) < 4096
-    assert distribution.count == 100_000
-
-
 @pytest.mark.parametrize("accept", ["", "application/openmetrics-text"])
 def test_what_was_recorded_is_what_a_scrape_reads(metrics, accept):
     model = metrics.model("resnet")
@@ -84,7 +45,7 @@ def test_what_was_recorded_is_what_a_scrape_reads(metrics, accept):
     model.prepare_duration.observe(0.002)
     model.inference_duration.observe(0.03)
     model.queue_wait.observe(0.0004)
-    model.request_duration.observe(0.2)
+    model.answer_duration.observe(0.2)
     metrics.gauge_source(
         lambda: [
             Reading(name="arena_bytes", value=1024),

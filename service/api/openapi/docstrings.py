@@ -3,17 +3,18 @@
 import ast
 import inspect
 import re
+from collections import ChainMap
 from collections.abc import Mapping
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
-from service.api import admin, health
+from service.api import admin, events, health
 
 
 def describe(schemas: Mapping[str, Any]) -> None:
     """Describe, in place, the properties of those schemas that are made from our dataclasses."""
-    for module in (health, admin):
+    for module in (health, events, admin):
         for name, fields in _docstrings_of(module).items():
             for field, text in fields.items():
                 if name in schemas and field in schemas[name]["properties"]:
@@ -25,7 +26,11 @@ def _docstrings_of(module: ModuleType) -> Mapping[str, Mapping[str, str]]:
     """By class and field, with a space for each line break."""
     tree = ast.parse(inspect.getsource(module))
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-    return {node.name: dict(_fields_of(node)) for node in classes}
+    found: dict[str, dict[str, str]] = {}
+    for node in classes:
+        bases = [found.get(base.id, {}) for base in node.bases if isinstance(base, ast.Name)]
+        found[node.name] = dict(ChainMap(dict(_fields_of(node)), *bases))
+    return found
 
 
 def _fields_of(node: ast.ClassDef) -> list[tuple[str, str]]:

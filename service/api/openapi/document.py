@@ -87,9 +87,11 @@ def _complete_operation(operation: Json, path: str) -> None:
     for answer in answers.values():
         if answer["description"] == "Successful Response":
             answer["description"] = f"{operation['summary']}."
-        media = answer.get("content", {}).get("application/json")
-        if media is not None and example is not None:
-            media["example"] = example
+        for media in answer.get("content", {}).values():
+            if "$ref" in media.get("schema", {}):
+                media["schema"].pop("type", None)  # a string, for FastAPI, where it is no JSON
+            if example is not None:
+                media["example"] = example
     operation["responses"] = answers | refer_to(errors)
 
 

@@ -41,14 +41,58 @@ _FRONT = {
     "restarts": 0,
     "reason": "",
 }
+_HEALTH = {
+    "status": "ready",
+    "ready": True,
+    "draining": False,
+    "models": [_MODEL],
+    "fronts": [_FRONT],
+}
+_SAMPLE = {
+    "requests_per_s": 180.0,
+    "instances_per_s": {
+        "accepted": 181.0,
+        "succeeded": 180.0,
+        "failed": 0.0,
+        "expired": 0.0,
+        "cancelled": 0.0,
+    },
+    "rejected_per_s": {"queue_full": 4.0},
+    "latency_ms": {"p50": 31.2, "p95": 44.0, "p99": 61.5},
+    "queue_ms": {"p50": 12.1, "p95": 20.4, "p99": 31.0},
+    "inference_ms": {"p50": 15.9, "p95": 18.2, "p99": 22.4},
+    "batch_sizes": {"4": 12, "8": 17},
+    "queue_depth": 3,
+    "in_flight": 19,
+}
+_ENDING = {
+    "worker": "resnet/0",
+    "incarnation": 0,
+    "time": 1795304399.412,
+    "cause": "signal",
+    "reason": "killed by SIGKILL",
+}
+_LIVE = {
+    **_SAMPLE,
+    "source": "torchvision:resnet50",
+    "queue_limit": 1024,
+    "max_batch_size": 8,
+    "quarantined": 0,
+    "endings": [_ENDING],
+}
 
 ANSWERS: Mapping[str, object] = {
-    "health": {
-        "status": "ready",
-        "ready": True,
-        "draining": False,
-        "models": [_MODEL],
-        "fronts": [_FRONT],
+    "health": _HEALTH,
+    "events": {
+        "time": 1795304481.004,
+        "interval_s": 1.0,
+        "uptime_s": 3605.2,
+        "version": "0.1.0",
+        "default_model": "resnet",
+        "health": _HEALTH,
+        "host": {"connections": 12, "arena_bytes": 268_435_456, "arena_used_bytes": 4_194_304},
+        "models": {"resnet": _LIVE},
+        "history": [{"time": 1795304480.004, "models": {"resnet": _SAMPLE}}],
     },
     "live": {"status": "live"},
     "ready": {"status": "ready"},

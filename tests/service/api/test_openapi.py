@@ -15,6 +15,7 @@ from service.api.admin import admin_router
 from service.api.auth import Guard
 from service.api.codecs import TYPES
 from service.api.errors import TABLE
+from service.api.events import events_router
 from service.api.health import health_router
 from service.api.metrics import metrics_router
 from service.api.openapi.predict import predict_paths
@@ -30,7 +31,8 @@ OF_PREDICT = {kind.status for kind in TABLE.values()} - {409, 499}
 def make_app(*, with_keys: bool = True) -> App:
     keys = read_keys("a-key-of-sixteen-characters")
     guard = Guard(predict=keys, metrics=keys, admin=keys) if with_keys else Guard()
-    routers = [health_router(None), metrics_router(None), admin_router(None)]  # type: ignore[arg-type]  # nobody asks them
+    makers = (health_router, metrics_router, events_router, admin_router)
+    routers = [make(None) for make in makers]  # type: ignore[operator]  # nobody asks them
     app = App(version="1.2.3", routers=routers, guard=guard)
     app.predict = endpoint(FakeModel())
     return app
@@ -115,7 +117,7 @@ def test_paths_with_a_policy_say_which_keys_open_them_and_that_others_do_not(
         schemes = {name for each in operation["security"] for name in each}
         is_open = path in ("/health/live", "/health/ready")
         kind = "admin" if path.startswith("/admin") else path.split("/")[1]
-        kind = "metrics" if kind == "health" else kind
+        kind = "metrics" if kind in ("health", "events") else kind
         assert schemes == (set() if is_open else {f"{kind}_bearer", f"{kind}_header"}), path
         assert is_open or {"401", "403"} <= set(operation["responses"])
     assert len(document["components"]["securitySchemes"]) == 6

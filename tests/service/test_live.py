@@ -1,0 +1,118 @@
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from service.api.events import HostState
+from service.api.health import HealthReport
+from service.live import Live
+from service.metrics import Metrics, ModelMetrics
+from service.settings import ModelSettings, Settings
+from tests.fakes import FakeEngine
+from tests.service.test_pool import pool_over, run, until
+from workers.arena import Arena
+
+HEALTH = HealthReport(status="ready", ready=True, draining=False, models=[])
+HOST = HostState(connections=2, arena_bytes=100, arena_used_bytes=10)
+
+
+def over(go: Callable[[Live, ModelMetrics, FakeEngine], Awaitable[None]]) -> None:
+    """Run with a feed of one model that samples every few milliseconds."""
+
+    async def within(arena: Arena) -> None:
+        engine = FakeEngine()
+        pool = pool_over(engine, arena)
+        model = ModelSettings(source="echo")
+        settings = Settings(models={"m": model}, default_model="m", max_queue_length=77)
+        metrics = Metrics(["m"], {})
+        live = Live(
+            settings, {"m": pool}, metrics, report=lambda: HEALTH, host=lambda: HOST, every_s=0.01
+        )
+        pool.start()
+        await until(lambda: pool.is_ready)
+        live.start()
+        await go(live, metrics.model("m"), engine)
+        await live.stop()
+        await pool.stop(0)
+
+    run(within)
+
+
+async def next_of(live: Live) -> Any:
+    return json.loads(await live.next())
+
+
+def test_an_event_tells_what_was_counted_in_its_interval():
+    async def go(live: Live, metrics: ModelMetrics, engine: FakeEngine) -> None:
+        await live.next()
+        metrics.requests[200] += 4
+        metrics.requests[429] += 1
+        metrics.accepted += 5
+        metrics.succeeded += 4
+        metrics.failed += 1
+        metrics.rejected["queue_full"] += 2
+        metrics.in_flight = 3
+        metrics.batch_size.observe(3)
+        for _ in range(100):
+            metrics.answer_duration.observe(0.02)
+            metrics.error_duration.observe(0.0001)
+        state = await next_of(live)
+        took_s = state["interval_s"]
+        sample = state["models"]["m"]
+        assert sample["requests_per_s"] == pytest.approx(5 / took_s, rel=0.2)
+        rates = sample["instances_per_s"]
+        assert rates["accepted"] == pytest.approx(5 / 4 * rates["succeeded"], rel=0.01)
+        assert rates["expired"] == 0
+        assert set(sample["rejected_per_s"]) == {"queue_full"}
+        assert sample["latency_ms"]["p50"] == pytest.approx(20, rel=0.1)  # refusals are no answers
+        assert sample["queue_ms"] is None
+        assert sample["batch_sizes"] == {"4": 1}
+        assert (sample["in_flight"], sample["queue_limit"]) == (3, 77)
+        assert state["host"]["connections"] == 2
+        assert state["health"]["status"] == "ready"
+        later = (await next_of(live))["models"]["m"]
+        assert later["requests_per_s"] == 0
+        assert later["latency_ms"] is None
+
+    over(go)
+
+
+def test_who_begins_to_listen_gets_the_past_once():
+    async def go(live: Live, metrics: ModelMetrics, engine: FakeEngine) -> None:
+        metrics.requests[200] += 9
+        for _ in range(3):
+            await live.next()
+        history = json.loads(live.first())["history"]
+        assert len(history) >= 3
+        assert max(past["models"]["m"]["requests_per_s"] for past in history) > 0
+        assert history[0]["time"] < history[-1]["time"]
+        assert (await next_of(live))["history"] == []
+
+    over(go)
+
+
+def test_the_ends_of_workers_are_told_with_their_reasons_newest_first():
+    async def go(live: Live, metrics: ModelMetrics, engine: FakeEngine) -> None:
+        for life in range(2):
+            await until(lambda life=life: len(engine.started) == life + 1)
+            engine.started[life].die()
+        await until(lambda: len(engine.started) == 3)
+        endings = (await next_of(live))["models"]["m"]["endings"]
+        assert [ending["incarnation"] for ending in endings] == [1, 0]
+        assert {ending["worker"] for ending in endings} == {"m/0"}
+        assert {(ending["cause"], ending["reason"]) for ending in endings} == {
+            ("signal", "SIGKILL")
+        }
+
+    over(go)
+
+
+def test_the_end_is_told_to_all_who_listen():
+    async def go(live: Live, metrics: ModelMetrics, engine: FakeEngine) -> None:
+        await live.next()
+        live.end()
+        assert live.is_ending
+        assert json.loads(live.first())["health"]
+
+    over(go)
