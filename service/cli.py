@@ -41,6 +41,7 @@ examples:
   inferpool doctor                             what would go wrong here, and what to do
   inferpool tune torchvision:resnet50          measure which settings are best here
   inferpool config                             every setting in force, and who set it
+  inferpool config --describe                  every setting there is, and what it means
   inferpool chaos echo                         see a service keep its word while workers die
 """
 _SETTINGS = """\
@@ -137,9 +138,14 @@ def _parser() -> tuple[_Parser, Mapping[str, ArgumentParser]]:
     )
     config.add_argument(
         "--format",
-        choices=("table", "toml", "json"),
+        choices=("table", "toml", "json", "markdown"),
         default="table",
-        help="toml can be saved as inferpool.toml (default: table)",
+        help="toml can be saved as inferpool.toml; markdown is for --describe (default: table)",
+    )
+    config.add_argument(
+        "--describe",
+        action="store_true",
+        help="list every setting that there is, its default and what it means, instead",
     )
     config.set_defaults(verb=_config)
     doctor = verbs.add_parser(
@@ -220,6 +226,9 @@ def _settings_flags() -> _Parser:
         access.add_argument(
             f"--{kind}-keys-file", metavar="PATH", help=f"API keys for {what}, one to a line"
         )
+    access.add_argument(
+        "--cors-origins", metavar="ORIGINS", help='pages that may ask, such as "https://a.example"'
+    )
     access.add_argument("--tls-certificate", metavar="PATH", help="serve HTTPS with this PEM file")
     access.add_argument("--tls-key", metavar="PATH", help="and its private key, if not in it")
     models = parser.add_argument_group("models")
@@ -232,6 +241,9 @@ def _settings_flags() -> _Parser:
     )
     models.add_argument(
         "--devices-per-replica", metavar="N", help="devices that each copy is split over"
+    )
+    models.add_argument(
+        "--gpu-memory-fraction", metavar="X", help="of its GPU's memory, the most a process takes"
     )
     models.add_argument("--weights", metavar="WHICH", help='"DEFAULT", "none", a name or a file')
     models.add_argument("--max-batch-size", metavar="N", help="instances per forward pass")
@@ -329,6 +341,16 @@ def _cure(error: OSError) -> str:
 
 
 def _config(args: Namespace) -> int:
+    if args.describe != (args.format == "markdown") and args.format in ("toml", "markdown"):
+        only = "the settings in force" if args.format == "toml" else "the list of all: --describe"
+        sys.stderr.write(f"inferpool config: --format {args.format} is for {only}\n")
+        return USAGE_ERROR
+    if args.describe:
+        from service import cli_describe as describe
+
+        write_all = {"table": describe.write_text, "markdown": describe.write_markdown}
+        write_all.get(args.format, describe.write_json)(describe.all_settings(), sys.stdout)
+        return 0
     loaded = _load(args)
     if loaded is None:
         return USAGE_ERROR

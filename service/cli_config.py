@@ -15,7 +15,7 @@ Row = tuple[Key, object, str]
 
 def write_table(rows: Sequence[Row], stream: TextIO) -> None:
     """Aligned columns; with colour and line breaks where the stream is a terminal."""
-    cells = [(dotted(key), _cell(value), origin) for key, value, origin in rows]
+    cells = [(dotted(key), cell(value), origin) for key, value, origin in rows]
     if stream.isatty():
         _write_rich(cells, stream)
         return
@@ -61,7 +61,8 @@ def _write_rich(cells: Sequence[tuple[str, str, str]], stream: TextIO) -> None:
     Console(file=stream).print(table)
 
 
-def _cell(value: object) -> str:
+def cell(value: object) -> str:
+    """A value on one line."""
     if isinstance(value, Keys):
         return str(value)
     return "-" if value is None else _toml(value)

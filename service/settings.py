@@ -39,6 +39,8 @@ _TORCHVISION_NAME = re.compile(
     r"|efficientnet_(b\d|v2_[sml])|convnext_\w+|regnet_[xy]_\w+|vit_[blh]_\d+|swin_\w+|maxvit_t"
 )
 """How torchvision names its classifiers; to import it for that would take seconds."""
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9_.-]+|\[[0-9a-f:.]+\])(:\d{1,5})?")
+"""As browsers write it (RFC 6454, 6.1)."""
 _MIB = 2**20
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -264,6 +266,9 @@ class Settings(_Table):
     the file of the certificate."""
     docs: bool = True
     """Whether /docs and /openapi.json are served; they name the models, and need no key."""
+    cors_origins: Sequence[str] = ()
+    """Origins whose pages may ask this host from a browser, such as `https://app.example`, or `*`
+    for all (CORS). Variable and flag have commas between them. Cookies are not asked for."""
     max_connections: Auto | PositiveInt = "auto"
     """Connections at once; `auto`: what the limit of open files allows, at most 10,000. Beyond, the
     longest idle one is closed, or the newcomer is refused with 503."""
@@ -322,6 +327,25 @@ class Settings(_Table):
         if arena_bytes == "auto" and "max_body_bytes" in info.data:
             return _auto_arena_bytes(info.data["max_body_bytes"])
         return arena_bytes
+
+    @field_validator("cors_origins", mode="before")
+    @classmethod
+    def _split_origins(cls, origins: object) -> object:
+        if isinstance(origins, str):  # as a variable and a flag have them
+            return [origin.strip() for origin in origins.split(",") if origin.strip()]
+        return origins
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _check_origins(cls, origins: Sequence[str]) -> Sequence[str]:
+        for origin in origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"has {origin!r}, which is no origin: write scheme, host and port alone, in "
+                    "lower case, as browsers send them, such as https://app.example or "
+                    "http://localhost:3000"
+                )
+        return tuple(origins)
 
     @field_validator("tls_key")
     @classmethod

@@ -8,10 +8,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
@@ -27,6 +24,7 @@ from service.settings import (
     slug,
     source_hint,
 )
+from service.settings_types import expected
 
 FILE_NAME = "inferpool.toml"
 PREFIX = "INFERPOOL_"
@@ -47,6 +45,7 @@ FLAGS: Mapping[str, str] = {
     "predict_keys_file": "--predict-keys-file",
     "metrics_keys_file": "--metrics-keys-file",
     "admin_keys_file": "--admin-keys-file",
+    "cors_origins": "--cors-origins",
     "tls_certificate": "--tls-certificate",
     "tls_key": "--tls-key",
     "log_format": "--log-format",
@@ -55,6 +54,7 @@ FLAGS: Mapping[str, str] = {
     "devices": "--devices",
     "placement": "--placement",
     "devices_per_replica": "--devices-per-replica",
+    "gpu_memory_fraction": "--gpu-memory-fraction",
     "weights": "--weights",
     "max_batch_size": "--max-batch-size",
     "objective_p99_ms": "--objective-p99-ms",
@@ -355,7 +355,7 @@ class _Draft:
                 continue
             seen.add(key)
             raw = error.get("ctx", {}).get("error")
-            right = str(raw) if raw else f"is not {_expected(_field(key))}"
+            right = str(raw) if raw else f"is not {expected(_field(key))}"
             value = self._values.get(key, error["input"])
             yield f"{self._place(key)}: {_shown(value)} {right}"
 
@@ -493,35 +493,6 @@ def _shown(value: object) -> str:
 def _field(key: Key) -> FieldInfo:
     fields = ModelSettings.model_fields if key[0] == "models" else Settings.model_fields
     return fields[key[-1]]
-
-
-def _expected(field: FieldInfo) -> str:
-    """What would be right for a field, for people."""
-    return _expected_of(field.annotation, field.metadata)
-
-
-def _expected_of(annotation: object, metadata: Sequence[object]) -> str:
-    origin, args = get_origin(annotation), get_args(annotation)
-    if origin in (Union, UnionType):
-        return " or ".join(_expected_of(arg, metadata) for arg in args if arg is not type(None))
-    if origin is Annotated:
-        return _expected_of(args[0], [each for info in args[1:] for each in info.metadata])
-    if origin is Literal:
-        return " or ".join(f'"{choice}"' for choice in args)
-    if annotation is bool:
-        return "true or false"
-    if annotation is str:
-        return "a text in quotes that is not empty"
-    if annotation not in (int, float):
-        return "a table"
-    noun = "a whole number" if annotation is int else "a number"
-    low = next((each.ge for each in metadata if isinstance(each, Ge)), None)
-    high = next((each.le for each in metadata if isinstance(each, Le)), None)
-    if any(isinstance(each, Gt) for each in metadata):
-        return f"{noun} above 0" if high is None else f"{noun} above 0 and up to {high}"
-    if low is not None and high is not None:
-        return f"{noun} from {low} to {high}"
-    return noun if low is None else f"{noun} of at least {low}"
 
 
 def _plant(tree: dict[str, object], key: Key, value: object) -> None:

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from service.settings import ModelSettings, Settings
+from service.settings_loader import FLAGS
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -47,6 +50,29 @@ def test_config_as_json_and_as_toml(command, tmp_path):
     assert tomllib.loads(command("config", "--format", "toml").stdout)["models"]["a"][
         "options"
     ] == {"n": 1}
+
+
+def test_every_setting_is_described_with_its_default_its_variable_and_its_flag(command):
+    listed = json.loads(command("config", "--describe", "--format", "json").stdout)
+    found = {each["name"]: each for each in listed}
+    names = {f"models.NAME.{name}" for name in ModelSettings.model_fields}
+    assert set(found) == names | set(Settings.model_fields) - {"models"}
+    assert all(each["meaning"] and each["type"] and each["default"] for each in listed)
+    replicas = found["models.NAME.replicas"]
+    assert replicas["variable"] == "INFERPOOL_MODELS__NAME__REPLICAS"
+    assert (replicas["flag"], replicas["default"]) == ("--replicas", '"auto"')
+    assert replicas["meaning"].startswith("Loaded copies; `auto`: one per GPU")
+    assert {each["flag"] for each in listed} - {""} == set(FLAGS.values())
+
+
+def test_settings_are_described_as_text_and_as_markdown(command):
+    text = command("config", "--describe").stdout
+    assert "\nport  (--port, INFERPOOL_PORT)\n" in text
+    assert max(map(len, text.splitlines())) <= 105
+    tables = command("config", "--describe", "--format", "markdown").stdout
+    assert "| `port` | a whole number from 0 to 65535 | `8000` | `--port` |" in tables
+    refused = command("config", "--describe", "--format", "toml")
+    assert (refused.returncode, "--format toml is for" in refused.stderr) == (2, True)
 
 
 def test_config_is_a_table_that_fits_a_terminal(tmp_path):
