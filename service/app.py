@@ -463,7 +463,9 @@ def _from_here(url: str) -> str:
 
 
 def _example(url: str, pool: Pool) -> str:
-    """A command that asks a model for a prediction."""
+    """A command that asks a model for a prediction; empty where nobody knows what it takes."""
+    if any(not spec.shape for spec in pool.inputs):
+        return ""
     post = f"curl {url}{PREFIX}/{pool.name} -H 'Content-Type: "
     if pool.example is not None:
         body = json.dumps({"instances": [pool.example]}, ensure_ascii=False)

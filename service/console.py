@@ -15,8 +15,6 @@ from service.logs import Logs, escape
 
 logger = logging.getLogger(__name__)
 
-_TRY = "curl --data-binary @photo.jpg -H 'Content-Type: image/jpeg' {url}/predict"
-
 
 class Console:
     """Tells whoever started the service how it goes."""
@@ -99,16 +97,17 @@ class Console:
         Args:
             url: Scheme, host and port.
             models: Names of the models served, the default one first.
-            example: A command to try; by default one that sends a picture.
+            example: A command to try; empty where none is known.
         """
         names = ", ".join(models)
         facts = {"docs": f"{url}/docs", "health": f"{url}/health", "metrics": f"{url}/metrics"}
         if not self._is_terminal:
             logger.info("serving %s at %s", names, url)
-            logger.info("try: %s", example or _TRY.format(url=url))
+            if example:
+                logger.info("try: %s", example)
             logger.info("%s", ", ".join(f"{name}: {link}" for name, link in facts.items()))
             return
-        lines = {"try": [example or _TRY.format(url=url)]}
+        lines = {"try": [example]} if example else {}
         lines |= {name: [link] for name, link in facts.items()}
         head = Text.assemble("Serving ", (names, "bold"), " at ", (url, "bold cyan"))
         hint = Text("  Ctrl-C stops it", style="dim")

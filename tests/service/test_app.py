@@ -67,6 +67,13 @@ def test_every_route_is_in_the_document_but_for_pages_and_what_is_there_is_a_rou
     assert set(app.openapi()["paths"]) == routes - {"/", "/openapi.json"} | predict
 
 
+def test_there_is_no_command_to_try_where_nobody_knows_what_the_model_takes():
+    inputs = (TensorSpec(name="input", dtype="float32", shape=()),)
+    assert (
+        _example("http://127.0.0.1:1", SimpleNamespace(name="m", example=None, inputs=inputs)) == ""
+    )  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("example", "inputs", "data"),
     [

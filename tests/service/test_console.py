@@ -16,6 +16,9 @@ class Terminal(io.StringIO):
         return True
 
 
+TRY = "curl --data-binary @photo.jpg -H 'Content-Type: image/jpeg' http://127.0.0.1:8000/predict"
+
+
 def shown(stream: io.StringIO, format="auto", is_colored=True) -> str:
     """What a whole life of a service shows."""
     logs = configure(format, "info", stream, is_colored=is_colored)
@@ -25,7 +28,7 @@ def shown(stream: io.StringIO, format="auto", is_colored=True) -> str:
     console.progress("resnet/0", "loading weights")
     console.ready("resnet/0", 0.42)
     console.failed("efficientnet_lite0/0", "no such file [bold]\n\x1b[2J")
-    console.serving("http://127.0.0.1:8000", ["resnet", "efficientnet_lite0"])
+    console.serving("http://127.0.0.1:8000", ["resnet", "efficientnet_lite0"], TRY)
     console.stopping("SIGTERM")
     console.stopped()
     logs.close()
