@@ -28,7 +28,7 @@ from service.cli_config import json_of
 from service.console import Console
 from service.dispatcher import Dispatcher
 from service.doctor.diagnosis import diagnose_quickly
-from service.endpoint import make_guard, make_predict, server_config
+from service.endpoint import make_cors, make_guard, make_predict, server_config
 from service.fronts.alone import OnlyFront
 from service.fronts.fronts import Fronts
 from service.fronts.number import number_of_fronts
@@ -325,6 +325,7 @@ def make_app(service: Service, predict: Predict, guard: Guard) -> App:
         version=version_of(),
         routers=routers,
         guard=guard,
+        cors=make_cors(service.settings),
         docs=service.settings.docs,
         lifespan=lifespan,
     )

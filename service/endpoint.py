@@ -11,6 +11,7 @@ from uvicorn.config import HTTPProtocolType, LifespanType
 from service.api.auth import Guard
 from service.api.body import Limits
 from service.api.call import Call, ModelEntry
+from service.api.cors import Cors
 from service.api.predict import Predict
 from service.listening import BACKLOG
 from service.metrics import ModelMetrics
@@ -31,6 +32,11 @@ def make_guard(settings: Settings) -> Guard:
     return Guard(
         predict=settings.predict_keys, metrics=settings.metrics_keys, admin=settings.admin_keys
     )
+
+
+def make_cors(settings: Settings) -> Cors | None:
+    """Which pages may ask; None: those of this host alone."""
+    return Cors(settings.cors_origins) if settings.cors_origins else None
 
 
 def make_predict(
@@ -59,6 +65,7 @@ def make_predict(
             max_timeout_s=settings.max_timeout_s,
         ),
         guard=guard,
+        cors=make_cors(settings),
         on_done=recorder(metrics),
         on_access=failure_log(),
     )

@@ -69,6 +69,8 @@ class Call(msgspec.Struct):
     trace_state: bytes = b""
     parent_id: str = ""
     """The caller's span, where it has named one."""
+    cors_lines: str = ""
+    """Header lines of the answer, for the browser of a page."""
     deadline: float = 0.0
     priority: int = DEFAULT_PRIORITY
     chosen: AnswerFormat = "json"

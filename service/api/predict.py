@@ -16,6 +16,7 @@ from service.api.auth import Guard
 from service.api.body import BodyPace, Decoded, Head, Limits
 from service.api.call import Call, ModelEntry, OnAccess, OnDone, WholeBody, begin_call
 from service.api.codecs import decode
+from service.api.cors import Cors
 from service.api.errors import (
     MethodNotAllowedError,
 )
@@ -51,6 +52,7 @@ class Predict:
         default: str | None = None,
         limits: Limits | None = None,
         guard: Guard | None = None,
+        cors: Cors | None = None,
         on_done: OnDone | None = None,
         on_access: OnAccess | None = None,
     ) -> None:
@@ -61,6 +63,7 @@ class Predict:
             default: The one that `/predict` without a name means; None where there is none.
             limits: How much a call may ask for.
             guard: Who may call; costs nothing where no key is needed.
+            cors: Which pages may call; None: none, but for those of this host.
             on_done: For metrics.
             on_access: For the access log; costs nothing while it is None.
         """
@@ -68,12 +71,17 @@ class Predict:
         self.default = default
         self.limits = limits or Limits()
         self._guard = guard if guard and guard.restricts_predict else None
+        self._cors = cors
         self._on_done = on_done
         self._on_access = on_access
         self._watch = HangupWatch()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one ASGI call."""
+        if self._cors is not None:
+            headers = dict(scope["headers"])
+            if await self._cors.answer_preflight(scope["method"], headers, send):
+                return
         call = self.open(
             scope["method"], route_path(scope), scope["query_string"], scope["headers"]
         )
@@ -88,8 +96,8 @@ class Predict:
         except Exception as error:
             status, lines, body = refusal_of(call, error)
         try:
-            headers = pairs_of(lines)
-            await send({"type": "http.response.start", "status": status, "headers": headers})
+            pairs = pairs_of(lines)
+            await send({"type": "http.response.start", "status": status, "headers": pairs})
             await send({"type": "http.response.body", "body": body})
         except OSError:  # what ASGI 2.4 has `send` raise when the client has gone
             status = 499
@@ -110,6 +118,8 @@ class Predict:
         name = path[len(PREFIX) + 1 :] or self.default
         if name is not None:
             call.entry = self.models.get(name)
+        if self._cors is not None:
+            call.cors_lines = self._cors.lines_for(call.headers.get(b"origin"))
         return call
 
     def again(self, earlier: Call) -> Call:

@@ -117,7 +117,7 @@ def common_lines(call: Call, timing: Timing | None) -> str:
         stages = f"queue;dur={timing.queue_s * 1e3:.2f}, {worked}"
     return (
         f"x-request-id: {call.request_id}\r\n"
-        f"traceparent: 00-{call.trace_id}-{call.span_id}-{call.flags}\r\n{state}"
+        f"traceparent: 00-{call.trace_id}-{call.span_id}-{call.flags}\r\n{state}{call.cors_lines}"
         f"server-timing: {stages}total;dur={(time.monotonic() - call.started) * 1e3:.2f}\r\n"
     )
 

@@ -16,6 +16,7 @@ from starlette.types import Lifespan, Receive, Scope, Send
 from service.api.auth import Guard, policy_of
 from service.api.call import Call, begin_call
 from service.api.call_headers import with_call_headers
+from service.api.cors import Cors
 from service.api.errors import CALL_KEY, NotFoundError, install_error_handlers, problem_response
 from service.api.events import WAS_HEAD
 from service.api.openapi.document import INFO, complete
@@ -46,6 +47,7 @@ class App(FastAPI):
         version: str,
         routers: Sequence[APIRouter] = (),
         guard: Guard | None = None,
+        cors: Cors | None = None,
         docs: bool = True,
         lifespan: Lifespan["App"] | None = None,
     ) -> None:
@@ -55,6 +57,7 @@ class App(FastAPI):
             version: Of inferpool, for the documentation.
             routers: Health, metrics and whatever else has routes.
             guard: Who may ask for what; without one everyone may ask for everything.
+            cors: Which pages of other origins may ask; None: none.
             docs: Whether to document it to whoever asks.
             lifespan: Runs around the serving, as FastAPI has it.
         """
@@ -69,6 +72,7 @@ class App(FastAPI):
         )
         self.predict: Predict | None = None
         self._guard = guard
+        self._cors = cors
         self._refusals = Sparing(_log_more_refusals, most=_REFUSALS_PER_S)
         install_error_handlers(self)
         for router in routers:
@@ -86,6 +90,10 @@ class App(FastAPI):
             await self.predict(scope, receive, send)
             return
         call = begin_call(scope["method"], path, scope["query_string"], scope["headers"])
+        if self._cors is not None:
+            if await self._cors.answer_preflight(call.method, call.headers, send):
+                return
+            call.cors_lines = self._cors.lines_for(call.headers.get(b"origin"))
         scope = {**scope, CALL_KEY: call}
         send = with_call_headers(call, with_page_headers(send))
         if self._guard is not None:

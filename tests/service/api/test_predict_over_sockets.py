@@ -11,6 +11,7 @@ import uvicorn
 
 from service.api.auth import Guard
 from service.api.body import Limits
+from service.api.cors import Cors
 from service.api.protocol import PredictProtocol
 from service.errors import InvalidInputError
 from service.keys import read_keys
@@ -30,12 +31,19 @@ class Bench:
     is_front = False
     """Besides, the model is asked by pipes, as by a front."""
 
-    def __init__(self, model: FakeModel, guard: Guard | None = None, **limits: float) -> None:
+    def __init__(
+        self,
+        model: FakeModel,
+        guard: Guard | None = None,
+        cors: Cors | None = None,
+        **limits: float,
+    ) -> None:
         self.model = model
         self.statuses: list[int] = []
         predict = endpoint(
             in_front(model, Arena(1 << 22)) if self.is_front else model,
             guard=guard,
+            cors=cors,
             limits=Limits(**limits),  # type: ignore[arg-type]  # bytes are whole numbers
             on_done=lambda _, status, __: self.statuses.append(status),
         )
@@ -411,7 +419,7 @@ def test_both_ways_give_the_same_answer_but_for_ids_and_times() -> None:
         POST + b"x-priority: 12\r\ncontent-length: 1\r\n\r\nx",
         POST.replace(b"/predict", b"/predict/") + b"content-length: 1\r\n\r\nx",
         POST.replace(b"/predict", b"/predict/none?a=1") + b"content-length: 1\r\n\r\nx",
-        POST.replace(b"image/png", b"text/plain") + b"content-length: 1\r\n\r\nx",
+        POST.replace(b"image/png", b"text/html") + b"content-length: 1\r\n\r\nx",
         POST.replace(b"content-type: image/png\r\n", b"") + b"content-length: 0\r\n\r\n",
     ]
     found: list[list[object]] = []
@@ -514,5 +522,61 @@ def test_half_a_body_at_the_shutdown_is_answered() -> None:
                 connection.shutdown()
             status, headers, _ = await read_answer(reader)
             assert (status, headers["connection"]) == (503, "close")
+
+    run(lambda: Bench(FakeModel()), test)
+
+
+def test_a_page_may_read_its_answers_if_its_origin_is_allowed() -> None:
+    async def test(bench: Bench) -> None:
+        async with bench.connect() as (reader, writer):
+
+            async def ask(origin: bytes, body: bytes = b"content-length: 1\r\n\r\nx") -> None:
+                writer.write(POST + b"origin: " + origin + b"\r\n" + body)
+
+            for body in (b"content-length: 1\r\n\r\nx",) * 3 + (b"x-priority: 0\r\n\r\n",):
+                await ask(b"https://app.example", body)
+                status, headers, _ = await read_answer(reader)
+                assert status == (400 if b"priority" in body else 200)
+                assert headers["access-control-allow-origin"] == "https://app.example"
+                assert "X-Request-ID" in headers["access-control-expose-headers"]
+                assert headers["vary"] == "Origin"
+            await ask(b"https://other.example")
+            _, headers, _ = await read_answer(reader)
+            assert headers["vary"] == "Origin"
+            assert not [name for name in headers if name.startswith("access-control")]
+            for origin, allowed in ((b"https://app.example", 5), (b"https://other.example", 0)):
+                writer.write(
+                    b"OPTIONS /predict HTTP/1.1\r\nhost: h\r\norigin: %b\r\n"
+                    b"access-control-request-method: POST\r\n\r\n" % origin
+                )
+                head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+                assert head.startswith("http/1.1 204")
+                assert head.count("access-control-") == allowed
+                assert "credentials" not in head
+
+    cors = Cors(["https://app.example"])
+    key = read_keys("k" * 20)
+    run(lambda: Bench(FakeModel(), cors=cors), test)
+
+    async def refused(bench: Bench) -> None:
+        async with bench.connect() as (reader, writer):
+            writer.write(POST + b"origin: https://any.example\r\ncontent-length: 0\r\n\r\n")
+            status, headers, _ = await read_answer(reader)
+            assert (status, headers["access-control-allow-origin"]) == (401, "*")
+
+    run(lambda: Bench(FakeModel(), guard=Guard(predict=key), cors=Cors(["*"])), refused)
+
+
+def test_pages_of_other_origins_are_not_answered_for_unless_that_is_set() -> None:
+    async def test(bench: Bench) -> None:
+        async with bench.connect() as (reader, writer):
+            writer.write(POST + b"origin: https://app.example\r\ncontent-length: 1\r\n\r\nx")
+            _, headers, _ = await read_answer(reader)
+            assert not [name for name in headers if name.startswith(("access-control", "vary"))]
+            writer.write(
+                b"OPTIONS /predict HTTP/1.1\r\nhost: h\r\norigin: https://app.example\r\n"
+                b"access-control-request-method: POST\r\n\r\n"
+            )
+            assert (await read_answer(reader))[0] == 405
 
     run(lambda: Bench(FakeModel()), test)

@@ -5,8 +5,11 @@ import sys
 import pytest
 from fastapi import APIRouter
 
+from service.api.auth import Guard
+from service.api.cors import Cors
 from service.api.predict import Predict
 from service.api.web import App
+from service.keys import read_keys
 from tests.service.api.fakes import FakeModel, call, endpoint, post
 
 IMAGE = {"content-type": "image/png"}
@@ -80,3 +83,22 @@ def test_the_front_end_does_not_import_torch() -> None:
         "assert not {'torch', 'torchvision', 'numpy', 'fastapi_offline'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_pages_of_allowed_origins_may_ask_the_other_routes_too() -> None:
+    router = APIRouter()
+
+    @router.get("/health")
+    async def health() -> str:
+        return "well"
+
+    guard = Guard(metrics=read_keys("a-key-of-sixteen-characters"))
+    app = App(version="0", routers=[router], guard=guard, cors=Cors(["https://app.example"]))
+    page = {"origin": "https://app.example"}
+    asks = {**page, "access-control-request-method": "GET"}
+    may = call(app, "OPTIONS", "/health", headers=asks)
+    assert may.status_code == 204
+    assert "Authorization" in may.headers["access-control-allow-headers"]
+    for answer in (may, call(app, "GET", "/health", headers=page)):
+        assert answer.headers.get_list("access-control-allow-origin") == ["https://app.example"]
+    assert call(app, "GET", "/health").headers.get("access-control-allow-origin") is None
