@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+import msgspec
 from multipart import (  # type: ignore[import-untyped]  # ships without annotations
     MultipartError,
     MultipartSegment,
@@ -40,6 +41,7 @@ TYPES = (
     "application/octet-stream",
     NPY_TYPES[0],
     "application/safetensors",
+    "text/plain",
 )
 """What is read here, for messages and for the documentation."""
 
@@ -89,6 +91,8 @@ def _find(content_type: bytes) -> Decoder:
         return _DECODERS[bare]
     if bare.startswith(b"image/"):
         return _decode_image
+    if bare == b"text/plain":
+        return lambda chunks, head: _decode_text(content_type, chunks, head)
     if bare == b"multipart/form-data":
         return lambda chunks, head: _decode_form(content_type, chunks, head)
     types = ", ".join(TYPES)
@@ -111,6 +115,28 @@ def _decode_image(chunks: Sequence[bytes], head: Head) -> Decoded:
     if head.query:
         rest = parameters.merge(parameters.from_query(head.query))
     return Decoded([Payload("image", chunks)], False, rest, is_whole=True)
+
+
+def _decode_text(content_type: bytes, chunks: Sequence[bytes], head: Head) -> Decoded:
+    """Read a text, which goes to the model as the JSON string that it would be in `instances`."""
+    _, options = parse_options_header(content_type.decode("latin-1"))
+    charset = options.get("charset", "utf-8").lower()
+    if charset not in ("utf-8", "us-ascii"):
+        raise UnsupportedTypeError(f"text/plain: charset {charset[:40]!r} is not read here; utf-8")
+    body = b"".join(chunks)
+    if len(body) > head.limits.max_json_bytes:
+        raise TooLargeError(
+            f"the body has more than {head.limits.max_json_bytes} bytes, which is the limit for "
+            "texts"
+        )
+    try:
+        text = body.decode()
+    except UnicodeDecodeError as error:
+        raise BadRequestError(f"the body: byte {error.start} is not UTF-8") from None
+    if not text:
+        raise InvalidInputError("the body is empty; it must be a text")
+    given = parameters.merge(parameters.from_query(head.query))
+    return Decoded([Payload("json", (msgspec.json.encode(text),))], False, given)
 
 
 def _decode_form(content_type: bytes, chunks: Sequence[bytes], head: Head) -> Decoded:

@@ -78,9 +78,20 @@ _BODY_EXAMPLES: Sequence[tuple[str, str, str]] = (
         "Tensors by the names of the model's inputs, as safetensors.numpy.save_file writes them",
         "-H 'Content-Type: application/safetensors' --data-binary @inputs.safetensors '{url}'",
     ),
+    (
+        "text/plain",
+        "One text in UTF-8, for a model that takes texts",
+        "-H 'Content-Type: text/plain' --data-binary 'hello world' '{url}'",
+    ),
 )
 """By content type: what the body holds, and the arguments of curl that send one."""
-_FORM: Json = {"file": ["@first.jpg", "@second.png"], "parameters": '{"top_k": 3}'}
+_VALUES: Mapping[str, object] = {
+    "multipart/form-data": {
+        "file": ["@first.jpg", "@second.png"],
+        "parameters": '{"top_k": 3}',
+    },
+    "text/plain": "hello world",
+}
 _PIXEL = (
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR42mNwaDgAAAKEAYEYanSHAAAAAElFTkSuQmCC"
 )
@@ -206,12 +217,13 @@ def _request_content(path: str) -> Json:
     schemas: Mapping[str, Json] = {
         "multipart/form-data": form,
         "application/json": {"$ref": "#/components/schemas/PredictRequest"},
+        "text/plain": {"type": "string", "minLength": 1},
     }
     content: Json = {}
     for content_type, about, arguments in _BODY_EXAMPLES:
         # Bytes have no value that JSON could show: their example is the call that sends them.
         call: Json = {"summary": about, "description": f"`{_curl(arguments, path)}`"}
-        call["value"] = _FORM if content_type.startswith("multipart") else "@FILE"
+        call["value"] = _VALUES.get(content_type, "@FILE")
         is_json = content_type == "application/json"
         content[content_type] = {
             "schema": schemas.get(content_type, _BINARY),

@@ -51,6 +51,7 @@ def test_an_empty_image_is_refused() -> None:
         (b"application/json; charset=utf-8", b'{"instances":[1]}', "json"),
         (b"Application/JSON", b'{"instances":[1]}', "json"),
         (b"application/octet-stream", b"x", "bytes"),
+        (b"text/plain", b"x", "json"),
         (b"application/npy", npy(np.zeros(1)), "tensors"),
         (b"application/x-npy", npy(np.zeros(1)), "tensors"),
     ],
@@ -63,14 +64,28 @@ def test_the_content_type_chooses_the_codec(content_type: bytes, body: bytes, ki
     ("content_type", "message"),
     [
         (b"", "Content-Type is missing; it must be one of image/*, multipart/form-data"),
-        (b"text/plain", "'text/plain' is not read here; it must be one of image/*"),
+        (b"text/html", "'text/html' is not read here; it must be one of image/*"),
         (b"application/x-www-form-urlencoded", "-H 'Content-Type: image/jpeg'"),
         (b"\xff\xfe", "is not read here"),
+        (b"text/plain; charset=latin-1", "charset 'latin-1' is not read here"),
     ],
 )
 def test_an_unknown_content_type_lists_the_known(content_type: bytes, message: str) -> None:
     with pytest.raises(UnsupportedTypeError, match=re.escape(message)):
         decode(content_type, [b"x"], head())
+
+
+def test_a_text_is_one_instance_as_a_string_in_json_would_be() -> None:
+    text = 'A "cat"\n\u00fc'
+    decoded = decode(b"text/plain; charset=UTF-8", [text.encode()], head(b"top_k=3"))
+    assert [(kind, json.loads(body)) for kind, body in kinds(decoded)] == [("json", text)]
+    assert not decoded.is_batch
+    assert json.loads(decoded.parameters) == {"top_k": 3}
+    for body, error in (
+        (b"", InvalidInputError), (b"\xff", BadRequestError), (b"x" * 11, TooLargeError)
+    ):  # fmt: skip
+        with pytest.raises(error):
+            decode(b"text/plain", [body], head(max_json_bytes=10))
 
 
 def test_a_compressed_body_is_refused() -> None:
