@@ -1,4 +1,4 @@
-"""The verbs of the command `inferpool`: serve, doctor, tune, chaos, config, version."""
+"""The verbs of the command `inferpool`: serve, top, doctor, tune, chaos, config, version."""
 
 import difflib
 import errno
@@ -38,6 +38,7 @@ examples:
   inferpool serve minilm_l6                    texts to vectors
   inferpool serve my_package.nets:MyModel      a class of your own
   inferpool serve exported.pt2 --replicas 2    a torch.export archive, in two processes
+  inferpool top                                what a service does, live
   inferpool doctor                             what would go wrong here, and what to do
   inferpool tune torchvision:resnet50          measure which settings are best here
   inferpool config                             every setting in force, and who set it
@@ -115,6 +116,7 @@ def _parser() -> tuple[_Parser, Mapping[str, ArgumentParser]]:
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     flags = _settings_flags()
     from service.chaos.plan import add_flags as add_chaos_flags
+    from service.top.plan import add_flags as add_top_flags
     from service.tune.plan import add_flags as add_tune_flags
 
     serve = verbs.add_parser(
@@ -127,6 +129,17 @@ def _parser() -> tuple[_Parser, Mapping[str, ArgumentParser]]:
         allow_abbrev=False,
     )
     serve.set_defaults(verb=_serve)
+    top = verbs.add_parser(
+        "top",
+        help="show what a service does, live",
+        description="Show throughput, latency, queue and workers of a service, second by second. "
+        "Exit status: 0 once it has been shown, 1 if there is nothing to show, 2 for wrong "
+        "arguments, 130 after Ctrl-C.",
+        formatter_class=_Formatter,
+        allow_abbrev=False,
+    )
+    add_top_flags(top)
+    top.set_defaults(verb=_top)
     config = verbs.add_parser(
         "config",
         help="print every setting in force, and who set it",
@@ -203,6 +216,7 @@ def _parser() -> tuple[_Parser, Mapping[str, ArgumentParser]]:
     about.set_defaults(verb=_version)
     return parser, {
         "serve": serve,
+        "top": top,
         "config": config,
         "doctor": doctor,
         "tune": tune,
@@ -314,6 +328,19 @@ def _serve(args: Namespace) -> int:
     from service.app import run as run_app
 
     return run_app(loaded.settings, loaded.origins)
+
+
+def _top(args: Namespace) -> int:
+    from service.top.plan import PlanError, plan_of
+
+    try:
+        plan = plan_of(args, os.environ)
+    except PlanError as error:
+        sys.stderr.write(f"inferpool top: {error}\n")
+        return USAGE_ERROR
+    from service.top.run import run as run_top
+
+    return run_top(plan)
 
 
 def _tls_problem(settings: "Settings") -> str:

@@ -43,6 +43,15 @@ def read_keys(text: str) -> Keys:
     return Keys(frozenset(digest_of(key.encode()) for key in _checked(_words(text))))
 
 
+def first_key(text: str) -> str:
+    """The first of the keys in a text like that of `read_keys`, for whoever sends it; or "".
+
+    Raises:
+        ValueError: See `read_keys`.
+    """
+    return next(_checked(_words(text)), "")
+
+
 def digest_of(key: bytes) -> bytes:
     """What is kept of a key."""
     return hashlib.sha256(key).digest()

@@ -20,6 +20,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from service.metrics import COUNTERS, GAUGES
 from tests.e2e.prometheus import FOLDER, Prometheus, prometheus
 from tests.e2e.running import ROOT, Running, running
+from tests.pty_screen import on_terminal
 
 KEY = "a-key-for-metrics-0123456789"
 BYTES = {"Content-Type": "application/octet-stream"}
@@ -166,6 +167,15 @@ def test_every_query_and_every_rule_runs_and_sees_a_worker_that_is_killed(
     restarts = watching.query('inferpool_worker_restarts_total{reason="signal"}')
     assert [sample["value"][1] for sample in restarts] == ["1"]
     assert "InferpoolDown" not in watching.firing()
+
+
+def test_top_shows_the_service_to_whoever_has_a_key(service: Running):
+    env = {"INFERPOOL_METRICS_KEYS": KEY}
+    with on_terminal("top", service.url, env=env) as screen:
+        screen.wait_for("echo ready")
+        screen.wait_for("\n1       ready")
+        screen.press("q")
+        assert screen.leave() == 0
 
 
 @needs_prometheus

@@ -1,0 +1,150 @@
+"""What an event of the feed says, as far as it is shown. Fields that are not there are 0 or empty.
+
+That way an older service, or a newer one, can be watched too.
+"""
+
+from typing import Any
+
+import msgspec
+
+
+class Outcomes(msgspec.Struct):
+    """Instances by the second: how many came in, and how the others ended."""
+
+    accepted: float = 0.0
+    succeeded: float = 0.0
+    failed: float = 0.0
+    expired: float = 0.0
+    cancelled: float = 0.0
+
+
+class Percentiles(msgspec.Struct):
+    """Of durations in milliseconds."""
+
+    p50: float
+    p95: float
+    p99: float
+
+
+class Ending(msgspec.Struct):
+    """The end of one life of a worker."""
+
+    worker: str
+    time: float
+    cause: str
+    reason: str
+    incarnation: int = 0
+
+
+class Sample(msgspec.Struct):
+    """What a model did in one interval, and where it stood at its end."""
+
+    requests_per_s: float = 0.0
+    instances_per_s: Outcomes = msgspec.field(default_factory=Outcomes)
+    rejected_per_s: dict[str, float] = {}
+    latency_ms: Percentiles | None = None
+    queue_ms: Percentiles | None = None
+    inference_ms: Percentiles | None = None
+    batch_sizes: dict[str, int] = {}
+    """Batches by the upper edge of their size."""
+    queue_depth: int = 0
+    in_flight: int = 0
+    source: str = ""
+    queue_limit: int = 0
+    max_batch_size: int = 0
+    quarantined: int = 0
+    endings: list[Ending] = []
+    """The newest first."""
+
+
+class Worker(msgspec.Struct):
+    """One worker, as /health has it."""
+
+    name: str
+    state: str
+    device: str = ""
+    incarnation: int = 0
+    num_batches: int = 0
+    rss_bytes: int | None = None
+    restarts: int = 0
+    speed: str | None = None
+    reason: str = ""
+
+
+class SpeedSearch(msgspec.Struct):
+    """The search for a faster speed preset."""
+
+    state: str = "off"
+    text: str = ""
+
+
+class Model(msgspec.Struct):
+    """One model and its workers, as /health has it."""
+
+    name: str
+    ready: bool
+    reason: str = ""
+    speed_search: SpeedSearch = msgspec.field(default_factory=SpeedSearch)
+    workers: list[Worker] = []
+
+
+class Front(msgspec.Struct):
+    """One process that takes connections."""
+
+    name: str
+    state: str
+
+
+class Health(msgspec.Struct):
+    """The whole service, as /health has it."""
+
+    status: str
+    models: list[Model]
+    fronts: list[Front] = []
+
+
+class Host(msgspec.Struct):
+    """What all models share."""
+
+    connections: int = 0
+    arena_bytes: int = 0
+    arena_used_bytes: int = 0
+
+
+class Moment(msgspec.Struct):
+    """A second that has passed."""
+
+    time: float
+    models: dict[str, Sample] = {}
+
+
+class State(msgspec.Struct):
+    """One event."""
+
+    time: float
+    health: Health
+    models: dict[str, Sample]
+    version: str = ""
+    uptime_s: float = 0.0
+    host: Host = msgspec.field(default_factory=Host)
+    history: list[Moment] = []
+    """The last minutes, the oldest first: in the first event alone."""
+
+
+_decode = msgspec.json.Decoder(State).decode
+
+
+def read_state(data: bytes) -> State:
+    """An event's data.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    return _decode(data)
+
+
+def as_json(data: bytes) -> str:
+    """An event's data for machines: all that it says, but for the past."""
+    event: dict[str, Any] = msgspec.json.decode(data)
+    event.pop("history", None)
+    return msgspec.json.format(msgspec.json.encode(event)).decode()

@@ -1,0 +1,101 @@
+"""A program on a terminal of its own: what it shows, and keys for it."""
+
+import contextlib
+import fcntl
+import os
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator, Mapping
+
+_SEQUENCES = re.compile(rb"\x1b\[[0-9;?]*[a-zA-Z]|\x1b[=>]")
+_HOME = b"\x1b[H"
+
+
+class PtyScreen:
+    """What `rich.live.Live` has drawn on it."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", fd: int) -> None:
+        self.process = process
+        self.written = b""
+        """All of it, with its control sequences."""
+        self._fd = fd
+
+    @property
+    def text(self) -> str:
+        """The newest picture."""
+        picture = _SEQUENCES.sub(b"", self.written.rpartition(_HOME)[2])
+        return picture.decode(errors="replace").replace("\r\n", "\n")
+
+    def wait_for(self, text: str, timeout_s: float = 30.0) -> str:
+        """Read until a picture has some text; the picture."""
+        end = time.monotonic() + timeout_s
+        while text not in self.text:
+            assert time.monotonic() < end, f"no {text!r} in {self.text}"
+            assert self._read(0.05) or self.process.poll() is None, self.text
+        return self.text
+
+    def press(self, keys: str) -> None:
+        """Type."""
+        os.write(self._fd, keys.encode())
+
+    def resize(self, columns: int, rows: int) -> None:
+        """As when a person drags the window's corner."""
+        fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def leave(self, timeout_s: float = 10.0) -> int:
+        """Read to the end; the exit status."""
+        end = time.monotonic() + timeout_s
+        while self.process.poll() is None:
+            assert time.monotonic() < end, f"it does not leave: {self.text}"
+            self._read(0.05)
+        while self._read(0.0):
+            pass
+        return self.process.returncode
+
+    def attributes(self) -> list[object]:
+        """How the terminal is set now."""
+        return list(termios.tcgetattr(self._fd))
+
+    def _read(self, timeout_s: float) -> bool:
+        if not select.select([self._fd], [], [], timeout_s)[0]:
+            return False
+        with contextlib.suppress(OSError):  # the other end is closed
+            if data := os.read(self._fd, 1 << 16):
+                self.written += data
+                return True
+        return False
+
+
+@contextlib.contextmanager
+def on_terminal(
+    *arguments: str, columns: int = 80, rows: int = 24, env: Mapping[str, str] | None = None
+) -> Iterator[PtyScreen]:
+    """Run `inferpool` with arguments on a terminal of that size."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    environ = {**os.environ, "TERM": "xterm-256color", "LANG": "C.UTF-8", **(env or {})}
+    for name in ("COLUMNS", "LINES", "NO_COLOR"):
+        environ.pop(name, None)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "service", *arguments],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=environ,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    try:
+        yield PtyScreen(process, ours)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(10)
+        os.close(theirs)
+        os.close(ours)

@@ -1,0 +1,152 @@
+"""Events of a feed, as /events would tell them, and a server that tells them."""
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+NOW = 1_800_000_000.0
+Percentiles = dict[str, float]
+
+
+def worker(number: int = 0, state: str = "ready", **changes: Any) -> dict[str, Any]:
+    return {
+        "name": f"resnet/{number}",
+        "state": state,
+        "device": "cuda:0",
+        "incarnation": 0,
+        "num_batches": 100,
+        "rss_bytes": 512 << 20,
+        "restarts": 0,
+        "speed": "compiled_bf16",
+        "reason": "",
+        **changes,
+    }
+
+
+def sample(**changes: Any) -> dict[str, Any]:
+    return {
+        "instances_per_s": {
+            "accepted": 1234.5,
+            "succeeded": 1234.5,
+            "failed": 0,
+            "expired": 0,
+            "cancelled": 0,
+        },
+        "rejected_per_s": {},
+        "latency_ms": {"p50": 4.1, "p95": 8.2, "p99": 12.3},
+        "queue_ms": {"p50": 1.0, "p95": 2.0, "p99": 3.0},
+        "inference_ms": {"p50": 2.5, "p95": 3.0, "p99": 3.5},
+        "batch_sizes": {"1": 5, "8": 50},
+        "queue_depth": 7,
+        "queue_limit": 1024,
+        "in_flight": 9,
+        "max_batch_size": 8,
+        "endings": [],
+        **changes,
+    }
+
+
+def state(
+    workers: list[dict[str, Any]] | None = None,
+    *,
+    at: float = NOW,
+    status: str = "ready",
+    is_ready: bool = True,
+    reason: str = "",
+    others: tuple[str, ...] = (),
+    history: list[dict[str, Any]] | None = None,
+    **changes: Any,
+) -> bytes:
+    """One event's data: a model "resnet", and others that look alike."""
+    names = ("resnet", *others)
+    models = [
+        {
+            "name": name,
+            "ready": is_ready,
+            "reason": reason,
+            "workers": [worker(0), worker(1)] if workers is None else workers,
+        }
+        for name in names
+    ]
+    event = {
+        "time": at,
+        "interval_s": 1.0,
+        "uptime_s": 3700.0,
+        "version": "1.2.3",
+        "health": {"status": status, "ready": is_ready, "models": models, "fronts": []},
+        "host": {"connections": 12, "arena_bytes": 256 << 20, "arena_used_bytes": 8 << 20},
+        "models": {name: sample(**changes) for name in names},
+    }
+    if history is not None:
+        event["history"] = history
+    return json.dumps(event, ensure_ascii=False).encode()
+
+
+class Stage:
+    """A server that answers each call to /events as the next of its scripts says."""
+
+    def __init__(self, *scripts: Callable[[BaseHTTPRequestHandler], None]) -> None:
+        self.headers: list[dict[str, str]] = []
+        """Of each call."""
+        self._scripts = list(scripts)
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[str]:
+        """Its address, for as long as it listens."""
+        stage = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:  # as http.server has it
+                stage.headers.append(dict(self.headers))
+                scripts = stage._scripts
+                script = scripts.pop(0) if len(scripts) > 1 else scripts[0]
+                with contextlib.suppress(OSError):  # who listened has gone
+                    script(self)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+
+def tells(*events: bytes, stays_s: float = 0.0) -> Callable[[BaseHTTPRequestHandler], None]:
+    """A script: these events, and the end of the stream after a while."""
+
+    def script(call: BaseHTTPRequestHandler) -> None:
+        call.send_response(200)
+        call.send_header("Content-Type", "text/event-stream")
+        call.end_headers()
+        for number, event in enumerate(events):
+            call.wfile.write(
+                b": still here\n\nevent: state\nid: %d\ndata: %b\n\n" % (number, event)
+            )
+        call.wfile.flush()
+        time.sleep(stays_s)
+
+    return script
+
+
+def answers(status: int, body: bytes = b"{}", kind: str = "application/json"):
+    """A script: this answer."""
+
+    def script(call: BaseHTTPRequestHandler) -> None:
+        call.send_response(status)
+        call.send_header("Content-Type", kind)
+        call.send_header("Content-Length", str(len(body)))
+        call.end_headers()
+        call.wfile.write(body)
+
+    return script
