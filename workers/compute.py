@@ -9,7 +9,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -25,6 +24,7 @@ from workers.log_lines import printable
 from workers.messages import ItemError, ItemRef, Outcome, Stored, TensorBlob
 from workers.shapes import Group, grouped, signature_of
 from workers.shortage import SafeSizes, release
+from workers.threads import started_pool
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class Computer:
         self._is_sample_finite: bool | None = None
         self._checks = OutputChecks(model)
         self._safe_sizes = SafeSizes()
-        self._pool = ThreadPoolExecutor(num_threads, "prepare") if num_threads > 1 else None
+        self._pool = started_pool(num_threads, "prepare") if num_threads > 1 else None
         self._item_s = 0.0
         self._encode = msgspec.json.Encoder(enc_hook=_plain).encode
 

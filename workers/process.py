@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
 from mmap import mmap
@@ -31,6 +31,7 @@ from workers.heartbeat import Heartbeat
 from workers.messages import BatchDone, ItemRef, Progress, Ready
 from workers.outputs import OutputStore
 from workers.own_process import build_model, failing_as_told, leave_device, name_of, pin, set_up
+from workers.threads import started_pool
 from workers.wiring import RankEnds
 from workers.worker_queue import WorkerQueue
 
@@ -109,7 +110,7 @@ class Loop:
         self._arena = arena
         self._heartbeat = heartbeat
         self._outputs = outputs
-        self._ahead = ThreadPoolExecutor(1, "receive")
+        self._ahead = started_pool(1, "receive")
         self._compute_s = 0.0
         self._spare_memory = SpareMemory(time.monotonic())
 
