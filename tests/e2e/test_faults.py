@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.load import Tally, after, ask_until, ask_until_stopped
+from tests.e2e.load import Tally, ask_until, ask_until_stopped
 from tests.e2e.running import Running, left_over, running
 
 FAULTY = "tests.fault_model:FaultModel"
@@ -36,12 +36,14 @@ def num_ready(service: Running) -> int:
 
 def test_killed_workers_cost_no_request_and_come_back():
     async def go(service: Running) -> Tally:
-        load = asyncio.ensure_future(ask_until(service.url, after(4)))
+        is_over = asyncio.Event()
+        load = asyncio.ensure_future(ask_until(service.url, lambda _: is_over.is_set()))
         for round in range(5):
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(0.2)
             pids = await asyncio.to_thread(service.worker_pids)
             os.kill(pids[round % len(pids)], signal.SIGKILL)
-            await until(lambda: num_ready(service) == 2)
+            await until(lambda old=pids: set(service.worker_pids()) - set(old))
+        is_over.set()
         return await load
 
     with running(FAULTY, "--replicas", "2") as service:
@@ -107,7 +109,7 @@ def test_sigkill_of_the_front_end_leaves_no_process_and_no_memory(act: str):
         load = asyncio.ensure_future(
             ask_until(service.url, lambda tally: bool(tally.unanswered), do=lambda n: act)
         )
-        await asyncio.sleep(1)
+        await asyncio.sleep(0.4)
         service.signal(signal.SIGKILL)
         await asyncio.wait_for(load, 20)
 
@@ -129,7 +131,7 @@ def test_second_signal_hurries():
                 post = asyncio.ensure_future(client.post("/predict", json=body))
                 await asyncio.sleep(0.5)
                 service.signal(signal.SIGINT)
-                await asyncio.sleep(1)
+                await asyncio.sleep(0.4)
                 assert service.process.poll() is None
                 service.signal(signal.SIGINT)
                 began = time.monotonic()
@@ -182,8 +184,10 @@ def test_many_poisons_do_not_end_the_service():
         assert answer.json()["predictions"][0]["twice"] == 8
 
 
-def test_stopped_idle_worker_is_noticed_and_replaced():
-    with running(FAULTY, "--replicas", "1") as service:
+def test_stopped_idle_worker_is_noticed_and_replaced(tmp_path: Path):
+    config = tmp_path / "inferpool.toml"
+    config.write_text(f'[models.m]\nsource = "{FAULTY}"\nreplicas = 1\nbatch_timeout_s = 1\n')
+    with running("--config", str(config)) as service:
         (pid,) = service.worker_pids()
         os.kill(pid, signal.SIGSTOP)
         asyncio.run(until(lambda: httpx.get(f"{service.url}/health/ready").status_code == 503))

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import contextlib
 import io
 import json
 
@@ -15,8 +16,17 @@ from tests.e2e.running import Running, running
 
 
 @pytest.fixture(scope="module")
-def service():
-    with running() as service:
+def service(tmp_path_factory: pytest.TempPathFactory):
+    config = tmp_path_factory.mktemp("predict") / "inferpool.toml"
+    config.write_text(
+        """
+        default_model = "efficientnet_lite0"
+        [models.efficientnet_lite0]
+        [models.small]
+        source = "tests.small_classifier:SmallClassifier"
+        """
+    )
+    with running("--config", str(config)) as service:
         yield service
 
 
@@ -139,14 +149,22 @@ def test_500_concurrent_requests_with_500_different_images_get_each_its_own_answ
     ]
 
     async def ask() -> list[httpx.Response]:
-        limits = httpx.Limits(max_connections=500)
-        async with httpx.AsyncClient(base_url=service.url, limits=limits, timeout=120) as client:
+        async with contextlib.AsyncExitStack() as stack:
+            clients = [  # several, since httpx walks through all connections for each request
+                await stack.enter_async_context(
+                    httpx.AsyncClient(base_url=service.url, timeout=120, verify=False)
+                )
+                for _ in range(20)
+            ]
             headers = {
                 "Content-Type": "image/jpeg",
                 "Accept": "application/x-npy",
                 "X-Timeout-Ms": "120000",
             }
-            posts = [client.post("/predict", content=body, headers=headers) for body in bodies]
+            posts = [
+                clients[i % 20].post("/predict/small", content=body, headers=headers)
+                for i, body in enumerate(bodies)
+            ]
             return await asyncio.gather(*posts)
 
     answers = asyncio.run(ask())
@@ -155,7 +173,7 @@ def test_500_concurrent_requests_with_500_different_images_get_each_its_own_answ
     with httpx.Client(base_url=service.url) as client:
         for i in range(0, 500, 50):
             headers = {"Content-Type": "image/jpeg", "Accept": "application/x-npy"}
-            alone = client.post("/predict", content=bodies[i], headers=headers)
+            alone = client.post("/predict/small", content=bodies[i], headers=headers)
             expected = np.load(io.BytesIO(alone.content))
             distances = np.abs(scores - expected).max(axis=1)
             assert distances[i] <= 1e-4
@@ -176,7 +194,7 @@ def test_answers_carry_id_trace_and_timing(client: httpx.Client):
     ("change", "status", "code"),
     [
         ({"path": "/predict/nobody"}, 404, "unknown_model"),
-        ({"headers": {"Content-Type": "text/plain"}}, 415, "unsupported_type"),
+        ({"headers": {"Content-Type": "application/pdf"}}, 415, "unsupported_type"),
         ({"content": b"no picture"}, 422, "invalid_input"),
         ({"content": b""}, 422, "invalid_input"),
         ({"headers": {"Content-Type": "application/json"}}, 400, "bad_request"),

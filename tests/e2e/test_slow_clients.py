@@ -66,7 +66,7 @@ def until_answered(url: str, timeout_s: float = 10.0) -> float:
 
 
 def test_two_hundred_slow_clients_delay_nobody_and_are_closed():
-    env = {"INFERPOOL_HEAD_TIMEOUT_S": "2", "INFERPOOL_BODY_GAP_S": "2"}
+    env = {"INFERPOOL_HEAD_TIMEOUT_S": "1", "INFERPOOL_BODY_GAP_S": "1"}
     with running("echo", env=env) as service, httpx.Client(base_url=service.url) as client:
         alone = sorted(ask(client) for _ in range(100))
         body = b"content-type: application/octet-stream\r\ncontent-length: 9000\r\n\r\nabc"

@@ -81,7 +81,7 @@ def test_the_service_does_as_its_document_says(
     operations: dict[str, Any], label: str, mode: GenerationMode
 ) -> None:
     @settings(
-        max_examples=60 if "predict" in label else 10,
+        max_examples=30 if "predict" in label else 10,
         deadline=None,
         derandomize=True,
         database=None,

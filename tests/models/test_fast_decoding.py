@@ -35,7 +35,7 @@ def views():
     datas = []
     for name in PHOTOS:
         whole = photo(name)
-        for quality, enlarge in ((95, 1), (85, 1), (70, 2.5), (90, 3)):
+        for quality, enlarge in ((95, 1), (85, 1), (90, 3)):
             part = rng.uniform(0.55, 1, 2)
             width, height = (int(edge * p) for edge, p in zip(whole.size, part, strict=True))
             left, top = rng.integers(0, whole.width - width), rng.integers(0, whole.height - height)
