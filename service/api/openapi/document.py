@@ -7,7 +7,7 @@ from service.api.auth import KEY_MEANINGS, Access, policy_of
 from service.api.openapi import predict, problems
 from service.api.openapi.docstrings import describe
 from service.api.openapi.examples import ANSWERS
-from service.api.openapi.headers import HEADERS, PARAMETERS, Json
+from service.api.openapi.headers import COMMON, HEADERS, OF_ALL, PARAMETERS, Json, answer_headers
 from service.api.openapi.problems import ALWAYS, refer_to
 
 INFO: Mapping[str, Any] = {
@@ -15,8 +15,8 @@ INFO: Mapping[str, Any] = {
     "summary": "PyTorch models behind HTTP.",
     "description": (
         "`POST /predict` asks the default model, `POST /predict/{model}` another one. Errors are "
-        "problem documents (RFC 9457) with a stable `code`; every answer of `/predict` has an "
-        "`X-Request-ID` that stands in the log, a `traceparent`, and `Server-Timing`."
+        "problem documents (RFC 9457) with a stable `code`; every answer has an `X-Request-ID` "
+        "that stands in the log, a `traceparent`, and `Server-Timing`."
     ),
     "license_info": {"name": "Apache License 2.0", "identifier": "Apache-2.0"},
 }
@@ -63,9 +63,9 @@ def complete(
     if models is not None:
         schema["paths"] = {**predict.predict_paths(models, default), **paths}
         schemas |= predict.SCHEMAS
-        components["parameters"] = dict(PARAMETERS)
     schemas |= problems.SCHEMAS
     components["responses"] = problems.responses()
+    components["parameters"] = dict(PARAMETERS)
     components["headers"] = dict(HEADERS)
     _add_security(schema, restricted)
     operations = [each for item in schema["paths"].values() for each in item.values()]
@@ -75,9 +75,11 @@ def complete(
     return schema
 
 
-def _complete_operation(operation: Json, path: str) -> None:
-    """Give one of FastAPI's operations its error answers and an example."""
-    responses: dict[str, Any] = operation["responses"]  # type: ignore[assignment]  # it is one
+def _complete_operation(operation: dict[str, Any], path: str) -> None:
+    """Give one of FastAPI's operations its headers, its error answers and an example."""
+    taken = [{"$ref": f"#/components/parameters/{name}"} for name in OF_ALL]
+    operation["parameters"] = [*operation.get("parameters", ()), *taken]
+    responses: dict[str, Any] = operation["responses"]
     statuses = {int(status) for status in responses}
     errors = {status for status in statuses if status >= 400}.union(ALWAYS)
     if policy_of(path) not in ("open", None):
@@ -87,6 +89,7 @@ def _complete_operation(operation: Json, path: str) -> None:
     for answer in answers.values():
         if answer["description"] == "Successful Response":
             answer["description"] = f"{operation['summary']}."
+        answer["headers"] = answer_headers(*COMMON) | answer.get("headers", {})
         for media in answer.get("content", {}).values():
             if "$ref" in media.get("schema", {}):
                 media["schema"].pop("type", None)  # a string, for FastAPI, where it is no JSON

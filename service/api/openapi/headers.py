@@ -57,6 +57,9 @@ PARAMETERS: Mapping[str, Json] = {
 """What a call to `/predict` may bring. Pages fill an example in when one tries a call, so there are
 none that would break another's body."""
 
+OF_ALL = ("XRequestId", "Traceparent", "Tracestate")
+"""Those of them that a call to any route may bring."""
+
 HEADERS: Mapping[str, Json] = {
     "XRequestId": {
         "description": "The id of the call: that which it brought, or a new one.",
@@ -72,7 +75,7 @@ HEADERS: Mapping[str, Json] = {
         "schema": {"type": "string"},
     },
     "ServerTiming": {
-        "description": "Milliseconds: `queue`, `preprocess` and `inference` of what was computed "
+        "description": "Milliseconds: of predictions `queue`, `preprocess` and `inference` "
         "(of several instances the longest), and `total`.",
         "schema": {"type": "string"},
         "example": "queue;dur=0.21, preprocess;dur=2.80, inference;dur=14.31, total;dur=17.95",
@@ -122,7 +125,7 @@ _NAMES: Mapping[str, str] = {
 }
 
 COMMON = ("X-Request-ID", "traceparent", "tracestate", "Server-Timing")
-"""What every answer of `/predict` has."""
+"""What every answer has, `tracestate` where the call brought one."""
 
 
 def answer_headers(*names: str) -> Json:
