@@ -16,7 +16,7 @@ from pathlib import Path
 
 FOLDER = "README_STAGE"
 COMMAND = "README_INFERPOOL"
-_READY_S = 60.0
+_READY_S = 110.0
 _LEAVE_S = 20.0
 _ADDRESS = re.compile(r' at (https?://[^\s"]+)')
 

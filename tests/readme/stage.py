@@ -17,7 +17,7 @@ from tests.readme.blocks import LANGUAGES, Block
 from tests.readme.shapes import difference, printed
 
 ROOT = Path(__file__).resolve().parents[2]
-_BLOCK_S = 60.0
+_BLOCK_S = 120.0
 _PORT = re.compile(r"(?<![\w.,])8000\b")
 _OUR_COMMAND = re.compile(r"(?:^|&&|\|\|?|;|\buv run)\s*inferpool\s+([^|;&<>\n]+)", re.MULTILINE)
 

@@ -1,0 +1,44 @@
+"""Clients of a running service: `Client`, and `AsyncClient` for event loops.
+
+They know the service by HTTP alone and import nothing of it; numpy, torch and Pillow are imported
+only for who hands in or asks for theirs. `service.client.errors` draws the tree of errors.
+"""
+
+from service.client.async_client import AsyncClient
+from service.client.errors import (
+    AnswerError,
+    ConnectError,
+    DeadlineExceededError,
+    InferpoolError,
+    InputError,
+    InvalidInputError,
+    OverloadedError,
+    ProtocolError,
+    UnavailableError,
+)
+from service.client.health import Health, ModelInfo
+from service.client.options import Progress
+from service.client.results import Label, Prediction, Timing
+from service.client.retries import Retry
+from service.client.sync_client import Client
+
+__all__ = [
+    "AnswerError",
+    "AsyncClient",
+    "Client",
+    "ConnectError",
+    "DeadlineExceededError",
+    "Health",
+    "InferpoolError",
+    "InputError",
+    "InvalidInputError",
+    "Label",
+    "ModelInfo",
+    "OverloadedError",
+    "Prediction",
+    "Progress",
+    "ProtocolError",
+    "Retry",
+    "Timing",
+    "UnavailableError",
+]

@@ -1,0 +1,366 @@
+"""All that both clients do, as steps: what to send next, how long to wait, what it came to.
+
+A call is a generator. It yields `Send` and `Pause`, is sent what came of each, and returns the
+result; so that nothing here is sync or async, and nothing in the clients decides anything.
+"""
+
+import contextlib
+import json
+import math
+import os
+import ssl
+import time
+import uuid
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+from typing import NoReturn, TypeVar
+from urllib.parse import quote
+
+import httpx
+
+from service.client.bodies import Body, body_of
+from service.client.errors import (
+    ConnectError,
+    DeadlineExceededError,
+    InferpoolError,
+    InputError,
+    InvalidInputError,
+    ProtocolError,
+    UnavailableError,
+    error_class,
+)
+from service.client.health import Health, health_of
+from service.client.options import ClientOptions, ManyOptions, PredictOptions
+from service.client.results import (
+    Json,
+    Prediction,
+    Reply,
+    Timing,
+    instance_error,
+    prediction_of,
+    stages_of,
+)
+from service.client.retries import Retry, RetryBudget, pause_before_retry, retry_after_s
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+_T = TypeVar("_T")
+
+_TIMEOUT_S = 30.0
+_CONNECT_TIMEOUT_S = 5.0
+_MAX_CONCURRENCY = 16
+_KEEP_ALIVE_S = 15.0
+"""An idle connection is closed before the service does (75 s by default), or a proxy."""
+_ANSWER_S = 0.1
+"""What the service's deadline is before ours, for its answer to arrive; at most a tenth."""
+_POLL_S = 0.1
+_UNSENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.ProxyError)
+"""What fails before a request has left."""
+_HOPELESS = (
+    httpx.UnsupportedProtocol,
+    httpx.TooManyRedirects,
+    httpx.LocalProtocolError,
+    httpx.DecodingError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a request and read its answer, before a moment of `time.monotonic`."""
+
+    request: httpx.Request
+    deadline: float
+
+    def check_time(self) -> None:
+        """See, while an answer comes in, that there is time left.
+
+        Raises:
+            httpx.ReadTimeout: There is none.
+        """
+        if time.monotonic() > self.deadline:
+            raise httpx.ReadTimeout("the answer did not end in time", request=self.request)
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Wait."""
+
+    duration_s: float
+
+
+Came = Reply | httpx.RequestError | None
+"""What came of a step: None of a pause."""
+Steps = Generator[Send | Pause, Came, _T]
+
+
+class Calls:
+    """The calls to one service. Any thread may use it."""
+
+    def __init__(self, url: str, options: ClientOptions) -> None:
+        """Check what was given.
+
+        Raises:
+            ValueError: It is no URL, or no key.
+        """
+        parsed = httpx.URL(url)
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            raise ValueError(f"{url!r} is no URL such as {DEFAULT_URL}")
+        self.url = url.rstrip("/")
+        retries = options.get("retries", Retry())
+        self._retry = Retry(max_attempts=1 + retries) if isinstance(retries, int) else retries
+        self._budget = RetryBudget(self._retry)
+        self._timeout_s = options.get("timeout_s", _TIMEOUT_S)
+        self._connect_timeout_s = options.get("connect_timeout_s", _CONNECT_TIMEOUT_S)
+        self.max_concurrency = options.get("max_concurrency", _MAX_CONCURRENCY)
+        if self.max_concurrency < 1:
+            raise ValueError("max_concurrency must be at least 1")
+        self.verify = _context_of(options.get("verify", True))
+        self.proxy = options.get("proxy")
+        self.limits = httpx.Limits(
+            max_connections=self.max_concurrency,
+            max_keepalive_connections=self.max_concurrency,
+            keepalive_expiry=_KEEP_ALIVE_S,
+        )
+        self._host = parsed.netloc.decode()
+        self._headers = {"User-Agent": "inferpool-client", **options.get("headers", {})}
+        if key := options.get("key"):
+            key = key.strip()
+            if not (key.isascii() and key.isprintable()):  # told here, where it is not shown
+                raise ValueError("the key has characters that no header may have")
+            self._headers["Authorization"] = f"Bearer {key}"
+
+    def predict(self, value: object, options: PredictOptions) -> Steps[Prediction]:
+        """The steps of one prediction."""
+        started = time.monotonic()
+        deadline = _deadline(started, options.get("timeout_s", self._timeout_s))
+        request_id = options.get("request_id") or uuid.uuid4().hex
+        model = options.get("model")
+        body = body_of(value, options.get("parameters"))
+        headers = self._headers_of(options, request_id)
+        path = "/predict" if model is None else f"/predict/{quote(model, safe='')}"
+        self._budget.deposit()
+        num_attempts = 0
+        while True:
+            sent = time.monotonic()
+            num_attempts += 1
+            came = yield Send(self._post(path, body, headers, deadline - sent, deadline), deadline)
+            try:
+                reply = self._reply_of(came, deadline, request_id)
+                timing = _timing(reply, sent, started)
+                return prediction_of(
+                    reply,
+                    model=model,
+                    request_id=request_id,
+                    num_attempts=num_attempts,
+                    timing=timing,
+                )
+            except InferpoolError as error:
+                error.num_attempts = num_attempts
+                _hint(error, value)
+                pause_s = pause_before_retry(
+                    error,
+                    retry=self._retry,
+                    budget=self._budget,
+                    num_attempts=num_attempts,
+                    left_s=deadline - time.monotonic(),
+                    was_sent=not isinstance(came, _UNSENT),
+                )
+            yield Pause(pause_s)
+
+    def one_of_many(self, value: object, options: ManyOptions, index: int) -> Steps[Prediction]:
+        """The steps of one prediction of several; what it comes to has its index."""
+        own = PredictOptions(as_arrays=options.get("as_arrays", False))
+        for name in ("model", "parameters", "priority", "timeout_s"):
+            if name in options:
+                own[name] = options[name]
+        return replace((yield from self.predict(value, own)), index=index)
+
+    def health(self) -> Steps[Health]:
+        """The steps of `GET /health`."""
+        return health_of((yield from self._get("/health", self._deadline())))
+
+    def is_ready(self) -> Steps[bool]:
+        """The steps of `GET /health/ready`: whether requests should be sent there."""
+        try:
+            yield from self._get("/health/ready", self._deadline())
+        except (ConnectError, UnavailableError, DeadlineExceededError):
+            return False
+        return True
+
+    def wait_until_ready(self, timeout_s: float) -> Steps[None]:
+        """The steps until `GET /health/ready` answers 200."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                yield from self._get("/health/ready", deadline)
+            except (ConnectError, UnavailableError) as error:
+                pause_s = max(_POLL_S, min(error.retry_after_s or 0.0, 1.0))
+                if not error.is_retryable or time.monotonic() + pause_s >= deadline:
+                    error.add_note(f"the service was not ready in {timeout_s:g} s")
+                    raise
+            else:
+                return
+            yield Pause(pause_s)
+
+    def _get(self, path: str, deadline: float) -> Steps[Reply]:
+        request_id = uuid.uuid4().hex
+        request = httpx.Request(
+            "GET",
+            self.url + path,
+            headers={**self._headers, "X-Request-ID": request_id},
+            extensions={"timeout": _Timeouts(deadline, self._connect_timeout_s)},
+        )
+        return self._reply_of((yield Send(request, deadline)), deadline, request_id)
+
+    def _post(
+        self, path: str, body: Body, headers: dict[str, str], left_s: float, deadline: float
+    ) -> httpx.Request:
+        told = dict(headers)
+        if left_s < math.inf:
+            left_ms = int((left_s - min(_ANSWER_S, left_s / 10)) * 1e3)
+            told["X-Timeout-Ms"] = str(max(1, left_ms))
+        return httpx.Request(
+            "POST",
+            self.url + path,
+            params=body.query or None,
+            headers={"Host": self._host, **told, **body.headers},
+            stream=body,
+            extensions={"timeout": _Timeouts(deadline, self._connect_timeout_s)},
+        )
+
+    def _headers_of(self, options: PredictOptions, request_id: str) -> dict[str, str]:
+        headers = {**self._headers, "X-Request-ID": request_id}
+        if options.get("as_arrays"):
+            headers["Accept"] = "application/safetensors"
+        if (priority := options.get("priority")) is not None:
+            headers["X-Priority"] = str(priority)
+        if traceparent := options.get("traceparent"):
+            headers["traceparent"] = traceparent
+        return headers
+
+    def _reply_of(self, came: Came, deadline: float, request_id: str) -> Reply:
+        """What came, if it is an answer of status 200.
+
+        Raises:
+            InferpoolError: It is not.
+        """
+        if isinstance(came, httpx.RequestError):
+            _raise_from(came, deadline, self.url, request_id)
+        assert came is not None, "of a pause nothing comes"
+        if came.status != 200:
+            raise _error_of(came, request_id)
+        return came
+
+    def _deadline(self) -> float:
+        return _deadline(time.monotonic(), self._timeout_s)
+
+
+class _Timeouts(dict[str, float | None]):
+    """What is left until a deadline, whenever httpx asks for the timeout of its next step."""
+
+    def __init__(self, deadline: float, connect_timeout_s: float) -> None:
+        super().__init__()
+        self._deadline = deadline
+        self._connect_timeout_s = connect_timeout_s
+
+    def get(self, name: str, default: object = None) -> float | None:
+        left_s = max(self._deadline - time.monotonic(), 1e-3)
+        if name == "connect":
+            return min(left_s, self._connect_timeout_s)
+        return None if left_s == math.inf else left_s
+
+
+def _deadline(started: float, timeout_s: float | None) -> float:
+    if timeout_s is None:
+        return math.inf
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s must be more than 0, or None: {timeout_s}")
+    return started + timeout_s
+
+
+def _context_of(verify: bool | str | ssl.SSLContext) -> bool | ssl.SSLContext:
+    if isinstance(verify, str):
+        return ssl.create_default_context(cafile=verify)
+    return verify
+
+
+def _timing(reply: Reply, sent: float, started: float) -> Timing:
+    stages = stages_of(reply.headers)
+    now = time.monotonic()
+    return Timing(
+        queue_s=stages.get("queue"),
+        preprocess_s=stages.get("preprocess"),
+        inference_s=stages.get("inference"),
+        total_s=stages.get("total"),
+        round_trip_s=now - sent,
+        elapsed_s=now - started,
+    )
+
+
+def _raise_from(error: httpx.RequestError, deadline: float, url: str, request_id: str) -> NoReturn:
+    """Raise what it means that there was no answer."""
+    message = str(error) or type(error).__name__
+    if isinstance(error, _HOPELESS):
+        raise InputError(f"this cannot be asked: {message}", request_id=request_id) from error
+    if isinstance(error, httpx.TimeoutException) and (
+        not isinstance(error, httpx.ConnectTimeout) or time.monotonic() >= deadline
+    ):
+        what = "no connection was free" if isinstance(error, httpx.PoolTimeout) else "no answer"
+        raise DeadlineExceededError(f"{what} in time", request_id=request_id) from error
+    raise ConnectError(
+        f"no answer from {url}: {message}",
+        request_id=request_id,
+        is_retryable=not _is_untrusted(error),
+    ) from error
+
+
+def _is_untrusted(error: BaseException | None) -> bool:
+    """Whether a certificate was at fault, which it will be again."""
+    while error is not None:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _error_of(reply: Reply, request_id: str) -> InferpoolError:
+    """The error that an answer tells: from its problem document, or else from its status."""
+    status = reply.status
+    problem: Json = None
+    if reply.headers.get("content-type", "").startswith("application/problem+json"):
+        with contextlib.suppress(ValueError):
+            problem = json.loads(reply.content)
+    wait_s = retry_after_s(reply.headers)
+    match problem:
+        case {"code": str(code), "detail": str(detail), "retryable": bool(is_retryable)}:
+            given = problem.get("errors", ())
+            several = [instance_error(each, i, request_id) for i, each in enumerate(given)]
+            return error_class(code, status)(
+                detail,
+                code=code,
+                status=status,
+                request_id=reply.headers.get("x-request-id", request_id),
+                is_retryable=is_retryable,
+                retry_after_s=problem.get("retry_after_s") if wait_s is None else wait_s,
+                errors=[each for each in several if each is not None],
+            )
+    start = " ".join(reply.content[:200].decode("utf-8", "replace").split())
+    if status < 400:
+        return ProtocolError(
+            f"an answer of status {status} is none of inferpool's: {start!r}",
+            status=status,
+            request_id=request_id,
+        )
+    return error_class("", status)(
+        f"what answered is no inferpool, or stands before one: {start!r}",
+        code=f"http_{status}",
+        status=status,
+        request_id=request_id,
+        retry_after_s=wait_s,
+    )
+
+
+def _hint(error: InferpoolError, value: object) -> None:
+    """Say what is likely to be meant by a text that is the name of a file."""
+    if isinstance(error, InvalidInputError) and isinstance(value, str) and os.path.exists(value):
+        error.add_note(f"a str is a text for the model; for the file: pathlib.Path({value!r})")

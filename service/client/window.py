@@ -1,0 +1,63 @@
+"""The inputs of `predict_many` that are under way, and whose result is next. Pure."""
+
+from collections import deque
+
+from service.client.errors import InferpoolError
+from service.client.options import ManyOptions, Progress
+from service.client.results import Prediction
+
+Outcome = Prediction | InferpoolError
+
+_MAX_AHEAD = 4
+"""Results that wait for an earlier one, in multiples of what may run."""
+
+
+class Window:
+    """Bounds what runs, and what waits to be handed out. One thread or task uses it."""
+
+    def __init__(self, options: ManyOptions, max_concurrency: int) -> None:
+        asked = options.get("max_concurrency", max_concurrency)
+        if asked < 1:
+            raise ValueError("max_concurrency must be at least 1")
+        self.limit = min(asked, max_concurrency)
+        self._is_ordered = options.get("is_ordered", True)
+        self._on_progress = options.get("on_progress")
+        self._ready: deque[Outcome] = deque()
+        self._early: dict[int, Outcome] = {}
+        """Behind one that is not there yet."""
+        self._next = 0
+        self._num_started = 0
+        self._num_done = 0
+        self._num_failed = 0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another input may start."""
+        running = self._num_started - self._num_done
+        return running < self.limit and running + len(self._early) < self.limit * _MAX_AHEAD
+
+    def start(self) -> int:
+        """Count an input that starts; returns its index."""
+        self._num_started += 1
+        return self._num_started - 1
+
+    def finish(self, index: int, outcome: Outcome) -> None:
+        """Take the result of an input."""
+        self._num_done += 1
+        self._num_failed += isinstance(outcome, InferpoolError)
+        if self._is_ordered:
+            self._early[index] = outcome
+            while (early := self._early.pop(self._next, None)) is not None:
+                self._ready.append(early)
+                self._next += 1
+        else:
+            self._ready.append(outcome)
+        if self._on_progress is not None:
+            running = self._num_started - self._num_done
+            self._on_progress(
+                Progress(num_done=self._num_done, num_failed=self._num_failed, num_running=running)
+            )
+
+    def take(self) -> Outcome | None:
+        """The next result to hand out, if it is there."""
+        return self._ready.popleft() if self._ready else None

@@ -1,0 +1,108 @@
+import asyncio
+import contextlib
+import itertools
+import time
+
+import pytest
+
+from service.client import AsyncClient, InferpoolError, Prediction
+from service.client.errors import InvalidInputError
+
+
+def test_results_come_in_the_order_of_the_inputs(client):
+    results = client.predict_many(range(40), model="echo", max_concurrency=3)
+    assert [each.value for each in results] == list(range(40))
+
+
+def test_results_may_come_as_they_are_there(client):
+    asked = [{"n": 1, "do": "sleep"}, *({"n": n} for n in range(2, 4))]
+    options = {"is_ordered": False, "max_concurrency": 3}
+    results = list(client.predict_many(asked, model="fault", **options))
+    assert sorted(each.index for each in results) == [0, 1, 2]
+    assert {each.index: each.value["twice"] for each in results} == {0: 2, 1: 4, 2: 6}
+
+
+def test_error_stands_in_its_place_or_is_raised(client):
+    asked = [{"n": 1}, {"n": "x"}, {"n": 3}]
+    results = list(client.predict_many(asked, model="fault", return_errors=True))
+    assert [isinstance(each, Prediction) for each in results] == [True, False, True]
+    assert [each.index for each in results] == [0, 1, 2]
+    iterator = client.predict_many(asked, model="fault")
+    assert next(iterator).value["twice"] == 2
+    with pytest.raises(InvalidInputError) as raised:
+        next(iterator)
+    assert raised.value.index == 1
+
+
+def test_no_more_inputs_are_drawn_than_there_is_room_for(client):
+    drawn = itertools.count()
+    results = client.predict_many(drawn, model="echo", max_concurrency=3)
+    taken = [next(results).value for _ in range(20)]
+    assert taken == list(range(20))
+    results.close()
+    assert next(drawn) <= 20 + 3 * 4 + 1
+
+
+def test_loop_that_is_left_gives_up_what_waits(client):
+    asked = [{"n": 1}, *[{"n": 2, "do": "sleep"}] * 100]
+    started = time.monotonic()
+    for each in client.predict_many(asked, model="fault", max_concurrency=3):
+        assert each.value["twice"] == 2
+        break
+    assert time.monotonic() - started < 5
+
+
+def test_progress_is_told_after_each_result(client):
+    told = []
+    asked = [{"n": 1}, {"n": "x"}, {"n": 3}]
+    list(client.predict_many(asked, model="fault", return_errors=True, on_progress=told.append))
+    assert [each.num_done for each in told] == [1, 2, 3]
+    assert (told[-1].num_failed, told[-1].num_running) == (1, 0)
+
+
+def test_error_of_the_inputs_themselves_is_raised(client):
+    def inputs():
+        yield 1
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        list(client.predict_many(inputs(), model="echo"))
+
+
+def test_results_are_handed_out_while_the_next_input_is_awaited(service):
+    async def main():
+        more = asyncio.Event()
+
+        async def inputs():
+            yield "first"
+            await more.wait()
+            yield "second"
+
+        async with (
+            AsyncClient(service.url) as client,
+            contextlib.aclosing(client.predict_many(inputs(), model="echo")) as results,
+        ):
+            first = await anext(results)
+            more.set()
+            return [first.value, *[each.value async for each in results]]
+
+    assert asyncio.run(main()) == ["first", "second"]
+
+
+def test_cancelled_prediction_leaves_nothing_behind(service):
+    async def main():
+        async with AsyncClient(service.url) as client:
+            asked = {"n": 1, "do": "sleep"}
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await client.predict(asked, model="fault")
+            assert (await client.predict({"n": 4}, model="fault")).value["twice"] == 8
+
+    asyncio.run(main())
+
+
+def test_no_room_at_all_is_a_mistake(client):
+    with pytest.raises(ValueError, match="at least 1"):
+        list(client.predict_many([1], max_concurrency=0))
+    with pytest.raises(InferpoolError):
+        list(client.predict_many([float("nan")]))

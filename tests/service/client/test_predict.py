@@ -1,0 +1,328 @@
+import io
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from service.client import (
+    AnswerError,
+    Client,
+    ConnectError,
+    DeadlineExceededError,
+    InputError,
+    InvalidInputError,
+    OverloadedError,
+    Prediction,
+    Retry,
+    UnavailableError,
+)
+from service.client.errors import ModelFailedError, UnknownModelError
+from tests.e2e.photos import jpeg
+from tests.e2e.running import running
+from tests.service.client.conftest import open_client
+
+
+def test_every_form_of_a_picture_has_the_same_answer(client, tmp_path: Path):
+    photo = jpeg("chelsea")
+    path = tmp_path / "cat"
+    path.write_bytes(photo)
+    expected = client.predict(path, model="classes")
+    picture = Image.open(io.BytesIO(photo))
+    array = np.asarray(picture)
+    forms = [
+        photo,
+        memoryview(photo),
+        io.BytesIO(photo),
+        picture,
+        array,
+        np.asfortranarray(array),
+        torch.from_numpy(array.copy()),
+        {"image": array},
+        {"b64": photo},
+    ]
+    for form in forms:
+        assert client.predict(form, model="classes").value == expected.value, type(form)
+    assert expected.top.label.startswith("label ")
+    assert expected.top == expected.labels[0]
+    assert [each.score for each in expected.labels] == sorted(
+        (each.score for each in expected.labels), reverse=True
+    )
+
+
+def test_picture_is_turned_as_its_exif_data_says(client, tmp_path: Path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    path = tmp_path / "turned.png"
+    Image.open(io.BytesIO(jpeg("coffee"))).resize((60, 40)).save(path, exif=exif)
+    assert client.predict(path, model="classes").value == (
+        client.predict(Image.open(path), model="classes").value
+    )
+
+
+def test_json_goes_as_one_instance_and_parameters_beside_it(client, tmp_path: Path):
+    for instance in ("a text", ["a", ["list"]], {"k": None, "x": np.arange(3)}, 1.5, None):
+        plain = {"k": None, "x": [0, 1, 2]} if isinstance(instance, dict) else instance
+        assert client.predict(instance, model="echo").value == plain
+    with pytest.raises(InvalidInputError, match="this parameter"):
+        client.predict({"n": 1}, model="fault", parameters={"fail": True})
+    (tmp_path / "one.json").write_text('{"n": 1}')
+    assert client.predict(tmp_path / "one.json", model="fault").value["twice"] == 2
+
+
+def test_parameters_go_beside_a_picture_too(client):
+    photo = jpeg("chelsea")
+    assert len(client.predict(photo, model="classes", parameters={"top_k": 2}).labels) == 2
+    with pytest.raises(InputError, match="'name'"):
+        client.predict(photo, model="classes", parameters={"name": "x"})
+
+
+def test_arrays_and_tensors_come_back_as_they_were_sent(client):
+    a, b = np.float32([[1, 2, 3], [4, 5, 6]]), torch.ones(2, 3)
+    prediction = client.predict({"a": a, "b": b}, model="pair", as_arrays=True)
+    assert prediction.arrays["sum"].tolist() == (a + 1).tolist()
+    assert prediction.arrays["half"].dtype == np.float32
+    assert prediction.tensors["half"].dtype == torch.bfloat16
+    assert (
+        prediction.tensors["half"].tolist()
+        == prediction.arrays["half"].tolist()
+        == (a / 2).tolist()
+    )
+    prediction.arrays["sum"][0, 0] = 7  # is the caller's own
+    with pytest.raises(ValueError, match="choose from"):
+        _ = prediction.array
+    for value in (
+        np.arange(6, dtype=">i8").reshape(2, 3),
+        np.array(True),
+        np.zeros((0, 3)),
+        torch.arange(3).to(torch.bfloat16),
+        torch.ones(2, 2, requires_grad=True).T,
+    ):
+        echoed = client.predict(value, model="echo", as_arrays=True)
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(echoed.tensor, value)
+            assert echoed.tensor.dtype == value.dtype
+        else:
+            assert np.array_equal(echoed.array, value)
+            assert echoed.array.shape == value.shape
+
+
+def test_large_file_is_sent_piece_by_piece(client, tmp_path: Path):
+    path = tmp_path / "large.bin"
+    path.write_bytes(b"8 bytes." + bytes(5 << 20))
+    assert client.predict(path, model="echo").value == {
+        "num_bytes": (5 << 20) + 8,
+        "head": b"8 bytes.".hex(),
+    }
+
+
+def test_prediction_says_where_its_time_went_and_how_to_find_it(client):
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    options = {"request_id": "mine-1", "traceparent": trace, "priority": 1}
+    prediction = client.predict({"n": 2, "do": "sleep"}, model="fault", **options)
+    assert (prediction.request_id, prediction.model) == ("mine-1", "fault")
+    assert prediction.headers["traceparent"].split("-")[1] == trace.split("-")[1]
+    timing = prediction.timing
+    assert timing.inference_s >= 0.3
+    assert timing.queue_s >= 0
+    assert timing.total_s >= timing.inference_s
+    assert timing.elapsed_s >= timing.round_trip_s >= timing.total_s
+    assert prediction.num_attempts == 1
+
+
+def test_errors_are_typed_and_say_what_the_service_said(client):
+    with pytest.raises(UnknownModelError, match="no model is called 'nope'") as raised:
+        client.predict("x", model="nope")
+    assert (raised.value.status, raised.value.code) == (404, "unknown_model")
+    with pytest.raises(ModelFailedError) as raised:
+        client.predict({"n": 1, "do": "raise"}, model="fault", request_id="mine-2")
+    error = raised.value
+    assert (error.status, error.code, error.is_retryable) == (500, "model_error", False)
+    assert (error.request_id, error.num_attempts) == ("mine-2", 1)
+    with pytest.raises(AnswerError, match="request mine-3"):
+        client.predict({"n": None}, model="fault", request_id="mine-3")
+
+
+def test_text_that_names_a_file_is_told_from_the_file(client):
+    with pytest.raises(InvalidInputError) as raised:
+        client.predict("README.md", model="fault")
+    assert "pathlib.Path('README.md')" in raised.value.__notes__[0]
+
+
+def test_what_cannot_be_sent_is_an_error_before_anything_is_asked(client, tmp_path: Path):
+    (tmp_path / "empty.jpg").touch()
+    (tmp_path / "broken.json").write_text("{")
+    bad = (
+        tmp_path / "missing.jpg",
+        tmp_path / "empty.jpg",
+        tmp_path / "broken.json",
+        b"",
+        io.StringIO("text"),
+        float("nan"),
+        {"x": object()},
+        np.array(["text"]),
+        torch.ones(2, dtype=torch.complex64),
+    )
+    for value in bad:
+        with pytest.raises(InputError) as raised:
+            client.predict(value)
+        assert raised.value.num_attempts == 0
+
+
+def test_instances_that_fail_are_errors_in_their_places(client, tmp_path: Path):
+    path = tmp_path / "several.json"
+    path.write_text(json.dumps({"instances": [{"n": 1}, {"n": 2, "do": "raise"}, {"n": 3}]}))
+    prediction = client.predict(path, model="fault")
+    first, failed, last = prediction.predictions
+    assert (first["twice"], last["twice"]) == (2, 6)
+    assert isinstance(failed, ModelFailedError)
+    assert failed.index == 1
+    assert prediction.errors == [failed]
+    assert not prediction.is_whole
+    with pytest.raises(ModelFailedError):
+        prediction.raise_for_errors()
+    with pytest.raises(ValueError, match="3 predictions"):
+        _ = prediction.value
+    path.write_text(json.dumps({"instances": [{"n": 1, "do": "raise"}, {"n": "x"}]}))
+    with pytest.raises(ModelFailedError) as raised:
+        client.predict(path, model="fault")
+    assert [(each.code, each.index) for each in raised.value.errors] == [
+        ("model_error", 0),
+        ("invalid_input", 1),
+    ]
+
+
+def test_answer_that_looks_like_an_error_is_an_answer(client):
+    echoed = {"error": {"code": "invalid_input", "message": "mine", "status": 422}}
+    assert client.predict(echoed, model="echo").value == echoed
+
+
+def test_deadline_is_kept(client):
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceededError):
+        client.predict({"n": 1, "do": "sleep"}, model="fault", timeout_s=0.1)
+    assert time.monotonic() - started < 0.3  # the model's own time
+    for timeout_s in (0, -1):
+        with pytest.raises(ValueError, match="timeout_s"):
+            client.predict({"n": 1}, timeout_s=timeout_s)
+
+
+def test_overload_is_waited_out_as_the_service_asks(client):
+    """Seven at a time, for a worker that holds two and a queue of three."""
+    asked = [{"n": n, "do": "sleep"} for n in range(7)]
+    results = list(client.predict_many(asked, model="fault"))
+    assert [each.value["twice"] for each in results] == [2 * n for n in range(7)]
+    late = [each for each in results if each.num_attempts > 1]
+    assert late
+    assert all(each.timing.elapsed_s >= 1 for each in late)  # Retry-After is in whole seconds
+
+
+def test_overload_is_told_at_once_where_waiting_is_of_no_use(service):
+    asked = [{"n": n, "do": "sleep"} for n in range(7)]
+    with Client(service.url, retries=0) as client:
+        results = list(client.predict_many(asked, model="fault", return_errors=True))
+    refused = [each for each in results if isinstance(each, OverloadedError)]
+    assert refused
+    assert all(each.retry_after_s >= 1 and each.num_attempts == 1 for each in refused)
+    assert [each.index for each in results] == list(range(7))
+
+
+def test_worker_that_dies_takes_one_input_with_it(client, kind):
+    before = client.predict({"n": 1}, model="fault").value["pid"]
+    deadly = {"n": len(kind), "do": "exit"}  # the other client's is in quarantine
+    asked = ({"n": 1} if n != 3 else deadly for n in range(6))
+    results = list(client.predict_many(asked, model="fault", max_concurrency=2, return_errors=True))
+    lost = [each for each in results if isinstance(each, AnswerError)]
+    assert [(each.index, each.code) for each in lost] == [(3, "worker_crashed")]
+    assert client.predict({"n": 1}, model="fault").value["pid"] != before
+
+
+def test_health_is_typed(client):
+    health = client.health()
+    assert health.is_ready
+    assert not health.is_draining
+    models = {each.name: each for each in client.models()}
+    assert set(models) == {"echo", "classes", "fault", "pair"}
+    assert [each.name for each in models["pair"].inputs] == ["a", "b"]
+    assert models["fault"].workers[0].device == "cpu"
+    assert client.is_ready()
+    client.wait_until_ready(1)
+
+
+def test_nobody_there_is_an_error_that_says_so(kind):
+    url = "http://127.0.0.1:9"  # discard: nobody listens
+    with open_client(kind, url, timeout_s=0.3) as client:
+        assert not client.is_ready()
+        with pytest.raises(ConnectError, match=r"127\.0\.0\.1") as raised:
+            client.predict("x")
+        assert raised.value.num_attempts > 1
+        assert "past the deadline" in raised.value.__notes__[0]
+        with pytest.raises(ConnectError) as raised:
+            client.wait_until_ready(0.2)
+        assert "not ready in 0.2 s" in raised.value.__notes__[0]
+
+
+def test_service_may_come_up_and_leave_under_load():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    patient = Retry(max_attempts=1000, max_backoff_s=0.2)
+    with running("echo", "--replicas", "1", port=port, ready=False) as service:
+        with Client(url, retries=patient) as client:
+            prediction = client.predict("early")
+            assert (prediction.value, prediction.num_attempts > 1) == ("early", True)
+        with Client(url, retries=0) as client:
+            results = client.predict_many(range(10**9), max_concurrency=4, return_errors=True)
+            assert next(results).value == 0
+            service.signal(signal.SIGTERM)
+            while isinstance(last := next(results), Prediction):
+                assert last.value == last.index
+            results.close()
+        assert isinstance(last, ConnectError | UnavailableError)
+        assert service.wait() == 0
+
+
+def test_client_imports_nothing_of_the_service():
+    code = "import sys, service.client; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    assert not loaded & {
+        "torch",
+        "numpy",
+        "PIL",
+        "fastapi",
+        "uvicorn",
+        "pydantic",
+        "models",
+        "workers",
+    }
+    ours = {name for name in done.stdout.split() if name.startswith("service.")}
+    assert all(name.startswith("service.client") for name in ours)
+
+
+def test_key_is_never_shown():
+    with pytest.raises(ValueError, match="key") as raised:
+        Client(key="geheim\nX-More: 1")
+    assert "geheim" not in str(raised.value)
+    with Client(key="geheim") as client:
+        assert "geheim" not in repr(client)
+
+
+def test_url_that_is_none_is_refused():
+    for url in ("localhost:8000", "ftp://x", "http://"):
+        with pytest.raises(ValueError, match="no URL"):
+            Client(url)
+
+
+def test_unavailable_error_is_the_base_of_given_up():
+    from service.client.errors import GivenUpError
+
+    assert issubclass(GivenUpError, UnavailableError)
+    assert not GivenUpError.is_retryable

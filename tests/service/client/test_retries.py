@@ -1,0 +1,298 @@
+"""What is tried again, when, and how often. Odd answers come from a transport that makes them."""
+
+import email.utils
+import json
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+
+from service.api.errors import TABLE, problem
+from service.client import (
+    Client,
+    ConnectError,
+    DeadlineExceededError,
+    InferpoolError,
+    OverloadedError,
+    ProtocolError,
+    Retry,
+    UnavailableError,
+)
+from service.client.errors import AnswerError, InternalError, UnauthorizedError, error_class
+from service.client.retries import RetryBudget, pause_before_retry, retry_after_s
+from tests.service.client.conftest import open_client
+
+GOOD = httpx.Response(200, json={"predictions": [1]})
+FAST = Retry(backoff_s=0.01)
+
+
+def transport_of(*answers):
+    """Answers with each in turn, or raises it; `.requests` has what was asked."""
+    left = list(answers)
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        transport.requests.append(request)
+        current = left.pop(0) if len(left) > 1 else left[0]
+        if isinstance(current, Exception):
+            raise current
+        return httpx.Response(current.status_code, headers=current.headers, content=current.content)
+
+    transport = httpx.MockTransport(answer)
+    transport.requests = []
+    return transport
+
+
+def refusal(status: int, **headers: str) -> httpx.Response:
+    return httpx.Response(status, headers=headers, text="<html>no</html>")
+
+
+def test_every_error_of_the_service_has_a_type_here():
+    for cls, kind in TABLE.items():
+        if kind.status in (405, 409, 414, 431, 499):
+            continue  # nothing here can ask for these
+        status, headers, body = problem(cls("because"), "id-1", "/predict")
+        answer = httpx.Response(status, headers=headers, content=body)
+        with (
+            Client(transport=transport_of(answer), retries=0) as client,
+            pytest.raises(InferpoolError, match="because") as raised,
+        ):
+            client.predict("x")
+        error = raised.value
+        assert type(error) is error_class(cls.code, status)
+        assert type(error).code == error.code == cls.code
+        assert (error.status, error.is_retryable) == (status, kind.is_retryable)
+        assert type(error).is_retryable == kind.is_retryable
+        assert error.request_id
+
+
+@pytest.mark.parametrize(
+    ("answer", "cls"),
+    [
+        (refusal(401), UnauthorizedError),
+        (refusal(429), OverloadedError),
+        (refusal(502), UnavailableError),
+        (refusal(504), DeadlineExceededError),
+        (refusal(500), InternalError),
+        (refusal(418), AnswerError),
+        (refusal(302, Location="http://elsewhere"), ProtocolError),
+        (httpx.Response(200, text="<html>log in</html>"), ProtocolError),
+        (httpx.Response(200, json={"predictions": 1}), ProtocolError),
+        (
+            httpx.Response(
+                200, content=b"\x08", headers={"content-type": "application/safetensors"}
+            ),
+            ProtocolError,
+        ),
+        (
+            httpx.Response(503, headers={"content-type": "application/problem+json"}, text="{"),
+            UnavailableError,
+        ),
+    ],
+)
+def test_answer_of_something_else_is_told_by_its_status(answer, cls):
+    with (
+        Client(transport=transport_of(answer), retries=0) as client,
+        pytest.raises(cls) as raised,
+    ):
+        client.predict("x")
+    assert type(raised.value) is cls
+
+
+def test_refusals_and_broken_connections_are_tried_again_and_failures_are_not():
+    for passing in (
+        refusal(503),
+        refusal(502),
+        refusal(429),
+        httpx.ConnectError("refused"),
+        httpx.RemoteProtocolError("the server disconnected"),
+        httpx.ReadError("reset"),
+    ):
+        transport = transport_of(passing, passing, GOOD)
+        with Client(transport=transport, retries=FAST) as client:
+            assert client.predict("x").num_attempts == 3
+        ids = {request.headers["x-request-id"] for request in transport.requests}
+        assert len(ids) == 1
+        assert {request.content for request in transport.requests} == {b'{"instances":["x"]}'}
+    for lasting in (refusal(500), refusal(422), refusal(504)):
+        transport = transport_of(lasting, GOOD)
+        with Client(transport=transport, retries=FAST) as client, pytest.raises(InferpoolError):
+            client.predict("x")
+        assert len(transport.requests) == 1
+
+
+def test_connection_that_broke_after_sending_is_left_alone_if_asked_to():
+    transport = transport_of(httpx.ReadError("reset"), GOOD)
+    retries = Retry(backoff_s=0.01, after_sending=False)
+    with Client(transport=transport, retries=retries) as client:
+        with pytest.raises(ConnectError) as raised:
+            client.predict("x")
+        assert "may have read it" in raised.value.__notes__[0]
+    transport = transport_of(httpx.ConnectError("refused"), GOOD)
+    with Client(transport=transport, retries=retries) as client:
+        assert client.predict("x").num_attempts == 2
+
+
+def test_service_is_told_what_is_left_of_the_time():
+    transport = transport_of(refusal(503), refusal(503), GOOD)
+    with Client(transport=transport, retries=Retry(backoff_s=0.1), timeout_s=5) as client:
+        client.predict("x")
+        first, second, third = [int(each.headers["x-timeout-ms"]) for each in transport.requests]
+        assert 4_800 <= first <= 4_900  # so that its own 504 arrives in time
+        assert first - 50 >= second
+        assert second - 100 >= third
+        client.predict("x", timeout_s=None)
+    assert "x-timeout-ms" not in transport.requests[-1].headers
+
+
+def test_retry_after_is_kept_and_never_past_the_deadline():
+    late = refusal(429, **{"Retry-After": "20"})
+    transport = transport_of(late, GOOD)
+    with Client(transport=transport, timeout_s=10) as client:
+        started = time.monotonic()
+        with pytest.raises(OverloadedError) as raised:
+            client.predict("x")
+    assert time.monotonic() - started < 5
+    assert raised.value.retry_after_s == 20
+    assert "past the deadline" in raised.value.__notes__[0]
+    error = OverloadedError("full", retry_after_s=3)
+    retry = Retry()
+    pauses = [
+        pause_before_retry(
+            error,
+            retry=retry,
+            budget=RetryBudget(retry),
+            num_attempts=num_attempts,
+            left_s=100,
+            was_sent=True,
+        )
+        for num_attempts in (1, 4, 7)
+    ]
+    assert 3.05 <= pauses[0] <= 3.1
+    assert 3.4 <= pauses[1] <= 3.8
+    assert 5.5 <= pauses[2] <= 8
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("7", 7.0), ("", None), ("soon", None), ("-1", None), ("1.5", None)],
+)
+def test_retry_after_as_a_number(value: str, expected: float | None):
+    assert retry_after_s(httpx.Headers({"Retry-After": value})) == expected
+
+
+def test_retry_after_as_a_date_goes_by_the_clock_that_wrote_it():
+    now = 1_000_000_000  # years ago, by ours
+    headers = {
+        "Retry-After": email.utils.formatdate(now + 12, usegmt=True),
+        "Date": email.utils.formatdate(now, usegmt=True),
+    }
+    assert retry_after_s(httpx.Headers(headers)) == 12
+    del headers["Date"]
+    assert retry_after_s(httpx.Headers(headers)) == 0
+
+
+def test_budget_bounds_what_a_client_adds_to_an_overload():
+    now = 0.0
+    budget = RetryBudget(Retry(budget_ratio=0.2, budget_reserve=10, budget_per_s=1), lambda: now)
+    assert sum(budget.withdraw() for _ in range(20)) == 10
+    taken = 0
+    for _ in range(100):
+        budget.deposit()
+        taken += budget.withdraw()
+    assert 19 <= taken <= 20
+    now = 5.0
+    assert sum(budget.withdraw() for _ in range(20)) in (5, 6)
+
+
+def test_spent_budget_ends_retries_of_what_reached_the_service():
+    retries = Retry(backoff_s=0.001, budget_reserve=3, budget_ratio=0, budget_per_s=0)
+    transport = transport_of(refusal(503))
+    with Client(transport=transport, retries=retries) as client:
+        with pytest.raises(UnavailableError) as raised:
+            client.predict("x")
+        assert raised.value.num_attempts == 4
+        assert "lately" in raised.value.__notes__[0]
+    transport = transport_of(httpx.ConnectError("refused"), *[httpx.ConnectError("")] * 5, GOOD)
+    with Client(transport=transport, retries=retries) as client:
+        assert client.predict("x").num_attempts == 7  # costs the service nothing
+
+
+def test_number_of_attempts_is_bounded():
+    transport = transport_of(refusal(503))
+    with (
+        Client(transport=transport, retries=Retry(max_attempts=3, backoff_s=0.001)) as client,
+        pytest.raises(UnavailableError),
+    ):
+        client.predict("x")
+    assert len(transport.requests) == 3
+
+
+def test_silent_and_trickling_servers_are_left_at_the_deadline(kind):
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"
+    for trickle in (b"", answer):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            stop = threading.Event()
+            server = threading.Thread(target=_trickle, args=(listener, trickle, stop))
+            server.start()
+            started = time.monotonic()
+            with open_client(kind, url, timeout_s=0.3) as client:
+                with pytest.raises(DeadlineExceededError) as raised:
+                    client.predict("x")
+                assert raised.value.status is None
+            assert 0.25 <= time.monotonic() - started < 1
+            stop.set()
+            server.join(5)
+
+
+def _trickle(listener: socket.socket, answer: bytes, stop: threading.Event) -> None:
+    connection, _ = listener.accept()
+    with connection:
+        connection.sendall(answer)
+        while not stop.wait(0.02):
+            try:
+                connection.sendall(b"x" if answer else b"")
+            except OSError:
+                return
+
+
+def test_untrusted_certificate_is_not_tried_again(tmp_path):
+    import ssl
+
+    from tests.certificates import make_certificate
+
+    certificate, key = make_certificate(tmp_path)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate, key)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"https://127.0.0.1:{listener.getsockname()[1]}"
+
+        def serve():
+            connection, _ = listener.accept()
+            with connection, pytest.raises(ssl.SSLError):
+                context.wrap_socket(connection, server_side=True)
+
+        server = threading.Thread(target=serve)
+        server.start()
+        with Client(url, timeout_s=5) as client, pytest.raises(ConnectError) as raised:
+            client.predict("x")
+        server.join(5)
+    assert raised.value.num_attempts == 1
+    assert "certificate" in str(raised.value).lower()
+
+
+def test_key_headers_and_model_go_along():
+    transport = transport_of(GOOD)
+    with Client(
+        "http://host/prefix/", key=" secret\n", headers={"X-Tenant": "a"}, transport=transport
+    ) as client:
+        client.predict("x", model="a b/c", priority=2, parameters={"k": 1})
+    (request,) = transport.requests
+    assert request.url.raw_path == b"/prefix/predict/a%20b%2Fc"
+    assert request.headers["authorization"] == "Bearer secret"
+    assert request.headers["x-tenant"] == "a"
+    assert request.headers["x-priority"] == "2"
+    assert request.headers["host"] == "host"
+    assert json.loads(request.content) == {"instances": ["x"], "parameters": {"k": 1}}
