@@ -13,6 +13,8 @@ from contextlib import asynccontextmanager
 from functools import partial
 from math import prod
 
+import pynvml
+
 from models.spec import Placement
 from service import logs as log_setup
 from service.admission import Admission
@@ -33,6 +35,7 @@ from service.fronts.alone import OnlyFront
 from service.fronts.fronts import Fronts
 from service.fronts.number import number_of_fronts
 from service.fronts.relay import relay_path, relayed_config
+from service.gpu_gauges import gpu_gauges
 from service.listening import StartError, edge_limits, listen, tls_context, url_of, warn_if_open
 from service.live import Live
 from service.metrics import Metrics, Reading
@@ -50,6 +53,7 @@ from service.tls import TlsError
 from workers.arena import Arena
 from workers.config import WorkerConfig
 from workers.devices import DeviceError, Host, find_host
+from workers.gpu_watch import GpuWatch
 from workers.local import LocalEngine
 from workers.memory import SharedMemoryError
 from workers.searching import search
@@ -107,6 +111,7 @@ class Service:
             raise StartError(f"{error} (arena_bytes)") from error
         self._settled = asyncio.Event()
         self._lost = asyncio.Event()
+        self._gpu_watch = GpuWatch(host.gpus, pynvml)
         metrics.gauge_source(self._read_gauges)
         self.live = Live(settings, self.pools, metrics, report=self.report, host=self._host_state)
 
@@ -133,6 +138,7 @@ class Service:
             self.pools[name] = self._make_pool(name, configs, engine)
         for pool in self.pools.values():
             pool.start()
+        self._gpu_watch.start()
         self.live.start()
         if self.settings.speed_search:
             self._speed_search.start()
@@ -163,6 +169,7 @@ class Service:
 
     async def stop(self) -> None:
         """See every worker and every front out and give the memory back."""
+        self._gpu_watch.stop()
         await self.live.stop()
         await self.operations.stop()
         await self._speed_search.stop()
@@ -248,6 +255,7 @@ class Service:
         yield Reading(name="arena_bytes", value=host.arena_bytes)
         yield Reading(name="arena_used_bytes", value=host.arena_used_bytes)
         yield from self.fronts.read_gauges()
+        yield from gpu_gauges(self._gpu_watch.vitals())
         for pool in self.pools.values():
             yield from pool.read_gauges()
 

@@ -169,11 +169,19 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "ready": ("Whether this host should be sent requests.", ()),
     "draining": ("Whether this host takes leave of its clients.", ()),
     "connections": ("Open HTTP connections.", ()),
+    "gpu_up": ("Whether the driver answers for this GPU.", ("gpu", "uuid")),
+    "gpu_memory_bytes": ("Memory of the GPU.", ("gpu", "uuid")),
+    "gpu_memory_used_bytes": ("Memory of the GPU in use, by whomever.", ("gpu", "uuid")),
+    "gpu_utilization_ratio": ("Share of the time in which the GPU was at work.", ("gpu", "uuid")),
+    "gpu_temperature_celsius": ("Temperature of the GPU.", ("gpu", "uuid")),
+    "gpu_power_watts": ("What the GPU takes.", ("gpu", "uuid")),
+    "gpu_last_xid": ("The last critical error that the driver reported.", ("gpu", "uuid")),
     "front_up": ("Whether this front takes connections.", ("front",)),
     "front_connections": ("Open HTTP connections of this front.", ("front",)),
 }
 """What a source may report: help text and label names. Names get the prefix `inferpool_`."""
 COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "gpu_xid_errors": ("Critical errors that the driver reported.", ("gpu", "uuid")),
     "front_restarts": ("Fronts that ended and were started again.", ("front",)),
     "log_lines_dropped": ("Log lines lost because nobody read them in time.", ()),
 }

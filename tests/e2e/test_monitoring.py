@@ -31,7 +31,7 @@ VARIABLES = {
     "$instance": ".+",
     "$model": ".+",
 }
-OF_OTHER_HOSTS = re.compile(r"DCGM_|_rank_|ALERTS")
+OF_OTHER_HOSTS = re.compile("_gpu_|_rank_|ALERTS")
 """GPUs, split models and alerts, of which the service here has none."""
 OF_PROMETHEUS_ALONE = {"step", "titleFormat", "textFormat", "tagKeys", "useValueForTime"}
 """Fields of an annotation that Grafana's schema leaves to the data source."""
