@@ -335,6 +335,7 @@ def make_app(service: Service, predict: Predict, guard: Guard) -> App:
         guard=guard,
         cors=make_cors(service.settings),
         docs=service.settings.docs,
+        page=service.settings.page,
         lifespan=lifespan,
     )
     app.predict = predict

@@ -100,7 +100,12 @@ class Console:
             example: A command to try; empty where none is known.
         """
         names = ", ".join(models)
-        facts = {"docs": f"{url}/docs", "health": f"{url}/health", "metrics": f"{url}/metrics"}
+        facts = {
+            "page": f"{url}/",
+            "docs": f"{url}/docs",
+            "health": f"{url}/health",
+            "metrics": f"{url}/metrics",
+        }
         if not self._is_terminal:
             logger.info("serving %s at %s", names, url)
             if example:

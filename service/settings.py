@@ -269,6 +269,8 @@ class Settings(_Table):
     cors_origins: Sequence[str] = ()
     """Origins whose pages may ask this host from a browser, such as `https://app.example`, or `*`
     for all (CORS). Variable and flag have commas between them. Cookies are not asked for."""
+    page: bool = True
+    """Whether the page at / is served; what it shows needs the keys of /events and /predict."""
     max_connections: Auto | PositiveInt = "auto"
     """Connections at once; `auto`: what the limit of open files allows, at most 10,000. Beyond, the
     longest idle one is closed, or the newcomer is refused with 503."""

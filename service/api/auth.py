@@ -20,6 +20,7 @@ Policy = Literal["open", "predict", "metrics", "admin"]
 
 POLICIES: Mapping[str, Policy] = {
     "/": "open",
+    "/page": "open",
     "/docs": "open",
     "/openapi.json": "open",
     "/health/live": "open",

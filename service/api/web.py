@@ -9,7 +9,7 @@ from fastapi import APIRouter, FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.routing import APIRoute
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, RedirectResponse
+from starlette.responses import HTMLResponse
 from starlette.staticfiles import StaticFiles
 from starlette.types import Lifespan, Receive, Scope, Send
 
@@ -20,6 +20,7 @@ from service.api.cors import Cors
 from service.api.errors import CALL_KEY, NotFoundError, install_error_handlers, problem_response
 from service.api.events import WAS_HEAD
 from service.api.openapi.document import INFO, complete
+from service.api.page import Page
 from service.api.page_headers import POLICY_HEADER, policy_for, with_page_headers
 from service.api.predict import Predict, is_predict, route_path
 from service.errors import ServiceError
@@ -49,6 +50,7 @@ class App(FastAPI):
         guard: Guard | None = None,
         cors: Cors | None = None,
         docs: bool = True,
+        page: bool = True,
         lifespan: Lifespan["App"] | None = None,
     ) -> None:
         """Make the application; `predict` is set once it exists, before the first call.
@@ -59,6 +61,7 @@ class App(FastAPI):
             guard: Who may ask for what; without one everyone may ask for everything.
             cors: Which pages of other origins may ask; None: none.
             docs: Whether to document it to whoever asks.
+            page: Whether to show what goes on to whoever asks, as far as keys allow it.
             lifespan: Runs around the serving, as FastAPI has it.
         """
         super().__init__(
@@ -79,6 +82,8 @@ class App(FastAPI):
             self.include_router(router)
         if docs:
             self._install_docs()
+        if page:
+            Page(docs=docs).install(self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one ASGI call."""
@@ -137,7 +142,6 @@ class App(FastAPI):
     def _install_docs(self) -> None:
         self.mount(_ASSETS_PATH, StaticFiles(directory=_assets_folder()), name="assets")
         self.add_route("/docs", self._show_docs, include_in_schema=False)
-        self.add_route("/", _go_to_docs, include_in_schema=False)
 
     async def _show_docs(self, request: Request) -> HTMLResponse:
         root = request.scope.get("root_path", "")
@@ -160,10 +164,6 @@ def _id_of(route: APIRoute) -> str:
 
 def _log_more_refusals(num: int) -> None:
     logger.warning("admin: refused %d more calls in the last second", num)
-
-
-async def _go_to_docs(_: Request) -> RedirectResponse:
-    return RedirectResponse("docs")
 
 
 def _assets_folder() -> Path:

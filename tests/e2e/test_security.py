@@ -100,7 +100,15 @@ def test_pages_bring_their_own_policy_and_name_no_server(client):
     assert "'sha256-" in policy
     assert "frame-ancestors 'none'" in policy
     assert "http" not in policy
-    for path in ("/docs", "/docs/assets/swagger-ui.css", "/openapi.json", "/nowhere", "/health"):
+    for path in (
+        "/",
+        "/page/main.js",
+        "/docs",
+        "/docs/assets/swagger-ui.css",
+        "/openapi.json",
+        "/nowhere",
+        "/health",
+    ):
         headers = client.get(path).headers
         assert headers["x-content-type-options"] == "nosniff"
         assert headers["referrer-policy"] == "no-referrer"

@@ -44,6 +44,7 @@ def test_a_terminal_gets_lines_for_people():
         "  resnet/0              cuda:0  ready in 0.4 s",
         r"  efficientnet_lite0/0  cpu     failed: no such file [bold]\n\x1b[2J",
         "Serving resnet, efficientnet_lite0 at http://127.0.0.1:8000",
+        "  page     http://127.0.0.1:8000/",
         "  docs     http://127.0.0.1:8000/docs",
         "  health   http://127.0.0.1:8000/health",
         "  metrics  http://127.0.0.1:8000/metrics",

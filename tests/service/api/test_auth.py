@@ -201,7 +201,8 @@ def test_a_route_without_a_policy_is_not_served() -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        "//metrics", "/./metrics", "/docs/../metrics", "/METRICS", "/metrics//", "/metrics;x",
+        "http://host//metrics", "/./metrics", "/docs/../metrics", "/METRICS", "/metrics//",
+        "/metrics;x",
         "/%6detrics", "/docs/%2e%2e/metrics", "/docs/assets/../../metrics", "/health/live/../",
         "/admin", "/admin/", "/admin/settings/", "/%61dmin/settings", "/metrics/", "/health/",
     ],

@@ -2,7 +2,6 @@ import re
 import subprocess
 import sys
 
-import pytest
 from fastapi import APIRouter
 
 from service.api.auth import Guard
@@ -70,12 +69,6 @@ def test_the_documentation_page_asks_no_other_host_for_anything() -> None:
     assert "://" not in page.text
     for link in links:
         assert call(app, "GET", link).status_code == 200
-
-
-@pytest.mark.parametrize("accept", ["text/html", "*/*"])
-def test_the_root_leads_to_the_documentation(accept: str) -> None:
-    response = call(make_app(), "GET", "/", headers={"accept": accept})
-    assert (response.status_code, response.headers["location"]) == (307, "docs")
 
 
 def test_the_front_end_does_not_import_torch() -> None:

@@ -1,0 +1,41 @@
+// The little that the page needs to build and keep its elements.
+
+export const $ = (id) => document.getElementById(id);
+
+/** An element with attributes (`class`, `data-x`, ...) and children; null ones are left out. */
+export function h(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value !== null && value !== undefined) element.setAttribute(name, value);
+  }
+  element.append(...children.flat().filter((child) => child !== null));
+  return element;
+}
+
+/** Sets a text, and touches nothing where it is the same: what is read aloud or selected stays. */
+export function setText(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+/** Shows items as children, one each by key; one is only made anew when its item has changed. */
+export function keep(container, items, key, make) {
+  const before = new Map([...container.children].map((child) => [child.dataset.key, child]));
+  const wanted = items.map((item) => {
+    const [name, shape] = [String(key(item)), JSON.stringify(item)];
+    const old = before.get(name);
+    if (old && old.shape === shape) return old;
+    const made = make(item);
+    made.dataset.key = name;
+    made.shape = shape;
+    return made;
+  });
+  const isSame = wanted.length === container.children.length
+    && wanted.every((child, place) => container.children[place] === child);
+  if (!isSame) container.replaceChildren(...wanted);
+}
+
+/** Facts in a row: [name, value] pairs; those without a value are left out. */
+export function showFacts(list, pairs) {
+  const shown = pairs.filter(([, value]) => value !== null && value !== undefined && value !== "");
+  keep(list, shown, ([name]) => name, ([name, value]) => h("li", {}, `${name} `, h("b", {}, value)));
+}

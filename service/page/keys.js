@@ -1,0 +1,12 @@
+// The API keys that were given in this tab. They are kept for as long as it is open.
+
+const name = (access) => `inferpool.key.${access}`;
+
+/** The headers that a call of this kind ("metrics", "predict") is sent with. */
+export function keyHeaders(access) {
+  const key = sessionStorage.getItem(name(access)) ?? sessionStorage.getItem(name("metrics"));
+  return key === null ? {} : { Authorization: `Bearer ${key}` };
+}
+
+export const setKey = (access, key) => sessionStorage.setItem(name(access), key);
+export const forgetKey = (access) => sessionStorage.removeItem(name(access));

@@ -1,0 +1,94 @@
+// What a prediction came to: labels, or JSON; where its time went; or why there is none.
+
+import { h } from "./dom.js";
+import { durationText } from "./format.js";
+
+const MAX_LABELS = 5;
+const MAX_TEXT = 20_000;
+const PARTS = [
+  ["queue", "queue"],
+  ["preprocess", "preparing"],
+  ["inference", "inference"],
+  ["rest", "rest of the service"],
+  ["network", "network and browser"],
+];
+
+/** Shows a body of /predict with what its headers say. */
+export function showAnswer(place, body, headers, tookMs) {
+  const [first] = body.predictions;
+  const times = timesOf(headers.get("server-timing"), tookMs);
+  place.replaceChildren(
+    ...(first?.error ? [problem({ ...first.error, detail: first.error.message, title: "The instance failed" })] : prediction(body.predictions)),
+    ...(times ? [h("h3", {}, "Where its time went"), ...timeline(times)] : []),
+  );
+}
+
+/** Shows a problem document (RFC 9457); with `onKey`, asks for a key as well. */
+export function showProblem(place, document, onKey = null) {
+  place.replaceChildren(problem(document), ...(onKey ? [keyForm(onKey)] : []));
+}
+
+function problem({ title, detail, code, status, request_id: id, retryAfter }) {
+  const facts = [code && `code ${code}`, status && `status ${status}`, id && `request ${id}`, retryAfter && `try again in ${retryAfter} s`];
+  return h("div", { class: "problem", role: "alert" },
+    h("strong", {}, title ?? "The prediction failed"), h("p", {}, detail ?? ""),
+    h("ul", { class: "facts" }, facts.filter(Boolean).map((fact) => h("li", {}, fact))));
+}
+
+function keyForm(onKey) {
+  const input = h("input", { type: "password", autocomplete: "off", "aria-label": "Key for predictions", placeholder: "Key for predictions", required: "" });
+  const form = h("form", { class: "row" }, input, h("button", { type: "submit" }, "Use key"));
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    onKey(input.value.trim());
+  });
+  return form;
+}
+
+function prediction(predictions) {
+  const [first] = predictions;
+  if (predictions.length === 1 && isLabels(first)) {
+    return [h("h3", {}, "Prediction"), h("ol", { class: "labels" }, first.slice(0, MAX_LABELS).map(labelled))];
+  }
+  const text = JSON.stringify(predictions.length === 1 ? first : predictions, null, 1).replace(/\n\s*(?=-?[\d\]])/g, " ");
+  const shown = text.length > MAX_TEXT ? `${text.slice(0, MAX_TEXT)} … (${text.length.toLocaleString("en")} characters)` : text;
+  return [h("h3", {}, "Prediction"), h("pre", { tabindex: "0" }, shown)];
+}
+
+const isLabels = (value) => Array.isArray(value) && value.length > 0
+  && value.every((each) => typeof each?.label === "string" && typeof each?.score === "number");
+
+function labelled({ label, score }) {
+  const fill = h("span", { class: "fill" });
+  fill.style.setProperty("--share", `${Math.min(100, Math.max(0, score * 100))}%`);
+  return h("li", {}, h("span", {}, label), h("span", {}, `${(score * 100).toFixed(1)} %`), h("div", { class: "track", "aria-hidden": "true" }, fill));
+}
+
+/** Milliseconds by part, from a Server-Timing header (W3C) and what the browser measured. */
+export function timesOf(header, tookMs) {
+  if (!header) return null;
+  const given = {};
+  for (const metric of header.split(",")) {
+    const match = /^\s*([^;\s]+).*;\s*dur=([\d.]+)/.exec(metric);
+    if (match) given[match[1]] = Number(match[2]);
+  }
+  const { queue = 0, preprocess = 0, inference = 0 } = given;
+  const total = given.total ?? queue + preprocess + inference;
+  return {
+    queue, preprocess, inference,
+    rest: Math.max(0, total - queue - preprocess - inference),
+    network: Math.max(0, tookMs - total),
+  };
+}
+
+function timeline(times) {
+  const shown = PARTS.map(([part, text]) => ({ part, text, ms: times[part] }));
+  const bar = h("div", { class: "times", "aria-hidden": "true" }, shown.map(({ part, ms }) => {
+    const piece = h("span", { "data-part": part });
+    piece.style.setProperty("--share", ms);
+    return piece;
+  }));
+  const list = h("ul", { class: "time-list" }, shown.map(({ part, text, ms }) =>
+    h("li", { "data-part": part }, text, h("b", {}, durationText(ms)))));
+  return [bar, list];
+}

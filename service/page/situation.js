@@ -1,0 +1,99 @@
+// What to say of the service as a whole: one badge, and a notice where something is the matter.
+
+import { number, plural, sum } from "./format.js";
+
+const NEAR_FULL = 0.8; // of the queue
+const RECENT = 5; // samples in which something was refused
+
+const REASONS = {
+  queue_full: "the queue is full",
+  arena_full: "the shared memory for payloads is full",
+  deadline: "their deadlines could not be met",
+  objective: "they would have been later than the objective allows",
+  draining: "the service is draining",
+  unavailable: "no worker was ready",
+  quarantined: "workers died of these inputs before",
+};
+
+/** {level, badge, title, text, list}; without a title there is nothing to tell. */
+export function situationOf(state, history) {
+  const { health, models } = state;
+  const workers = health.models.flatMap((model) => model.workers);
+  if (health.draining) {
+    const left = sum(Object.values(models).map((model) => model.in_flight));
+    return {
+      level: "warn", badge: "Draining", title: "Draining.",
+      text: `Nothing new should be sent here; ${plural(left, "instance")} still to be answered.`,
+    };
+  }
+  const lost = health.models.filter((model) => model.workers.length
+    && model.workers.every((worker) => worker.state === "failed"));
+  if (lost.length) {
+    return {
+      level: "bad", badge: lost.length === health.models.length ? "Failed" : "Degraded",
+      title: `${lost.map((model) => model.name).join(", ")} cannot be served.`,
+      text: "Every worker was given up; mend the cause and restart the model.",
+      list: lost.flatMap((model) => reasonsOf(model.workers)),
+    };
+  }
+  const waiting = workers.filter((worker) => worker.state === "starting");
+  if (health.status === "starting") {
+    return {
+      level: "idle", badge: "Starting", title: "Starting.",
+      text: `${plural(waiting.length, "worker")} of ${workers.length} still to come up.`,
+      list: reasonsOf(waiting),
+    };
+  }
+  const down = workers.filter((worker) => worker.state !== "ready");
+  if (health.status === "unavailable") {
+    return {
+      level: "bad", badge: "Unavailable", title: "Requests are turned away.",
+      text: "No worker takes batches; they are tried again with growing pauses.",
+      list: reasonsOf(down),
+    };
+  }
+  const overloaded = overloadOf(models, history);
+  if (overloaded) return overloaded;
+  if (down.length) {
+    return {
+      level: "warn", badge: "Degraded",
+      title: `${plural(down.length, "worker")} of ${workers.length} not ready.`,
+      text: "The others go on.",
+      list: reasonsOf(down),
+    };
+  }
+  const quarantined = sum(Object.values(models).map((model) => model.quarantined));
+  if (quarantined) {
+    return {
+      level: "good", badge: "Ready", noticeLevel: "warn",
+      title: `${plural(quarantined, "input")} in quarantine.`,
+      text: "Workers died of them, so they are refused for a while.",
+    };
+  }
+  return { level: "good", badge: "Ready" };
+}
+
+/** Whether much more comes than can be computed, and how that shows. */
+function overloadOf(models, history) {
+  for (const [name, model] of Object.entries(models)) {
+    const refused = {};
+    for (const moment of history.slice(-RECENT)) {
+      for (const [reason, rate] of Object.entries(moment.models[name]?.rejected_per_s ?? {})) {
+        if (reason !== "draining" && reason !== "quarantined") refused[reason] = (refused[reason] ?? 0) + rate / RECENT;
+      }
+    }
+    const [worst] = Object.entries(refused).sort(([, a], [, b]) => b - a);
+    const isNearFull = model.queue_depth >= NEAR_FULL * model.queue_limit;
+    if (!worst && !isNearFull) continue;
+    const waits = `${number(model.queue_depth)} of ${number(model.queue_limit)} places in the queue are taken.`;
+    return {
+      level: "warn", badge: "Overloaded", title: `${name} is overloaded.`,
+      text: worst ? `Some requests are refused: ${REASONS[worst[0]] ?? worst[0]}. ${waits}` : waits,
+    };
+  }
+  return null;
+}
+
+function reasonsOf(workers) {
+  return workers.slice(0, 6).map((worker) => `${worker.name}: ${worker.reason || worker.state}`);
+}

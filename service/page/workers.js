@@ -1,0 +1,64 @@
+// The workers of the chosen model, and how those before them ended.
+
+import { $, h, keep, setText } from "./dom.js";
+import { age, bytes, number, timeOfDay } from "./format.js";
+
+const LEVELS = { ready: "good", starting: "idle", stalled: "warn", backoff: "warn", failed: "bad", stopped: "idle" };
+const CAUSES = {
+  asked: "Replaced", canary: "Failed its check", device: "Device fault", exit: "Exited",
+  hang: "Hung", memory: "Out of memory", signal: "Killed", start: "Did not start",
+};
+
+export function showWorkers(workers) {
+  const ready = workers.filter((worker) => worker.state === "ready").length;
+  setText($("workers-count"), workers.length ? `${ready} of ${workers.length} ready` : "");
+  keep($("workers"), workers.map(shownOf), (worker) => worker.name, makeWorker);
+}
+
+/** What is shown of a worker, rounded, so that its element is left alone while that is the same. */
+function shownOf(worker) {
+  const facts = [worker.pid && `pid ${worker.pid}`, worker.rss_bytes && bytes(worker.rss_bytes)];
+  if (worker.speed) facts.push(worker.speed);
+  facts.push(worker.num_batches === 1 ? "1 batch" : `${number(worker.num_batches)} batches`);
+  if (worker.last_answer_age_s !== null && worker.last_answer_age_s >= 10) facts.push(`last answer ${age(worker.last_answer_age_s)} ago`);
+  if (worker.restarts) facts.push(`life ${worker.incarnation + 1}`);
+  const ranks = worker.ranks.map((rank) => ({
+    rank: rank.rank,
+    device: rank.device_name ? `${rank.device} ${rank.device_name}` : rank.device,
+    holds: [bytes(rank.rss_bytes), rank.part].filter(Boolean).join(" · "),
+  }));
+  const { name, state, device, placement } = worker;
+  const reason = state === "ready" ? "" : worker.reason;
+  return { name, state, device, placement, reason, facts: facts.filter(Boolean), ranks };
+}
+
+function makeWorker(worker) {
+  const how = worker.placement === "replicate" ? "" : ` · ${worker.placement}`;
+  return h("li", { class: "worker", "data-level": LEVELS[worker.state] ?? "idle" },
+    h("header", {},
+      h("b", {}, worker.name),
+      h("span", { class: "quiet" }, worker.device + how),
+      h("span", { class: "badge", "data-level": LEVELS[worker.state] ?? "idle" }, worker.state)),
+    worker.reason ? h("p", { class: "reason" }, worker.reason) : null,
+    h("ul", { class: "facts" }, worker.facts.map((fact) => h("li", {}, fact))),
+    worker.ranks.length
+      ? h("ul", { class: "ranks", "aria-label": "Ranks" }, worker.ranks.map((rank) => h("li", {},
+        h("b", {}, `rank ${rank.rank}`), h("span", {}, rank.device), h("span", {}, rank.holds))))
+      : null);
+}
+
+export function showRestarts(endings) {
+  setText($("restarts-count"), endings.length ? `latest ${endings.length}` : "");
+  const shown = endings.length ? endings : [null];
+  keep($("restarts"), shown, (ending) => (ending ? `${ending.worker}/${ending.incarnation}` : "none"), makeRestart);
+}
+
+function makeRestart(ending) {
+  if (ending === null) return h("li", { class: "quiet", "data-cause": "asked" }, "No worker has ended since the start.");
+  return h("li", { "data-cause": ending.cause },
+    h("div", { class: "head" },
+      h("span", { class: "cause" }, CAUSES[ending.cause] ?? ending.cause),
+      h("span", {}, `${ending.worker}, life ${ending.incarnation + 1}`),
+      h("time", { datetime: new Date(ending.time * 1000).toISOString() }, timeOfDay(ending.time))),
+    h("div", {}, ending.reason));
+}
