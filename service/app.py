@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from math import prod
+from typing import TYPE_CHECKING
 
 import pynvml
 
@@ -30,7 +31,7 @@ from service.cli_config import json_of
 from service.console import Console
 from service.dispatcher import Dispatcher
 from service.doctor.diagnosis import diagnose_quickly
-from service.endpoint import make_cors, make_guard, make_predict, server_config
+from service.endpoint import make_cors, make_guard, make_predict, make_tracer, server_config
 from service.fronts.alone import OnlyFront
 from service.fronts.fronts import Fronts
 from service.fronts.number import number_of_fronts
@@ -58,6 +59,9 @@ from workers.local import LocalEngine
 from workers.memory import SharedMemoryError
 from workers.searching import search
 from workers.supervisor import RestartPolicy
+
+if TYPE_CHECKING:
+    from service.tracing.tracer import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -282,6 +286,7 @@ def run(settings: Settings, origins: Mapping[str, str] | None = None) -> int:
         num_fronts, why = number_of_fronts(settings, host.num_cores)
         service = Service(settings, host, metrics, console, origins)
         tls = tls_context(settings)
+        tracer = make_tracer(settings)
     except (StartError, DeviceError, TlsError) as error:
         logger.critical("%s", error)
         logs.close()
@@ -290,7 +295,7 @@ def run(settings: Settings, origins: Mapping[str, str] | None = None) -> int:
     try:
         about = {"version": version_of(), "front ends": f"{num_fronts} ({why})"}
         console.started(about, host.describe(), service.plan)
-        return _serve(service, console, listener, tls, num_fronts)
+        return _serve(service, console, listener, tls, num_fronts, tracer)
     finally:
         for process in multiprocessing.active_children():
             process.kill()  # only those that a hurried shutdown has left
@@ -348,12 +353,15 @@ def _serve(
     listener: socket.socket,
     tls: ssl.SSLContext | None,
     num_fronts: int,
+    tracer: "Tracer | None",
 ) -> int:
     settings = service.settings
     url = url_of(listener, is_tls=tls is not None)
     guard = make_guard(settings)
-    predict = make_predict(service.pools, settings, guard, service.metrics.model)
+    recorder = None if tracer is None else tracer.recorder
+    predict = make_predict(service.pools, settings, guard, recorder, service.metrics.model)
     app = make_app(service, predict, guard)
+    app.tracing = recorder
     limits = edge_limits(settings, service.num_processes)
     exit_code = 0
 
@@ -434,10 +442,21 @@ def _serve(
         for task in tasks:
             task.cancel()
 
+    if tracer is not None:
+        service.metrics.gauge_source(partial(_read_traces, tracer, service))
+        tracer.start()
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
         runner.run(main())
+    if tracer is not None:
+        tracer.stop()
     console.stopped()
     return exit_code
+
+
+def _read_traces(tracer: "Tracer", service: Service) -> Iterator[Reading]:
+    ours, theirs = tracer.counts(), service.fronts.traced
+    yield Reading(name="traces_exported", value=ours[0] + theirs[0])
+    yield Reading(name="traces_dropped", value=ours[1] + theirs[1])
 
 
 def _plan(settings: Settings, host: Host, cache_dir: str | None) -> dict[str, list[WorkerConfig]]:

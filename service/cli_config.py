@@ -8,6 +8,7 @@ from typing import TextIO
 
 from service.keys import Keys
 from service.settings_loader import Key, dotted
+from service.trace_settings import TraceHeaders
 
 Row = tuple[Key, object, str]
 """Key, value, origin."""
@@ -32,7 +33,7 @@ def write_toml(rows: Sequence[Row], stream: TextIO) -> None:
         for key, value, origin in members:
             if value is None:  # TOML has no null; leaving it out means the same
                 continue
-            if isinstance(value, Keys):  # which this file may not hold
+            if isinstance(value, Keys | TraceHeaders):  # which this file may not hold
                 continue
             note = "" if origin == "default" else f"  # {origin}"
             stream.write(f"{dotted(key[-1:])} = {_toml(value)}{note}\n")
@@ -63,7 +64,7 @@ def _write_rich(cells: Sequence[tuple[str, str, str]], stream: TextIO) -> None:
 
 def cell(value: object) -> str:
     """A value on one line."""
-    if isinstance(value, Keys):
+    if isinstance(value, Keys | TraceHeaders):
         return str(value)
     return "-" if value is None else _toml(value)
 

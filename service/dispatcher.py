@@ -42,6 +42,7 @@ from service.objective import Objective
 from service.quarantine import MAX_CRASHES, Input, Quarantine
 from service.request import CallOptions, Payload, Result, Timing
 from service.schedule import Schedule
+from service.steps import Traced
 from workers.arena import Arena
 from workers.engine import WorkerHandle
 from workers.errors import WorkerLostError
@@ -88,6 +89,7 @@ class Dispatcher:
         self._objective = objective
         self._queue: Batcher[Instance] = Batcher()
         self._deadlines: Deadlines[Instance] = Deadlines(self._on_deadline, self._unsettled)
+        self._traced: Traced[Instance] = Traced()
         self._lanes = Lanes()
         self._schedule = Schedule(
             self._queue,
@@ -181,8 +183,11 @@ class Dispatcher:
             payload.headers,
             options.parameters,
             request_id,
+            options.trace,
         )
         instance = Instance(self, ref, owner, now, options)
+        if options.steps is not None:
+            self._traced.add(instance, options.steps)
         if is_suspect:
             instance.is_solo = True
             instance.num_crashes = 1
@@ -239,6 +244,8 @@ class Dispatcher:
     def on_cancelled(self, instance: Instance) -> None:
         """The caller of an instance has gone."""
         self._metrics.cancelled += 1
+        if self._traced:
+            self._traced.fail(instance, "cancelled", "nobody waits for it any more")
         self._unqueue(instance)
         self._settle(instance)
 
@@ -292,6 +299,8 @@ class Dispatcher:
     def _give(self, lane: Lane, batch: list[Instance], now: float) -> None:
         for instance in batch:
             instance.state = SENT
+        if self._traced:
+            self._traced.send(batch, lane.worker, now)
         self._lanes.give(lane, batch)
         if len(lane.batches) == 1:
             lane.begin(now, was_idle=True)
@@ -327,9 +336,13 @@ class Dispatcher:
             if self._objective:
                 self._objective.note(batch, now)
                 self._plan(self._objective, now)
+            if self._traced:
+                self._traced.compute(batch, done)
             self._settle_batch(batch, done, now)
         elif isinstance(error, WorkerLostError):
             self._lanes.detach(lane.worker)
+            if self._traced:
+                self._traced.lose(batch, str(error), now)
             self._take_back(batch, error)
         else:
             raise error
@@ -461,16 +474,22 @@ class Dispatcher:
 
     def _expire(self, instance: Instance, message: str) -> None:
         self._metrics.expired += 1
-        self._settle(instance)
-        instance.set_exception(DeadlineExceededError(message))
+        self._end(instance, DeadlineExceededError(message))
 
     def _fail(self, instance: Instance, error: ServiceError) -> None:
         self._metrics.failed += 1
+        self._end(instance, error)
+
+    def _end(self, instance: Instance, error: ServiceError) -> None:
+        if self._traced:
+            self._traced.fail(instance, error.code, error.message)
         self._settle(instance)
         instance.set_exception(error)
 
     def _settle(self, instance: Instance) -> None:
         instance.state = SETTLED
+        if self._traced:
+            self._traced.settle(instance)
         if instance.tick != NO_TICK:
             self._deadlines.discard(instance)
         metrics = self._metrics

@@ -4,19 +4,23 @@ import logging
 import ssl
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 import uvicorn
 from uvicorn.config import HTTPProtocolType, LifespanType
 
 from service.api.auth import Guard
 from service.api.body import Limits
-from service.api.call import Call, ModelEntry
+from service.api.call import Call, ModelEntry, Tracing
 from service.api.cors import Cors
 from service.api.predict import Predict
-from service.listening import BACKLOG
+from service.listening import BACKLOG, StartError
 from service.metrics import ModelMetrics
 from service.settings import Settings
 from service.sparing import Sparing
+
+if TYPE_CHECKING:
+    from service.tracing.tracer import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +43,33 @@ def make_cors(settings: Settings) -> Cors | None:
     return Cors(settings.cors_origins) if settings.cors_origins else None
 
 
+def make_tracer(settings: Settings) -> "Tracer | None":
+    """Who traces calls, if that is wanted; what it takes is imported only then.
+
+    Raises:
+        StartError: OpenTelemetry is not installed, or a file is not there.
+    """
+    if settings.trace_endpoint is None:
+        return None
+    try:
+        from service.tracing.tracer import Tracer
+    except ModuleNotFoundError as error:
+        raise StartError(
+            f"traces are to go to {settings.trace_endpoint} (trace_endpoint), and {error.name} is "
+            "not installed: pip install 'inferpool[otel]', or set OTEL_SDK_DISABLED=true"
+        ) from error
+    try:
+        return Tracer(settings)
+    except OSError as error:
+        path = settings.trace_certificate
+        raise StartError(f"trace_certificate: {path} cannot be used: {error}") from error
+
+
 def make_predict(
     models: Mapping[str, ModelEntry],
     settings: Settings,
     guard: Guard,
+    tracer: Tracing | None,
     metrics: Callable[[str], ModelMetrics],
 ) -> Predict:
     """The endpoint.
@@ -51,6 +78,7 @@ def make_predict(
         models: By name.
         settings: Its limits.
         guard: Who may call it.
+        tracer: Who traces its calls.
         metrics: Finds what counts the calls of a model.
     """
     return Predict(
@@ -66,6 +94,7 @@ def make_predict(
         ),
         guard=guard,
         cors=make_cors(settings),
+        tracing=tracer,
         on_done=recorder(metrics),
         on_access=failure_log(),
     )

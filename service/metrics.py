@@ -183,6 +183,8 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpu_xid_errors": ("Critical errors that the driver reported.", ("gpu", "uuid")),
     "front_restarts": ("Fronts that ended and were started again.", ("front",)),
+    "traces_exported": ("Traced calls that the collector has taken.", ()),
+    "traces_dropped": ("Traced calls that no collector will see: it was down, or too slow.", ()),
     "log_lines_dropped": ("Log lines lost because nobody read them in time.", ()),
 }
 """What a source may report that only ever grows. Names get the suffix `_total` besides."""

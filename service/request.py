@@ -10,6 +10,7 @@ from typing import Protocol
 import msgspec
 
 from models.spec import TensorHeader
+from service.steps import Steps
 from workers.messages import Kind, TensorBlob
 
 Buffer = bytes | bytearray | memoryview
@@ -52,6 +53,10 @@ class CallOptions(msgspec.Struct, frozen=True, gc=False):
     wants_tensors: bool = False
     parameters: bytes = b""
     """A JSON object for the model, or nothing."""
+    trace: str = ""
+    """See `ItemRef`."""
+    steps: Steps | None = None
+    """Where to note what becomes of the instance, if that is traced: then no other has these."""
 
 
 class Timing(msgspec.Struct, frozen=True, gc=False):

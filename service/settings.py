@@ -17,6 +17,7 @@ from models.spec import MAX_IMAGE_PIXELS, Placement, Split
 from models.speed.names import CHOICES
 from service.batch_sizes import AUTO_SIZE
 from service.keys import Keys
+from service.trace_settings import TraceHeaders, endpoint_of, pairs_of
 from workers.cgroups import read_limits
 from workers.config import ModelConfig, WorkerConfig
 from workers.device_names import parse_devices
@@ -246,6 +247,26 @@ class Settings(_Table):
     """The least severe log lines to write."""
     color: Literal["auto", "never"] = "auto"
     """Whether a terminal gets colours. The variable NO_COLOR means `never`."""
+    trace_endpoint: str | None = None
+    """Where traces go: an OpenTelemetry collector's URL for OTLP over HTTP, such as
+    `http://localhost:4318`; where it has no path, /v1/traces. The variable
+    OTEL_EXPORTER_OTLP_ENDPOINT sets it too. By default nothing is traced."""
+    trace_sample_ratio: float = Field(1.0, ge=0, le=1)
+    """The share of calls to trace of those whose caller has not decided; the variables
+    OTEL_TRACES_SAMPLER and OTEL_TRACES_SAMPLER_ARG set it too."""
+    trace_parent_based: bool = True
+    """Whether the `traceparent` of a call decides if it is traced."""
+    trace_service_name: str = Field("inferpool", min_length=1)
+    """What traces call this service; the variable OTEL_SERVICE_NAME sets it too."""
+    trace_resource: str = ""
+    """What else traces say of it: `deployment.environment.name=test,host.name=a`; the variable
+    OTEL_RESOURCE_ATTRIBUTES sets it too."""
+    trace_headers: TraceHeaders = TraceHeaders()
+    """Headers that the collector wants, such as a key. Only the environment gives them
+    (INFERPOOL_TRACE_HEADERS or OTEL_EXPORTER_OTLP_HEADERS, as `name=value,name=value`)."""
+    trace_certificate: str | None = None
+    """A PEM file: the authority of the collector's certificate, where the system does not know it;
+    the variable OTEL_EXPORTER_OTLP_CERTIFICATE sets it too."""
     predict_keys: Keys = Keys()
     """API keys that may ask for predictions; without any, everyone may. Only the environment
     (INFERPOOL_PREDICT_KEYS, with commas between) and the files below give keys: never this file."""
@@ -348,6 +369,17 @@ class Settings(_Table):
                     "http://localhost:3000"
                 )
         return tuple(origins)
+
+    @field_validator("trace_endpoint")
+    @classmethod
+    def _complete_endpoint(cls, endpoint: str | None) -> str | None:
+        return None if endpoint is None else endpoint_of(endpoint)
+
+    @field_validator("trace_resource")
+    @classmethod
+    def _check_resource(cls, resource: str) -> str:
+        pairs_of(resource)
+        return resource
 
     @field_validator("tls_key")
     @classmethod

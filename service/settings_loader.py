@@ -25,6 +25,7 @@ from service.settings import (
     source_hint,
 )
 from service.settings_types import expected
+from service.trace_settings import HEADER_VARIABLES, is_switched_off, told_by
 
 FILE_NAME = "inferpool.toml"
 PREFIX = "INFERPOOL_"
@@ -122,7 +123,11 @@ def load(flags: Mapping[str, str], environ: Mapping[str, str], cwd: Path) -> Loa
 
 def secret_variables(environ: Mapping[str, str]) -> list[str]:
     """The variables of an environment that hold keys, which no worker needs to see."""
-    return [name for name in environ if name.removeprefix(PREFIX).lower() in KEY_SETTINGS]
+    return [
+        name
+        for name in environ
+        if name.removeprefix(PREFIX).lower() in KEY_SETTINGS or name in HEADER_VARIABLES
+    ]
 
 
 def dotted(key: Key) -> str:
@@ -151,6 +156,11 @@ class _Draft:
                 self._problems.append(
                     f"{path}: {name}: keys do not belong in this file; name a file of their own in "
                     f"{name}_file, or set {PREFIX}{name.upper()}"
+                )
+            elif name == "trace_headers":
+                self._problems.append(
+                    f"{path}: {name}: they may hold a key, which does not belong in this file; set "
+                    f"{PREFIX}{name.upper()}"
                 )
             elif name in Settings.model_fields:
                 self._set((name,), value, origin)
@@ -193,13 +203,25 @@ class _Draft:
         if folder := environ.get("CUDA_MPS_PIPE_DIRECTORY"):
             origin = "environment CUDA_MPS_PIPE_DIRECTORY"
             self._set(("cuda_mps_pipe_directory",), folder, origin)
+        self._add_tracing(environ)
         for variable, text in environ.items():
             if not variable.startswith(PREFIX) or _is_foreign(variable, text):
                 continue
+            if variable in HEADER_VARIABLES:
+                continue  # which are secrets, and were read above
             if text:
                 self._add_variable(variable, text)
             elif variable.removeprefix(PREFIX).lower().removesuffix("_file") in KEY_SETTINGS:
                 self._problems.append(f"{variable}: is empty; to do without these keys, unset it")
+        if variable := is_switched_off(environ):
+            self._set(("trace_endpoint",), None, f"environment {variable}")
+
+    def _add_tracing(self, environ: Mapping[str, str]) -> None:
+        try:
+            for told in told_by(environ):
+                self._set((told.setting,), told.value, f"environment {told.variable}")
+        except ValueError as error:
+            self._problems.append(str(error))
 
     def _add_variable(self, variable: str, text: str) -> None:
         origin = f"environment {variable}"

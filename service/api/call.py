@@ -13,12 +13,23 @@ from service.api.body import joined
 from service.api.trace import new_ids, request_id_of, trace_of, trace_state_of
 from service.errors import ServiceError
 from service.request import CallOptions, Payload, Result
+from service.steps import Steps
 from workers.messages import Kind
 
 UNKNOWN_MODEL = "unknown"
 """The label of calls for models that are not there: any other would let clients make up labels."""
 
 DEFAULT_PRIORITY = 5
+
+
+class Tracing(Protocol):
+    """Who decides which calls are traced, and takes them when they are over."""
+
+    def begin(self, call: "Call") -> None:
+        """Set `flags`, `steps` and `trace` of a call; with `steps`, it is traced."""
+
+    def take(self, call: "Call", status: int, duration_s: float) -> None:
+        """A call with `steps` is over; never blocks."""
 
 
 class ModelEntry(Protocol):
@@ -71,6 +82,16 @@ class Call(msgspec.Struct):
     """The caller's span, where it has named one."""
     cors_lines: str = ""
     """Header lines of the answer, for the browser of a page."""
+    trace: str = ""
+    """Trace id, a hyphen and span id, if others know that trace; for the log of workers."""
+    steps: list[Steps] | None = None
+    """Of its first instances, if it is traced."""
+    error: tuple[str, str] | None = None
+    """Code and message of what it was refused with."""
+    route: str = ""
+    """Which one it took, as a pattern; empty: that of its model."""
+    status: int = 0
+    """Of an answer on another route."""
     deadline: float = 0.0
     priority: int = DEFAULT_PRIORITY
     chosen: AnswerFormat = "json"
@@ -122,7 +143,22 @@ def begin_call(
     if trace is not None:
         call.trace_id, call.parent_id, call.flags = trace
         call.trace_state = trace_state_of(found)
+        call.trace = f"{call.trace_id}-{span_id}"
     return call
+
+
+_MAX_TRACED_INSTANCES = 16
+"""Of one call: the others are counted."""
+
+
+def options_of(call: Call, parameters: bytes) -> CallOptions:
+    """What a call asks of an instance; if the call is traced, of one only."""
+    wants_tensors = call.chosen != "json"
+    steps = None
+    if call.steps is not None and len(call.steps) < _MAX_TRACED_INSTANCES:
+        steps = Steps()
+        call.steps.append(steps)
+    return CallOptions(call.deadline, call.priority, wants_tensors, parameters, call.trace, steps)
 
 
 OnDone = Callable[[str, int, float], None]

@@ -14,6 +14,7 @@ def with_call_headers(call: Call, send: Send) -> Send:
 
     async def sending(message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
+            call.status = message["status"]
             headers = list(message.get("headers", ()))
             there = {name for name, _ in headers}
             ours = pairs_of(common_lines(call, None).encode())

@@ -14,7 +14,17 @@ from typing import Any
 from service.api.answers import choose_format
 from service.api.auth import Guard
 from service.api.body import BodyPace, Decoded, Head, Limits
-from service.api.call import Call, ModelEntry, OnAccess, OnDone, WholeBody, begin_call
+from service.api.call import (
+    Call,
+    ModelEntry,
+    OnAccess,
+    OnDone,
+    Tracing,
+    WholeBody,
+    begin_call,
+    options_of,
+)
+from service.api.call_headers import with_call_headers
 from service.api.codecs import decode
 from service.api.cors import Cors
 from service.api.errors import (
@@ -53,6 +63,7 @@ class Predict:
         limits: Limits | None = None,
         guard: Guard | None = None,
         cors: Cors | None = None,
+        tracing: Tracing | None = None,
         on_done: OnDone | None = None,
         on_access: OnAccess | None = None,
     ) -> None:
@@ -64,6 +75,7 @@ class Predict:
             limits: How much a call may ask for.
             guard: Who may call; costs nothing where no key is needed.
             cors: Which pages may call; None: none, but for those of this host.
+            tracing: Who traces calls; costs nothing while it is None.
             on_done: For metrics.
             on_access: For the access log; costs nothing while it is None.
         """
@@ -72,19 +84,20 @@ class Predict:
         self.limits = limits or Limits()
         self._guard = guard if guard and guard.restricts_predict else None
         self._cors = cors
+        self._tracing = tracing
         self._on_done = on_done
         self._on_access = on_access
         self._watch = HangupWatch()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one ASGI call."""
-        if self._cors is not None:
-            headers = dict(scope["headers"])
-            if await self._cors.answer_preflight(scope["method"], headers, send):
-                return
         call = self.open(
             scope["method"], route_path(scope), scope["query_string"], scope["headers"]
         )
+        if self._cors is not None:
+            sending = with_call_headers(call, send)
+            if await self._cors.answer_preflight(call.method, call.headers, sending):
+                return
         try:
             self.check(call)
             chunks = await self._read(call, receive)
@@ -120,6 +133,8 @@ class Predict:
             call.entry = self.models.get(name)
         if self._cors is not None:
             call.cors_lines = self._cors.lines_for(call.headers.get(b"origin"))
+        if self._tracing is not None:
+            self._tracing.begin(call)
         return call
 
     def again(self, earlier: Call) -> Call:
@@ -135,6 +150,8 @@ class Predict:
         call.request_id = call.trace_id
         call.outcomes = []
         call.earlier = earlier
+        if self._tracing is not None:
+            self._tracing.begin(call)
         return call
 
     def check(self, call: Call) -> None:
@@ -192,9 +209,9 @@ class Predict:
             decoded = self._decode(call, entry, chunks)
             payloads, parameters = decoded.payloads, decoded.parameters
             if len(payloads) > 1:
-                return self._submit_all(call, entry, payloads, _options(call, parameters))
+                return self._submit_all(call, entry, payloads, parameters)
             payload = payloads[0]
-        future = entry.submit(payload, _options(call, parameters), call.request_id)
+        future = entry.submit(payload, options_of(call, parameters), call.request_id)
         call.num_instances = 1
         call.outcomes.append(future)
         return future
@@ -217,6 +234,8 @@ class Predict:
             self._on_done(call.label, status, duration_s)
         if self._on_access is not None:
             self._on_access(call, status, duration_s)
+        if call.steps is not None and self._tracing is not None:
+            self._tracing.take(call, status, duration_s)
 
     def _decode(self, call: Call, entry: ModelEntry, chunks: Sequence[Buffer]) -> Decoded:
         head = Head(call.headers, call.query, entry.inputs, self.limits)
@@ -283,17 +302,22 @@ class Predict:
             self._watch.discard(waiting)
 
     def _submit_all(
-        self, call: Call, entry: ModelEntry, payloads: Sequence[Payload], options: CallOptions
+        self, call: Call, entry: ModelEntry, payloads: Sequence[Payload], parameters: bytes
     ) -> "asyncio.Future[Any]":
         """Submit several instances; one that is refused is an error in its place."""
         outcomes = call.outcomes
         call.num_instances = len(payloads)
+        options: CallOptions | None = None
         try:
             for payload in payloads:
+                if options is None or options.steps is not None:  # which are of one alone
+                    options = options_of(call, parameters)
                 try:
                     outcomes.append(entry.submit(payload, options, call.request_id))
                 except ServiceError as error:
                     outcomes.append(error)
+                    if options.steps is not None:
+                        options.steps.code, options.steps.message = error.code, error.message
         except BaseException:
             self.abandon(call)
             raise
@@ -317,10 +341,6 @@ class Predict:
         return TooLargeError(
             f"the body has more than {self.limits.max_body_bytes} bytes, which is the limit"
         )
-
-
-def _options(call: Call, parameters: bytes) -> CallOptions:
-    return CallOptions(call.deadline, call.priority, call.chosen != "json", parameters)
 
 
 def route_path(scope: Scope) -> str:

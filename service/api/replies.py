@@ -55,6 +55,7 @@ def refusal_of(call: Call, error: Exception) -> Reply:
     if not isinstance(error, ServiceError):
         logger.error("a call failed: %r", error, exc_info=error, extra=call.log_ids())
         error = InternalError("this is a mistake of the service; its log has more")
+    call.error = error.code, error.message
     status, headers, body = problem(error, call.request_id, call.path)
     lines = _lines_of(headers)
     if isinstance(error, MethodNotAllowedError):

@@ -1,6 +1,7 @@
 """The FastAPI application: `/predict` goes past it, and the rest is its routes, docs and errors."""
 
 import logging
+import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +15,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Lifespan, Receive, Scope, Send
 
 from service.api.auth import Guard, policy_of
-from service.api.call import Call, begin_call
+from service.api.call import Call, Tracing, begin_call
 from service.api.call_headers import with_call_headers
 from service.api.cors import Cors
 from service.api.errors import CALL_KEY, NotFoundError, install_error_handlers, problem_response
@@ -74,6 +75,8 @@ class App(FastAPI):
             lifespan=lifespan,
         )
         self.predict: Predict | None = None
+        self.tracing: Tracing | None = None
+        """Traces calls to the other routes too, but only those with a `traceparent`: not probes."""
         self._guard = guard
         self._cors = cors
         self._refusals = Sparing(_log_more_refusals, most=_REFUSALS_PER_S)
@@ -96,22 +99,36 @@ class App(FastAPI):
             return
         call = begin_call(scope["method"], path, scope["query_string"], scope["headers"])
         if self._cors is not None:
-            if await self._cors.answer_preflight(call.method, call.headers, send):
+            sending = with_call_headers(call, send)
+            if await self._cors.answer_preflight(call.method, call.headers, sending):
                 return
             call.cors_lines = self._cors.lines_for(call.headers.get(b"origin"))
         scope = {**scope, CALL_KEY: call}
         send = with_call_headers(call, with_page_headers(send))
+        if self.tracing is None or not call.parent_id:
+            await self._answer(call, scope, receive, send)
+            return
+        self.tracing.begin(call)
+        try:
+            await self._answer(call, scope, receive, send)
+        finally:
+            call.route = getattr(scope.get("route"), "path", "")
+            if call.steps is not None:
+                self.tracing.take(call, call.status, time.monotonic() - call.started)
+
+    async def _answer(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a call to anything but `/predict`."""
         if self._guard is not None:
             try:
-                self._guard.check_path(path, call.headers)
+                self._guard.check_path(call.path, call.headers)
             except ServiceError as error:
                 refusal = problem_response(Request(scope), error)
-                if policy_of(path) == "admin":
+                if policy_of(call.path) == "admin":
                     self._log_refusal(scope, call, error)
                 await refusal(scope, receive, send)
                 return
         if scope["method"] == "HEAD":  # the server sends none of the body (RFC 9110, 9.3.2)
-            scope = {**scope, "method": "GET", WAS_HEAD: True}
+            scope.update({"method": "GET", WAS_HEAD: True})  # our own copy
         await super().__call__(scope, receive, send)
 
     def openapi(self) -> dict[str, object]:

@@ -13,6 +13,8 @@ class OnlyFront:
 
     used_bytes = 0
     """Of the arena, by others than the main process."""
+    traced = (0, 0)
+    """Calls traced by others: exported, and dropped."""
 
     def __init__(self) -> None:
         self.connections: Collection[object] = ()

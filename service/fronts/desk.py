@@ -32,6 +32,7 @@ from service.fronts.messages import (
 )
 from service.fronts.part import Part
 from service.request import CallOptions, Payload, Result
+from service.steps import Steps
 from workers.log_lines import log_line
 from workers.messages import LogLine
 from workers.queues import FrameError
@@ -166,6 +167,8 @@ class Desk:
             priority=ask.priority,
             wants_tensors=ask.wants_tensors,
             parameters=ask.parameters,
+            trace=ask.trace,
+            steps=Steps() if ask.is_traced else None,
         )
         try:
             instance = self._models[ask.model].submit(payload, options, ask.request_id)
@@ -176,18 +179,19 @@ class Desk:
             self._answer(Answer(ask.id, failure_of(error)))
             return
         self._instances[ask.id] = instance
-        instance.add_done_callback(partial(self._on_done, ask.id))
+        instance.add_done_callback(partial(self._on_done, ask.id, options.steps))
 
-    def _on_done(self, id: int, instance: "asyncio.Future[Result]") -> None:
+    def _on_done(self, id: int, steps: Steps | None, instance: "asyncio.Future[Result]") -> None:
         if self._instances.pop(id, None) is None:
             return  # it was given up, and nobody waits
         error = instance.exception()
         if error is not None:
-            self._answer(Answer(id, failure_of(error)))
+            self._answer(Answer(id, failure_of(error), steps=steps))
             return
         result = instance.result()
         timing = result.timing
-        self._answer(Answer(id, result.value, timing.queue_s, timing.prepare_s, timing.compute_s))
+        times = timing.queue_s, timing.prepare_s, timing.compute_s
+        self._answer(Answer(id, result.value, *times, steps))
 
     def _answer(self, answer: Answer) -> None:
         self._answers.append(answer)

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import ssl
+import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from mmap import mmap
@@ -16,7 +17,7 @@ from multiprocessing.connection import Connection
 import uvicorn
 
 from service.api.protocol import PredictProtocol
-from service.endpoint import make_guard, make_predict, server_config
+from service.endpoint import make_guard, make_predict, make_tracer, server_config
 from service.fronts.job import Job
 from service.fronts.messages import Count, Counts, Listening, MovedAway
 from service.fronts.relay import Relay
@@ -27,6 +28,7 @@ from service.tls import server_context
 from workers.arena import Slots
 from workers.guard import die_with_front_end, die_with_parent
 from workers.log_lines import LineHandler
+from workers.messages import LogLine
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +80,7 @@ class Front:
         channel: socket.socket,
     ) -> None:
         settings = job.settings
+        self._thread = threading.get_ident()
         self._family = job.family
         self._channel = channel
         self._num_taken = 0
@@ -86,8 +89,13 @@ class Front:
         self._metrics: defaultdict[str, ModelMetrics] = defaultdict(lambda: ModelMetrics(""))
         self._uplink = Uplink(reader, writer, slots, list(settings.models), self)
         self._log_up(job.log_level)
+        self._tracer = make_tracer(settings)
         predict = make_predict(
-            self._uplink.models, settings, make_guard(settings), self._metrics.__getitem__
+            self._uplink.models,
+            settings,
+            make_guard(settings),
+            None if self._tracer is None else self._tracer.recorder,
+            self._metrics.__getitem__,
         )
         self._relay = Relay(predict, job.relay_path)
         http = PredictProtocol.bound_to(predict, job.limits)
@@ -104,10 +112,14 @@ class Front:
         self._channel.setblocking(False)
         loop = asyncio.get_running_loop()
         loop.add_reader(self._channel.fileno(), self._take_connections)
+        if self._tracer is not None:
+            self._tracer.start()
         self._uplink.link.send(Listening())
         await self._server.serve(sockets=[])
         loop.remove_reader(self._channel.fileno())
         await self._relay.close()
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.stop)
         self.count(Count(0, logging.getLogger().level))
         self._uplink.link.flush()
 
@@ -127,7 +139,8 @@ class Front:
                 num_full.append((model.name, model.num_full))
                 model.num_full = 0
         num_open = len(self._server.server_state.connections)
-        counts = Counts(command.id, calls, durations, num_full, self._num_taken, num_open)
+        traced = (0, 0) if self._tracer is None else self._tracer.take_counts()
+        counts = Counts(command.id, calls, durations, num_full, self._num_taken, num_open, traced)
         self._uplink.link.send(counts)
 
     def move_away(self) -> None:
@@ -187,8 +200,16 @@ class Front:
             _loop=None,
         )
 
+    def _send_line(self, line: LogLine) -> None:
+        """Send a log line, whichever thread has logged it."""
+        if threading.get_ident() == self._thread:
+            self._uplink.link.send(line)
+        else:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._uplink.loop.call_soon_threadsafe(self._uplink.link.send, line)
+
     def _log_up(self, level: int) -> None:
         root = logging.getLogger()
-        root.handlers = [LineHandler(self._uplink.link.send)]
+        root.handlers = [LineHandler(self._send_line)]
         root.setLevel(level)
         logging.captureWarnings(True)

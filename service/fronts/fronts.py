@@ -107,6 +107,8 @@ class Fronts:
         self._doorway = Doorway(listener, self._open)
         self._tasks: list[asyncio.Task[None]] = []
         self._is_stopping = False
+        self.traced = (0, 0)
+        """Calls that they have traced: exported, and dropped."""
         self._is_hurried = False
         self._up = asyncio.Event()
 
@@ -272,3 +274,4 @@ class Fronts:
             self._metrics.model(label).error_duration.add(*errors)
         for name, num in counts.num_full:
             self._metrics.model(name).rejected["arena_full"] += num
+        self.traced = self.traced[0] + counts.traced[0], self.traced[1] + counts.traced[1]

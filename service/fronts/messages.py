@@ -5,6 +5,7 @@ import msgspec
 from models.spec import TensorHeader, TensorSpec
 from service import errors
 from service.errors import ServiceError
+from service.steps import Steps
 from workers.messages import Kind, LogLine, TensorBlob
 
 
@@ -23,6 +24,9 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, gc=False):
     request_id: str
     parameters: bytes
     headers: tuple[TensorHeader, ...]
+    trace: str
+    is_traced: bool
+    """What becomes of it is wanted with the answer."""
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
@@ -47,6 +51,8 @@ class Counts(msgspec.Struct, frozen=True, array_like=True, tag="counts"):
     """Connections that it was ever given and has taken."""
     num_open: int
     """Of those, the ones that are open."""
+    traced: tuple[int, int]
+    """Traced calls that were exported and dropped."""
 
 
 class Listening(msgspec.Struct, frozen=True, array_like=True, tag="listening"):
@@ -76,6 +82,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False):
     queue_s: float = 0.0
     prepare_s: float = 0.0
     compute_s: float = 0.0
+    steps: Steps | None = None
+    """Of one that is traced."""
 
 
 class Settled(msgspec.Struct, frozen=True, array_like=True, tag="settled"):

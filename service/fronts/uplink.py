@@ -22,6 +22,7 @@ from service.fronts.messages import (
     error_of,
 )
 from service.request import CallOptions, Payload, Result, Timing
+from service.steps import Steps
 from workers.arena import Slots
 
 if TYPE_CHECKING:
@@ -33,12 +34,13 @@ _decode = msgspec.msgpack.Decoder(FromMain).decode
 class Asked(asyncio.Future[Result]):
     """An instance that the main process has in its ledger. Cancelling it takes it out there."""
 
-    __slots__ = ("id", "uplink")
+    __slots__ = ("id", "steps", "uplink")
 
-    def __init__(self, uplink: "Uplink", id: int) -> None:
+    def __init__(self, uplink: "Uplink", id: int, steps: Steps | None) -> None:
         super().__init__(loop=uplink.loop)
         self.uplink = uplink
         self.id = id
+        self.steps = steps
 
     def cancel(self, msg: object = None) -> bool:
         """Give the instance up: nobody waits for it any more."""
@@ -141,9 +143,11 @@ class Uplink:
                 request_id,
                 options.parameters,
                 payload.headers,
+                options.trace,
+                options.steps is not None,
             )
         )
-        self._open[id] = asked = Asked(self, id)
+        self._open[id] = asked = Asked(self, id, options.steps)
         self._flush_soon()
         return asked
 
@@ -187,6 +191,8 @@ class Uplink:
             asked = self._open.pop(answer.id, None)
             if asked is None:
                 continue  # it was given up while its answer was on its way
+            if asked.steps is not None and answer.steps is not None:
+                asked.steps.take(answer.steps)
             value = answer.value
             if isinstance(value, Failure):
                 asked.set_exception(error_of(value))

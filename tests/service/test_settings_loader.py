@@ -6,7 +6,7 @@ import pytest
 from service.cli_config import write_json, write_table, write_toml
 from service.keys import read_keys
 from service.settings import ModelSettings, Settings
-from service.settings_loader import FLAGS, Loaded, SettingsError, load
+from service.settings_loader import FLAGS, Loaded, SettingsError, load, secret_variables
 
 
 @pytest.fixture
@@ -455,3 +455,50 @@ def test_a_wrong_key_is_complained_of_without_showing_it(problems, toml, environ
     (problem,) = problems(toml, environ=environ)
     assert message in problem
     assert "SECRET" not in problem
+
+
+def test_the_variables_of_opentelemetry_are_settings(tmp_path):
+    environ = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318/",
+        "OTEL_EXPORTER_OTLP_HEADERS": "Authorization=Bearer%20abc",
+        "OTEL_SERVICE_NAME": "pictures",
+        "OTEL_TRACES_SAMPLER": "traceidratio",
+        "OTEL_TRACES_SAMPLER_ARG": "0.25",
+    }
+    loaded = load({}, environ, tmp_path)
+    settings = loaded.settings
+    assert settings.trace_endpoint == "http://collector:4318/v1/traces"
+    assert settings.trace_headers.pairs == (("authorization", "Bearer abc"),)
+    assert settings.trace_service_name == "pictures"
+    assert (settings.trace_sample_ratio, settings.trace_parent_based) == (0.25, False)
+    assert origin_of(loaded, "trace_endpoint") == "environment OTEL_EXPORTER_OTLP_ENDPOINT"
+    environ |= {"INFERPOOL_TRACE_ENDPOINT": "https://other", "INFERPOOL_TRACE_SAMPLE_RATIO": "1"}
+    settings = load({}, environ, tmp_path).settings
+    assert settings.trace_endpoint == "https://other/v1/traces"
+    assert settings.trace_sample_ratio == 1
+    environ |= {"OTEL_SDK_DISABLED": "true"}
+    assert load({}, environ, tmp_path).settings.trace_endpoint is None
+
+
+def test_headers_of_the_collector_are_not_shown_and_no_worker_sees_them(tmp_path, problems):
+    environ = {"INFERPOOL_TRACE_HEADERS": "x-key=secret-value"}
+    loaded = load({}, environ, tmp_path)
+    shown = io.StringIO()
+    for write in (write_json, write_table, write_toml):
+        write(loaded.rows(), shown)
+    assert "1 hidden" in shown.getvalue()
+    assert "secret-value" not in shown.getvalue() + repr(loaded)
+    assert secret_variables(environ) == list(environ)
+    (said,) = problems(environ={"INFERPOOL_TRACE_HEADERS": "secret-value"})
+    assert said == "INFERPOOL_TRACE_HEADERS: is not of the form name=value,name=value"
+    (said,) = problems('trace_headers = "x=secret-value"')
+    assert "secret-value" not in said
+
+
+def test_what_cannot_be_said_of_traces_is_refused(problems):
+    (said,) = problems(environ={"OTEL_TRACES_SAMPLER": "sometimes"})
+    assert said.startswith("OTEL_TRACES_SAMPLER: 'sometimes' is not one of always_on")
+    environ = {"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "x"}
+    assert problems(environ=environ) == ["OTEL_TRACES_SAMPLER_ARG: 'x' is not a number"]
+    assert "is no URL such as" in problems('trace_endpoint = "localhost:4318"')[0]
+    assert "name=value" in problems('trace_resource = "a"')[0]

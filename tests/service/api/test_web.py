@@ -71,6 +71,12 @@ def test_the_documentation_page_asks_no_other_host_for_anything() -> None:
         assert call(app, "GET", link).status_code == 200
 
 
+def test_nothing_of_tracing_is_imported_before_something_is_traced() -> None:
+    script = "import service.fronts.front, sys; assert not "
+    script += "{'service.tracing', 'google.protobuf'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
 def test_the_front_end_does_not_import_torch() -> None:
     script = "import service.api.web, service.api.health, service.api.metrics, sys;" + (
         "assert not {'torch', 'torchvision', 'numpy', 'fastapi_offline'} & set(sys.modules)"

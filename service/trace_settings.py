@@ -1,0 +1,142 @@
+"""The standard variables of OpenTelemetry, as settings of ours; values of the front end.
+
+https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables/ and, for those of
+the exporter, https://opentelemetry.io/docs/specs/otel/protocol/exporter/.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+from urllib.parse import unquote, urlsplit
+
+HEADER_VARIABLES = (
+    "OTEL_EXPORTER_OTLP_HEADERS",
+    "OTEL_EXPORTER_OTLP_TRACES_HEADERS",
+    "INFERPOOL_TRACE_HEADERS",
+)
+"""Each over the one before; they may hold a collector's key."""
+TRACES_PATH = "/v1/traces"
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_DECIDES = {"always_on": 1.0, "always_off": 0.0}
+_BY_RATIO = "traceidratio"
+_PARENT_BASED = "parentbased_"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class TraceHeaders:
+    """Headers that a collector wants, which nothing that prints settings can print."""
+
+    pairs: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        """For people: how many, and no more."""
+        return f"{len(self.pairs)} hidden" if self.pairs else "none"
+
+    __repr__ = __str__
+
+
+class Told(NamedTuple):
+    """What a variable says of a setting."""
+
+    setting: str
+    value: object
+    variable: str
+
+
+def told_by(environ: Mapping[str, str]) -> Iterator[Told]:
+    """What the variables say, the decisive last.
+
+    Raises:
+        ValueError: One says what cannot be; the message begins with its name.
+    """
+    if base := environ.get("OTEL_EXPORTER_OTLP_ENDPOINT"):
+        yield Told("trace_endpoint", base.rstrip("/") + TRACES_PATH, "OTEL_EXPORTER_OTLP_ENDPOINT")
+    for variable, setting in (
+        ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "trace_endpoint"),
+        ("OTEL_EXPORTER_OTLP_CERTIFICATE", "trace_certificate"),
+        ("OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE", "trace_certificate"),
+        ("OTEL_SERVICE_NAME", "trace_service_name"),
+        ("OTEL_RESOURCE_ATTRIBUTES", "trace_resource"),
+    ):
+        if value := environ.get(variable):
+            yield Told(setting, value, variable)
+    for variable in HEADER_VARIABLES:
+        if value := environ.get(variable):
+            yield Told("trace_headers", headers_of(value, variable), variable)
+    yield from _sampling(environ)
+
+
+def is_switched_off(environ: Mapping[str, str]) -> str:
+    """The variable that says that nothing is to be traced, if there is one."""
+    if environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return "OTEL_SDK_DISABLED"
+    if environ.get("OTEL_TRACES_EXPORTER", "").lower() == "none":
+        return "OTEL_TRACES_EXPORTER"
+    return ""
+
+
+def headers_of(text: str, place: str) -> TraceHeaders:
+    """Headers as `name=value,name=value`, values percent-encoded (W3C Baggage).
+
+    Raises:
+        ValueError: They are not written so; the message holds nothing of them but the place.
+    """
+    try:
+        pairs = pairs_of(text)
+    except ValueError:
+        raise ValueError(f"{place}: is not of the form name=value,name=value") from None
+    for name, value in pairs.items():
+        if not _HEADER_NAME.fullmatch(name) or not value.isprintable() or not value.isascii():
+            raise ValueError(f"{place}: has a header that cannot be sent")
+    return TraceHeaders(tuple((name.lower(), value) for name, value in pairs.items()))
+
+
+def pairs_of(text: str) -> dict[str, str]:
+    """What `name=value,name=value` says, values percent-encoded.
+
+    Raises:
+        ValueError: It is not of that form.
+    """
+    found = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, equals, value = part.partition("=")
+        if not equals or not name.strip():
+            raise ValueError("is not of the form name=value,name=value")
+        found[name.strip()] = unquote(value.strip())
+    return found
+
+
+def endpoint_of(text: str) -> str:
+    """Where spans are posted to: a URL without a path means the path of the standard.
+
+    Raises:
+        ValueError: It is no URL of a collector.
+    """
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("is no URL such as http://localhost:4318")
+    return text if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}{TRACES_PATH}"
+
+
+def _sampling(environ: Mapping[str, str]) -> Iterator[Told]:
+    variable = "OTEL_TRACES_SAMPLER"
+    sampler = environ.get(variable, "").lower()
+    if not sampler:
+        return
+    kind = sampler.removeprefix(_PARENT_BASED)
+    if kind not in _DECIDES and kind != _BY_RATIO:
+        known = ", ".join([*_DECIDES, _BY_RATIO])
+        raise ValueError(
+            f"{variable}: {sampler[:80]!r} is not one of {known}, or one of these behind "
+            f"{_PARENT_BASED}"
+        )
+    yield Told("trace_parent_based", sampler.startswith(_PARENT_BASED), variable)
+    if kind != _BY_RATIO:
+        yield Told("trace_sample_ratio", _DECIDES[kind], variable)
+    elif argument := environ.get("OTEL_TRACES_SAMPLER_ARG"):
+        variable = "OTEL_TRACES_SAMPLER_ARG"
+        try:
+            yield Told("trace_sample_ratio", float(argument), variable)
+        except ValueError:
+            raise ValueError(f"{variable}: {argument[:80]!r} is not a number") from None

@@ -1,0 +1,72 @@
+"""Which calls are traced, and what is handed over of each when it is over. In the event loop."""
+
+from collections import deque
+from threading import Event
+
+from service.api.call import Call
+
+MAX_WAITING = 2048
+"""Calls that wait to be exported, with their headers: some MB at worst. More are dropped."""
+MAX_BATCH = 128
+"""Calls exported at once."""
+_SAMPLED, _NOT_SAMPLED = "01", "00"
+_BEYOND_ALL = "g"
+"""Sorts behind every hexadecimal digit."""
+
+
+class Ended:
+    """A call that is over."""
+
+    __slots__ = ("call", "duration_s", "status")
+
+    def __init__(self, call: Call, status: int, duration_s: float) -> None:
+        self.call = call
+        self.status = status
+        self.duration_s = duration_s
+
+
+class Recorder:
+    """Decides at the beginning of a call, and keeps it at its end for the thread that exports."""
+
+    def __init__(self, ratio: float, *, is_parent_based: bool) -> None:
+        """Begin with none.
+
+        Args:
+            ratio: Of the calls that are not decided by their caller, the share to trace. Decided
+                by the trace id, as everyone does it who samples so (OpenTelemetry, trace SDK,
+                TraceIdRatioBased), so that services agree.
+            is_parent_based: Whether callers decide where they have.
+        """
+        self._bound = _BEYOND_ALL if ratio >= 1 else f"{round(ratio * 2**64):016x}"
+        self._is_parent_based = is_parent_based
+        self.waiting: deque[Ended] = deque()
+        """Appended to here, taken from in the thread."""
+        self.wake = Event()
+        """Set when there is enough for an export."""
+        self.num_dropped = 0
+        """Calls for which there was no room."""
+
+    def begin(self, call: Call) -> None:
+        """See `Tracing`."""
+        if call.parent_id and self._is_parent_based:
+            is_sampled = call.flags[1] in "13"
+        else:
+            is_sampled = call.trace_id[16:] < self._bound
+            call.flags = _SAMPLED if is_sampled else _NOT_SAMPLED
+        if is_sampled:
+            call.steps = []
+            call.trace = f"{call.trace_id}-{call.span_id}"
+        else:
+            call.steps = None
+            if not call.parent_id:
+                call.trace = ""
+
+    def take(self, call: Call, status: int, duration_s: float) -> None:
+        """See `Tracing`."""
+        waiting = self.waiting
+        if len(waiting) >= MAX_WAITING:
+            self.num_dropped += 1
+            return
+        waiting.append(Ended(call, status, duration_s))
+        if len(waiting) == MAX_BATCH:
+            self.wake.set()

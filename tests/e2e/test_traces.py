@@ -1,0 +1,229 @@
+"""Traces of a real service, as a real collector gets them, with one front end and with two."""
+
+import itertools
+import signal
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+
+from tests.collector import Collector, attributes, collecting
+from tests.e2e.running import Running, running
+
+CALLER = "00f067aa0ba902b7"
+CONFIG = """
+[models.m]
+source = "tests.fault_model:FaultModel"
+replicas = 1
+[models.m.options]
+once = "{once}"
+"""
+SHORT = {"x-timeout-ms": "50"}
+CALLS = {
+    "succeeds": ("POST", "/predict/m", [{"n": 1}], {}),
+    "by asgi": ("POST", "/%70redict", [{"n": 1}], {}),
+    "fails": ("POST", "/predict", [{"n": 1, "do": "raise"}], {}),
+    "does not fit": ("POST", "/predict", [7], {}),
+    "comes late": ("POST", "/predict", [{"n": 1, "do": "sleep"}], SHORT),
+    "many": ("POST", "/predict", [{"n": n} for n in range(20)], {}),
+    "some fail": ("POST", "/predict", [{"n": 1}, {"n": 2, "do": "raise"}], {}),
+    "no model": ("POST", "/predict/none", [1], {}),
+    "health": ("GET", "/health", None, {}),
+    "nothing": ("GET", "/nothing", None, {}),
+    "not sampled": ("POST", "/predict", [{"n": 1}], {}),
+    "loses its worker": ("POST", "/predict", [{"n": 4, "do": "kill"}], {}),
+}
+
+
+class Traced:
+    """The calls that were made of a service, which has ended since."""
+
+    def __init__(self, service: Running, collector: Collector) -> None:
+        self.service = service
+        self.collector = collector
+        self.answers: dict[str, httpx.Response] = {}
+
+    def trace_id(self, name: str) -> str:
+        return f"{list(CALLS).index(name) + 1:032x}"
+
+    def spans(self, name: str) -> list[Span]:
+        return self.collector.of_trace(self.trace_id(name))
+
+    def root(self, name: str) -> Span:
+        (root,) = (each for each in self.spans(name) if each.kind == Span.SPAN_KIND_SERVER)
+        return root
+
+    def ask(self, name: str) -> None:
+        method, path, instances, headers = CALLS[name]
+        flags = "00" if name == "not sampled" else "01"
+        headers = {
+            **headers,
+            "traceparent": f"00-{self.trace_id(name)}-{CALLER}-{flags}",
+            "tracestate": "vendor=1",
+        }
+        body = {} if instances is None else {"json": {"instances": instances}}
+        url = httpx.URL(self.service.url + path)
+        self.answers[name] = httpx.request(method, url, headers=headers, **body)
+
+
+@pytest.fixture(scope="module", params=["1", "2"])
+def traced(request: pytest.FixtureRequest, tmp_path_factory) -> Iterator[Traced]:
+    """All calls made, and the service stopped, so that every span has come that ever will."""
+    folder = tmp_path_factory.mktemp("traces")
+    config = folder / "inferpool.toml"
+    config.write_text(CONFIG.format(once=folder / "once"))
+    with collecting() as collector:
+        env = {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url,
+            "OTEL_EXPORTER_OTLP_HEADERS": "x-key=se%20cret",
+            "OTEL_SERVICE_NAME": "pictures",
+            "OTEL_RESOURCE_ATTRIBUTES": "deployment.environment.name=test",
+            "OTEL_TRACES_SAMPLER": "parentbased_always_off",
+        }
+        arguments = ("--config", str(config), "--front-ends", request.param)
+        with running(*arguments, env=env) as service:
+            found = Traced(service, collector)
+            for name in CALLS:
+                found.ask(name)
+            service.signal(signal.SIGTERM)
+            assert service.wait() == 0
+        yield found
+
+
+def below(spans: list[Span], parent: Span) -> dict[str, Span]:
+    """The spans under one, by name, in order."""
+    return {span.name: span for span in spans if span.parent_span_id == parent.span_id}
+
+
+def about(span: Span) -> dict[str, str | int]:
+    return attributes(iter(span.attributes))
+
+
+def length_ms(span: Span) -> float:
+    return (span.end_time_unix_nano - span.start_time_unix_nano) / 1e6
+
+
+@pytest.mark.parametrize("name", ["succeeds", "by asgi"])
+def test_a_call_is_a_span_of_its_callers_trace_with_its_steps_below(traced: Traced, name: str):
+    root, spans, answer = traced.root(name), traced.spans(name), traced.answers[name]
+    assert answer.status_code == 200
+    assert answer.headers["traceparent"] == f"00-{traced.trace_id(name)}-{root.span_id.hex()}-01"
+    assert (root.parent_span_id.hex(), root.trace_state) == (CALLER, "vendor=1")
+    steps = below(spans, root)
+    assert list(steps) == ["receive", "queue", "prepare", "compute", "answer"]
+    assert len(spans) == 6
+    for earlier, later in itertools.pairwise(steps.values()):
+        assert root.start_time_unix_nano <= earlier.start_time_unix_nano
+        assert earlier.end_time_unix_nano <= later.start_time_unix_nano + 1000  # rounding
+        assert later.end_time_unix_nano <= root.end_time_unix_nano
+    timing = dict(each.split(";dur=") for each in answer.headers["server-timing"].split(", "))
+    assert length_ms(steps["compute"]) == pytest.approx(float(timing["inference"]), abs=0.02)
+    assert length_ms(steps["prepare"]) == pytest.approx(float(timing["preprocess"]), abs=0.02)
+    assert about(steps["compute"]) == {
+        "inferpool.try": 1,
+        "inferpool.worker": "m/0",
+        "inferpool.incarnation": 0,
+        "inferpool.device": "cpu",
+        "inferpool.batch_size": 1,
+    }
+
+
+def test_the_span_of_a_call_speaks_the_conventions_for_http(traced: Traced):
+    root = traced.root("succeeds")
+    url = httpx.URL(traced.service.url)
+    found = about(root)
+    assert found.pop("user_agent.original").startswith("python-httpx")
+    assert found.pop("inferpool.request_id") == traced.answers["succeeds"].headers["x-request-id"]
+    assert root.name == "POST /predict/{model}"
+    assert found == {
+        "http.request.method": "POST",
+        "http.route": "/predict/{model}",
+        "http.response.status_code": 200,
+        "url.scheme": "http",
+        "url.path": "/predict/m",
+        "server.address": url.host,
+        "server.port": url.port,
+        "inferpool.outcome": "succeeded",
+        "inferpool.model": "m",
+        "inferpool.priority": 5,
+        "inferpool.num_instances": 1,
+        "inferpool.timeout_ms": 30_000,
+    }
+    resource = traced.collector.resources[0]
+    assert resource["service.name"] == "pictures"
+    assert resource["deployment.environment.name"] == "test"
+    assert traced.collector.headers["x-key"] == "se cret"
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "code", "step", "is_error"),
+    [
+        ("fails", 500, "model_error", "compute", True),
+        ("does not fit", 422, "invalid_input", "prepare", False),
+        ("comes late", 504, "deadline_exceeded", "attempt", True),
+        ("no model", 404, "unknown_model", None, False),
+    ],
+)
+def test_what_fails_says_where_and_why(
+    traced: Traced, name: str, status: int, code: str, step: str | None, is_error: bool
+):
+    assert traced.answers[name].status_code == status
+    root = traced.root(name)
+    found = about(root)
+    assert (found["http.response.status_code"], found["error.type"]) == (status, code)
+    assert (root.status.code == Status.STATUS_CODE_ERROR) == is_error  # 4xx is the client's
+    failed = [each for each in traced.spans(name)[1:] if each.status.code]
+    assert [(each.name, about(each)["error.type"]) for each in failed] == (
+        [(step, code)] if step else []
+    )
+
+
+def test_a_retried_instance_shows_each_try(traced: Traced):
+    assert traced.answers["loses its worker"].status_code == 200
+    root, spans = traced.root("loses its worker"), traced.spans("loses its worker")
+    names = [span.name for span in spans]
+    assert names[1:] == ["receive", "queue", "attempt", "queue", "prepare", "compute", "answer"]
+    assert about(root)["inferpool.num_retries"] == 1
+    attempt, compute = spans[3], spans[6]
+    assert (about(attempt)["error.type"], about(attempt)["inferpool.incarnation"]) == (
+        "worker_lost",
+        0,
+    )
+    assert (about(compute)["inferpool.try"], about(compute)["inferpool.incarnation"]) == (2, 1)
+    assert [event.name for event in root.events] == ["worker lost"]
+
+
+def test_of_many_instances_the_first_have_spans(traced: Traced):
+    root, spans = traced.root("many"), traced.spans("many")
+    instances = [each for each in spans if each.name == "instance"]
+    assert [about(each)["inferpool.instance"] for each in instances] == list(range(16))
+    assert about(root)["inferpool.num_instances"] == 20
+    assert all(list(below(spans, each)) == ["queue", "prepare", "compute"] for each in instances)
+
+
+def test_instances_have_outcomes_of_their_own(traced: Traced):
+    instances = [each for each in traced.spans("some fail") if each.name == "instance"]
+    outcomes = [about(each)["inferpool.outcome"] for each in instances]
+    assert outcomes == ["succeeded", "model_error"]
+    assert about(traced.root("some fail"))["inferpool.outcome"] == "succeeded"
+
+
+def test_other_routes_are_traced_once_where_their_caller_is(traced: Traced):
+    assert [span.name for span in traced.spans("health")] == ["GET /health"]
+    assert [span.name for span in traced.spans("nothing")] == ["GET"]
+    assert about(traced.root("nothing"))["error.type"] == "404"
+    asked = {traced.trace_id(name) for name in CALLS}
+    assert {span.trace_id.hex() for span in traced.collector.spans} <= asked  # and no probes
+
+
+def test_what_the_caller_does_not_sample_is_not_traced(traced: Traced):
+    assert not traced.spans("not sampled")
+    assert traced.answers["not sampled"].headers["traceparent"].endswith("-00")
+
+
+def test_log_lines_about_a_call_name_its_trace_and_span(traced: Traced):
+    root = traced.root("fails")
+    ids = {"trace_id": traced.trace_id("fails"), "span_id": root.span_id.hex()}
+    lines = [line for line in traced.service.log if ids.items() <= line.items()]
+    assert {line["logger"] for line in lines} == {"workers.compute", "service.endpoint"}

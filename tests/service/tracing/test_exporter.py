@@ -1,0 +1,124 @@
+import logging
+import socket
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from service.endpoint import make_tracer
+from service.listening import StartError
+from service.settings import ModelSettings, Settings
+from service.tracing import exporter
+from service.tracing.recorder import MAX_BATCH
+from service.tracing.tracer import Tracer
+from tests.collector import Collector, collecting
+from tests.service.tracing.test_recorder import begun
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with collecting() as found:
+        yield found
+
+
+def settings_for(endpoint: str | None) -> Settings:
+    return Settings(
+        default_model="echo", models={"echo": ModelSettings(source="echo")}, trace_endpoint=endpoint
+    )
+
+
+def tracer_for(endpoint: str) -> Tracer:
+    tracer = make_tracer(settings_for(endpoint))
+    assert tracer is not None
+    return tracer
+
+
+def trace(tracer: Tracer, num: int) -> None:
+    for _ in range(num):
+        tracer.recorder.take(begun(tracer.recorder), 200, 0.1)
+
+
+def wait_until(tracer: Tracer, exported: int, dropped: int) -> None:
+    until = time.monotonic() + 20
+    while tracer.counts() != (exported, dropped):
+        assert time.monotonic() < until, tracer.counts()
+        time.sleep(0.01)
+
+
+def test_what_waits_is_exported_at_the_end(collector: Collector) -> None:
+    tracer = tracer_for(collector.url)
+    tracer.start()
+    trace(tracer, MAX_BATCH + 1)
+    tracer.stop()
+    assert tracer.counts() == (MAX_BATCH + 1, 0)
+    assert len({span.span_id for span in collector.spans}) == MAX_BATCH + 1
+
+
+def test_a_collector_that_is_busy_is_tried_again(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(exporter, "_PAUSES_S", (0.01,) * 200)
+    caplog.set_level(logging.INFO)
+    collector.status = 503
+    tracer = tracer_for(collector.url)
+    tracer.start()
+    trace(tracer, MAX_BATCH)
+    until = time.monotonic() + 20
+    while collector.num_asked < 3:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    collector.status = 200
+    wait_until(tracer, MAX_BATCH, 0)
+    tracer.stop()
+    first, last = (record.getMessage() for record in caplog.records)
+    assert first.startswith(f"traces cannot be sent to {collector.url}/v1/traces: ")
+    assert last == "traces are sent again; 0 calls were lost"
+
+
+def test_what_a_collector_does_not_take_is_lost_with_one_line_in_the_log(
+    collector: Collector, caplog: pytest.LogCaptureFixture
+) -> None:
+    collector.status = 401
+    tracer = tracer_for(collector.url)
+    tracer.start()
+    for round in (1, 2):
+        trace(tracer, MAX_BATCH)
+        wait_until(tracer, 0, round * MAX_BATCH)
+    tracer.stop()
+    assert collector.num_asked == 2  # as trying again would be of no use
+    assert ["401" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_a_collector_that_is_not_there_or_silent_does_not_hold_up_the_end(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.tracing.tracer._FLUSH_S", 0.2)
+    collector.may_answer.clear()
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        for url in (collector.url, f"http://127.0.0.1:{closed.getsockname()[1]}"):
+            tracer = tracer_for(url)
+            tracer.start()
+            began = time.monotonic()
+            trace(tracer, 3)
+            tracer.stop()
+            assert time.monotonic() - began < 2  # and not the 5 s of a request, nor its pauses
+
+
+def test_nothing_is_made_where_nothing_is_to_be_traced() -> None:
+    assert make_tracer(settings_for(None)) is None
+
+
+def test_without_the_extra_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("service.tracing.tracer", "service.tracing.exporter", "service.tracing.spans"):
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "opentelemetry.proto.resource.v1.resource_pb2", None)
+    with pytest.raises(StartError, match=r"pip install 'inferpool\[otel\]'"):
+        make_tracer(settings_for("http://localhost:4318"))
+
+
+def test_a_certificate_that_is_none_is_told_at_the_start() -> None:
+    settings = settings_for("https://h").model_copy(update={"trace_certificate": __file__})
+    with pytest.raises(StartError, match="trace_certificate: "):
+        make_tracer(settings)
