@@ -198,7 +198,11 @@ class Service:
     def report(self) -> HealthReport:
         """The state of everything, for /health."""
         return report_of(
-            self.pools, self.fronts.health(), self._speed_search, is_draining=self.is_draining
+            self.pools,
+            self.fronts.health(),
+            self._gpu_watch.vitals(),
+            self._speed_search,
+            is_draining=self.is_draining,
         )
 
     def _make_pool(self, name: str, configs: list[WorkerConfig], engine: LocalEngine) -> Pool:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from service.api.health import (
     FrontHealth,
+    GpuHealth,
     HealthReport,
     HostStatus,
     InputDescription,
@@ -18,12 +19,14 @@ from service.api.health import (
 from service.pool import Pool
 from service.speed_search import Progress, SpeedSearch
 from workers.engine import RankVitals
+from workers.gpu_watch import GpuVitals
 from workers.supervisor import Slot
 
 
 def report_of(
     pools: Mapping[str, Pool],
     fronts: Sequence[FrontHealth],
+    gpus: Sequence[GpuVitals],
     speed_search: SpeedSearch,
     *,
     is_draining: bool,
@@ -37,6 +40,7 @@ def report_of(
         draining=is_draining,
         models=models,
         fronts=fronts,
+        gpus=[_gpu_health(gpu) for gpu in gpus],
     )
 
 
@@ -100,6 +104,22 @@ def _worker_health(slot: Slot) -> WorkerHealth:
         decode=speed.decode if speed else None,
         reason=_reason(slot),
         last_ending=_last_ending(slot),
+    )
+
+
+def _gpu_health(gpu: GpuVitals) -> GpuHealth:
+    return GpuHealth(
+        index=gpu.index,
+        uuid=gpu.uuid,
+        name=gpu.name,
+        up=gpu.is_up,
+        memory_bytes=gpu.memory_bytes,
+        memory_used_bytes=gpu.used_bytes,
+        utilization=gpu.utilization,
+        temperature_c=gpu.temperature_c,
+        power_w=gpu.power_w,
+        xid_errors=gpu.num_xid_errors,
+        last_xid=gpu.last_xid,
     )
 
 

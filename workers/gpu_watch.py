@@ -28,6 +28,7 @@ class GpuVitals:
 
     index: int
     uuid: str
+    name: str
     is_up: bool
     """The driver answers for it."""
     memory_bytes: int
@@ -141,6 +142,7 @@ class GpuWatch:
         return GpuVitals(
             index=gpu.index,
             uuid=gpu.uuid,
+            name=gpu.name,
             is_up=True,
             memory_bytes=gpu.memory_bytes,
             used_bytes=used_bytes,
@@ -157,6 +159,7 @@ class GpuWatch:
         return GpuVitals(
             index=gpu.index,
             uuid=gpu.uuid,
+            name=gpu.name,
             is_up=False,
             memory_bytes=gpu.memory_bytes,
             num_xid_errors=self._num_xids[_whole(gpu)],

@@ -147,6 +147,28 @@ class FrontHealth:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GpuHealth:
+    """One GPU that workers may use, or one slice of it. What the driver does not say is null."""
+
+    index: int
+    uuid: str
+    name: str
+    up: bool
+    """The driver answers for it."""
+    memory_bytes: int
+    memory_used_bytes: int | None
+    """By all processes, this service's and others'."""
+    utilization: float | None
+    """The share of the time in which something ran on it, from 0 to 1."""
+    temperature_c: float | None
+    power_w: float | None
+    xid_errors: int
+    """Critical errors that the driver has told of since the service started."""
+    last_xid: int
+    """Which the last of them was, as NVIDIA lists them; 0 for none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HealthReport:
     """The whole service."""
 
@@ -156,6 +178,8 @@ class HealthReport:
     draining: bool
     models: Sequence[ModelHealth]
     fronts: Sequence[FrontHealth] = ()
+    gpus: Sequence[GpuHealth] = ()
+    """None on a host without, and for a moment after the start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

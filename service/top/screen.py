@@ -9,7 +9,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from service.logs import escape
-from service.top.state import Ending, Model, Percentiles, Sample, State
+from service.top.state import Ending, Gpu, Model, Percentiles, Sample, State
 from service.top.table import worker_lines
 from service.top.view import Scene, View
 from service.top.words import bars, duration, rate, size, span
@@ -97,7 +97,30 @@ def _head(url: str, state: State, on: Size, *, is_lost: bool = False) -> list[Te
         if on.width >= _NARROW:
             text = f", shared memory {share:.0%} of {size(host.arena_bytes)}"
         second.append(text, style=_NOTICE if share > 0.9 else "dim")
-    return [first, second]
+    gpus = state.health.gpus
+    return [first, second, _gpu_line(gpus)] if gpus else [first, second]
+
+
+def _gpu_line(gpus: Sequence[Gpu]) -> Text:
+    """All of them in one, with those that are in trouble by name."""
+    lost = [str(gpu.index) for gpu in gpus if not gpu.up]
+    parts = [f"{len(gpus) - len(lost)} GPU{'s' if len(gpus) - len(lost) != 1 else ''}"]
+    busy = [gpu.utilization for gpu in gpus if gpu.utilization is not None]
+    used = [gpu.memory_used_bytes for gpu in gpus if gpu.memory_used_bytes is not None]
+    heat = [gpu.temperature_c for gpu in gpus if gpu.temperature_c is not None]
+    if busy:
+        parts.append(f"{sum(busy) / len(busy):.0%} busy")
+    if used:
+        parts.append(f"{size(sum(used))} of {size(sum(gpu.memory_bytes for gpu in gpus))}")
+    if heat:
+        parts.append(f"{max(heat):.0f} C")
+    line = Text(", ".join(parts), style="dim")
+    if lost:
+        line.append(f", lost: {' '.join(lost)}", style="bold red")
+    for gpu in gpus:
+        if gpu.last_xid:
+            line.append(f", Xid {gpu.last_xid} on {gpu.index}", style="bold red")
+    return line
 
 
 def _tabs(models: Sequence[Model], chosen: int) -> Text:

@@ -95,12 +95,25 @@ class Front(msgspec.Struct):
     state: str
 
 
+class Gpu(msgspec.Struct):
+    """One GPU."""
+
+    index: int
+    up: bool
+    memory_bytes: int = 0
+    memory_used_bytes: int | None = None
+    utilization: float | None = None
+    temperature_c: float | None = None
+    last_xid: int = 0
+
+
 class Health(msgspec.Struct):
     """The whole service, as /health has it."""
 
     status: str
     models: list[Model]
     fronts: list[Front] = []
+    gpus: list[Gpu] = []
 
 
 class Host(msgspec.Struct):

@@ -5,10 +5,22 @@ from workers.gpu_watch import GpuVitals
 
 def test_a_gpu_that_is_lost_is_shown_with_what_is_known_of_it():
     lost = GpuVitals(
-        index=1, uuid="GPU-b", is_up=False, memory_bytes=80, num_xid_errors=1, last_xid=79
+        index=1,
+        uuid="GPU-b",
+        name="H100",
+        is_up=False,
+        memory_bytes=80,
+        num_xid_errors=1,
+        last_xid=79,
     )
     well = GpuVitals(
-        index=0, uuid="GPU-a", is_up=True, memory_bytes=80, used_bytes=7, utilization=0.5
+        index=0,
+        uuid="GPU-a",
+        name="H100",
+        is_up=True,
+        memory_bytes=80,
+        used_bytes=7,
+        utilization=0.5,
     )
     metrics = Metrics(["m"], {})
     metrics.gauge_source(lambda: gpu_gauges([well, lost]))

@@ -41,12 +41,26 @@ _FRONT = {
     "restarts": 0,
     "reason": "",
 }
+_GPU = {
+    "index": 0,
+    "uuid": "GPU-5f0c2a8e-3b1d-4c57-9e64-0a7d2f8b6c13",
+    "name": "NVIDIA H100 80GB HBM3",
+    "up": True,
+    "memory_bytes": 85520809984,
+    "memory_used_bytes": 7516192768,
+    "utilization": 0.37,
+    "temperature_c": 61.0,
+    "power_w": 312.5,
+    "xid_errors": 0,
+    "last_xid": 0,
+}
 _HEALTH = {
     "status": "ready",
     "ready": True,
     "draining": False,
     "models": [_MODEL],
     "fronts": [_FRONT],
+    "gpus": [_GPU],
 }
 _SAMPLE = {
     "requests_per_s": 180.0,

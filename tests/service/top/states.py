@@ -59,6 +59,7 @@ def state(
     reason: str = "",
     others: tuple[str, ...] = (),
     history: list[dict[str, Any]] | None = None,
+    gpus: tuple[dict[str, Any], ...] = (),
     **changes: Any,
 ) -> bytes:
     """One event's data: a model "resnet", and others that look alike."""
@@ -77,7 +78,7 @@ def state(
         "interval_s": 1.0,
         "uptime_s": 3700.0,
         "version": "1.2.3",
-        "health": {"status": status, "ready": is_ready, "models": models, "fronts": []},
+        "health": {"status": status, "ready": is_ready, "models": models, "gpus": gpus},
         "host": {"connections": 12, "arena_bytes": 256 << 20, "arena_used_bytes": 8 << 20},
         "models": {name: sample(**changes) for name in names},
     }

@@ -84,6 +84,18 @@ def test_every_state_fits_every_terminal(name):
             assert text.isascii() or not is_plain or "…" in text
 
 
+def test_gpus_are_summed_up_and_those_in_trouble_named():
+    gib = 1 << 30
+    well = {"memory_bytes": 80 * gib, "memory_used_bytes": 7 * gib, "utilization": 0.5}
+    gpus = (
+        {"index": 0, "up": True, "temperature_c": 61.0, **well},
+        {"index": 1, "up": True, "temperature_c": 43.0, **well, "last_xid": 31},
+        {"index": 2, "up": False, "memory_bytes": 80 * gib},
+    )
+    text = drawn(view_of(state(gpus=gpus)))
+    assert "2 GPUs, 50% busy, 14.0 GiB of 240.0 GiB, 61 C, lost: 2, Xid 31 on 1" in text
+
+
 def test_workers_that_are_not_ready_are_shown_where_there_is_room_for_few():
     text = drawn(view_of(*ODD["forty workers, one failed"]))
     assert "39      failed" in text
