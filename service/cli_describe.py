@@ -22,7 +22,15 @@ _GROUPS: Mapping[str, Sequence[str]] = {
     "Address": ("host", "port", "front_ends", "default_model"),
     "Keys, TLS and pages": (
         *("predict_keys", "predict_keys_file", "metrics_keys", "metrics_keys_file"),
-        *("admin_keys", "admin_keys_file", "tls_certificate", "tls_key", "docs", "cors_origins"),
+        *(
+            "admin_keys",
+            "admin_keys_file",
+            "tls_certificate",
+            "tls_key",
+            "page",
+            "docs",
+            "cors_origins",
+        ),
     ),
     "Limits": (
         *("max_connections", "head_timeout_s", "body_gap_s", "write_timeout_s", "max_body_bytes"),
