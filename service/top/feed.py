@@ -103,7 +103,8 @@ class Feed:
         if "WRONG_VERSION_NUMBER" in text:
             return FeedError(f"{self._url} speaks no TLS; is it http?")
         if isinstance(error, httpx.RemoteProtocolError | httpx.UnsupportedProtocol):
-            return LostError(f"{self._url} broke off ({text}); is it http, and is it https?")
+            cause = "; is it https?" if self._url.startswith("http:") else ""
+            return LostError(f"{self._url} broke off ({text}){cause}")
         if isinstance(error, httpx.ConnectError):
             return LostError(
                 f"nobody answers at {self._url} ({text}). Start a service with `inferpool serve`, "

@@ -1,0 +1,21 @@
+from types import SimpleNamespace
+
+import pytest
+
+from workers.held import Held, HeldBatches
+
+
+def test_the_oldest_batch_is_as_old_as_the_time_that_it_has_had_the_worker():
+    heartbeat = SimpleNamespace(last_received=0, progressed_at=0.0)
+    held = HeldBatches(heartbeat, batch_timeout_s=10, patience_s=1)  # type: ignore[arg-type]
+    batch = Held([], None, 10)
+    assert held.oldest_age_s(now=5.0) == 0
+    held.add(1, batch, now=5.0)
+    held.add(2, batch, now=6.0)
+    assert held.oldest_age_s(now=8.0) == 3.0
+    held.remove(1, now=8.0)
+    assert held.oldest_age_s(now=9.0) == 1.0
+    heartbeat.progressed_at = 8.75
+    assert held.oldest_age_s(now=9.0) == pytest.approx(0.25)
+    held.remove(2, now=9.0)
+    assert held.oldest_age_s(now=20.0) == 0
