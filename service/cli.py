@@ -1,4 +1,4 @@
-"""The verbs of the command `inferpool`: serve, top, doctor, tune, chaos, config, version."""
+"""The verbs of the command `inferpool`, from `serve` to `version`."""
 
 import difflib
 import errno
@@ -38,6 +38,7 @@ examples:
   inferpool serve minilm_l6                    texts to vectors
   inferpool serve my_package.nets:MyModel      a class of your own
   inferpool serve exported.pt2 --replicas 2    a torch.export archive, in two processes
+  inferpool predict photo.jpg                  ask a running service
   inferpool top                                what a service does, live
   inferpool doctor                             what would go wrong here, and what to do
   inferpool tune torchvision:resnet50          measure which settings are best here
@@ -116,6 +117,7 @@ def _parser() -> tuple[_Parser, Mapping[str, ArgumentParser]]:
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     flags = _settings_flags()
     from service.chaos.plan import add_flags as add_chaos_flags
+    from service.cli_predict import add_flags as add_predict_flags
     from service.top.plan import add_flags as add_top_flags
     from service.tune.plan import add_flags as add_tune_flags
 
@@ -129,6 +131,16 @@ def _parser() -> tuple[_Parser, Mapping[str, ArgumentParser]]:
         allow_abbrev=False,
     )
     serve.set_defaults(verb=_serve)
+    predict = verbs.add_parser(
+        "predict",
+        help="ask a running service for predictions",
+        description="Ask a running service for predictions on files or texts, and print them in "
+        "order. Exit status: 0 if there was one for each, 1 if not, 2 for wrong arguments.",
+        formatter_class=_Formatter,
+        allow_abbrev=False,
+    )
+    add_predict_flags(predict)
+    predict.set_defaults(verb=_predict)
     top = verbs.add_parser(
         "top",
         help="show what a service does, live",
@@ -216,6 +228,7 @@ def _parser() -> tuple[_Parser, Mapping[str, ArgumentParser]]:
     about.set_defaults(verb=_version)
     return parser, {
         "serve": serve,
+        "predict": predict,
         "top": top,
         "config": config,
         "doctor": doctor,
@@ -330,12 +343,24 @@ def _serve(args: Namespace) -> int:
     return run_app(loaded.settings, loaded.origins)
 
 
+def _predict(args: Namespace) -> int:
+    from service.cli_address import FlagError
+    from service.cli_predict import run as run_predict
+
+    try:
+        return run_predict(args, os.environ)
+    except FlagError as error:
+        sys.stderr.write(f"inferpool predict: {error}\n")
+        return USAGE_ERROR
+
+
 def _top(args: Namespace) -> int:
-    from service.top.plan import PlanError, plan_of
+    from service.cli_address import FlagError
+    from service.top.plan import plan_of
 
     try:
         plan = plan_of(args, os.environ)
-    except PlanError as error:
+    except FlagError as error:
         sys.stderr.write(f"inferpool top: {error}\n")
         return USAGE_ERROR
     from service.top.run import run as run_top

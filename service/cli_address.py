@@ -1,0 +1,76 @@
+"""Flags of the verbs that ask a running service: its address, a key, whose certificates to trust.
+
+Imported whenever the command's line is read, so it imports little.
+"""
+
+from argparse import ArgumentParser
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from service.keys import first_key
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+class FlagError(ValueError):
+    """The flags make no sense; the message says why."""
+
+
+def add_access_flags(parser: ArgumentParser, kind: str, key_variable: str) -> None:
+    """Add `--key-file`, `--ca-file` and `--insecure`.
+
+    Args:
+        parser: Of the verb.
+        kind: What the keys are for.
+        key_variable: Where a key is looked for if no file is named.
+    """
+    access = parser.add_argument_group("access")
+    access.add_argument(
+        "--key-file",
+        type=Path,
+        metavar="PATH",
+        help=f"send the first key in it, where the service has keys for {kind} (default: the first "
+        f"of {key_variable})",
+    )
+    access.add_argument(
+        "--ca-file", type=Path, metavar="PATH", help="trust the certificates in this PEM file"
+    )
+    access.add_argument("--insecure", action="store_true", help="trust any certificate")
+
+
+def url_of(text: str) -> str:
+    """The address of a service, without a slash at its end; `host:port` alone will do.
+
+    Raises:
+        FlagError: It is none.
+    """
+    url = text if "://" in text else f"http://{text}"
+    try:
+        parts = urlsplit(url)
+        is_sound = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # of the port
+        is_sound = False
+    if not is_sound or parts.query or parts.fragment:
+        raise FlagError(f"{text!r} is no address of a service, as {DEFAULT_URL} is one")
+    return url.rstrip("/")
+
+
+def key_of(path: Path | None, environ: Mapping[str, str], key_variable: str) -> str:
+    """The key to send, from a file or else from a variable; empty for none.
+
+    Raises:
+        FlagError: It cannot be read.
+    """
+    if path is None:
+        where, text = key_variable, environ.get(key_variable, "")
+    else:
+        where = str(path)
+        try:
+            text = path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise FlagError(f"--key-file: {path}: {error}") from error
+    try:
+        return first_key(text)
+    except ValueError as error:
+        raise FlagError(f"{where}: {error}") from error

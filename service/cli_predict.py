@@ -1,0 +1,143 @@
+"""The verb `predict`: predictions from the command line, by the client."""
+
+import json
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from service.cli_address import DEFAULT_URL, FlagError, add_access_flags, key_of, url_of
+
+if TYPE_CHECKING:
+    from service.client import InferpoolError, Prediction
+    from service.client.results import Json
+
+KEY_VARIABLE = "INFERPOOL_PREDICT_KEYS"
+_FAILED = 1
+"""The exit status where an input has no prediction."""
+_STDIN = "-"
+_NUM_LABELS = 3
+
+
+def add_flags(parser: ArgumentParser) -> None:
+    """The flags of the verb."""
+    parser.add_argument(
+        "inputs",
+        nargs="*",
+        metavar="FILE",
+        help="an image, .npy, .safetensors or .json file, or - for standard input",
+    )
+    parser.add_argument(
+        "--text", action="append", default=[], metavar="TEXT", help="a text; may be repeated"
+    )
+    parser.add_argument("--url", default=DEFAULT_URL, help=f"of the service ({DEFAULT_URL})")
+    parser.add_argument("--model", metavar="NAME", help="another model than the default one")
+    parser.add_argument(
+        "--parameter",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="for the model; the value is JSON or else a text; may be repeated",
+    )
+    parser.add_argument(
+        "--timeout-s", type=float, default=30.0, metavar="N", help="for each input (default: 30)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print a line of JSON for each input, with its timing"
+    )
+    add_access_flags(parser, "predictions", KEY_VARIABLE)
+
+
+def run(args: Namespace, environ: Mapping[str, str]) -> int:
+    """Ask for predictions on all inputs, and print them in order; returns the exit status.
+
+    Raises:
+        FlagError: The flags make no sense.
+    """
+    if not (args.inputs or args.text):
+        raise FlagError("name a file, or give a --text")
+    if not args.timeout_s > 0:
+        raise FlagError("--timeout-s: must be more than 0")
+    from service.client import Client, InferpoolError
+
+    names = [*args.inputs, *args.text]
+    inputs = [
+        sys.stdin.buffer.read() if name == _STDIN else Path(name) for name in args.inputs
+    ] + args.text
+    status = 0
+    try:
+        client = Client(
+            url_of(args.url),
+            key=key_of(args.key_file, environ, KEY_VARIABLE),
+            timeout_s=args.timeout_s,
+            verify=not args.insecure and (str(args.ca_file) if args.ca_file else True),
+        )
+    except OSError as error:
+        raise FlagError(f"--ca-file: {args.ca_file}: {error}") from error
+    with client:
+        results = client.predict_many(
+            inputs, model=args.model, parameters=_parameters(args.parameter), return_errors=True
+        )
+        for name, result in zip(names, results, strict=True):
+            failures = [result] if isinstance(result, InferpoolError) else result.errors
+            status = _FAILED if failures else status
+            if args.json:
+                sys.stdout.write(json.dumps(_document(name, result)) + "\n")
+                continue
+            for failure in failures:
+                sys.stderr.write(f"inferpool predict: {name}: {failure}\n")
+            if not isinstance(result, InferpoolError):
+                said = [_told(each) for each in result.predictions if each not in failures]
+                sys.stdout.writelines(f"{name}: {each}\n" for each in said)
+    return status
+
+
+def _parameters(texts: Sequence[str]) -> dict[str, object]:
+    parameters: dict[str, object] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not (name and equals):
+            raise FlagError(f"--parameter: {text!r} is no NAME=VALUE")
+        try:
+            parameters[name] = json.loads(value)
+        except ValueError:
+            parameters[name] = value
+    return parameters
+
+
+def _document(name: str, result: "Prediction | InferpoolError") -> dict[str, object]:
+    from service.client import InferpoolError
+
+    if isinstance(result, InferpoolError):
+        return {"input": name, "error": _error(result), "request_id": result.request_id}
+    timing = result.timing
+    return {
+        "input": name,
+        "predictions": [
+            {"error": _error(each)} if isinstance(each, InferpoolError) else each
+            for each in result.predictions
+        ],
+        "request_id": result.request_id,
+        "timing": {
+            "queue_s": timing.queue_s,
+            "preprocess_s": timing.preprocess_s,
+            "inference_s": timing.inference_s,
+            "total_s": timing.total_s,
+            "round_trip_s": timing.round_trip_s,
+        },
+        "num_attempts": result.num_attempts,
+    }
+
+
+def _error(error: "InferpoolError") -> dict[str, object]:
+    return {"code": error.code, "message": error.detail, "status": error.status}
+
+
+def _told(value: "Json") -> str:
+    """A prediction for people: the best labels of a classifier, or else its JSON."""
+    match value:
+        case [{"label": str(), "score": float()}, *_]:
+            best = value[:_NUM_LABELS]
+            return ", ".join(f"{each['label']} {each['score']:.2f}" for each in best)
+    return json.dumps(value, ensure_ascii=False)

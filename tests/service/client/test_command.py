@@ -1,0 +1,60 @@
+"""`inferpool predict`, which is the client on the command line."""
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from service.cli import run
+from tests.e2e.photos import jpeg
+
+
+def test_predictions_are_printed_in_order(service, tmp_path: Path, capsys):
+    for name in ("chelsea", "coffee"):
+        (tmp_path / name).write_bytes(jpeg(name))
+    files = [str(tmp_path / name) for name in ("chelsea", "coffee", "missing")]
+    address = service.url.removeprefix("http://")
+    assert run(["predict", *files, "--url", address, "--model", "classes"]) == 1
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == files[:2]
+    assert all("label " in line for line in lines)
+    assert "missing" in err
+    assert "Traceback" not in err
+
+
+def test_json_has_what_a_script_needs(service, capsys):
+    arguments = ["predict", "--text", "one", "--text", "two", "--url", service.url, "--json"]
+    assert run([*arguments, "--model", "echo"]) == 0
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (first["input"], first["predictions"]) == ("one", ["one"])
+    assert second["predictions"] == ["two"]
+    assert first["timing"]["total_s"] > 0
+    assert run([*arguments, "--model", "fault", "--parameter", "fail=1"]) == 1
+    document = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert document["error"]["code"] == "invalid_input"
+    assert document["error"]["status"] == 422
+
+
+def test_standard_input_is_an_input(service, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"12345678 and more")))
+    assert run(["predict", "-", "--url", service.url, "--model", "echo"]) == 0
+    assert capsys.readouterr().out == '-: {"num_bytes": 17, "head": "3132333435363738"}\n'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name a file"),
+        (["x", "--url", "ftp://x"], "no address"),
+        (["x", "--parameter", "k"], "no NAME=VALUE"),
+        (["x", "--timeout-s", "0"], "more than 0"),
+        (["x", "--key-file", "nowhere"], "nowhere"),
+        (["x", "--ca-file", "nowhere"], "nowhere"),
+    ],
+)
+def test_wrong_flags_are_told_and_exit_2(arguments, message, capsys):
+    assert run(["predict", *arguments]) == 2
+    assert message in capsys.readouterr().err
