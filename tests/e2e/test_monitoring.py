@@ -31,8 +31,8 @@ VARIABLES = {
     "$instance": ".+",
     "$model": ".+",
 }
-OF_OTHER_HOSTS = re.compile("_gpu_|_rank_|ALERTS")
-"""GPUs, split models and alerts, of which the service here has none."""
+OF_OTHER_HOSTS = re.compile("_gpu_|_rank_|_traces_|ALERTS")
+"""GPUs, split models, traces and alerts, of which the service here has none."""
 OF_PROMETHEUS_ALONE = {"step", "titleFormat", "textFormat", "tagKeys", "useValueForTime"}
 """Fields of an annotation that Grafana's schema leaves to the data source."""
 
