@@ -42,6 +42,10 @@ _GROUPS: Mapping[str, Sequence[str]] = {
         "keep_alive_s",
     ),
     "Logs": ("log_format", "log_level", "color"),
+    "Traces": (
+        *("trace_endpoint", "trace_sample_ratio", "trace_parent_based", "trace_service_name"),
+        *("trace_resource", "trace_headers", "trace_certificate"),
+    ),
     "This machine": (
         "cache_dir",
         "speed_search",

@@ -8,6 +8,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic.fields import FieldInfo
 
 from service.keys import Keys
+from service.trace_settings import TraceHeaders
 
 
 def expected(field: FieldInfo) -> str:
@@ -29,6 +30,8 @@ def _expected_of(annotation: object, metadata: Sequence[object]) -> str:
         return "a text in quotes that is not empty"
     if annotation is Keys:
         return "keys"
+    if annotation is TraceHeaders:
+        return "headers"
     if origin is Sequence:
         return "a list of texts"
     if annotation not in (int, float):
