@@ -55,8 +55,9 @@ def make_tracer(settings: Settings) -> "Tracer | None":
         from service.tracing.tracer import Tracer
     except ModuleNotFoundError as error:
         raise StartError(
-            f"traces are to go to {settings.trace_endpoint} (trace_endpoint), and {error.name} is "
-            "not installed: pip install 'inferpool[otel]', or set OTEL_SDK_DISABLED=true"
+            f"traces are to go to {settings.trace_endpoint} (trace_endpoint), and what that takes "
+            f"is not installed ({error.name}): pip install 'inferpool[otel]', or set "
+            "OTEL_SDK_DISABLED=true"
         ) from error
     try:
         return Tracer(settings)

@@ -552,6 +552,10 @@ def test_a_page_may_read_its_answers_if_its_origin_is_allowed() -> None:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
                 assert head.startswith("http/1.1 204")
                 assert head.count("access-control-") == allowed
+                assert all(
+                    head.count(f"\r\n{name}: ") == 1
+                    for name in ("x-request-id", "traceparent", "server-timing")
+                )
                 assert "credentials" not in head
 
     cors = Cors(["https://app.example"])

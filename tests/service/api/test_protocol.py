@@ -351,7 +351,10 @@ def test_beyond_the_limit_a_newcomer_is_turned_away_while_all_others_are_at_work
                 async with bench.connect() as (reader, _):
                     status, headers, body = await read_answer(reader)
                     assert (status, headers["retry-after"]) == (503, "1")
-                    assert json.loads(body)["code"] == "unavailable"
+                    assert {"traceparent", "server-timing"} <= set(headers)
+                    problem = json.loads(body)
+                    assert problem["code"] == "unavailable"
+                    assert problem["request_id"] == headers["x-request-id"]
                     assert await reader.read() == b""
             bench.model.futures[0].set_result(result(b"1"))
             assert (await read_answer(one))[0] == 200

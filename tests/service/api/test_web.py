@@ -100,4 +100,5 @@ def test_pages_of_allowed_origins_may_ask_the_other_routes_too() -> None:
     assert "Authorization" in may.headers["access-control-allow-headers"]
     for answer in (may, call(app, "GET", "/health", headers=page)):
         assert answer.headers.get_list("access-control-allow-origin") == ["https://app.example"]
+        assert len(answer.headers.get_list("server-timing")) == 1
     assert call(app, "GET", "/health").headers.get("access-control-allow-origin") is None

@@ -1,0 +1,63 @@
+import pytest
+from opentelemetry.proto.trace.v1.trace_pb2 import ScopeSpans, Span, Status
+
+from service.api.predict import Predict
+from service.errors import OverloadedError, ServiceError, UnavailableError
+from service.tracing.recorder import Ended, Recorder
+from service.tracing.spans import SpanMaker
+from tests.collector import attributes
+from tests.service.api.fakes import FakeModel, endpoint, post
+
+
+def spans_of(ended: Ended) -> list[Span]:
+    made = ScopeSpans()
+    SpanMaker("https").add_spans(ended, 10**18, made)
+    return list(made.spans)
+
+
+def traced(model: FakeModel) -> tuple[Recorder, Predict]:
+    recorder = Recorder(1.0, is_parent_based=True)
+    return recorder, endpoint(model, tracing=recorder)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "is_failure"),
+    [(OverloadedError("full"), 429, False), (UnavailableError("draining"), 503, True)],
+)
+def test_a_refusal_is_an_event_of_the_call(
+    error: ServiceError, status: int, is_failure: bool
+) -> None:
+    recorder, predict = traced(FakeModel(refusals=[error]))
+    answer = post(predict, content=b"x", headers={"content-type": "image/png"})
+    assert answer.status_code == status
+    (root,) = spans_of(recorder.waiting.pop())
+    assert answer.headers["traceparent"] == f"00-{root.trace_id.hex()}-{root.span_id.hex()}-01"
+    assert (root.status.code == Status.STATUS_CODE_ERROR) == is_failure
+    (event,) = root.events
+    assert event.name == "refused"
+    assert attributes(iter(event.attributes)) == {"code": error.code, "message": error.message}
+    found = attributes(iter(root.attributes))
+    assert (found["error.type"], found["url.scheme"]) == (error.code, "https")
+
+
+def test_a_call_that_its_client_left_has_no_status() -> None:
+    recorder, predict = traced(FakeModel())
+    predict.close(predict.open("POST", "/predict", b"", [(b"host", b"[::1]:80")]), 499)
+    (root,) = spans_of(recorder.waiting.pop())
+    found = attributes(iter(root.attributes))
+    assert "http.response.status_code" not in found
+    assert found["error.type"] == "cancelled"
+    assert (found["server.address"], found["server.port"]) == ("::1", 80)
+    assert not root.status.code
+
+
+def test_a_request_that_was_no_http_has_no_route() -> None:
+    recorder, predict = traced(FakeModel())
+    call = predict.open("-", "what", b"", [])
+    call.entry = None
+    predict.close(call, 400)
+    (root,) = spans_of(recorder.waiting.pop())
+    found = attributes(iter(root.attributes))
+    assert root.name == "HTTP"
+    assert found["http.request.method"] == "_OTHER"
+    assert "http.route" not in found
