@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from service.api.answers import MEDIA_TYPES
+from service.api.codecs import TYPES
 from service.api.errors import (
     PROBLEM_TYPE,
     TABLE,
@@ -39,29 +41,32 @@ from service.errors import (
 )
 
 _DETAILS: Mapping[type[ServiceError], str] = {
-    BadRequestError: "the body: JSON is malformed: trailing characters (byte 16)",
+    BadRequestError: "the body: malformed JSON: trailing characters (byte 19)",
     UnauthorizedError: "this needs a key: `Authorization: Bearer KEY`, or `X-API-Key: KEY`",
     ForbiddenError: "this key is for something else; this needs one of admin_keys",
     UnknownModelError: "no model is called 'resnet'; there are: efficientnet_lite0",
-    NotFoundError: "model resnet has no worker 7",
+    NotFoundError: "resnet has 2 workers, counted from 0",
     MethodNotAllowedError: "/predict takes POST, not GET",
-    NotAcceptableError: "Accept: text/html leaves none of application/json, application/x-npy",
+    NotAcceptableError: "Accept: text/html leaves none of "
+    + ", ".join(media_type.decode() for media_type in MEDIA_TYPES),
     SlowBodyError: "the body was not complete before the deadline",
-    ConflictError: "workers of resnet are being restarted already",
+    ConflictError: "workers of resnet are being restarted",
     TooLargeError: "the body has more than 16777216 bytes, which is the limit",
     LongUrlError: "the URL has more than 8192 bytes",
-    UnsupportedTypeError: "Content-Type is missing; it must be one of image/*, application/json",
+    UnsupportedTypeError: f"Content-Type is missing; it must be one of {', '.join(TYPES)}",
     InvalidInputError: "instances: is empty; one instance at least is needed",
-    QuarantinedError: "this input has killed workers lately and is not tried again for 280 s",
-    OverloadedError: "the queue of resnet is full: 1024 instances wait",
+    QuarantinedError: "workers have died while they computed this very input; it is not tried "
+    "again within the next 280 s",
+    OverloadedError: "the queue is full (1024 requests wait)",
     LargeHeadError: "there are more than 100 headers",
-    ModelFailedError: "the model raised ValueError: index out of range",
-    NonFiniteOutputError: "output 'scores' has NaN in it",
-    WorkerCrashedError: "2 workers died while they computed this input alone",
+    ModelFailedError: "forward raised ValueError: index out of range",
+    NonFiniteOutputError: "the model's output for this input has NaN or an infinity in it",
+    WorkerCrashedError: "2 workers died while they computed this input (the last: killed by "
+    "SIGSEGV)",
     InternalError: "this is a mistake of the service; its log has more",
-    UnavailableError: "resnet is not ready: it starts",
-    GivenUpError: "resnet cannot be served: weights.pth: there is no such file",
-    DeadlineExceededError: "the deadline passed after 2.000 s, in the queue",
+    UnavailableError: "no worker is ready (starting: loading weights)",
+    GivenUpError: "no worker of resnet can be started (there is no file weights.pth)",
+    DeadlineExceededError: "the deadline passed in the queue",
 }
 """What each error may say, for its example."""
 

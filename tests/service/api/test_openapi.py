@@ -25,11 +25,13 @@ from service.errors import CancelledByClientError
 from service.keys import read_keys
 from tests.service.api.fakes import FakeModel, call, endpoint
 
+JSON = "application/json"
+KEY = "a-key-of-sixteen-characters"
 OF_PREDICT = {kind.status for kind in TABLE.values()} - {409, 499}
 
 
 def make_app(*, with_keys: bool = True) -> App:
-    keys = read_keys("a-key-of-sixteen-characters")
+    keys = read_keys(KEY)
     guard = Guard(predict=keys, metrics=keys, admin=keys) if with_keys else Guard()
     makers = (health_router, metrics_router, events_router, admin_router)
     routers = [make(None) for make in makers]  # type: ignore[operator]  # nobody asks them
@@ -108,6 +110,33 @@ def test_every_error_is_a_problem_with_an_example_of_each_of_its_codes(document:
                 assert ("retry_after_s" in value) == (
                     value["retryable"] and status in ("429", "503")
                 )
+
+
+@pytest.mark.parametrize(
+    ("code", "method", "path", "headers", "body"),
+    [
+        ("bad_request", "POST", "/predict", {"content-type": JSON}, b'{"instances":[1]} x'),
+        ("unauthorized", "GET", "/metrics", {}, b""),
+        ("forbidden", "GET", "/admin/settings", {"x-api-key": KEY}, b""),
+        ("method_not_allowed", "GET", "/predict", {}, b""),
+        ("not_acceptable", "POST", "/predict", {"accept": "text/html"}, b"1"),
+        ("too_large", "POST", "/predict", {"content-length": f"{2**24 + 1}"}, b"1"),
+        ("unsupported_type", "POST", "/predict", {}, b"1"),
+        ("invalid_input", "POST", "/predict", {"content-type": JSON}, b'{"instances":[]}'),
+    ],
+)
+def test_errors_are_answered_as_their_examples_say(
+    document: Any, code: str, method: str, path: str, headers: dict[str, str], body: bytes
+) -> None:
+    app = make_app(with_keys=False)
+    app._guard = Guard(metrics=read_keys(KEY), admin=read_keys("another-key-of-sixteen"))
+    answer = call(app, method, path, headers=headers, content=body)
+    shown = document["components"]["responses"][f"Problem{answer.status_code}"]["content"]
+    example = shown["application/problem+json"]["examples"][code]["value"]
+    found = answer.json()
+    assert found["code"] == code
+    for member in ("type", "title", "status", "detail", "retryable"):
+        assert found[member] == example[member]
 
 
 def test_paths_with_a_policy_say_which_keys_open_them_and_that_others_do_not(
