@@ -38,7 +38,7 @@ def app(settings) -> Iterator[App]:
     )  # fmt: skip
     guard = make_guard(settings)
     yield make_app(
-        service, make_predict(service.pools, settings, guard, service.metrics.model), guard
+        service, make_predict(service.pools, settings, guard, None, service.metrics.model), guard
     )
     logs.close()
 
