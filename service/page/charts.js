@@ -40,7 +40,6 @@ export function startCharts() {
   });
   script.addEventListener("error", () => {
     for (const chart of CHARTS) {
-      $(`${chart.id}-chart`).dataset.failed = "";
       setText($(`${chart.id}-none`), "The charts could not be loaded.");
     }
   });
@@ -60,14 +59,22 @@ export function redrawCharts() {
   for (const chart of CHARTS) {
     const { traces, layout, keys, text, isEmpty } = chart.draw(samples);
     keep($(`${chart.id}-keys`), isEmpty ? [] : keys, ([name]) => name, makeKey);
+    $(`${chart.id}-chart`).toggleAttribute("data-empty", isEmpty);
     const none = $(`${chart.id}-none`);
     none.hidden = !isEmpty && library !== null;
-    if (library !== null) setText(none, "No traffic yet");
-    setText($(`${chart.id}-text`), isEmpty ? "No traffic yet." : text);
+    if (library !== null) setText(none, EMPTY[chart.id]);
+    setText($(`${chart.id}-text`), isEmpty ? `${EMPTY[chart.id]}.` : text);
     if (library === null) continue;
     library.react($(`${chart.id}-plot`), traces, { ...baseLayout(samples), ...layout }, CONFIG);
   }
 }
+
+const EMPTY = {
+  latency: "No answers in the last five minutes",
+  throughput: "No requests in the last five minutes",
+  depth: "Nothing has waited in the last five minutes",
+  sizes: "No batches in the last five minutes",
+};
 
 const CONFIG = { displayModeBar: false, scrollZoom: false, doubleClick: false, showTips: false };
 
@@ -76,7 +83,7 @@ function frame({ id, title }) {
     h("header", {}, h("h3", { id: `${id}-title` }, title), h("div", { class: "keys", id: `${id}-keys`, "aria-hidden": "true" })),
     h("div", { class: "plot", id: `${id}-plot`, "aria-hidden": "true" }),
     h("div", { class: "none", id: `${id}-none`, "aria-hidden": "true" }, "Loading the chart"),
-    h("figcaption", { class: "hidden", id: `${id}-text` }, "No traffic yet."));
+    h("figcaption", { class: "hidden", id: `${id}-text` }));
 }
 
 function makeKey([name, color]) {

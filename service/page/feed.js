@@ -32,8 +32,9 @@ export class Feed {
         signal: controller.signal,
       });
       if (response.status === 401 || response.status === 403) {
+        const problem = await response.json();
         this.stop();
-        this.#on.onRefused(await response.json());
+        this.#on.onRefused(problem);
         return;
       }
       if (!response.ok) throw new Error(`events answered ${response.status}`);

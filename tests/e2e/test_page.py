@@ -1,0 +1,222 @@
+"""The page at `/` in a real browser, over a real service."""
+
+import contextlib
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import httpx
+import msgspec
+import pytest
+
+from tests.browser import chromium
+from tests.e2e.running import Running, running
+from tests.page_shots import PHOTO
+from tests.page_states import scenarios
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+KEY, ADMIN = "a-key-for-this-page", "a-key-for-operators"
+SETTINGS = """
+default_model = "efficientnet_lite0"
+max_queue_length = 4
+
+[models.efficientnet_lite0]
+replicas = 1
+
+[models.faulty]
+source = "tests.fault_model:FaultModel"
+replicas = 1
+max_batch_size = 1
+"""
+BADGES = {
+    "busy": "Ready",
+    "empty": "Ready",
+    "starting": "Starting",
+    "degraded": "Degraded",
+    "unavailable": "Unavailable",
+    "failed": "Failed",
+    "overloaded": "Overloaded",
+    "draining": "Draining",
+    "quarantine": "Ready",
+}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator["Browser"]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def service(browser: "Browser", tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    path = tmp_path_factory.mktemp("page") / "inferpool.toml"
+    path.write_text(SETTINGS)
+    keys = {f"INFERPOOL_{kind}_KEYS": KEY for kind in ("PREDICT", "METRICS")}
+    with running("--config", str(path), env={**keys, "INFERPOOL_ADMIN_KEYS": ADMIN}) as service:
+        yield service
+
+
+@contextlib.contextmanager
+def opened(
+    browser: "Browser", url: str, *scripts: str, width: int = 1280, path: str = "/"
+) -> Iterator["Page"]:
+    """The page; at the end it must have been quiet, and have asked nobody else for anything."""
+    context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme="light")
+    page = context.new_page()
+    page.set_default_timeout(20_000)
+    noise: list[str] = []
+    page.on("pageerror", lambda error: noise.append(str(error)))
+    page.on("console", lambda message: noise.append(message.text))
+    page.on("request", lambda each: each.url.startswith((url, "data:")) or noise.append(each.url))
+    for script in scripts:
+        page.add_init_script(script)
+    page.goto(url + path)
+    yield page
+    context.close()
+    # An answer such as 401 or 500 is said by the browser, not by the page.
+    assert [text for text in noise if not text.startswith("Failed to load resource")] == []
+
+
+WITH_KEY = f'sessionStorage.setItem("inferpool.key.metrics", "{KEY}")'
+
+
+def live(browser: "Browser", service: Running, path: str = "/"):
+    """The page with a key."""
+    return opened(browser, service.url, WITH_KEY, path=path)
+
+
+def test_a_picture_is_predicted_and_its_time_told(browser, service):
+    with live(browser, service) as page:
+        page.wait_for_selector("#status[data-level=good]")
+        page.set_input_files("#file", PHOTO)
+        page.wait_for_selector(".labels li")
+        assert "Egyptian cat" in page.text_content(".labels li:first-child")
+        parts = page.eval_on_selector_all(".time-list li", "all => all.map(li => li.dataset.part)")
+        assert parts == ["queue", "preprocess", "inference", "rest", "network"]
+        assert page.is_visible("#preview")
+        page.wait_for_selector("#latency-chart:not([data-empty]) .main-svg")
+        assert "Latency now: p50" in page.text_content("#latency-text")
+        assert page.inner_text("#model-facts").startswith("source efficientnet_lite0")
+
+
+def test_without_a_key_it_asks_for_one_and_goes_on_with_it(browser, service):
+    with opened(browser, service.url) as page:
+        page.wait_for_selector("#key-form:not([hidden])")
+        assert page.evaluate("document.activeElement.id") == "key"
+        page.fill("#key", "not-the-right-key-at-all")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#key-text:text('not known')")
+        page.fill("#key", KEY)
+        page.keyboard.press("Enter")
+        page.wait_for_selector("body[data-link=live]")
+        assert page.is_hidden("#key-form")
+        assert page.evaluate("localStorage.length") == 0
+
+
+def test_an_input_that_kills_is_told_with_its_code_and_the_restart_with_its_reason(
+    browser, service
+):
+    with live(browser, service, path="/#faulty") as page:
+        page.wait_for_selector("body[data-link=live]")
+        page.fill("#json", '{"instances": [{"n": 1, "do": "kill"}]}')
+        page.press("#json", "Control+Enter")
+        page.wait_for_selector(".problem")
+        told = page.inner_text(".problem")
+        assert "code worker_crashed" in told
+        assert "request " in told
+        page.wait_for_selector("#restarts [data-cause=signal]")
+        assert "SIGKILL" in page.inner_text("#restarts")
+        page.wait_for_selector("#workers-count:text('1 of 1 ready')")
+
+
+def test_overload_and_draining_are_told_while_they_last(browser, service):
+    def ask(_: int) -> int:
+        headers = {"Authorization": f"Bearer {KEY}"}
+        body = {"instances": [{"n": 1, "do": "sleep"}]}
+        url = f"{service.url}/predict/faulty"
+        return httpx.post(url, headers=headers, json=body, timeout=30).status_code
+
+    def drain(path: str) -> None:
+        answer = httpx.post(service.url + path, headers={"Authorization": f"Bearer {ADMIN}"})
+        assert answer.is_success
+
+    with live(browser, service) as page:
+        page.wait_for_selector("body[data-link=live]")
+        with ThreadPoolExecutor(20) as pool:
+            assert 429 in set(pool.map(ask, range(20)))
+        page.wait_for_selector("text=faulty is overloaded.")
+        assert "the queue is full" in page.inner_text("#notice")
+        drain("/admin/drain")
+        page.wait_for_selector("text=Draining.")
+        drain("/admin/resume")
+        page.wait_for_selector("#status:not(:text('Draining'))")
+
+
+def test_every_state_has_its_word(browser, service):
+    events = {
+        name: msgspec.json.encode(scenario.events[0]).decode()
+        for name, scenario in scenarios().items()
+        if name in BADGES
+    }
+    judge = """async (events) => {
+        const { situationOf } = await import("/page/situation.js");
+        const judged = Object.entries(events).map(([name, text]) => {
+            const { history, ...state } = JSON.parse(text);
+            return [name, situationOf(state, history).badge];
+        });
+        return Object.fromEntries(judged);
+    }"""
+    with opened(browser, service.url) as page:
+        assert page.evaluate(judge, events) == BADGES
+
+
+@pytest.mark.parametrize("name", ["busy", "failed", "disconnected"])
+def test_a_phone_shows_all_of_it_without_scrolling_sideways(browser, service, name):
+    script = scenarios()[name].script()
+    with opened(browser, service.url, script, width=360) as page:
+        page.wait_for_selector(".worker")
+        page.wait_for_selector(".main-svg", state="attached")
+        if name == "disconnected":
+            page.wait_for_selector("body[data-link=lost]")
+            assert page.is_visible("#reconnect")
+        elif name == "failed":
+            assert "weights.pth" in page.inner_text("#notice")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+
+
+def test_the_keyboard_reaches_everything_in_order(browser, service):
+    script = scenarios()["busy"].script()
+    with opened(browser, service.url, script) as page:
+        page.wait_for_selector(".worker")
+        reached = []
+        for _ in range(6):
+            page.keyboard.press("Tab")
+            reached.append(
+                page.evaluate("document.activeElement.id || document.activeElement.innerText")
+            )
+            if reached[-1] == "theme":
+                page.keyboard.press("Enter")
+                page.keyboard.press("Enter")
+        assert reached[0].startswith("Skip")
+        assert reached[1:] == ["API docs", "Metrics", "theme", "model", "file"]
+        outline = "getComputedStyle(document.getElementById('drop')).outlineStyle"
+        assert page.evaluate(outline) == "solid"
+        assert page.get_attribute("html", "data-theme") == "dark"
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(14, 17, 22)"
+        page.reload()
+        assert page.get_attribute("html", "data-theme") == "dark"
+
+
+def test_an_open_page_does_not_hold_up_the_end_and_says_that_it_is_over(browser, service):
+    with live(browser, service) as page:
+        page.wait_for_selector("body[data-link=live]")
+        began = time.monotonic()
+        service.signal(signal.SIGTERM)
+        assert service.wait() == 0
+        assert time.monotonic() - began < 8
+        page.wait_for_selector("#status:text('Stopped')")
+        assert page.is_visible("#reconnect")

@@ -1,0 +1,241 @@
+"""States of a service, as its feed would tell them, and how they get into a browser's page."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from service.api.events import (
+    EndingEvent,
+    HostState,
+    LiveSample,
+    Moment,
+    Outcomes,
+    Percentiles,
+    Sample,
+    State,
+)
+from service.api.health import (
+    FrontHealth,
+    HealthReport,
+    InputDescription,
+    ModelHealth,
+    RankHealth,
+    WorkerHealth,
+)
+
+IMAGE = (InputDescription(name="image", dtype="uint8", shape=(-1, -1, -1, 3)),)
+MODEL = "efficientnet_lite0"
+NUM_SECONDS = 300
+
+STUB = """
+const scenario = %s;
+const askFor = window.fetch;
+window.fetch = (url, options) => {
+  if (url !== "events") return askFor(url, options);
+  if (scenario.status !== 200) {
+    return Promise.resolve(new Response(scenario.events[0], { status: scenario.status }));
+  }
+  const events = scenario.events.map((data) => `event: state\\ndata: ${data}\\n\\n`);
+  const body = new ReadableStream({
+    start(controller) {
+      controller.enqueue(new TextEncoder().encode(events.join("")));
+      scenario.status = scenario.next ?? 200;
+      if (scenario.next) controller.close();
+    },
+  });
+  return Promise.resolve(new Response(body, { status: 200 }));
+};
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """What a page is told instead of what is."""
+
+    events: Sequence[State]
+    status: int = 200
+    """Of the answer to the first listener."""
+    next: int | None = None
+    """Of the answers after that, whose stream ends at once; None: it stays."""
+    problem: dict[str, Any] = field(default_factory=dict)
+
+    def script(self) -> str:
+        """What a browser runs before the page's own scripts."""
+        events = [msgspec.json.encode(event).decode() for event in self.events]
+        bodies = events or [msgspec.json.encode(self.problem).decode()]
+        told = {"events": bodies, "status": self.status, "next": self.next}
+        return STUB % msgspec.json.encode(told).decode()
+
+
+def worker(number: int = 0, *, model: str = MODEL, **changes: Any) -> WorkerHealth:
+    usual = WorkerHealth(
+        name=f"{model}/{number}",
+        state="ready",
+        device=f"cuda:{number}",
+        incarnation=0,
+        pid=4711 + number,
+        num_batches=18_204 + 37 * number,
+        last_beat_age_s=0.02,
+        last_answer_age_s=0.1,
+        rss_bytes=(812 + 3 * number) << 20,
+        restarts=0,
+        speed="compiled_bf16",
+        speed_gain=1.74,
+        speed_deviation=0.0004,
+        decode="fast",
+    )
+    return replace(usual, **changes)
+
+
+def ranks() -> Sequence[RankHealth]:
+    return [
+        RankHealth(
+            rank=rank,
+            pid=4800 + rank,
+            device=f"cuda:{rank}",
+            device_name="NVIDIA H100",
+            rss_bytes=(1900 + rank) << 20,
+            part_bytes=1 << 30,
+            part=f"blocks {12 * rank}-{12 * rank + 11}",
+            last_beat_age_s=0.1,
+        )
+        for rank in range(2)
+    ]
+
+
+def ending(cause: str, reason: str, *, number: int = 0, life: int = 0, ago_s: float) -> EndingEvent:
+    return EndingEvent(
+        worker=f"{MODEL}/{number}",
+        incarnation=life,
+        time=time.time() - ago_s,
+        cause=cause,  # type: ignore[arg-type]  # one of them
+        reason=reason,
+    )
+
+
+def sample(
+    load: float = 0.0, *, refused: float = 0.0, depth: int = 0, failed: float = 0.0
+) -> Sample:
+    """A second in which so many instances were answered."""
+    p50 = 9.0 + load / 200 + depth / 20
+    slow = Percentiles(p50=p50, p95=p50 * 1.7, p99=p50 * 2.4)
+    return Sample(
+        requests_per_s=load + refused,
+        instances_per_s=Outcomes(
+            accepted=load, succeeded=load - failed, failed=failed, expired=0.0, cancelled=0.0
+        ),
+        rejected_per_s={"queue_full": refused} if refused else {},
+        latency_ms=slow if load else None,
+        queue_ms=slow if load else None,
+        inference_ms=slow if load else None,
+        batch_sizes={"2": int(load / 90), "4": int(load / 30), "8": int(load / 12)} if load else {},
+        queue_depth=depth,
+        in_flight=depth + int(load / 60),
+    )
+
+
+def busy(second: int, *, peak: float = 900.0, refused: float = 0.0, depth: int = 6) -> Sample:
+    """A second of a service that has work."""
+    wave = 0.75 + 0.2 * math.sin(second / 23) + 0.05 * math.sin(second * 2.7)
+    return sample(peak * wave, refused=refused, depth=int(depth * (1 + math.sin(second / 7) ** 2)))
+
+
+def state(
+    workers: Sequence[WorkerHealth] | None = None,
+    *,
+    status: str = "ready",
+    samples: Sequence[Sample] = (),
+    endings: Sequence[EndingEvent] = (),
+    inputs: Sequence[InputDescription] = IMAGE,
+    example: object = None,
+    others: Sequence[ModelHealth] = (),
+    quarantined: int = 0,
+) -> State:
+    """The first event of a stream: the newest sample is the last."""
+    now = time.time()
+    past = samples or [sample() for _ in range(20)]
+    model = ModelHealth(
+        name=MODEL,
+        ready=status in ("ready", "degraded"),
+        inputs=inputs,
+        example=example,
+        workers=[worker(0), worker(1)] if workers is None else workers,
+    )
+    names = [MODEL, *(other.name for other in others)]
+    newest = {name: getattr(past[-1], name) for name in Sample.__slots__}
+    live = LiveSample(
+        **newest,
+        source="efficientnet_lite0",
+        queue_limit=1024,
+        max_batch_size=8,
+        quarantined=quarantined,
+        endings=endings,
+    )
+    return State(
+        time=now,
+        interval_s=1.0,
+        uptime_s=3 * 3600.0 + 720,
+        version="0.1.0",
+        default_model=MODEL,
+        health=HealthReport(
+            status=status,  # type: ignore[arg-type]  # one of them
+            ready=status in ("ready", "degraded"),
+            draining=status == "draining",
+            models=[model, *others],
+            fronts=[FrontHealth(name="front 0", state="up", pid=4700, num_connections=12)],
+        ),
+        host=HostState(connections=12, arena_bytes=256 << 20, arena_used_bytes=9 << 20),
+        models=dict.fromkeys(names, live),
+        history=[
+            Moment(time=now - len(past) + place + 1, models=dict.fromkeys(names, each))
+            for place, each in enumerate(past)
+        ],
+    )
+
+
+def scenarios() -> dict[str, Scenario]:
+    """Each state that the page is designed for, by name."""
+    load = [busy(second) for second in range(NUM_SECONDS)]
+    killed = ending("signal", "SIGKILL from outside, or by the kernel for memory", ago_s=94)
+    hung = ending("hang", "its batch ran for more than 10 s", number=1, life=2, ago_s=3601)
+    full = [busy(second, refused=140 + second % 40, depth=400) for second in range(120)]
+    split = worker(model="llama", placement="pipeline", ranks=ranks(), speed="exact")
+    other = ModelHealth(name="llama", ready=True, workers=[split])
+    starting = worker(
+        1, state="starting", reason="compiling compiled_bf16, 40 s so far",
+        pid=None, rss_bytes=None, speed=None, num_batches=0, last_answer_age_s=None,
+    )  # fmt: skip
+    gone = {"pid": None, "rss_bytes": None, "speed": None, "last_answer_age_s": None}
+    lost = [
+        worker(number, state="failed", reason="weights.pth: there is no such file", **gone)
+        for number in range(2)
+    ]
+    again = worker(
+        1, state="backoff", restarts=4, incarnation=4, reason="CUDA error: out of memory", **gone
+    )
+    down = [worker(0, state="backoff", restarts=3, reason="exit code 3", **gone), again]
+    return {
+        "busy": Scenario(events=[state(samples=load, endings=[killed, hung], others=[other])]),
+        "empty": Scenario(events=[state()]),
+        "starting": Scenario(
+            events=[state([replace(starting, name=f"{MODEL}/0"), starting], status="starting")]
+        ),
+        "degraded": Scenario(
+            events=[state([worker(), again], status="degraded", samples=load, endings=[killed])]
+        ),
+        "unavailable": Scenario(
+            events=[state(down, status="unavailable", samples=load[:200], endings=[killed])]
+        ),
+        "failed": Scenario(events=[state(lost, status="unavailable")]),
+        "overloaded": Scenario(events=[state(samples=load[:180] + full)]),
+        "draining": Scenario(events=[state(status="draining", samples=load)]),
+        "disconnected": Scenario(events=[state(samples=load, endings=[killed])], next=502),
+        "quarantine": Scenario(events=[state(samples=load, quarantined=3, endings=[killed])]),
+        "locked": Scenario(
+            events=[], status=401, problem={"code": "unauthorized", "detail": "this needs a key"}
+        ),
+    }
