@@ -3,6 +3,7 @@
 Only where DOCKER_HOST names one: the build takes some minutes, and room on the engine's disk.
 """
 
+import faulthandler
 import json
 import os
 import re
@@ -75,6 +76,7 @@ def image() -> str:
     data = Path(docker("info", "--format", "{{.DockerRootDir}}").strip())
     if data.exists() and shutil.disk_usage(data).free < ROOM_BYTES:
         pytest.skip(f"an image takes {ROOM_BYTES >> 30} GiB of room in {data}")
+    faulthandler.cancel_dump_traceback_later()  # it would take the build for a hang
     build = ["build", "--network=host", "--file", str(ROOT / "docker" / "Dockerfile")]
     docker(*build, "--tag", IMAGE, "--build-arg", "PACKAGES=", str(ROOT), timeout_s=900)
     return IMAGE

@@ -1,0 +1,72 @@
+"""docker/alive.py, by which the engine of a container learns how the service in it does."""
+
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.certificates import make_certificate
+
+ALIVE = Path(__file__).resolve().parents[2] / "docker" / "alive.py"
+
+
+def ask(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-I", "-S", str(ALIVE), *arguments]
+    return subprocess.run(command, capture_output=True, env=variables, text=True, timeout=20)
+
+
+@contextmanager
+def answering(line: str, context: ssl.SSLContext | None = None) -> Iterator[tuple[str, list[str]]]:
+    """A service for one call, which says a status line: its port, and what it was asked."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    asked: list[str] = []
+
+    def answer() -> None:
+        connection, _ = listener.accept()
+        if context is not None:
+            connection = context.wrap_socket(connection, server_side=True)
+        with connection:
+            asked.append(connection.recv(4096).decode().partition(" HTTP")[0])
+            connection.sendall(f"{line}\r\nContent-Length: 0\r\n\r\n".encode())
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        yield str(listener.getsockname()[1]), asked
+    finally:
+        thread.join(20)
+        listener.close()
+
+
+@pytest.mark.parametrize(
+    ("line", "status"), [("HTTP/1.1 200 OK", 0), ("HTTP/1.1 503 Service Unavailable", 1)]
+)
+def test_its_exit_status_is_what_the_service_answers(line, status):
+    with answering(line) as (port, asked):
+        done = ask("ready", INFERPOOL_PORT=port)
+    assert asked == ["GET /health/ready"]
+    assert (done.returncode, done.stdout) == (status, f"{line}\n")
+
+
+def test_it_speaks_tls_where_the_service_does(tmp_path):
+    certificate, key = make_certificate(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    with answering("HTTP/1.1 200 OK", context) as (port, asked):
+        done = ask(INFERPOOL_PORT=port, INFERPOOL_TLS_CERTIFICATE=str(certificate))
+    assert asked == ["GET /health/live"]
+    assert done.returncode == 0
+
+
+def test_nobody_who_listens_is_an_answer_too():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        done = ask(INFERPOOL_PORT=str(unused.getsockname()[1]))
+    assert done.returncode == 1
+    assert "refused" in done.stdout
