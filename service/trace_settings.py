@@ -17,6 +17,11 @@ HEADER_VARIABLES = (
 )
 """Each over the one before; they may hold a collector's key."""
 TRACES_PATH = "/v1/traces"
+_ENDPOINTS = (
+    "OTEL_EXPORTER_OTLP_ENDPOINT",
+    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+    "INFERPOOL_TRACE_ENDPOINT",
+)
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _DECIDES = {"always_on": 1.0, "always_off": 0.0}
 _BY_RATIO = "traceidratio"
@@ -126,6 +131,8 @@ def _sampling(environ: Mapping[str, str]) -> Iterator[Told]:
         return
     kind = sampler.removeprefix(_PARENT_BASED)
     if kind not in _DECIDES and kind != _BY_RATIO:
+        if not any(environ.get(endpoint) for endpoint in _ENDPOINTS):
+            return  # it is meant for others on this host
         known = ", ".join([*_DECIDES, _BY_RATIO])
         raise ValueError(
             f"{variable}: {sampler[:80]!r} is not one of {known}, or one of these behind "

@@ -176,7 +176,10 @@ class Desk:
             if not isinstance(error, ServiceError):
                 logger.exception("an instance of %s could not be taken", self._name)
             part.free(ask.offset)
-            self._answer(Answer(ask.id, failure_of(error)))
+            failure = failure_of(error)
+            if options.steps is not None:
+                options.steps.code, options.steps.message = failure.code, failure.message
+            self._answer(Answer(ask.id, failure, steps=options.steps))
             return
         self._instances[ask.id] = instance
         instance.add_done_callback(partial(self._on_done, ask.id, options.steps))

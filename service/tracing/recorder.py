@@ -6,9 +6,12 @@ from threading import Event
 from service.api.call import Call
 
 MAX_WAITING = 2048
-"""Calls that wait to be exported, with their headers: some MB at worst. More are dropped."""
+"""Calls that wait to be exported, with some KB each; more are dropped."""
 MAX_BATCH = 128
 """Calls exported at once."""
+_KEPT = (b"host", b"user-agent")
+"""The headers of a call that its span names; others may be long."""
+_MAX_BYTES = 256
 _SAMPLED, _NOT_SAMPLED = "01", "00"
 _BEYOND_ALL = "g"
 """Sorts behind every hexadecimal digit."""
@@ -67,6 +70,9 @@ class Recorder:
         if len(waiting) >= MAX_WAITING:
             self.num_dropped += 1
             return
+        headers = call.headers
+        call.headers = {name: headers[name][:_MAX_BYTES] for name in _KEPT if name in headers}
+        call.path, call.query = call.path[:_MAX_BYTES], b""
         waiting.append(Ended(call, status, duration_s))
         if len(waiting) == MAX_BATCH:
             self.wake.set()

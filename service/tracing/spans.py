@@ -24,7 +24,6 @@ _METHODS = frozenset(
 _CLIENT_GONE = 499
 _REFUSED = (429, 503)
 _LATE = 504
-_MAX_TEXT = 256
 _SERVER, _INTERNAL = Span.SPAN_KIND_SERVER, Span.SPAN_KIND_INTERNAL
 _HAS_REMOTE, _IS_REMOTE = 0x100, 0x200
 """Whether it is known that the parent is another's, and whether it is (`SpanFlags`)."""
@@ -61,7 +60,7 @@ class SpanMaker:
         found: dict[str, str | int] = {
             "http.request.method": call.method if is_known else "_OTHER",
             "url.scheme": self._scheme,
-            "url.path": call.path[:_MAX_TEXT],
+            "url.path": call.path,
             "inferpool.request_id": call.request_id,
             "inferpool.outcome": _outcome_of(ended),
         }
@@ -72,7 +71,7 @@ class SpanMaker:
         if status >= 400:
             found["error.type"] = _outcome_of(ended)
         if agent := call.headers.get(b"user-agent"):
-            found["user_agent.original"] = agent[:_MAX_TEXT].decode("latin-1")
+            found["user_agent.original"] = agent.decode("latin-1")
         if host := call.headers.get(b"host"):
             found |= _address_of(host.decode("latin-1"))
         if call.entry is not None:
@@ -250,5 +249,5 @@ def _address_of(host: str) -> dict[str, str | int]:
     """What a Host header says (RFC 9110, 7.2)."""
     name, colon, port = host.rpartition(":")
     if colon and port.isdigit() and len(port) < 6 and not name.endswith(":"):
-        return {"server.address": name.strip("[]")[:_MAX_TEXT], "server.port": int(port)}
-    return {"server.address": host.strip("[]")[:_MAX_TEXT]}
+        return {"server.address": name.strip("[]"), "server.port": int(port)}
+    return {"server.address": host.strip("[]")}

@@ -496,7 +496,8 @@ def test_headers_of_the_collector_are_not_shown_and_no_worker_sees_them(tmp_path
 
 
 def test_what_cannot_be_said_of_traces_is_refused(problems):
-    (said,) = problems(environ={"OTEL_TRACES_SAMPLER": "sometimes"})
+    asked = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://h", "OTEL_TRACES_SAMPLER": "sometimes"}
+    (said,) = problems(environ=asked)
     assert said.startswith("OTEL_TRACES_SAMPLER: 'sometimes' is not one of always_on")
     environ = {"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "x"}
     assert problems(environ=environ) == ["OTEL_TRACES_SAMPLER_ARG: 'x' is not a number"]
