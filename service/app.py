@@ -290,7 +290,7 @@ def run(settings: Settings, origins: Mapping[str, str] | None = None) -> int:
         num_fronts, why = number_of_fronts(settings, host.num_cores)
         service = Service(settings, host, metrics, console, origins)
         tls = tls_context(settings)
-        tracer = make_tracer(settings)
+        tracer = make_tracer(settings, metrics.model)
     except (StartError, DeviceError, TlsError) as error:
         logger.critical("%s", error)
         logs.close()

@@ -43,8 +43,12 @@ def make_cors(settings: Settings) -> Cors | None:
     return Cors(settings.cors_origins) if settings.cors_origins else None
 
 
-def make_tracer(settings: Settings) -> "Tracer | None":
+def make_tracer(settings: Settings, metrics: Callable[[str], ModelMetrics]) -> "Tracer | None":
     """Who traces calls, if that is wanted; what it takes is imported only then.
+
+    Args:
+        settings: Whether, and how.
+        metrics: Finds what counts the calls of a model.
 
     Raises:
         StartError: OpenTelemetry is not installed, or a file is not there.
@@ -60,7 +64,7 @@ def make_tracer(settings: Settings) -> "Tracer | None":
             "OTEL_SDK_DISABLED=true"
         ) from error
     try:
-        return Tracer(settings)
+        return Tracer(settings, metrics)
     except OSError as error:
         path = settings.trace_certificate
         raise StartError(f"trace_certificate: {path} cannot be used: {error}") from error

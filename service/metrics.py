@@ -22,6 +22,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from service.distribution import Distribution
+from service.exemplars import Bucket, Exemplars
 from workers.engine import Cause
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class ModelMetrics:
         "batch_size",
         "cancelled",
         "error_duration",
+        "exemplars",
         "expired",
         "failed",
         "in_flight",
@@ -81,6 +83,8 @@ class ModelMetrics:
         """Seconds from the head of an HTTP call to its answer, of those answered with 200."""
         self.error_duration = Distribution(DURATION_EDGES_S, DURATION_PARTS)
         """The same, of all others: many are refusals, which take no time."""
+        self.exemplars = Exemplars(DURATION_EDGES_S)
+        """Of both together."""
         self.queue_wait = Distribution(DURATION_EDGES_S, DURATION_PARTS)
         """Seconds from an instance's arrival until work on its batch began."""
         self.prepare_duration = Distribution(DURATION_EDGES_S, DURATION_PARTS)
@@ -344,7 +348,10 @@ def _histograms(models: Sequence[ModelMetrics]) -> Iterator[Metric]:
         family = HistogramMetricFamily(f"inferpool_{name}", text, labels=("model",))
         for model in models:
             values: Distribution = getattr(model, attribute)
-            family.add_metric((model.name,), values.buckets(), values.sum)
+            buckets: Sequence[Bucket] = values.buckets()
+            if attribute == "request_duration":
+                buckets = model.exemplars.put_on(values.buckets())
+            family.add_metric((model.name,), buckets, values.sum)
         yield family
 
 

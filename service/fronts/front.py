@@ -89,7 +89,7 @@ class Front:
         self._metrics: defaultdict[str, ModelMetrics] = defaultdict(lambda: ModelMetrics(""))
         self._uplink = Uplink(reader, writer, slots, list(settings.models), self)
         self._log_up(job.log_level)
-        self._tracer = make_tracer(settings)
+        self._tracer = make_tracer(settings, self._metrics.__getitem__)
         predict = make_predict(
             self._uplink.models,
             settings,
@@ -126,13 +126,14 @@ class Front:
     def count(self, command: Count) -> None:
         """See `Commands`."""
         logging.getLogger().setLevel(command.log_level)
-        calls, durations = [], []
+        calls, durations, exemplars = [], [], []
         for label, metrics in self._metrics.items():
             if not metrics.requests:
                 continue
             calls += [(label, status, num) for status, num in metrics.requests.items()]
             metrics.requests.clear()
             durations.append((label, metrics.answer_duration.take(), metrics.error_duration.take()))
+            exemplars.append((label, metrics.exemplars.take()))
         num_full = []
         for model in self._uplink.models.values():
             if model.num_full:
@@ -140,7 +141,9 @@ class Front:
                 model.num_full = 0
         num_open = len(self._server.server_state.connections)
         traced = (0, 0) if self._tracer is None else self._tracer.take_counts()
-        counts = Counts(command.id, calls, durations, num_full, self._num_taken, num_open, traced)
+        counts = Counts(
+            command.id, calls, durations, exemplars, num_full, self._num_taken, num_open, traced
+        )
         self._uplink.link.send(counts)
 
     def move_away(self) -> None:

@@ -272,6 +272,8 @@ class Fronts:
         for label, answers, errors in counts.durations:
             self._metrics.model(label).answer_duration.add(*answers)
             self._metrics.model(label).error_duration.add(*errors)
+        for label, exemplars in counts.exemplars:
+            self._metrics.model(label).exemplars.add(exemplars)
         for name, num in counts.num_full:
             self._metrics.model(name).rejected["arena_full"] += num
         self.traced = self.traced[0] + counts.traced[0], self.traced[1] + counts.traced[1]

@@ -5,6 +5,7 @@ import msgspec
 from models.spec import TensorHeader, TensorSpec
 from service import errors
 from service.errors import ServiceError
+from service.exemplars import Exemplar
 from service.steps import Steps
 from workers.messages import Kind, LogLine, TensorBlob
 
@@ -45,6 +46,8 @@ class Counts(msgspec.Struct, frozen=True, array_like=True, tag="counts"):
     durations: list[tuple[str, tuple[list[int], float], tuple[list[int], float]]]
     """Label of the model, and of its answers and of its errors: calls by part of
     `DURATION_EDGES_S`, and their sum in seconds."""
+    exemplars: list[tuple[str, list[tuple[int, Exemplar]]]]
+    """Label of the model, and those of its durations by bucket."""
     num_full: list[tuple[str, int]]
     """Model, and instances for which the front's part of the arena had no room."""
     num_taken: int

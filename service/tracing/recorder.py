@@ -1,9 +1,11 @@
 """Which calls are traced, and what is handed over of each when it is over. In the event loop."""
 
 from collections import deque
+from collections.abc import Callable
 from threading import Event
 
 from service.api.call import Call
+from service.metrics import ModelMetrics
 
 MAX_WAITING = 2048
 """Calls that wait to be exported, with some KB each; more are dropped."""
@@ -31,7 +33,13 @@ class Ended:
 class Recorder:
     """Decides at the beginning of a call, and keeps it at its end for the thread that exports."""
 
-    def __init__(self, ratio: float, *, is_parent_based: bool) -> None:
+    def __init__(
+        self,
+        ratio: float,
+        *,
+        is_parent_based: bool,
+        metrics: Callable[[str], ModelMetrics],
+    ) -> None:
         """Begin with none.
 
         Args:
@@ -39,9 +47,11 @@ class Recorder:
                 by the trace id, as everyone does it who samples so (OpenTelemetry, trace SDK,
                 TraceIdRatioBased), so that services agree.
             is_parent_based: Whether callers decide where they have.
+            metrics: Finds what counts the calls of a model, which is told some of their traces.
         """
         self._bound = _BEYOND_ALL if ratio >= 1 else f"{round(ratio * 2**64):016x}"
         self._is_parent_based = is_parent_based
+        self._metrics = metrics
         self.waiting: deque[Ended] = deque()
         """Appended to here, taken from in the thread."""
         self.wake = Event()
@@ -73,6 +83,8 @@ class Recorder:
         headers = call.headers
         call.headers = {name: headers[name][:_MAX_BYTES] for name in _KEPT if name in headers}
         call.path, call.query = call.path[:_MAX_BYTES], b""
+        if call.entry is not None:
+            self._metrics(call.entry.name).exemplars.note(duration_s, call.trace_id)
         waiting.append(Ended(call, status, duration_s))
         if len(waiting) == MAX_BATCH:
             self.wake.set()

@@ -3,7 +3,9 @@
 import os
 import socket
 import uuid
+from collections.abc import Callable
 
+from service.metrics import ModelMetrics
 from service.settings import Settings, version_of
 from service.trace_settings import pairs_of
 from service.tracing.exporter import Collector, Exporter
@@ -18,18 +20,21 @@ _NAME = "service.name"
 class Tracer:
     """Traces the calls of one process."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, metrics: Callable[[str], ModelMetrics]) -> None:
         """Prepare; nothing is sent before `start`.
 
         Args:
             settings: With an endpoint.
+            metrics: Finds what counts the calls of a model.
 
         Raises:
             OSError: The certificate cannot be read, or is none.
         """
         assert settings.trace_endpoint is not None
         self.recorder = Recorder(
-            settings.trace_sample_ratio, is_parent_based=settings.trace_parent_based
+            settings.trace_sample_ratio,
+            is_parent_based=settings.trace_parent_based,
+            metrics=metrics,
         )
         collector = Collector(
             endpoint=settings.trace_endpoint,

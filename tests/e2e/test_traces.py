@@ -1,6 +1,7 @@
 """Traces of a real service, as a real collector gets them, with one front end and with two."""
 
 import itertools
+import re
 import signal
 from collections.abc import Iterator
 
@@ -43,6 +44,8 @@ class Traced:
         self.service = service
         self.collector = collector
         self.answers: dict[str, httpx.Response] = {}
+        self.metrics = ""
+        """After all of them, in the format of OpenMetrics."""
 
     def trace_id(self, name: str) -> str:
         return f"{list(CALLS).index(name) + 1:032x}"
@@ -86,6 +89,8 @@ def traced(request: pytest.FixtureRequest, tmp_path_factory) -> Iterator[Traced]
             found = Traced(service, collector)
             for name in CALLS:
                 found.ask(name)
+            accept = {"accept": "application/openmetrics-text"}
+            found.metrics = httpx.get(f"{service.url}/metrics", headers=accept).text
             service.signal(signal.SIGTERM)
             assert service.wait() == 0
         yield found
@@ -220,6 +225,14 @@ def test_other_routes_are_traced_once_where_their_caller_is(traced: Traced):
 def test_what_the_caller_does_not_sample_is_not_traced(traced: Traced):
     assert not traced.spans("not sampled")
     assert traced.answers["not sampled"].headers["traceparent"].endswith("-00")
+
+
+def test_the_histogram_of_durations_names_traces(traced: Traced):
+    lines = [line for line in traced.metrics.splitlines() if " # {" in line]
+    assert all(line.startswith("inferpool_request_duration_seconds_bucket") for line in lines)
+    named = set(re.findall(r'trace_id="(\w+)"', "".join(lines)))
+    assert named
+    assert named <= {traced.trace_id(name) for name in CALLS}
 
 
 def test_log_lines_about_a_call_name_its_trace_and_span(traced: Traced):

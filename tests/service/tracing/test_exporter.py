@@ -8,6 +8,7 @@ import pytest
 
 from service.endpoint import make_tracer
 from service.listening import StartError
+from service.metrics import ModelMetrics
 from service.settings import ModelSettings, Settings
 from service.tracing import exporter
 from service.tracing.recorder import MAX_BATCH
@@ -29,7 +30,7 @@ def settings_for(endpoint: str | None) -> Settings:
 
 
 def tracer_for(endpoint: str) -> Tracer:
-    tracer = make_tracer(settings_for(endpoint))
+    tracer = make_tracer(settings_for(endpoint), ModelMetrics)
     assert tracer is not None
     return tracer
 
@@ -107,7 +108,7 @@ def test_a_collector_that_is_not_there_or_silent_does_not_hold_up_the_end(
 
 
 def test_nothing_is_made_where_nothing_is_to_be_traced() -> None:
-    assert make_tracer(settings_for(None)) is None
+    assert make_tracer(settings_for(None), ModelMetrics) is None
 
 
 def test_without_the_extra_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,10 +116,10 @@ def test_without_the_extra_it_is_said_what_to_install(monkeypatch: pytest.Monkey
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "opentelemetry.proto.resource.v1.resource_pb2", None)
     with pytest.raises(StartError, match=r"pip install 'inferpool\[otel\]'"):
-        make_tracer(settings_for("http://localhost:4318"))
+        make_tracer(settings_for("http://localhost:4318"), ModelMetrics)
 
 
 def test_a_certificate_that_is_none_is_told_at_the_start() -> None:
     settings = settings_for("https://h").model_copy(update={"trace_certificate": __file__})
     with pytest.raises(StartError, match="trace_certificate: "):
-        make_tracer(settings)
+        make_tracer(settings, ModelMetrics)

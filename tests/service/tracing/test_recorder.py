@@ -1,6 +1,7 @@
 import pytest
 
 from service.api.call import Call, begin_call
+from service.metrics import ModelMetrics
 from service.tracing.recorder import MAX_WAITING, Recorder
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-%s"
@@ -20,29 +21,33 @@ def share(recorder: Recorder, num: int = 4000) -> float:
 
 
 def test_the_share_of_calls_that_is_asked_for_is_traced() -> None:
-    assert share(Recorder(0.0, is_parent_based=True)) == 0
-    assert share(Recorder(1.0, is_parent_based=True)) == 1
-    assert share(Recorder(0.5, is_parent_based=True)) == pytest.approx(0.5, abs=0.05)  # 6 sigma
+    assert share(Recorder(0.0, is_parent_based=True, metrics=ModelMetrics)) == 0
+    assert share(Recorder(1.0, is_parent_based=True, metrics=ModelMetrics)) == 1
+    assert share(Recorder(0.5, is_parent_based=True, metrics=ModelMetrics)) == pytest.approx(
+        0.5, abs=0.05
+    )  # 6 sigma
 
 
 def test_a_caller_decides_unless_that_is_not_wanted() -> None:
-    always, never = (Recorder(ratio, is_parent_based=True) for ratio in (1.0, 0.0))
+    always, never = (
+        Recorder(ratio, is_parent_based=True, metrics=ModelMetrics) for ratio in (1.0, 0.0)
+    )
     assert begun(always, "00").steps is None
     assert begun(never, "01").steps == []
     assert begun(never, "03").flags == "03"
-    assert begun(Recorder(1.0, is_parent_based=False), "00").flags == "01"
-    assert begun(Recorder(0.0, is_parent_based=False), "01").flags == "00"
+    assert begun(Recorder(1.0, is_parent_based=False, metrics=ModelMetrics), "00").flags == "01"
+    assert begun(Recorder(0.0, is_parent_based=False, metrics=ModelMetrics), "01").flags == "00"
 
 
 def test_a_call_with_the_head_of_a_traced_one_is_decided_anew() -> None:
-    call = begun(Recorder(1.0, is_parent_based=True))
+    call = begun(Recorder(1.0, is_parent_based=True, metrics=ModelMetrics))
     assert call.trace
-    Recorder(0.0, is_parent_based=True).begin(call)
+    Recorder(0.0, is_parent_based=True, metrics=ModelMetrics).begin(call)
     assert (call.steps, call.flags, call.trace) == (None, "00", "")
 
 
 def test_calls_beyond_the_bound_are_dropped_and_counted() -> None:
-    recorder = Recorder(1.0, is_parent_based=True)
+    recorder = Recorder(1.0, is_parent_based=True, metrics=ModelMetrics)
     for _ in range(MAX_WAITING + 3):
         recorder.take(begun(recorder), 200, 0.1)
     assert len(recorder.waiting) == MAX_WAITING

@@ -3,6 +3,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import ScopeSpans, Span, Status
 
 from service.api.predict import Predict
 from service.errors import OverloadedError, ServiceError, UnavailableError
+from service.metrics import ModelMetrics
 from service.tracing.recorder import Ended, Recorder
 from service.tracing.spans import SpanMaker
 from tests.collector import attributes
@@ -16,7 +17,7 @@ def spans_of(ended: Ended) -> list[Span]:
 
 
 def traced(model: FakeModel) -> tuple[Recorder, Predict]:
-    recorder = Recorder(1.0, is_parent_based=True)
+    recorder = Recorder(1.0, is_parent_based=True, metrics=ModelMetrics)
     return recorder, endpoint(model, tracing=recorder)
 
 
