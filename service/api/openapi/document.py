@@ -1,5 +1,6 @@
 """The whole document: FastAPI's own, completed by what the service knows besides."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -71,6 +72,7 @@ def complete(
     operations = [each for item in schema["paths"].values() for each in item.values()]
     used = {tag for operation in operations for tag in operation.get("tags", ())}
     schema["tags"] = [dict(tag) for tag in TAGS if tag["name"] in used]
+    _drop_what_nobody_refers_to(schema)
     schema.setdefault("servers", [{"url": "/", "description": "This host."}])
     return schema
 
@@ -96,6 +98,20 @@ def _complete_operation(operation: dict[str, Any], path: str) -> None:
             if example is not None:
                 media["example"] = example
     operation["responses"] = answers | refer_to(errors)
+
+
+def _drop_what_nobody_refers_to(schema: dict[str, Any]) -> None:
+    """Leave out components of routes that are not served here, such as those of /admin."""
+    components = schema["components"]
+    text = ""
+    while text != (text := json.dumps([schema["paths"], components])):
+        for kind in ("schemas", "responses", "headers", "parameters"):
+            named = components[kind]
+            components[kind] = {
+                name: each
+                for name, each in named.items()
+                if f'"#/components/{kind}/{name}"' in text
+            }
 
 
 def _add_security(schema: dict[str, Any], restricted: frozenset[Access]) -> None:
