@@ -49,7 +49,7 @@ def test_loop_that_is_left_gives_up_what_waits(client):
     for each in client.predict_many(asked, model="fault", max_concurrency=3):
         assert each.value["twice"] == 2
         break
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 15
 
 
 def test_progress_is_told_after_each_result(client):
