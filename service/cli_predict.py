@@ -26,7 +26,7 @@ def add_flags(parser: ArgumentParser) -> None:
         "inputs",
         nargs="*",
         metavar="FILE",
-        help="an image, .npy, .safetensors or .json file, or - for standard input",
+        help="an image, .npy, .safetensors, .json or .txt file, or - for standard input",
     )
     parser.add_argument(
         "--text", action="append", default=[], metavar="TEXT", help="a text; may be repeated"

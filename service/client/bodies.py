@@ -32,6 +32,8 @@ _MAGIC = (
     (b"\x93NUMPY", "application/x-npy"),
 )
 _MAGIC_BYTES = 16
+_TYPE_BY_SUFFIX = {".safetensors": "application/safetensors", ".txt": "text/plain; charset=utf-8"}
+"""Of files that do not begin in a way of their own."""
 _PNG_MODES = ("1", "L", "LA", "I", "P", "RGB", "RGBA", "I;16")
 
 
@@ -133,8 +135,8 @@ def _of_file(path: Path, parameters: Mapping[str, object] | None) -> Body:
                 content["instances"], {**content.get("parameters", {}), **(parameters or {})}
             )
         return _of_json([content], parameters)
-    if suffix == ".safetensors":
-        return Body(path, "application/safetensors", query=_query_of(parameters))
+    if content_type := _TYPE_BY_SUFFIX.get(suffix):
+        return Body(path, content_type, query=_query_of(parameters))
     with path.open("rb") as file:
         start = file.read(_MAGIC_BYTES)
     if not start:

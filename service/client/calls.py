@@ -346,8 +346,9 @@ def _error_of(reply: Reply, request_id: str) -> InferpoolError:
             )
     start = " ".join(reply.content[:200].decode("utf-8", "replace").split())
     if status < 400:
+        leads = f", and leads to {place}" if (place := reply.headers.get("location")) else ""
         return ProtocolError(
-            f"an answer of status {status} is none of inferpool's: {start!r}",
+            f"an answer of status {status} is none of inferpool's{leads}: {start!r}",
             status=status,
             request_id=request_id,
         )

@@ -61,7 +61,7 @@ class Prediction:
     """What a model said of one input.
 
     An input may hold several *instances*, such as the rows of a batched tensor. Where some of them
-    failed, their errors stand in their places in `predictions`.
+    failed, their errors stand in their places in `predictions`; they were not tried again.
     """
 
     predictions: Sequence[Json | InferpoolError]

@@ -72,6 +72,8 @@ def test_json_goes_as_one_instance_and_parameters_beside_it(client, tmp_path: Pa
         assert client.predict(instance, model="echo").value == plain
     with pytest.raises(InvalidInputError, match="this parameter"):
         client.predict({"n": 1}, model="fault", parameters={"fail": True})
+    (tmp_path / "a.txt").write_text("über den Wolken", encoding="utf-8")
+    assert client.predict(tmp_path / "a.txt", model="echo").value == "über den Wolken"
     (tmp_path / "one.json").write_text('{"n": 1}')
     assert client.predict(tmp_path / "one.json", model="fault").value["twice"] == 2
 

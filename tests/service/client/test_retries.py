@@ -100,6 +100,13 @@ def test_answer_of_something_else_is_told_by_its_status(answer, cls):
     assert type(raised.value) is cls
 
 
+def test_redirection_is_not_followed_and_says_where_to():
+    transport = transport_of(refusal(301, Location="https://host/predict"), GOOD)
+    with Client(transport=transport) as client, pytest.raises(ProtocolError, match="https://host/"):
+        client.predict("x")
+    assert len(transport.requests) == 1
+
+
 def test_refusals_and_broken_connections_are_tried_again_and_failures_are_not():
     for passing in (
         refusal(503),
