@@ -57,10 +57,10 @@ class Client:
 
         Args:
             input: One of these. A `pathlib.Path`: the file, whatever it is (an image, .npy,
-                .safetensors, .json, .txt). Bytes, or a file open for reading them: the same. A PIL image.
-                An array of numpy's or a tensor of torch's: with a batch dimension it is as many
-                instances. A dict of those: named inputs. Anything else: one instance as JSON; a
-                str is a text for the model.
+                .safetensors, .json, .txt). Bytes, or a file open for reading them: the same. A
+                PIL image. An array of numpy's or a tensor of torch's: with a batch dimension it
+                is as many instances. A dict of those: named inputs. Anything else: one instance
+                as JSON; a str is a text for the model.
             **options: See `PredictOptions`.
 
         Raises:
