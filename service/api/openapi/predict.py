@@ -153,7 +153,7 @@ def predict_paths(models: Sequence[str], default: str | None) -> dict[str, Json]
     """
     paths: dict[str, Json] = {}
     if default is not None:
-        about = f"Predict with `{default}`, the default model"
+        about = f"Predict with {default}, the default model"
         paths["/predict"] = {"post": _operation("predict", about, [], "/predict")}
     name: Json = {
         "name": "model",
