@@ -1,9 +1,9 @@
 """Traces of a real service, as a real collector gets them, with one front end and with two."""
 
+import contextlib
 import itertools
 import re
 import signal
-from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -70,30 +70,42 @@ class Traced:
         self.answers[name] = httpx.request(method, url, headers=headers, **body)
 
 
-@pytest.fixture(scope="module", params=["1", "2"])
-def traced(request: pytest.FixtureRequest, tmp_path_factory) -> Iterator[Traced]:
-    """All calls made, and the service stopped, so that every span has come that ever will."""
-    folder = tmp_path_factory.mktemp("traces")
-    config = folder / "inferpool.toml"
-    config.write_text(CONFIG.format(once=folder / "once"))
-    with collecting() as collector:
-        env = {
-            "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url,
-            "OTEL_EXPORTER_OTLP_HEADERS": "x-key=se%20cret",
-            "OTEL_SERVICE_NAME": "pictures",
-            "OTEL_RESOURCE_ATTRIBUTES": "deployment.environment.name=test",
-            "OTEL_TRACES_SAMPLER": "parentbased_always_off",
-        }
-        arguments = ("--config", str(config), "--front-ends", request.param)
-        with running(*arguments, env=env) as service:
-            found = Traced(service, collector)
+@pytest.fixture(scope="module")
+def services(tmp_path_factory) -> dict[int, Traced]:
+    """With one front end and with two: all calls made, and both stopped, so that every span has
+    come that ever will.
+    """
+    found = {}
+    with contextlib.ExitStack() as stack:
+        for num_fronts in (1, 2):
+            folder = tmp_path_factory.mktemp("traces")
+            config = folder / "inferpool.toml"
+            config.write_text(CONFIG.format(once=folder / "once"))
+            collector = stack.enter_context(collecting())
+            env = {
+                "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url,
+                "OTEL_EXPORTER_OTLP_HEADERS": "x-key=se%20cret",
+                "OTEL_SERVICE_NAME": "pictures",
+                "OTEL_RESOURCE_ATTRIBUTES": "deployment.environment.name=test",
+                "OTEL_TRACES_SAMPLER": "parentbased_always_off",
+            }
+            arguments = ("--config", str(config), "--front-ends", str(num_fronts))
+            service = stack.enter_context(running(*arguments, env=env, ready=False))
+            found[num_fronts] = Traced(service, collector)
+        for traced in found.values():
+            traced.service.wait_until_ready()
             for name in CALLS:
-                found.ask(name)
+                traced.ask(name)
             accept = {"accept": "application/openmetrics-text"}
-            found.metrics = httpx.get(f"{service.url}/metrics", headers=accept).text
-            service.signal(signal.SIGTERM)
-            assert service.wait() == 0
-        yield found
+            traced.metrics = httpx.get(f"{traced.service.url}/metrics", headers=accept).text
+            traced.service.signal(signal.SIGTERM)
+        assert [traced.service.wait() for traced in found.values()] == [0, 0]
+    return found
+
+
+@pytest.fixture(params=[1, 2])
+def traced(request: pytest.FixtureRequest, services: dict[int, Traced]) -> Traced:
+    return services[request.param]
 
 
 def below(spans: list[Span], parent: Span) -> dict[str, Span]:
