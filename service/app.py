@@ -9,7 +9,7 @@ import shlex
 import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING
@@ -44,6 +44,7 @@ from service.objective import Objective, ObjectiveAdmission
 from service.operations import Operations
 from service.pool import Pool
 from service.quarantine import Quarantine
+from service.raw_output import RawOutput
 from service.report import is_host_ready, report_of
 from service.server import Server
 from service.settings import ModelSettings, Settings, version_of
@@ -268,7 +269,9 @@ class Service:
             yield from pool.read_gauges()
 
 
-def run(settings: Settings, origins: Mapping[str, str] | None = None) -> int:
+def run(
+    settings: Settings, origins: Mapping[str, str] | None = None, raw: RawOutput | None = None
+) -> int:
     """Serve until a signal, and return the process's exit code. Called in the main thread.
 
     Workers start sooner if `workers.local.start_forkserver` was called before, which it can be
@@ -277,33 +280,54 @@ def run(settings: Settings, origins: Mapping[str, str] | None = None) -> int:
     Args:
         settings: What to serve and how.
         origins: Who set each of them, for /admin/settings; see `Loaded`.
+        raw: What was taken of stdout and stderr, to be logged, and given back at the end.
     """
-    is_colored = None if settings.color == "auto" else False
-    logs = log_setup.configure(settings.log_format, settings.log_level, is_colored=is_colored)
+    with _logging(settings, raw) as logs:
+        try:
+            listener = listen(settings.host, settings.port)
+            host = find_host(settings.cuda_visible_devices)
+            _look_around(settings, host)
+            metrics = Metrics(
+                settings.models, {"version": version_of(), "torch": version_of("torch")}
+            )
+            console = Console(logs, is_colored=settings.color == "auto")
+            metrics.gauge_source(
+                lambda: [Reading(name="log_lines_dropped", value=logs.num_dropped)]
+            )
+            num_fronts, why = number_of_fronts(settings, host.num_cores)
+            service = Service(settings, host, metrics, console, origins)
+            tls = tls_context(settings)
+            tracer = make_tracer(settings, metrics.model)
+        except (StartError, DeviceError, TlsError) as error:
+            logger.critical("%s", error)
+            return EXIT_CANNOT_START
+        warn_if_open(settings, listener)
+        try:
+            about = {"version": version_of(), "front ends": f"{num_fronts} ({why})"}
+            console.started(about, host.describe(), service.plan)
+            return _serve(service, console, listener, tls, num_fronts, tracer)
+        finally:
+            for process in multiprocessing.active_children():
+                process.kill()  # only those that a hurried shutdown has left
+            listener.close()
+
+
+@contextmanager
+def _logging(settings: Settings, raw: RawOutput | None) -> Iterator[log_setup.Logs]:
+    """Have a log, and in it what is written past it."""
+    logs = log_setup.configure(
+        settings.log_format,
+        settings.log_level,
+        raw.stderr if raw else None,
+        is_colored=None if settings.color == "auto" else False,
+    )
+    if raw is not None:
+        raw.start()
     try:
-        listener = listen(settings.host, settings.port)
-        host = find_host(settings.cuda_visible_devices)
-        _look_around(settings, host)
-        metrics = Metrics(settings.models, {"version": version_of(), "torch": version_of("torch")})
-        console = Console(logs, is_colored=settings.color == "auto")
-        metrics.gauge_source(lambda: [Reading(name="log_lines_dropped", value=logs.num_dropped)])
-        num_fronts, why = number_of_fronts(settings, host.num_cores)
-        service = Service(settings, host, metrics, console, origins)
-        tls = tls_context(settings)
-        tracer = make_tracer(settings, metrics.model)
-    except (StartError, DeviceError, TlsError) as error:
-        logger.critical("%s", error)
-        logs.close()
-        return EXIT_CANNOT_START
-    warn_if_open(settings, listener)
-    try:
-        about = {"version": version_of(), "front ends": f"{num_fronts} ({why})"}
-        console.started(about, host.describe(), service.plan)
-        return _serve(service, console, listener, tls, num_fronts, tracer)
+        yield logs
     finally:
-        for process in multiprocessing.active_children():
-            process.kill()  # only those that a hurried shutdown has left
-        listener.close()
+        if raw is not None:
+            raw.close()
         logs.close()
 
 

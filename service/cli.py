@@ -1,5 +1,6 @@
 """The verbs of the command `inferpool`, from `serve` to `version`."""
 
+import contextlib
 import difflib
 import errno
 import os
@@ -321,6 +322,8 @@ def _serve(args: Namespace) -> int:
         return USAGE_ERROR
     from multiprocessing import resource_tracker
 
+    from service.logs import is_json
+    from service.raw_output import RawOutput
     from service.settings_loader import secret_variables
     from workers.local import start_forkserver
 
@@ -328,19 +331,27 @@ def _serve(args: Namespace) -> int:
         del os.environ[name]
     # CUDA reads this in the workers, wherever we were told.
     os.environ["CUDA_MPS_PIPE_DIRECTORY"] = loaded.settings.cuda_mps_pipe_directory
-    try:
-        resource_tracker.ensure_running()  # first, since it lets Ctrl-C through once it has started
-        # What we start inherits this and is deaf to Ctrl-C at once: it is for us to end it.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        start_forkserver(loaded.settings.preload())  # it imports torch while we import the rest
-    except OSError as error:
-        sys.stderr.write(f"inferpool: workers cannot be started: {error}{_cure(error)}\n")
-        return CANNOT_START
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    from service.app import run as run_app
+    with contextlib.ExitStack() as stack:
+        raw = None
+        try:
+            if is_json(loaded.settings.log_format, sys.stderr):
+                # Before anything is started that could write there.
+                raw = RawOutput.take()
+                stack.callback(raw.close)
+            # First, since it lets Ctrl-C through once it has started.
+            resource_tracker.ensure_running()
+            # What we start inherits this and is deaf to Ctrl-C at once: it is for us to end it.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            start_forkserver(loaded.settings.preload())  # it imports torch while we import the rest
+        except OSError as error:
+            stack.close()
+            sys.stderr.write(f"inferpool: workers cannot be started: {error}{_cure(error)}\n")
+            return CANNOT_START
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        from service.app import run as run_app
 
-    return run_app(loaded.settings, loaded.origins)
+        return run_app(loaded.settings, loaded.origins, raw)
 
 
 def _predict(args: Namespace) -> int:

@@ -109,15 +109,19 @@ def configure(
         What to close at the end; the exit of the interpreter closes it as well.
     """
     stream = sys.stderr if stream is None else stream
-    is_terminal = stream.isatty()
     formatter: Formatter
-    if format == "human" or (format == "auto" and is_terminal):
-        formatter = HumanFormatter(is_colored=is_terminal if is_colored is None else is_colored)
-    else:
+    if is_json(format, stream):
         formatter = JsonFormatter()
+    else:
+        formatter = HumanFormatter(is_colored=stream.isatty() if is_colored is None else is_colored)
     logs = Logs(formatter, logging.getLevelNamesMapping()[level.upper()], stream)
     logs.start()
     return logs
+
+
+def is_json(format: Literal["auto", "human", "json"], stream: TextIO) -> bool:
+    """Whether log lines to a stream are JSON."""
+    return format == "json" or (format == "auto" and not stream.isatty())
 
 
 def escape(text: str) -> str:

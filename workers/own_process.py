@@ -5,6 +5,7 @@ for what reason it could not start.
 """
 
 import contextlib
+import io
 import logging
 import os
 import signal
@@ -42,6 +43,9 @@ def set_up(heartbeat: Heartbeat, outbox: WorkerQueue) -> None:
     _guard(heartbeat)
     outbox.send_only()
     _log_to(outbox)
+    for stream in (sys.stdout, sys.stderr):  # what a model prints is to be seen, however it ends
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
 
 
 def pin(placement: Placement) -> None:

@@ -201,6 +201,7 @@ def test_model_that_can_never_load_ends_the_service_with_its_reason():
         assert service.wait() == 3
         text = " ".join(str(line["message"]) for line in service.log)
         assert "has no 'NoSuchModel'" in text
+        assert {line["level"] for line in service.log} <= {"info", "error", "critical"}
 
 
 def test_port_that_is_taken_is_said_at_once():

@@ -129,6 +129,7 @@ def test_worker_comes_back_once_there_may_be_processes_again_and_the_others_go_o
         for _ in range(5):
             assert answers(client)
         assert workers(client)[1]["pid"] == survivor
+        assert "raw" not in {line["level"] for line in service.log}
         group.set("pids.max", "max")
         until(lambda: num_ready(client) == 2)
         assert workers(client)[1]["pid"] == survivor

@@ -107,7 +107,7 @@ def campaign(
     if growth > _MAX_GROWTH_BYTES:
         verdict.offend(f"memory grew by {growth >> 20} MiB in the second half")
     for line in target.log:
-        if line["level"] in ("error", "critical", "raw"):
+        if line["level"] in ("error", "critical", "raw") or line["logger"] == "stderr":
             verdict.offend(f"log: {line}"[-1500:])
     return verdict
 

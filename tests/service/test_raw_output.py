@@ -1,0 +1,37 @@
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def outputs(code: str) -> tuple[str, str]:
+    code = f"import os, service.logs, service.raw_output as raw_output\n{code}"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return done.stdout, done.stderr
+
+
+def test_what_was_written_before_there_was_a_log_is_passed_on():
+    code = "raw = raw_output.RawOutput.take(); print('a'); os.write(2, b'b'); raw.close()"
+    assert outputs(f"{code}; raw.close(); print('c')") == ("a\nc\n", "b")
+
+
+def test_a_line_of_any_length_and_the_last_without_an_end_are_logged():
+    stdout, stderr = outputs(
+        """
+raw = raw_output.RawOutput.take()
+logs = service.logs.configure("json", stream=raw.stderr)
+os.write(1, b"x" * 20_000)
+raw.start()
+os.system("echo from another process; printf the-end >&2")
+raw.close()
+logs.close()
+"""
+    )
+    assert stdout == ""
+    lines = stderr.splitlines()
+    assert [line.count("x" * 100) > 0 for line in lines] == [True, True, True, False]
+    assert '"logger": "stderr", "message": "the-end"' in lines[3]
+    assert lines[2].endswith('from another process"}')
