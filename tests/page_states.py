@@ -20,6 +20,7 @@ from service.api.events import (
 )
 from service.api.health import (
     FrontHealth,
+    GpuHealth,
     HealthReport,
     InputDescription,
     ModelHealth,
@@ -30,6 +31,7 @@ from service.api.health import (
 IMAGE = (InputDescription(name="image", dtype="uint8", shape=(-1, -1, -1, 3)),)
 MODEL = "efficientnet_lite0"
 NUM_SECONDS = 300
+QUESTION = "How do I get from the station to the harbour?"
 
 STUB = """
 const scenario = %s;
@@ -89,6 +91,22 @@ def worker(number: int = 0, *, model: str = MODEL, **changes: Any) -> WorkerHeal
         decode="fast",
     )
     return replace(usual, **changes)
+
+
+def gpu(number: int) -> GpuHealth:
+    return GpuHealth(
+        index=number,
+        uuid=f"GPU-{number}",
+        name="NVIDIA H100",
+        up=True,
+        memory_bytes=80 << 30,
+        memory_used_bytes=(11 + number) << 30,
+        utilization=0.7 + number / 20,
+        temperature_c=52.0 + number,
+        power_w=310.0,
+        xid_errors=0,
+        last_xid=0,
+    )
 
 
 def ranks() -> Sequence[RankHealth]:
@@ -187,6 +205,7 @@ def state(
             draining=status == "draining",
             models=[model, *others],
             fronts=[FrontHealth(name="front 0", state="up", pid=4700, num_connections=12)],
+            gpus=[gpu(0), gpu(1)],
         ),
         host=HostState(connections=12, arena_bytes=256 << 20, arena_used_bytes=9 << 20),
         models=dict.fromkeys(names, live),
@@ -203,8 +222,10 @@ def scenarios() -> dict[str, Scenario]:
     killed = ending("signal", "SIGKILL from outside, or by the kernel for memory", ago_s=94)
     hung = ending("hang", "its batch ran for more than 10 s", number=1, life=2, ago_s=3601)
     full = [busy(second, refused=140 + second % 40, depth=400) for second in range(120)]
-    split = worker(model="llama", placement="pipeline", ranks=ranks(), speed="exact")
-    other = ModelHealth(name="llama", ready=True, workers=[split])
+    split = worker(
+        device="cuda:0+cuda:1", placement="pipeline", ranks=ranks(), speed="exact", speed_gain=1.0
+    )
+    other = ModelHealth(name="minilm_l6", ready=True, workers=[worker(model="minilm_l6")])
     starting = worker(
         1, state="starting", reason="compiling compiled_bf16, 40 s so far",
         pid=None, rss_bytes=None, speed=None, num_batches=0, last_answer_age_s=None,
@@ -220,6 +241,7 @@ def scenarios() -> dict[str, Scenario]:
     down = [worker(0, state="backoff", restarts=3, reason="exit code 3", **gone), again]
     return {
         "busy": Scenario(events=[state(samples=load, endings=[killed, hung], others=[other])]),
+        "split": Scenario(events=[state([split], samples=load, inputs=(), example=QUESTION)]),
         "empty": Scenario(events=[state()]),
         "starting": Scenario(
             events=[state([replace(starting, name=f"{MODEL}/0"), starting], status="starting")]

@@ -7,7 +7,7 @@ import { forgetKey, setKey } from "./keys.js";
 import { showFigures, showModel, showService, showSituation } from "./overview.js";
 import { situationOf } from "./situation.js";
 import { chooseModel, startTryIt } from "./tryit.js";
-import { showRestarts, showWorkers } from "./workers.js";
+import { showGpus, showRestarts, showWorkers } from "./workers.js";
 
 const NUM_KEPT = 300; // samples: as many as the service keeps
 
@@ -54,6 +54,7 @@ function render() {
   const names = state.health.models.map((model) => model.name);
   if (!names.includes(chosen)) chosen = names.includes(state.default_model) ? state.default_model : names[0];
   showService(state);
+  showGpus(state.health.gpus);
   showSituation(situationOf(state, history));
   showChoice(names);
   const model = state.health.models.find((each) => each.name === chosen);

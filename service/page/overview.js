@@ -12,6 +12,7 @@ export function showSituation(situation) {
   notice.hidden = !situation.title;
   notice.dataset.level = situation.noticeLevel ?? situation.level;
   setText($("notice-title"), situation.title ?? "");
+  setText($("said"), situation.title ?? situation.badge); // aloud: not the numbers, which change
   setText($("notice-text"), situation.text ?? "");
   keep($("notice-list"), situation.list ?? [], (text) => text, (text) => h("li", {}, text));
   $("reconnect").hidden = !situation.canRetry;
@@ -70,9 +71,14 @@ export function showFigures(name, state, history) {
     figure("Batch size", sizes ? number(served / sizes) : "–", "", sizes ? "mean of instances" : "no batches yet"),
     figure("Refused", number(refused), "/s", refused ? mainReason(recent) : "nothing", refused ? "warn" : null),
     figure("Workers", `${ready}`, `of ${workers.length}`, ready === workers.length ? "all ready" : "not all ready",
-      ready === 0 && workers.length ? "bad" : ready < workers.length ? "warn" : null),
+      workersLevel(ready, workers)),
   ];
   keep($("figures"), figures, (item) => item.label, makeFigure);
+}
+
+function workersLevel(ready, workers) {
+  if (ready === workers.length || workers.every((worker) => worker.state === "starting")) return null;
+  return ready === 0 ? "bad" : "warn";
 }
 
 function figure(label, value, unit, note, level = null) {

@@ -1,7 +1,7 @@
 // What a prediction came to: labels, or JSON; where its time went; or why there is none.
 
 import { h } from "./dom.js";
-import { durationText } from "./format.js";
+import { durationText, json } from "./format.js";
 
 const MAX_LABELS = 5;
 const MAX_TEXT = 20_000;
@@ -50,7 +50,7 @@ function prediction(predictions) {
   if (predictions.length === 1 && isLabels(first)) {
     return [h("h3", {}, "Prediction"), h("ol", { class: "labels" }, first.slice(0, MAX_LABELS).map(labelled))];
   }
-  const text = JSON.stringify(predictions.length === 1 ? first : predictions, null, 1).replace(/\n\s*(?=-?[\d\]])/g, " ");
+  const text = json(predictions.length === 1 ? first : predictions);
   const shown = text.length > MAX_TEXT ? `${text.slice(0, MAX_TEXT)} … (${text.length.toLocaleString("en")} characters)` : text;
   return [h("h3", {}, "Prediction"), h("pre", { tabindex: "0" }, shown)];
 }

@@ -1,7 +1,7 @@
 // "Try it": sends a picture, a file or JSON to the chosen model, and shows what comes back.
 
-import { $, setText } from "./dom.js";
-import { bytes } from "./format.js";
+import { $, h, setText } from "./dom.js";
+import { bytes, json } from "./format.js";
 import { keyHeaders, setKey } from "./keys.js";
 import { showAnswer, showProblem } from "./result.js";
 
@@ -13,7 +13,10 @@ let file = null;
 let isBusy = false;
 
 export function startTryIt() {
-  $("file").addEventListener("change", () => take($("file").files[0]));
+  $("file").addEventListener("change", () => {
+    take($("file").files[0]);
+    $("file").value = ""; // so that the same one can be chosen again
+  });
   $("send").addEventListener("click", send);
   for (const choice of document.querySelectorAll("input[name=kind]")) {
     choice.addEventListener("change", () => showKind(choice.value));
@@ -45,7 +48,7 @@ export function chooseModel(health) {
   model = { name, inputs, example, shape };
   const kinds = kindsOf(model);
   $("try-kind").hidden = kinds.length < 2;
-  $("json").value = JSON.stringify({ instances: [instanceFor(model)] }, null, 1).replace(/\n\s*(?=[\d\]-])/g, " ");
+  $("json").value = json({ instances: [instanceFor(model)] });
   $("file").accept = takesImages(model) ? "image/*" : "";
   if (isOther) {
     $("answer").replaceChildren();
@@ -105,10 +108,7 @@ async function showFile() {
   updateButton();
   if (file === null) {
     const what = model && takesImages(model) ? "a picture" : "a file";
-    text.innerHTML = "";
-    const choose = document.createElement("b");
-    choose.textContent = `Choose ${what}`;
-    text.append(choose, ", drop or paste one here");
+    text.replaceChildren(h("b", {}, `Choose ${what}`), ", drop or paste one here");
     return;
   }
   setText(text, `${file.name} · ${bytes(file.size)}`);

@@ -1,7 +1,7 @@
-// The workers of the chosen model, and how those before them ended.
+// The workers of the chosen model, how those before them ended, and the GPUs of the host.
 
 import { $, h, keep, setText } from "./dom.js";
-import { age, bytes, number, timeOfDay } from "./format.js";
+import { age, bytes, number, plural, timeOfDay } from "./format.js";
 
 const LEVELS = { ready: "good", starting: "idle", stalled: "warn", backoff: "warn", failed: "bad", stopped: "idle" };
 const CAUSES = {
@@ -51,6 +51,32 @@ export function showRestarts(endings) {
   setText($("restarts-count"), endings.length ? `latest ${endings.length}` : "");
   const shown = endings.length ? endings : [null];
   keep($("restarts"), shown, (ending) => (ending ? `${ending.worker}/${ending.incarnation}` : "none"), makeRestart);
+}
+
+export function showGpus(gpus) {
+  $("gpus-part").hidden = !gpus.length;
+  keep($("gpus"), gpus.map(gpuShownOf), (gpu) => gpu.uuid, makeGpu);
+}
+
+function gpuShownOf({ index, uuid, name, up, memory_bytes: all, memory_used_bytes: used, utilization, ...rest }) {
+  const facts = [
+    utilization === null ? null : `${Math.round(utilization * 100)} % busy`,
+    used === null ? bytes(all) : `${bytes(used)} of ${bytes(all)}`,
+    rest.temperature_c === null ? null : `${Math.round(rest.temperature_c)} °C`,
+    rest.power_w === null ? null : `${Math.round(rest.power_w)} W`,
+  ];
+  const errors = rest.xid_errors ? `${plural(rest.xid_errors, "Xid error")}, the last ${rest.last_xid}` : "";
+  return {
+    uuid, title: `GPU ${index}`, name, level: up ? (errors ? "warn" : "good") : "bad",
+    badge: up ? "up" : "lost", facts: facts.filter(Boolean), reason: up ? errors : "The driver does not answer for it.",
+  };
+}
+
+function makeGpu({ title, name, level, badge, facts, reason }) {
+  return h("li", { class: "worker", "data-level": level },
+    h("header", {}, h("b", {}, title), h("span", { class: "quiet" }, name), h("span", { class: "badge", "data-level": level }, badge)),
+    reason ? h("p", { class: "reason" }, reason) : null,
+    h("ul", { class: "facts" }, facts.map((fact) => h("li", {}, fact))));
 }
 
 function makeRestart(ending) {

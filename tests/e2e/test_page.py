@@ -34,6 +34,7 @@ max_batch_size = 1
 """
 BADGES = {
     "busy": "Ready",
+    "split": "Ready",
     "empty": "Ready",
     "starting": "Starting",
     "degraded": "Degraded",
@@ -67,7 +68,7 @@ def opened(
     """The page; at the end it must have been quiet, and have asked nobody else for anything."""
     context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme="light")
     page = context.new_page()
-    page.set_default_timeout(20_000)
+    page.set_default_timeout(45_000)
     noise: list[str] = []
     page.on("pageerror", lambda error: noise.append(str(error)))
     page.on("console", lambda message: noise.append(message.text))
