@@ -3,6 +3,7 @@
 import email.utils
 import json
 import socket
+import ssl
 import threading
 import time
 
@@ -22,6 +23,7 @@ from service.client import (
 )
 from service.client.errors import AnswerError, InternalError, UnauthorizedError, error_class
 from service.client.retries import RetryBudget, pause_before_retry, retry_after_s
+from tests.certificates import make_certificate
 from tests.service.client.conftest import open_client
 
 GOOD = httpx.Response(200, json={"predictions": [1]})
@@ -265,14 +267,11 @@ def _trickle(listener: socket.socket, answer: bytes, stop: threading.Event) -> N
                 return
 
 
-def test_untrusted_certificate_is_not_tried_again(tmp_path):
-    import ssl
-
-    from tests.certificates import make_certificate
-
+def test_untrusted_certificate_is_not_tried_again_and_a_trusted_one_serves(tmp_path):
     certificate, key = make_certificate(tmp_path)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certificate, key)
+    answer = b'HTTP/1.1 200 OK\r\nContent-Length: 19\r\n\r\n{"predictions":[1]}'
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"https://127.0.0.1:{listener.getsockname()[1]}"
 
@@ -280,11 +279,18 @@ def test_untrusted_certificate_is_not_tried_again(tmp_path):
             connection, _ = listener.accept()
             with connection, pytest.raises(ssl.SSLError):
                 context.wrap_socket(connection, server_side=True)
+            connection, _ = listener.accept()
+            with context.wrap_socket(connection, server_side=True) as secure:
+                secure.recv(65536)
+                secure.sendall(answer)
+                secure.recv(65536)
 
         server = threading.Thread(target=serve)
         server.start()
         with Client(url, timeout_s=5) as client, pytest.raises(ConnectError) as raised:
             client.predict("x")
+        with Client(url, timeout_s=5, verify=str(certificate)) as client:
+            assert client.predict("x").value == 1
         server.join(5)
     assert raised.value.num_attempts == 1
     assert "certificate" in str(raised.value).lower()
