@@ -216,6 +216,10 @@ def test_the_compose_file_is_whole_without_any_preparation(profiles, tmp_path):
         assert not any(variable.startswith("INFERPOOL_") for variable in one.get("environment", {}))
 
 
+def test_the_image_leaves_out_what_only_gpus_run(image):
+    assert int(docker("image", "inspect", "--format", "{{.Size}}", image)) < 2.2e9
+
+
 def test_it_answers_with_a_prediction_and_only_to_those_who_have_a_key(service):
     answer = service.predict()
     assert answer.status_code == 200
