@@ -70,7 +70,7 @@ def docker(*arguments: str, timeout_s: float = 120) -> str:
 
 @pytest.fixture(scope="module")
 def image() -> str:
-    """The image for CPUs, without the compiler, which takes a while to install."""
+    """The image for CPUs, without what takes long: a compiler, and bytecode of all that is in it."""
     if DOCKER is None or not os.environ.get("DOCKER_HOST"):
         pytest.skip("set DOCKER_HOST to a container engine, such as unix:///var/run/docker.sock")
     data = Path(docker("info", "--format", "{{.DockerRootDir}}").strip())
@@ -78,7 +78,8 @@ def image() -> str:
         pytest.skip(f"an image takes {ROOM_BYTES >> 30} GiB of room in {data}")
     faulthandler.cancel_dump_traceback_later()  # it would take the build for a hang
     build = ["build", "--network=host", "--file", str(ROOT / "docker" / "Dockerfile")]
-    docker(*build, "--tag", IMAGE, "--build-arg", "PACKAGES=", str(ROOT), timeout_s=900)
+    build += ["--build-arg", "PACKAGES=", "--build-arg", "UV_COMPILE_BYTECODE=0"]
+    docker(*build, "--tag", IMAGE, str(ROOT), timeout_s=900)
     return IMAGE
 
 
