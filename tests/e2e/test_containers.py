@@ -70,7 +70,7 @@ def docker(*arguments: str, timeout_s: float = 120) -> str:
 
 @pytest.fixture(scope="module")
 def image() -> str:
-    """The image for CPUs, without what takes long: a compiler, and bytecode of all that is in it."""
+    """The image for CPUs, without what takes long: a compiler, and the bytecode of everything."""
     if DOCKER is None or not os.environ.get("DOCKER_HOST"):
         pytest.skip("set DOCKER_HOST to a container engine, such as unix:///var/run/docker.sock")
     data = Path(docker("info", "--format", "{{.DockerRootDir}}").strip())
