@@ -5,6 +5,7 @@ log is JSON, each such line becomes a log line. Runs in the main process, in a t
 """
 
 import contextlib
+import faulthandler
 import logging
 import os
 import select
@@ -60,7 +61,11 @@ class RawOutput:
         return os.fdopen(self._originals[2], "w", encoding="utf-8", closefd=False)
 
     def start(self) -> None:
-        """Begin to log what is written; the log must have its way out by now."""
+        """Begin to log what is written; the log must have its way out by now.
+
+        What this process says when it crashes is no log line: nobody would be left to write it.
+        """
+        faulthandler.enable(self._originals[2])
         self._thread.start()
 
     def close(self) -> None:
@@ -73,6 +78,7 @@ class RawOutput:
             os.dup2(original, fd)
         os.close(self._waker)
         if self._thread.is_alive():
+            faulthandler.disable()
             self._thread.join()
         else:
             self._pass_on()

@@ -1,3 +1,4 @@
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -5,11 +6,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def outputs(code: str) -> tuple[str, str]:
-    code = f"import os, service.logs, service.raw_output as raw_output\n{code}"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+def outputs(code: str, exit_code: int = 0) -> tuple[str, str]:
+    code = f"import os, signal, service.logs, service.raw_output as raw_output\n{code}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == exit_code, done.stderr
     return done.stdout, done.stderr
 
 
@@ -35,3 +35,9 @@ logs.close()
     assert [line.count("x" * 100) > 0 for line in lines] == [True, True, True, False]
     assert '"logger": "stderr", "message": "the-end"' in lines[3]
     assert lines[2].endswith('from another process"}')
+
+
+def test_a_crash_of_this_process_is_told_where_there_is_no_log_any_more():
+    code = "raw = raw_output.RawOutput.take(); raw.start(); os.kill(os.getpid(), signal.SIGSEGV)"
+    _, stderr = outputs(code, -signal.SIGSEGV)
+    assert "Fatal Python error: Segmentation fault" in stderr
