@@ -1,7 +1,11 @@
 """How many fronts there are to be."""
 
+import logging
+
 from service.listening import StartError
 from service.settings import Settings
+
+logger = logging.getLogger(__name__)
 
 _CORES_PER_FRONT = 4
 _MAX_AUTO = 4
@@ -29,6 +33,13 @@ def number_of_fronts(settings: Settings, num_cores: int) -> tuple[int, str]:
                 f"front_ends: {num} parts of the arena would each be less than twice "
                 f"max_body_bytes; set arena_bytes to "
                 f"{num * _LEAST_SLOTS * settings.max_body_bytes} or more"
+            )
+        if num > num_cores:
+            logger.warning(
+                "front_ends: %d processes take calls on %d cores, which the workers need too: they "
+                'take time from each other; "auto" makes it one for every four cores',
+                num,
+                num_cores,
             )
         return num, "as set by front_ends"
     wanted = max(1, min(_MAX_AUTO, num_cores // _CORES_PER_FRONT)) if num_cores >= 8 else 1

@@ -18,9 +18,14 @@ def test_there_are_more_where_there_are_cores_for_them(tmp_path, num_cores, expe
     assert number_of_fronts(made, num_cores)[0] == expected
 
 
-def test_there_are_as_many_as_are_asked_for(tmp_path):
+def test_there_are_as_many_as_are_asked_for_with_a_word_on_more_than_there_are_cores(
+    tmp_path, caplog
+):
     made = settings(tmp_path, front_ends="3", arena_bytes=str(2**28))
+    assert number_of_fronts(made, 3)[0] == 3
+    assert caplog.messages == []
     assert number_of_fronts(made, 2)[0] == 3
+    assert "3 processes take calls on 2 cores" in caplog.text
 
 
 def test_each_part_of_the_arena_must_hold_the_largest_body(tmp_path):
