@@ -140,7 +140,7 @@ function throughput(samples) {
   const there = samples.filter(({ sample }) => sample).map(({ sample }) => sample);
   const used = ENDS.filter(([name, , pick]) => name === "answered" || there.some((sample) => pick(sample) > 0));
   const traces = used.map(([name, color, pick]) => line(samples, name, color, pick, {
-    line: { width: name === "answered" ? 1.5 : 0.5 },
+    line: { width: name === "answered" ? 1.5 : 0 }, // or it would lie on the one below
     trace: { stackgroup: "all", mode: "lines", fillcolor: colorOf(color, name === "answered" ? 0.25 : 0.6) },
   }));
   const now = (name) => number(there.length ? ENDS.find(([each]) => each === name)[2](there.at(-1)) : 0);

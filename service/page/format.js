@@ -45,10 +45,10 @@ export const timeOfDay = (seconds) => clock.format(new Date(seconds * 1000));
 /** "1 worker", "2 workers" */
 export const plural = (count, noun) => `${plain.format(count)} ${noun}${count === 1 ? "" : "s"}`;
 
-/** JSON over several lines, but for lists of nothing but numbers, which stay on theirs. */
+/** JSON over several lines, but for lists of nothing but numbers, each on its own. */
 export function json(value) {
   const text = JSON.stringify(value, null, 2);
-  return text.replace(/\[[\s\d.,eE+-]*\]/g, (list) => list.replace(/\s+/g, " ").replace("[ ", "[").replace(" ]", "]"));
+  return text.replace(/\[(?:[\s\d.,eE+-]|true|false|null)*\]/g, (list) => list.replace(/\s+/g, " ").replace("[ ", "[").replace(" ]", "]"));
 }
 
 export const sum = (values) => values.reduce((total, value) => total + value, 0);

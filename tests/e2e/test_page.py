@@ -123,6 +123,7 @@ def test_an_input_that_kills_is_told_with_its_code_and_the_restart_with_its_reas
 ):
     with live(browser, service, path="/#faulty") as page:
         page.wait_for_selector("body[data-link=live]")
+        assert '"n": 0' in page.input_value("#json")  # its example
         page.fill("#json", '{"instances": [{"n": 1, "do": "kill"}]}')
         page.press("#json", "Control+Enter")
         page.wait_for_selector(".problem")
