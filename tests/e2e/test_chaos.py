@@ -25,14 +25,14 @@ def chaos(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_echo_keeps_the_promise_while_workers_are_killed_stopped_and_poisoned(tmp_path: Path):
     config = tmp_path / "inferpool.toml"
     config.write_text(
-        '[models.echo]\nsource = "echo"\nreplicas = 2\nbatch_timeout_s = 0.7\n'
+        '[models.echo]\nsource = "echo"\nreplicas = 2\nbatch_timeout_s = 1.5\n'
         "options = { delay_s = 0.01 }\n"  # so that faults meet workers at work
     )
     file = tmp_path / "report.json"
     done = chaos(
         "--config", str(config), "--json", str(file),
-        "--requests", "500", "--kills", "3", "--kill-every", "0.4",
-        "--stop-every", "0.8", "--poison-every", "0.8",
+        "--requests", "500", "--kills", "3", "--kill-every", "0.7",
+        "--stop-every", "1.5", "--poison-every", "1.5",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "The promise was kept" in done.stdout

@@ -28,7 +28,7 @@ def test_ten_times_the_capacity_costs_those_who_are_admitted_nothing(tmp_path: P
         port = int(service.url.rpartition(":")[2])
         full, tight = (
             asyncio.run(
-                measure("127.0.0.1", port, times=10, secs=1.2, timeout_ms=timeout_ms, peak_s=1)
+                measure("127.0.0.1", port, times=10, secs=2, timeout_ms=timeout_ms, peak_s=1.5)
             )
             for timeout_ms in (None, TIMEOUT_MS)
         )
