@@ -131,6 +131,18 @@ class ModelSettings(_Table):
         parse_devices(devices)
         return devices
 
+    @field_validator("placement")
+    @classmethod
+    def _check_placement(cls, placement: str, info: ValidationInfo) -> str:
+        source = str(info.data.get("source"))
+        if placement != "replicate" and (source == "echo" or source.endswith(_MODEL_FILE_SUFFIXES)):
+            why = "has no network" if source == "echo" else "is an exported whole"
+            raise ValueError(
+                f'is not for {source}, which {why}: set "replicate", or serve a '
+                "network from its class or from torchvision"
+            )
+        return placement
+
     @field_validator("devices_per_replica")
     @classmethod
     def _check_num_devices(cls, num: Auto | int, info: ValidationInfo) -> Auto | int:

@@ -227,9 +227,14 @@ def test_a_model_named_like_a_built_in_source_needs_no_source(tmp_path):
             "several of these with commas between",
         ),
         (
-            '[models.echo]\nplacement = "pipeline"\ndevices_per_replica = 1',
-            "inferpool.toml: models.echo.devices_per_replica: 1 is too few to split a model over: "
-            'set 2 or more, or placement = "replicate" instead of "pipeline"',
+            '[models.minilm_l6]\nplacement = "pipeline"\ndevices_per_replica = 1',
+            "inferpool.toml: models.minilm_l6.devices_per_replica: 1 is too few to split a model "
+            'over: set 2 or more, or placement = "replicate" instead of "pipeline"',
+        ),
+        (
+            '[models.echo]\nplacement = "tensor"',
+            "inferpool.toml: models.echo.placement: 'tensor' is not for echo, which has no "
+            'network: set "replicate", or serve a network from its class or from torchvision',
         ),
         (
             "[models.echo]\ndevices_per_replica = 2",
@@ -238,8 +243,8 @@ def test_a_model_named_like_a_built_in_source_needs_no_source(tmp_path):
             "said by replicas and devices",
         ),
         (
-            '[models.echo]\nplacement = "tensor"\nspeed = "bf16"',
-            "inferpool.toml: models.echo.speed: 'bf16' changes a whole network, and with "
+            '[models.minilm_l6]\nplacement = "tensor"\nspeed = "bf16"',
+            "inferpool.toml: models.minilm_l6.speed: 'bf16' changes a whole network, and with "
             'placement = "tensor" no process has one: leave it at auto, which then means exact',
         ),
         (
