@@ -396,10 +396,11 @@ def test_processes_that_share_a_gpu(tmp_path: Path):
 
 
 def test_split_replicas_are_counted_by_their_processes(tmp_path: Path):
-    settings = settings_of(tmp_path, placement="pipeline", devices="cpu", replicas="2")
+    split = {"model": "minilm_l6", "placement": "pipeline", "devices": "cpu", "replicas": "2"}
+    settings = settings_of(tmp_path, **split)
     facts = gather(settings, ONE_GPU)
     (found,) = devices.check_placement(facts, settings)
-    assert str(found) == ("devices of echo: 2 replicas, each split into 2 stages, on cpu+cpu")
+    assert str(found) == ("devices of minilm_l6: 2 replicas, each split into 2 stages, on cpu+cpu")
     assert "16 computing threads on 16 cores" in words(limits.check_cores(facts, settings))
     assert "2 workers of 4 processes and the front" in words(memory.check_replicas(facts, settings))
 
