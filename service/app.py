@@ -31,7 +31,13 @@ from service.cli_config import json_of
 from service.console import Console
 from service.dispatcher import Dispatcher
 from service.doctor.diagnosis import diagnose_quickly
-from service.endpoint import make_cors, make_guard, make_predict, make_tracer, server_config
+from service.endpoint import (
+    make_cors,
+    make_guard,
+    make_predict,
+    server_config,
+    set_up_tracing,
+)
 from service.fronts.alone import OnlyFront
 from service.fronts.fronts import Fronts
 from service.fronts.number import number_of_fronts
@@ -295,9 +301,10 @@ def run(
                 lambda: [Reading(name="log_lines_dropped", value=logs.num_dropped)]
             )
             num_fronts, why = number_of_fronts(settings, host.num_cores)
+            origin = (origins or {}).get("trace_endpoint", "default")
+            settings, tracer = set_up_tracing(settings, origin, metrics.model)
             service = Service(settings, host, metrics, console, origins)
             tls = tls_context(settings)
-            tracer = make_tracer(settings, metrics.model)
         except (StartError, DeviceError, TlsError) as error:
             logger.critical("%s", error)
             return EXIT_CANNOT_START

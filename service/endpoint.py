@@ -31,6 +31,10 @@ _HALF_SENT_S = 2
 """How long connections with half a request may hold up the end, once all accepted is answered."""
 
 
+class TraceError(StartError):
+    """Calls cannot be traced as the settings say."""
+
+
 def make_guard(settings: Settings) -> Guard:
     """Who may ask for what."""
     return Guard(
@@ -43,6 +47,28 @@ def make_cors(settings: Settings) -> Cors | None:
     return Cors(settings.cors_origins) if settings.cors_origins else None
 
 
+def set_up_tracing(
+    settings: Settings, origin: str, metrics: Callable[[str], ModelMetrics]
+) -> "tuple[Settings, Tracer | None]":
+    """The settings in force, and who traces calls; what is set for a whole host stops no service.
+
+    Args:
+        settings: Whether to trace, and how.
+        origin: Who set the endpoint; see `Loaded`.
+        metrics: Finds what counts the calls of a model.
+
+    Raises:
+        TraceError: It is inferpool's own setting that asks for traces, and there can be none.
+    """
+    try:
+        return settings, make_tracer(settings, metrics)
+    except TraceError as error:
+        if not origin.startswith("environment OTEL_"):
+            raise
+        logger.warning("calls are not traced, as %s asks for it: %s", origin, error)
+        return settings.model_copy(update={"trace_endpoint": None}), None
+
+
 def make_tracer(settings: Settings, metrics: Callable[[str], ModelMetrics]) -> "Tracer | None":
     """Who traces calls, if that is wanted; what it takes is imported only then.
 
@@ -51,14 +77,14 @@ def make_tracer(settings: Settings, metrics: Callable[[str], ModelMetrics]) -> "
         metrics: Finds what counts the calls of a model.
 
     Raises:
-        StartError: OpenTelemetry is not installed, or a file is not there.
+        TraceError: OpenTelemetry is not installed, or a file is not there.
     """
     if settings.trace_endpoint is None:
         return None
     try:
         from service.tracing.tracer import Tracer
     except ModuleNotFoundError as error:
-        raise StartError(
+        raise TraceError(
             f"traces are to go to {settings.trace_endpoint} (trace_endpoint), and what that takes "
             f"is not installed ({error.name}): pip install 'inferpool[otel]', or set "
             "OTEL_SDK_DISABLED=true"
@@ -67,7 +93,7 @@ def make_tracer(settings: Settings, metrics: Callable[[str], ModelMetrics]) -> "
         return Tracer(settings, metrics)
     except OSError as error:
         path = settings.trace_certificate
-        raise StartError(f"trace_certificate: {path} cannot be used: {error}") from error
+        raise TraceError(f"trace_certificate: {path} cannot be used: {error}") from error
 
 
 def make_predict(

@@ -3,10 +3,11 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from service.endpoint import make_tracer
+from service.endpoint import make_tracer, set_up_tracing
 from service.listening import StartError
 from service.metrics import ModelMetrics
 from service.settings import ModelSettings, Settings
@@ -117,6 +118,19 @@ def test_without_the_extra_it_is_said_what_to_install(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "opentelemetry.proto.resource.v1.resource_pb2", None)
     with pytest.raises(StartError, match=r"pip install 'inferpool\[otel\]'"):
         make_tracer(settings_for("http://localhost:4318"), ModelMetrics)
+
+
+def test_a_variable_of_the_platform_stops_no_service_that_cannot_trace(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    nowhere = str(tmp_path / "nowhere.pem")
+    settings = settings_for("https://h").model_copy(update={"trace_certificate": nowhere})
+    by_platform = "environment OTEL_EXPORTER_OTLP_ENDPOINT"
+    in_force, tracer = set_up_tracing(settings, by_platform, ModelMetrics)
+    assert (in_force.trace_endpoint, tracer) == (None, None)
+    assert f"calls are not traced, as {by_platform} asks for it" in caplog.text
+    with pytest.raises(StartError, match=r"nowhere\.pem"):
+        set_up_tracing(settings, "file inferpool.toml", ModelMetrics)
 
 
 def test_a_certificate_that_is_none_is_told_at_the_start() -> None:
