@@ -128,12 +128,13 @@ def _of_file(path: Path, parameters: Mapping[str, object] | None) -> Body:
     if suffix == ".json":
         try:
             content = json.loads(path.read_bytes())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"{path} is no JSON: {error}") from None
         if isinstance(content, dict) and "instances" in content:
-            return _of_json(
-                content["instances"], {**content.get("parameters", {}), **(parameters or {})}
-            )
+            own = content.get("parameters") or {}
+            if not isinstance(content["instances"], list) or not isinstance(own, dict):
+                raise InputError(f"{path}: instances is no list, or parameters is no object")
+            return _of_json(content["instances"], {**own, **(parameters or {})})
         return _of_json([content], parameters)
     if content_type := _TYPE_BY_SUFFIX.get(suffix):
         return Body(path, content_type, query=_query_of(parameters))

@@ -30,7 +30,7 @@ from service.client.errors import (
     error_class,
 )
 from service.client.health import Health, health_of
-from service.client.options import ClientOptions, ManyOptions, PredictOptions
+from service.client.options import ClientOptions, ManyOptions, PredictOptions, check_names
 from service.client.results import (
     Json,
     Prediction,
@@ -60,8 +60,9 @@ _HOPELESS = (
     httpx.UnsupportedProtocol,
     httpx.TooManyRedirects,
     httpx.LocalProtocolError,
-    httpx.DecodingError,
 )
+_LONGEST_S = 1e6
+"""Of a socket's timeout: more is as good as none, and some systems cannot count so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +103,15 @@ class Calls:
         Raises:
             ValueError: It is no URL, or no key.
         """
+        check_names(options, ClientOptions)
         parsed = httpx.URL(url)
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise ValueError(f"{url!r} is no URL such as {DEFAULT_URL}")
-        self.url = url.rstrip("/")
+        if parsed.query or parsed.fragment:
+            raise ValueError(f"{url!r} has more than the place of a service")
+        self.url = str(parsed.copy_with(userinfo=None)).rstrip("/")
+        """Without the password that was in it, if there was one."""
+        self._base = url.rstrip("/")
         retries = options.get("retries", Retry())
         self._retry = Retry(max_attempts=1 + retries) if isinstance(retries, int) else retries
         self._budget = RetryBudget(self._retry)
@@ -131,6 +137,7 @@ class Calls:
 
     def predict(self, value: object, options: PredictOptions) -> Steps[Prediction]:
         """The steps of one prediction."""
+        check_names(options, PredictOptions)
         started = time.monotonic()
         deadline = _deadline(started, options.get("timeout_s", self._timeout_s))
         request_id = options.get("request_id") or uuid.uuid4().hex
@@ -206,7 +213,7 @@ class Calls:
         request_id = uuid.uuid4().hex
         request = httpx.Request(
             "GET",
-            self.url + path,
+            self._base + path,
             headers={**self._headers, "X-Request-ID": request_id},
             extensions={"timeout": _Timeouts(deadline, self._connect_timeout_s)},
         )
@@ -221,7 +228,7 @@ class Calls:
             told["X-Timeout-Ms"] = str(max(1, left_ms))
         return httpx.Request(
             "POST",
-            self.url + path,
+            self._base + path,
             params=body.query or None,
             headers={"Host": self._host, **told, **body.headers},
             stream=body,
@@ -236,6 +243,9 @@ class Calls:
             headers["X-Priority"] = str(priority)
         if traceparent := options.get("traceparent"):
             headers["traceparent"] = traceparent
+        for name, text in headers.items():
+            if not (text.isascii() and text.isprintable()):
+                raise InputError(f"what was given for {name} has characters no header may have")
         return headers
 
     def _reply_of(self, came: Came, deadline: float, request_id: str) -> Reply:
@@ -267,7 +277,7 @@ class _Timeouts(dict[str, float | None]):
         left_s = max(self._deadline - time.monotonic(), 1e-3)
         if name == "connect":
             return min(left_s, self._connect_timeout_s)
-        return None if left_s == math.inf else left_s
+        return None if left_s > _LONGEST_S else left_s
 
 
 def _deadline(started: float, timeout_s: float | None) -> float:
@@ -302,6 +312,10 @@ def _raise_from(error: httpx.RequestError, deadline: float, url: str, request_id
     message = str(error) or type(error).__name__
     if isinstance(error, _HOPELESS):
         raise InputError(f"this cannot be asked: {message}", request_id=request_id) from error
+    if isinstance(error, httpx.DecodingError):
+        raise ProtocolError(
+            f"the answer cannot be read: {message}", request_id=request_id
+        ) from error
     if isinstance(error, httpx.TimeoutException) and (
         not isinstance(error, httpx.ConnectTimeout) or time.monotonic() >= deadline
     ):
@@ -328,20 +342,24 @@ def _error_of(reply: Reply, request_id: str) -> InferpoolError:
     status = reply.status
     problem: Json = None
     if reply.headers.get("content-type", "").startswith("application/problem+json"):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             problem = json.loads(reply.content)
     wait_s = retry_after_s(reply.headers)
     match problem:
         case {"code": str(code), "detail": str(detail), "retryable": bool(is_retryable)}:
-            given = problem.get("errors", ())
-            several = [instance_error(each, i, request_id) for i, each in enumerate(given)]
+            given = problem.get("errors")
+            listed = given if isinstance(given, list) else []
+            several = [instance_error(each, i, request_id) for i, each in enumerate(listed)]
+            told_s = problem.get("retry_after_s")
+            if wait_s is None and isinstance(told_s, int | float):
+                wait_s = max(0.0, told_s)
             return error_class(code, status)(
                 detail,
                 code=code,
                 status=status,
                 request_id=reply.headers.get("x-request-id", request_id),
                 is_retryable=is_retryable,
-                retry_after_s=problem.get("retry_after_s") if wait_s is None else wait_s,
+                retry_after_s=wait_s,
                 errors=[each for each in several if each is not None],
             )
     start = " ".join(reply.content[:200].decode("utf-8", "replace").split())

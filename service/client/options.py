@@ -1,5 +1,6 @@
 """What callers of both clients may choose."""
 
+import difflib
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -64,6 +65,19 @@ class ManyOptions(TypedDict, total=False):
     `index`."""
     on_progress: Callable[["Progress"], None] | None
     """Told after each result, before it is handed out."""
+
+
+def check_names(options: Mapping[str, object], kind: type) -> None:
+    """Refuse an option that there is not, such as `timeout`, as Python does with parameters.
+
+    Raises:
+        TypeError: There is none of that name.
+    """
+    for name in options:
+        if name not in kind.__annotations__:
+            near = difflib.get_close_matches(name, kind.__annotations__, 1)
+            hint = f": did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"there is no option {name!r}{hint}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -210,7 +210,7 @@ def _predictions(content: bytes, request_id: str) -> list[Json]:
         values = json.loads(content)["predictions"]
         if not isinstance(values, list):
             raise TypeError("predictions is no list")
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         start = content[:200].decode("utf-8", "replace")
         raise ProtocolError(
             f"this is no answer of inferpool's: {start!r}", request_id=request_id

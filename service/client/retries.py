@@ -15,6 +15,9 @@ from service.client.errors import (
     InferpoolError,
 )
 
+_MAX_PAUSE_S = 3600.0
+"""Where nothing else ends the waiting: who asks for more of it is not busy, but wrong."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retry:
@@ -107,6 +110,9 @@ def pause_before_retry(
         raise error
     longest_s = min(retry.backoff_s * 2.0 ** (num_attempts - 1), retry.max_backoff_s)
     pause_s = (error.retry_after_s or 0.0) + longest_s * random.uniform(0.5, 1.0)
+    if pause_s > _MAX_PAUSE_S:
+        error.add_note(f"not tried again: {pause_s:.2g} s is longer than anyone waits")
+        raise error
     if pause_s >= left_s:
         error.add_note(
             f"not tried again: {pause_s:.2g} s from now is past the deadline, in {left_s:.2g} s"
@@ -121,14 +127,14 @@ def pause_before_retry(
 def retry_after_s(headers: httpx.Headers) -> float | None:
     """Seconds that `Retry-After` asks for (RFC 9110, 10.2.3): a number, or a date."""
     value = headers.get("retry-after", "").strip()
-    if value.isdigit():
+    if value.isascii() and value.isdigit():
         return float(value)
     try:
         until = email.utils.parsedate_to_datetime(value).timestamp()
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         return None
     try:  # by the clock that wrote the date
         now = email.utils.parsedate_to_datetime(headers.get("date", "")).timestamp()
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         now = time.time()
     return max(0.0, until - now)

@@ -141,6 +141,7 @@ def _check_dtype(dtype: str) -> None:
 def _entry(data: memoryview, entry: Mapping[str, Any]) -> Tensor:
     begin, end = entry["data_offsets"]
     tensor = Tensor(_BY_SAFETENSORS[entry["dtype"]], tuple(entry["shape"]), data[begin:end])
-    if prod(tensor.shape) * _DTYPE_BYTES[tensor.dtype] != len(tensor.data):
+    size = prod(tensor.shape) * _DTYPE_BYTES[tensor.dtype]
+    if size != len(tensor.data) or any(length < 0 for length in tensor.shape):
         raise ValueError(f"{entry} does not add up")
     return tensor

@@ -3,7 +3,7 @@
 from collections import deque
 
 from service.client.errors import InferpoolError
-from service.client.options import ManyOptions, Progress
+from service.client.options import ManyOptions, Progress, check_names
 from service.client.results import Prediction
 
 Outcome = Prediction | InferpoolError
@@ -16,6 +16,7 @@ class Window:
     """Bounds what runs, and what waits to be handed out. One thread or task uses it."""
 
     def __init__(self, options: ManyOptions, max_concurrency: int) -> None:
+        check_names(options, ManyOptions)
         asked = options.get("max_concurrency", max_concurrency)
         if asked < 1:
             raise ValueError("max_concurrency must be at least 1")

@@ -314,6 +314,22 @@ def test_key_is_never_shown():
         assert "geheim" not in repr(client)
 
 
+def test_password_in_the_url_is_never_shown():
+    client = Client("http://someone:secret@127.0.0.1:9", retries=0)
+    with client, pytest.raises(ConnectError) as raised:
+        client.predict("x")
+    assert "secret" not in repr(client) + str(raised.value)
+
+
+def test_option_that_there_is_not_is_refused_and_not_ignored(client):
+    with pytest.raises(TypeError, match="did you mean 'timeout_s'"):
+        Client(timeout=5)  # type: ignore[call-arg]  # as someone would who knows httpx
+    with pytest.raises(TypeError, match="no option 'modle'"):
+        client.predict("x", modle="echo")
+    with pytest.raises(TypeError, match="no option 'concurrency'"):
+        list(client.predict_many(["x"], concurrency=2))
+
+
 def test_url_that_is_none_is_refused():
     for url in ("localhost:8000", "ftp://x", "http://"):
         with pytest.raises(ValueError, match="no URL"):

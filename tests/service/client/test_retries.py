@@ -91,6 +91,23 @@ def test_every_error_of_the_service_has_a_type_here():
             httpx.Response(503, headers={"content-type": "application/problem+json"}, text="{"),
             UnavailableError,
         ),
+        (httpx.Response(200, content=b"[" * 200_000), ProtocolError),
+        (
+            httpx.Response(
+                503,
+                headers={"content-type": "application/problem+json"},
+                json={"code": "x", "detail": "x", "retryable": True, "retry_after_s": "soon"},
+            ),
+            UnavailableError,
+        ),
+        (
+            httpx.Response(
+                503,
+                headers={"content-type": "application/problem+json"},
+                json={"code": "x", "detail": "x", "retryable": True, "errors": None},
+            ),
+            UnavailableError,
+        ),
     ],
 )
 def test_answer_of_something_else_is_told_by_its_status(answer, cls):
@@ -185,10 +202,21 @@ def test_retry_after_is_kept_and_never_past_the_deadline():
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [("7", 7.0), ("", None), ("soon", None), ("-1", None), ("1.5", None)],
+    [("7", 7.0), ("", None), ("soon", None), ("-1", None), ("1.5", None), ("\xb2", None)],
 )
 def test_retry_after_as_a_number(value: str, expected: float | None):
-    assert retry_after_s(httpx.Headers({"Retry-After": value})) == expected
+    headers = httpx.Headers([(b"Retry-After", value.encode("latin-1"))])
+    assert retry_after_s(headers) == expected
+
+
+def test_retry_after_of_years_ends_what_has_no_deadline():
+    transport = transport_of(refusal(503, **{"Retry-After": "9" * 11}), GOOD)
+    with (
+        Client(transport=transport, timeout_s=None) as client,
+        pytest.raises(UnavailableError) as raised,
+    ):
+        client.predict("x")
+    assert "longer than anyone waits" in raised.value.__notes__[0]
 
 
 def test_retry_after_as_a_date_goes_by_the_clock_that_wrote_it():
