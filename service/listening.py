@@ -27,6 +27,7 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
         StartError: It is in use, or is not this host's.
     """
+    listener = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -36,6 +37,8 @@ def listen(host: str, port: int) -> socket.socket:
         listener.bind(address)
         listener.listen(BACKLOG)
     except OSError as error:
+        if listener is not None:
+            listener.close()
         in_use = error.errno == errno.EADDRINUSE
         hint = "; is another service running? Choose another with --port" if in_use else ""
         raise StartError(f"cannot listen on {host}:{port}: {error.strerror}{hint}") from error

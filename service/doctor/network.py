@@ -1,9 +1,13 @@
 """The address, and who may reach it; keys and certificate; the file of settings."""
 
+import errno
 import os
 import socket
+import ssl
 import stat
 from collections.abc import Iterator, Mapping
+from contextlib import closing
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from ipaddress import ip_address
 from itertools import combinations
 from pathlib import Path
@@ -16,6 +20,9 @@ from service.settings import Settings
 from service.tls import TlsError, expiry_warning, server_context
 
 _MIN_BACKLOG = 1024
+_ANSWER_S = 3.0
+_LIVE = b'{"status":"live"}'
+"""What /health/live says."""
 
 
 def check_address(settings: Settings, somaxconn: Path) -> Iterator[Finding]:
@@ -24,6 +31,13 @@ def check_address(settings: Settings, somaxconn: Path) -> Iterator[Finding]:
         with listen(settings.host, settings.port) as listener:
             address = str(listener.getsockname()[0])
     except StartError as failure:
+        if _is_ours(settings, failure):
+            yield note(
+                "address",
+                f"{settings.host}:{settings.port} is taken by an inferpool that is running",
+                "stop it before another one starts there, or choose another with --port",
+            )
+            return
         yield error("address", str(failure), "choose another with --host or --port")
         return
     yield ok("address", f"{settings.host}:{settings.port} is free")
@@ -98,6 +112,27 @@ def check_settings_file(origins: Mapping[str, str]) -> Iterator[Finding]:
             )
         else:
             yield ok("settings", f"read from {place}")
+
+
+def _is_ours(settings: Settings, failure: StartError) -> bool:
+    """Whether what has the address answers as a service of ours does."""
+    if getattr(failure.__cause__, "errno", None) != errno.EADDRINUSE:
+        return False
+    where = (settings.host, settings.port)
+    if settings.tls_certificate is None:
+        connection = HTTPConnection(*where, timeout=_ANSWER_S)
+    else:  # whose certificate it is does not matter to a process next door
+        context = ssl.create_default_context()
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        connection = HTTPSConnection(*where, timeout=_ANSWER_S, context=context)
+    try:
+        with closing(connection):
+            connection.request("GET", "/health/live")
+            with connection.getresponse() as answer:
+                return answer.status == 200 and answer.read(64) == _LIVE
+    except (OSError, HTTPException):
+        return False
 
 
 def _number(path: Path) -> int | None:

@@ -2,7 +2,9 @@ import hashlib
 import io
 import json
 import shutil
+import socket
 import stat
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -438,6 +440,33 @@ def test_public_address_without_keys(tmp_path: Path):
     settings = settings_of(tmp_path, host="0.0.0.0", port="0")
     found = words(network.check_address(settings, tmp_path / "none"))
     assert "warning API keys: whoever reaches 0.0.0.0 may use this service" in found
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"status":"live"}', "note address: 127.0.0.1:{port} is taken by an inferpool that is"),
+        (b"<html>", "error address: cannot listen on 127.0.0.1:{port}: Address already in use"),
+    ],
+    ids=["ours", "another's"],
+)
+def test_address_that_a_running_service_of_ours_has_is_no_error(
+    tmp_path: Path, body: bytes, said: str
+):
+    answer = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+
+    def serve(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(4096)
+            connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        threading.Thread(target=serve, args=[listener], daemon=True).start()
+        settings = settings_of(tmp_path, port=str(port))
+        found = words(network.check_address(settings, tmp_path / "none"))
+    assert found.startswith(said.format(port=port))
 
 
 def test_key_for_two_kinds_of_calls_is_warned_of_at_start_and_by_doctor(tmp_path: Path):
