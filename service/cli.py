@@ -290,6 +290,10 @@ def _settings_flags() -> _Parser:
 
 def _unrecognised(word: str, parser: ArgumentParser) -> str:
     if not word.startswith("-"):
+        usage = parser.format_usage()
+        if "[MODEL]" not in usage:
+            hint = " A service is named by --url" if "--url" in usage else ""
+            return f"what is {word!r}?{hint}"
         return f"one MODEL at most; what is {word!r}? Several models are served from a file"
     flag = word.partition("=")[0]
     known = re.findall(r"--[a-z0-9-]+", parser.format_help())

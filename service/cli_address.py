@@ -17,6 +17,13 @@ class FlagError(ValueError):
     """The flags make no sense; the message says why."""
 
 
+def add_url_flag(parser: ArgumentParser) -> None:
+    """Add `--url`."""
+    parser.add_argument(
+        "--url", default=DEFAULT_URL, help=f"address of the service (default: {DEFAULT_URL})"
+    )
+
+
 def add_access_flags(parser: ArgumentParser, kind: str, key_variable: str) -> None:
     """Add `--key-file`, `--ca-file` and `--insecure`.
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from service.cli_address import DEFAULT_URL, FlagError, add_access_flags, key_of, url_of
+from service.cli_address import FlagError, add_access_flags, add_url_flag, key_of, url_of
 
 if TYPE_CHECKING:
     from service.client import InferpoolError, Prediction
@@ -31,7 +31,7 @@ def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--text", action="append", default=[], metavar="TEXT", help="a text; may be repeated"
     )
-    parser.add_argument("--url", default=DEFAULT_URL, help=f"of the service ({DEFAULT_URL})")
+    add_url_flag(parser)
     parser.add_argument("--model", metavar="NAME", help="another model than the default one")
     parser.add_argument(
         "--parameter",
@@ -57,6 +57,9 @@ def run(args: Namespace, environ: Mapping[str, str]) -> int:
     """
     if not (args.inputs or args.text):
         raise FlagError("name a file, or give a --text")
+    for name in args.inputs:
+        if name.startswith(("http://", "https://")):
+            raise FlagError(f"{name!r} is no file; a service is named by --url {name}")
     if not args.timeout_s > 0:
         raise FlagError("--timeout-s: must be more than 0")
     from service.client import Client, InferpoolError

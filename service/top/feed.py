@@ -108,7 +108,7 @@ class Feed:
         if isinstance(error, httpx.ConnectError):
             return LostError(
                 f"nobody answers at {self._url} ({text}). Start a service with `inferpool serve`, "
-                "or name another: `inferpool top http://HOST:PORT`"
+                "or name another: `inferpool top --url http://HOST:PORT`"
             )
         return LostError(f"the connection to {self._url} was lost ({text})")
 

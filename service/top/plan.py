@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from service.cli_address import DEFAULT_URL, add_access_flags, key_of, url_of
+from service.cli_address import add_access_flags, add_url_flag, key_of, url_of
 
 KEY_VARIABLE = "INFERPOOL_METRICS_KEYS"
 
@@ -34,9 +34,7 @@ class Plan:
 
 def add_flags(parser: ArgumentParser) -> None:
     """The flags of the verb."""
-    parser.add_argument(
-        "url", nargs="?", default=DEFAULT_URL, metavar="URL", help=f"default: {DEFAULT_URL}"
-    )
+    add_url_flag(parser)
     add_access_flags(parser, "metrics", KEY_VARIABLE)
     shown = parser.add_argument_group("what is shown")
     shown.add_argument(

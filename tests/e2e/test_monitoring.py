@@ -171,7 +171,7 @@ def test_every_query_and_every_rule_runs_and_sees_a_worker_that_is_killed(
 
 def test_top_shows_the_service_to_whoever_has_a_key(service: Running):
     env = {"INFERPOOL_METRICS_KEYS": KEY}
-    with on_terminal("top", service.url, env=env) as screen:
+    with on_terminal("top", "--url", service.url, env=env) as screen:
         screen.wait_for("echo ready")
         screen.wait_for("\n1       ready")
         screen.press("q")

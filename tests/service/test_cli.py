@@ -126,6 +126,8 @@ def test_wrong_settings_are_one_line_each_and_exit_2(command, tmp_path):
             "inferpool serve: there is no flag --objective-p; did you mean --objective-p99-ms?",
         ),
         (["serve", "a", "b"], "inferpool serve: one MODEL at most; what is 'b'?"),
+        (["top", "localhost"], "inferpool top: what is 'localhost'? A service is named by --url"),
+        (["version", "torch"], "inferpool version: what is 'torch'?"),
         (["serve", "--port"], "inferpool serve: argument --port: expected one argument"),
         (["--port", "1", "serve"], "inferpool: "),
         (["--nope"], "inferpool: "),

@@ -49,6 +49,7 @@ def test_standard_input_is_an_input(service, capsys, monkeypatch):
     [
         ([], "name a file"),
         (["x", "--url", "ftp://x"], "no address"),
+        (["http://127.0.0.1:9", "x"], "--url http://127.0.0.1:9"),
         (["x", "--parameter", "k"], "no NAME=VALUE"),
         (["x", "--timeout-s", "0"], "more than 0"),
         (["x", "--key-file", "nowhere"], "nowhere"),

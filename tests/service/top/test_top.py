@@ -18,7 +18,7 @@ def refused(status: int, detail: str) -> bytes:
 
 def test_a_pipe_gets_one_moment_as_text(capsys):
     with Stage(tells(state(reason="a\u2028b"), stays_s=5)).listening() as url:
-        assert run(["top", url.removeprefix("http://")]) == 0
+        assert run(["top", "--url", url.removeprefix("http://")]) == 0
     out = capsys.readouterr().out
     assert "throughput 1,234/s" in out
     assert "\x1b" not in out
@@ -27,7 +27,7 @@ def test_a_pipe_gets_one_moment_as_text(capsys):
 def test_json_is_one_event_without_its_past(capsys):
     past = [{"time": NOW - 1, "models": {}}]
     with Stage(tells(state(history=past))).listening() as url:
-        assert run(["top", url, "--json"]) == 0
+        assert run(["top", "--url", url, "--json"]) == 0
     event = json.loads(capsys.readouterr().out)
     assert event["models"]["resnet"]["queue_depth"] == 7
     assert "history" not in event
@@ -48,24 +48,27 @@ def test_json_is_one_event_without_its_past(capsys):
 )
 def test_what_is_wrong_is_said_with_what_to_do(script, says, capsys):
     with Stage(script).listening() as url:
-        assert run(["top", url]) == 1
+        assert run(["top", "--url", url]) == 1
     assert says in capsys.readouterr().err
 
 
 def test_nobody_there_is_said_with_what_to_do(capsys):
     with Stage(answers(404)).listening() as url:
         pass  # it does not listen any more
-    assert run(["top", url]) == 1
+    assert run(["top", "--url", url]) == 1
     assert "inferpool serve" in capsys.readouterr().err
 
 
 def test_https_of_a_service_that_speaks_http_is_said(capsys):
     with Stage(answers(404)).listening() as url:
-        assert run(["top", url.replace("http://", "https://")]) == 1
+        assert run(["top", "--url", url.replace("http://", "https://")]) == 1
     assert "is it http?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["ftp://x"], ["http://"], ["x:port"], ["--key-file", "/no"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--url", "ftp://x"], ["--url", "http://"], ["--url", "x:port"], ["--key-file", "/no"]],
+)
 def test_arguments_that_make_no_sense_are_refused(arguments, capsys):
     assert run(["top", *arguments]) == 2
     assert capsys.readouterr().err.startswith("inferpool top: ")
@@ -75,9 +78,9 @@ def test_the_key_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
     (tmp_path / "keys").write_text(f"# of the team\n{KEY}\nanother-key-0123456789\n")
     stage = Stage(tells(state()))
     with stage.listening() as url:
-        assert run(["top", url, "--key-file", str(tmp_path / "keys")]) == 0
+        assert run(["top", "--url", url, "--key-file", str(tmp_path / "keys")]) == 0
         monkeypatch.setenv("INFERPOOL_METRICS_KEYS", KEY)
-        assert run(["top", url]) == 0
+        assert run(["top", "--url", url]) == 0
     sent = [
         headers["authorization" if "authorization" in headers else "Authorization"]
         for headers in stage.headers
@@ -90,7 +93,7 @@ def test_a_terminal_is_drawn_on_resized_and_given_back():
     stage = Stage(
         tells(first), tells(state(others=("bert",), queue_depth=99, at=NOW + 9), stays_s=60)
     )
-    with stage.listening() as url, on_terminal("top", url) as screen:
+    with stage.listening() as url, on_terminal("top", "--url", url) as screen:
         before = screen.attributes()
         assert screen.wait_for("99 of 1,024 waiting"), "it has connected again"
         assert b"Feed lost, connecting again" in screen.written
@@ -110,13 +113,16 @@ def test_a_terminal_is_drawn_on_resized_and_given_back():
 
 def test_a_service_that_wants_a_key_after_its_restart_ends_the_show_with_the_reason():
     stage = Stage(tells(state()), answers(401))
-    with stage.listening() as url, on_terminal("top", url) as screen:
+    with stage.listening() as url, on_terminal("top", "--url", url) as screen:
         assert screen.leave() == 1
         assert b"wants a key for metrics" in screen.written.rpartition(b"\x1b[?1049l")[2]
 
 
 def test_ctrl_c_leaves_with_its_status():
-    with Stage(tells(state(), stays_s=60)).listening() as url, on_terminal("top", url) as screen:
+    with (
+        Stage(tells(state(), stays_s=60)).listening() as url,
+        on_terminal("top", "--url", url) as screen,
+    ):
         screen.wait_for("throughput")
         screen.press("\x03")
         assert screen.leave() == 128 + signal.SIGINT
