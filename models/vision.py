@@ -249,6 +249,8 @@ class Classifier(Model):
     def _from_json(self, payload: memoryview) -> Tensor:
         text = json_texts(payload, ["image"])["image"]
         where = json_place(payload, "image")
+        if bytes(text[:1]) == b'"':
+            raise InputError(f"{where}: {self._takes()}, not a text")
         numbers = json_array(text, "float32", where=where)
         if numbers.shape == (3, self.transform.crop, self.transform.crop):
             return self._checked_input(torch.from_numpy(numbers))

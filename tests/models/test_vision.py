@@ -121,7 +121,8 @@ def test_normalised_inputs_go_with_images_in_one_batch(model):
         (json_item([[[1, 2, 300]]]), r"instance\[0\]\[0\]\[2\]: 300 is out of range for uint8"),
         (json_item([[[1, 2, 0.5]]]), r"\[2\]: expected a whole number, found the number 0.5"),
         (json_item([1, 2, 3]), r"not numbers of shape \[3\]"),
-        (json_item("text"), "expected a number, found a string"),
+        (json_item("text"), r"takes an encoded image.*, not a text"),
+        (json_item({"image": "text"}), r"instance\.image: this model takes.*, not a text"),
         (json_item({"picture": 1}), "'picture' is unknown: expected 'image'"),
     ],
 )
