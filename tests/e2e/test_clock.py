@@ -29,7 +29,7 @@ def test_wall_clock_that_jumps_makes_nothing_late_and_nothing_early(tmp_path: Pa
     with running("tests.fault_model:FaultModel", "--replicas", "2", env=env) as service:
         tally = asyncio.run(ask_until(service.url, after(1.6)))
         assert (tally.wrong, tally.unanswered) == ([], [])
-        assert tally.right > 100
+        assert tally.right > 20
         for _ in range(3):
             late = httpx.post(
                 f"{service.url}/predict",
