@@ -8,5 +8,6 @@ export function keyHeaders(access) {
   return key === null ? {} : { Authorization: `Bearer ${key}` };
 }
 
+export const hasKey = (access) => sessionStorage.getItem(name(access)) !== null;
 export const setKey = (access, key) => sessionStorage.setItem(name(access), key);
 export const forgetKey = (access) => sessionStorage.removeItem(name(access));

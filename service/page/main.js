@@ -3,7 +3,7 @@
 import { redrawCharts, showCharts, startCharts } from "./charts.js";
 import { $, h, keep, setText } from "./dom.js";
 import { Feed } from "./feed.js";
-import { forgetKey, setKey } from "./keys.js";
+import { forgetKey, hasKey, setKey } from "./keys.js";
 import { showFigures, showModel, showService, showSituation } from "./overview.js";
 import { situationOf } from "./situation.js";
 import { chooseModel, startTryIt } from "./tryit.js";
@@ -24,6 +24,7 @@ function onState(event) {
   state = now;
   document.body.dataset.link = "live";
   $("key-form").hidden = true;
+  $("metrics").hidden = hasKey("metrics"); // a link sends no key
   render();
 }
 
@@ -46,6 +47,7 @@ function onRefused(problem) {
   if (problem.code === "forbidden" || $("key").value) setText($("key-text"), problem.detail);
   $("key").value = "";
   $("key-form").hidden = false;
+  $("metrics").hidden = true;
   $("key").focus();
 }
 

@@ -32,7 +32,7 @@ export function situationOf(state, history) {
     return {
       level: "bad", badge: lost.length === health.models.length ? "Failed" : "Degraded",
       title: `${lost.map((model) => model.name).join(", ")} cannot be served.`,
-      text: "Every worker was given up; mend the cause and restart the model.",
+      text: "Every worker was given up: mend the cause, then restart the service (or, with an admin key, the model).",
       list: lost.flatMap((model) => reasonsOf(model.workers)),
     };
   }
@@ -94,6 +94,17 @@ function overloadOf(models, history) {
   return null;
 }
 
+/** A line for each reason, with the workers that it keeps away. */
 function reasonsOf(workers) {
-  return workers.slice(0, 6).map((worker) => `${worker.name}: ${worker.reason || worker.state}`);
+  const names = new Map();
+  for (const worker of workers) {
+    const reason = worker.reason || worker.state;
+    names.set(reason, [...(names.get(reason) ?? []), worker.name]);
+  }
+  return [...names].slice(0, 6).map(([reason, those]) => `${listed(those)}: ${reason}`);
+}
+
+function listed(names) {
+  const [first, ...others] = names;
+  return others.length < 3 ? names.join(", ") : `${first} and ${plural(others.length, "other")}`;
 }

@@ -115,6 +115,7 @@ def test_without_a_key_it_asks_for_one_and_goes_on_with_it(browser, service):
         page.keyboard.press("Enter")
         page.wait_for_selector("body[data-link=live]")
         assert page.is_hidden("#key-form")
+        assert page.is_hidden("#metrics")  # which a link, without the key, would not get
         assert page.evaluate("localStorage.length") == 0
 
 
@@ -186,7 +187,7 @@ def test_a_phone_shows_all_of_it_without_scrolling_sideways(browser, service, na
             page.wait_for_selector("body[data-link=lost]")
             assert page.is_visible("#reconnect")
         elif name == "failed":
-            assert "weights.pth" in page.inner_text("#notice")
+            assert "/0, efficientnet_lite0/1: weights.pth" in page.inner_text("#notice")
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
 
 
@@ -204,7 +205,7 @@ def test_the_keyboard_reaches_everything_in_order(browser, service):
                 page.keyboard.press("Enter")
                 page.keyboard.press("Enter")
         assert reached[0].startswith("Skip")
-        assert reached[1:] == ["API docs", "Metrics", "theme", "model", "file"]
+        assert reached[1:] == ["API docs", "metrics", "theme", "model", "file"]
         outline = "getComputedStyle(document.getElementById('drop')).outlineStyle"
         assert page.evaluate(outline) == "solid"
         assert page.get_attribute("html", "data-theme") == "dark"
