@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import errno
+import io
 import os
 import platform
 import re
@@ -78,6 +79,8 @@ def run(argv: Sequence[str] | None = None) -> int:
         if argv[0] not in verbs:
             parser.error(f"{argv[0]}: flags come after the verb, as in `inferpool serve --port 80`")
         verbs[argv[0]].error(_unrecognised(rest[0], verbs[argv[0]]))
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # names and labels may be of any alphabet
     try:
         status: int = args.verb(args)
         sys.stdout.flush()

@@ -1,5 +1,6 @@
 """The verb `predict`: predictions from the command line, by the client."""
 
+import asyncio
 import json
 import sys
 from argparse import ArgumentParser, Namespace
@@ -62,7 +63,11 @@ def run(args: Namespace, environ: Mapping[str, str]) -> int:
             raise FlagError(f"{name!r} is no file; a service is named by --url {name}")
     if not args.timeout_s > 0:
         raise FlagError("--timeout-s: must be more than 0")
-    from service.client import Client, InferpoolError
+    return asyncio.run(_run(args, environ))  # Ctrl-C waits for no answer so
+
+
+async def _run(args: Namespace, environ: Mapping[str, str]) -> int:
+    from service.client import AsyncClient, InferpoolError
 
     names = [*args.inputs, *args.text]
     inputs = [
@@ -70,7 +75,7 @@ def run(args: Namespace, environ: Mapping[str, str]) -> int:
     ] + args.text
     status = 0
     try:
-        client = Client(
+        client = AsyncClient(
             url_of(args.url),
             key=key_of(args.key_file, environ, KEY_VARIABLE),
             timeout_s=args.timeout_s,
@@ -78,11 +83,13 @@ def run(args: Namespace, environ: Mapping[str, str]) -> int:
         )
     except OSError as error:
         raise FlagError(f"--ca-file: {args.ca_file}: {error}") from error
-    with client:
+    async with client:
         results = client.predict_many(
             inputs, model=args.model, parameters=_parameters(args.parameter), return_errors=True
         )
-        for name, result in zip(names, results, strict=True):
+        left = iter(names)
+        async for result in results:
+            name = next(left)
             failures = [result] if isinstance(result, InferpoolError) else result.errors
             status = _FAILED if failures else status
             if args.json:

@@ -72,6 +72,12 @@ class Send:
     request: httpx.Request
     deadline: float
 
+    @property
+    def left_s(self) -> float | None:
+        """Until then; None for as long as it takes."""
+        left_s = self.deadline - time.monotonic()
+        return None if left_s > _LONGEST_S else left_s
+
     def check_time(self) -> None:
         """See, while an answer comes in, that there is time left.
 

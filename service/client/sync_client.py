@@ -1,5 +1,6 @@
 """The client for code without an event loop."""
 
+import os
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -21,6 +22,8 @@ _T = TypeVar("_T")
 
 class Client:
     """Asks a service for predictions. A context manager; any thread may use it.
+
+    So may a process that was forked with it, which connects anew.
 
     >>> with Client("http://127.0.0.1:8000") as client:
     ...     print(client.predict(Path("photo.jpg")).top.label)
@@ -45,12 +48,8 @@ class Client:
             ValueError: The URL or the key cannot be.
         """
         self._calls = Calls(url, options)
-        self._http = httpx.Client(
-            transport=transport,
-            limits=self._calls.limits,
-            verify=self._calls.verify,
-            proxy=self._calls.proxy,
-        )
+        self._transport = transport
+        self._open()
 
     def predict(self, input: object, **options: Unpack[PredictOptions]) -> Prediction:
         """Ask for a prediction on one input.
@@ -213,7 +212,18 @@ class Client:
             elif stop.wait(step.duration_s):
                 steps.throw(InferpoolError("given up: the loop was left"))
 
+    def _open(self) -> None:
+        self._http = httpx.Client(
+            transport=self._transport,
+            limits=self._calls.limits,
+            verify=self._calls.verify,
+            proxy=self._calls.proxy,
+        )
+        self._process = os.getpid()
+
     def _send(self, step: Send) -> Came:
+        if os.getpid() != self._process:
+            self._open()  # a forked process has the connections too, and would read others' answers
         try:
             response = self._http.send(step.request, stream=True)
             try:

@@ -2,6 +2,10 @@
 
 import io
 import json
+import os
+import signal
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -59,3 +63,28 @@ def test_standard_input_is_an_input(service, capsys, monkeypatch):
 def test_wrong_flags_are_told_and_exit_2(arguments, message, capsys):
     assert run(["predict", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_ctrl_c_waits_for_no_answer():
+    command = [sys.executable, "-m", "service", "predict", "--text", "x", "--timeout-s", "60"]
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        asking = subprocess.Popen([*command, "--url", address])
+        connection, _ = silent.accept()
+        with connection:
+            asking.send_signal(signal.SIGINT)
+            assert asking.wait(20) == 130
+
+
+def test_names_of_any_alphabet_are_printed_whatever_the_locale(service, tmp_path: Path):
+    (tmp_path / "é.txt").write_text("hi")
+    command = [sys.executable, "-m", "service", "predict", str(tmp_path / "é.txt")]
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [*command, "--url", service.url, "--model", "echo"],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.endswith('\\xe9.txt: "hi"\n')

@@ -3,9 +3,10 @@ import contextlib
 import itertools
 import time
 
+import httpx
 import pytest
 
-from service.client import AsyncClient, InferpoolError, Prediction
+from service.client import AsyncClient, DeadlineExceededError, InferpoolError, Prediction
 from service.client.errors import InvalidInputError
 
 
@@ -87,6 +88,32 @@ def test_results_are_handed_out_while_the_next_input_is_awaited(service):
             return [first.value, *[each.value async for each in results]]
 
     assert asyncio.run(main()) == ["first", "second"]
+
+
+def test_predictions_at_once_wait_for_a_connection_as_long_as_they_may():
+    async def main():
+        asked: asyncio.Queue[httpx.Request] = asyncio.Queue()
+
+        async def answer(request: httpx.Request) -> httpx.Response:
+            asked.put_nowait(request)
+            return await asyncio.Future()
+
+        transport = httpx.MockTransport(answer)
+        async with AsyncClient(transport=transport, max_concurrency=2) as client:
+            holding = [asyncio.create_task(client.predict(n)) for n in range(2)]
+            for _ in holding:
+                await asked.get()
+            with pytest.raises(DeadlineExceededError, match="no connection was free"):
+                await client.predict(3, timeout_s=0.05)
+            assert asked.empty()
+            waiting = asyncio.create_task(client.predict(4))
+            holding[0].cancel()
+            await asyncio.wait_for(asked.get(), 10)
+            for task in (holding[1], waiting):
+                task.cancel()
+            await asyncio.wait([*holding, waiting])
+
+    asyncio.run(main())
 
 
 def test_cancelled_prediction_leaves_nothing_behind(service):

@@ -28,6 +28,20 @@ from tests.e2e.photos import jpeg
 from tests.e2e.running import running
 from tests.service.client.conftest import open_client
 
+FORKING = """
+import os, sys
+from service.client import Client
+
+with Client(sys.argv[1], retries=0, timeout_s=10) as client:
+    client.predict("to have a connection")
+    child = os.fork()
+    own = os.getpid()
+    is_right = all(client.predict(own).value == own for _ in range(50))
+    if child == 0:
+        os._exit(not is_right)
+    print(is_right, os.waitpid(child, 0)[1])
+"""
+
 
 def test_every_form_of_a_picture_has_the_same_answer(client, tmp_path: Path):
     photo = jpeg("chelsea")
@@ -312,6 +326,13 @@ def test_key_is_never_shown():
     assert "geheim" not in str(raised.value)
     with Client(key="geheim") as client:
         assert "geheim" not in repr(client)
+
+
+def test_forked_process_reads_no_answers_but_its_own(service):
+    done = subprocess.run(
+        [sys.executable, "-c", FORKING, service.url], capture_output=True, text=True, timeout=20
+    )
+    assert (done.stdout, done.stderr) == ("True 0\n", "")
 
 
 def test_password_in_the_url_is_never_shown():
