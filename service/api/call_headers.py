@@ -8,6 +8,9 @@ from starlette.types import Send
 from service.api.call import Call
 from service.api.replies import common_lines, pairs_of
 
+_ADDS_UP = b"vary"
+"""May be there several times (RFC 9110, 12.5.5)."""
+
 
 def with_call_headers(call: Call, send: Send) -> Send:
     """An ASGI `send` that adds them to the answer to a call, where it has not its own."""
@@ -18,7 +21,7 @@ def with_call_headers(call: Call, send: Send) -> Send:
             headers = list(message.get("headers", ()))
             there = {name for name, _ in headers}
             ours = pairs_of(common_lines(call, None).encode())
-            headers += [pair for pair in ours if pair[0] not in there]
+            headers += [pair for pair in ours if pair[0] not in there or pair[0] == _ADDS_UP]
             message = {**message, "headers": headers}
         await send(message)
 

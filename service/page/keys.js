@@ -1,5 +1,8 @@
 // The API keys that were given in this tab. They are kept for as long as it is open.
 
+const CAN_BE_SENT = /^[\x21-\x7e]+$/; // in a header
+const REFUSED = "none"; // sent in place of what cannot be, so that a key is asked for again
+
 const name = (access) => `inferpool.key.${access}`;
 
 /** The headers that a call of this kind ("metrics", "predict") is sent with. */
@@ -9,5 +12,5 @@ export function keyHeaders(access) {
 }
 
 export const hasKey = (access) => sessionStorage.getItem(name(access)) !== null;
-export const setKey = (access, key) => sessionStorage.setItem(name(access), key);
+export const setKey = (access, key) => sessionStorage.setItem(name(access), CAN_BE_SENT.test(key) ? key : REFUSED);
 export const forgetKey = (access) => sessionStorage.removeItem(name(access));

@@ -13,7 +13,7 @@ const NUM_KEPT = 300; // samples: as many as the service keeps
 
 let state = null; // the newest event
 let history = []; // the last minutes, the oldest first
-let chosen = decodeURIComponent(location.hash.slice(1)); // the name of a model
+let chosen = nameInUrl(); // of a model
 
 const feed = new Feed({ onState, onLost, onRefused });
 
@@ -69,6 +69,14 @@ function render() {
   showCharts(chosen, history);
 }
 
+function nameInUrl() {
+  try {
+    return decodeURIComponent(location.hash.slice(1));
+  } catch {
+    return ""; // a link that was cut off
+  }
+}
+
 function showChoice(names) {
   $("model").hidden = names.length < 2;
   $("model-name").hidden = names.length >= 2;
@@ -111,7 +119,7 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawChar
 document.addEventListener("visibilitychange", () => {
   if (!document.hidden && state !== null && document.body.dataset.link === "live") render();
 });
-addEventListener("hashchange", () => choose(decodeURIComponent(location.hash.slice(1))));
+addEventListener("hashchange", () => choose(nameInUrl()));
 
 showTheme();
 startTryIt();

@@ -105,12 +105,14 @@ def test_a_picture_is_predicted_and_its_time_told(browser, service):
 
 
 def test_without_a_key_it_asks_for_one_and_goes_on_with_it(browser, service):
-    with opened(browser, service.url) as page:
+    with opened(browser, service.url, path="/#a%link%that%was%cut%of%E0") as page:
         page.wait_for_selector("#key-form:not([hidden])")
         assert page.evaluate("document.activeElement.id") == "key"
-        page.fill("#key", "not-the-right-key-at-all")
-        page.keyboard.press("Enter")
-        page.wait_for_selector("#key-text:text('not known')")
+        for wrong in ("not-the-right-key-at-all", "\N{CYRILLIC SMALL LETTER EF} in no header"):
+            page.fill("#key", wrong)
+            page.keyboard.press("Enter")
+            page.wait_for_selector("#key-text:text('not known')")
+            page.wait_for_function("document.getElementById('key').value === ''")
         page.fill("#key", KEY)
         page.keyboard.press("Enter")
         page.wait_for_selector("body[data-link=live]")

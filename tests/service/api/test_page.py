@@ -2,6 +2,7 @@ import re
 
 import pytest
 
+from service.api.cors import Cors
 from service.api.web import App
 from tests.service.api.fakes import call
 
@@ -40,6 +41,13 @@ def test_a_browser_that_has_a_file_is_not_sent_it_again(app: App) -> None:
     assert first.headers["cache-control"] == "no-cache"
     again = call(app, "GET", "/page/main.js", headers={"if-none-match": first.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")
+
+
+def test_caches_are_told_of_all_that_an_answer_depends_on() -> None:
+    app = App(version="0", cors=Cors(["https://app.example"]))
+    answer = call(app, "GET", "/page/main.js", headers={"origin": "https://app.example"})
+    assert answer.headers["access-control-allow-origin"] == "https://app.example"
+    assert set(answer.headers.get_list("vary")) == {"accept-encoding", "Origin"}
 
 
 def test_a_client_that_reads_no_gzip_gets_the_same(app: App) -> None:
