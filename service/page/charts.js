@@ -188,7 +188,7 @@ function sizes(samples) {
     layout: { xaxis: { ...axis({ type: "category", showgrid: false, tickformatstops: [] }) }, bargap: 0.25, hovermode: "closest" },
     keys: [["in five minutes", "--series-1"]],
     isEmpty: counts.size === 0,
-    text: most && `${number(sum([...counts.values()]))} batches in five minutes; most had ${sizeName(most[0])} instances.`,
+    text: most && `${number(sum([...counts.values()]))} batches in five minutes; most had ${sizeName(most[0])} ${most[0] === "1" ? "instance" : "instances"}.`,
   };
 }
 

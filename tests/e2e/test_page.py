@@ -102,6 +102,10 @@ def test_a_picture_is_predicted_and_its_time_told(browser, service):
         page.wait_for_selector("#latency-chart:not([data-empty]) .main-svg")
         assert "Latency now: p50" in page.text_content("#latency-text")
         assert page.inner_text("#model-facts").startswith("source efficientnet_lite0")
+        page.set_input_files("#file", {"name": "a.jpg", "mimeType": "image/jpeg", "buffer": b"no"})
+        page.wait_for_selector(".problem")
+        page.wait_for_selector("#sizes-text:text('2 batches')", state="attached")
+        assert page.inner_text("#figures :text('Batch size') + *") == "1"  # failed ones count too
 
 
 def test_without_a_key_it_asks_for_one_and_goes_on_with_it(browser, service):
