@@ -285,7 +285,7 @@ class Settings(_Table):
     predict_keys_file: str | None = None
     """A file of such keys, one to a line, such as a docker secret."""
     metrics_keys: Keys = Keys()
-    """API keys for /metrics and /health; without any, `predict_keys` are for those too."""
+    """API keys for /metrics, /health and /events; without any, `predict_keys` are for those too."""
     metrics_keys_file: str | None = None
     """A file of such keys."""
     admin_keys: Keys = Keys()
