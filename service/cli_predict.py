@@ -67,13 +67,14 @@ def run(args: Namespace, environ: Mapping[str, str]) -> int:
 
 
 async def _run(args: Namespace, environ: Mapping[str, str]) -> int:
-    from service.client import AsyncClient, InferpoolError
+    from service.client import AsyncClient, ConnectError, InferpoolError
 
     names = [*args.inputs, *args.text]
     inputs = [
         sys.stdin.buffer.read() if name == _STDIN else Path(name) for name in args.inputs
     ] + args.text
     status = 0
+    was_lost = False
     try:
         client = AsyncClient(
             url_of(args.url),
@@ -92,6 +93,7 @@ async def _run(args: Namespace, environ: Mapping[str, str]) -> int:
             name = next(left)
             failures = [result] if isinstance(result, InferpoolError) else result.errors
             status = _FAILED if failures else status
+            was_lost = was_lost or isinstance(result, ConnectError)
             if args.json:
                 sys.stdout.write(json.dumps(_document(name, result)) + "\n")
                 continue
@@ -100,6 +102,11 @@ async def _run(args: Namespace, environ: Mapping[str, str]) -> int:
             if not isinstance(result, InferpoolError):
                 said = [_told(each) for each in result.predictions if each not in failures]
                 sys.stdout.writelines(f"{name}: {each}\n" for each in said)
+    if was_lost:
+        sys.stderr.write(
+            f"inferpool predict: is a service running at {url_of(args.url)}? `inferpool serve` "
+            "starts one, --url names another\n"
+        )
     return status
 
 

@@ -65,6 +65,13 @@ def test_wrong_flags_are_told_and_exit_2(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_nobody_there_is_told_with_what_to_do(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        url = f"http://127.0.0.1:{gone.getsockname()[1]}"
+    assert run(["predict", "--text", "x", "--url", url, "--timeout-s", "0.5"]) == 1
+    assert f"is a service running at {url}? `inferpool serve` starts one" in capsys.readouterr().err
+
+
 def test_ctrl_c_waits_for_no_answer():
     command = [sys.executable, "-m", "service", "predict", "--text", "x", "--timeout-s", "60"]
     with socket.create_server(("127.0.0.1", 0)) as silent:
