@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from service.cli import _parser  # nothing else tells whether a command line can be
+from service.cli_parser import make_parser
 from service.settings_loader import SettingsError, load
 from tests.readme import command
 from tests.readme.blocks import LANGUAGES, Block
@@ -188,7 +188,7 @@ class Stage:
 
 def _check_command_lines(text: str) -> None:
     """See that each `inferpool ...` of a block is a command line that there is."""
-    parser, verbs = _parser()
+    parser, verbs = make_parser()
     for action in [each for verb in verbs.values() for each in verb._actions]:
         action.type = None  # files that are named need not be there
     for found in _OUR_COMMAND.finditer(text.replace("\\\n", " ")):
