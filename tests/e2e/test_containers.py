@@ -217,6 +217,13 @@ def test_the_compose_file_is_whole_without_any_preparation(profiles, tmp_path):
         assert not any(variable.startswith("INFERPOOL_") for variable in one.get("environment", {}))
 
 
+def test_the_example_of_settings_lists_all_that_the_compose_file_reads():
+    read = set(re.findall(r"\$\{(\w+)", (ROOT / "compose.yaml").read_text()))
+    listed = re.findall(r"^# (\w+)=", (ROOT / ".env.example").read_text(), re.MULTILINE)
+    assert read <= set(listed)
+    assert len(listed) == len(set(listed))
+
+
 def test_the_image_leaves_out_what_only_gpus_run(image):
     assert int(docker("image", "inspect", "--format", "{{.Size}}", image)) < 2.2e9
 
