@@ -25,19 +25,16 @@ from service.settings import (
     source_hint,
 )
 from service.settings_types import expected
+from service.settings_words import PREFIX, Key, dotted, shown, unknown, unknown_variable, unreadable
 from service.trace_settings import HEADER_VARIABLES, is_switched_off, told_by
 
 FILE_NAME = "inferpool.toml"
-PREFIX = "INFERPOOL_"
 CONFIG_VARIABLE = "INFERPOOL_CONFIG"
 
 _MODEL_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 KEY_SETTINGS = ("predict_keys", "metrics_keys", "admin_keys")
 """Settings that hold secrets: given by the environment or by a file of their own."""
-
-Key = tuple[str, ...]
-"""Where a setting lies: ("port",) or ("models", "resnet", "replicas")."""
 
 FLAGS: Mapping[str, str] = {
     "host": "--host",
@@ -130,11 +127,6 @@ def secret_variables(environ: Mapping[str, str]) -> list[str]:
     ]
 
 
-def dotted(key: Key) -> str:
-    """A key as TOML writes it: `models.resnet.replicas`, `models."v1.2".source`."""
-    return ".".join(part if re.fullmatch(r"[A-Za-z0-9_-]+", part) else f'"{part}"' for part in key)
-
-
 class _Draft:
     """The settings while they are put together, and what is wrong with them so far."""
 
@@ -165,7 +157,7 @@ class _Draft:
             elif name in Settings.model_fields:
                 self._set((name,), value, origin)
             else:
-                self._problems.append(f"{path}: {_unknown((name,))}")
+                self._problems.append(f"{path}: {unknown((name,))}")
 
     def _add_models(self, models: object, path: str, origin: str) -> None:
         if not isinstance(models, dict):
@@ -177,7 +169,7 @@ class _Draft:
             place = f"{path}: {dotted(('models', name))}"
             if not isinstance(body, dict):
                 hint = "[models.NAME], with its settings under it"
-                self._problems.append(f"{place}: {_shown(body)} is not a table; write {hint}")
+                self._problems.append(f"{place}: {shown(body)} is not a table; write {hint}")
             elif self._name_model(name, place):
                 self._add_model(name, body, path, origin)
 
@@ -185,7 +177,7 @@ class _Draft:
         for field, value in body.items():
             key = ("models", name, field)
             if field not in ModelSettings.model_fields:
-                self._problems.append(f"{path}: {_unknown(key)}")
+                self._problems.append(f"{path}: {unknown(key)}")
             elif field == "options" and isinstance(value, dict):
                 for option, each in value.items():
                     self._set((*key, option), each, origin)
@@ -233,7 +225,7 @@ class _Draft:
             self._set((parts[0],), _from_text(Settings.model_fields[parts[0]], text), origin)
             return
         if parts[0] != "models" or len(parts) < 3:
-            self._problems.append(f"{variable}: {_unknown_variable(parts)}")
+            self._problems.append(f"{variable}: {unknown_variable(parts)}")
             return
         name, field = self._model_called(parts[1]), parts[2]
         if len(parts) == 4 and field == "options" and parts[3]:
@@ -248,7 +240,7 @@ class _Draft:
                 value = _from_text(ModelSettings.model_fields[field], text)
                 self._set(("models", name, field), value, origin)
         else:
-            self._problems.append(f"{variable}: {_unknown_variable(parts)}")
+            self._problems.append(f"{variable}: {unknown_variable(parts)}")
 
     def _add_keys(self, name: str, text: str, place: str, origin: str) -> None:
         """Take keys besides those that are there; what is wrong with them is said without them."""
@@ -285,7 +277,7 @@ class _Draft:
                 hint = source_hint(model, [*self._models, *BUILT_IN_SOURCES])
                 configured = ", ".join(self._models) or "none"
                 self._problems.append(
-                    f"MODEL: {_shown(model)} is neither a model of the settings (these: "
+                    f"MODEL: {shown(model)} is neither a model of the settings (these: "
                     f"{configured}) nor a source; {hint}"
                 )
                 return
@@ -327,13 +319,13 @@ class _Draft:
                 self._set(("models", name, "source"), name, "default")
             else:
                 hint = source_hint(name, [other for other in self._models if other != name])
-                self._problems.append(f"{place}: the model {_shown(name)} has no source; {hint}")
+                self._problems.append(f"{place}: the model {shown(name)} has no source; {hint}")
         self._values.setdefault(("default_model",), next(iter(self._models)))
         chosen = self._values["default_model",]
         if isinstance(chosen, str) and chosen not in self._models:
             hint = did_you_mean(chosen, list(self._models))
             self._problems.append(
-                f"{self._place(('default_model',))}: {_shown(chosen)} is not one of the models; "
+                f"{self._place(('default_model',))}: {shown(chosen)} is not one of the models; "
                 f"{hint}there are {', '.join(self._models)}"
             )
 
@@ -349,7 +341,7 @@ class _Draft:
                 text = (cwd / path).read_text(encoding="utf-8-sig")
             except (OSError, ValueError) as error:
                 # Not the path: it may be a key that was put here by mistake.
-                self._problems.append(f"{place}: {_unreadable(error)}")
+                self._problems.append(f"{place}: {unreadable(error)}")
                 continue
             self._add_keys(name, text, place, f"file {path}")
 
@@ -379,7 +371,7 @@ class _Draft:
             raw = error.get("ctx", {}).get("error")
             right = str(raw) if raw else f"is not {expected(_field(key))}"
             value = self._values.get(key, error["input"])
-            yield f"{self._place(key)}: {_shown(value)} {right}"
+            yield f"{self._place(key)}: {shown(value)} {right}"
 
     def _place(self, key: Key) -> str:
         """Where a value was given, as the one who gave it would look for it."""
@@ -391,7 +383,7 @@ class _Draft:
     def _name_model(self, name: str, place: str) -> bool:
         if not _MODEL_NAME.fullmatch(name):
             rule = "up to 64 of a-z, 0-9, '.', '_' and '-', the first a letter or digit"
-            self._problems.append(f"{place}: {_shown(name)} is not a model's name: {rule}")
+            self._problems.append(f"{place}: {shown(name)} is not a model's name: {rule}")
             return False
         self._models.setdefault(name, place)
         return True
@@ -429,16 +421,6 @@ def _read_file(file: Path, cwd: Path) -> dict[str, object]:
         raise SettingsError([f"{file}: it cannot be read: {error.strerror}"]) from None
 
 
-def _unreadable(error: OSError | ValueError) -> str:
-    if isinstance(error, FileNotFoundError):
-        return f"there is no file of keys to read: {error.strerror}"
-    if isinstance(error, OSError):
-        return f"the file of keys cannot be read: {error.strerror}"
-    is_content = isinstance(error, UnicodeDecodeError)
-    reason = "it is not UTF-8" if is_content else "no file can have this name"
-    return f"the file of keys cannot be read: {reason}"
-
-
 def _is_foreign(variable: str, text: str) -> bool:
     """Whether a variable with our prefix is none of our settings.
 
@@ -471,45 +453,6 @@ def _toml_value(text: str) -> object:
     except tomllib.TOMLDecodeError:
         return text
     return table["value"] if len(table) == 1 else text
-
-
-def _unknown(key: Key) -> str:
-    """What to say of a key in the file that is no setting."""
-    name = key[-1]
-    here, there, where = Settings.model_fields, ModelSettings.model_fields, "a model: [models.NAME]"
-    if len(key) > 1:
-        here, there, where = there, here, "the top of the file"
-    if name in there:
-        return f"{dotted(key)}: this setting belongs to {where}"
-    return f"{dotted(key)}: there is no such setting{_or_nearest(name, list(here))}"
-
-
-def _unknown_variable(parts: Sequence[str]) -> str:
-    """What to say of a variable, split at the double underscores, that is no setting."""
-    if parts[0] == "models" and len(parts) == 3:
-        stem = f"{PREFIX}MODELS__{parts[1].upper()}__"
-        names = [stem + field.upper() for field in ModelSettings.model_fields]
-    else:
-        names = [PREFIX + field.upper() for field in Settings.model_fields if field != "models"]
-        if parts[0].startswith("model"):
-            example = f"{PREFIX}MODELS__RESNET__REPLICAS"
-            return f"there is no such setting; those of a model are written like {example}"
-    here, there = Settings.model_fields, ModelSettings.model_fields
-    if len(parts) == 1 and parts[0] in there:
-        return f"this setting belongs to a model: {PREFIX}MODELS__NAME__{parts[0].upper()}"
-    if len(parts) == 3 and parts[2] in here:
-        return f"this setting belongs to no model: {PREFIX}{parts[2].upper()}"
-    return f"there is no such setting{_or_nearest(PREFIX + '__'.join(parts).upper(), names)}"
-
-
-def _or_nearest(name: str, candidates: Sequence[str]) -> str:
-    hint = did_you_mean(name, candidates).rstrip()
-    return f"; {hint}" if hint else f"; there are {', '.join(candidates)}"
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _field(key: Key) -> FieldInfo:

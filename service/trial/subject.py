@@ -15,7 +15,8 @@ import psutil
 
 import service
 from service.cli_config import Row, write_toml
-from service.settings_loader import KEY_SETTINGS, PREFIX, Loaded
+from service.settings_loader import KEY_SETTINGS, Loaded
+from service.settings_words import PREFIX
 from service.trial.bound import bound_command
 from service.trial.client import Address, NoAnswerError, connect
 from service.trial.errors import TrialError

@@ -3,9 +3,10 @@
 import contextlib
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from service.cli_config import Row
-from service.settings_loader import Key, Loaded
+from service.settings_loader import Loaded
 from service.trial.client import NoAnswerError, connect, head_of
 from service.trial.errors import TrialError
 from service.trial.health import Health, read_health
@@ -17,6 +18,9 @@ from service.tune.knobs import Changes, key_of
 from service.tune.load import Load, Sample
 from service.tune.plan import Plan
 from workers.memory import available_bytes
+
+if TYPE_CHECKING:
+    from service.settings_words import Key
 
 _MAX_START_S = 900.0
 _ASK_S = 120.0
