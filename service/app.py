@@ -8,7 +8,7 @@ import multiprocessing
 import shlex
 import socket
 import ssl
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from math import prod
@@ -276,7 +276,10 @@ class Service:
 
 
 def run(
-    settings: Settings, origins: Mapping[str, str] | None = None, raw: RawOutput | None = None
+    settings: Settings,
+    origins: Mapping[str, str] | None = None,
+    raw: RawOutput | None = None,
+    warnings: Sequence[str] = (),
 ) -> int:
     """Serve until a signal, and return the process's exit code. Called in the main thread.
 
@@ -287,8 +290,11 @@ def run(
         settings: What to serve and how.
         origins: Who set each of them, for /admin/settings; see `Loaded`.
         raw: What was taken of stdout and stderr, to be logged, and given back at the end.
+        warnings: What to log of them first.
     """
     with _logging(settings, raw) as logs:
+        for warning in warnings:
+            logger.warning("%s", warning)
         try:
             listener = listen(settings.host, settings.port)
             host = find_host(settings.cuda_visible_devices)

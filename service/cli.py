@@ -109,7 +109,7 @@ def _serve(args: Namespace) -> int:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         from service.app import run as run_app
 
-        return run_app(loaded.settings, loaded.origins, raw)
+        return run_app(loaded.settings, loaded.origins, raw, loaded.warnings)
 
 
 def _predict(args: Namespace) -> int:

@@ -26,7 +26,7 @@ from service.settings import (
 )
 from service.settings_types import expected
 from service.settings_words import PREFIX, Key, dotted, shown, unknown, unknown_variable, unreadable
-from service.trace_settings import HEADER_VARIABLES, is_switched_off, told_by
+from service.trace_settings import HEADER_VARIABLES, asks_for_traces, is_switched_off, told_by
 
 FILE_NAME = "inferpool.toml"
 CONFIG_VARIABLE = "INFERPOOL_CONFIG"
@@ -82,6 +82,8 @@ class Loaded:
     settings: Settings
     origins: Mapping[str, str]
     """By dotted key: "default", "file PATH", "environment VAR", "flag --x" or "argument MODEL"."""
+    warnings: Sequence[str] = ()
+    """What was passed over, for the log."""
 
     def rows(self) -> list[tuple[Key, object, str]]:
         """Every setting in force as (key, value, origin), in the order of the file."""
@@ -137,6 +139,8 @@ class _Draft:
         self._models: dict[str, str] = {}
         """Names of the models, with the place that named each first."""
         self._problems: list[str] = []
+        self._trace_problem = ""
+        """What is wrong with the variables of OpenTelemetry, none of which is in force then."""
 
     def add_table(self, table: Mapping[str, object], origin: str) -> None:
         """Take what a file says."""
@@ -210,10 +214,15 @@ class _Draft:
 
     def _add_tracing(self, environ: Mapping[str, str]) -> None:
         try:
-            for told in told_by(environ):
-                self._set((told.setting,), told.value, f"environment {told.variable}")
+            every = list(told_by(environ))
         except ValueError as error:
-            self._problems.append(str(error))
+            if str(error).startswith("OTEL_"):  # which may be meant for others on this host
+                self._trace_problem = str(error) if asks_for_traces(environ) else ""
+            else:
+                self._problems.append(str(error))
+            return
+        for told in every:
+            self._set((told.setting,), told.value, f"environment {told.variable}")
 
     def _add_variable(self, variable: str, text: str) -> None:
         origin = f"environment {variable}"
@@ -350,6 +359,11 @@ class _Draft:
         tree: dict[str, object] = {"models": {name: {} for name in self._models}}
         for key, value in self._values.items():
             _plant(tree, key, value)
+        warnings = []
+        if self._trace_problem and self._values.get(("trace_endpoint",)) is not None:
+            self._problems.append(self._trace_problem)
+        elif self._trace_problem:
+            warnings.append(f"calls are not traced: {self._trace_problem}")
         settings: Settings | None = None
         try:
             settings = Settings.model_validate(tree)
@@ -357,7 +371,8 @@ class _Draft:
             self._problems.extend(self._explained(error.errors(include_url=False)))
         if settings is None or self._problems:
             raise SettingsError(self._problems)
-        return Loaded(settings=settings, origins={dotted(k): v for k, v in self._places.items()})
+        origins = {dotted(k): v for k, v in self._places.items()}
+        return Loaded(settings=settings, origins=origins, warnings=warnings)
 
     def _explained(self, errors: Sequence[ErrorDetails]) -> Iterator[str]:
         seen = set()

@@ -66,6 +66,7 @@ def told_by(environ: Mapping[str, str]) -> Iterator[Told]:
     ):
         if value := environ.get(variable):
             yield Told(setting, value, variable)
+    _check(environ)
     for variable in HEADER_VARIABLES:
         if value := environ.get(variable):
             yield Told("trace_headers", headers_of(value, variable), variable)
@@ -124,6 +125,24 @@ def endpoint_of(text: str) -> str:
     return text if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}{TRACES_PATH}"
 
 
+def asks_for_traces(environ: Mapping[str, str]) -> bool:
+    """Whether a variable says where traces go."""
+    return any(environ.get(variable) for variable in _ENDPOINTS)
+
+
+def _check(environ: Mapping[str, str]) -> None:
+    for variable, check in (
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint_of),
+        ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", endpoint_of),
+        ("OTEL_RESOURCE_ATTRIBUTES", pairs_of),
+    ):
+        if value := environ.get(variable):
+            try:
+                check(value)
+            except ValueError as error:
+                raise ValueError(f"{variable}: {value[:80]!r} {error}") from None
+
+
 def _sampling(environ: Mapping[str, str]) -> Iterator[Told]:
     variable = "OTEL_TRACES_SAMPLER"
     sampler = environ.get(variable, "").lower()
@@ -131,7 +150,7 @@ def _sampling(environ: Mapping[str, str]) -> Iterator[Told]:
         return
     kind = sampler.removeprefix(_PARENT_BASED)
     if kind not in _DECIDES and kind != _BY_RATIO:
-        if not any(environ.get(endpoint) for endpoint in _ENDPOINTS):
+        if not asks_for_traces(environ):
             return  # it is meant for others on this host
         known = ", ".join([*_DECIDES, _BY_RATIO])
         raise ValueError(
@@ -144,6 +163,9 @@ def _sampling(environ: Mapping[str, str]) -> Iterator[Told]:
     elif argument := environ.get("OTEL_TRACES_SAMPLER_ARG"):
         variable = "OTEL_TRACES_SAMPLER_ARG"
         try:
-            yield Told("trace_sample_ratio", float(argument), variable)
+            ratio = float(argument)
         except ValueError:
             raise ValueError(f"{variable}: {argument[:80]!r} is not a number") from None
+        if not 0 <= ratio <= 1:
+            raise ValueError(f"{variable}: {argument[:80]!r} is not from 0 to 1")
+        yield Told("trace_sample_ratio", ratio, variable)

@@ -500,11 +500,33 @@ def test_headers_of_the_collector_are_not_shown_and_no_worker_sees_them(tmp_path
     assert "secret-value" not in said
 
 
+@pytest.mark.parametrize(
+    ("variable", "text", "message"),
+    [
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "collector:4317", "is no URL such as"),
+        ("OTEL_EXPORTER_OTLP_HEADERS", "a", "is not of the form"),
+        ("OTEL_RESOURCE_ATTRIBUTES", "a", "is not of the form"),
+        ("OTEL_TRACES_SAMPLER", "sometimes", "is not one of always_on"),
+        ("OTEL_TRACES_SAMPLER_ARG", "x", "is not a number"),
+        ("OTEL_TRACES_SAMPLER_ARG", "2", "is not from 0 to 1"),
+    ],
+)
+def test_what_a_platform_says_wrongly_of_traces_stops_nothing(
+    variable, text, message, tmp_path, problems
+):
+    environ = {"OTEL_TRACES_SAMPLER": "traceidratio", variable: text}
+    if variable != "OTEL_EXPORTER_OTLP_ENDPOINT":
+        assert load({}, environ, tmp_path).warnings == []  # nobody asks for traces
+        environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = "http://h"
+    loaded = load({}, environ, tmp_path)
+    (said,) = loaded.warnings
+    assert said.startswith(f"calls are not traced: {variable}: ")
+    assert message in said
+    assert loaded.settings.trace_endpoint is None
+    (refused,) = problems('trace_endpoint = "http://h"', environ=environ)
+    assert message in refused
+
+
 def test_what_cannot_be_said_of_traces_is_refused(problems):
-    asked = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://h", "OTEL_TRACES_SAMPLER": "sometimes"}
-    (said,) = problems(environ=asked)
-    assert said.startswith("OTEL_TRACES_SAMPLER: 'sometimes' is not one of always_on")
-    environ = {"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "x"}
-    assert problems(environ=environ) == ["OTEL_TRACES_SAMPLER_ARG: 'x' is not a number"]
     assert "is no URL such as" in problems('trace_endpoint = "localhost:4318"')[0]
     assert "name=value" in problems('trace_resource = "a"')[0]
