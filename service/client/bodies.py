@@ -14,7 +14,8 @@ from typing import IO, Any, cast
 import httpx
 
 from service.client.errors import InputError
-from service.client.tensors import is_tensor, safetensors_parts, tensor_of
+from service.client.safetensors import safetensors_parts
+from service.client.tensors import is_tensor, tensor_of
 
 _PIECE_BYTES = 1 << 20
 """Of a body, held in memory beside it while it is sent."""

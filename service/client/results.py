@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import httpx
 
 from service.client.errors import InferpoolError, ProtocolError, error_class
-from service.client.tensors import Tensor, read_safetensors, to_numpy, to_torch
+from service.client.safetensors import Tensor, read_safetensors
+from service.client.tensors import to_numpy, to_torch
 
 if TYPE_CHECKING:
     import numpy as np

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from models.prose import PROSE
 from models.spec import TensorSpec
+from service.client.safetensors import Tensor, safetensors_parts
 from service.trial.errors import TrialError
 
 _ANY_LENGTH = 16
@@ -25,12 +26,6 @@ _IMAGE_EDGE = 256
 _LOG_WORDS = 2.2
 """Of the median text: nine words."""
 _MAX_WORDS = 100
-_SAFETENSORS_DTYPES = {
-    "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32",
-    "int32": "I32", "uint64": "U64", "int64": "I64", "float16": "F16", "bfloat16": "BF16",
-    "float32": "F32", "float64": "F64",
-}  # fmt: skip
-"""https://huggingface.co/docs/safetensors: how the format names dtypes."""
 _CONTENT_TYPES = {
     ".jpg": "image/jpeg",
     ".jpeg": "image/jpeg",
@@ -107,21 +102,11 @@ def read_inputs(path: Path) -> list[Input]:
 
 def safetensors_of(arrays: Mapping[str, tuple[str, NDArray[np.generic]]]) -> bytes:
     """Say arrays in the format of safetensors; each comes with its dtype as torch names it."""
-    header = {}
-    pieces = []
-    offset = 0
-    for name, (dtype, array) in arrays.items():
-        piece = array.tobytes()
-        header[name] = {
-            "dtype": _SAFETENSORS_DTYPES[dtype],
-            "shape": list(array.shape),
-            "data_offsets": [offset, offset + len(piece)],
-        }
-        pieces.append(piece)
-        offset += len(piece)
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text + b"".join(pieces)
+    tensors = {
+        name: Tensor(dtype, array.shape, memoryview(array.tobytes()))
+        for name, (dtype, array) in arrays.items()
+    }
+    return b"".join(safetensors_parts(tensors))
 
 
 def echo_texts(seed: int) -> str:
