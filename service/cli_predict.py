@@ -4,7 +4,7 @@ import asyncio
 import json
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,6 +82,7 @@ async def _run(args: Namespace, environ: Mapping[str, str]) -> int:
             timeout_s=args.timeout_s,
             verify=not args.insecure and (str(args.ca_file) if args.ca_file else True),
         )
+            on_retry=_teller(args.timeout_s),
     except OSError as error:
         raise FlagError(f"--ca-file: {args.ca_file}: {error}") from error
     async with client:
@@ -112,6 +113,23 @@ async def _run(args: Namespace, environ: Mapping[str, str]) -> int:
 
 def _parameters(texts: Sequence[str]) -> dict[str, object]:
     parameters: dict[str, object] = {}
+def _teller(timeout_s: float) -> "Callable[[InferpoolError, float], None]":
+    """Tells a person why there is no answer yet, each kind of reason once."""
+    from service.client.retries import Retry
+
+    told = set()
+
+    def tell(error: "InferpoolError", _: float) -> None:
+        if error.code not in told:
+            told.add(error.code)
+            sys.stderr.write(
+                f"inferpool predict: {error.detail}; trying again, up to "
+                f"{Retry().max_attempts - 1} times within {timeout_s:g} s\n"
+            )
+
+    return tell
+
+
     for text in texts:
         name, equals, value = text.partition("=")
         if not (name and equals):

@@ -122,6 +122,7 @@ class Calls:
         self._retry = Retry(max_attempts=1 + retries) if isinstance(retries, int) else retries
         self._budget = RetryBudget(self._retry)
         self._timeout_s = options.get("timeout_s", _TIMEOUT_S)
+        self._on_retry = options.get("on_retry")
         self._connect_timeout_s = options.get("connect_timeout_s", _CONNECT_TIMEOUT_S)
         self.max_concurrency = options.get("max_concurrency", _MAX_CONCURRENCY)
         if self.max_concurrency < 1:
@@ -179,6 +180,8 @@ class Calls:
                     was_sent=not isinstance(came, _UNSENT),
                 )
             yield Pause(pause_s)
+                if self._on_retry is not None:
+                    self._on_retry(error, pause_s)
 
     def one_of_many(self, value: object, options: ManyOptions, index: int) -> Steps[Prediction]:
         """The steps of one prediction of several; what it comes to has its index."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypedDict
 
+from service.client.errors import InferpoolError
 from service.client.retries import Retry
 
 
@@ -22,6 +23,9 @@ class ClientOptions(TypedDict, total=False):
     retries: Retry | int
     """How to try again, or how often at most; 0 for never."""
     max_concurrency: int
+    on_retry: Callable[[InferpoolError, float], None]
+    """Told of what went wrong whenever a prediction is about to be tried again, and in how many
+    seconds that is."""
     """Connections, and predictions of `predict_many`, at a time; 16 by default."""
     verify: bool | str | ssl.SSLContext
     """Of HTTPS: True checks certificates, a path names a file of those who may sign them."""

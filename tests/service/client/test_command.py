@@ -68,8 +68,16 @@ def test_wrong_flags_are_told_and_exit_2(arguments, message, capsys):
 def test_nobody_there_is_told_with_what_to_do(capsys):
     with socket.create_server(("127.0.0.1", 0)) as gone:
         url = f"http://127.0.0.1:{gone.getsockname()[1]}"
-    assert run(["predict", "--text", "x", "--url", url, "--timeout-s", "0.5"]) == 1
-    assert f"is a service running at {url}? `inferpool serve` starts one" in capsys.readouterr().err
+    ask = ["predict", "--text", "x", "--text", "y", "--url", url, "--timeout-s", "0.5"]
+    assert run(ask) == 1
+    waiting, *failures, cure = capsys.readouterr().err.splitlines()
+    assert f"no answer from {url}" in waiting
+    assert waiting.endswith("; trying again, up to 7 times within 0.5 s")
+    assert [each.partition(": no answer")[0] for each in failures] == [
+        "inferpool predict: x",
+        "inferpool predict: y",
+    ]
+    assert f"is a service running at {url}? `inferpool serve` starts one" in cure
 
 
 def test_ctrl_c_waits_for_no_answer():

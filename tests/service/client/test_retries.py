@@ -256,14 +256,19 @@ def test_spent_budget_ends_retries_of_what_reached_the_service():
         assert client.predict("x").num_attempts == 7  # costs the service nothing
 
 
-def test_number_of_attempts_is_bounded():
+def test_number_of_attempts_is_bounded_and_each_further_one_is_told():
     transport = transport_of(refusal(503))
+    retries = Retry(max_attempts=3, backoff_s=0.001)
+    told = []
     with (
-        Client(transport=transport, retries=Retry(max_attempts=3, backoff_s=0.001)) as client,
+        Client(
+            transport=transport, retries=retries, on_retry=lambda *each: told.append(each)
+        ) as client,
         pytest.raises(UnavailableError),
     ):
         client.predict("x")
     assert len(transport.requests) == 3
+    assert [(error.status, pause_s < 0.01) for error, pause_s in told] == [(503, True)] * 2
 
 
 def test_silent_and_trickling_servers_are_left_at_the_deadline(kind):
