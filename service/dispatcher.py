@@ -474,7 +474,8 @@ class Dispatcher:
 
     def _expire(self, instance: Instance, message: str) -> None:
         self._metrics.expired += 1
-        self._end(instance, DeadlineExceededError(message))
+        after_s = instance.deadline - instance.arrived
+        self._end(instance, DeadlineExceededError(f"{message}, {after_s:.2f} s after it came"))
 
     def _fail(self, instance: Instance, error: ServiceError) -> None:
         self._metrics.failed += 1

@@ -335,7 +335,7 @@ class Settings(_Table):
     default_timeout_s: float = Field(30.0, gt=0, allow_inf_nan=False)
     """How long a call may take if it does not say."""
     max_timeout_s: float = Field(300.0, gt=0, allow_inf_nan=False)
-    """The longest time that a call may ask for."""
+    """The longest time that a call may take; one that asks for more gets this."""
     drain_timeout_s: float = Field(20.0, ge=0, allow_inf_nan=False)
     """At shutdown, how long accepted work may take to finish. Most platforms kill after 30 s."""
     shutdown_delay_s: float = Field(0.0, ge=0, allow_inf_nan=False)

@@ -17,15 +17,16 @@ class ClientOptions(TypedDict, total=False):
     """An API key, sent as `Authorization: Bearer`."""
     timeout_s: float | None
     """For each prediction, with all attempts and the pauses between them; 30 by default, None for
-    as long as it takes. The service is told what is left of it, and answers in time or gives up."""
+    as long as it takes. The service is told what is left of it, and answers in time or gives up;
+    it does so after its `max_timeout_s` in any case, and after its `default_timeout_s` for None."""
     connect_timeout_s: float
     """For one attempt to connect; 5 by default."""
     retries: Retry | int
     """How to try again, or how often at most; 0 for never."""
-    max_concurrency: int
     on_retry: Callable[[InferpoolError, float], None]
     """Told of what went wrong whenever a prediction is about to be tried again, and in how many
     seconds that is."""
+    max_concurrency: int
     """Connections, and predictions of `predict_many`, at a time; 16 by default."""
     verify: bool | str | ssl.SSLContext
     """Of HTTPS: True checks certificates, a path names a file of those who may sign them."""

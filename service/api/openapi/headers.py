@@ -21,8 +21,8 @@ def _taken(name: str, description: str, schema: Json, example: object = None) ->
 PARAMETERS: Mapping[str, Json] = {
     "XTimeoutMs": _taken(
         "X-Timeout-Ms",
-        "A deadline in milliseconds, counted from arrival; answered with 504 when it passes. The "
-        "setting `max_timeout_s` bounds it.",
+        "A deadline in milliseconds, counted from arrival; answered with 504 when it passes. More "
+        "than the setting `max_timeout_s` means as much as that.",
         {"type": "integer", "minimum": 1},
         2000,
     ),

@@ -66,7 +66,7 @@ _DETAILS: Mapping[type[ServiceError], str] = {
     InternalError: "this is a mistake of the service; its log has more",
     UnavailableError: "no worker is ready (starting: loading weights)",
     GivenUpError: "no worker of resnet can be started (there is no file weights.pth)",
-    DeadlineExceededError: "the deadline passed in the queue",
+    DeadlineExceededError: "the deadline passed in the queue, 30.00 s after it came",
 }
 """What each error may say, for its example."""
 
