@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from service.keys import first_key
+from service.keys import first_key, without_password
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -59,7 +59,8 @@ def url_of(text: str) -> str:
     except ValueError:  # of the port
         is_sound = False
     if not is_sound or parts.query or parts.fragment:
-        raise FlagError(f"{text!r} is no address of a service, as {DEFAULT_URL} is one")
+        shown = without_password(text)
+        raise FlagError(f"{shown!r} is no address of a service, as {DEFAULT_URL} is one")
     return url.rstrip("/")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from service.cli_address import FlagError, add_access_flags, add_url_flag, key_of, url_of
+from service.keys import without_password
 
 if TYPE_CHECKING:
     from service.client import InferpoolError, Prediction
@@ -60,7 +61,8 @@ def run(args: Namespace, environ: Mapping[str, str]) -> int:
         raise FlagError("name a file, or give a --text")
     for name in args.inputs:
         if name.startswith(("http://", "https://")):
-            raise FlagError(f"{name!r} is no file; a service is named by --url {name}")
+            shown = without_password(name)
+            raise FlagError(f"{shown!r} is no file; a service is named by --url {shown}")
     if not args.timeout_s > 0:
         raise FlagError("--timeout-s: must be more than 0")
     return asyncio.run(_run(args, environ))  # Ctrl-C waits for no answer so
@@ -80,9 +82,9 @@ async def _run(args: Namespace, environ: Mapping[str, str]) -> int:
             url_of(args.url),
             key=key_of(args.key_file, environ, KEY_VARIABLE),
             timeout_s=args.timeout_s,
+            on_retry=_teller(args.timeout_s),
             verify=not args.insecure and (str(args.ca_file) if args.ca_file else True),
         )
-            on_retry=_teller(args.timeout_s),
     except OSError as error:
         raise FlagError(f"--ca-file: {args.ca_file}: {error}") from error
     async with client:
@@ -105,14 +107,12 @@ async def _run(args: Namespace, environ: Mapping[str, str]) -> int:
                 sys.stdout.writelines(f"{name}: {each}\n" for each in said)
     if was_lost:
         sys.stderr.write(
-            f"inferpool predict: is a service running at {url_of(args.url)}? `inferpool serve` "
-            "starts one, --url names another\n"
+            f"inferpool predict: is a service running at {without_password(url_of(args.url))}? "
+            "`inferpool serve` starts one, --url names another\n"
         )
     return status
 
 
-def _parameters(texts: Sequence[str]) -> dict[str, object]:
-    parameters: dict[str, object] = {}
 def _teller(timeout_s: float) -> "Callable[[InferpoolError, float], None]":
     """Tells a person why there is no answer yet, each kind of reason once."""
     from service.client.retries import Retry
@@ -130,6 +130,8 @@ def _teller(timeout_s: float) -> "Callable[[InferpoolError, float], None]":
     return tell
 
 
+def _parameters(texts: Sequence[str]) -> dict[str, object]:
+    parameters: dict[str, object] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not (name and equals):

@@ -12,6 +12,8 @@ _KEY = re.compile(r"[\x21-\x2b\x2d-\x7e]+")
 """What a header carries unchanged: visible ASCII, without the comma that separates keys."""
 _QUOTES = ("'", '"')
 _FINGERPRINT_LENGTH = 8
+_USER_INFO = re.compile(r"(?<=://)\S*@")
+"""Of a URL, also of one whose password should have been percent-encoded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,11 @@ def is_same(digest: bytes, other: bytes) -> bool:
 def fingerprint_of(digest: bytes) -> str:
     """A few digits to tell keys apart by in logs; `sha256sum` of the key begins with them."""
     return digest.hex()[:_FINGERPRINT_LENGTH]
+
+
+def without_password(text: str) -> str:
+    """A text as it may be shown: URLs in it without a user and a password before their host."""
+    return _USER_INFO.sub("", text)
 
 
 def _words(text: str) -> Iterator[str]:

@@ -26,7 +26,15 @@ from service.settings import (
 )
 from service.settings_types import expected
 from service.settings_words import PREFIX, Key, dotted, shown, unknown, unknown_variable, unreadable
-from service.trace_settings import HEADER_VARIABLES, asks_for_traces, is_switched_off, told_by
+from service.trace_settings import (
+    ENDPOINT_VARIABLES,
+    HEADER_VARIABLES,
+    TraceHeaders,
+    asks_for_traces,
+    is_switched_off,
+    parted,
+    told_by,
+)
 
 FILE_NAME = "inferpool.toml"
 CONFIG_VARIABLE = "INFERPOOL_CONFIG"
@@ -124,8 +132,10 @@ def secret_variables(environ: Mapping[str, str]) -> list[str]:
     """The variables of an environment that hold keys, which no worker needs to see."""
     return [
         name
-        for name in environ
-        if name.removeprefix(PREFIX).lower() in KEY_SETTINGS or name in HEADER_VARIABLES
+        for name, text in environ.items()
+        if name.removeprefix(PREFIX).lower() in KEY_SETTINGS
+        or name in HEADER_VARIABLES
+        or (name in ENDPOINT_VARIABLES and parted(text)[0] != text)
     ]
 
 
@@ -330,6 +340,7 @@ class _Draft:
                 hint = source_hint(name, [other for other in self._models if other != name])
                 self._problems.append(f"{place}: the model {shown(name)} has no source; {hint}")
         self._values.setdefault(("default_model",), next(iter(self._models)))
+        self._part_endpoint()
         chosen = self._values["default_model",]
         if isinstance(chosen, str) and chosen not in self._models:
             hint = did_you_mean(chosen, list(self._models))
@@ -337,6 +348,26 @@ class _Draft:
                 f"{self._place(('default_model',))}: {shown(chosen)} is not one of the models; "
                 f"{hint}there are {', '.join(self._models)}"
             )
+
+    def _part_endpoint(self) -> None:
+        """Keep the password of a collector's URL where nothing that prints settings prints it."""
+        endpoint = self._values.get(("trace_endpoint",))
+        if not isinstance(endpoint, str) or parted(endpoint)[0] == endpoint:
+            return
+        self._values["trace_endpoint",], told = parted(endpoint)
+        origin = self._places["trace_endpoint",]
+        if origin.startswith("file "):
+            self._problems.append(
+                f"{self._place(('trace_endpoint',))}: a password does not belong in this file; set "
+                f"{PREFIX}TRACE_HEADERS=authorization=Basic%20..., or the whole URL as "
+                f"{PREFIX}TRACE_ENDPOINT"
+            )
+        given = self._values.get(("trace_headers",))
+        if not isinstance(given, TraceHeaders):
+            self._set(("trace_headers",), told, origin)
+        elif "authorization" not in dict(given.pairs):
+            both = f"{self._places['trace_headers',]}, {origin}"
+            self._set(("trace_headers",), TraceHeaders((*given.pairs, *told.pairs)), both)
 
     def add_key_files(self, cwd: Path) -> None:
         """Read the files of keys."""

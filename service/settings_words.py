@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 
+from service.keys import without_password
 from service.settings import ModelSettings, Settings, did_you_mean
 
 PREFIX = "INFERPOOL_"
@@ -52,8 +53,8 @@ def _or_nearest(name: str, candidates: Sequence[str]) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as it was given, if that is short."""
-    text = repr(value)
+    """A value as it was given, if that is short; of a URL, without the password in it."""
+    text = without_password(repr(value))
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

@@ -4,11 +4,14 @@ https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables
 the exporter, https://opentelemetry.io/docs/specs/otel/protocol/exporter/.
 """
 
+import base64
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
+
+from service.keys import without_password
 
 HEADER_VARIABLES = (
     "OTEL_EXPORTER_OTLP_HEADERS",
@@ -17,12 +20,15 @@ HEADER_VARIABLES = (
 )
 """Each over the one before; they may hold a collector's key."""
 TRACES_PATH = "/v1/traces"
-_ENDPOINTS = (
+ENDPOINT_VARIABLES = (
     "OTEL_EXPORTER_OTLP_ENDPOINT",
     "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
     "INFERPOOL_TRACE_ENDPOINT",
 )
+"""They may hold a password."""
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_USER_INFO = re.compile(r"(?P<scheme>[^:/?#]+://)(?P<user_info>[^/?#]*)@")
+"""Of a URL (RFC 3986, 3.2.1)."""
 _DECIDES = {"always_on": 1.0, "always_off": 0.0}
 _BY_RATIO = "traceidratio"
 _PARENT_BASED = "parentbased_"
@@ -119,28 +125,52 @@ def endpoint_of(text: str) -> str:
     Raises:
         ValueError: It is no URL of a collector.
     """
-    parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(text)
+        is_url = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # of the port
+        is_url = False
+    if not is_url:
         raise ValueError("is no URL such as http://localhost:4318")
+    assert parted(text)[0] == text, "passwords belong into the headers"
     return text if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}{TRACES_PATH}"
+
+
+def parted(endpoint: str) -> tuple[str, TraceHeaders]:
+    """A URL without the user and password in it, and the header that says the same.
+
+    A header is hidden wherever settings are shown.
+    """
+    found = _USER_INFO.match(endpoint)
+    if found is None:
+        return endpoint, TraceHeaders()
+    user, _, password = found["user_info"].partition(":")
+    told = base64.b64encode(f"{unquote(user)}:{unquote(password)}".encode()).decode()
+    bare = found["scheme"] + endpoint[found.end() :]
+    return bare, TraceHeaders((("authorization", f"Basic {told}"),))
 
 
 def asks_for_traces(environ: Mapping[str, str]) -> bool:
     """Whether a variable says where traces go."""
-    return any(environ.get(variable) for variable in _ENDPOINTS)
+    return any(environ.get(variable) for variable in ENDPOINT_VARIABLES)
 
 
 def _check(environ: Mapping[str, str]) -> None:
     for variable, check in (
-        ("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint_of),
-        ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", endpoint_of),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", _check_endpoint),
+        ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", _check_endpoint),
         ("OTEL_RESOURCE_ATTRIBUTES", pairs_of),
     ):
         if value := environ.get(variable):
             try:
                 check(value)
             except ValueError as error:
-                raise ValueError(f"{variable}: {value[:80]!r} {error}") from None
+                told = without_password(value)[:80]
+                raise ValueError(f"{variable}: {told!r} {error}") from None
+
+
+def _check_endpoint(text: str) -> None:
+    endpoint_of(parted(text)[0])
 
 
 def _sampling(environ: Mapping[str, str]) -> Iterator[Told]:

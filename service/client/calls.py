@@ -111,18 +111,19 @@ class Calls:
         """
         check_names(options, ClientOptions)
         parsed = httpx.URL(url)
+        bare = str(parsed.copy_with(userinfo=None))
         if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise ValueError(f"{url!r} is no URL such as {DEFAULT_URL}")
+            raise ValueError(f"{bare!r} is no URL such as {DEFAULT_URL}")
         if parsed.query or parsed.fragment:
-            raise ValueError(f"{url!r} has more than the place of a service")
-        self.url = str(parsed.copy_with(userinfo=None)).rstrip("/")
+            raise ValueError(f"{bare!r} has more than the place of a service")
+        self.url = bare.rstrip("/")
         """Without the password that was in it, if there was one."""
         self._base = url.rstrip("/")
         retries = options.get("retries", Retry())
         self._retry = Retry(max_attempts=1 + retries) if isinstance(retries, int) else retries
         self._budget = RetryBudget(self._retry)
-        self._timeout_s = options.get("timeout_s", _TIMEOUT_S)
         self._on_retry = options.get("on_retry")
+        self._timeout_s = options.get("timeout_s", _TIMEOUT_S)
         self._connect_timeout_s = options.get("connect_timeout_s", _CONNECT_TIMEOUT_S)
         self.max_concurrency = options.get("max_concurrency", _MAX_CONCURRENCY)
         if self.max_concurrency < 1:
@@ -179,9 +180,9 @@ class Calls:
                     left_s=deadline - time.monotonic(),
                     was_sent=not isinstance(came, _UNSENT),
                 )
-            yield Pause(pause_s)
                 if self._on_retry is not None:
                     self._on_retry(error, pause_s)
+            yield Pause(pause_s)
 
     def one_of_many(self, value: object, options: ManyOptions, index: int) -> Steps[Prediction]:
         """The steps of one prediction of several; what it comes to has its index."""

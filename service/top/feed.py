@@ -40,6 +40,7 @@ class Feed:
             FeedError: The certificates to trust cannot be read.
         """
         self._url = plan.url
+        self._place = plan.place
         self._has_key = bool(plan.key)
         self._client = httpx.AsyncClient(
             headers={"Accept": _TYPE, "Accept-Encoding": "identity"}
@@ -65,7 +66,7 @@ class Feed:
                 async for data in _data_of(answer.aiter_bytes()):
                     yield data
         except httpx.TimeoutException as error:
-            raise LostError(f"{self._url} says nothing") from error
+            raise LostError(f"{self._place} says nothing") from error
         except httpx.TransportError as error:
             raise self._no_connection(error) from error
 
@@ -79,38 +80,38 @@ class Feed:
             case 401 | 403:
                 cure = "another key" if self._has_key else "a key for metrics"
                 return FeedError(
-                    f"{self._url} wants {cure}: --key-file PATH, or the variable {KEY_VARIABLE}"
+                    f"{self._place} wants {cure}: --key-file PATH, or the variable {KEY_VARIABLE}"
                     + (f" ({detail})" if detail else "")
                 )
             case 502 | 503 | 504 | 429:
                 said = detail or f"it answers with {answer.status_code}"
-                return LostError(f"{self._url} has no feed for us now: {said}")
+                return LostError(f"{self._place} has no feed for us now: {said}")
             case _:
                 return self._no_feed()
 
     def _no_feed(self) -> FeedError:
         return FeedError(
-            f"what answers at {self._url} is no inferpool, or one of a version without /events"
+            f"what answers at {self._place} is no inferpool, or one of a version without /events"
         )
 
     def _no_connection(self, error: httpx.TransportError) -> FeedError:
         text = str(error) or type(error).__name__
         if "CERTIFICATE_VERIFY_FAILED" in text:
             return FeedError(
-                f"the certificate of {self._url} is not trusted ({text}): --ca-file PATH names one "
-                "to trust, --insecure trusts any"
+                f"the certificate of {self._place} is not trusted ({text}): --ca-file PATH names "
+                "one to trust, --insecure trusts any"
             )
         if "WRONG_VERSION_NUMBER" in text:
-            return FeedError(f"{self._url} speaks no TLS; is it http?")
+            return FeedError(f"{self._place} speaks no TLS; is it http?")
         if isinstance(error, httpx.RemoteProtocolError | httpx.UnsupportedProtocol):
             cause = "; is it https?" if self._url.startswith("http:") else ""
-            return LostError(f"{self._url} broke off ({text}){cause}")
+            return LostError(f"{self._place} broke off ({text}){cause}")
         if isinstance(error, httpx.ConnectError):
             return LostError(
-                f"nobody answers at {self._url} ({text}). Start a service with `inferpool serve`, "
-                "or name another: `inferpool top --url http://HOST:PORT`"
+                f"nobody answers at {self._place} ({text}). Start a service with `inferpool "
+                "serve`, or name another: `inferpool top --url http://HOST:PORT`"
             )
-        return LostError(f"the connection to {self._url} was lost ({text})")
+        return LostError(f"the connection to {self._place} was lost ({text})")
 
 
 def _context(plan: Plan) -> ssl.SSLContext:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from service.cli_address import add_access_flags, add_url_flag, key_of, url_of
+from service.keys import without_password
 
 KEY_VARIABLE = "INFERPOOL_METRICS_KEYS"
 
@@ -30,6 +31,11 @@ class Plan:
     is_json: bool
     """Show one moment as JSON, and leave."""
     is_colored: bool
+
+    @property
+    def place(self) -> str:
+        """The address as it may be shown."""
+        return without_password(self.url)
 
 
 def add_flags(parser: ArgumentParser) -> None:

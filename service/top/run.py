@@ -42,7 +42,7 @@ async def _show_once(plan: Plan) -> None:
 
 
 def _print(plan: Plan, data: bytes) -> None:
-    view = View(plan.url)
+    view = View(plan.place)
     view.take(_read(plan, data))
     if plan.is_json:
         sys.stdout.write(as_json(data) + "\n")
@@ -54,7 +54,7 @@ def _print(plan: Plan, data: bytes) -> None:
 
 async def _show(plan: Plan) -> int:
     feed = Feed(plan)
-    view = View(plan.url)
+    view = View(plan.place)
     terminal = Terminal(console_of(is_colored=plan.is_colored), view)
     events = feed.events()
     try:
@@ -87,7 +87,7 @@ async def _listen(
                     terminal.view.take(_read(plan, data))
                     terminal.draw()
                     pause_s = _FIRST_PAUSE_S
-            trouble = f"{plan.url} has ended it"
+            trouble = f"{plan.place} has ended it"
         except LostError as error:
             trouble = str(error)
         terminal.view.trouble = f"Feed lost, connecting again: {trouble}"
@@ -105,7 +105,7 @@ async def _first(plan: Plan, events: AsyncGenerator[bytes, None]) -> bytes:
     """
     async for data in events:
         return data
-    raise LostError(f"{plan.url} ends its feed at once: it shuts down")
+    raise LostError(f"{plan.place} ends its feed at once: it shuts down")
 
 
 def _read(plan: Plan, data: bytes) -> State:
@@ -113,5 +113,5 @@ def _read(plan: Plan, data: bytes) -> State:
         return read_state(data)
     except ValueError as error:
         raise FeedError(
-            f"what {plan.url} tells is not what this version understands ({error})"
+            f"what {plan.place} tells is not what this version understands ({error})"
         ) from error

@@ -1,3 +1,4 @@
+import base64
 import io
 import tomllib
 
@@ -498,6 +499,32 @@ def test_headers_of_the_collector_are_not_shown_and_no_worker_sees_them(tmp_path
     assert said == "INFERPOOL_TRACE_HEADERS: is not of the form name=value,name=value"
     (said,) = problems('trace_headers = "x=secret-value"')
     assert "secret-value" not in said
+
+
+@pytest.mark.parametrize(
+    "variable", ["INFERPOOL_TRACE_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"]
+)
+def test_a_password_in_the_collectors_url_becomes_a_header_and_is_not_shown(
+    variable, tmp_path, problems
+):
+    environ = {variable: "https://me:s%40cret@host:4318/x", "INFERPOOL_TRACE_HEADERS": "a=b"}
+    loaded = load({}, environ, tmp_path)
+    assert loaded.settings.trace_endpoint == "https://host:4318/x"
+    told = base64.b64encode(b"me:s@cret").decode()
+    wanted = (("a", "b"), ("authorization", f"Basic {told}"))
+    assert loaded.settings.trace_headers.pairs == wanted
+    assert "cret" not in str(loaded.rows())
+    assert secret_variables(environ) == list(environ)
+    own = {"INFERPOOL_TRACE_HEADERS": "Authorization=Bearer%20abc", variable: environ[variable]}
+    assert load({}, own, tmp_path).settings.trace_headers.pairs[0][1] == "Bearer abc"
+    for toml, environ in (
+        ('trace_endpoint = "http://me:secret@host"', {}),
+        ('trace_endpoint = "ftp://me:sec/ret@host"', {}),
+        ('trace_endpoint = "http://h"', {"OTEL_EXPORTER_OTLP_ENDPOINT": "ftp://me:secret@host"}),
+    ):
+        said = problems(toml, environ=environ)
+        assert said
+        assert "ret" not in str(said)
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,8 @@ def test_wrong_flags_are_told_and_exit_2(arguments, message, capsys):
 def test_nobody_there_is_told_with_what_to_do(capsys):
     with socket.create_server(("127.0.0.1", 0)) as gone:
         url = f"http://127.0.0.1:{gone.getsockname()[1]}"
-    ask = ["predict", "--text", "x", "--text", "y", "--url", url, "--timeout-s", "0.5"]
+    with_password = url.replace("//", "//me:secret@")
+    ask = ["predict", "--text", "x", "--text", "y", "--url", with_password, "--timeout-s", "0.5"]
     assert run(ask) == 1
     waiting, *failures, cure = capsys.readouterr().err.splitlines()
     assert f"no answer from {url}" in waiting

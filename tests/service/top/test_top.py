@@ -55,8 +55,10 @@ def test_what_is_wrong_is_said_with_what_to_do(script, says, capsys):
 def test_nobody_there_is_said_with_what_to_do(capsys):
     with Stage(answers(404)).listening() as url:
         pass  # it does not listen any more
-    assert run(["top", "--url", url]) == 1
-    assert "inferpool serve" in capsys.readouterr().err
+    assert run(["top", "--url", url.replace("//", "//me:secret@")]) == 1
+    said = capsys.readouterr().err
+    assert "inferpool serve" in said
+    assert "secret" not in said
 
 
 def test_https_of_a_service_that_speaks_http_is_said(capsys):
