@@ -22,8 +22,12 @@ CANNOT_START = 1
 """The exit status where this machine has no room for the service."""
 FOUND_ERRORS = 1
 """The exit status where `doctor` found something that will not work."""
+OUTPUT_LOST = 1
+"""The exit status where what was to be said could not be written to stdout."""
 INTERRUPTED = 130
 """The exit status after Ctrl-C, as shells have it (128 + SIGINT)."""
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""What an output fails of whose disk is full or gone."""
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +36,27 @@ def run(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The arguments after the command's name; by default those of this process.
     """
-    argv = sys.argv[1:] if argv is None else argv
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # names and labels may be of any alphabet
+    try:
+        try:
+            return _run(sys.argv[1:] if argv is None else argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader of our output left, as `head` does
+        _give_output_up()
+        return OUTPUT_LOST
+    except OSError as error:
+        if error.errno not in _UNWRITABLE:
+            raise
+        _give_output_up()
+        sys.stderr.write(f"inferpool: the output cannot be written: {error.strerror}\n")
+        return OUTPUT_LOST
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _run(argv: Sequence[str]) -> int:
     parser, verbs = make_parser()
     if not argv:
         parser.print_help(sys.stderr)
@@ -46,17 +70,12 @@ def run(argv: Sequence[str] | None = None) -> int:
         if argv[0] not in verbs:
             parser.error(f"{argv[0]}: flags come after the verb, as in `inferpool serve --port 80`")
         verbs[argv[0]].error(unrecognised(rest[0], verbs[argv[0]]))
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")  # names and labels may be of any alphabet
-    try:
-        status: int = _VERBS[args.verb](args)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader of our output left, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    return status
+    return _VERBS[args.verb](args)
+
+
+def _give_output_up() -> None:
+    """Let what waits go nowhere, or the interpreter would complain of it at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _load(args: Namespace) -> "Loaded | None":

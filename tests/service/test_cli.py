@@ -162,17 +162,24 @@ def test_version_names_torch_without_importing_it(command):
         ]
 
 
-def test_a_reader_that_leaves_early_gets_no_traceback(tmp_path):
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("config | true", ""),
+        ("config > /dev/full", "inferpool: the output cannot be written: No space left on device"),
+        ("--help > /dev/full", "inferpool: the output cannot be written: No space left on device"),
+    ],
+)
+def test_an_output_that_takes_nothing_gets_no_traceback(tmp_path, line, says):
     done = subprocess.run(
-        f"{sys.executable} -m service config | true",
-        shell=True,
+        ["bash", "-o", "pipefail", "-c", f"{sys.executable} -m service {line}"],
         cwd=tmp_path,
         env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=30,
     )
-    assert done.stderr == ""
+    assert (done.returncode, done.stderr.strip()) == (1, says)
 
 
 @pytest.mark.parametrize(
