@@ -197,10 +197,9 @@ class Service:
         """Wait until the default model is ready, or each is ready or given up."""
         await self._settled.wait()
 
-    async def until_lost(self) -> str:
-        """Wait until no model can ever be served, and say why."""
+    async def until_lost(self) -> None:
+        """Wait until no model can ever be served."""
         await self._lost.wait()
-        return "; ".join(f"{pool.name}: {pool.reason}" for pool in self.pools.values())
 
     def report(self) -> HealthReport:
         """The state of everything, for /health."""
@@ -410,12 +409,12 @@ def _serve(
         console.stopping(reason)
         service.begin_stop()
 
-    def fail(reason: str, code: int, short: str) -> None:
+    def fail(what: str, code: int) -> None:
         nonlocal exit_code
         if not server.is_stopping:
-            logger.critical("nothing can be served: %s", reason)
+            logger.critical("nothing can be served: %s", what)  # the log has said why
             exit_code = code
-            server.stop(short)
+            server.stop(what)
 
     if num_fronts == 1:
         only = service.fronts
@@ -440,7 +439,7 @@ def _serve(
             arena=service.arena,
             models=service.pools,
             metrics=service.metrics,
-            on_lost=lambda reason: fail(reason, EXIT_CANNOT_START, "no front could be started"),
+            on_lost=lambda: fail("no front could be started", EXIT_CANNOT_START),
         )
         service.fronts = fronts
         service.metrics.refresh_by(fronts.count)
@@ -474,7 +473,8 @@ def _serve(
             console.serving(url, served, _example(_from_here(url), first))
 
     async def leave_when_lost() -> None:
-        fail(await service.until_lost(), EXIT_NEVER_SERVED, "no model could be loaded")
+        await service.until_lost()
+        fail("no model could be loaded", EXIT_NEVER_SERVED)
 
     async def main() -> None:
         tasks = [asyncio.create_task(announce()), asyncio.create_task(leave_when_lost())]

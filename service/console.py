@@ -40,6 +40,8 @@ class Console:
         self._placements: dict[str, str] = {}
         self._known: set[str] = set()
         """Workers that were ready before: of a restart, the end and the outcome are enough."""
+        self._first_to_fail: dict[str, str] = {}
+        """By the reason, which is told once for all workers that have it."""
 
     def started(
         self,
@@ -89,7 +91,9 @@ class Console:
     def failed(self, worker: str, reason: str) -> None:
         """A worker ended, or did not start, and is given up."""
         self._stages.pop(worker, None)
-        self._say(logging.ERROR, worker, f"failed: {reason}", "red")
+        first = self._first_to_fail.setdefault(reason, worker)
+        said = f"failed: {reason}" if first == worker else f"failed, as {first} did"
+        self._say(logging.ERROR, worker, said, "red")
 
     def serving(self, url: str, models: Sequence[str], example: str = "") -> None:
         """The address takes calls.

@@ -197,7 +197,6 @@ class Supervisor:
             slot.cause, slot.reason = "start", str(error)
             slot.ended_at = asyncio.get_running_loop().time()
             slot.num_failures += 1
-            logger.error("%s did not start: %s", slot.id, error)
             slot.settled.set()
             return error.permanent
         if self._is_stopping:
@@ -246,8 +245,9 @@ class Supervisor:
             slot.state = "failed"
             if not is_permanent:
                 slot.reason += f" ({slot.num_failures} times in a row: given up)"
-            logger.error("%s is given up: %s", slot.id, slot.reason)
-            return None
+            return None  # which the watcher tells, with the reason
+        if slot.cause == "start":
+            logger.error("%s did not start: %s", slot.id, slot.reason)
         slot.state = "backoff"
         # Inputs that kill are sent again at once; a worker that dies of all of them is no use.
         num_in_row = max(slot.num_failures, slot.num_deaths_at_work - 1)

@@ -73,7 +73,7 @@ class Fronts:
         arena: Arena,
         models: Mapping[str, ModelEntry],
         metrics: Metrics,
-        on_lost: Callable[[str], None],
+        on_lost: Callable[[], None],
     ) -> None:
         """Divide the arena, and start nothing yet.
 
@@ -86,7 +86,7 @@ class Fronts:
             arena: Empty; nothing can be put there afterwards but by the fronts.
             models: What takes instances, in the order of the settings.
             metrics: What counts them.
-            on_lost: Told why no front can ever be started.
+            on_lost: Told that no front can ever be started; the log has said why.
         """
         self._settings = settings
         self._limits = EdgeLimits(
@@ -202,7 +202,7 @@ class Fronts:
                 slot.num_failures = 0 if is_of_use else slot.num_failures + 1
                 logger.error("%s ended: %s", slot.name, slot.reason)
                 if not slot.was_ever_up and slot.num_failures >= _MAX_FAILURES:
-                    self._on_lost(f"{slot.name} does not start: {slot.reason}")
+                    self._on_lost()
                     break
                 slot.state = "backoff"
                 await asyncio.sleep(pause_after(slot.num_failures))

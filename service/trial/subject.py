@@ -29,6 +29,8 @@ _POLL_S = 0.05
 _STOP_S = 30.0
 _LINGER_S = 2.0
 """For the other processes of a service that has left."""
+_TOLD_TO_PEOPLE = "service.console"
+"""The logger of what each worker comes to."""
 _LEFT_OUT = (
     *KEY_SETTINGS,
     *(f"{name}_file" for name in KEY_SETTINGS),
@@ -44,6 +46,7 @@ class _Line(msgspec.Struct):
     """Of its log."""
 
     level: str
+    logger: str
     message: str
 
 
@@ -164,14 +167,17 @@ class Subject:
         return self._process.returncode, len(alive)
 
     def _last_words(self) -> str:
-        """Why it gave up, if it said so."""
-        reason = ""
+        """Why it gave up, if it said so: what the first worker failed of, and what that led to."""
+        first_failure = end = ""
         with contextlib.suppress(OSError):
             for line in self._log.read_bytes().splitlines():
                 with contextlib.suppress(msgspec.MsgspecError):
                     said = msgspec.json.decode(line, type=_Line)
-                    reason = said.message if said.level == "critical" else reason
-        return reason
+                    if said.level == "critical":
+                        end = said.message
+                    elif said.level == "error" and said.logger == _TOLD_TO_PEOPLE:
+                        first_failure = first_failure or said.message
+        return "; ".join(filter(None, [first_failure, end])) if end else ""
 
     def log_tail(self) -> str:
         """The last lines of its log, to go behind a message."""

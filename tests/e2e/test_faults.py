@@ -196,11 +196,12 @@ def test_stopped_idle_worker_is_noticed_and_replaced(tmp_path: Path):
         asyncio.run(until(lambda: service.worker_pids() not in ([pid], [])))
 
 
-def test_model_that_can_never_load_ends_the_service_with_its_reason():
-    with running("tests.fault_model:NoSuchModel", ready=False) as service:
+def test_model_that_can_never_load_ends_the_service_with_its_reason_said_once():
+    source = "tests.fault_model:NoSuchModel"
+    with running(source, "--replicas", "2", ready=False) as service:
         assert service.wait() == 3
         text = " ".join(str(line["message"]) for line in service.log)
-        assert "has no 'NoSuchModel'" in text
+        assert text.count("has no 'NoSuchModel'") == 1
         assert {line["level"] for line in service.log} <= {"info", "error", "critical"}
 
 

@@ -28,6 +28,7 @@ def shown(stream: io.StringIO, format="auto", is_colored=True) -> str:
     console.progress("resnet/0", "loading weights")
     console.ready("resnet/0", 0.42)
     console.failed("efficientnet_lite0/0", "no such file [bold]\n\x1b[2J")
+    console.failed("resnet/0", "no such file [bold]\n\x1b[2J")
     console.serving("http://127.0.0.1:8000", ["resnet", "efficientnet_lite0"], TRY)
     console.stopping("SIGTERM")
     console.stopped()
@@ -43,6 +44,7 @@ def test_a_terminal_gets_lines_for_people():
         "  workers   resnet/0 on cuda:0",
         "  resnet/0              cuda:0  ready in 0.4 s",
         r"  efficientnet_lite0/0  cpu     failed: no such file [bold]\n\x1b[2J",
+        "  resnet/0              cuda:0  failed, as efficientnet_lite0/0 did",
         "Serving resnet, efficientnet_lite0 at http://127.0.0.1:8000",
         "  page     http://127.0.0.1:8000/",
         "  docs     http://127.0.0.1:8000/docs",
