@@ -4,6 +4,7 @@ import { h } from "./dom.js";
 import { durationText, json } from "./format.js";
 
 const MAX_LABELS = 5;
+const MAX_FAILURES = 3; // of several instances, shown at once; the others unfold
 const MAX_TEXT = 20_000;
 const PARTS = [
   ["queue", "queue"],
@@ -14,11 +15,12 @@ const PARTS = [
 ];
 
 /** Shows a body of /predict with what its headers say. */
-export function showAnswer(place, body, headers, tookMs) {
-  const [first] = body.predictions;
+export function showAnswer(place, { predictions }, headers, tookMs) {
+  const failures = predictions.flatMap((each, index) => (isFailure(each) ? [{ index, ...each.error }] : []));
   const times = timesOf(headers.get("server-timing"), tookMs);
   place.replaceChildren(
-    ...(first?.error ? [problem({ ...first.error, detail: first.error.message, title: "The instance failed" })] : prediction(body.predictions)),
+    ...(failures.length ? [problem({ title: `${failures.length} of ${predictions.length} instances failed`, errors: failures })] : []),
+    ...prediction(predictions),
     ...(times ? [h("h3", {}, "Where its time went"), ...timeline(times)] : []),
   );
 }
@@ -28,12 +30,20 @@ export function showProblem(place, document, onKey = null) {
   place.replaceChildren(problem(document), ...(onKey ? [keyForm(onKey)] : []));
 }
 
-function problem({ title, detail, code, status, request_id: id, retryAfter }) {
+function problem({ title, detail, code, status, request_id: id, retryAfter, errors = [] }) {
   const facts = [code && `code ${code}`, status && `status ${status}`, id && `request ${id}`, retryAfter && `try again in ${retryAfter} s`];
+  const rest = errors.slice(MAX_FAILURES);
   return h("div", { class: "problem", role: "alert" },
-    h("strong", {}, title ?? "The prediction failed"), h("p", {}, detail ?? ""),
+    h("strong", {}, title ?? "The prediction failed"), errors.length ? failureList(errors.slice(0, MAX_FAILURES)) : h("p", {}, detail ?? ""),
+    rest.length ? h("details", {}, h("summary", {}, `and ${rest.length.toLocaleString("en")} more`), failureList(rest)) : null,
     h("ul", { class: "facts" }, facts.filter(Boolean).map((fact) => h("li", {}, fact))));
 }
+
+const isFailure = (value) => typeof value?.error?.code === "string" && typeof value.error.status === "number";
+
+/** What went wrong with each of several instances. */
+const failureList = (errors) => h("ul", { class: "failures" },
+  errors.map(({ index, message, code }) => h("li", {}, h("b", {}, `instances[${index}]`), ` ${message} `, h("span", { class: "code" }, code))));
 
 function keyForm(onKey) {
   const input = h("input", { type: "password", autocomplete: "off", "aria-label": "Key for predictions", placeholder: "Key for predictions", required: "" });

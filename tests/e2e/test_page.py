@@ -142,6 +142,28 @@ def test_an_input_that_kills_is_told_with_its_code_and_the_restart_with_its_reas
         page.wait_for_selector("#workers-count:text('1 of 1 ready')")
 
 
+def test_each_instance_that_failed_is_told_with_its_place_and_reason(browser, service):
+    bad = '{"n": 1, "do": "raise"}'
+    with live(browser, service, "/#faulty") as page:
+        page.wait_for_selector("#status[data-level=good]")
+        page.check("input[value=json]", force=True)
+
+        def failures_of(instances: str, title: str) -> list[str]:
+            page.fill("#json", f'{{"instances": [{instances}]}}')
+            page.keyboard.press("Control+Enter")
+            page.wait_for_selector(f".problem strong:text('{title}')")
+            return page.locator(".problem .failures li").all_inner_texts()
+
+        told = failures_of('{"n": 1}, 7' + 4 * f", {bad}", "5 of 6 instances failed")
+        assert told[0] == 'instances[1] an instance is {"n": number, "do": act} invalid_input'
+        assert '"twice": 2' in page.inner_text("#answer pre")
+        rest = page.locator(".problem details li")
+        assert [each.is_visible() for each in rest.all()] == [False, False]
+        page.click("summary:text('and 2 more')")
+        assert rest.last.inner_text().startswith("instances[5] ")
+        assert len(failures_of(f"{bad}, {bad}", "The model failed on this input")) == 2
+
+
 def test_overload_and_draining_are_told_while_they_last(browser, service):
     def ask(_: int) -> int:
         headers = {"Authorization": f"Bearer {KEY}"}
