@@ -41,7 +41,7 @@ from service.endpoint import (
 from service.fronts.alone import OnlyFront
 from service.fronts.fronts import Fronts
 from service.fronts.number import number_of_fronts
-from service.fronts.relay import relay_path, relayed_config
+from service.fronts.relayed import relay_path, relayed_config
 from service.gpu_gauges import gpu_gauges
 from service.listening import StartError, edge_limits, listen, tls_context, url_of, warn_if_open
 from service.live import Live

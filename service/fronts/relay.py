@@ -1,24 +1,22 @@
 """What is no prediction: a front passes it on to the main process over a Unix socket, and back.
 
-`Relay` is the ASGI application in a front, `Relayed` what stands before the main process's own.
+Runs in a front; `service.fronts.relayed` has the other end.
 """
 
 import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
-from multiprocessing import util
-from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from service.api.call import Call, begin_call
 from service.api.predict import Predict, is_predict, route_path
 from service.api.replies import pairs_of, refusal_of
 from service.errors import BadRequestError, ServiceError, UnavailableError
+from service.fronts.relayed import CLIENT, IDLE_S, SCHEME
 
 logger = logging.getLogger(__name__)
 
@@ -26,12 +24,6 @@ _OF_A_CONNECTION = frozenset(
     b"connection keep-alive proxy-connection te trailer transfer-encoding upgrade expect".split()
 )
 """Headers that end where the connection ends (RFC 9110, 7.6.1)."""
-_RELAYED_S = 2
-"""How long an answer that is still being given may hold up the end."""
-_IDLE_S = 5.0
-"""How long a front keeps a connection to the main process that is not used."""
-_CLIENT, _SCHEME = b"x-inferpool-client", b"x-inferpool-scheme"
-"""What only the front knows of a call; taken off before the application sees it."""
 
 
 class _HungUpError(Exception):
@@ -50,7 +42,7 @@ class Relay:
         """
         self._predict = predict
         limits = httpx.Limits(
-            max_connections=None, max_keepalive_connections=8, keepalive_expiry=_IDLE_S
+            max_connections=None, max_keepalive_connections=8, keepalive_expiry=IDLE_S
         )
         self._transport = httpx.AsyncHTTPTransport(uds=path, limits=limits, retries=1)
 
@@ -91,59 +83,12 @@ class Relay:
         await self._transport.aclose()
 
 
-class Relayed:
-    """Gives the application calls that a front has relayed, as if they had come to it."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        """Stand before an application."""
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Hand on one ASGI call."""
-        if scope["type"] == "http":
-            told = {name: value for name, value in scope["headers"] if name in (_CLIENT, _SCHEME)}
-            scope = dict(scope)
-            scope["headers"] = [each for each in scope["headers"] if each[0] not in told]
-            host, _, port = told.get(_CLIENT, b"").decode("latin-1").rpartition(" ")
-            scope["client"] = (host, int(port)) if host else None
-            scope["scheme"] = told.get(_SCHEME, b"http").decode("latin-1")
-        await self._app(scope, receive, send)
-
-
-def relay_path() -> str:
-    """Where the main process's socket goes: a folder that nobody else may look into.
-
-    It is that of `multiprocessing`, which removes it at the end.
-    """
-    return str(Path(util.get_temp_dir()) / "relay")
-
-
-def relayed_config(app: ASGIApp, path: str) -> uvicorn.Config:
-    """How the main process serves an application to its fronts."""
-    return uvicorn.Config(
-        Relayed(app),
-        uds=path,
-        loop="uvloop",
-        http="httptools",
-        ws="none",
-        lifespan="on",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        date_header=False,
-        timeout_graceful_shutdown=_RELAYED_S,
-        timeout_keep_alive=int(10 * _IDLE_S),  # or it may close one that a call is on its way by
-    )
-
-
 def _request(scope: Scope, receive: Receive) -> httpx.Request:
     headers = [each for each in scope["headers"] if _is_passed_on(each[0])]
     if scope.get("client"):
         host, port = scope["client"]
-        headers.append((_CLIENT, f"{host} {port}".encode()))
-    headers.append((_SCHEME, scope["scheme"].encode()))
+        headers.append((CLIENT, f"{host} {port}".encode()))
+    headers.append((SCHEME, scope["scheme"].encode()))
     names = {name for name, _ in scope["headers"]}
     has_body = b"content-length" in names or b"transfer-encoding" in names
     target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
@@ -157,7 +102,7 @@ def _request(scope: Scope, receive: Receive) -> httpx.Request:
 
 
 def _is_passed_on(name: bytes) -> bool:
-    return name not in _OF_A_CONNECTION and name not in (_CLIENT, _SCHEME)
+    return name not in _OF_A_CONNECTION and name not in (CLIENT, SCHEME)
 
 
 async def _body(receive: Receive) -> AsyncIterator[bytes]:

@@ -233,3 +233,11 @@ def test_importing_the_main_module_costs_nothing():
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout == "['service', 'service.__main__']\n"
+
+
+def test_a_start_imports_neither_torch_nor_a_client():
+    code = "import sys, service.app; print({'torch', 'httpx'} & set(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "set()\n"
