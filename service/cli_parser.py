@@ -102,6 +102,7 @@ def make_parser() -> tuple[ArgumentParser, Mapping[str, ArgumentParser]]:
         default="table",
         help="toml can be saved as inferpool.toml; markdown is for --describe (default: table)",
     )
+    _add_json_flag(config)
     config.add_argument(
         "--describe",
         action="store_true",
@@ -122,9 +123,8 @@ def make_parser() -> tuple[ArgumentParser, Mapping[str, ArgumentParser]]:
         action="store_true",
         help="load each model once, and measure its memory, its start and a prediction",
     )
-    doctor.add_argument(
-        "--format", choices=("table", "json"), default="table", help="default: table"
-    )
+    doctor.add_argument("--format", choices=("table", "json"), default="table", help=SUPPRESS)
+    _add_json_flag(doctor)
     tune = verbs.add_parser(
         "tune",
         help="measure which settings serve a model best here, and write them to a file",
@@ -166,6 +166,13 @@ def make_parser() -> tuple[ArgumentParser, Mapping[str, ArgumentParser]]:
         "chaos": chaos,
         "version": about,
     }
+
+
+def _add_json_flag(parser: ArgumentParser) -> None:
+    """Add `--json`, which a verb with several formats has as one of them."""
+    parser.add_argument(
+        "--json", action="store_const", const="json", dest="format", help="print JSON"
+    )
 
 
 def unrecognised(word: str, parser: ArgumentParser) -> str:

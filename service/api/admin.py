@@ -133,7 +133,7 @@ def admin_router(target: AdminTarget) -> APIRouter:
         responses={200: {"content": {"application/json": {"schema": _SETTINGS}}}},
     )
     async def settings(request: Request) -> Response:
-        """As `inferpool config --format json` prints them."""
+        """As `inferpool config --json` prints them."""
         _record(request, "show settings")
         return Response(target.settings_json(), media_type="application/json")
 

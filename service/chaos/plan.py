@@ -30,8 +30,8 @@ class Plan:
     """A folder of requests; None makes inputs up."""
     tolerance: float = 1e-3
     """By how much floats may differ, as a part of themselves."""
-    json: Path | None = None
-    """Where to write the report."""
+    is_json: bool = False
+    """Print the report as JSON, and that for people on stderr."""
 
     @property
     def planned_kills(self) -> int:
@@ -93,7 +93,9 @@ def add_flags(parser: ArgumentParser) -> None:
         metavar="N",
         help="decides the inputs, and what is done when (default: 1)",
     )
-    load.add_argument("--json", type=_writable, metavar="FILE", help="write the report there, too")
+    parser.add_argument(
+        "--json", action="store_true", help="print the report as JSON, and as text on stderr"
+    )
 
 
 def plan_of(args: Namespace) -> Plan:
@@ -107,7 +109,7 @@ def plan_of(args: Namespace) -> Plan:
         seed=args.seed,
         inputs=args.inputs,
         tolerance=args.tolerance,
-        json=args.json,
+        is_json=args.json,
     )
 
 
@@ -125,15 +127,6 @@ def _seconds(text: str) -> float:
     if not (isfinite(number) and number >= 0):
         raise ArgumentTypeError(f"{text!r} is not a number from 0")
     return number
-
-
-def _writable(text: str) -> Path:
-    path = Path(text)
-    try:
-        path.open("a").close()  # now, rather than after the run
-    except OSError as error:
-        raise ArgumentTypeError(f"{text} cannot be written: {error.strerror}") from None
-    return path
 
 
 def _folder(text: str) -> Path:

@@ -59,9 +59,9 @@ def run(loaded: Loaded, plan: Plan) -> int:
     except TrialError as error:
         sys.stderr.write(f"inferpool chaos: {error}\n")
         return EXIT_UNTESTED
-    report.write(sys.stdout)
-    if plan.json is not None:
-        plan.json.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
+    report.write(sys.stderr if plan.is_json else sys.stdout)
+    if plan.is_json:
+        sys.stdout.write(json.dumps(report.as_dict(), indent=1) + "\n")
     if report.problems():
         return EXIT_BROKEN
     return EXIT_INTERRUPTED if report.is_interrupted else EXIT_KEPT

@@ -39,7 +39,8 @@ class Plan:
     output: Path | None
     """Where the settings are written; None is stdout."""
     html: Path | None
-    json: Path | None
+    is_json: bool
+    """Print all figures as JSON, and what is for people on stderr."""
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -90,7 +91,9 @@ def add_flags(parser: ArgumentParser) -> None:
     )
     result.add_argument("--force", action="store_true", help="replace FILE if it is there")
     result.add_argument("--html", type=Path, metavar="FILE", help="a page with table and plot")
-    result.add_argument("--json", type=Path, metavar="FILE", help="all figures, for machines")
+    result.add_argument(
+        "--json", action="store_true", help="print all figures as JSON, and the table on stderr"
+    )
 
 
 def plan_of(args: Namespace) -> Plan:
@@ -102,7 +105,7 @@ def plan_of(args: Namespace) -> Plan:
         inputs=args.inputs,
         output=None if args.output == STDOUT else Path(args.output),
         html=args.html,
-        json=args.json,
+        is_json=args.json,
     )
 
 
@@ -110,7 +113,9 @@ def problem_with(plan: Plan, *, may_replace: bool) -> str:
     """Why a result could not be written, if so: better said before minutes of measuring."""
     if plan.output is not None and plan.output.exists() and not may_replace:
         return f"{plan.output} is there already; --force replaces it, --output names another"
-    for path in (plan.output, plan.html, plan.json):
+    if plan.output is None and plan.is_json:
+        return "--json prints on stdout, where --output - would print the settings; name a file"
+    for path in (plan.output, plan.html):
         if path is not None and not path.absolute().parent.is_dir():
             return f"{path} cannot be written: there is no folder {path.parent}"
         if path is not None and path.is_dir():

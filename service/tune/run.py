@@ -53,24 +53,25 @@ def run(loaded: Loaded, whole: Loaded, plan: Plan) -> int:
         reason = report.failure or "interrupted before anything was measured"
         sys.stderr.write(f"inferpool tune: {reason}\n")
         return EXIT_INTERRUPTED if report.is_interrupted else EXIT_UNMEASURED
-    report.write(sys.stdout)
+    people = sys.stderr if plan.is_json else sys.stdout
+    report.write(people)
+    if plan.is_json:
+        sys.stdout.write(json.dumps(report.as_dict(), indent=1) + "\n")
     text = settings_text(loaded, whole, report.best.changes, report.comments())
     is_whole = not (report.is_interrupted or report.failure)
     try:
-        if plan.json is not None:
-            plan.json.write_text(json.dumps(report.as_dict(), indent=1) + "\n", encoding="utf-8")
         if plan.html is not None:
             plan.html.write_text(page(report, text), encoding="utf-8")
         if plan.output is not None and is_whole:
             plan.output.write_text(text, encoding="utf-8")
     except OSError as error:
-        sys.stdout.write(f"\n{text}")
+        people.write(f"\n{text}")
         sys.stderr.write(f"inferpool tune: {error.filename}: {error.strerror}\n")
         return EXIT_UNWRITTEN
     if plan.output is None or not is_whole:
-        sys.stdout.write(f"\n{text}")
+        people.write(f"\n{text}")
     else:
-        sys.stdout.write(f"Written to {plan.output}.\n")
+        people.write(f"Written to {plan.output}.\n")
     if report.failure:
         return EXIT_UNMEASURED
     return EXIT_INTERRUPTED if report.is_interrupted else EXIT_TUNED

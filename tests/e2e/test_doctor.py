@@ -27,7 +27,7 @@ def doctor(*arguments: str, cwd: Path = ROOT) -> "subprocess.CompletedProcess[st
 
 def test_model_that_is_well_is_measured():
     small = "tests.small_classifier:SmallClassifier"
-    done = doctor(small, "--port", "0", "--measure", "--format", "json")
+    done = doctor(small, "--port", "0", "--measure", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     found = {finding["check"]: finding for finding in json.loads(done.stdout)["findings"]}
     assert found["model smallclassifier"]["level"] == "ok"

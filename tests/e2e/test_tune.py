@@ -35,13 +35,13 @@ def tune(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_settings_are_measured_told_and_written(tmp_path: Path):
     done = tune(
         tmp_path, "echo", "--replicas", "1", "--connections", "4", "--secs", "0.2",
-        "--budget", "1", "--html", "report.html", "--json", "report.json",
+        "--budget", "1", "--html", "report.html", "--json",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "the settings as they are" in done.stdout
-    assert "Written to inferpool.toml." in done.stdout
-    assert "The budget did not suffice" in done.stdout
-    report = json.loads((tmp_path / "report.json").read_text())
+    assert "the settings as they are" in done.stderr
+    assert "Written to inferpool.toml." in done.stderr
+    assert "The budget did not suffice" in done.stderr
+    report = json.loads(done.stdout)
     (base,) = report["tried"]
     assert base["answers"] > 0
     assert base["errors"] == {}
@@ -89,6 +89,7 @@ def test_ctrl_c_tells_what_was_found_and_leaves_no_process(tmp_path: Path):
         (["echo", "--connections", "x"], "'x' is not a whole number from 1"),
         (["echo", "--inputs", "nowhere"], "there is no nowhere"),
         (["echo", "--output", "nowhere/x.toml"], "there is no folder nowhere"),
+        (["echo", "--output", "-", "--json"], "name a file"),
         (["nothing"], "neither a model of the settings"),
     ],
 )

@@ -46,7 +46,7 @@ def test_config_shows_every_setting_with_its_origin(command):
 
 def test_config_as_json_and_as_toml(command, tmp_path):
     (tmp_path / "inferpool.toml").write_text('[models.a]\nsource = "echo"\noptions = {n = 1}\n')
-    table = json.loads(command("config", "--format", "json").stdout)
+    table = json.loads(command("config", "--json").stdout)
     assert table["models.a.options.n"] == {"value": 1, "origin": "file inferpool.toml"}
     assert tomllib.loads(command("config", "--format", "toml").stdout)["models"]["a"][
         "options"
