@@ -1,15 +1,20 @@
-"""Bytecode of what the tests' processes import is kept, also where the environment says not to.
-
-The tests start some hundred interpreters, each of which would compile torch anew, for two seconds.
-"""
+"""What holds for all tests: their bytecode, who runs beside whom, what they may write."""
 
 import os
 import sys
+from collections.abc import Generator
 
 import pytest
 
+from tests.turns import turn
+
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Keep the bytecode of what is imported, also where the environment says not to.
+
+    The tests start some hundred interpreters, each of which would compile torch anew, for two
+    seconds.
+    """
     if sys.dont_write_bytecode and config.cache is not None:
         sys.pycache_prefix = str(
             config.cache.mkdir("bytecode")
@@ -17,3 +22,21 @@ def pytest_configure(config: pytest.Config) -> None:
         sys.dont_write_bytecode = False
         os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # waiting is no part of the time that a test may take
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Take turns with the tests that other processes run."""
+    assert item.config.cache is not None
+    with turn(item.config.cache.mkdir("turns"), alone=item.get_closest_marker("alone") is not None):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Have what tests wrote in a form that can be sent from process to process."""
+    report = yield
+    report.sections = [
+        (name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections
+    ]
+    return report

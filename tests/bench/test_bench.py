@@ -92,6 +92,7 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.alone
 def test_arrivals_come_at_their_rate_and_omit_nothing(tmp_path):
     port = _free_port()
     module = "tests.bench.servers.ladder_server"

@@ -67,6 +67,7 @@ def test_what_is_not_as_it_should_be_is_named(change, failure):
     assert failure is None or failure in found[0]
 
 
+@pytest.mark.alone
 def test_short_soak_has_every_kind_of_request_answered_as_it_should_be(tmp_path):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -22,6 +22,7 @@ def chaos(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.alone
 def test_echo_keeps_the_promise_while_workers_are_killed_stopped_and_poisoned(tmp_path: Path):
     config = tmp_path / "inferpool.toml"
     config.write_text(

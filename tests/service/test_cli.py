@@ -199,7 +199,7 @@ class Slow:
     def find_spec(self, name, *_):
         if name == {late!r}:
             pathlib.Path("importing").touch()
-            time.sleep(60)
+            time.sleep(600)
 sys.meta_path.insert(0, Slow())
 """
     )
@@ -218,7 +218,7 @@ sys.meta_path.insert(0, Slow())
             assert time.monotonic() < until
             time.sleep(0.01)
         os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=20)  # until no process holds its stderr any more
+        _, errors = process.communicate(timeout=60)  # until no process holds its stderr any more
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
