@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -163,7 +164,9 @@ class Subject:
             await asyncio.to_thread(self._process.wait, _STOP_S)
         except subprocess.TimeoutExpired:
             return None, len(self.family())
-        _, alive = await asyncio.to_thread(psutil.wait_procs, self.family(), _LINGER_S)
+        until = time.monotonic() + _LINGER_S
+        while (alive := self.family()) and time.monotonic() < until:  # noqa: ASYNC110  # nobody tells
+            await asyncio.sleep(_POLL_S)
         return self._process.returncode, len(alive)
 
     def _last_words(self) -> str:
@@ -210,7 +213,11 @@ def _free_port() -> int:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether a process has not ended; its number may be another's by now."""
+    """Whether a process has not ended; its number may be another's by now.
+
+    One that has ended is there until its parent looks, and an orphan's, the host's first process,
+    may take its time.
+    """
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -15,6 +15,8 @@ from pathlib import Path
 import httpx
 import psutil
 
+from service.trial.subject import is_alive
+
 ROOT = Path(__file__).resolve().parents[2]
 _START_TIMEOUT_S = 60.0
 
@@ -131,5 +133,7 @@ def running(
 
 def left_over(family: Sequence[psutil.Process], timeout_s: float) -> list[psutil.Process]:
     """Those of some processes that are still there after a while."""
-    _, alive = psutil.wait_procs(family, timeout=timeout_s)
-    return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    until = time.monotonic() + timeout_s
+    while (alive := [each for each in family if is_alive(each)]) and time.monotonic() < until:
+        time.sleep(0.02)
+    return alive

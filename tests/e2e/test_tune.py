@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from service.settings_loader import load
-from tests.e2e.running import ROOT
+from tests.e2e.running import ROOT, left_over
 
 _COMMAND = (sys.executable, "-m", "service", "tune")
 _TIMEOUT_S = 90.0
@@ -32,6 +32,7 @@ def tune(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.alone
 def test_settings_are_measured_told_and_written(tmp_path: Path):
     done = tune(
         tmp_path, "echo", "--replicas", "1", "--connections", "4", "--secs", "0.2",
@@ -78,8 +79,7 @@ def test_ctrl_c_tells_what_was_found_and_leaves_no_process(tmp_path: Path):
     assert "[models.echo]" in out
     assert not (tmp_path / "new.toml").exists()
     assert len(family) >= 2
-    _, alive = psutil.wait_procs(family, timeout=5)
-    assert alive == []
+    assert left_over(family, 5) == []
 
 
 @pytest.mark.parametrize(

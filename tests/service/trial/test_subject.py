@@ -12,6 +12,7 @@ import pytest
 from service.settings_loader import load
 from service.trial.errors import TrialError
 from service.trial.subject import Subject, rows_of
+from tests.e2e.running import left_over
 
 _STARTER = """
 import time
@@ -21,6 +22,23 @@ from service.trial.subject import Subject, rows_of
 with Subject(rows_of(load({"model": "echo"}, {}, Path("/")))) as subject:
     print(subject.pid, flush=True)
     time.sleep(60)
+"""
+_STOPPER = """
+import asyncio
+from pathlib import Path
+from service.settings_loader import load
+from service.trial.subject import Subject, rows_of
+async def stop():
+    with Subject(rows_of(load({"model": "echo"}, {}, Path("/")))) as subject:
+        await subject.until_ready(20.0)
+        print(len(subject.family()), *await subject.stop())
+asyncio.run(stop())
+"""
+_CARELESS_GUARDIAN = """
+import ctypes, subprocess, sys
+PR_SET_CHILD_SUBREAPER = 36  # all orphans below become its own; it does not look after them
+ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+subprocess.run([sys.executable, "-c", sys.argv[1]], check=True)
 """
 _TIMEOUT_S = 20.0
 
@@ -49,8 +67,15 @@ def test_service_does_not_outlive_whoever_started_it_however_that_ends(tmp_path:
             time.sleep(0.01)
         starter.send_signal(signal.SIGKILL)
         starter.wait()
-    gone, _ = psutil.wait_procs([service], timeout=_TIMEOUT_S)
-    assert gone
+    assert left_over([service], _TIMEOUT_S) == []
+
+
+def test_processes_that_have_ended_do_not_outlive_it_though_nobody_has_looked_at_them_yet():
+    command = [sys.executable, "-c", _CARELESS_GUARDIAN, _STOPPER]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3 * _TIMEOUT_S)
+    num_processes, exit_code, num_left = done.stdout.split()
+    assert int(num_processes) >= 3, done.stderr
+    assert (exit_code, num_left) == ("0", "0"), done.stderr
 
 
 def test_why_a_service_does_not_start_is_told_without_its_log():
