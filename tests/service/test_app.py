@@ -1,21 +1,20 @@
 import asyncio
 import socket
 from collections.abc import Iterable, Iterator
-from types import SimpleNamespace
 
 import pytest
 from starlette.routing import BaseRoute, Mount, Route
 
-from models.spec import TensorSpec
 from service.api.auth import POLICIES, policy_of
 from service.api.call import Call
 from service.api.web import App
-from service.app import Service, _example, _from_here, make_app
+from service.app import make_app
 from service.console import Console
 from service.endpoint import failure_log, make_guard, make_predict
 from service.listening import warn_if_open
 from service.logs import configure
 from service.metrics import Metrics
+from service.service import Service
 from service.settings import Settings
 from service.settings_loader import load
 from workers.devices import find_host
@@ -67,32 +66,6 @@ def test_every_route_is_in_the_document_but_for_pages_and_what_is_there_is_a_rou
     assert set(app.openapi()["paths"]) == routes - {"/", "/page/{name}", "/openapi.json"} | predict
 
 
-def test_there_is_no_command_to_try_where_nobody_knows_what_the_model_takes():
-    inputs = (TensorSpec(name="input", dtype="float32", shape=()),)
-    assert (
-        _example("http://127.0.0.1:1", SimpleNamespace(name="m", example=None, inputs=inputs)) == ""
-    )  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("example", "inputs", "data"),
-    [
-        ("Where's it?", (), """'{"instances": ["Where'"'"'s it?"]}'"""),
-        (None, (), "hello"),
-        (
-            None,
-            (TensorSpec(name="x", dtype="float32", shape=(-1, 2)),),
-            """'{"instances": [[0, 0]]}'""",
-        ),
-    ],
-)
-def test_the_command_to_try_sends_what_the_model_takes(example, inputs, data):
-    pool = SimpleNamespace(name="m", example=example, inputs=inputs)
-    command = _example("http://127.0.0.1:1", pool)  # type: ignore[arg-type]
-    assert command.startswith("curl http://127.0.0.1:1/predict/m -H ")
-    assert command.endswith(f" {data}")
-
-
 def test_a_flood_of_failures_is_a_few_warnings_and_a_count(caplog):
     async def go() -> None:
         log = failure_log()
@@ -112,12 +85,6 @@ def test_a_flood_of_failures_is_a_few_warnings_and_a_count(caplog):
     assert said.count("POST /predict: 500 after 0.100 s") == 1
     assert said[-1] == "97 more answers of 503 in the last second"
     assert len(said) == 5
-
-
-def test_the_example_can_be_asked_for_from_this_host():
-    assert _from_here("https://0.0.0.0:8000") == "https://127.0.0.1:8000"
-    assert _from_here("http://[::]:80") == "http://[::1]:80"
-    assert _from_here("http://10.0.0.0:80") == "http://10.0.0.0:80"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,268 @@
+"""All that is served, as one: the engine, the pools with their workers, who takes the calls."""
+
+import asyncio
+import logging
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pynvml
+
+from models.spec import Placement
+from service.admission import Admission
+from service.api.events import HostState
+from service.api.health import HealthReport
+from service.cli_config import json_of
+from service.console import Console
+from service.dispatcher import Dispatcher
+from service.fronts.alone import OnlyFront
+from service.gpu_gauges import gpu_gauges
+from service.listening import StartError
+from service.live import Live
+from service.metrics import Metrics, Reading
+from service.objective import Objective, ObjectiveAdmission
+from service.operations import Operations
+from service.pool import Pool
+from service.quarantine import Quarantine
+from service.report import is_host_ready, report_of
+from service.settings import ModelSettings, Settings
+from service.settings_loader import Loaded
+from service.speed_cache import SpeedCache
+from service.speed_search import SpeedSearch
+from workers.arena import Arena
+from workers.config import WorkerConfig
+from workers.devices import Host
+from workers.gpu_watch import GpuWatch
+from workers.local import LocalEngine
+from workers.memory import SharedMemoryError
+from workers.searching import search
+from workers.supervisor import RestartPolicy
+
+if TYPE_CHECKING:
+    from service.fronts.fronts import Fronts
+
+logger = logging.getLogger(__name__)
+
+_STOP_GRACE_S = 5.0
+"""How long a worker without work may take to leave."""
+
+
+class Service:
+    """One engine and one pool per model, from start to stop. Lives in the event loop."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        host: Host,
+        metrics: Metrics,
+        console: Console,
+        origins: Mapping[str, str] | None = None,
+    ) -> None:
+        """Decide what goes where, and start nothing yet.
+
+        Raises:
+            StartError: The devices or the memory asked for are not there.
+        """
+        self.settings = settings
+        self.metrics = metrics
+        self._engine: LocalEngine | None = None
+        self.pools: dict[str, Pool] = {}
+        self.is_draining = False
+        self._is_stopping = False
+        self._is_hurried = False
+        self._console = console
+        loaded = Loaded(settings=settings, origins=origins or {})
+        self.operations = Operations(
+            self.pools,
+            grace_s=settings.drain_timeout_s,
+            drain=self.set_draining,
+            settings_json=lambda: json_of(loaded.rows()),
+        )
+        self.fronts: OnlyFront | Fronts = OnlyFront()
+        """Who takes the connections; set before the start."""
+        self._speed_cache = SpeedCache(settings)
+        self._speed_search = SpeedSearch(self.pools, search, grace_s=settings.drain_timeout_s)
+        self._plans = _plan(settings, host, self._speed_cache.folder)
+        try:
+            self.arena = Arena(settings.arena_bytes)
+        except SharedMemoryError as error:
+            raise StartError(f"{error} (arena_bytes)") from error
+        self._settled = asyncio.Event()
+        self._lost = asyncio.Event()
+        self._gpu_watch = GpuWatch(host.gpus, pynvml)
+        metrics.gauge_source(self._read_gauges)
+        self.live = Live(settings, self.pools, metrics, report=self.report, host=self._host_state)
+
+    @property
+    def plan(self) -> list[tuple[str, str]]:
+        """Each worker and its placement, for people."""
+        return [
+            (f"{name}/{number}", _placement_text(config.placement))
+            for name, configs in self._plans.items()
+            for number, config in enumerate(configs)
+        ]
+
+    @property
+    def num_processes(self) -> int:
+        """Of all workers: a split replica has several."""
+        return sum(
+            config.placement.num_ranks for configs in self._plans.values() for config in configs
+        )
+
+    def start(self) -> None:
+        """Begin to start every worker."""
+        self._engine = engine = LocalEngine(self.arena)
+        for name, configs in self._plans.items():
+            self.pools[name] = self._make_pool(name, configs, engine)
+        for pool in self.pools.values():
+            pool.start()
+        self._gpu_watch.start()
+        self.live.start()
+        if self.settings.speed_search:
+            self._speed_search.start()
+
+    def begin_stop(self) -> None:
+        """Turn readiness red for good; what comes is still answered."""
+        self._is_stopping = self.is_draining = True
+        self.live.end()
+
+    def set_draining(self, is_draining: bool) -> bool:
+        """Turn readiness red, or green again; False where the service is shutting down."""
+        if not self._is_stopping:
+            self.is_draining = is_draining
+        return self.is_draining == is_draining
+
+    async def drain(self) -> None:
+        """Admit nothing more, and answer all that was accepted."""
+        self.begin_stop()
+        grace_s = self.settings.drain_timeout_s
+        await asyncio.gather(*(pool.drain(grace_s) for pool in self.pools.values()))
+
+    def cut_off(self) -> None:
+        """Wait for nothing any more: answer what is in flight; `stop` will kill the workers."""
+        self.begin_stop()
+        self._is_hurried = True
+        for pool in self.pools.values():
+            pool.cut_off("this server was told to stop at once")
+
+    async def stop(self) -> None:
+        """See every worker and every front out and give the memory back."""
+        self._gpu_watch.stop()
+        await self.live.stop()
+        await self.operations.stop()
+        await self._speed_search.stop()
+        await self.drain()
+        await self.fronts.stop()
+        grace_s = 0.0 if self._is_hurried else _STOP_GRACE_S
+        await asyncio.gather(*(pool.stop(grace_s) for pool in self.pools.values()))
+        if self._engine is not None:
+            await self._engine.close()
+        self.arena.close()
+        self._speed_cache.close()
+
+    async def until_settled(self) -> None:
+        """Wait until the default model is ready, or each is ready or given up."""
+        await self._settled.wait()
+
+    async def until_lost(self) -> None:
+        """Wait until no model can ever be served."""
+        await self._lost.wait()
+
+    def report(self) -> HealthReport:
+        """The state of everything, for /health."""
+        return report_of(
+            self.pools,
+            self.fronts.health(),
+            self._gpu_watch.vitals(),
+            self._speed_search,
+            is_draining=self.is_draining,
+        )
+
+    def _make_pool(self, name: str, configs: list[WorkerConfig], engine: LocalEngine) -> Pool:
+        model = self.settings.models[name]
+        metrics = self.metrics.model(name)
+        p99_ms = model.objective_p99_ms
+        objective = Objective(p99_ms / 1000, model=name) if p99_ms else None
+        kind = partial(ObjectiveAdmission, objective) if objective else Admission
+        admission = kind(
+            max_queue_length=self.settings.max_queue_length,
+            max_batch_size=model.batch_size,
+            rejected=metrics.rejected,
+        )
+        dispatcher = Dispatcher(
+            name=name,
+            arena=self.arena,
+            admission=admission,
+            quarantine=Quarantine(name=name, duration_s=self.settings.quarantine_s),
+            metrics=metrics,
+            max_batch_size=None if model.max_batch_size == "auto" else model.max_batch_size,
+            batch_wait_ms=model.batch_wait_ms,
+            objective=objective,
+        )
+        return Pool(
+            name=name,
+            configs=configs,
+            engine=engine,
+            dispatcher=dispatcher,
+            policy=RestartPolicy(max_restarts=model.max_restarts),
+            metrics=metrics,
+            announcer=self._console,
+            on_change=self._on_change,
+        )
+
+    def _on_change(self) -> None:
+        self.fronts.tell_inputs()
+        self._speed_search.on_change()
+        pools = self.pools.values()
+        is_default_ready = self.pools[self.settings.default_model].is_ready
+        if is_default_ready or all(pool.is_ready or pool.is_lost for pool in pools):
+            self._settled.set()
+        if all(pool.is_lost for pool in pools):
+            self._lost.set()
+
+    def _host_state(self) -> HostState:
+        connections = {each.name: each.value for each in self.fronts.read_gauges()}["connections"]
+        return HostState(
+            connections=int(connections),
+            arena_bytes=self.arena.num_bytes,
+            arena_used_bytes=self.arena.used_bytes + self.fronts.used_bytes,
+        )
+
+    def _read_gauges(self) -> Iterator[Reading]:
+        host = self._host_state()
+        is_ready = is_host_ready(self.pools.values()) and not self.is_draining
+        yield Reading(name="ready", value=is_ready)
+        yield Reading(name="draining", value=self.is_draining)
+        yield Reading(name="arena_bytes", value=host.arena_bytes)
+        yield Reading(name="arena_used_bytes", value=host.arena_used_bytes)
+        yield from self.fronts.read_gauges()
+        yield from gpu_gauges(self._gpu_watch.vitals())
+        for pool in self.pools.values():
+            yield from pool.read_gauges()
+
+
+def _plan(settings: Settings, host: Host, cache_dir: str | None) -> dict[str, list[WorkerConfig]]:
+    return {
+        name: _configs(name, model, host, settings, cache_dir)
+        for name, model in settings.models.items()
+    }
+
+
+def _configs(
+    name: str, model: ModelSettings, host: Host, settings: Settings, cache_dir: str | None
+) -> list[WorkerConfig]:
+    if model.split and model.speed == "auto":
+        logger.info("%s speed: exact, as a split model is served", name)
+    return [
+        model.worker_config_for(
+            name,
+            placement,
+            max_image_pixels=settings.max_image_pixels,
+            cache_dir=cache_dir,
+        )
+        for placement in model.placements_on(host)
+    ]
+
+
+def _placement_text(placement: Placement) -> str:
+    return f"{placement} ({placement.split})" if placement.split else str(placement)
