@@ -46,9 +46,13 @@ class Steps(msgspec.Struct, array_like=True):
     tries: list[Try] = []
 
     def take(self, noted: "Steps") -> None:
-        """Take over what another process has noted of the same instance."""
-        self.arrived, self.settled, self.tries = noted.arrived, noted.settled, noted.tries
+        """Take over what another process has noted of the same instance.
+
+        Of one that was given up, spans may be made meanwhile; without its arrival there are none.
+        """
         self.code, self.message = noted.code, noted.message
+        self.settled, self.tries = noted.settled, noted.tries
+        self.arrived = noted.arrived
 
 
 class Arrived(Protocol):

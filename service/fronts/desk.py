@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_SETTLED_BYTES = 1 << 20
 """Answers that go out at once, though the turn is not over: a frame is not to be huge."""
+_GIVEN_UP = Failure("cancelled", "nobody waits for it any more")
 _decode = msgspec.msgpack.Decoder(FromFront).decode
 
 
@@ -145,7 +146,7 @@ class Desk:
                 for ask in message.asks:
                     self._submit(ask)
                 for id in message.cancelled:
-                    instance = self._instances.pop(id, None)
+                    instance = self._instances.get(id)
                     if instance is not None:
                         instance.cancel()
             case Counts():
@@ -186,7 +187,11 @@ class Desk:
 
     def _on_done(self, id: int, steps: Steps | None, instance: "asyncio.Future[Result]") -> None:
         if self._instances.pop(id, None) is None:
-            return  # it was given up, and nobody waits
+            return  # the front is gone
+        if instance.cancelled():  # nobody waits, but the trace of the call is to tell of it
+            if steps is not None:
+                self._answer(Answer(id, _GIVEN_UP, steps=steps))
+            return
         error = instance.exception()
         if error is not None:
             self._answer(Answer(id, failure_of(error), steps=steps))

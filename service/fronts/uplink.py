@@ -115,6 +115,8 @@ class Uplink:
         self._slots = slots
         self._commands = commands
         self._open: dict[int, Asked] = {}
+        self._given_up: dict[int, Steps] = {}
+        """Of those that are traced: what became of them comes all the same."""
         self._last_id = 0
         self._asks: list[Ask] = []
         self._cancelled: list[int] = []
@@ -153,7 +155,10 @@ class Uplink:
 
     def give_up(self, id: int) -> None:
         """Nobody waits for an instance any more."""
-        if self._open.pop(id, None) is not None:
+        asked = self._open.pop(id, None)
+        if asked is not None:
+            if asked.steps is not None:
+                self._given_up[id] = asked.steps
             self._cancelled.append(id)
             self._flush_soon()
 
@@ -189,10 +194,11 @@ class Uplink:
             free(offset)
         for answer in settled.answers:
             asked = self._open.pop(answer.id, None)
+            steps = self._given_up.pop(answer.id, None) if asked is None else asked.steps
+            if steps is not None and answer.steps is not None:
+                steps.take(answer.steps)
             if asked is None:
-                continue  # it was given up while its answer was on its way
-            if asked.steps is not None and answer.steps is not None:
-                asked.steps.take(answer.steps)
+                continue  # it was given up
             value = answer.value
             if isinstance(value, Failure):
                 asked.set_exception(error_of(value))

@@ -27,6 +27,7 @@ CALLS = {
     "fails": ("POST", "/predict", [{"n": 1, "do": "raise"}], {}),
     "does not fit": ("POST", "/predict", [7], {}),
     "comes late": ("POST", "/predict", [{"n": 1, "do": "sleep"}], SHORT),
+    "is given up": ("POST", "/predict/m", [{"n": 1, "do": "sleep"}] * 3, {}),
     "many": ("POST", "/predict", [{"n": n} for n in range(20)], {}),
     "some fail": ("POST", "/predict", [{"n": 1}, {"n": 2, "do": "raise"}], {}),
     "no model": ("POST", "/predict/none", [1], {}),
@@ -67,7 +68,11 @@ class Traced:
         }
         body = {} if instances is None else {"json": {"instances": instances}}
         url = httpx.URL(self.service.url + path)
-        self.answers[name] = httpx.request(method, url, headers=headers, **body)
+        timeout = 0.1 if name == "is given up" else 30
+        with contextlib.suppress(httpx.ReadTimeout):
+            self.answers[name] = httpx.request(
+                method, url, headers=headers, timeout=timeout, **body
+            )
 
 
 @pytest.fixture(scope="module")
@@ -209,6 +214,15 @@ def test_a_retried_instance_shows_each_try(traced: Traced):
     )
     assert (about(compute)["inferpool.try"], about(compute)["inferpool.incarnation"]) == (2, 1)
     assert [event.name for event in root.events] == ["worker lost"]
+
+
+def test_a_call_that_is_given_up_shows_how_far_it_came(traced: Traced):
+    root, spans = traced.root("is given up"), traced.spans("is given up")
+    assert about(root)["inferpool.outcome"] == "cancelled"
+    assert [event.name for event in root.events] == ["client hung up"]
+    instances = [each for each in spans if each.name == "instance"]
+    assert [about(each)["inferpool.outcome"] for each in instances] == ["cancelled"] * 3
+    assert all("queue" in below(spans, each) for each in instances)
 
 
 def test_of_many_instances_the_first_have_spans(traced: Traced):
