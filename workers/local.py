@@ -9,6 +9,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import traceback
 from asyncio import Task
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
@@ -198,7 +199,12 @@ class LocalEngine:
             _ensure_forkserver()  # here, since the kernel ties it to this thread
             # The forkserver answers only when it has imported torch: wait for that off the loop.
             # The fork happens over there, so no signal of the kernel follows this thread.
-            await asyncio.to_thread(process.start)
+            try:
+                await asyncio.to_thread(process.start)
+            except Exception as error:
+                # What it had opened is closed with its locals, which the error holds otherwise.
+                traceback.clear_frames(error.__traceback__)
+                raise
             self._is_torch_imported = True
         else:
             process.start()

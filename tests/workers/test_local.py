@@ -391,7 +391,7 @@ def test_end_of_the_forkserver_is_named_and_no_batch_is_blamed_for_it(
     run(go())
 
 
-def test_forkserver_that_does_not_answer_does_not_hold_up_the_end(
+def test_forkserver_that_does_not_answer_does_not_hold_up_the_end_nor_leave_anything_open(
     engine: LocalEngine, run, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(workers.local, "EXIT_WAIT_S", 1.0)
@@ -401,6 +401,7 @@ def test_forkserver_that_does_not_answer_does_not_hold_up_the_end(
         forkserver = psutil.Process(pid_of(worker)).parent()
         assert forkserver is not None
         await worker.stop(5)
+        before = len(os.listdir("/proc/self/fd"))
         forkserver.suspend()
         try:
             start = asyncio.create_task(started(engine))
@@ -411,6 +412,7 @@ def test_forkserver_that_does_not_answer_does_not_hold_up_the_end(
             assert engine._launches
             await engine.close()
             assert not engine._launches
+            assert len(os.listdir("/proc/self/fd")) <= before
         finally:
             await kill_forkserver(forkserver)
 
