@@ -80,7 +80,8 @@ def _give_output_up() -> None:
 
 def _load(args: Namespace) -> "Loaded | None":
     """The settings, or None once stderr has been told what is wrong with them."""
-    from service.settings_loader import SettingsError, load
+    from service.settings_loader import load
+    from service.settings_words import SettingsError
 
     flags = {name: value for name, value in vars(args).items() if isinstance(value, str)}
     try:

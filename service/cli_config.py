@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import TextIO
 
 from service.keys import Keys
-from service.settings_words import Key, dotted
+from service.settings_names import Key, dotted
 from service.trace_settings import TraceHeaders
 
 Row = tuple[Key, object, str]

@@ -15,9 +15,8 @@ from pydantic.fields import FieldInfo
 
 from service.cli_config import cell
 from service.settings import ModelSettings, Settings
-from service.settings_loader import FLAGS
+from service.settings_names import FLAGS, PREFIX
 from service.settings_types import expected
-from service.settings_words import PREFIX
 
 _GROUPS: Mapping[str, Sequence[str]] = {
     "Address": ("host", "port", "front_ends", "default_model"),

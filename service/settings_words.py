@@ -1,21 +1,23 @@
 """What is said of settings that cannot be, in the words of whoever wrote them. Pure."""
 
-import re
 from collections.abc import Sequence
 
 from service.keys import without_password
 from service.settings import ModelSettings, Settings, did_you_mean
-
-PREFIX = "INFERPOOL_"
-"""Of the environment's variables that are ours."""
-
-Key = tuple[str, ...]
-"""Where a setting lies: ("port",) or ("models", "resnet", "replicas")."""
+from service.settings_names import PREFIX, Key, dotted
 
 
-def dotted(key: Key) -> str:
-    """A key as TOML writes it: `models.resnet.replicas`, `models."v1.2".source`."""
-    return ".".join(part if re.fullmatch(r"[A-Za-z0-9_-]+", part) else f'"{part}"' for part in key)
+class SettingsError(Exception):
+    """The settings cannot be used.
+
+    Attributes:
+        problems: One line each: the place, what is there, and what would be right.
+    """
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        """Keep the problems apart, so that each can have its line."""
+        super().__init__("\n".join(problems))
+        self.problems = tuple(problems)
 
 
 def unknown(key: Key) -> str:

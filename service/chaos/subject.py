@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from service.cli_config import Row
 from service.settings_loader import Loaded
-from service.settings_words import Key
+from service.settings_names import Key
 from service.trial.subject import rows_of
 
 BATCH_TIMEOUT_S = 5.0

@@ -16,8 +16,8 @@ import psutil
 
 import service
 from service.cli_config import Row, write_toml
-from service.settings_loader import KEY_SETTINGS, Loaded
-from service.settings_words import PREFIX
+from service.settings_loader import Loaded
+from service.settings_names import KEY_SETTINGS, PREFIX
 from service.trial.bound import bound_command
 from service.trial.client import Address, NoAnswerError, connect
 from service.trial.errors import TrialError

@@ -20,7 +20,7 @@ from service.tune.plan import Plan
 from workers.memory import available_bytes
 
 if TYPE_CHECKING:
-    from service.settings_words import Key
+    from service.settings_names import Key
 
 _MAX_START_S = 900.0
 _ASK_S = 120.0

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 from service.cli_parser import make_parser
-from service.settings_loader import SettingsError, load
+from service.settings_loader import load
+from service.settings_words import SettingsError
 from tests.readme import command
 from tests.readme.blocks import LANGUAGES, Block
 from tests.readme.shapes import difference, printed

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from service.settings import ModelSettings, Settings
-from service.settings_loader import FLAGS
+from service.settings_names import FLAGS
 
 ROOT = Path(__file__).parents[2]
 

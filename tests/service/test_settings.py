@@ -14,7 +14,8 @@ from service.settings import (
     slug,
     source_hint,
 )
-from service.settings_loader import SettingsError, load
+from service.settings_loader import load
+from service.settings_words import SettingsError
 from workers.devices import Host
 
 

@@ -7,7 +7,9 @@ import pytest
 from service.cli_config import write_json, write_table, write_toml
 from service.keys import read_keys
 from service.settings import ModelSettings, Settings
-from service.settings_loader import FLAGS, Loaded, SettingsError, load, secret_variables
+from service.settings_loader import Loaded, load, secret_variables
+from service.settings_names import FLAGS
+from service.settings_words import SettingsError
 
 
 @pytest.fixture

@@ -1,0 +1,59 @@
+"""How settings are named: in the file, in the environment, as flags. Pure."""
+
+import re
+from collections.abc import Mapping
+
+PREFIX = "INFERPOOL_"
+"""Of the environment's variables that are ours."""
+CONFIG_VARIABLE = f"{PREFIX}CONFIG"
+
+KEY_SETTINGS = ("predict_keys", "metrics_keys", "admin_keys")
+"""Settings that hold secrets: given by the environment or by a file of their own."""
+
+FLAGS: Mapping[str, str] = {
+    "host": "--host",
+    "port": "--port",
+    "front_ends": "--front-ends",
+    "predict_keys_file": "--predict-keys-file",
+    "metrics_keys_file": "--metrics-keys-file",
+    "admin_keys_file": "--admin-keys-file",
+    "cors_origins": "--cors-origins",
+    "tls_certificate": "--tls-certificate",
+    "tls_key": "--tls-key",
+    "log_format": "--log-format",
+    "log_level": "--log-level",
+    "replicas": "--replicas",
+    "devices": "--devices",
+    "placement": "--placement",
+    "devices_per_replica": "--devices-per-replica",
+    "gpu_memory_fraction": "--gpu-memory-fraction",
+    "weights": "--weights",
+    "max_batch_size": "--max-batch-size",
+    "objective_p99_ms": "--objective-p99-ms",
+    "speed": "--speed",
+    "decode": "--decode",
+}
+"""The settings that have a flag. Those of a model apply to each model served."""
+
+Key = tuple[str, ...]
+"""Where a setting lies: ("port",) or ("models", "resnet", "replicas")."""
+
+
+def dotted(key: Key) -> str:
+    """A key as TOML writes it: `models.resnet.replicas`, `models."v1.2".source`."""
+    return ".".join(part if re.fullmatch(r"[A-Za-z0-9_-]+", part) else f'"{part}"' for part in key)
+
+
+def is_foreign(variable: str, text: str) -> bool:
+    """Whether a variable with our prefix is none of our settings.
+
+    Kubernetes gives each container variables for the services around it; for one that is called
+    "inferpool" they are INFERPOOL_SERVICE_HOST, INFERPOOL_PORT=tcp://10.0.0.1:80 and the like
+    (https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables).
+    """
+    if variable == CONFIG_VARIABLE:
+        return True
+    ports = r"PORT_\d+_(TCP|UDP|SCTP)(_PROTO|_PORT|_ADDR)?"
+    if re.fullmatch(rf"{PREFIX}(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|{ports})", variable):
+        return True
+    return variable.endswith("PORT") and re.match(r"(tcp|udp|sctp)://", text) is not None
