@@ -169,6 +169,7 @@ class _Sampler:
         self._queue = _Past(metrics.queue_wait)
         self._inference = _Past(metrics.inference_duration)
         self._batch_sizes = _Past(metrics.batch_size)
+        self._num_batched = 0
 
     def sample(self, queue_depth: int, interval_s: float) -> Sample:
         """What was counted in an interval that ends now."""
@@ -180,7 +181,9 @@ class _Sampler:
             for reason, num in metrics.rejected.items()
             if num > self._rejected[reason]
         }
+        num_batched, num_batched_before = int(metrics.batch_size.sum), self._num_batched
         self._outcomes, self._num_requests = outcomes, num_requests
+        self._num_batched = num_batched
         self._rejected = dict(metrics.rejected)
         rates = {name: round((outcomes[name] - before[name]) / interval_s, 2) for name in _OUTCOMES}
         return Sample(
@@ -191,6 +194,7 @@ class _Sampler:
             queue_ms=_percentiles(self._queue.take()),
             inference_ms=_percentiles(self._inference.take()),
             batch_sizes=self._batch_sizes.take().by_edge(),
+            num_batched=num_batched - num_batched_before,
             queue_depth=queue_depth,
             in_flight=metrics.in_flight,
         )

@@ -151,6 +151,7 @@ def sample(
         queue_ms=slow if load else None,
         inference_ms=slow if load else None,
         batch_sizes={"2": int(load / 90), "4": int(load / 30), "8": int(load / 12)} if load else {},
+        num_batched=int(load),
         queue_depth=depth,
         in_flight=depth + int(load / 60),
     )

@@ -60,6 +60,8 @@ class Sample:
     """Of batches: the forward pass and rendering."""
     batch_sizes: Mapping[str, int]
     """Batches by the upper edge of their size: 1, 2, 4, ... 256, `+Inf`; only where there are."""
+    num_batched: int
+    """Instances in those batches."""
     queue_depth: int
     """Instances that wait for a worker."""
     in_flight: int

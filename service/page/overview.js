@@ -56,7 +56,7 @@ export function showFigures(name, state, history) {
   const refused = mean((sample) => sum(Object.values(sample.rejected_per_s)));
   const failed = mean((sample) => sample.instances_per_s.failed);
   const sizes = sum(recent.map((sample) => sum(Object.values(sample.batch_sizes))));
-  const computed = sum(recent.map(({ instances_per_s: each }) => each.succeeded + each.failed));
+  const batched = sum(recent.map((sample) => sample.num_batched));
   const figures = [
     figure("Throughput", number(mean((sample) => sample.instances_per_s.succeeded)), "/s",
       failed >= 0.01 ? `${number(failed)}/s failed` : "instances answered"),
@@ -68,7 +68,7 @@ export function showFigures(name, state, history) {
       : figure("Latency p99", "–", "", "no answers yet"),
     figure("Queue", number(now?.queue_depth ?? 0), "", `of ${number(now?.queue_limit ?? 0)} · ${number(now?.in_flight ?? 0)} in flight`,
       now && now.queue_depth >= 0.8 * now.queue_limit ? "warn" : null),
-    figure("Batch size", sizes ? number(computed / sizes) : "–", "", sizes ? "mean of instances" : "no batches yet"),
+    figure("Batch size", sizes ? number(batched / sizes) : "–", "", sizes ? "mean of instances" : "no batches yet"),
     figure("Refused", number(refused), "/s", refused ? mainReason(recent) : "nothing", refused ? "warn" : null),
     figure("Workers", `${ready}`, `of ${workers.length}`, ready === workers.length ? "all ready" : "not all ready",
       workersLevel(ready, workers)),

@@ -67,12 +67,12 @@ def test_an_event_tells_what_was_counted_in_its_interval():
         assert set(sample["rejected_per_s"]) == {"queue_full"}
         assert sample["latency_ms"]["p50"] == pytest.approx(20, rel=0.1)  # refusals are no answers
         assert sample["queue_ms"] is None
-        assert sample["batch_sizes"] == {"4": 1}
+        assert (sample["batch_sizes"], sample["num_batched"]) == ({"4": 1}, 3)
         assert (sample["in_flight"], sample["queue_limit"]) == (3, 77)
         assert state["host"]["connections"] == 2
         assert state["health"]["status"] == "ready"
         later = (await next_of(live))["models"]["m"]
-        assert later["requests_per_s"] == 0
+        assert later["requests_per_s"] == later["num_batched"] == 0
         assert later["latency_ms"] is None
 
     over(go)

@@ -76,6 +76,7 @@ _SAMPLE = {
     "queue_ms": {"p50": 12.1, "p95": 20.4, "p99": 31.0},
     "inference_ms": {"p50": 15.9, "p95": 18.2, "p99": 22.4},
     "batch_sizes": {"4": 12, "8": 17},
+    "num_batched": 180,
     "queue_depth": 3,
     "in_flight": 19,
 }
