@@ -36,6 +36,10 @@ def run(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The arguments after the command's name; by default those of this process.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # whoever started us has closed it
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            setattr(sys, name, os.fdopen(nowhere, "w", encoding="utf-8"))
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # names and labels may be of any alphabet
     try:
