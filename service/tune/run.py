@@ -53,28 +53,36 @@ def run(loaded: Loaded, whole: Loaded, plan: Plan) -> int:
         reason = report.failure or "interrupted before anything was measured"
         sys.stderr.write(f"inferpool tune: {reason}\n")
         return EXIT_INTERRUPTED if report.is_interrupted else EXIT_UNMEASURED
+    text = settings_text(loaded, whole, report.best.changes, report.comments())
+    is_whole = not (report.is_interrupted or report.failure)
+    # First, since what took minutes to find is not to be lost with whoever reads our output.
+    unwritten = _write_files(plan, report, text, has_settings=is_whole)
     people = sys.stderr if plan.is_json else sys.stdout
     report.write(people)
     if plan.is_json:
         sys.stdout.write(json.dumps(report.as_dict(), indent=1) + "\n")
-    text = settings_text(loaded, whole, report.best.changes, report.comments())
-    is_whole = not (report.is_interrupted or report.failure)
-    try:
-        if plan.html is not None:
-            plan.html.write_text(page(report, text), encoding="utf-8")
-        if plan.output is not None and is_whole:
-            plan.output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        people.write(f"\n{text}")
-        sys.stderr.write(f"inferpool tune: {error.filename}: {error.strerror}\n")
-        return EXIT_UNWRITTEN
-    if plan.output is None or not is_whole:
+    if plan.output is None or unwritten or not is_whole:
         people.write(f"\n{text}")
     else:
         people.write(f"Written to {plan.output}.\n")
+    if unwritten:
+        sys.stderr.write(f"inferpool tune: {unwritten}\n")
+        return EXIT_UNWRITTEN
     if report.failure:
         return EXIT_UNMEASURED
     return EXIT_INTERRUPTED if report.is_interrupted else EXIT_TUNED
+
+
+def _write_files(plan: Plan, report: Report, text: str, *, has_settings: bool) -> str:
+    """Write what is wanted as files; why that cannot be, or nothing."""
+    try:
+        if plan.html is not None:
+            plan.html.write_text(page(report, text), encoding="utf-8")
+        if plan.output is not None and has_settings:
+            plan.output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        return f"{error.filename or 'a file'}: {error.strerror}"
+    return ""
 
 
 class _Run:
