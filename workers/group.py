@@ -72,6 +72,12 @@ class Group:
                 f"the ranks of a replica cannot meet over the loopback interface {_LOOPBACK!r}: "
                 f"{error}; is it up (ip link set lo up)?"
             ) from error
+        # In a group, NCCL does what goes between two ranks one after the other, and a send is over
+        # when it is received: two stages that send to each other might wait so for ever.
+        back = dist.new_group(timeout=_FOREVER) if backend == "nccl" else None
+        assert not isinstance(back, int), "every rank is in it"
+        self._back = back
+        """What goes to a lower rank goes through that; None where it need not."""
         threading.Thread(target=self._see_off, name="see-off", daemon=True).start()
 
     @property
@@ -94,7 +100,8 @@ class Group:
             self._ends.writers[to].send_bytes(_encode((message, shapes)))
             for tensor in sent:
                 if tensor.numel():
-                    self._under_way.put((dist.isend(tensor, to), tensor))
+                    work = dist.isend(tensor, to, group=self._way(self.rank, to))
+                    self._under_way.put((work, tensor))
         except torch.AcceleratorError:
             raise
         except (OSError, RuntimeError) as error:
@@ -134,8 +141,11 @@ class Group:
         device = "cpu" if self._is_staged else self.device
         tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
         if tensor.numel():
-            dist.recv(tensor, source)
+            dist.recv(tensor, source, group=self._way(source, self.rank))
         return tensor.to(self.device)
+
+    def _way(self, source: int, to: int) -> dist.ProcessGroup | None:
+        return self._back if to < source else None
 
     def _see_off(self) -> None:
         """Keep what is sent until it has arrived. In a thread, since only waiting tells of that."""
