@@ -75,8 +75,10 @@ class Model:
 
     One object lives for one incarnation of a worker. `load`, `forward`, `postprocess` and `render`
     run in the worker's main thread; `preprocess`, `bucket` and `collate` may run in other threads
-    at the same time, the first two several at once. The keyword options of the settings go to
-    `__init__`, which must not touch devices.
+    at the same time, the first two several at once. Of a pipeline, `forward` and what follows it
+    run in several threads, and still never two at a time: but while one batch is in the call of
+    its network, others are computed, so that `forward` must leave nothing on the model for after
+    that call. The keyword options of the settings go to `__init__`, which must not touch devices.
     """
 
     inputs: Sequence[TensorSpec] = ()

@@ -10,6 +10,8 @@ import msgspec
 Split = Literal["pipeline", "tensor"]
 """How a replica is split over several devices: by stages, or each of its matrices by parts."""
 
+_MOST_AT_ONCE = 4
+"""Batches that a pipeline computes at once."""
 DTYPE_BYTES = {
     "bool": 1,
     "uint8": 1,
@@ -88,6 +90,14 @@ class Placement:
     def num_ranks(self) -> int:
         """The processes of a replica: one for each device."""
         return len(self.devices)
+
+    @property
+    def num_at_once(self) -> int:
+        """Batches that it computes at once: as many as keep all stages of a pipeline busy.
+
+        With many stages the pieces of a few batches do that too, and fewer are lost with a process.
+        """
+        return min(self.num_ranks, _MOST_AT_ONCE) if self.split == "pipeline" else 1
 
     @property
     def gpu_of_each_rank(self) -> list[str]:

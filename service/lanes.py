@@ -31,7 +31,8 @@ class Lane:
         self.batches: list[list[Instance]] = []
         """Those that it holds, oldest first."""
         self.busy_since = 0.0
-        """Since when it has been on its oldest batch."""
+        """Since when it has been on its oldest batch; of a pipeline, which has several under way,
+        since its last answer: so what is learned is how far apart answers come."""
         self.ends_at = 0.0
         """When it will probably have answered that."""
         self.is_lagging = False

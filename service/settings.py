@@ -101,7 +101,8 @@ class ModelSettings(_Table):
     load_timeout_s: float = Field(600.0, gt=0, allow_inf_nan=False)
     """A worker that has not become ready by then is killed, and started again."""
     credit: int = Field(2, ge=1, le=64)
-    """Batches that a worker may hold at once: one that runs, the rest in preparation."""
+    """Batches that a worker may hold at once: one that runs, the rest in preparation. A pipeline
+    runs one for each stage (four at most), and holds more for that."""
     max_restarts: int = Field(5, ge=0)
     """A worker that has never been ready is given up after this many restarts in a row."""
     threads_per_replica: Auto | PositiveInt = "auto"
@@ -221,7 +222,7 @@ class ModelSettings(_Table):
         return WorkerConfig(
             model=self.model_config_for(name),
             placement=placement,
-            credit=self.credit,
+            credit=self.credit + placement.num_at_once - 1,
             max_batch_size=self.batch_size,
             prepare_threads=self._num_prepare_threads(placement),
             speed="exact" if placement.split else self.speed,

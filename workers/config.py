@@ -31,7 +31,7 @@ class WorkerConfig:
     model: ModelConfig
     placement: Placement
     credit: int = 2
-    """Batches that it may hold at once."""
+    """Batches that it may hold at once, `Placement.num_at_once` of which it computes."""
     max_batch_size: int = 8
     prepare_threads: int = 1
     """Threads that run `preprocess`."""

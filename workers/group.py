@@ -10,7 +10,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import NoReturn
@@ -53,6 +54,8 @@ class Group:
         self.rank, self.size = ends.rank, ends.num_ranks
         self.split: Split = placement.split
         self.device = torch.device(placement.devices[self.rank])
+        self.giving_way: Callable[[], AbstractContextManager[object]] = nullcontext
+        """See `Ranks`; the loop that has several batches under way sets it."""
         self._ends = ends
         self._under_way: SimpleQueue[tuple[dist.Work | None, Tensor]] = SimpleQueue()
         self._num_sharing = placement.devices.count(placement.devices[self.rank])

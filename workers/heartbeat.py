@@ -32,7 +32,7 @@ class Heartbeat:
         self._row[_BEAT_NS] = self._row[_PROGRESS_NS] = time.monotonic_ns()
 
     def answered(self) -> None:
-        """A batch is done, which was no canary."""
+        """A batch is done, which was no canary; one thread at a time says so."""
         self._row[_BEAT_NS] = time.monotonic_ns()
         self._row[_NUM_BATCHES] += 1
 

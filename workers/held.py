@@ -40,7 +40,11 @@ class Held:
 
 
 class HeldBatches:
-    """By id, oldest first: the oldest alone has the worker's clock."""
+    """By id, oldest first: the oldest alone has the worker's clock.
+
+    A pipeline computes several at once. What one of them hangs in, those behind it wait for, so the
+    clock of the oldest tells of it; one that was begun early has more time than it needs.
+    """
 
     def __init__(
         self, heartbeat: HeartbeatReader, *, batch_timeout_s: float, patience_s: float

@@ -98,8 +98,9 @@ class BatchDone(msgspec.Struct, frozen=True, array_like=True, tag="done", gc=Fal
     outcomes: list[Outcome]
     prepare_s: float
     compute_s: float
+    """From its beginning to its end, also where other batches are computed meanwhile."""
     num_stored: int = 0
-    """Outputs that lie in the worker's region."""
+    """Outputs that lie in the worker's region; also those that others stored meanwhile."""
     prepare_began: float = 0.0
     """CLOCK_MONOTONIC seconds; so is the next."""
     compute_began: float = 0.0

@@ -35,7 +35,7 @@ class OutputStore:
         self._region = region
         self._min_stored_bytes = min_stored_bytes
         self.num_stored = 0
-        """Since the last time that this was set to 0."""
+        """So far."""
 
     def keep(self, data: memoryview) -> bytes | Stored:
         """Copy an output: into the region if it is large and there is room, else into bytes."""

@@ -3,6 +3,7 @@
 The main thread computes. While a batch that takes long enough is computed, a second thread waits
 for the next one and prepares it, so that preparation and computation overlap; a model that answers
 in microseconds is served by the main thread alone, since a hand-over would cost more than it gains.
+The lead of a pipeline computes several at once, in threads beside the main one (`workers.overlap`).
 """
 
 import gc
@@ -30,6 +31,7 @@ from workers.group import Group
 from workers.heartbeat import Heartbeat
 from workers.messages import BatchDone, ItemRef, Progress, Ready
 from workers.outputs import OutputStore
+from workers.overlap import Overlap, Turn
 from workers.own_process import build_model, failing_as_told, leave_device, name_of, pin, set_up
 from workers.threads import started_pool
 from workers.wiring import RankEnds
@@ -77,7 +79,14 @@ def main(
     heartbeat.beat()  # from now on silence means a hang, and the last sign was before the loading
     outbox.put(ready)
     try:
-        Loop(computer, inbox, outbox, memoryview(arena), heartbeat, outputs).run()
+        loop = Loop(computer, inbox, outbox, memoryview(arena), heartbeat, outputs)
+        num_at_once = config.placement.num_at_once
+        if group is None or num_at_once == 1:
+            loop.run()
+        else:
+            turn = Turn()
+            group.giving_way = turn.given_up
+            loop.run_overlapping(num_at_once, group.device, turn)
         if group is not None:
             group.let_go()
     except (EOFError, BrokenPipeError):
@@ -133,6 +142,34 @@ class Loop:
                 if not prepared.is_canary:
                     self._spare_memory.worked(time.monotonic())
 
+    def run_overlapping(self, num_at_once: int, device: torch.device, turn: Turn) -> None:
+        """As `run`, with several batches under way at once.
+
+        Args:
+            num_at_once: How many.
+            device: This rank's.
+            turn: Had by the thread that runs the model's code.
+        """
+        under_way = Overlap(num_at_once, device, turn, self._answer)
+        coming = self._ahead.submit(self._receive_ahead)
+        while True:
+            has_worked = under_way.wait(coming, _BEAT_S)
+            now = time.monotonic()
+            if has_worked:
+                self._spare_memory.worked(now)
+            if not under_way:  # or what hangs would show signs of life
+                self._heartbeat.beat()
+                self._spare_memory.idle(now)
+            if not coming.done() or under_way.is_full:
+                continue
+            prepared = coming.result()
+            if prepared is None:
+                break
+            under_way.begin(prepared)
+            coming = self._ahead.submit(self._receive_ahead)
+        while under_way:
+            under_way.wait(None, _BEAT_S)
+
     def _receive_ahead(self) -> Prepared | None:
         """As `_receive`, in the thread that prepares."""
         with torch.inference_mode():
@@ -169,6 +206,7 @@ class Loop:
 
     def _answer(self, prepared: Prepared) -> None:
         began = time.monotonic()
+        num_stored_before = self._outputs.num_stored
         outcomes = self._computer.compute(prepared)
         self._compute_s = time.monotonic() - began
         if prepared.is_canary:
@@ -176,14 +214,13 @@ class Loop:
             self._heartbeat.beat()
         else:
             self._heartbeat.answered()
-        num_stored, self._outputs.num_stored = self._outputs.num_stored, 0
         self._outbox.put(
             BatchDone(
                 prepared.id,
                 outcomes,
                 prepared.prepare_s,
                 self._compute_s,
-                num_stored,
+                self._outputs.num_stored - num_stored_before,
                 prepared.began,
                 began,
             )

@@ -1,8 +1,10 @@
 """A network as stages on several ranks, each with the memory of its own. Worker processes only.
 
 A batch goes through in pieces, so that a rank computes one while those after it compute the pieces
-before. What a stage makes travels with its message, so shapes may differ from call to call, and a
-stage that raises sends the error on instead: nobody waits for what does not come.
+before; and the next batch follows, where the lead's threads call with several: each enters when the
+one before has sent its last piece, and all come out in the order in which they went in. What a
+stage makes travels with its message, so shapes may differ from call to call, and a stage that
+raises sends the error on instead: nobody waits for what does not come.
 
 `torch.distributed.pipelining.ScheduleGPipe` wants fixed shapes, and leaves the other ranks waiting
 in a receive when one raises. It is no faster: resnet18 in two stages, batches of 8 in 1, 2, 4 and 8
@@ -13,7 +15,6 @@ times our time (medians; quartiles within 0.86 to 1.06).
 import inspect
 import logging
 import math
-import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -36,6 +37,7 @@ from models.split.packing import (
     split_rows,
     unpack,
 )
+from models.split.passage import Call, Passage
 from models.split.ranks import Ranks
 from models.split.rehearsal import EXACT, Example, Rehearsal, copied, deviation
 from models.split.report import Part, SplitReport
@@ -60,7 +62,11 @@ _PIECES_TOLERANCE = 0.02
 
 
 class Pipeline:
-    """One rank's stage, and on the lead the way through all of them."""
+    """One rank's stage, and on the lead the way through all of them.
+
+    Several threads of the lead may call it at once, if those that hold `Ranks.giving_way` see to it
+    that one alone runs at a time otherwise.
+    """
 
     def __init__(
         self, ranks: Ranks, stage: nn.Module, course: Course, part: Part, report: SplitReport
@@ -72,7 +78,10 @@ class Pipeline:
         self._signature = inspect.signature(course.network.forward)
         self._arguments = course.arguments
         self._name = type(course.network).__name__
-        self._micro_batches = MicroBatches()
+        self._passage = Passage()
+        self._alone, self._beside = MicroBatches(), MicroBatches()
+        """What is best for a batch that has the pipeline to itself is not so beside another, which
+        keeps the other stages busy."""
         self._has_rows = True
         """Each row of what it returns is made of one row of what it is given, as far as is known:
         else a batch goes through whole."""
@@ -83,31 +92,36 @@ class Pipeline:
         inputs = self._bound(args, kwargs)
         rows = num_rows(inputs)
         if rows is None or not self._has_rows:
-            return self._run([inputs])[0]
-        num_pieces = self._micro_batches.choose(rows)
-        began = time.perf_counter()
+            return self._sent([inputs])[1][0]
+        is_alone = self._passage.is_empty
+        micro_batches = self._alone if is_alone else self._beside
+        num_pieces = micro_batches.choose(rows)
         if num_pieces == 1:
-            result = self._run([inputs])[0]
-            self._micro_batches.note(rows, 1, time.perf_counter() - began)
+            call, (result,) = self._sent([inputs])
+            if call.is_alone == is_alone:
+                micro_batches.note(rows, 1, call.seconds)
             return result
         try:
-            outputs = self._run(split_rows(copied(inputs), num_pieces))  # it may write to them
-            self._micro_batches.note(rows, num_pieces, time.perf_counter() - began)
+            # The network may write to its inputs.
+            call, outputs = self._sent(split_rows(copied(inputs), num_pieces))
+            if call.is_alone == is_alone:
+                micro_batches.note(rows, num_pieces, call.seconds)
             result = join_rows(outputs, rows)
         except (EOFError, torch.AcceleratorError):
             raise
         except Exception as error:  # the network is the user's: it may raise anything
             if is_out_of_memory(error):
                 raise
-            whole = self._run([inputs])[0]  # raises if it is not for the pieces
+            whole = self._sent([inputs])[1][0]  # raises if it is not for the pieces
             self._give_up_pieces(f"{type(error).__name__}: {error}")
             return whole
         if not self._num_checks_left or not have_different_rows(inputs):
             return result
-        self._num_checks_left -= 1
-        whole = self._run([inputs])[0]
+        whole = self._sent([inputs])[1][0]
         if difference := deviation(result, whole, _PIECES_TOLERANCE):
             self._give_up_pieces(difference)
+        elif self._num_checks_left:  # another batch may have been checked meanwhile
+            self._num_checks_left -= 1
         return whole
 
     def _give_up_pieces(self, reason: str) -> None:
@@ -124,28 +138,49 @@ class Pipeline:
             message, tensors = self._computed(unpack(message[1], tensors, ranks.device))
         ranks.send((ranks.rank + 1) % ranks.size, message, tensors)
 
-    def _run(self, pieces: Sequence[Any]) -> list[Any]:
-        """Compute the first stage of each piece while the other ranks have those before it."""
+    def _sent(self, pieces: Sequence[Any]) -> tuple[Call, list[Any]]:
+        """Send pieces through all stages, while the caller's thread gives way to others."""
+        with self._ranks.giving_way():
+            call = self._passage.enter()
+            replies, failed = self._run(call, pieces)
+            call.leave()
+        if failed is not None:
+            raise failed
+        return call, [self._output(message, tensors) for message, tensors in replies]
+
+    def _run(
+        self, call: Call, pieces: Sequence[Any]
+    ) -> tuple[list[tuple[object, list[Tensor]]], Exception | None]:
+        """Compute the first stage of each piece while the other ranks have those before it.
+
+        Returns:
+            What came back, all of it, and what the first stage raised: to be raised again now that
+            the others have nothing of this call any more.
+        """
         ranks = self._ranks
         failed: Exception | None = None
         num_sent = 0
         replies: list[tuple[object, list[Tensor]]] = []
         for piece in pieces:
             if num_sent - len(replies) >= _WINDOW * ranks.size:
-                replies.append(ranks.receive(ranks.size - 1))
+                replies.append(self._reply(call))
             try:
                 with torch.inference_mode():
                     said, tensors = pack(self._stage(*piece), ranks.device)
-            except Exception as error:  # it is raised again, when the others have nothing to do
+                ranks.send(1, ["values", said], tensors)
+            except Exception as error:  # the network is the user's: it may raise anything
                 failed = error
                 break
-            ranks.send(1, ["values", said], tensors)
             num_sent += 1
+        # Not after what ends the process, here or below: another call would get this one's replies.
+        self._passage.let_next_in()
         while len(replies) < num_sent:
-            replies.append(ranks.receive(ranks.size - 1))
-        if failed is not None:
-            raise failed
-        return [self._output(message, tensors) for message, tensors in replies]
+            replies.append(self._reply(call))
+        return replies, failed
+
+    def _reply(self, call: Call) -> tuple[object, list[Tensor]]:
+        call.wait_for_others()
+        return self._ranks.receive(self._ranks.size - 1)
 
     def _output(self, message: Any, tensors: Sequence[Tensor]) -> Any:
         if message[0] == "error":

@@ -1,6 +1,7 @@
 """The processes that one replica is split over, as one of them sees the others. Workers only."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -59,4 +60,11 @@ class Ranks(Protocol):
         Raises:
             EOFError: That rank is gone, or lets this one go.
             TimeoutError: None has come.
+        """
+
+    def giving_way(self) -> AbstractContextManager[object]:
+        """What a call is in, on the lead, while all that it does is its own and the other ranks'.
+
+        The lead may have several batches under way, each in a thread. One of these runs the model's
+        code, and the others wait until it gives way, or has an answer.
         """

@@ -83,3 +83,50 @@ def test_no_rank_outlives_a_front_end_that_is_killed(tmp_path: Path):
         assert set(pids) < {process.pid for process in family}
         service.signal(signal.SIGKILL)
         assert left_over(family, 5) == []
+
+
+def test_death_of_a_stage_with_several_batches_under_way_is_laid_to_the_guilty_alone(
+    tmp_path: Path,
+):
+    file = tmp_path / "inferpool.toml"
+    file.write_text(
+        """
+        [models.m]
+        source = "tests.two_stages:TwoStages"
+        placement = "pipeline"
+        devices_per_replica = 2
+        replicas = 1
+        max_batch_size = 1
+        """
+    )
+    poison = {"n": 7, "do": "kill", "stage": 1}
+
+    async def go(service: Running) -> None:
+        async with httpx.AsyncClient(base_url=service.url, timeout=30) as client:
+
+            async def ask(instance: dict) -> httpx.Response:
+                return await client.post("/predict", json={"instances": [instance]})
+
+            async def ask_innocents() -> None:
+                """Some of which are under way when a rank dies."""
+                numbers = range(8)
+                asked = [{"n": n, "do": "sleep", "stage": -1} for n in numbers]
+                answers = await asyncio.gather(*map(ask, asked))
+                assert [each.json()["predictions"][0]["twice"] for each in answers] == [
+                    2 * n for n in numbers
+                ]
+
+            innocents = asyncio.ensure_future(ask_innocents())
+            await asyncio.sleep(0.3)
+            os.kill(pids_of(when_ready(service))[0], signal.SIGKILL)
+            await innocents
+            crashed, *_ = await asyncio.gather(ask(poison), ask_innocents(), ask_innocents())
+            assert (crashed.status_code, crashed.json()["code"]) == (500, "worker_crashed")
+            assert (await ask(poison)).json()["code"] == "quarantined"
+            await ask_innocents()
+            metrics = (await client.get("/metrics")).text
+            assert 'inferpool_quarantined_inputs{model="m"} 1.0' in metrics
+
+    with running("--config", str(file)) as service:
+        when_ready(service)
+        asyncio.run(go(service))

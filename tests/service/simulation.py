@@ -56,6 +56,30 @@ class SimulatedWorker(FakeWorker):
             self._begin()
 
 
+class SimulatedPipeline(SimulatedWorker):
+    """Has two stages, each for half of the time, and as many batches in them at once."""
+
+    def __init__(self, cost: Callable[[int], float], slot: int, noise: float) -> None:
+        super().__init__(cost, slot, noise)
+        self.credit = 3
+        self._free_at = [0.0, 0.0]
+        """When each stage has done what it was given."""
+        self._out_at = [0.0, 0.0]
+        """When the last two batches are out."""
+
+    def run(self, items: Sequence[ItemRef]):
+        future = FakeWorker.run(self, items)
+        loop = asyncio.get_running_loop()
+        at = max(loop.time(), self._out_at[0])
+        for stage, free_at in enumerate(self._free_at):
+            took_s = self._cost(len(items)) / 2 * self._chance.uniform(1 - self._noise, 1)
+            self._free_at[stage] = at = max(at, free_at) + took_s
+        self._out_at = [self._out_at[1], at]
+        self.computed.append(len(items))
+        loop.call_at(at, self.answer)
+        return future
+
+
 @dataclass
 class Outcome:
     """What became of the requests, without those of the first seconds."""
@@ -91,6 +115,7 @@ def simulate(
     noise: float = 0.1,
     seed: int = 0,
     burst: int = 1,
+    worker_type: type[SimulatedWorker] = SimulatedWorker,
     **settings: float,
 ) -> Outcome:
     """Serve requests that arrive at random, `rate` a second on average.
@@ -121,7 +146,7 @@ def simulate(
             objective=objective,
             **settings,
         )
-        workers = [SimulatedWorker(each, slot, noise) for slot, each in enumerate(costs)]
+        workers = [worker_type(each, slot, noise) for slot, each in enumerate(costs)]
         for worker in workers:
             dispatcher.attach(worker)
         loop = asyncio.get_running_loop()

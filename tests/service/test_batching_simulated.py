@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from service import dispatcher
-from tests.service.simulation import simulate
+from tests.service.simulation import SimulatedPipeline, simulate
 
 
 def slow(size: int) -> float:
@@ -180,3 +180,29 @@ def test_worker_that_does_not_come_back_is_not_waited_for(monkeypatch, others):
     )  # fmt: skip
     assert left.num_missed <= 16  # what it holds, two batches at most
     assert len(left.latencies_s) > 200
+
+
+@pytest.mark.parametrize("rate", [60, 110, 125])
+def test_pipeline_that_overlaps_batches_is_kept_busy_and_answers_soon(monkeypatch, rate):
+    def cost(size: int) -> float:
+        return 0.040 + 0.010 * size  # a full batch in 120 ms: 67/s one at a time, 133/s in two
+
+    load = simulate(
+        cost, rate, 8.0, monkeypatch=monkeypatch, num_workers=1, worker_type=SimulatedPipeline
+    )
+    assert load.good_per_s > 0.9 * rate
+    assert load.p99_ms < 1000
+
+
+def test_objective_is_held_by_a_pipeline_that_overlaps_batches(monkeypatch):
+    held = simulate(
+        lambda size: 0.040 + 0.010 * size,
+        200,
+        10.0,
+        monkeypatch=monkeypatch,
+        objective_s=0.300,
+        num_workers=1,
+        worker_type=SimulatedPipeline,
+    )
+    assert held.p99_ms <= 330
+    assert held.good_per_s > 100

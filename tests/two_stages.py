@@ -1,0 +1,83 @@
+"""A model cut in two, whose stages do what an input says, and which sees whether it is alone."""
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from models.base import Features, Item, Model
+from models.spec import Placement, TensorSpec
+
+_ACTS = ("ok", "sleep", "raise", "kill", "hang")
+STAGE_S = 0.1
+
+
+class Step(nn.Module):
+    """Branches on its input, so that it is one step: rows of a number, an act, and who acts."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        self._stage = stage
+
+    def forward(self, rows: Tensor) -> Tensor:
+        for _, act, stage in rows.tolist():
+            if stage in (self._stage, -1):
+                self._act(_ACTS[int(act)])
+        return rows + 0
+
+    def _act(self, act: str) -> None:
+        match act:
+            case "sleep":
+                time.sleep(STAGE_S)
+            case "raise":
+                raise ValueError("I was told to")
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "hang":
+                time.sleep(3600)
+
+
+class TwoStages(Model):
+    """Takes {"n": number, "do": act, "stage": which}, of which -1 is both; answers twice n."""
+
+    outputs = (TensorSpec(name="twice", dtype="int64", shape=(-1,)),)
+    split_points = ("1",)
+
+    def load(self, placement: Placement) -> None:
+        self.network = self.load_network(
+            lambda: nn.Sequential(Step(0), Step(1)), None, placement, example=[torch.zeros(1, 3)]
+        )
+        self._num_inside = 0
+
+    def preprocess(self, item: Item) -> Features:
+        value = item.json()
+        assert isinstance(value, dict)
+        act = _ACTS.index(value.get("do", "ok"))
+        return {"x": torch.tensor([value["n"], act, value.get("stage", 0)], dtype=torch.float32)}
+
+    def forward(self, batch: Features) -> Features:
+        self._work()
+        assert self.network is not None
+        x_BA = self.network(batch["x"])
+        self._work()
+        assert isinstance(x_BA, Tensor)
+        return {"twice": x_BA[:, 0].long() * 2}
+
+    def postprocess(self, outputs: Features) -> Features:
+        self._work()
+        return outputs
+
+    def render(self, outputs: Features, parameters: Mapping[str, object]) -> object:
+        self._work()
+        return {"twice": int(outputs["twice"])}
+
+    def _work(self) -> None:
+        """Take a moment, in which no other thread may be at work here."""
+        self._num_inside += 1
+        time.sleep(0.002)
+        if self._num_inside > 1:
+            raise RuntimeError("another thread runs this model's code")
+        self._num_inside -= 1

@@ -1,0 +1,127 @@
+"""The lead of a pipeline has several batches under way at once, in real processes."""
+
+import asyncio
+import time
+from dataclasses import replace
+
+import pytest
+
+from models.spec import Placement
+from tests.two_stages import STAGE_S
+from tests.workers.contract import answers, config_of
+from tests.workers.test_local import arena, engine, put, run  # noqa: F401  # fixtures
+from workers.config import WorkerConfig
+from workers.engine import WorkerId
+from workers.errors import WorkerLostError
+from workers.local import LocalEngine
+from workers.local_worker import LocalWorker
+
+
+async def started(engine: LocalEngine, **changes: object) -> LocalWorker:  # noqa: F811
+    return await serving(config_of("tests.two_stages:TwoStages", **changes), 2, engine)
+
+
+async def serving(config: WorkerConfig, num_ranks: int, engine: LocalEngine) -> LocalWorker:  # noqa: F811
+    placement = Placement(devices=("cpu",) * num_ranks, split="pipeline")
+    config = replace(config, placement=placement, credit=1 + num_ranks)
+    return await engine.start(WorkerId(model="m", slot=0), config, lambda stage: None)
+
+
+def test_stages_work_on_several_batches_at_once(engine: LocalEngine, put, run):  # noqa: F811
+    async def go():
+        worker = await started(engine)
+        began = time.monotonic()
+        batches = [worker.run([put({"n": n, "do": "sleep", "stage": -1})]) for n in range(10)]
+        assert [answers(await batch) for batch in batches] == [[2 * n] for n in range(10)]
+        assert time.monotonic() - began < 15 * STAGE_S  # 11 if they overlap, and 20 in turn
+        await worker.stop(5)
+
+    run(go())
+
+
+def test_error_of_a_stage_is_that_of_its_own_batch(engine: LocalEngine, put, run):  # noqa: F811
+    async def go():
+        worker = await started(engine)
+        for stage in (0, 1):
+            bad = {"n": 7, "do": "raise", "stage": stage}
+            batches = [
+                worker.run([put({"n": n}), put(bad if n % 3 else {"n": 7}), put({"n": n + 1})])
+                for n in range(12)
+            ]
+            for n, batch in enumerate(batches):
+                middle = "model_error" if n % 3 else 14
+                assert answers(await batch) == [2 * n, middle, 2 * n + 2]
+        assert worker.vitals().num_batches == 24
+        await worker.stop(5)
+
+    run(go())
+
+
+def test_sentinel_comes_after_all_that_is_under_way(engine: LocalEngine, put, run):  # noqa: F811
+    async def go():
+        worker = await started(engine)
+        batches = [worker.run([put({"n": n, "do": "sleep", "stage": -1})]) for n in range(3)]
+        await worker.stop(10)
+        assert [answers(await batch) for batch in batches] == [[0], [2], [4]]
+        assert (await worker.wait()).reason == "stopped"
+
+    run(go())
+
+
+@pytest.mark.parametrize(("act", "reason"), [("kill", "SIGKILL"), ("hang", "hung: a batch")])
+def test_death_loses_each_batch_that_is_under_way_once(
+    engine: LocalEngine,  # noqa: F811
+    put,  # noqa: F811
+    run,  # noqa: F811
+    act: str,
+    reason: str,
+):
+    async def go():
+        worker = await started(engine, batch_timeout_s=0.5)
+        batches = [
+            worker.run([put({"n": 1, "do": "sleep", "stage": 1})]),
+            worker.run([put({"n": 2, "do": act, "stage": 1})]),
+            worker.run([put({"n": 3})]),
+        ]
+        assert answers(await batches[0]) == [2]
+        for batch in batches[1:]:
+            with pytest.raises(WorkerLostError, match=reason) as lost:
+                await batch
+            assert lost.value.started
+        assert (await worker.wait()).was_at_work
+
+    run(go())
+
+
+def test_several_batches_under_way_leave_a_pipeline_of_three_in_order(
+    engine: LocalEngine,  # noqa: F811
+    put,  # noqa: F811
+    run,  # noqa: F811
+):
+    async def go():
+        config = config_of("tests.models.split.networks_to_cut:Chain")
+        worker = await serving(config, 3, engine)
+        rows = [[float(n), float(-n)] for n in range(20)]
+        alone = [(await worker.run([put(row)])).outcomes for row in rows]
+        together = [worker.run([put(row)]) for row in rows]
+        assert [(await batch).outcomes for batch in together] == alone
+        await worker.stop(5)
+
+    run(go())
+
+
+def test_canary_that_is_due_while_idle_is_answered(
+    engine: LocalEngine,  # noqa: F811
+    put,  # noqa: F811
+    run,  # noqa: F811
+):
+    async def go():
+        worker = await started(engine)
+        assert worker.vitals().last_answer_age_s > 0
+        await asyncio.sleep(0)
+        worker._give((), None, 5.0)
+        assert answers(await worker.run([put({"n": 4})])) == [8]
+        assert not worker._held
+        await worker.stop(5)
+
+    run(go())

@@ -1,0 +1,121 @@
+"""Several batches under way at once, so that all stages of a pipeline are busy. Worker processes.
+
+Each batch is computed in a thread. What a model's author writes need not be safe in threads: one
+thread has the *turn*, and runs the model's code (`forward`, `postprocess`, `render_batch`) or this
+package's, until its batch is answered. Only while a call of the network is on its way through the
+stages does it give the turn to another. So between two batches nothing is shared but what `forward`
+keeps on the model across its call of the network.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from models.split.passage import FairLock
+from workers.compute import Prepared
+from workers.threads import started_pool
+
+
+class Turn:
+    """Whose turn it is to run the model's code."""
+
+    def __init__(self) -> None:
+        self._lock = FairLock()
+        self._owner: int | None = None
+
+    def __enter__(self) -> None:
+        """Wait for it."""
+        self._lock.acquire()
+        self._owner = threading.get_ident()
+
+    def __exit__(self, *error: object) -> None:
+        """Pass it on."""
+        self._owner = None
+        self._lock.release()
+
+    @contextmanager
+    def given_up(self) -> Iterator[None]:
+        """Let others have it meanwhile; does nothing in a thread that has not got it."""
+        if self._owner != threading.get_ident():
+            yield
+            return
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+
+class Overlap:
+    """The batches that are under way. Used by the worker's main thread."""
+
+    def __init__(
+        self,
+        num_at_once: int,
+        device: torch.device,
+        turn: Turn,
+        answer: Callable[[Prepared], None],
+    ) -> None:
+        """Start the threads.
+
+        Args:
+            num_at_once: How many there may be.
+            device: The lead's.
+            turn: Had by whoever answers.
+            answer: Computes a batch and answers it.
+        """
+        self._num_at_once = num_at_once
+        self._turn = turn
+        self._answer = answer
+        num_threads = torch.get_num_threads()
+
+        def begin() -> None:
+            """Compute as the main thread does: each thread has a device, and its OpenMP threads."""
+            torch.set_num_threads(num_threads)
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+
+        self._pool = started_pool(num_at_once, "compute", begin)
+        self._under_way: set[Future[bool]] = set()
+        """Of each, in the end, whether it was more than a canary."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._under_way)
+
+    @property
+    def is_full(self) -> bool:
+        """There may be no more."""
+        return len(self._under_way) >= self._num_at_once
+
+    def begin(self, prepared: Prepared) -> None:
+        """Have one more computed."""
+        assert not self.is_full
+        self._under_way.add(self._pool.submit(self._compute, prepared))
+
+    def wait(self, coming: "Future[Prepared | None] | None", timeout_s: float) -> bool:
+        """Wait until one of them is answered, or until another is there that could be begun.
+
+        Returns:
+            Whether one was answered that was no canary.
+
+        Raises:
+            BaseException: What computing one of them has raised: this process cannot go on.
+        """
+        awaited: set[Future[Any]] = {*self._under_way}
+        if coming is not None and not self.is_full:
+            awaited.add(coming)
+        wait(awaited, timeout_s, FIRST_COMPLETED)
+        done = {each for each in self._under_way if each.done()}
+        self._under_way -= done
+        answered = [each.result() for each in done]  # of each, for what it may raise
+        return any(answered)
+
+    def _compute(self, prepared: Prepared) -> bool:
+        with torch.inference_mode(), self._turn:
+            self._answer(prepared)
+        return not prepared.is_canary
