@@ -16,6 +16,7 @@ import psutil
 
 import service
 from service.cli_config import Row, write_toml
+from service.settings import Settings
 from service.settings_loader import Loaded
 from service.settings_names import KEY_SETTINGS, PREFIX
 from service.trial.bound import bound_command
@@ -32,6 +33,8 @@ _LINGER_S = 2.0
 """For the other processes of a service that has left."""
 _TOLD_TO_PEOPLE = "service.console"
 """The logger of what each worker comes to."""
+_TELEMETRY = "OTEL_"
+"""How the standard variables of OpenTelemetry begin."""
 _LEFT_OUT = (
     *KEY_SETTINGS,
     *(f"{name}_file" for name in KEY_SETTINGS),
@@ -40,6 +43,7 @@ _LEFT_OUT = (
     "host",
     "port",
     "log_format",
+    *(name for name in Settings.model_fields if name.startswith("trace_")),
 )
 
 
@@ -192,13 +196,17 @@ class Subject:
 
 
 def rows_of(loaded: Loaded) -> list[Row]:
-    """The user's settings as far as they mean anything to a service that only this host sees."""
+    """The user's settings as far as they mean anything to a service that only this host sees.
+
+    It is not traced: whoever watches the user's services would take what is tried for their work.
+    """
     return [row for row in loaded.rows() if row[0][0] not in _LEFT_OUT]
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment, without the settings, which the file has all of."""
-    kept = {name: value for name, value in environ.items() if not name.startswith(PREFIX)}
+    """This process's environment, without the settings, which the file has all that matter of."""
+    left_out = (PREFIX, _TELEMETRY)
+    kept = {name: value for name, value in environ.items() if not name.startswith(left_out)}
     root = Path(service.__file__).parents[1]
     if root.name != "site-packages":  # a clone that is run where it lies
         kept["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), kept.get("PYTHONPATH")]))

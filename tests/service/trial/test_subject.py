@@ -51,6 +51,19 @@ def test_where_it_listens_and_its_keys_are_no_matter_of_the_user(tmp_path: Path)
     assert not [key for key in rows if key[0] in ("host", "port") or "keys" in key[0]]
 
 
+def test_what_is_tried_sends_no_traces(monkeypatch: pytest.MonkeyPatch):
+    secret = {"OTEL_EXPORTER_OTLP_HEADERS": "api-key=secret"}
+    environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", **secret}
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    rows = rows_of(load({"model": "echo"}, environ, Path("/")))
+    assert not [key for key, _, _ in rows if key[0].startswith("trace_")]
+    with Subject(rows) as subject:
+        given = psutil.Process(subject.pid).environ()
+    assert "PATH" in given
+    assert not [name for name in given if name.startswith("OTEL_")]
+
+
 def test_service_does_not_outlive_whoever_started_it_however_that_ends(tmp_path: Path):
     starter = subprocess.Popen(
         [sys.executable, "-c", _STARTER],
