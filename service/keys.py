@@ -12,8 +12,8 @@ _KEY = re.compile(r"[\x21-\x2b\x2d-\x7e]+")
 """What a header carries unchanged: visible ASCII, without the comma that separates keys."""
 _QUOTES = ("'", '"')
 _FINGERPRINT_LENGTH = 8
-_USER_INFO = re.compile(r"(?<=://)\S*@")
-"""Of a URL, also of one whose password should have been percent-encoded."""
+_USER_INFO = re.compile(r"(?<=://).*@|(?<![^\s'\"])[^\s'\":]*:(?!//).*@", re.DOTALL)
+"""Of a URL, also of one without its scheme, or with a password that is not percent-encoded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def fingerprint_of(digest: bytes) -> str:
 
 
 def without_password(text: str) -> str:
-    """A text as it may be shown: URLs in it without a user and a password before their host."""
+    """A URL, or what was meant as one, as it may be shown: without the user and the password."""
     return _USER_INFO.sub("", text)
 
 

@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from service.keys import without_password
 from service.settings import ModelSettings, Settings
 from service.settings_draft import Draft
 from service.settings_names import CONFIG_VARIABLE, KEY_SETTINGS, PREFIX, Key, dotted
 from service.settings_words import SettingsError
-from service.trace_settings import ENDPOINT_VARIABLES, HEADER_VARIABLES, parted
+from service.trace_settings import ENDPOINT_VARIABLES, HEADER_VARIABLES
 
 FILE_NAME = "inferpool.toml"
 
@@ -71,7 +72,7 @@ def secret_variables(environ: Mapping[str, str]) -> list[str]:
         for name, text in environ.items()
         if name.removeprefix(PREFIX).lower() in KEY_SETTINGS
         or name in HEADER_VARIABLES
-        or (name in ENDPOINT_VARIABLES and parted(text)[0] != text)
+        or (name in ENDPOINT_VARIABLES and without_password(text) != text)
     ]
 
 

@@ -110,13 +110,16 @@ class Calls:
             ValueError: It is no URL, or no key.
         """
         check_names(options, ClientOptions)
-        parsed = httpx.URL(url)
-        bare = str(parsed.copy_with(userinfo=None))
+        shown = url.rpartition("@")[2]  # without a password
+        try:
+            parsed = httpx.URL(url)
+        except httpx.InvalidURL:  # says which part of it, which may be one of the password
+            raise ValueError(f"{shown!r} is no URL such as {DEFAULT_URL}") from None
         if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise ValueError(f"{bare!r} is no URL such as {DEFAULT_URL}")
+            raise ValueError(f"{shown!r} is no URL such as {DEFAULT_URL}")
         if parsed.query or parsed.fragment:
-            raise ValueError(f"{bare!r} has more than the place of a service")
-        self.url = bare.rstrip("/")
+            raise ValueError(f"{shown!r} has more than the place of a service")
+        self.url = str(parsed.copy_with(userinfo=None)).rstrip("/")
         """Without the password that was in it, if there was one."""
         self._base = url.rstrip("/")
         retries = options.get("retries", Retry())

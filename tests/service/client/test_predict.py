@@ -352,9 +352,10 @@ def test_option_that_there_is_not_is_refused_and_not_ignored(client):
 
 
 def test_url_that_is_none_is_refused():
-    for url in ("localhost:8000", "ftp://x", "http://"):
-        with pytest.raises(ValueError, match="no URL"):
+    for url in ("localhost:8000", "ftp://x", "http://", "http://me:sec/ret@x", "me:sec ret@x"):
+        with pytest.raises(ValueError, match="no URL") as raised:
             Client(url)
+        assert "sec" not in str(raised.value)
 
 
 def test_unavailable_error_is_the_base_of_given_up():
