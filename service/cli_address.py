@@ -58,6 +58,7 @@ def url_of(text: str) -> str:
         is_sound = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:  # of the port
         is_sound = False
+    is_sound = is_sound and text.isprintable() and " " not in text
     if not is_sound or parts.query or parts.fragment:
         shown = without_password(text)
         raise FlagError(f"{shown!r} is no address of a service, as {DEFAULT_URL} is one")

@@ -53,6 +53,8 @@ def test_standard_input_is_an_input(service, capsys, monkeypatch):
     [
         ([], "name a file"),
         (["x", "--url", "ftp://x"], "no address"),
+        (["x", "--url", "http://h\x01"], "no address"),
+        (["x", "--url", "http://two hosts"], "no address"),
         (["http://127.0.0.1:9", "x"], "--url http://127.0.0.1:9"),
         (["x", "--parameter", "k"], "no NAME=VALUE"),
         (["x", "--timeout-s", "0"], "more than 0"),
