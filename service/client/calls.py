@@ -4,6 +4,7 @@ A call is a generator. It yields `Send` and `Pause`, is sent what came of each, 
 result; so that nothing here is sync or async, and nothing in the clients decides anything.
 """
 
+import base64
 import contextlib
 import json
 import math
@@ -121,7 +122,6 @@ class Calls:
             raise ValueError(f"{shown!r} has more than the place of a service")
         self.url = str(parsed.copy_with(userinfo=None)).rstrip("/")
         """Without the password that was in it, if there was one."""
-        self._base = url.rstrip("/")
         retries = options.get("retries", Retry())
         self._retry = Retry(max_attempts=1 + retries) if isinstance(retries, int) else retries
         self._budget = RetryBudget(self._retry)
@@ -145,6 +145,9 @@ class Calls:
             if not (key.isascii() and key.isprintable()):  # told here, where it is not shown
                 raise ValueError("the key has characters that no header may have")
             self._headers["Authorization"] = f"Bearer {key}"
+        if parsed.userinfo:  # sent as such, since httpx logs each URL as it is
+            pair = f"{parsed.username}:{parsed.password}".encode()
+            self._headers["Authorization"] = f"Basic {base64.b64encode(pair).decode()}"
 
     def predict(self, value: object, options: PredictOptions) -> Steps[Prediction]:
         """The steps of one prediction."""
@@ -226,7 +229,7 @@ class Calls:
         request_id = uuid.uuid4().hex
         request = httpx.Request(
             "GET",
-            self._base + path,
+            self.url + path,
             headers={**self._headers, "X-Request-ID": request_id},
             extensions={"timeout": _Timeouts(deadline, self._connect_timeout_s)},
         )
@@ -241,7 +244,7 @@ class Calls:
             told["X-Timeout-Ms"] = str(max(1, left_ms))
         return httpx.Request(
             "POST",
-            self._base + path,
+            self.url + path,
             params=body.query or None,
             headers={"Host": self._host, **told, **body.headers},
             stream=body,

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -333,6 +334,21 @@ def test_forked_process_reads_no_answers_but_its_own(service):
         [sys.executable, "-c", FORKING, service.url], capture_output=True, text=True, timeout=20
     )
     assert (done.stdout, done.stderr) == ("True 0\n", "")
+
+
+def test_password_in_the_url_is_sent_and_stands_in_no_log(caplog):
+    sent = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        sent.append(request.headers["Authorization"])
+        return httpx.Response(200, json={"predictions": [1]})
+
+    url, transport = "http://someone:se%40ret@127.0.0.1:9", httpx.MockTransport(answer)
+    with caplog.at_level("DEBUG"), Client(url, transport=transport) as client:
+        client.predict("x")
+    assert sent == ["Basic c29tZW9uZTpzZUByZXQ="]
+    assert "127.0.0.1:9/predict" in caplog.text
+    assert "someone" not in caplog.text
 
 
 def test_password_in_the_url_is_never_shown():
