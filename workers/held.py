@@ -43,7 +43,8 @@ class HeldBatches:
     """By id, oldest first: the oldest alone has the worker's clock.
 
     A pipeline computes several at once. What one of them hangs in, those behind it wait for, so the
-    clock of the oldest tells of it; one that was begun early has more time than it needs.
+    clock of the oldest tells of it; one that was begun early has more time than it needs. One that
+    calls the network again and again lets others pass: their answers don't stop its clock.
     """
 
     def __init__(
@@ -92,9 +93,10 @@ class HeldBatches:
         return self._batches.get(id)
 
     def remove(self, id: int, now: float) -> None:
-        """It has been answered, and the next one's time begins."""
+        """It has been answered; if it was the oldest, the next one's time begins."""
+        if id == next(iter(self._batches)):
+            self._oldest_since = now
         del self._batches[id]
-        self._oldest_since = now
 
     def take_all(self) -> dict[int, Held]:
         """Hold nothing any more."""

@@ -19,3 +19,15 @@ def test_the_oldest_batch_is_as_old_as_the_time_that_it_has_had_the_worker():
     assert held.oldest_age_s(now=9.0) == pytest.approx(0.25)
     held.remove(2, now=9.0)
     assert held.oldest_age_s(now=20.0) == 0
+
+
+def test_answers_to_later_batches_do_not_hide_that_the_oldest_hangs():
+    heartbeat = SimpleNamespace(last_received=3, progressed_at=0.0)
+    held = HeldBatches(heartbeat, batch_timeout_s=10, patience_s=1)  # type: ignore[arg-type]
+    for id in (1, 2, 3):
+        held.add(id, Held([], None, 10), now=5.0)
+    held.remove(2, now=14.0)
+    assert held.oldest_age_s(now=14.0) == 9.0
+    assert held.hang(now=16.0)
+    held.remove(1, now=16.0)
+    assert held.oldest_age_s(now=17.0) == 1.0
