@@ -8,6 +8,7 @@ import sys
 from multiprocessing import reduction
 
 from workers.guard import die_with_parent
+from workers.threads import spin_briefly
 
 FORKSERVER_PID = os.getpid()
 
@@ -43,6 +44,7 @@ def outlive_failed_forks() -> None:
 
 os.environ.pop("PYTHONSAFEPATH", None)  # meant for this process, not for what a model may start
 
+spin_briefly()
 die_with_parent(os.getppid())
 outlive_failed_forks()
 # A stop of the whole process group or cgroup reaches the forkserver too; the front end drains first
