@@ -33,7 +33,7 @@ def test_stages_work_on_several_batches_at_once(engine: LocalEngine, put, run): 
         began = time.monotonic()
         batches = [worker.run([put({"n": n, "do": "sleep", "stage": -1})]) for n in range(10)]
         assert [answers(await batch) for batch in batches] == [[2 * n] for n in range(10)]
-        assert time.monotonic() - began < 18 * STAGE_S  # 11 if they overlap, and at least 20 in turn
+        assert time.monotonic() - began < 18 * STAGE_S  # 11 overlapping, 20 in turn
         await worker.stop(5)
 
     run(go())
