@@ -143,7 +143,7 @@ class FaultModel(Model):
             case "spin":
                 re.match(r"(a+)+$", "a" * 64 + "b")  # in C, with the GIL, for years
             case "segfault":
-                os.kill(os.getpid(), signal.SIGSEGV)
+                signal.raise_signal(signal.SIGSEGV)  # in this thread, before it goes on
             case "eat":
                 eaten = []
                 while True:

@@ -18,8 +18,9 @@ from tests.e2e.load import Tally, ask_until
 from tests.e2e.proxy import CONFIG, needs_nginx, proxy
 from tests.e2e.running import Running, left_over, running
 
-DELAY_S = 1.5
-"""Longer than nginx leaves a service alone that has just come back."""
+DELAY_S = 2.5
+"""Longer than nginx leaves a service alone that has just come back: two seconds, since it counts
+them whole."""
 
 
 def until(claim: Callable[[], object], timeout_s: float = 30.0) -> None:
