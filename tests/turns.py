@@ -1,6 +1,7 @@
 """Which tests may run beside which, where several processes run them (`pytest -n 2`).
 
-Those marked `alone` measure what a busy machine changes: none of the others runs meanwhile.
+Those marked `alone` look at what others change, such as times and the host's shared memory: none of
+the others runs meanwhile.
 """
 
 import contextlib

@@ -88,6 +88,7 @@ def test_hung_worker_is_replaced_and_its_request_answered(tmp_path: Path):
         assert 'reason="hang"} 1.0' in httpx.get(f"{service.url}/metrics").text
 
 
+@pytest.mark.alone
 def test_sigterm_under_load_answers_all_that_was_accepted_and_leaves_nothing():
     before = shared_memory()
 
@@ -101,6 +102,7 @@ def test_sigterm_under_load_answers_all_that_was_accepted_and_leaves_nothing():
     assert shared_memory() <= before
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("act", ["ok", "hang"])
 def test_sigkill_of_the_front_end_leaves_no_process_and_no_memory(act: str):
     before = shared_memory()

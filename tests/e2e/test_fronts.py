@@ -292,6 +292,7 @@ def test_a_front_end_that_is_killed_comes_back_and_its_calls_alone_are_lost(two:
     assert num_pipes(two) == num_before
 
 
+@pytest.mark.alone
 def test_sigterm_under_load_fails_no_call_and_leaves_nothing():
     before = shared_memory()
 
