@@ -83,7 +83,10 @@ def test_death_loses_each_batch_that_is_under_way_once(
             worker.run([put({"n": 2, "do": act, "stage": 1})]),
             worker.run([put({"n": 3})]),
         ]
-        assert answers(await batches[0]) == [2]
+        try:
+            assert answers(await batches[0]) == [2]
+        except WorkerLostError:  # the answer was on its way between the ranks
+            assert act == "kill"
         for batch in batches[1:]:
             with pytest.raises(WorkerLostError, match=reason) as lost:
                 await batch
