@@ -28,7 +28,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     cache = _cache_of(item.config)
     if cache is None:
         return (yield)
-    with turn(cache.mkdir("turns"), alone=item.get_closest_marker("alone") is not None):
+    is_alone = item.get_closest_marker("alone") is not None
+    with turn(cache.mkdir("turns"), item.nodeid, alone=is_alone):
         return (yield)
 
 
