@@ -78,8 +78,10 @@ class Model:
     at the same time, the first two several at once. Of a pipeline, `forward` and what follows it
     run in several threads, and still never two at a time: but while one batch is in the call of
     its network, others are computed, so that `forward` must leave nothing on the model for after
-    that call, and hold no lock in it. The keyword options of the settings go to `__init__`, which
-    must not touch devices.
+    that call, and hold no lock in it. All these threads have torch's settings as `load` left them
+    in its own (`torch.set_default_device`, autocast, ...) and its context variables; what belongs
+    to the one thread that made it, such as a connection of sqlite3, is for that alone. The keyword
+    options of the settings go to `__init__`, which must not touch devices.
     """
 
     inputs: Sequence[TensorSpec] = ()

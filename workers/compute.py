@@ -22,9 +22,9 @@ from models.out_of_memory import is_out_of_memory
 from workers.checks import BrokenPromiseError, OutputChecks
 from workers.log_lines import printable
 from workers.messages import ItemError, ItemRef, Outcome, Stored, TensorBlob
+from workers.pools import started_pool
 from workers.shapes import Group, grouped, signature_of
 from workers.shortage import SafeSizes, release
-from workers.threads import started_pool
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import torch
 
 from models.split.passage import FairLock
 from workers.compute import Prepared
-from workers.threads import started_pool
+from workers.pools import started_pool
 
 
 class Turn:
@@ -56,7 +56,6 @@ class Overlap:
     def __init__(
         self,
         num_at_once: int,
-        device: torch.device,
         turn: Turn,
         answer: Callable[[Prepared], None],
     ) -> None:
@@ -64,22 +63,13 @@ class Overlap:
 
         Args:
             num_at_once: How many there may be.
-            device: The lead's.
             turn: Had by whoever answers.
             answer: Computes a batch and answers it.
         """
         self._num_at_once = num_at_once
         self._turn = turn
         self._answer = answer
-        num_threads = torch.get_num_threads()
-
-        def begin() -> None:
-            """Compute as the main thread does: each thread has a device, and its OpenMP threads."""
-            torch.set_num_threads(num_threads)
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
-
-        self._pool = started_pool(num_at_once, "compute", begin)
+        self._pool = started_pool(num_at_once, "compute")
         self._under_way: set[Future[bool]] = set()
         """Of each, in the end, whether it was more than a canary."""
 

@@ -33,7 +33,7 @@ from workers.messages import BatchDone, ItemRef, Progress, Ready
 from workers.outputs import OutputStore
 from workers.overlap import Overlap, Turn
 from workers.own_process import build_model, failing_as_told, leave_device, name_of, pin, set_up
-from workers.threads import started_pool
+from workers.pools import started_pool
 from workers.wiring import RankEnds
 from workers.worker_queue import WorkerQueue
 
@@ -86,7 +86,7 @@ def main(
         else:
             turn = Turn()
             group.giving_way = turn.given_up
-            loop.run_overlapping(num_at_once, group.device, turn)
+            loop.run_overlapping(num_at_once, turn)
         if group is not None:
             group.let_go()
     except (EOFError, BrokenPipeError):
@@ -142,15 +142,14 @@ class Loop:
                 if not prepared.is_canary:
                     self._spare_memory.worked(time.monotonic())
 
-    def run_overlapping(self, num_at_once: int, device: torch.device, turn: Turn) -> None:
+    def run_overlapping(self, num_at_once: int, turn: Turn) -> None:
         """As `run`, with several batches under way at once.
 
         Args:
             num_at_once: How many.
-            device: This rank's.
             turn: Had by the thread that runs the model's code.
         """
-        under_way = Overlap(num_at_once, device, turn, self._answer)
+        under_way = Overlap(num_at_once, turn, self._answer)
         coming = self._ahead.submit(self._receive_ahead)
         while True:
             has_worked = under_way.wait(coming, _BEAT_S)

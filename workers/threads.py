@@ -1,9 +1,6 @@
-"""The threads of a worker process."""
+"""How OpenMP's threads wait for each other. Worker processes."""
 
 import os
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 _NUM_SPINS = 3_000
 """Some 0.05 ms. Of 1,000, 3,000 and 10,000, this lost least both where each thread has a core
@@ -23,23 +20,3 @@ def spin_briefly() -> None:
     """
     if not os.environ.get("OMP_WAIT_POLICY"):
         os.environ.setdefault("GOMP_SPINCOUNT", str(_NUM_SPINS))
-
-
-def started_pool(
-    num_threads: int, name: str, begin: Callable[[], object] = lambda: None
-) -> ThreadPoolExecutor:
-    """A pool whose threads are all there: under load, the host may have none to give any more.
-
-    Args:
-        num_threads: How many.
-        name: What their names begin with.
-        begin: Called by each of them first.
-
-    Raises:
-        RuntimeError: It has none to give now.
-    """
-    pool = ThreadPoolExecutor(num_threads, name, begin)
-    together = threading.Barrier(num_threads)
-    for waiting in [pool.submit(together.wait) for _ in range(num_threads)]:
-        waiting.result()
-    return pool

@@ -1,0 +1,32 @@
+import json
+import threading
+
+from tests.workers.contract import config_of
+from tests.workers.test_local import arena, engine, put, run  # noqa: F401  # fixtures
+from tests.workers.test_overlap import serving
+from workers.local import LocalEngine
+from workers.pools import started_pool
+
+
+def test_every_thread_is_there_before_the_first_is_needed():
+    before = threading.active_count()
+    with started_pool(3, "mine") as pool:
+        assert threading.active_count() == before + 3
+        assert pool.submit(lambda: threading.current_thread().name).result().startswith("mine")
+        assert threading.active_count() == before + 3
+
+
+def test_what_load_sets_for_its_thread_holds_wherever_the_model_runs(
+    engine: LocalEngine,  # noqa: F811
+    put,  # noqa: F811
+    run,  # noqa: F811
+):
+    async def go():
+        config = config_of("tests.setting_model:SettingModel", prepare_threads=2)
+        worker = await serving(config, 2, engine)
+        batches = [worker.run([put(1), put(2)]) for _ in range(4)]
+        for batch in batches:
+            assert [json.loads(each) for each in (await batch).outcomes] == ["", ""]
+        await worker.stop(5)
+
+    run(go())
