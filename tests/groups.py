@@ -3,14 +3,19 @@
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 MOUNT = Path("/sys/fs/cgroup")
+_REMOVE_S = 30.0
+"""How long processes that were killed may take to go."""
 
 
 class ControlGroup:
@@ -29,23 +34,39 @@ class ControlGroup:
         """Move this process into it: for `preexec_fn`."""
         self.set("cgroup.procs", os.getpid())
 
+    def remove(self) -> None:
+        """Kill what is left in it, as after a test that failed, and have it go."""
+        until = time.monotonic() + _REMOVE_S
+        while True:
+            for pid in self.get("cgroup.procs").split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            try:
+                self.folder.rmdir()
+            except OSError:  # a process that has ended is in it until its parent has looked
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.02)
+            else:
+                return
+
 
 @contextlib.contextmanager
 def control_group(controller: str) -> Iterator[ControlGroup]:
-    """A new group, which goes when its processes have gone."""
+    """A new group, which goes in the end with whatever runs in it."""
     lines = Path("/proc/self/cgroup").read_text().splitlines()
     paths = [line.split(":", 2)[2] for line in lines if f":{controller}:" in line]
     if not paths:
         pytest.skip(f"the controller {controller} is not mounted as version 1")
-    folder = MOUNT / controller / paths[0].lstrip("/") / f"inferpool-test-{os.getpid()}"
+    parent = MOUNT / controller / paths[0].lstrip("/")
     try:
-        folder.mkdir()
+        group = ControlGroup(Path(tempfile.mkdtemp(prefix="inferpool-test-", dir=parent)))
     except OSError as error:
         pytest.skip(f"no control group can be made: {error}")
     try:
-        yield ControlGroup(folder)
+        yield group
     finally:
-        folder.rmdir()
+        group.remove()
 
 
 def with_mounts(*mounts: str) -> Sequence[str]:
