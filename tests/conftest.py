@@ -1,12 +1,18 @@
-"""What holds for all tests: their bytecode, who runs beside whom, what they may write."""
+"""What holds for all tests: bytecode, patience, who runs beside whom, what they may write."""
 
+import inspect
 import os
 import sys
 from collections.abc import Generator
 
+import httpx
 import pytest
 
 from tests.turns import turn
+
+_PATIENCE_S = 30.0
+"""For an answer, where a test does not say how much: httpx has 5 s, and a busy machine may need
+more."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -15,6 +21,8 @@ def pytest_configure(config: pytest.Config) -> None:
     The tests start some hundred interpreters, each of which would compile torch anew, for two
     seconds.
     """
+    default = inspect.signature(httpx.get).parameters["timeout"].default
+    default.connect = default.read = default.write = default.pool = _PATIENCE_S
     if sys.dont_write_bytecode and (cache := _cache_of(config)) is not None:
         sys.pycache_prefix = str(cache.mkdir("bytecode"))  # the environment's own stays clean
         sys.dont_write_bytecode = False
