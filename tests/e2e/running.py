@@ -35,10 +35,13 @@ class Running:
         self._reader.start()
 
     def wait_for_log(self, text: str, timeout_s: float = _START_TIMEOUT_S) -> dict[str, object]:
-        """The next log line whose message contains a text."""
+        """The next log line whose message contains a text: each line is found once."""
         until = time.monotonic() + timeout_s
         while True:
-            line = self._lines.get(timeout=max(0.01, until - time.monotonic()))
+            try:
+                line = self._lines.get(timeout=max(0.01, until - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"did not write {text!r}: {self.log}") from None
             if line is None:
                 raise AssertionError(f"ended before it wrote {text!r}: {self.log}")
             if text in str(line["message"]):
@@ -67,9 +70,11 @@ class Running:
         """Send the front end a signal."""
         self.process.send_signal(signum)
 
-    def wait(self, timeout_s: float = 30.0) -> int:
-        """Its exit code."""
-        return self.process.wait(timeout_s)
+    def wait(self, timeout_s: float = 60.0) -> int:
+        """Its exit code, once `log` has all that it wrote."""
+        code = self.process.wait(timeout_s)
+        self._reader.join(10)  # in vain where another process has its stderr
+        return code
 
     def pause_reading(self) -> None:
         """Read none of its log for a while."""
@@ -127,12 +132,12 @@ def running(
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait(10)
+        process.wait(60)
         service.close()
 
 
-def left_over(family: Sequence[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Those of some processes that are still there after a while."""
+def left_over(family: Sequence[psutil.Process], timeout_s: float = 10.0) -> list[psutil.Process]:
+    """Those of some processes that are still there after a while: longer than any should take."""
     until = time.monotonic() + timeout_s
     while (alive := [each for each in family if is_alive(each)]) and time.monotonic() < until:
         time.sleep(0.02)
