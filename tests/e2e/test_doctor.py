@@ -88,5 +88,5 @@ def test_start_that_is_bound_to_fail_says_so_at_once():
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 
     with running("echo", ready=False, preexec_fn=limit) as service:
-        assert service.wait(30) == 1
+        assert service.wait() == 1
         assert "file size: 1 MiB (ulimit -f)" in str(service.log[-1]["message"])

@@ -25,7 +25,7 @@ def states(response: httpx.Response) -> Iterator[Any]:
 def test_the_feed_tells_of_load_and_deaths_and_ends_when_the_service_does(num_fronts):
     options = ("--replicas", "1", "--front-ends", str(num_fronts))
     with running("echo", *options) as service:
-        with httpx.stream("GET", f"{service.url}/events", timeout=20) as feed:
+        with httpx.stream("GET", f"{service.url}/events", timeout=60) as feed:
             seen = states(feed)
             assert next(seen)["models"]["echo"]["endings"] == []
             assert httpx.post(f"{service.url}/predict", content=b"x", headers=OCTETS).is_success
@@ -42,5 +42,5 @@ def test_the_feed_tells_of_load_and_deaths_and_ends_when_the_service_does(num_fr
             began = time.monotonic()
             *_, last = seen
             assert last["health"]["status"] == "draining"
-            assert time.monotonic() - began < 5
+            assert time.monotonic() - began < 15  # a call that is not over holds it up for longer
         assert service.wait() == 0

@@ -21,7 +21,8 @@ async def flood(url: str, num: int) -> list[int]:
 
 
 def test_a_pod_is_never_killed_and_sent_requests_only_while_it_can_answer(tmp_path: Path):
-    config = tmp_path / "inferpool.toml"
+    config, gate = tmp_path / "inferpool.toml", tmp_path / "gate"
+    gate.touch()
     config.write_text(
         f"""
         max_queue_length = 8
@@ -31,7 +32,10 @@ def test_a_pod_is_never_killed_and_sent_requests_only_while_it_can_answer(tmp_pa
         replicas = 1
         max_batch_size = 1
         batch_timeout_s = 1
-        options = {{ load_s = 1.0, forward_s = 0.05, once = "{tmp_path / "once"}" }}
+        [models.m.options]
+        forward_s = 0.05
+        once = "{tmp_path / "once"}"
+        gate = "{gate}"
         """
     )
 
@@ -48,22 +52,27 @@ def test_a_pod_is_never_killed_and_sent_requests_only_while_it_can_answer(tmp_pa
         until(lambda: kubelet.is_started)
         assert not kubelet.is_ready  # it loads
         assert ask() == 503
+        gate.unlink()
         until(lambda: kubelet.is_ready)
         assert ask() == 200
 
+        gate.touch()
         os.kill(service.worker_pids()[0], signal.SIGKILL)  # all there are
         until(lambda: not kubelet.is_ready)
+        gate.unlink()
         until(lambda: kubelet.is_ready)
 
+        gate.touch()
         asking = threading.Thread(target=ask, args=("hang",))
         asking.start()
         until(lambda: not kubelet.is_ready)
+        gate.unlink()
         asking.join()
         until(lambda: kubelet.is_ready)
 
         statuses = asyncio.run(flood(service.url, 60))  # seven times what may wait
         assert set(statuses) == {200, 429}
-        assert kubelet.is_ready  # others are as busy, and none would be left
+        until(lambda: kubelet.is_ready, 5)  # others are as busy, and none would be left
 
         kubelet.is_terminating = True
         service.signal(signal.SIGTERM)

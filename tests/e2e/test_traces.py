@@ -4,6 +4,8 @@ import contextlib
 import itertools
 import re
 import signal
+import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -18,7 +20,8 @@ CONFIG = """
 source = "tests.fault_model:FaultModel"
 replicas = 1
 [models.m.options]
-once = "{once}"
+once = "{folder}/once"
+gate = "{folder}/gate"
 """
 SHORT = {"x-timeout-ms": "50"}
 CALLS = {
@@ -26,8 +29,8 @@ CALLS = {
     "by asgi": ("POST", "/%70redict", [{"n": 1}], {}),
     "fails": ("POST", "/predict", [{"n": 1, "do": "raise"}], {}),
     "does not fit": ("POST", "/predict", [7], {}),
-    "comes late": ("POST", "/predict", [{"n": 1, "do": "sleep"}], SHORT),
-    "is given up": ("POST", "/predict/m", [{"n": 1, "do": "sleep"}] * 3, {}),
+    "comes late": ("POST", "/predict", [{"n": 1, "do": "wait"}], SHORT),
+    "is given up": ("POST", "/predict/m", [{"n": 1, "do": "wait"}] * 3, {}),
     "many": ("POST", "/predict", [{"n": n} for n in range(20)], {}),
     "some fail": ("POST", "/predict", [{"n": 1}, {"n": 2, "do": "raise"}], {}),
     "no model": ("POST", "/predict/none", [1], {}),
@@ -41,8 +44,10 @@ CALLS = {
 class Traced:
     """The calls that were made of a service, which has ended since."""
 
-    def __init__(self, service: Running, collector: Collector) -> None:
+    def __init__(self, service: Running, collector: Collector, gate: Path) -> None:
         self.service = service
+        self.gate = gate
+        """See `FaultModel`."""
         self.collector = collector
         self.answers: dict[str, httpx.Response] = {}
         self.metrics = ""
@@ -58,6 +63,22 @@ class Traced:
         (root,) = (each for each in self.spans(name) if each.kind == Span.SPAN_KIND_SERVER)
         return root
 
+    def ask_all(self) -> None:
+        for name in CALLS:
+            if name == "comes late":
+                self.gate.touch()
+            self.ask(name)
+            if name == "is given up":
+                self.wait_for('outcome="cancelled"} 3.0')
+                self.gate.unlink()
+
+    def wait_for(self, line: str) -> None:
+        """Wait until the metrics have it."""
+        until = time.monotonic() + 60
+        while line not in httpx.get(f"{self.service.url}/metrics").text:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+
     def ask(self, name: str) -> None:
         method, path, instances, headers = CALLS[name]
         flags = "00" if name == "not sampled" else "01"
@@ -68,7 +89,7 @@ class Traced:
         }
         body = {} if instances is None else {"json": {"instances": instances}}
         url = httpx.URL(self.service.url + path)
-        timeout = 0.1 if name == "is given up" else 30
+        timeout = 0.3 if name == "is given up" else 60
         with contextlib.suppress(httpx.ReadTimeout):
             self.answers[name] = httpx.request(
                 method, url, headers=headers, timeout=timeout, **body
@@ -85,7 +106,7 @@ def services(tmp_path_factory) -> dict[int, Traced]:
         for num_fronts in (1, 2):
             folder = tmp_path_factory.mktemp("traces")
             config = folder / "inferpool.toml"
-            config.write_text(CONFIG.format(once=folder / "once"))
+            config.write_text(CONFIG.format(folder=folder))
             collector = stack.enter_context(collecting())
             env = {
                 "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url,
@@ -96,11 +117,10 @@ def services(tmp_path_factory) -> dict[int, Traced]:
             }
             arguments = ("--config", str(config), "--front-ends", str(num_fronts))
             service = stack.enter_context(running(*arguments, env=env, ready=False))
-            found[num_fronts] = Traced(service, collector)
+            found[num_fronts] = Traced(service, collector, folder / "gate")
         for traced in found.values():
             traced.service.wait_until_ready()
-            for name in CALLS:
-                traced.ask(name)
+            traced.ask_all()
             accept = {"accept": "application/openmetrics-text"}
             traced.metrics = httpx.get(f"{traced.service.url}/metrics", headers=accept).text
             traced.service.signal(signal.SIGTERM)

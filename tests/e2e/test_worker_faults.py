@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -29,7 +29,8 @@ def faulty(
     **options: object,
 ):
     """A service with one worker, whose model does what ends it once."""
-    values = {"once": str(folder / "done"), **options}
+    paths = {"once": "done", "calls": "calls", "gate": "gate"}
+    values = {**{name: str(folder / path) for name, path in paths.items()}, **options}
     listed = ", ".join(f"{name} = {value!r}" for name, value in values.items())
     config = folder / "inferpool.toml"
     config.write_text(
@@ -63,16 +64,20 @@ def service(folder: Path):
 def healthy(service: Running, folder: Path):
     """The service with its worker ready, whose model will do once more what ends it."""
     (folder / "done").unlink(missing_ok=True)
-    until = time.monotonic() + 20
-    while worker(service)["state"] != "ready":
+    wait_until(lambda: worker(service)["state"] == "ready")
+    return service
+
+
+def wait_until(claim: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not claim():
         assert time.monotonic() < until
         time.sleep(0.02)
-    return service
 
 
 def ask(service: Running, do: str = "ok", n: int = 21, rank: int = 0) -> httpx.Response:
     body = {"instances": [{"n": n, "do": do, "rank": rank}]}
-    return httpx.post(f"{service.url}/predict", json=body, timeout=30)
+    return httpx.post(f"{service.url}/predict", json=body, timeout=60)
 
 
 def is_right(answer: httpx.Response, n: int = 21) -> bool:
@@ -81,7 +86,7 @@ def is_right(answer: httpx.Response, n: int = 21) -> bool:
 
 def ask_until_right(service: Running) -> httpx.Response:
     """Ask again for as long as there is no worker."""
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while (answer := ask(service)).status_code == 503:
         assert time.monotonic() < until
         time.sleep(0.05)
@@ -100,7 +105,7 @@ def asked_meanwhile(service: Running, do: str) -> Iterator[list[httpx.Response]]
     thread = threading.Thread(target=lambda: answers.append(ask(service, do)))
     thread.start()
     yield answers
-    thread.join(30)
+    thread.join(60)
 
 
 @pytest.mark.parametrize("do", ["kill early", "kill", "segfault", "device"])
@@ -109,7 +114,7 @@ def test_request_whose_worker_dies_at_work_is_answered_by_the_next(healthy: Runn
     assert is_right(ask(healthy, do))
     ending = worker(healthy)["last_ending"]
     assert reasons.get(do, "SIGKILL from outside") in ending["reason"]
-    assert 0 <= ending["age_s"] < 20
+    assert 0 <= ending["age_s"] < 60
     assert worker(healthy)["reason"] == ""
 
 
@@ -125,27 +130,30 @@ def test_idle_worker_that_dies_is_replaced_and_health_tells_of_it(healthy: Runni
     assert worker(healthy)["last_ending"]["cause"] == "signal"
 
 
-def test_worker_killed_in_the_middle_of_its_answer_costs_no_request(healthy: Running):
+def test_worker_killed_in_the_middle_of_its_answer_costs_no_request(healthy: Running, folder: Path):
     pid = worker(healthy)["pid"]
-    body = {"instances": [{"n": 21, "do": "sleep"}], "parameters": {"big": 1}}
+    (folder / "gate").touch()
+    (folder / "calls").unlink()
+    body = {"instances": [{"n": 21, "do": "wait"}], "parameters": {"big": 1}}
     answers: list[httpx.Response] = []
     post = threading.Thread(
-        target=lambda: answers.append(httpx.post(f"{healthy.url}/predict", json=body, timeout=30))
+        target=lambda: answers.append(httpx.post(f"{healthy.url}/predict", json=body, timeout=60))
     )
     post.start()
-    time.sleep(0.15)  # the model sleeps for twice as long
+    wait_until((folder / "calls").exists)
     os.kill(healthy.process.pid, signal.SIGSTOP)  # so that nobody reads the answer
+    (folder / "gate").unlink()
     wait_until_blocked(pid)
     os.kill(pid, signal.SIGKILL)
     os.kill(healthy.process.pid, signal.SIGCONT)
-    post.join(30)
+    post.join(60)
     assert is_right(answers[0])
     assert worker(healthy)["pid"] != pid
 
 
 def wait_until_blocked(pid: int) -> None:
     """Wait until a process has used no time for a while."""
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     before = -1
     while (used := cpu_ticks(pid)) != before:
         assert time.monotonic() < until
@@ -164,7 +172,7 @@ def test_request_of_a_hung_worker_is_answered_by_the_next_and_its_stacks_are_log
 ):
     incarnation = worker(healthy)["incarnation"]
     assert is_right(ask(healthy, do))
-    line = healthy.wait_for_log(f"m/0#{incarnation} hung", 5)
+    line = healthy.wait_for_log(f"m/0#{incarnation} hung")
     assert "fault_model.py" in str(line["exception"])
     assert line["worker"] == f"m/0#{incarnation}"
     assert worker(healthy)["last_ending"]["cause"] == "hang"
@@ -175,22 +183,25 @@ def test_request_to_an_idle_worker_that_is_stopped_is_answered_right_after(healt
     os.kill(worker(healthy)["pid"], signal.SIGSTOP)
     began = time.monotonic()
     assert is_right(ask(healthy))
-    assert time.monotonic() - began < 10
-    line = healthy.wait_for_log(f"m/0#{incarnation} hung", 5)
+    assert time.monotonic() - began < 20
+    line = healthy.wait_for_log(f"m/0#{incarnation} hung")
     assert "it is stopped" in str(line["message"])
 
 
 def test_model_without_progress_is_red_within_its_batch_timeout(tmp_path: Path):
-    with faulty(tmp_path, batch_timeout_s=1, load_s=1.5) as service:
+    gate = tmp_path / "gate"
+    with faulty(tmp_path, batch_timeout_s=1) as service:
+        gate.touch()  # whoever comes next does not come up yet
         with asked_meanwhile(service, "hang") as answers:
             began = time.monotonic()
             while (ready := httpx.get(f"{service.url}/health/ready")).status_code == 200:
-                assert time.monotonic() - began < 10
+                assert time.monotonic() - began < 20
                 time.sleep(0.05)
             report = httpx.get(f"{service.url}/health").json()
             assert not report["ready"]
             assert not report["models"][0]["ready"]
             assert ready.json()["code"] == "unavailable"
+            gate.unlink()
         assert is_right(answers[0]) or answers[0].status_code == 503
         assert is_right(ask_until_right(service))
         assert "hung" in worker(service)["last_ending"]["reason"]
@@ -207,7 +218,7 @@ def test_outputs_that_are_not_finite_fail_alone_and_say_so(healthy: Running):
 
 def test_canaries_are_no_requests(healthy: Running):
     before = worker(healthy)["num_batches"], counted(healthy)
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     ages: list[float] = []
     while len(ages) < 2 or ages[-1] >= ages[-2]:  # until it has proved itself once more
         assert time.monotonic() < until
@@ -239,15 +250,10 @@ def test_worker_killed_for_memory_is_said_to_be_and_its_request_answered(
         group.set("memory.limit_in_bytes", used + 100 * MIB)
         assert is_right(ask(service, "eat", rank=rank))
         assert "oom_kill 1" in group.get("memory.oom_control")
-        line = service.wait_for_log(f"m/0#0 ended: {where}SIGKILL, likely out of memory (last", 5)
+        line = service.wait_for_log(f"m/0#0 ended: {where}SIGKILL, likely out of memory (last")
         assert "iB)" in str(line["message"])
         ending = worker(service)["last_ending"]
         assert ending["cause"] == "memory"
         assert "likely out of memory" in ending["reason"]
         metrics = httpx.get(f"{service.url}/metrics").text
         assert 'inferpool_worker_restarts_total{model="m",reason="memory"} 1.0' in metrics
-        os.killpg(service.process.pid, signal.SIGKILL)
-        until = time.monotonic() + 10
-        while group.get("cgroup.procs"):
-            assert time.monotonic() < until
-            time.sleep(0.02)
