@@ -14,6 +14,7 @@ _FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 )
+_START_MS = 90_000
 
 
 @contextlib.contextmanager
@@ -25,7 +26,9 @@ def chromium() -> Iterator["Browser"]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=list(_FLAGS))
+        browser = playwright.chromium.launch(
+            executable_path=path, args=list(_FLAGS), timeout=_START_MS
+        )
         try:
             yield browser
         finally:

@@ -48,7 +48,7 @@ class PtyScreen:
         """As when a person drags the window's corner."""
         fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
-    def leave(self, timeout_s: float = 10.0) -> int:
+    def leave(self, timeout_s: float = 30.0) -> int:
         """Read to the end; the exit status."""
         end = time.monotonic() + timeout_s
         while self.process.poll() is None:

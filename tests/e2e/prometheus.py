@@ -16,7 +16,7 @@ import yaml
 from tests.e2e.running import ROOT
 
 FOLDER = ROOT / "docker" / "prometheus"
-_START_S = 30.0
+_START_S = 60.0
 
 
 class Prometheus:

@@ -43,7 +43,7 @@ def proxy(folder: Path, port: int, upstream_ports: Sequence[int]) -> Iterator[st
     )
     url = f"http://127.0.0.1:{port}"
     try:
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while True:
             with contextlib.suppress(httpx.TransportError):
                 if httpx.get(f"{url}/admin").status_code == 404:

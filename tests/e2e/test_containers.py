@@ -145,7 +145,7 @@ def service(image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Co
         "INFERPOOL_MODELS__CATS__SOURCE": "efficientnet_lite0",
         "INFERPOOL_MODELS__CATS__REPLICAS": "2",
         "INFERPOOL_MODELS__CATS__SPEED": "exact",
-        "INFERPOOL_SHUTDOWN_DELAY_S": "1",
+        "INFERPOOL_SHUTDOWN_DELAY_S": "3",
     }
     (folder / ".env").write_text("".join(f"{name}={text}\n" for name, text in variables.items()))
     composed = Composed(f"inferpool-tests-{os.getpid()}", folder, f"http://127.0.0.1:{port}")
@@ -254,6 +254,7 @@ def test_a_worker_that_is_killed_in_the_container_costs_no_request(service):
     load = Load(service.predict, threading.Event())
     asking = threading.Thread(target=load.run)
     asking.start()
+    wait_until(lambda: len(service.worker_pids()) == 2)
     before = service.worker_pids()
     wait_until(lambda: load.num_right > 8)
     service.run("sh", "-c", f"kill -9 {before[0]}")

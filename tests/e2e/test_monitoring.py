@@ -59,7 +59,7 @@ def watching(service: Running, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield server
 
 
-def until(claim: Callable[[], object], timeout_s: float = 30.0) -> None:
+def until(claim: Callable[[], object], timeout_s: float = 60.0) -> None:
     end = time.monotonic() + timeout_s
     while not claim():
         assert time.monotonic() < end, claim
@@ -155,7 +155,7 @@ def test_every_query_and_every_rule_runs_and_sees_a_worker_that_is_killed(
         until(lambda: watching.query("inferpool_ready == 1 unless inferpool_draining == 1"))
         os.kill(pids[0], signal.SIGKILL)
         waiting = [query for query in queries() if not OF_OTHER_HOSTS.search(query)]
-        end = time.monotonic() + 30
+        end = time.monotonic() + 60
         while waiting:
             load()
             waiting = [query for query in waiting if not watching.query(query)]
@@ -164,9 +164,13 @@ def test_every_query_and_every_rule_runs_and_sees_a_worker_that_is_killed(
             watching.query(query)
     assert [rule for rule in watching.rules() if rule["health"] == "err"] == []
     until(lambda: all(rule["health"] == "ok" for rule in watching.rules()))
-    restarts = watching.query('inferpool_worker_restarts_total{reason="signal"}')
-    assert [sample["value"][1] for sample in restarts] == ["1"]
-    assert "InferpoolDown" not in watching.firing()
+
+    def num_restarts() -> list[str]:
+        samples = watching.query('inferpool_worker_restarts_total{reason="signal"}')
+        return [sample["value"][1] for sample in samples]
+
+    # A scrape that took longer than half a second counts as none.
+    until(lambda: num_restarts() == ["1"] and "InferpoolDown" not in watching.firing())
 
 
 def test_top_shows_the_service_to_whoever_has_a_key(service: Running):

@@ -20,15 +20,9 @@ def workers(url):
     return model["workers"]
 
 
-def wait_for_workers(service, num):
-    while len(service.worker_pids()) < num:
-        service.wait_for_log("ready in")
-
-
 def test_two_replicas_share_one_verdict_and_say_which(tmp_path):
     env = {"INFERPOOL_CACHE_DIR": str(tmp_path), "INFERPOOL_SPEED_SEARCH": "false"}
     with running(SMALL, "--replicas", "2", "--speed", "auto", env=env) as service:
-        wait_for_workers(service, 2)
         (logged,) = [m for line in service.log if " speed: " in (m := str(line["message"]))]
         paths = [path for path in tmp_path.glob("*.json") if "-decode" not in path.name]
         (verdict,) = [json.loads(path.read_bytes()) for path in paths]
@@ -63,7 +57,6 @@ def test_without_a_folder_one_worker_measures_once_in_a_run_and_that_is_told(tmp
     env |= {"INFERPOOL_SPEED_SEARCH": "false"}
     arguments = (SMALL, "--replicas", "2", "--speed", "auto", "--log-level", "debug")
     with running(*arguments, env=env) as service:
-        wait_for_workers(service, 2)
         os.kill(service.worker_pids()[0], signal.SIGKILL)
         service.wait_for_log("ended")
         service.wait_for_log("ready in")

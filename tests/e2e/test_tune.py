@@ -79,7 +79,7 @@ def test_ctrl_c_tells_what_was_found_and_leaves_no_process(tmp_path: Path):
     assert "[models.echo]" in out
     assert not (tmp_path / "new.toml").exists()
     assert len(family) >= 2
-    assert left_over(family, 5) == []
+    assert left_over(family) == []
 
 
 @pytest.mark.parametrize(
