@@ -92,7 +92,7 @@ class Pipeline:
         inputs = self._bound(args, kwargs)
         rows = num_rows(inputs)
         if rows is None or not self._has_rows:
-            return self._sent([inputs])[1][0]
+            return self._whole(inputs)
         is_alone = self._passage.is_empty
         micro_batches = self._alone if is_alone else self._beside
         num_pieces = micro_batches.choose(rows)
@@ -112,17 +112,22 @@ class Pipeline:
         except Exception as error:  # the network is the user's: it may raise anything
             if is_out_of_memory(error):
                 raise
-            whole = self._sent([inputs])[1][0]  # raises if it is not for the pieces
+            whole = self._whole(inputs)  # raises if it is not for the pieces
             self._give_up_pieces(f"{type(error).__name__}: {error}")
             return whole
         if not self._num_checks_left or not have_different_rows(inputs):
             return result
-        whole = self._sent([inputs])[1][0]
+        whole = self._whole(inputs)
         if difference := deviation(result, whole, _PIECES_TOLERANCE):
             self._give_up_pieces(difference)
         elif self._num_checks_left:  # another batch may have been checked meanwhile
             self._num_checks_left -= 1
         return whole
+
+    def _whole(self, inputs: Any) -> Any:
+        """Send a batch through all stages in one piece."""
+        _, (output,) = self._sent([inputs])
+        return output
 
     def _give_up_pieces(self, reason: str) -> None:
         self._has_rows = False
