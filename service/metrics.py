@@ -339,7 +339,7 @@ def _histograms(models: Sequence[ModelMetrics]) -> Iterator[Metric]:
         (
             "queue_wait",
             "queue_wait_seconds",
-            "From an instance's arrival to the work.",
+            "What an instance waited, here and in its worker.",
         ),
         ("prepare_duration", "prepare_duration_seconds", "Decoding and collating a batch."),
         ("inference_duration", "inference_duration_seconds", "Computing and rendering a batch."),

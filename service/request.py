@@ -63,11 +63,11 @@ class Timing(msgspec.Struct, frozen=True, gc=False):
     """Where an instance's time went, in seconds."""
 
     queue_s: float
-    """From its arrival until work on its batch began: here, and in the worker that answered."""
+    """All that it waited: here, and in the worker that answered."""
     prepare_s: float
     """Decoding and collating its batch."""
     compute_s: float
-    """The forward pass and the rendering of its batch."""
+    """The forward pass and the rendering of its batch, without waits for a pipeline's others."""
 
 
 class Result(msgspec.Struct, frozen=True, gc=False):

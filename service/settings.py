@@ -96,8 +96,9 @@ class ModelSettings(_Table):
     """Within which 99 of 100 instances are to be answered, from their arrival: batches are kept as
     small as that takes, and what would be late is refused with 429. By default there is none."""
     batch_timeout_s: Auto | PositiveSeconds = "auto"
-    """A batch that has run for longer means a hang: its worker is killed and replaced. `auto`: ten
-    times the longest batch of the warm-up, at least 10 s; without a warm-up, 60 s."""
+    """A batch that has run for longer means a hang: its worker is killed and replaced. Waits for
+    other batches of a pipeline don't count. `auto`: ten times the longest batch of the warm-up, at
+    least 10 s; without a warm-up, 60 s."""
     load_timeout_s: float = Field(600.0, gt=0, allow_inf_nan=False)
     """A worker that has not become ready by then is killed, and started again."""
     credit: int = Field(2, ge=1, le=64)

@@ -79,7 +79,8 @@ class Computer:
         self._model = model
         self._pin_memory = pin_memory
         self._sample = sample
-        self._on_progress = on_progress
+        self.on_progress = on_progress
+        """See above; the loop that has several batches under way sets it."""
         self._keep = keep
         self._is_sample_finite: bool | None = None
         self._checks = OutputChecks(model)
@@ -156,7 +157,7 @@ class Computer:
         """Run the model on what was prepared, and render the answers."""
         for number, group in enumerate(prepared.groups):
             if number:
-                self._on_progress()
+                self.on_progress()
             self._compute_group(prepared, group)
         late = ItemError("deadline_exceeded", "the deadline passed before it was computed")
         return [late if outcome is None else outcome for outcome in prepared.outcomes]
@@ -235,7 +236,7 @@ class Computer:
             # What does not fit must not take up room while it is halved.
             batch, whole.batch = whole.batch, None
         else:
-            self._on_progress()
+            self.on_progress()
             indices = _in_time(prepared, indices)
             if not indices:
                 return True

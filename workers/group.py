@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.spec import Placement, Split
+from models.split.own_time import OwnTime
 from workers.memory import available_bytes
 from workers.wiring import RankEnds
 
@@ -54,7 +55,7 @@ class Group:
         self.rank, self.size = ends.rank, ends.num_ranks
         self.split: Split = placement.split
         self.device = torch.device(placement.devices[self.rank])
-        self.giving_way: Callable[[], AbstractContextManager[object]] = nullcontext
+        self.giving_way: Callable[[], AbstractContextManager[OwnTime]] = _alone
         """See `Ranks`; the loop that has several batches under way sets it."""
         self._ends = ends
         self._under_way: SimpleQueue[tuple[dist.Work | None, Tensor]] = SimpleQueue()
@@ -165,6 +166,11 @@ class Group:
         logger.log(level, "rank %d cannot be reached: %s", rank, error)
         time.sleep(_KILLED_WITHIN_S)
         os._exit(1)
+
+
+def _alone() -> AbstractContextManager[OwnTime]:
+    """There is nobody to give way to."""
+    return nullcontext(OwnTime())
 
 
 def backend_for(devices: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ import time
 
 from workers.memory import SharedMemory
 
-_BEAT_NS, _RECEIVED, _NUM_BATCHES, _LEAVE, _PROGRESS_NS = range(5)
+_BEAT_NS, _RECEIVED, _NUM_BATCHES, _LEAVE, _PROGRESS_NS, _AT_WORK_NS = range(6)
 _ROW_BYTES = mmap.PAGESIZE
 
 
@@ -30,6 +30,10 @@ class Heartbeat:
     def progressed(self) -> None:
         """The next part of the batch that is computed begins."""
         self._row[_BEAT_NS] = self._row[_PROGRESS_NS] = time.monotonic_ns()
+
+    def at_work_since(self, since: float) -> None:
+        """Where several batches are under way: the longest has taken what has passed since then."""
+        self._row[_AT_WORK_NS] = int(since * 1e9)
 
     def answered(self) -> None:
         """A batch is done, which was no canary; one thread at a time says so."""
@@ -74,6 +78,11 @@ class HeartbeatReader:
     def progressed_at(self) -> float:
         """When it last began with a part of a batch, in seconds; 0.0 if it never did."""
         return self._row[_PROGRESS_NS] / 1e9
+
+    @property
+    def at_work_since(self) -> float:
+        """What the worker says, that has several batches under way; else 0.0."""
+        return self._row[_AT_WORK_NS] / 1e9
 
     def tell_to_leave(self) -> None:
         """From now on SIGTERM ends the worker, which ignores it otherwise."""

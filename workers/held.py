@@ -14,6 +14,8 @@ _UNKNOWN_TIMEOUT_S = 60.0
 _MIN_TIMEOUT_S = 10.0
 _SLOWER = 10.0
 """A batch may take this many times longer than the longest batch of the warm-up."""
+_LOOK_EVERY = 0.25
+"""Of a batch's time, where several are under way."""
 
 
 def batch_timeout_s(wanted_s: float | None, warmup_s: float | None) -> float:
@@ -42,9 +44,10 @@ class Held:
 class HeldBatches:
     """By id, oldest first: the oldest alone has the worker's clock.
 
-    A pipeline computes several at once. What one of them hangs in, those behind it wait for, so the
-    clock of the oldest tells of it; one that was begun early has more time than it needs. One that
-    calls the network again and again lets others pass: their answers don't stop its clock.
+    A pipeline computes several at once, and each has a clock of its own there, which stands still
+    while it waits for another; the worker tells of the one that has taken longest. So what hangs is
+    seen, also one that calls the network again and again and lets others pass, and one that waits
+    behind many others has all its time.
     """
 
     def __init__(
@@ -114,7 +117,11 @@ class HeldBatches:
     def next_due_s(self, now: float) -> float:
         """How soon the oldest may have taken too long; infinite if there is none."""
         for id, batch in self._oldest():
-            return self._since() + self._limit_s(id, batch) - now
+            limit_s = self._limit_s(id, batch)
+            due_s = self._since() + limit_s - now
+            if self._heartbeat.at_work_since:  # a clock that stands still may have run before
+                due_s = min(due_s, limit_s * _LOOK_EVERY)
+            return due_s
         return float("inf")
 
     def hang(self, now: float) -> str:
@@ -150,7 +157,8 @@ class HeldBatches:
 
     def _since(self) -> float:
         # Parts of a batch that are computed one after another each have the time of a batch.
-        return max(self._oldest_since, self._heartbeat.progressed_at)
+        heartbeat = self._heartbeat
+        return max(self._oldest_since, heartbeat.progressed_at, heartbeat.at_work_since)
 
     def _limit_s(self, id: int, batch: Held) -> float:
         if not self._is_begun(id):

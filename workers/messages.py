@@ -98,12 +98,13 @@ class BatchDone(msgspec.Struct, frozen=True, array_like=True, tag="done", gc=Fal
     outcomes: list[Outcome]
     prepare_s: float
     compute_s: float
-    """From its beginning to its end, also where other batches are computed meanwhile."""
+    """Of its own: without the time in which it waited for other batches of a pipeline."""
     num_stored: int = 0
     """Outputs that lie in the worker's region; also those that others stored meanwhile."""
     prepare_began: float = 0.0
     """CLOCK_MONOTONIC seconds; so is the next."""
     compute_began: float = 0.0
+    """`compute_s` before its end: where it waited for others in between, it began earlier."""
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):

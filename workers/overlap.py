@@ -4,50 +4,92 @@ Each batch is computed in a thread. What a model's author writes need not be saf
 thread has the *turn*, and runs the model's code (`forward`, `postprocess`, `render_batch`) or this
 package's, until its batch is answered. Only while a call of the network is on its way through the
 stages does it give the turn to another. So between two batches nothing is shared but what `forward`
-keeps on the model across its call of the network.
+keeps on the model across its call of the network. The time of a batch is its own: its clock stands
+still while it waits for the turn, or for others that are in the stages before it.
 """
 
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
+from models.split.own_time import OwnTime
 from models.split.passage import FairLock
 from workers.compute import Prepared
 from workers.pools import started_pool
 
 
 class Turn:
-    """Whose turn it is to run the model's code."""
+    """Whose turn it is to run the model's code, and what each batch has taken of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Callable[[float], None]) -> None:
+        """Nobody has it.
+
+        Args:
+            tell: Is told since when the batch has been at work that has taken longest of its own;
+                while no clock runs, since when none does.
+        """
         self._lock = FairLock()
         self._owner: int | None = None
+        self._own_time = OwnTime()
+        """Of who has it."""
+        self._tell = tell
+        self._telling = threading.Lock()
+        self._clocks: dict[int, float] = {}
+        """By thread, since when those have run that run now."""
 
-    def __enter__(self) -> None:
-        """Wait for it."""
+    @contextmanager
+    def had(self) -> Iterator[OwnTime]:
+        """Wait for it, and have it for a batch, whose time begins then."""
+        self._take()
+        self._own_time = own_time = OwnTime(partial(self._show, threading.get_ident()))
+        try:
+            yield own_time
+        finally:
+            own_time.end()
+            self._pass_on()
+
+    @contextmanager
+    def given_up(self) -> Iterator[OwnTime]:
+        """Let others have it meanwhile; does nothing in a thread that has not got it."""
+        if self._owner != threading.get_ident():
+            yield OwnTime()
+            return
+        own_time = self._own_time
+        self._pass_on()
+        try:
+            yield own_time
+        finally:
+            with own_time.stopped():
+                self._take()
+            self._own_time = own_time
+
+    def progressed(self) -> None:
+        """The next part of the batch begins that has it."""
+        self._own_time.progressed()
+
+    def _take(self) -> None:
         self._lock.acquire()
         self._owner = threading.get_ident()
 
-    def __exit__(self, *error: object) -> None:
-        """Pass it on."""
+    def _pass_on(self) -> None:
         self._owner = None
         self._lock.release()
 
-    @contextmanager
-    def given_up(self) -> Iterator[None]:
-        """Let others have it meanwhile; does nothing in a thread that has not got it."""
-        if self._owner != threading.get_ident():
-            yield
-            return
-        self.__exit__()
-        try:
-            yield
-        finally:
-            self.__enter__()
+    def _show(self, thread: int, since: float) -> None:
+        """See `OwnTime`."""
+        with self._telling:
+            if since == math.inf:
+                self._clocks.pop(thread, None)
+            else:
+                self._clocks[thread] = since
+            self._tell(min(self._clocks.values(), default=time.monotonic()))
 
 
 class Overlap:
@@ -57,7 +99,7 @@ class Overlap:
         self,
         num_at_once: int,
         turn: Turn,
-        answer: Callable[[Prepared], None],
+        answer: Callable[[Prepared, OwnTime], None],
     ) -> None:
         """Start the threads.
 
@@ -106,6 +148,6 @@ class Overlap:
         return any(answered)
 
     def _compute(self, prepared: Prepared) -> bool:
-        with torch.inference_mode(), self._turn:
-            self._answer(prepared)
+        with torch.inference_mode(), self._turn.had() as own_time:
+            self._answer(prepared, own_time)
         return not prepared.is_canary

@@ -23,6 +23,7 @@ import torch
 from models.base import Item
 from models.speed.choose import SpeedWish, choose
 from models.split.network import load_model
+from models.split.own_time import OwnTime
 from workers.allocator import SpareMemory, give_back
 from workers.compiling import compile_package
 from workers.compute import Computer, Prepared
@@ -84,8 +85,9 @@ def main(
         if group is None or num_at_once == 1:
             loop.run()
         else:
-            turn = Turn()
+            turn = Turn(heartbeat.at_work_since)
             group.giving_way = turn.given_up
+            computer.on_progress = turn.progressed
             loop.run_overlapping(num_at_once, turn)
         if group is not None:
             group.let_go()
@@ -203,11 +205,14 @@ class Loop:
                 self._heartbeat.beat()
                 self._spare_memory.idle(time.monotonic())
 
-    def _answer(self, prepared: Prepared) -> None:
+    def _answer(self, prepared: Prepared, own_time: OwnTime | None = None) -> None:
         began = time.monotonic()
         num_stored_before = self._outputs.num_stored
         outcomes = self._computer.compute(prepared)
         self._compute_s = time.monotonic() - began
+        if own_time is not None:
+            began += own_time.waited_s
+            self._compute_s -= own_time.waited_s
         if prepared.is_canary:
             outcomes = self._computer.judge_sample(outcomes)
             self._heartbeat.beat()

@@ -4,6 +4,8 @@ import threading
 import time
 from collections import deque
 
+from models.split.own_time import OwnTime
+
 
 class FairLock:
     """A lock that is had in the order of asking, where `threading.Lock` is had by the quickest."""
@@ -37,11 +39,13 @@ class FairLock:
 class Call:
     """One call's way through the pipeline."""
 
-    def __init__(self, before: "Call | None") -> None:
+    def __init__(self, before: "Call | None", own_time: OwnTime) -> None:
         self._is_out = threading.Event()
         self.is_alone = before is None or before.is_out
         """No other was inside when it entered."""
         self._before = None if self.is_alone else before
+        self._own_time = own_time
+        self._behind_s = 0.0
         self._began = time.perf_counter()
         self._ended = 0.0
 
@@ -61,9 +65,20 @@ class Call:
     def wait_for_others(self) -> None:
         """Until those that entered before are out: what comes out next is this call's."""
         if self._before is not None:
-            self._before._is_out.wait()
+            asked = time.perf_counter()
+            with self._own_time.stopped():
+                self._before._is_out.wait()
+            self._behind_s += time.perf_counter() - asked
             self._began = max(self._began, self._before._ended)
             self._before = None
+
+    def was_held_up(self, seconds: float) -> None:
+        """What came out had to wait for so long: the stages had the calls before in their hands.
+
+        In the rest of `wait_for_others`, one stage worked on this call and another on those.
+        """
+        self._own_time.take_back(max(0.0, self._behind_s - seconds))
+        self._behind_s = 0.0
 
     def leave(self) -> None:
         """Let the next one have what comes out."""
@@ -84,10 +99,15 @@ class Passage:
         """No call is inside."""
         return self._last is None or self._last.is_out
 
-    def enter(self) -> Call:
-        """Wait until the call before has sent all that it has to send."""
-        self._entrance.acquire()
-        self._last = call = Call(self._last)
+    def enter(self, own_time: OwnTime) -> Call:
+        """Wait until the call before has sent all that it has to send.
+
+        Args:
+            own_time: Of the batch that it is a call of.
+        """
+        with own_time.stopped():
+            self._entrance.acquire()
+        self._last = call = Call(self._last, own_time)
         return call
 
     def let_next_in(self) -> None:

@@ -15,6 +15,7 @@ times our time (medians; quartiles within 0.86 to 1.06).
 import inspect
 import logging
 import math
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -137,16 +138,19 @@ class Pipeline:
     def serve_next(self, timeout_s: float) -> None:
         """Compute this stage of a piece, and send on what it yields, or what it raises."""
         ranks = self._ranks
+        free_since = time.monotonic()
         message, tensors = ranks.receive(ranks.rank - 1, timeout_s)
         assert isinstance(message, list)
         if message[0] == "values":
-            message, tensors = self._computed(unpack(message[1], tensors, ranks.device))
+            _, said, sent_at, held_up_s = message
+            held_up_s += max(0.0, free_since - sent_at)
+            message, tensors = self._computed(unpack(said, tensors, ranks.device), held_up_s)
         ranks.send((ranks.rank + 1) % ranks.size, message, tensors)
 
     def _sent(self, pieces: Sequence[Any]) -> tuple[Call, list[Any]]:
         """Send pieces through all stages, while the caller's thread gives way to others."""
-        with self._ranks.giving_way():
-            call = self._passage.enter()
+        with self._ranks.giving_way() as own_time:
+            call = self._passage.enter(own_time)
             replies, failed = self._run(call, pieces)
             call.leave()
         if failed is not None:
@@ -172,7 +176,7 @@ class Pipeline:
             try:
                 with torch.inference_mode():
                     said, tensors = pack(self._stage(*piece), ranks.device)
-                ranks.send(1, ["values", said], tensors)
+                ranks.send(1, _values(said, 0.0), tensors)
             except Exception as error:  # the network is the user's: it may raise anything
                 failed = error
                 break
@@ -185,7 +189,11 @@ class Pipeline:
 
     def _reply(self, call: Call) -> tuple[object, list[Tensor]]:
         call.wait_for_others()
-        return self._ranks.receive(self._ranks.size - 1)
+        message, tensors = self._ranks.receive(self._ranks.size - 1)
+        assert isinstance(message, list)
+        if message[0] == "values":
+            call.was_held_up(message[3])
+        return message, tensors
 
     def _output(self, message: Any, tensors: Sequence[Tensor]) -> Any:
         if message[0] == "error":
@@ -193,11 +201,13 @@ class Pipeline:
             raise RankError(rank, text, is_out_of_memory=is_shortage)
         return unpack(message[1], tensors, self._ranks.device)
 
-    def _computed(self, values: Sequence[Any]) -> tuple[object, list[Tensor]]:
+    def _computed(
+        self, values: Sequence[Any], held_up_s: float
+    ) -> tuple[list[object], list[Tensor]]:
         try:
             with torch.inference_mode():
                 said, tensors = pack(self._stage(*values), self._ranks.device)
-            return ["values", said], tensors
+            return _values(said, held_up_s), tensors
         except torch.AcceleratorError as error:
             if not is_out_of_memory(error):
                 raise  # the context is lost, and this rank with it
@@ -228,6 +238,16 @@ class Pipeline:
                 )
         bound.apply_defaults()
         return tuple(bound.arguments[name] for name in self._arguments)
+
+
+def _values(said: object, held_up_s: float) -> list[object]:
+    """What goes with the values that a stage has made of a piece.
+
+    Args:
+        said: See `pack`.
+        held_up_s: How long it was in front of stages that had others in their hands.
+    """
+    return ["values", said, time.monotonic(), held_up_s]
 
 
 def load_pipeline(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from models.spec import Split
+from models.split.own_time import OwnTime
 
 
 class Ranks(Protocol):
@@ -62,9 +63,10 @@ class Ranks(Protocol):
             TimeoutError: None has come.
         """
 
-    def giving_way(self) -> AbstractContextManager[object]:
+    def giving_way(self) -> AbstractContextManager[OwnTime]:
         """What a call is in, on the lead, while all that it does is its own and the other ranks'.
 
         The lead may have several batches under way, each in a thread. One of these runs the model's
-        code, and the others wait until it gives way, or has an answer.
+        code, and the others wait until it gives way, or has an answer. What is entered is the clock
+        of the caller's batch, to be stopped while the call waits for others.
         """

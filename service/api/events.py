@@ -55,7 +55,7 @@ class Sample:
     latency_ms: Percentiles | None
     """Of the HTTP calls answered with 200, from their head to their answer; null without any."""
     queue_ms: Percentiles | None
-    """Of instances, from their arrival to the work."""
+    """What instances waited, here and in their workers."""
     inference_ms: Percentiles | None
     """Of batches: the forward pass and rendering."""
     batch_sizes: Mapping[str, int]

@@ -90,7 +90,7 @@ def test_death_of_a_stage_with_several_batches_under_way_is_laid_to_the_guilty_a
     file.write_text(
         """
         [models.m]
-        source = "tests.two_stages:TwoStages"
+        source = "tests.acting_stages:ActingStages"
         placement = "pipeline"
         devices_per_replica = 2
         replicas = 1

@@ -6,7 +6,7 @@ from workers.held import Held, HeldBatches
 
 
 def test_the_oldest_batch_is_as_old_as_the_time_that_it_has_had_the_worker():
-    heartbeat = SimpleNamespace(last_received=0, progressed_at=0.0)
+    heartbeat = SimpleNamespace(last_received=0, progressed_at=0.0, at_work_since=0.0)
     held = HeldBatches(heartbeat, batch_timeout_s=10, patience_s=1)  # type: ignore[arg-type]
     batch = Held([], None, 10)
     assert held.oldest_age_s(now=5.0) == 0
@@ -22,7 +22,7 @@ def test_the_oldest_batch_is_as_old_as_the_time_that_it_has_had_the_worker():
 
 
 def test_answers_to_later_batches_do_not_hide_that_the_oldest_hangs():
-    heartbeat = SimpleNamespace(last_received=3, progressed_at=0.0)
+    heartbeat = SimpleNamespace(last_received=3, progressed_at=0.0, at_work_since=0.0)
     held = HeldBatches(heartbeat, batch_timeout_s=10, patience_s=1)  # type: ignore[arg-type]
     for id in (1, 2, 3):
         held.add(id, Held([], None, 10), now=5.0)
@@ -31,3 +31,15 @@ def test_answers_to_later_batches_do_not_hide_that_the_oldest_hangs():
     assert held.hang(now=16.0)
     held.remove(1, now=16.0)
     assert held.oldest_age_s(now=17.0) == 1.0
+
+
+def test_batch_of_several_under_way_has_the_time_that_it_takes_of_its_own():
+    heartbeat = SimpleNamespace(last_received=2, progressed_at=0.0, at_work_since=9.0)
+    held = HeldBatches(heartbeat, batch_timeout_s=2, patience_s=1)  # type: ignore[arg-type]
+    for id in (1, 2):
+        held.add(id, Held([], None, 2), now=5.0)
+    assert held.oldest_age_s(now=10.0) == 1.0
+    assert not held.hang(now=10.0)
+    assert held.next_due_s(now=10.0) <= 1.0
+    heartbeat.at_work_since = 7.5  # another clock, which stood still and runs again
+    assert held.hang(now=10.0)

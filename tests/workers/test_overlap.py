@@ -1,13 +1,14 @@
 """The lead of a pipeline has several batches under way at once, in real processes."""
 
 import asyncio
+import contextlib
 import time
 from dataclasses import replace
 
 import pytest
 
 from models.spec import Placement
-from tests.two_stages import STAGE_S
+from tests.acting_stages import STAGE_S
 from tests.workers.contract import answers, config_of
 from tests.workers.test_local import arena, engine, put, run  # noqa: F401  # fixtures
 from workers.config import WorkerConfig
@@ -18,7 +19,7 @@ from workers.local_worker import LocalWorker
 
 
 async def started(engine: LocalEngine, **changes: object) -> LocalWorker:  # noqa: F811
-    return await serving(config_of("tests.two_stages:TwoStages", **changes), 2, engine)
+    return await serving(config_of("tests.acting_stages:ActingStages", **changes), 2, engine)
 
 
 async def serving(config: WorkerConfig, num_ranks: int, engine: LocalEngine) -> LocalWorker:  # noqa: F811
@@ -92,6 +93,52 @@ def test_death_loses_each_batch_that_is_under_way_once(
                 await batch
             assert lost.value.started
         assert (await worker.wait()).was_at_work
+
+    run(go())
+
+
+def test_waits_for_other_batches_are_not_a_batch_s_own_time(engine: LocalEngine, put, run):  # noqa: F811
+    async def go():
+        worker = await started(engine, batch_timeout_s=14 * STAGE_S)
+        long = {"n": 3, "do": "sleep", "stage": 1, "calls": 9}
+        began = time.monotonic()
+        batches = [worker.run([put(long)]) for _ in range(2)]
+        for done in [await batch for batch in batches]:
+            assert answers(done) == [6]
+            assert 9 * STAGE_S <= done.compute_s < 14 * STAGE_S
+            assert began + 9 * STAGE_S <= done.compute_began + done.compute_s <= time.monotonic()
+        assert time.monotonic() - began > 18 * STAGE_S
+        await worker.stop(5)
+
+    run(go())
+
+
+def test_what_stages_take_for_a_batch_while_others_are_before_it_is_its_own(
+    engine: LocalEngine,  # noqa: F811
+    put,  # noqa: F811
+    run,  # noqa: F811
+):
+    async def go():
+        worker = await serving(config_of("tests.acting_stages:ActingStages"), 3, engine)
+        batches = [worker.run([put({"n": n, "do": "sleep", "stage": -1})]) for n in range(5)]
+        assert all([(await batch).compute_s >= 3 * STAGE_S for batch in batches])
+        await worker.stop(5)
+
+    run(go())
+
+
+def test_batch_that_lets_others_pass_for_ever_hangs(engine: LocalEngine, put, run):  # noqa: F811
+    async def go():
+        worker = await started(engine, batch_timeout_s=5 * STAGE_S)
+        endless = worker.run([put({"n": 1, "do": "sleep", "stage": 1, "calls": 10_000})])
+        num_answered = 0
+        while not endless.done():
+            with contextlib.suppress(WorkerLostError):
+                assert answers(await worker.run([put({"n": 2, "do": "sleep", "stage": 1})])) == [4]
+                num_answered += 1
+        with pytest.raises(WorkerLostError, match="hung: a batch"):
+            await endless
+        assert num_answered
 
     run(go())
 

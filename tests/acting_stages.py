@@ -1,4 +1,4 @@
-"""A model cut in two, whose stages do what an input says, and which sees whether it is alone."""
+"""A split model whose stages do what an input says, and which sees whether it is alone."""
 
 import os
 import signal
@@ -16,14 +16,14 @@ STAGE_S = 0.1
 
 
 class Step(nn.Module):
-    """Branches on its input, so that it is one step: rows of a number, an act, and who acts."""
+    """Branches on its input, so that it is one step: rows of a number, an act and who acts."""
 
     def __init__(self, stage: int) -> None:
         super().__init__()
         self._stage = stage
 
     def forward(self, rows: Tensor) -> Tensor:
-        for _, act, stage in rows.tolist():
+        for _, act, stage, *_ in rows.tolist():
             if stage in (self._stage, -1):
                 self._act(_ACTS[int(act)])
         return rows + 0
@@ -40,15 +40,19 @@ class Step(nn.Module):
                 time.sleep(3600)
 
 
-class TwoStages(Model):
-    """Takes {"n": number, "do": act, "stage": which}, of which -1 is both; answers twice n."""
+class ActingStages(Model):
+    """Takes {"n": number, "do": act, "stage": which}, of which -1 is all; answers twice n.
+
+    With "calls" its network is called so often, one call after the other.
+    """
 
     outputs = (TensorSpec(name="twice", dtype="int64", shape=(-1,)),)
-    split_points = ("1",)
 
     def load(self, placement: Placement) -> None:
+        stages = range(placement.num_ranks)
+        self.split_points = [str(stage) for stage in stages[1:]]
         self.network = self.load_network(
-            lambda: nn.Sequential(Step(0), Step(1)), None, placement, example=[torch.zeros(1, 3)]
+            lambda: nn.Sequential(*map(Step, stages)), None, placement, example=[torch.zeros(1, 4)]
         )
         self._num_inside = 0
 
@@ -56,13 +60,15 @@ class TwoStages(Model):
         value = item.json()
         assert isinstance(value, dict)
         act = _ACTS.index(value.get("do", "ok"))
-        return {"x": torch.tensor([value["n"], act, value.get("stage", 0)], dtype=torch.float32)}
+        row = [value["n"], act, value.get("stage", 0), value.get("calls", 1)]
+        return {"x": torch.tensor(row, dtype=torch.float32)}
 
     def forward(self, batch: Features) -> Features:
         self._work()
         assert self.network is not None
-        x_BA = self.network(batch["x"])
-        self._work()
+        for _ in range(int(batch["x"][:, 3].amax())):
+            x_BA = self.network(batch["x"])
+            self._work()
         assert isinstance(x_BA, Tensor)
         return {"twice": x_BA[:, 0].long() * 2}
 
