@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
@@ -16,6 +16,7 @@ from service.api.codecs import TYPES, decode
 from service.api.tensor_codec import NPY_DTYPES
 from service.errors import ServiceError
 from tests.fuzz.inputs import make_input
+from tests.properties import untimed
 from tests.service.api.fakes import body_of, head, spec
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
@@ -65,7 +66,7 @@ def take(item: Item, inputs: "tuple[TensorSpec, ...]") -> None:
         assert features[each.name].dim() == len(each.instance_shape)
 
 
-@settings(max_examples=400, deadline=None)
+@untimed(max_examples=400)
 @given(
     content_type=st.sampled_from(CONTENT_TYPES),
     body=st.binary(max_size=400),
@@ -88,7 +89,7 @@ def test_nearly_right_bodies_make_a_value_or_a_typed_error(first: int):
         read(content_type, body, INPUTS[number % len(INPUTS)], cut=number % 40)
 
 
-@settings(max_examples=100, deadline=None)
+@untimed(max_examples=100)
 @given(
     dtype=st.sampled_from(sorted(NPY_DTYPES)),
     shape=st.lists(st.integers(0, 4), max_size=4),

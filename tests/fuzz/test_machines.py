@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -18,6 +18,7 @@ from hypothesis.stateful import (
 
 from service.batcher import Batcher
 from service.deadlines import NO_TICK, TICK_S, Deadlines
+from tests.properties import untimed
 from workers.arena import MIN_BLOCK_BYTES, Arena
 from workers.messages import UNREADABLE, BatchDone, FromWorker
 from workers.queues import FrameError, FrameReader, PrivateQueue
@@ -80,7 +81,7 @@ class ArenaMachine(RuleBasedStateMachine):
 def test_arena_keeps_every_slot_apart_and_is_whole_again_at_the_end():
     run_state_machine_as_test(
         ArenaMachine,
-        settings=settings(max_examples=40, stateful_step_count=40, deadline=None),
+        settings=untimed(max_examples=40, stateful_step_count=40),
     )
 
 
@@ -92,7 +93,7 @@ def read_all(reader: FrameReader) -> list[bytes]:
             return frames
 
 
-@settings(max_examples=200, deadline=None)
+@untimed(max_examples=200)
 @given(st.lists(st.binary(max_size=60), max_size=8))
 def test_rubbish_from_a_worker_makes_frames_or_a_frame_error(pieces: list[bytes]):
     queue = PrivateQueue()
@@ -109,7 +110,7 @@ def test_rubbish_from_a_worker_makes_frames_or_a_frame_error(pieces: list[bytes]
         queue.close()
 
 
-@settings(max_examples=100, deadline=None)
+@untimed(max_examples=100)
 @given(bodies=st.lists(st.binary(max_size=300), max_size=6), cuts=st.lists(st.integers(1, 90)))
 def test_frames_survive_any_cutting(bodies: list[bytes], cuts: list[int]):
     queue = PrivateQueue()
@@ -141,7 +142,7 @@ def assert_decodes_or_says_so(frame: bytes) -> None:
         return
 
 
-@settings(max_examples=300, deadline=None)
+@untimed(max_examples=300)
 @given(
     keep=st.integers(0, len(DONE)),
     edits=st.lists(st.tuples(st.integers(0, len(DONE) - 1), st.integers(0, 255)), max_size=6),
@@ -168,7 +169,7 @@ class Waiting:
         return self.priority, left, self.number
 
 
-@settings(max_examples=200, deadline=None)
+@untimed(max_examples=200)
 @given(
     waiting=st.lists(
         st.tuples(st.integers(1, 9), st.sampled_from((0.05, 0.5, 5.0, 50.0)), st.booleans()),
@@ -203,7 +204,7 @@ class Thing:
     tick: int = NO_TICK
 
 
-@settings(max_examples=15, deadline=None)
+@untimed(max_examples=15)
 @given(after_ticks=st.lists(st.floats(-2, 6), max_size=30), discarded=st.sets(st.integers(0, 29)))
 def test_each_deadline_falls_due_once_in_time_unless_discarded(after_ticks, discarded):
     async def go() -> None:

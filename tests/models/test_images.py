@@ -5,13 +5,14 @@ from io import BytesIO
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import ExifTags, Image, ImageOps
 
 from models.errors import InputError
 from models.images import decode_image
 from tests.models.items import encoded, photo, pixels_of
+from tests.properties import untimed
 
 CHELSEA = photo("chelsea").resize((90, 60))
 COFFEE = photo("coffee")
@@ -187,7 +188,7 @@ SAMPLES = [
 ] + [encoded(CHELSEA.resize((24, 16)), "TIFF", compression="tiff_lzw")]
 
 
-@settings(deadline=None, max_examples=600)
+@untimed(max_examples=600)
 @given(
     sample=st.sampled_from(SAMPLES),
     keep=st.floats(0, 1),

@@ -1,7 +1,8 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.properties import untimed
 from workers.arena import MIN_BLOCK_BYTES, Arena, Slots, slot_bytes
 from workers.memory import SharedMemoryError
 
@@ -50,7 +51,7 @@ def test_memory_that_is_not_to_be_had_is_an_error_that_says_how_much():
         Arena(1 << 60)
 
 
-@settings(max_examples=60, deadline=None)
+@untimed(max_examples=60)
 @given(
     st.lists(
         st.tuples(st.booleans(), st.integers(0, 300_000), st.integers(0, 10_000)), max_size=120
@@ -92,7 +93,7 @@ def test_an_arena_is_divided_into_parts_that_are_allocated_apart():
     arena.close()
 
 
-@settings(deadline=None)
+@untimed()
 @given(st.lists(st.integers(0, 20_000), max_size=40), st.data())
 def test_a_later_allocator_over_the_same_part_leaves_the_slots_of_the_earlier_one_alone(
     sizes, data

@@ -16,6 +16,7 @@ from service.errors import (
     TooLargeError,
     UnsupportedTypeError,
 )
+from tests.properties import untimed
 from tests.service.api.fakes import body_of, head, kinds, spec
 from tests.service.api.test_json_codec import JPEG
 from tests.service.api.test_tensor_codec import npy
@@ -201,6 +202,7 @@ form_pieces = st.sampled_from(
 bodies = st.binary(max_size=100) | st.lists(form_pieces | st.binary(max_size=9)).map(b"".join)
 
 
+@untimed()
 @given(types | st.binary(max_size=40), bodies, st.binary(max_size=30), st.booleans())
 def test_any_call_is_decoded_or_refused_by_a_service_error(
     content_type: bytes, body: bytes, query: bytes, is_known: bool

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from service.api.json_codec import decode_json, is_image
 from service.errors import BadRequestError, InvalidInputError, ServiceError, TooLargeError
+from tests.properties import untimed
 from tests.service.api.fakes import head, kinds
 
 JPEG = b"\xff\xd8\xff\xe0rest"
@@ -136,6 +137,7 @@ json_like = st.binary(max_size=60) | st.recursive(
 ).map(lambda value: json.dumps(value).encode())
 
 
+@untimed()
 @given(json_like | json_like.map(lambda text: b'{"instances":[%s]}' % text))
 def test_any_body_is_decoded_or_refused_by_a_service_error(text: bytes) -> None:
     try:

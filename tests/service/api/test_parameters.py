@@ -13,6 +13,7 @@ from service.api.parameters import (
     read_query,
 )
 from service.errors import BadRequestError, InvalidInputError, TooLargeError
+from tests.properties import untimed
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.text(),
@@ -90,6 +91,7 @@ def test_depth_is_counted_as_exactly_in_long_texts() -> None:
     assert is_too_deep(b"[" * 99 + flat + b"]" * 99)
 
 
+@untimed()
 @given(json_values)
 def test_brackets_in_strings_have_no_depth(value: object) -> None:
     nested = json.dumps([value, "[{" * 200, '\\"' * 50 + "[" * 200, {"[[\\" * 60: "\\"}])
@@ -97,11 +99,13 @@ def test_brackets_in_strings_have_no_depth(value: object) -> None:
     assert is_too_deep(b"[" * 101 + nested.encode() + b"]" * 101)
 
 
+@untimed()
 @given(st.text())
 def test_a_literal_is_always_json(text: str) -> None:
     json.loads(literal(text))
 
 
+@untimed()
 @given(st.binary(max_size=200))
 def test_any_query_makes_an_object_or_a_service_error(query: bytes) -> None:
     try:

@@ -13,6 +13,7 @@ from models.spec import TensorSpec
 from service.api.tensor_codec import cut, decode_npy, decode_raw, decode_safetensors
 from service.errors import BadRequestError, InvalidInputError, ServiceError, TooLargeError
 from service.request import Payload
+from tests.properties import untimed
 from tests.service.api.fakes import body_of, head, kinds, spec
 
 X = np.arange(24, dtype=np.float32).reshape(4, 2, 3)
@@ -293,6 +294,7 @@ damaged = st.tuples(
 queries = st.sampled_from([b"", b"dtype=float32&shape=4,2,3", b"dtype=bool&shape=", b"name=y"])
 
 
+@untimed()
 @given(damaged, queries, st.sampled_from([(), (BATCH,), (INSTANCE,)]), st.integers(1, 300))
 def test_any_bytes_are_decoded_or_refused_by_a_service_error(
     made: tuple[bytes, list[tuple[int, bytes]]],
