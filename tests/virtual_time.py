@@ -2,19 +2,24 @@
 
 import asyncio
 import selectors
+import time
+from collections.abc import Coroutine
+
+import pytest
 
 
 class _Jump(selectors.SelectSelector):
-    """Never waits: what it was to wait is added to the clock."""
+    """Never waits: where nothing is ready, what it was to wait is added to the clock."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 1000.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        assert timeout is not None, "nothing will ever happen"
-        self.now += max(0.0, timeout)
-        return super().select(0)
+        if not (ready := super().select(0)):
+            assert timeout is not None, "nothing will ever happen"
+            self.now += max(0.0, timeout)
+        return ready
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -26,3 +31,17 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._jump.now
+
+
+def run_in_virtual_time(coroutine: Coroutine[object, object, None], limit_s: float = 10.0) -> None:
+    """Run it on a `VirtualLoop`, whose clock is `time.monotonic` meanwhile.
+
+    Args:
+        limit_s: How long it may take, by that clock.
+    """
+    with (
+        asyncio.Runner(loop_factory=VirtualLoop) as runner,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(time, "monotonic", runner.get_loop().time)
+        runner.run(asyncio.wait_for(coroutine, limit_s))

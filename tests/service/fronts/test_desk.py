@@ -26,6 +26,7 @@ from service.quarantine import Quarantine
 from service.request import CallOptions, Payload
 from tests.fakes import FakeWorker
 from tests.service.api.fakes import NoCommands
+from tests.virtual_time import run_in_virtual_time
 from workers.arena import Arena, Slots
 from workers.messages import ItemError, TensorBlob
 
@@ -99,7 +100,7 @@ def run(test: Callable[[Bench], Awaitable[None]]) -> None:
         bench.part.close()
         bench.arena.close()
 
-    asyncio.run(asyncio.wait_for(go(), 20))
+    run_in_virtual_time(go())
 
 
 def test_what_is_asked_in_one_turn_is_one_batch_and_each_gets_its_own_answer():
