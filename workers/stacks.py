@@ -17,8 +17,11 @@ from workers.memory import open_anonymous
 
 DUMP_SIGNAL = signal.SIGUSR1
 _STEP_S = 0.01
-_NUM_STEPS = 25
-"""A dump takes a few milliseconds; a process that needs longer is killed without."""
+_NUM_STEPS = 100
+"""A dump takes a few milliseconds, and on a busy host many more; a process that needs longer than
+all of them is killed without."""
+_NUM_QUIET_STEPS = 5
+"""A dump that has not grown for so long is whole: who writes it may lose the core in between."""
 _MAX_BYTES = 1 << 16
 """Of one dump in the log; faulthandler itself stops at 100 threads of 100 frames."""
 
@@ -47,13 +50,14 @@ class Stacks:
             os.kill(pid, DUMP_SIGNAL)
         except (psutil.Error, ProcessLookupError):
             return "gone", ""
-        size = 0
+        size = num_quiet = 0
         for _ in range(_NUM_STEPS):
             await asyncio.sleep(_STEP_S)
             if self._file.closed:
                 return "gone", ""
             before, size = size, self.num_new_bytes
-            if size and size == before:
+            num_quiet = num_quiet + 1 if size and size == before else 0
+            if num_quiet == _NUM_QUIET_STEPS:
                 break
         return state, self.take()
 
