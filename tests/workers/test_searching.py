@@ -52,7 +52,7 @@ def test_it_gives_way_to_all_others_and_ends_when_it_is_no_longer_wanted(tmp_pat
         await asyncio.gather(task, return_exceptions=True)
         return [process]
 
-    assert not left_over(asyncio.run(go()), 5)
+    assert not left_over(asyncio.run(go()), 60)  # at idle priority even an end takes time
 
 
 def test_one_that_gets_no_time_is_ended_at_once_and_does_not_count_as_killed(tmp_path):
@@ -94,7 +94,7 @@ def test_it_does_not_outlive_a_front_end_that_is_killed(tmp_path):
         family = psutil.Process(front_end.pid).children(recursive=True)
         assert family
         front_end.send_signal(signal.SIGKILL)
-    assert not left_over(family, 10)
+    assert not left_over(family, 60)
 
 
 @pytest.mark.compile  # it compiles nothing, but imports torch at idle priority
