@@ -21,25 +21,19 @@ from tests.bench.report import paired, spread
 from tests.bench.rounds import Match, Plan
 from tests.bench.servers.work import WORK
 from tests.bench.workloads import WORKLOADS
+from tests.ports import free_port
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind((HOST, 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
 def test_a_server_is_started_asked_and_ended_with_all_its_processes(tmp_path):
-    port = _free_port()
+    port = free_port()
     module = "tests.bench.servers.ladder_server"
     contender = Contender(
         name="ladder", argv=[sys.executable, "-m", module, "{port}", "--queue", "--fastapi"]
     )
     with Server(contender, port, tmp_path / "log") as server:
-        answer = server.wait_ready(Probe(path="/predict", body=b"12345"), timeout_s=30)
+        answer = server.wait_ready(Probe(path="/predict", body=b"12345"), timeout_s=60)
         assert answer == b'{"bytes": 5}'
         assert ask(port, Probe(path="/predict", body=b"x" * 200_000))[1] == b'{"bytes": 200000}'
         pids = server.pids()
@@ -59,8 +53,8 @@ time.sleep(600)
 
 def test_a_worker_in_a_session_of_its_own_is_ended_even_if_its_parent_has_gone(tmp_path):
     contender = Contender(name="ladder", argv=[sys.executable, "-c", _WITH_A_WORKER])
-    with Server(contender, _free_port(), tmp_path / "log") as server:
-        until = time.monotonic() + 20
+    with Server(contender, free_port(), tmp_path / "log") as server:
+        until = time.monotonic() + 60
         while len(pids := server.pids()) < 2 and time.monotonic() < until:
             time.sleep(0.01)
         _, worker = pids
@@ -74,8 +68,8 @@ _WITH_A_FILE = "import tempfile, time; print(tempfile.mkdtemp(), flush=True); ti
 def test_what_a_server_leaves_in_its_folder_for_temporary_files_goes_with_it(tmp_path):
     log = tmp_path / "log"
     contender = Contender(name="ladder", argv=[sys.executable, "-c", _WITH_A_FILE])
-    with Server(contender, _free_port(), log) as server:
-        until = time.monotonic() + 20
+    with Server(contender, free_port(), log) as server:
+        until = time.monotonic() + 60
         while not log.read_text().endswith("\n") and time.monotonic() < until:
             time.sleep(0.01)
         assert server.pids() == [server.pid]
@@ -94,7 +88,7 @@ def _is_alive(pid: int) -> bool:
 
 @pytest.mark.alone
 def test_arrivals_come_at_their_rate_and_omit_nothing(tmp_path):
-    port = _free_port()
+    port = free_port()
     module = "tests.bench.servers.ladder_server"
     contender = Contender(name="ladder", argv=[sys.executable, "-m", module, "{port}"])
     body = tmp_path / "body"
@@ -102,7 +96,7 @@ def test_arrivals_come_at_their_rate_and_omit_nothing(tmp_path):
     bodies = Bodies(files=[body], content_type="application/octet-stream")
     plan = Plan(connections=(), secs=1, warm_s=0, rounds=1, port=port)
     with Server(contender, port, tmp_path / "log") as server:
-        server.wait_ready(bodies.probe(), timeout_s=30)
+        server.wait_ready(bodies.probe(), timeout_s=60)
         found = sweep.arrivals(port, bodies, 100.0, plan, max_connections=8, seed=0)
         # 100 expected; five standard deviations of a Poisson process.
         assert 50 <= found["num_due"] <= 150
@@ -146,7 +140,7 @@ def test_a_port_that_is_taken_is_refused(capsys):
 def test_a_peer_asked_for_by_name_must_be_installed(capsys, monkeypatch):
     monkeypatch.setattr(peers, "require_wrk", lambda: None)
     monkeypatch.setattr(peers, "installed_version", lambda python, distribution: None)
-    assert main(["peers", "--peers", "mosec", "--port", str(_free_port())]) == 2
+    assert main(["peers", "--peers", "mosec", "--port", str(free_port())]) == 2
     assert "--peer-python mosec=PATH" in capsys.readouterr().err
 
 

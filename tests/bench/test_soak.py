@@ -1,5 +1,4 @@
 import json
-import socket
 from collections import Counter
 from dataclasses import replace
 
@@ -10,6 +9,7 @@ from tests.bench.__main__ import main
 from tests.bench.soak import failures_of
 from tests.bench.soak_load import Counts, kinds
 from tests.bench.trend import Trend
+from tests.ports import free_port
 
 _HOLDINGS = Holdings(
     descriptors=30,
@@ -69,11 +69,8 @@ def test_what_is_not_as_it_should_be_is_named(change, failure):
 
 @pytest.mark.alone
 def test_short_soak_has_every_kind_of_request_answered_as_it_should_be(tmp_path):
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     file = tmp_path / "soak.json"
-    arguments = ["--requests", "400", "--port", str(port), "--out", str(file)]
+    arguments = ["--requests", "400", "--port", str(free_port()), "--out", str(file)]
     assert main(["soak", *arguments, "--serve-args", "--replicas 1"]) == 0
     saved = json.loads(file.read_text())
     counts = saved["counts"]

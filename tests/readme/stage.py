@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 from service.cli_parser import make_parser
 from service.settings_loader import load
 from service.settings_words import SettingsError
+from tests.ports import free_port
 from tests.readme import command
 from tests.readme.blocks import LANGUAGES, Block
 from tests.readme.shapes import difference, printed
@@ -49,7 +49,7 @@ class Stage:
         """Begin in an empty folder."""
         self.folder = folder / "inferpool"
         self._own = folder / "own"
-        self._port = _free_port()
+        self._port = free_port()
         self._output: str | None = None
         """Of the block before."""
         self._serving = ""
@@ -224,9 +224,3 @@ def _last_json(output: str) -> object:
         return json.loads(output)
     except json.JSONDecodeError:
         return json.loads((output.strip().splitlines() or [""])[-1])
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])

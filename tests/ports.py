@@ -1,0 +1,22 @@
+"""Ports for what must be told one before it listens."""
+
+import random
+import socket
+from pathlib import Path
+
+_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_NUM = 15_000
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nobody listens at, and that the kernel gives to nobody who asks for any."""
+    first = int(_RANGE.read_text().split()[0]) if _RANGE.exists() else 32768
+    for _ in range(100):
+        port = random.randrange(max(1024, first - _NUM), first)
+        with socket.socket() as listener:
+            try:
+                listener.bind((host, port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("no port is free")
