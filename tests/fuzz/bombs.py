@@ -192,12 +192,12 @@ def main() -> None:
         data = make()
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         before_kib, _ = _memory_kib()
-        began = time.monotonic()
+        began = time.process_time()  # on a busy host others take time as well
         try:
             outcome = str(decode_image(data).size)
         except InputError as error:
             outcome = f"refused: {error}"
-        took_s = time.monotonic() - began
+        took_s = time.process_time() - began
         mib = (_memory_kib()[1] - before_kib) / 1024
         line = {"name": name, "seconds": took_s, "mib": mib, "outcome": outcome}
         sys.stdout.write(json.dumps(line) + "\n")

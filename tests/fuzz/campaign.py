@@ -10,9 +10,9 @@ from pathlib import Path
 
 import httpx
 import msgspec
-import psutil
 import uvloop
 
+from service.trial.memory import pss_of
 from tests.e2e.running import Running, running
 from tests.fuzz.client import Outcome, send_all
 from tests.fuzz.inputs import Input, make_input
@@ -60,7 +60,8 @@ class Verdict:
     offences: list[tuple[str, Input | None]] = field(default_factory=list)
     """What must not happen, and the input it happened to."""
     pss_bytes: list[int] = field(default_factory=list)
-    """Of all processes: before, in the middle, and after."""
+    """Of all processes: before, in the middle, and after. Without pages of files, of which more are
+    theirs when strangers end that have mapped the same."""
     num_workers: int = 0
     slowest_s: float = 0.0
 
@@ -191,13 +192,7 @@ def _address(target: Running) -> tuple[str, int]:
 
 
 def _pss_bytes(target: Running) -> int:
-    total = 0
-    for process in target.family():
-        try:
-            total += process.memory_full_info().pss
-        except psutil.NoSuchProcess:
-            continue
-    return total
+    return sum(pss_of(process.pid).own for process in target.family())
 
 
 def keep(verdict: Verdict, folder: Path) -> list[Path]:
