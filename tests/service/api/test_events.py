@@ -56,7 +56,7 @@ async def listen(app: FastAPI, *, method: str = "GET", hang_up: asyncio.Event) -
         "query_string": b"",
         "headers": [],
     }
-    await asyncio.wait_for(app(scope, receive, send), 5)
+    await asyncio.wait_for(app(scope, receive, send), 30)
     return sent
 
 

@@ -71,11 +71,11 @@ def test_nobody_there_is_told_with_what_to_do(capsys):
     with socket.create_server(("127.0.0.1", 0)) as gone:
         url = f"http://127.0.0.1:{gone.getsockname()[1]}"
     with_password = url.replace("//", "//me:secret@")
-    ask = ["predict", "--text", "x", "--text", "y", "--url", with_password, "--timeout-s", "0.5"]
+    ask = ["predict", "--text", "x", "--text", "y", "--url", with_password, "--timeout-s", "2"]
     assert run(ask) == 1
     waiting, *failures, cure = capsys.readouterr().err.splitlines()
     assert f"no answer from {url}" in waiting
-    assert waiting.endswith("; trying again, up to 7 times within 0.5 s")
+    assert waiting.endswith("; trying again, up to 7 times within 2 s")
     assert [each.partition(": no answer")[0] for each in failures] == [
         "inferpool predict: x",
         "inferpool predict: y",

@@ -162,10 +162,10 @@ def test_connection_that_broke_after_sending_is_left_alone_if_asked_to():
 
 def test_service_is_told_what_is_left_of_the_time():
     transport = transport_of(refusal(503), refusal(503), GOOD)
-    with Client(transport=transport, retries=Retry(backoff_s=0.1), timeout_s=5) as client:
+    with Client(transport=transport, retries=Retry(backoff_s=0.1), timeout_s=30) as client:
         client.predict("x")
         first, second, third = [int(each.headers["x-timeout-ms"]) for each in transport.requests]
-        assert 4_000 <= first <= 4_900  # so that its own 504 arrives in time
+        assert 25_000 <= first <= 29_900  # so that its own 504 arrives in time
         assert first - 50 >= second
         assert second - 100 >= third
         client.predict("x", timeout_s=None)
@@ -277,14 +277,14 @@ def test_silent_and_trickling_servers_are_left_at_the_deadline(kind):
         with socket.create_server(("127.0.0.1", 0)) as listener:
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             stop = threading.Event()
-            server = threading.Thread(target=_trickle, args=(listener, trickle, stop))
+            server = threading.Thread(target=_trickle, args=(listener, trickle, stop), daemon=True)
             server.start()
             started = time.monotonic()
             with open_client(kind, url, timeout_s=0.3) as client:
                 with pytest.raises(DeadlineExceededError) as raised:
                     client.predict("x")
                 assert raised.value.status is None
-            assert 0.25 <= time.monotonic() - started < 5
+            assert 0.25 <= time.monotonic() - started < 15
             stop.set()
             server.join(5)
 
