@@ -209,10 +209,11 @@ class Loop:
         began = time.monotonic()
         num_stored_before = self._outputs.num_stored
         outcomes = self._computer.compute(prepared)
-        self._compute_s = time.monotonic() - began
+        compute_s = time.monotonic() - began
         if own_time is not None:
             began += own_time.waited_s
-            self._compute_s -= own_time.waited_s
+            compute_s -= own_time.waited_s
+        self._compute_s = compute_s
         if prepared.is_canary:
             outcomes = self._computer.judge_sample(outcomes)
             self._heartbeat.beat()
@@ -223,7 +224,7 @@ class Loop:
                 prepared.id,
                 outcomes,
                 prepared.prepare_s,
-                self._compute_s,
+                compute_s,
                 self._outputs.num_stored - num_stored_before,
                 prepared.began,
                 began,

@@ -104,14 +104,15 @@ def test_death_loses_each_batch_that_is_under_way_once(
 
 def test_waits_for_other_batches_are_not_a_batch_s_own_time(engine: LocalEngine, put, run):  # noqa: F811
     async def go():
-        worker = await started(engine, batch_timeout_s=14 * STAGE_S)
-        long = {"n": 3, "do": "sleep", "stage": 1, "calls": 9}
+        config = config_of("tests.acting_stages:ActingStages", batch_timeout_s=14 * STAGE_S)
+        worker = await serving(config, 3, engine)
+        long = {"n": 3, "do": "sleep", "stage": 1, "calls": 6}
         began = time.monotonic()
-        batches = [worker.run([put(long)]) for _ in range(2)]
+        batches = [worker.run([put(long)]) for _ in range(3)]
         for done in [await batch for batch in batches]:
             assert answers(done) == [6]
-            assert 9 * STAGE_S <= done.compute_s < 14 * STAGE_S
-            assert began + 9 * STAGE_S <= done.compute_began + done.compute_s <= time.monotonic()
+            assert 6 * STAGE_S <= done.compute_s < 14 * STAGE_S
+            assert began + 6 * STAGE_S <= done.compute_began + done.compute_s <= time.monotonic()
         assert time.monotonic() - began > 18 * STAGE_S
         await worker.stop(5)
 
