@@ -217,9 +217,14 @@ def _doctor(args: Namespace) -> int:
 
     for name in secret_variables(os.environ):  # as when it serves
         del os.environ[name]
+    race = None
+    if args.measure:
+        from service.tune.race import PlacementRace
+
+        race = PlacementRace(loaded)
     settings = loaded.settings
     host = find_host(settings.cuda_visible_devices)
-    findings = list(diagnose(settings, host, loaded.origins, is_measured=args.measure))
+    findings = list(diagnose(settings, host, loaded.origins, race))
     write = report.write_json if args.format == "json" else report.write_table
     write(findings, sys.stdout)
     return FOUND_ERRORS if any(finding.level == "error" for finding in findings) else 0

@@ -121,7 +121,8 @@ def make_parser() -> tuple[ArgumentParser, Mapping[str, ArgumentParser]]:
     doctor.add_argument(
         "--measure",
         action="store_true",
-        help="load each model once, and measure its memory, its start and a prediction",
+        help="load each model, and measure its memory, its start, a prediction, and how fast each "
+        "placement is that fits",
     )
     doctor.add_argument("--format", choices=("table", "json"), default="table", help=SUPPRESS)
     _add_json_flag(doctor)

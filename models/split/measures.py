@@ -12,10 +12,6 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
     num_ranks: int = 1
     rank_bytes: tuple[int, ...] = ()
     """Parameters and buffers of each rank."""
-    rank_s: tuple[float, ...] = ()
-    """What each rank computes of the largest batch; empty where that is not known."""
-    throughput: float | None = None
-    """Of what as many whole replicas on as many devices answer, without what messages cost."""
     text: str = ""
     """What each rank has, for a person."""
     problem: str = ""
@@ -29,8 +25,6 @@ class Survey(msgspec.Struct, frozen=True, kw_only=True):
     """Of its parameters and buffers."""
     num_rows: int
     """Of the batch that the rest was measured with."""
-    batch_s: float | None = None
-    """To compute that batch; None where it could not be tried."""
     activation_bytes: int | None = None
     """The most that the batch needed beside the parameters; None where that was not measured."""
     note: str = ""

@@ -25,9 +25,6 @@ from models.split.sketch import Sketch, num_bytes
 from models.split.stages import Course
 from models.split.tensor import choose_plan, cut_parameters
 
-_NUM_PIECES = 4
-"""Of a batch, where a pipeline is estimated; the lead of a real one tries several numbers."""
-
 
 class Peak(Protocol):
     """The most memory that is in use at a time."""
@@ -121,20 +118,13 @@ def survey(
     else:
         trial = _try(course, found.example, device, max_rows, peak)
         pipelines = [_pipeline(model, course, trial, n, room) for n, room in rooms.items()]
-    whole = Way(
-        split=None,
-        rank_bytes=(num_bytes(network),),
-        rank_s=(trial.batch_s,) if trial.seconds else (),
-        throughput=1.0 if trial.seconds else None,
-        text="whole",
-    )
+    whole = Way(split=None, rank_bytes=(num_bytes(network),), text="whole")
     return Survey(
         num_bytes=num_bytes(network),
         num_rows=max_rows,
-        batch_s=trial.batch_s if trial.seconds else None,
         activation_bytes=trial.activation_bytes,
         note=trial.note,
-        ways=(whole, *pipelines, *_tensors(model, found, trial, list(rooms))),
+        ways=(whole, *pipelines, *_tensors(model, found, list(rooms))),
     )
 
 
@@ -142,35 +132,21 @@ def survey(
 class _Trial:
     """What came of computing the largest batch, step by step."""
 
-    steps: Sequence[str] = ()
-    """The submodules that they call; empty where it is none."""
     seconds: Sequence[float] = ()
     """Of each step; empty if the batch could not be tried."""
-    piece_s: Sequence[float] = ()
-    """Of each step, for one of `num_pieces` of the batch."""
-    num_pieces: int = 1
     activation_bytes: int | None = None
     note: str = ""
-
-    @property
-    def batch_s(self) -> float:
-        return sum(self.seconds)
 
 
 def _try(
     course: Course, example: Example, device: torch.device, max_rows: int, peak: Peak
 ) -> _Trial:
-    num_pieces = min(max_rows, _NUM_PIECES)
-    batch, piece = (_with_rows(example, rows) for rows in (max_rows, max_rows // num_pieces))
-    if not batch or not piece:
+    batch = _with_rows(example, max_rows)
+    if not batch:
         return _Trial(note="not tried, since the shapes of its inputs are not known")
     try:
-        seconds = times_of(course, batch, device)
         return _Trial(
-            steps=[str(each.target) if each.op == "call_module" else "" for each in course.steps],
-            seconds=seconds,
-            piece_s=times_of(course, piece, device),
-            num_pieces=num_pieces,
+            seconds=times_of(course, batch, device),
             activation_bytes=_activation_bytes(course, batch, device, peak),
         )
     except Exception as error:  # the network is the user's: it may raise anything
@@ -229,52 +205,29 @@ def _pipeline(model: Model, course: Course, trial: _Trial, num_ranks: int, room_
     except ModelError as error:
         return Way(split="pipeline", num_ranks=num_ranks, problem=str(error))
     stages = course.stages(positions)
-    rank_s = [sum(trial.seconds[begin:end]) for begin, end in stages]
-    in_pieces_s = [sum(trial.piece_s[begin:end]) for begin, end in stages]
-    # All stages fill once, and the slowest computes the other pieces meanwhile or after that.
-    batch_s = min(sum(rank_s), sum(in_pieces_s) + (trial.num_pieces - 1) * max(in_pieces_s))
     return Way(
         split="pipeline",
         num_ranks=num_ranks,
         rank_bytes=tuple(sum(sizes[begin:end]) for begin, end in stages),
-        rank_s=tuple(rank_s) if trial.seconds else (),
-        throughput=trial.batch_s / (num_ranks * batch_s) if trial.seconds else None,
         text=" | ".join(course.describe(begin, end) for begin, end in stages),
     )
 
 
-def _tensors(
-    model: Model, found: FoundNetwork, trial: _Trial, num_ranks: Sequence[int]
-) -> list[Way]:
+def _tensors(model: Model, found: FoundNetwork, num_ranks: Sequence[int]) -> list[Way]:
     network = Sketch(found.build).network  # another: that which was traced is not as it was
-    return [_tensor(model, network, trial, each) for each in num_ranks]
+    return [_tensor(model, network, each) for each in num_ranks]
 
 
-def _tensor(model: Model, network: nn.Module, trial: _Trial, num_ranks: int) -> Way:
+def _tensor(model: Model, network: nn.Module, num_ranks: int) -> Way:
     try:
         plan, text = choose_plan(network, num_ranks, model.tensor_plan)
     except ModelError as error:
         return Way(split="tensor", num_ranks=num_ranks, problem=str(error))
-    cut = cut_parameters(network, plan)
-    left_out = 1 - 1 / num_ranks
-    cut_bytes = sum(each.nbytes for each in cut)
-    rank_bytes = round(num_bytes(network) - left_out * cut_bytes)
-    rank_s = sum(
-        seconds * (1 - left_out * _share(network.get_submodule(name), cut)) if name else seconds
-        for name, seconds in zip(trial.steps, trial.seconds, strict=True)
-    )
+    cut_bytes = sum(each.nbytes for each in cut_parameters(network, plan))
+    rank_bytes = round(num_bytes(network) - (1 - 1 / num_ranks) * cut_bytes)
     return Way(
         split="tensor",
         num_ranks=num_ranks,
         rank_bytes=(rank_bytes,) * num_ranks,
-        rank_s=(rank_s,) * num_ranks if trial.seconds else (),
-        throughput=trial.batch_s / (num_ranks * rank_s) if trial.seconds else None,
         text=text,
     )
-
-
-def _share(module: nn.Module, cut: Sequence[nn.Parameter]) -> float:
-    """The part of a module's bytes that is cut."""
-    known = set(map(id, cut))
-    own = list(module.parameters())
-    return sum(p.nbytes for p in own if id(p) in known) / max(1, sum(p.nbytes for p in own))

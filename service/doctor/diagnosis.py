@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from service.doctor.devices import (
     check_driver,
@@ -43,6 +44,9 @@ from service.doctor.system import (
 from service.doctor.weights import check_weights
 from service.settings import Settings
 from workers.devices import Host
+
+if TYPE_CHECKING:
+    from service.doctor.speeds import Race
 
 Check = Callable[[Facts, Settings], Iterator[Finding]]
 
@@ -88,7 +92,7 @@ def diagnose_quickly(settings: Settings, host: Host) -> list[Finding]:
 
 
 def diagnose(
-    settings: Settings, host: Host, origins: Mapping[str, str], *, is_measured: bool
+    settings: Settings, host: Host, origins: Mapping[str, str], race: "Race | None"
 ) -> Iterator[Finding]:
     """All that `inferpool doctor` looks at; the slow checks come last.
 
@@ -96,7 +100,7 @@ def diagnose(
         settings: What is to be served.
         host: The devices of this machine.
         origins: Who set what, by dotted key.
-        is_measured: Whether to load each model as well.
+        race: Load each model as well, and measure its placements so; None does neither.
     """
     import pynvml
 
@@ -121,6 +125,6 @@ def diagnose(
         for name in known(facts, settings)
         if not {f"model {name}", f"weights of {name}"} & broken
     ]
-    yield from check_ways(facts, settings, names)
-    if is_measured:
+    yield from check_ways(facts, settings, names, race)
+    if race:
         yield from measure(facts, settings)

@@ -1,4 +1,8 @@
-"""Which placement fits each model on these devices, from what its network was measured to take."""
+"""Which placement fits each model on these devices, from what its network was measured to take.
+
+How fast each is cannot be told from that: a pair of processes that split minilm_l6 by its matrices
+answers less than half of what the seconds of its layers promise. So it is measured or not said.
+"""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
+import psutil
 
 from models.spec import Placement
 from models.split.measures import Survey, Way
@@ -13,15 +18,38 @@ from service.doctor.facts import Facts
 from service.doctor.findings import Finding, error, in_words, note, ok, warning
 from service.doctor.memory import FORKSERVER_BYTES, FRONT_END_BYTES, WORKER_BYTES
 from service.doctor.probes import PROBE_TIMEOUT_S, order_for, probe
+from service.doctor.speeds import Race, Speed
 from service.doctor.weights import MODEL_SUFFIXES
 from service.settings import ModelSettings, Settings
 
 _USUAL_RANKS = (2, 4)
-_HEAD = ("placement", "needs", "fits", "speed", "what each process has")
+_CLIENTS_PER_ROW = 4
+"""Of a batch of each replica: one is computed, one waits at the worker, and the next ones fill."""
+_LOOK_S = 1.0
+_BUSY = 25.0
+"""Per cent of all processors, before anything is started here."""
+_HEAD = ("placement", "needs", "fits", "what each process has")
 
 
-def check_ways(facts: Facts, settings: Settings, names: Sequence[str]) -> Iterator[Finding]:
-    """Measure the networks of models without loading them, and say how to place them."""
+def check_ways(
+    facts: Facts, settings: Settings, names: Sequence[str], race: Race | None
+) -> Iterator[Finding]:
+    """Measure the networks of models without loading them, and say how to place them.
+
+    Args:
+        facts: What was found.
+        settings: What is to be served.
+        names: The models to look at.
+        race: Measures how fast placements are; None leaves that out.
+    """
+    if race and (busy := psutil.cpu_percent(_LOOK_S)) > _BUSY:
+        race = None
+        yield note(
+            "speed of placements",
+            f"not measured: others keep {busy:.0f} % of the processors busy, and leave more to "
+            "placements that have more processes",
+            "measure when they are done",
+        )
     for name in names:
         model = settings.models[name]
         if model.source == "echo" or model.source.endswith(MODEL_SUFFIXES):
@@ -31,7 +59,7 @@ def check_ways(facts: Facts, settings: Settings, names: Sequence[str]) -> Iterat
         order = order_for(facts, settings, name, "survey", rooms=rooms)
         orders = {"has_gpu": False, "models": [order]}
         for answer in probe(orders, PROBE_TIMEOUT_S + model.load_timeout_s):
-            yield from _judge_answer(name, answer, room)
+            yield from _judge_answer(name, answer, room, race)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +78,7 @@ class Room:
     """Of the smallest of the GPUs, or of all memory that is free for the processes of the CPU."""
     num_sharing: int
     """Processes that share a GPU; on a CPU, those of the other models."""
+    max_batch_size: int = 1
 
     @property
     def num_ranks(self) -> list[int]:
@@ -89,10 +118,13 @@ def room_for(name: str, facts: Facts, settings: Settings) -> Room:
         is_gpu=bool(uuids),
         device_bytes=device_bytes,
         num_sharing=num_sharing,
+        max_batch_size=model.batch_size,
     )
 
 
-def judge(name: str, survey: Survey, room: Room, context_bytes: int = 0) -> Finding:
+def judge(
+    name: str, survey: Survey, room: Room, context_bytes: int = 0, race: Race | None = None
+) -> Finding:
     """Say which placement is best for a model, and what is wrong with the one that is chosen.
 
     Args:
@@ -100,6 +132,7 @@ def judge(name: str, survey: Survey, room: Room, context_bytes: int = 0) -> Find
         survey: What its network takes.
         room: What there is for it.
         context_bytes: What is in use of a GPU beside what torch allocates there.
+        race: Measures how fast placements are; None leaves that out.
     """
     options = list(_options(survey, room, context_bytes))
     chosen = next(o for o in options if o.is_chosen(room))
@@ -114,17 +147,49 @@ def judge(name: str, survey: Survey, room: Room, context_bytes: int = 0) -> Find
     if survey.note:
         reason += f" (a batch was {survey.note})"
     advice = "" if best is None else f"set {best.in_settings(room)}"
+    speeds = _speeds(name, options, room, race) if race else {}
+    ratio = speeds[chosen.name].ratio if chosen.name in speeds else None
     if best is None:
         found = error(check, reason, _what_would_fit(options, room))
     elif not chosen.fits and chosen.is_hopeless:
         found = error(check, f"{chosen.name} does not fit: {reason}", advice)
     elif not chosen.fits:
         found = warning(check, f"{chosen.name} may not fit: {reason}", advice)
-    elif best.way.split != chosen.way.split:
+    elif best.way.split != chosen.way.split and ratio is None:
         found = warning(check, f"{chosen.name} is chosen, and costs throughput: {reason}", advice)
+    elif best.way.split != chosen.way.split and ratio is not None and ratio < 1:
+        cost = f"answers {ratio:.2f} of what {best.name} does"
+        found = warning(check, f"{chosen.name} is chosen, and {cost}: {reason}", advice)
     else:
         found = ok(check, reason)
-    return replace(found, rows=(_HEAD, *(option.row for option in options)))
+    rows = [_HEAD, *(option.row for option in options)]
+    if speeds:
+        cells = ["inputs/s", *(_in_a_cell(speeds.get(option.name)) for option in options)]
+        rows = [(*row[:-1], cell, row[-1]) for row, cell in zip(rows, cells, strict=True)]
+    return replace(found, rows=tuple(rows))
+
+
+def _speeds(name: str, options: Sequence["_Option"], room: Room, race: Race) -> Mapping[str, Speed]:
+    """Measure those that may be chosen, each against the whole model if that fits."""
+    most = max(_USUAL_RANKS[0], room.num_devices)
+    fitting = [o for o in options if o.fits and (o.way.num_ranks <= most or o.is_chosen(room))]
+    whole = [option for option in fitting if option.way.split is None][:1]
+    split = [option for option in fitting if option.way.split]
+    if not split:
+        return {}
+    return race(
+        name,
+        {option.name: option.settings for option in [*whole, *split]},
+        num_clients=_CLIENTS_PER_ROW * room.max_batch_size * max(2, room.num_alone),
+        is_side_by_side=not room.is_gpu,
+    )
+
+
+def _in_a_cell(speed: Speed | None) -> str:
+    if speed is None or speed.problem:
+        return "" if speed is None else speed.problem
+    rate = f"{speed.rate:.0f}" if speed.rate >= 10 else f"{speed.rate:.2g}"
+    return rate if speed.ratio is None else f"{rate} ({speed.ratio:.2f})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,8 +203,6 @@ class _Option:
     least_bytes: int
     """What it cannot do without: its part of the parameters."""
     has_bytes: int
-    throughput: float | None
-    """Of that of replicas on all devices."""
     problem: str
 
     @property
@@ -160,15 +223,22 @@ class _Option:
     @property
     def row(self) -> tuple[str, ...]:
         if self.problem:
-            return (self.name, "", "no", "", self.problem)
-        speed = "" if self.throughput is None else f"{self.throughput:.2f}"
-        if speed and self.way.split:  # what its messages cost is not known
-            speed = f"< {speed}"
+            return (self.name, "", "no", self.problem)
         parts = " + ".join(in_words(each) for each in self.way.rank_bytes)
         if self.way.split == "tensor":
             parts = f"{in_words(self.way.rank_bytes[0])}: {self.way.text}"
         sizes = f"{in_words(self.need_bytes)} of {in_words(self.has_bytes)}"
-        return (self.name, sizes, "yes" if self.fits else "no", speed, parts)
+        return (self.name, sizes, "yes" if self.fits else "no", parts)
+
+    @property
+    def settings(self) -> Mapping[str, object]:
+        """Of the model, which make it so."""
+        return {
+            "placement": self.way.split or "replicate",
+            "devices_per_replica": self.way.num_ranks if self.way.split else "auto",
+            "replicas": self.num_replicas,
+            **({"speed": "auto"} if self.way.split else {}),  # any other is refused
+        }
 
     def is_chosen(self, room: Room) -> bool:
         if self.way.split is None and room.chosen.split is None:
@@ -201,7 +271,6 @@ def _options(survey: Survey, room: Room, context_bytes: int) -> Iterator[_Option
                 need_bytes=least + beside,
                 least_bytes=least,
                 has_bytes=room.has_bytes(num_processes),
-                throughput=_throughput(way, num_replicas, room),
                 problem=problem,
             )
 
@@ -213,16 +282,6 @@ def _numbers_of_replicas(way: Way, room: Room) -> Sequence[int]:
         return [max(1, room.num_devices // way.num_ranks)]
     is_chosen = (way.split, way.num_ranks) == (room.chosen.split, room.chosen.num_ranks)
     return [room.num_replicas if is_chosen else 1]
-
-
-def _throughput(way: Way, num_replicas: int, room: Room) -> float | None:
-    if way.throughput is None:
-        return None
-    if way.split is None:
-        return 1.0 if num_replicas == room.num_alone else None
-    share = num_replicas * way.num_ranks / room.num_devices
-    # Processes that share a core lose nothing by waiting for each other.
-    return way.throughput * share if room.is_gpu else min(1.0, way.throughput * max(1.0, share))
 
 
 def _unsplit(model: ModelSettings, facts: Facts) -> Sequence[Placement]:
@@ -260,9 +319,11 @@ def _what_would_fit(options: Sequence[_Option], room: Room) -> str:
     return f'it would take {num} such GPUs (placement = "pipeline"), or {one}'
 
 
-def _judge_answer(name: str, answer: Mapping[str, Any], room: Room) -> Iterator[Finding]:
+def _judge_answer(
+    name: str, answer: Mapping[str, Any], room: Room, race: Race | None
+) -> Iterator[Finding]:
     if answer.get("problem"):
         yield note(f"placement of {name}", answer["problem"])
     elif answer["kind"] == "survey":
         survey = msgspec.convert(answer["survey"], Survey)
-        yield judge(name, survey, room, answer["context_bytes"])
+        yield judge(name, survey, room, answer["context_bytes"], race)

@@ -28,7 +28,7 @@ _WARM_S = 0.5
 _WARM_PIPELINE_S = 5.0
 """A pipeline tries into how many pieces batches go best, and computes the first of them twice: 16
 clients of minilm_l6 got a fifth less in its first four seconds than in the four that followed."""
-_NUM_ROUNDS = 3
+NUM_ROUNDS = 3
 """That share the seconds of a candidate."""
 
 
@@ -112,7 +112,7 @@ class ServiceStage:
         """And how many processes take calls."""
         own = loaded.settings.models[model]
         self._source = own.source
-        self._warm_s = _WARM_PIPELINE_S if own.split == "pipeline" else _WARM_S
+        self._placement = own.placement
         self._rows = rows_of(loaded)
         self._model = model
         self._plan = plan
@@ -134,7 +134,9 @@ class ServiceStage:
         if self._most_bytes > available_bytes():
             raise TrialError("there is no memory for a second service beside the best one")
         subject = Subject(self._changed(changes))
-        contender = ServiceContender(subject, self._warm_s, self._plan.secs / _NUM_ROUNDS)
+        is_pipeline = changes.get("placement", self._placement) == "pipeline"
+        warm_s = _WARM_PIPELINE_S if is_pipeline else _WARM_S
+        contender = ServiceContender(subject, warm_s, self._plan.secs / NUM_ROUNDS)
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(subject.__exit__, None, None, None)
             subject.__enter__()

@@ -1,3 +1,4 @@
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from models.split.survey import find_network, may_have_network, survey
 from service.doctor.facts import gather
 from service.doctor.findings import Finding
 from service.doctor.placement import judge, room_for
+from service.doctor.speeds import Speed
 from service.settings_loader import load
 from workers.devices import Gpu, Host
 from workers.peak import PeakMemory
@@ -80,6 +82,34 @@ def test_split_that_is_not_needed_is_warned_of(tower: Survey, tmp_path: Path):
     assert advice(small, gpus(4), tmp_path).level == "ok"
 
 
+def test_split_that_is_not_needed_costs_what_was_measured(tower: Survey, tmp_path: Path):
+    settings = load({"model": "torchvision:resnet18", "placement": "tensor"}, {}, tmp_path).settings
+    (name,) = settings.models
+    room = room_for(name, gather(settings, Host(cpus=(0, 1), num_cores=2)), settings)
+    asked: list[Mapping[str, object]] = []
+
+    def found(ratio: float) -> Finding:
+        def race(model: str, ways: Mapping[str, Mapping[str, object]], **_: object):
+            asked.append(ways)
+            return {"replicate x2": Speed(rate=200), "tensor x2": Speed(rate=9, ratio=ratio)}
+
+        return judge(name, replace_bytes(tower, 1 << 20), room, race=race)
+
+    slower = found(0.45)
+    assert list(asked[0]) == ["replicate x2", "pipeline x2", "tensor x2"]
+    assert asked[0]["replicate x2"] == {
+        "placement": "replicate",
+        "devices_per_replica": "auto",
+        "replicas": 2,
+    }
+    assert slower.level == "warning"
+    assert "tensor x2 is chosen, and answers 0.45 of what replicate x2 does" in slower.message
+    cells = {row[0]: row[3] for row in slower.rows}
+    assert cells["placement"] == "inputs/s"
+    assert (cells["replicate x2"], cells["tensor x2"]) == ("200", "9 (0.45)")
+    assert found(1.1).level == "ok"
+
+
 def test_processes_on_a_cpu_share_its_memory(tower: Survey, tmp_path: Path):
     settings = load({"model": "torchvision:resnet18"}, {}, tmp_path).settings
     facts = replace(gather(settings, Host(cpus=(0, 1), num_cores=2)), available_bytes=64 * GIB)
@@ -90,19 +120,15 @@ def test_processes_on_a_cpu_share_its_memory(tower: Survey, tmp_path: Path):
     assert "2 replicas do not fit, and one does, with 60.2 GiB of 63.0 GiB" in found.message
 
 
-def test_seconds_and_activations_are_measured_with_one_layer_in_memory_at_a_time():
+def test_activations_are_measured_with_one_layer_in_memory_at_a_time():
     wide = [TensorSpec(name="x", dtype="float32", shape=(-1, 2048))]
     layers = (nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.Linear(2048, 2048))
     found = surveyed(ModuleModel(lambda: nn.Sequential(*layers), inputs=wide), {2: 1 << 20})
-    whole, pipeline, tensor = found.ways
+    _, pipeline, tensor = found.ways
     assert sum(pipeline.rank_bytes) == found.num_bytes == 3 * 4 * (2048 * 2048 + 2048)
-    assert sum(pipeline.rank_s) == pytest.approx(found.batch_s)
     assert found.activation_bytes is not None
     assert found.activation_bytes < found.num_bytes / 2
     assert tensor.rank_bytes[0] == pytest.approx(found.num_bytes / 2, rel=0.01)
-    assert whole.throughput == 1.0
-    assert pipeline.throughput is not None
-    assert pipeline.throughput < 1.2  # measured
 
 
 def test_model_that_loads_itself_is_not_loaded_to_be_measured():
