@@ -6,11 +6,9 @@ Imported whenever the command's line is read, so it imports little.
 from argparse import ArgumentParser
 from collections.abc import Mapping
 from pathlib import Path
-from urllib.parse import urlsplit
 
-from service.keys import first_key, without_password
-
-DEFAULT_URL = "http://127.0.0.1:8000"
+from service.keys import first_key
+from service.urls import DEFAULT_URL, problem_of_address, without_password
 
 
 class FlagError(ValueError):
@@ -53,15 +51,9 @@ def url_of(text: str) -> str:
         FlagError: It is none.
     """
     url = text if "://" in text else f"http://{text}"
-    try:
-        parts = urlsplit(url)
-        is_sound = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # of the port
-        is_sound = False
-    is_sound = is_sound and text.isprintable() and " " not in text
-    if not is_sound or parts.query or parts.fragment:
+    if problem := problem_of_address(url):
         shown = without_password(text)
-        raise FlagError(f"{shown!r} is no address of a service, as {DEFAULT_URL} is one")
+        raise FlagError(f"{shown!r} is no address of a service, as {DEFAULT_URL} is one: {problem}")
     return url.rstrip("/")
 
 

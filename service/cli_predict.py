@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from service.cli_address import FlagError, add_access_flags, add_url_flag, key_of, url_of
-from service.keys import without_password
+from service.urls import without_password
 
 if TYPE_CHECKING:
     from service.client import InferpoolError, Prediction
@@ -60,9 +60,11 @@ def run(args: Namespace, environ: Mapping[str, str]) -> int:
     if not (args.inputs or args.text):
         raise FlagError("name a file, or give a --text")
     for name in args.inputs:
-        if name.startswith(("http://", "https://")):
+        if "://" in name:
             shown = without_password(name)
-            raise FlagError(f"{shown!r} is no file; a service is named by --url {shown}")
+            is_service = shown.startswith(("http://", "https://"))
+            hint = f"a service is named by --url {shown}" if is_service else "download it first"
+            raise FlagError(f"{shown!r} is no file; {hint}")
     if not args.timeout_s > 0:
         raise FlagError("--timeout-s: must be more than 0")
     return asyncio.run(_run(args, environ))  # Ctrl-C waits for no answer so

@@ -12,8 +12,6 @@ _KEY = re.compile(r"[\x21-\x2b\x2d-\x7e]+")
 """What a header carries unchanged: visible ASCII, without the comma that separates keys."""
 _QUOTES = ("'", '"')
 _FINGERPRINT_LENGTH = 8
-_USER_INFO = re.compile(r"(?<=://).*@|(?<![^\s'\"])[^\s'\":]*:(?!//).*@", re.DOTALL)
-"""Of a URL, also of one without its scheme, or with a password that is not percent-encoded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +65,6 @@ def is_same(digest: bytes, other: bytes) -> bool:
 def fingerprint_of(digest: bytes) -> str:
     """A few digits to tell keys apart by in logs; `sha256sum` of the key begins with them."""
     return digest.hex()[:_FINGERPRINT_LENGTH]
-
-
-def without_password(text: str) -> str:
-    """A URL, or what was meant as one, as it may be shown: without the user and the password."""
-    return _USER_INFO.sub("", text)
 
 
 def _words(text: str) -> Iterator[str]:

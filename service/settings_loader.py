@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from service.keys import without_password
 from service.settings import ModelSettings, Settings
 from service.settings_draft import Draft
 from service.settings_names import CONFIG_VARIABLE, KEY_SETTINGS, PREFIX, Key, dotted
 from service.settings_words import SettingsError
 from service.trace_settings import ENDPOINT_VARIABLES, HEADER_VARIABLES
+from service.urls import without_password
 
 FILE_NAME = "inferpool.toml"
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from service.keys import without_password
 from service.settings import ModelSettings, Settings, did_you_mean
 from service.settings_names import PREFIX, Key, dotted
+from service.urls import without_password
 
 
 class SettingsError(Exception):

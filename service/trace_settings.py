@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from service.keys import without_password
+from service.urls import problem_of_url, without_password
 
 HEADER_VARIABLES = (
     "OTEL_EXPORTER_OTLP_HEADERS",
@@ -125,13 +125,9 @@ def endpoint_of(text: str) -> str:
     Raises:
         ValueError: It is no URL of a collector.
     """
-    try:
-        parts = urlsplit(text)
-        is_url = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # of the port
-        is_url = False
-    if not is_url:
-        raise ValueError("is no URL such as http://localhost:4318")
+    if problem := problem_of_url(text):
+        raise ValueError(f"is no URL such as http://localhost:4318: {problem}")
+    parts = urlsplit(text)
     assert parted(text)[0] == text, "passwords belong into the headers"
     return text if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}{TRACES_PATH}"
 

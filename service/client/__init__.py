@@ -1,7 +1,7 @@
 """Clients of a running service: `Client`, and `AsyncClient` for event loops.
 
-They know the service by HTTP alone and import nothing of it; numpy, torch and Pillow are imported
-only for who hands in or asks for theirs. `service.client.errors` draws the tree of errors.
+They know the service by HTTP alone and import nothing of what serves; numpy, torch and Pillow are
+imported only for who hands in or asks for theirs. `service.client.errors` draws the tree of errors.
 """
 
 from service.client.async_client import AsyncClient

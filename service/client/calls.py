@@ -42,8 +42,7 @@ from service.client.results import (
     stages_of,
 )
 from service.client.retries import Retry, RetryBudget, pause_before_retry, retry_after_s
-
-DEFAULT_URL = "http://127.0.0.1:8000"
+from service.urls import DEFAULT_URL, problem_of_address, without_password
 
 _T = TypeVar("_T")
 
@@ -111,15 +110,10 @@ class Calls:
             ValueError: It is no URL, or no key.
         """
         check_names(options, ClientOptions)
-        shown = url.rpartition("@")[2]  # without a password
-        try:
-            parsed = httpx.URL(url)
-        except httpx.InvalidURL:  # says which part of it, which may be one of the password
-            raise ValueError(f"{shown!r} is no URL such as {DEFAULT_URL}") from None
-        if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise ValueError(f"{shown!r} is no URL such as {DEFAULT_URL}")
-        if parsed.query or parsed.fragment:
-            raise ValueError(f"{shown!r} has more than the place of a service")
+        if problem := problem_of_address(url):
+            shown = without_password(url)
+            raise ValueError(f"{shown!r} is no URL of a service, as {DEFAULT_URL} is: {problem}")
+        parsed = httpx.URL(url)
         self.url = str(parsed.copy_with(userinfo=None)).rstrip("/")
         """Without the password that was in it, if there was one."""
         retries = options.get("retries", Retry())

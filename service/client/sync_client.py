@@ -10,12 +10,13 @@ from typing import Literal, Self, TypeVar, Unpack, overload
 
 import httpx
 
-from service.client.calls import DEFAULT_URL, Calls, Came, Send, Steps
+from service.client.calls import Calls, Came, Send, Steps
 from service.client.errors import InferpoolError
 from service.client.health import Health, ModelInfo
 from service.client.options import ClientOptions, ManyOptions, PredictOptions
 from service.client.results import Prediction, Reply
 from service.client.window import Outcome, Window
+from service.urls import DEFAULT_URL
 
 _T = TypeVar("_T")
 

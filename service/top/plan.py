@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from service.cli_address import add_access_flags, add_url_flag, key_of, url_of
-from service.keys import without_password
+from service.urls import without_password
 
 KEY_VARIABLE = "INFERPOOL_METRICS_KEYS"
 

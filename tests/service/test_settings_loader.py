@@ -524,6 +524,7 @@ def test_a_password_in_the_collectors_url_becomes_a_header_and_is_not_shown(
         ('trace_endpoint = "ftp://me:sec/ret@host"', {}),
         ('trace_endpoint = "http://h"', {"OTEL_EXPORTER_OTLP_ENDPOINT": "ftp://me:secret@host"}),
         ("", {"INFERPOOL_TRACE_ENDPOINT": "me:secret@host:4317"}),
+        ("", {"INFERPOOL_TRACE_ENDPOINT": "http://me:secret@\N{SNOWMAN}.example"}),
         ("", {"INFERPOOL_TRACE_ENDPOINT": "ftp://me:sec ret@host"}),
     ):
         said = problems(toml, environ=environ)

@@ -55,7 +55,12 @@ def test_standard_input_is_an_input(service, capsys, monkeypatch):
         (["x", "--url", "ftp://x"], "no address"),
         (["x", "--url", "http://h\x01"], "no address"),
         (["x", "--url", "http://two hosts"], "no address"),
+        (["x", "--url", "http://me:secret@h:x"], "port is no number"),
+        (["x", "--url", "http://me:secret@\N{SNOWMAN}.example"], "host is no name"),
+        (["x", "--url", "http://me:secret@xn--a"], "host is no name"),
+        (["x", "--url", "http://me:sec/ret@h"], "%2F"),
         (["http://127.0.0.1:9", "x"], "--url http://127.0.0.1:9"),
+        (["ftp://me:secret@h/x.jpg"], "'ftp://h/x.jpg' is no file; download it first"),
         (["x", "--parameter", "k"], "no NAME=VALUE"),
         (["x", "--timeout-s", "0"], "more than 0"),
         (["x", "--key-file", "nowhere"], "nowhere"),
@@ -64,7 +69,10 @@ def test_standard_input_is_an_input(service, capsys, monkeypatch):
 )
 def test_wrong_flags_are_told_and_exit_2(arguments, message, capsys):
     assert run(["predict", *arguments]) == 2
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert message in said
+    assert "ret" not in said
+    assert said.count("\n") == 1
 
 
 def test_nobody_there_is_told_with_what_to_do(capsys):

@@ -1,0 +1,52 @@
+"""URLs as people give them: of a service, of a collector of traces. One place says what is wrong.
+
+What is wrong is said in words that hold nothing of the URL, which may have a password in it.
+"""
+
+import re
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+"""Of a service on this host."""
+_USER_INFO = re.compile(r"(?<=://).*@|(?<![^\s'\"])[^\s'\":]*:(?!//).*@", re.DOTALL)
+"""Of a URL, also of one without its scheme, or with a password that is not percent-encoded."""
+_MAX_PORT = 65535
+_PORT = re.compile(r"(^|@)[^:@]*(:\d*)?$")
+"""The end of what stands before the path, with a port that is a number, or without one."""
+
+
+def without_password(text: str) -> str:
+    """A URL, or what was meant as one, as it may be shown: without the user and the password."""
+    return _USER_INFO.sub("", text)
+
+
+def problem_of_url(text: str) -> str:
+    """Why a text is no URL that HTTP can be spoken with, for a person; empty if it is one."""
+    import httpx  # here, since whoever reads a command's line comes by
+
+    scheme, _, rest = text.partition("://")
+    if not text.isprintable() or " " in text:
+        return "it has blanks or control characters"
+    if scheme.lower() not in ("http", "https"):
+        return "it begins with neither http:// nor https://"
+    place, *more = re.split("[/?#]", rest, maxsplit=1)
+    try:
+        url = httpx.URL(text)
+        host = url.host
+    except (httpx.InvalidURL, UnicodeError):  # which say what part, also of a password
+        if "@" in "".join(more):
+            return "write /, ? and # in its password as %2F, %3F and %23"
+        if "[" not in place and not _PORT.search(place):
+            return "its port is no number"
+        return "its host is no name that there can be"
+    if not host:
+        return "it names no host"
+    if url.port is not None and not 1 <= url.port <= _MAX_PORT:
+        return "its port is not from 1 to 65535"
+    return ""
+
+
+def problem_of_address(text: str) -> str:
+    """Why a text is no URL of a service, for a person; empty if it is one."""
+    if problem := problem_of_url(text):
+        return problem
+    return "it has a query or a fragment" if "?" in text or "#" in text else ""
