@@ -15,11 +15,13 @@ class WorkerStartError(WorkerError):
 
     Attributes:
         permanent: No restart can mend it (a wrong model, bad weights).
+        traceback: Of what the model raised; empty where it was something else.
     """
 
-    def __init__(self, message: str, *, permanent: bool) -> None:
+    def __init__(self, message: str, *, permanent: bool, traceback: str = "") -> None:
         super().__init__(message)
         self.permanent = permanent
+        self.traceback = traceback
 
 
 class WorkerLostError(WorkerError):

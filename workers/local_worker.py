@@ -256,7 +256,7 @@ class LocalWorker:
                 self._reason = self._reason or self._said(rank, message.reason)
             case StartFailed():
                 text = self._said(rank, message.message)
-                self._fail_start(text, permanent=message.permanent)
+                self._fail_start(text, permanent=message.permanent, traceback=message.traceback)
 
     def on_mute(self, rank: RankProcess, reason: str) -> None:
         """See `Owner`."""
@@ -320,7 +320,7 @@ class LocalWorker:
                 self.started.set_result(self._ready)
         elif not self.started.done():
             failure = self._canary.failure
-            self._fail_start(f"it failed on a sample of its own: {failure}", permanent=False)
+            self._fail_start(f"it failed on a sample of its own: {failure}")
         else:
             logger.warning("%s failed on a sample of its own: %s", self.id, self._canary.failure)
 
@@ -341,7 +341,7 @@ class LocalWorker:
             self._cause = self._cause or ("exit" if cause == "exit" else "signal")
         else:
             self._cause, self._reason = cause, self._said(rank, reason)
-        self._fail_start(f"the process ended before it was ready: {self._reason}", permanent=False)
+        self._fail_start(f"the process ended before it was ready: {self._reason}")
 
     def _see_others_out(self, grace_s: float) -> None:
         """None of a group is left behind, and none waits for the one that is gone."""
@@ -367,9 +367,10 @@ class LocalWorker:
             Ending(cause=self._cause, reason=self._reason, was_at_work=was_at_work)
         )
 
-    def _fail_start(self, message: str, *, permanent: bool) -> None:
+    def _fail_start(self, message: str, *, permanent: bool = False, traceback: str = "") -> None:
         if not self.started.done():
-            self.started.set_exception(WorkerStartError(message, permanent=permanent))
+            error = WorkerStartError(message, permanent=permanent, traceback=traceback)
+            self.started.set_exception(error)
             self.started.exception()  # it is retrieved, even if the start was cancelled
 
     async def _watch(self) -> None:

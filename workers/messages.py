@@ -151,6 +151,8 @@ class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
 
     message: str
     permanent: bool
+    traceback: str = ""
+    """Of what was raised, if nothing that was foreseen."""
 
 
 class Leaving(msgspec.Struct, frozen=True, array_like=True, tag="leaving"):

@@ -89,9 +89,11 @@ def failing_as_told(outbox: WorkerQueue) -> Iterator[None]:
     except ModelError as error:
         outbox.put(StartFailed(printable(str(error)), permanent=True))
     except Exception as error:
-        logger.exception("loading failed")
         last = traceback.format_exception_only(error)[-1].strip()
-        outbox.put(StartFailed(printable(f"loading failed: {last}"), permanent=False))
+        trace = printable(traceback.format_exc().rstrip())  # which is logged over there
+        outbox.put(
+            StartFailed(printable(f"loading failed: {last}"), permanent=False, traceback=trace)
+        )
     else:
         return
     os._exit(1)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import random
+import re
 from asyncio import Task
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ from typing import Literal, Protocol
 from workers.config import WorkerConfig
 from workers.engine import Cause, Engine, WorkerHandle, WorkerId
 from workers.errors import WorkerStartError
+from workers.log_lines import log_line
+from workers.messages import LogLine
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +25,8 @@ _STABLE_S = 60.0
 """An incarnation that was ready for this long was well, even if it had nothing to do."""
 _MAX_JITTER = 0.2
 """Of a pause, so that workers that fell together do not rise together."""
+_NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
+"""What differs between an error and the same one again: addresses, bytes, seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +63,10 @@ class Slot:
     """When the next incarnation is to be started, on the event loop's clock."""
     is_asked_to_leave: bool = False
     """Its incarnation is to be replaced, though nothing is wrong with it."""
+    raised: str = ""
+    """The traceback of the last start, without numbers, if the model raised."""
+    told_with: str = ""
+    """The incarnation, of this worker or of another, with which it was logged."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     """It is known whether the newest incarnation came up."""
 
@@ -146,12 +155,14 @@ class Supervisor:
         try:
             successor = await self._engine.start(id, config, lambda stage: None)
         except WorkerStartError as error:
-            logger.warning("%s did not start, and %s stays: %s", id, slot.id, error)
+            self._tell_raised(slot, id, error)
+            again = _as_told(slot, id)
+            logger.warning("%s did not start%s, and %s stays: %s", id, again, slot.id, error)
             return False
         if slot.handle is not predecessor or slot.is_asked_to_leave or self._is_stopping:
             await successor.stop(0)
             return False
-        slot.id, slot.handle, slot.config = id, successor, config
+        slot.id, slot.handle, slot.config, slot.raised = id, successor, config, ""
         slot.num_restarts += 1
         self._watcher.on_ready(slot)
         self._watcher.on_gone(predecessor)
@@ -195,6 +206,7 @@ class Supervisor:
             handle = await self._engine.start(slot.id, slot.config, on_progress)
         except WorkerStartError as error:
             slot.cause, slot.reason = "start", str(error)
+            self._tell_raised(slot, slot.id, error)
             slot.ended_at = asyncio.get_running_loop().time()
             slot.num_failures += 1
             slot.settled.set()
@@ -202,7 +214,7 @@ class Supervisor:
         if self._is_stopping:
             await handle.stop(0)
             return False
-        slot.handle, slot.was_ever_ready = handle, True
+        slot.handle, slot.was_ever_ready, slot.raised = handle, True, ""
         slot.state, slot.stage = "ready", ""
         self._watcher.on_ready(slot)
         slot.settled.set()
@@ -235,6 +247,16 @@ class Supervisor:
             slot.num_failures += 1
         return False
 
+    def _tell_raised(self, slot: Slot, id: WorkerId, error: WorkerStartError) -> None:
+        """Log what a model raised as it was loaded, unless it is in the log already."""
+        raised = _NUMBERS.sub("", error.traceback)
+        told = (each.told_with for each in self.slots if each.raised == raised)
+        slot.raised, slot.told_with = raised, next(told, str(id))
+        if raised and slot.told_with == str(id):
+            text = f"{id} cannot load its model"
+            line = LogLine(logging.ERROR, __name__, text, traceback=error.traceback)
+            log_line(line, {"worker": str(id)})
+
     def _judge(self, slot: Slot, *, is_permanent: bool) -> float | None:
         """How long to wait before the next incarnation; None gives the slot up.
 
@@ -247,11 +269,17 @@ class Supervisor:
                 slot.reason += f" ({slot.num_failures} times in a row: given up)"
             return None  # which the watcher tells, with the reason
         if slot.cause == "start":
-            logger.error("%s did not start: %s", slot.id, slot.reason)
+            again = _as_told(slot, slot.id)
+            logger.error("%s did not start%s: %s", slot.id, again, slot.reason)
         slot.state = "backoff"
         # Inputs that kill are sent again at once; a worker that dies of all of them is no use.
         num_in_row = max(slot.num_failures, slot.num_deaths_at_work - 1)
         return pause_after(num_in_row)
+
+
+def _as_told(slot: Slot, id: WorkerId) -> str:
+    """To go behind "did not start": that of whom the log says why at length; empty if it is new."""
+    return f", as {slot.told_with} did not" if slot.raised and slot.told_with != str(id) else ""
 
 
 def pause_after(num_in_row: int) -> float:

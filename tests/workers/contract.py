@@ -329,6 +329,7 @@ class EngineContract:
             with pytest.raises(WorkerStartError, match=message) as caught:
                 await started(engine, options={"load": load})
             assert not caught.value.permanent
+            assert ("in load\n" in caught.value.traceback) == (load == "raise")
 
         run(go())
 

@@ -107,6 +107,27 @@ def test_failed_starts_are_tried_again(supervise):
     supervise(FakeEngine([unlucky(), unlucky()]), test)
 
 
+def test_what_a_model_raises_is_logged_once_until_it_raises_something_else(
+    supervise, caplog: pytest.LogCaptureFixture
+):
+    def raised(text: str, number: int) -> WorkerStartError:
+        trace = f"at {number:#x}\n{text}"
+        return WorkerStartError(f"{text} {number}", permanent=False, traceback=trace)
+
+    async def test(supervisor: Supervisor, log: Log) -> None:
+        await log.until("ready")
+
+    supervise(FakeEngine([raised("no disk", 1), raised("no disk", 23), raised("no net", 1)]), test)
+    said = [(each.getMessage(), each.exc_text or "") for each in caplog.records]
+    assert said == [
+        ("m/0#0 cannot load its model", "at 0x1\nno disk"),
+        ("m/0#0 did not start: no disk 1", ""),
+        ("m/0#1 did not start, as m/0#0 did not: no disk 23", ""),
+        ("m/0#2 cannot load its model", "at 0x1\nno net"),
+        ("m/0#2 did not start: no net 1", ""),
+    ]
+
+
 def test_permanent_failure_gives_the_worker_up_at_once(supervise):
     async def test(supervisor: Supervisor, log: Log) -> None:
         await log.until("down failed")
