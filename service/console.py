@@ -40,8 +40,8 @@ class Console:
         self._placements: dict[str, str] = {}
         self._known: set[str] = set()
         """Workers that were ready before: of a restart, the end and the outcome are enough."""
-        self._first_to_fail: dict[str, str] = {}
-        """By the reason, which is told once for all workers that have it."""
+        self._failures: dict[str, str] = {}
+        """The reasons told at length, by the workers that failed for them and are still down."""
 
     def started(
         self,
@@ -77,6 +77,7 @@ class Console:
         if self._stages.get(worker) == stage:
             return
         self._stages[worker] = stage
+        self._failures.pop(worker, None)
         if worker not in self._known:
             self._say(logging.INFO, worker, stage, "dim")
         elif not self._is_terminal:
@@ -91,8 +92,10 @@ class Console:
     def failed(self, worker: str, reason: str) -> None:
         """A worker ended, or did not start, and is given up."""
         self._stages.pop(worker, None)
-        first = self._first_to_fail.setdefault(reason, worker)
-        said = f"failed: {reason}" if first == worker else f"failed, as {first} did"
+        like = next((name for name, told in self._failures.items() if told == reason), worker)
+        said = f"failed: {reason}" if like == worker else f"failed, as {like} did"
+        if like == worker:
+            self._failures[worker] = reason
         self._say(logging.ERROR, worker, said, "red")
 
     def serving(self, url: str, models: Sequence[str], example: str = "") -> None:

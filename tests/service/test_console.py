@@ -94,3 +94,20 @@ def test_a_restart_does_not_tell_its_stages_again():
         text = stream.getvalue()
         assert (text.count("loading weights"), text.count("warming up")) == (1, 1)
         assert text.count("ready in") == 2
+
+
+def test_a_failure_is_told_anew_once_the_worker_that_had_it_is_tried_again():
+    stream = io.StringIO()
+    logs = configure("json", "info", stream)
+    console = Console(logs, stream)
+    console.failed("resnet/0", "no memory")
+    console.failed("resnet/1", "no memory")
+    console.progress("resnet/0", "loading")  # somebody has asked for it
+    console.failed("resnet/1", "no memory")
+    logs.close()
+    said = [json.loads(line)["message"] for line in stream.getvalue().splitlines()]
+    assert [text for text in said if "failed" in text] == [
+        "resnet/0: failed: no memory",
+        "resnet/1: failed, as resnet/0 did",
+        "resnet/1: failed: no memory",
+    ]
