@@ -45,6 +45,7 @@ def test_one_at_a_time_where_two_find_no_room():
 def test_nothing_is_measured_on_a_machine_that_is_busy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(service.doctor.placement, "_LOOK_S", 0.01)
     monkeypatch.setattr(service.doctor.placement, "_BUSY", -1.0)
     loaded = load({"model": "echo"}, {}, tmp_path)
     facts = gather(loaded.settings, Host(cpus=(0, 1), num_cores=2))
@@ -55,6 +56,7 @@ def test_nothing_is_measured_on_a_machine_that_is_busy(
 def test_placements_of_a_model_are_started_and_put_under_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(service.doctor.placement, "_LOOK_S", 0.01)
     monkeypatch.setattr(service.doctor.placement, "_BUSY", 100.0)  # other tests run beside it
     monkeypatch.setattr(service.tune.race, "_SECS", 0.3)
     monkeypatch.setattr(service.tune.stage, "_WARM_S", 0.1)
