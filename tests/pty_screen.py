@@ -20,8 +20,10 @@ _HOME = b"\x1b[H"
 class PtyScreen:
     """What `rich.live.Live` has drawn on it."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", fd: int) -> None:
+    def __init__(self, process: "subprocess.Popen[bytes]", fd: int, before: list[object]) -> None:
         self.process = process
+        self.before = before
+        """How the terminal was set when the program was started."""
         self.written = b""
         """All of it, with its control sequences."""
         self._fd = fd
@@ -82,6 +84,7 @@ def on_terminal(
     environ = {**os.environ, "TERM": "xterm-256color", "LANG": "C.UTF-8", **(env or {})}
     for name in ("COLUMNS", "LINES", "NO_COLOR"):
         environ.pop(name, None)
+    before = termios.tcgetattr(ours)
     process = subprocess.Popen(
         [sys.executable, "-m", "service", *arguments],
         stdin=theirs,
@@ -92,7 +95,7 @@ def on_terminal(
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )
     try:
-        yield PtyScreen(process, ours)
+        yield PtyScreen(process, ours, before)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

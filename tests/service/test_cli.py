@@ -30,7 +30,7 @@ def command(tmp_path):
             env={**kept, "PYTHONPATH": str(ROOT), **environ},
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=60,
         )
 
     return run
@@ -96,7 +96,7 @@ def test_config_is_a_table_that_fits_a_terminal(tmp_path):
             break
         shown += chunk
     os.close(leader)
-    assert process.wait(timeout=10) == 0
+    assert process.wait(timeout=60) == 0
     assert b"set by" in shown
     assert b"\x1b[" in shown
     assert b"models.efficientnet_lite0.replicas" in shown
@@ -179,7 +179,7 @@ def test_an_output_that_takes_nothing_gets_no_traceback(tmp_path, line, status, 
         env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
     )
     assert (done.returncode, done.stderr.strip()) == (status, says)
 

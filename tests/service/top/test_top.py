@@ -96,7 +96,6 @@ def test_a_terminal_is_drawn_on_resized_and_given_back():
         tells(first), tells(state(others=("bert",), queue_depth=99, at=NOW + 9), stays_s=60)
     )
     with stage.listening() as url, on_terminal("top", "--url", url) as screen:
-        before = screen.attributes()
         assert screen.wait_for("99 of 1,024 waiting"), "it has connected again"
         assert b"Feed lost, connecting again" in screen.written
         screen.press("2")
@@ -110,7 +109,7 @@ def test_a_terminal_is_drawn_on_resized_and_given_back():
         screen.press("q")
         assert screen.leave() == 0
         assert b"\x1b[?1049l" in screen.written, "the screen from before is back"
-        assert screen.attributes() == before
+        assert screen.attributes() == screen.before
 
 
 def test_a_service_that_wants_a_key_after_its_restart_ends_the_show_with_the_reason():

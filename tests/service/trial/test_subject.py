@@ -30,7 +30,7 @@ from service.settings_loader import load
 from service.trial.subject import Subject, rows_of
 async def stop():
     with Subject(rows_of(load({"model": "echo"}, {}, Path("/")))) as subject:
-        await subject.until_ready(20.0)
+        await subject.until_ready(50.0)
         print(len(subject.family()), *await subject.stop())
 asyncio.run(stop())
 """
@@ -40,7 +40,7 @@ PR_SET_CHILD_SUBREAPER = 36  # all orphans below become its own; it does not loo
 ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 subprocess.run([sys.executable, "-c", sys.argv[1]], check=True)
 """
-_TIMEOUT_S = 20.0
+_TIMEOUT_S = 50.0
 
 
 def test_where_it_listens_and_its_keys_are_no_matter_of_the_user(tmp_path: Path):
