@@ -8,6 +8,7 @@ takes to read its answers, and (in `service.api.connections`) the number of conn
 """
 
 import asyncio
+import contextlib
 import logging
 from typing import Any
 
@@ -457,7 +458,8 @@ class PredictProtocol(HttpToolsProtocol):
             self._is_deaf = True
             self.pipeline.clear()
             self.flow.resume_reading()
-            self.transport.write_eof()
+            with contextlib.suppress(OSError):  # of asyncio's loop, if it hung up this moment
+                self.transport.write_eof()
             self._linger_timer = self.loop.call_later(_LINGER_S, self.close)
 
     def _watch_writing(self) -> None:
