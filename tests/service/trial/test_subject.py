@@ -59,8 +59,10 @@ def test_what_is_tried_sends_no_traces(monkeypatch: pytest.MonkeyPatch):
     rows = rows_of(load({"model": "echo"}, environ, Path("/")))
     assert not [key for key, _, _ in rows if key[0].startswith("trace_")]
     with Subject(rows) as subject:
-        given = psutil.Process(subject.pid).environ()
-    assert "PATH" in given
+        until = time.monotonic() + _TIMEOUT_S
+        while "PATH" not in (given := psutil.Process(subject.pid).environ()):
+            assert time.monotonic() < until  # while it becomes the service, it has none
+            time.sleep(0.01)
     assert not [name for name in given if name.startswith("OTEL_")]
 
 
