@@ -26,6 +26,8 @@ class Tally:
     """Requests that the server had taken, and gave no answer to."""
     unconnected: int = 0
     """Requests that found nobody listening: never taken, so nothing is owed."""
+    belated: int = 0
+    """Requests that came round so late that a service which goes may turn them away."""
 
 
 async def ask_until_stopped(url: str, stop: Callable[[], float]) -> Tally:
