@@ -1,17 +1,22 @@
 """Numbered requests whose right answers are known, from many clients at once."""
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from math import inf
+from pathlib import Path
 
 import httpx
 
 _COMES_ROUND_S = 0.4
 """A service that was told to stop takes what comes for half a second: whoever came round to no
 answer by then, since a machine stood still, is told so, or finds the connection closed."""
+_HELD = 10**6
+_HELD_S = 1.0
+"""Longer than a service that was told to stop waits for its clients to leave."""
 
 
 @dataclass
@@ -30,13 +35,17 @@ class Tally:
     """Requests that came round so late that a service which goes may turn them away."""
 
 
-async def ask_until_stopped(url: str, stop: Callable[[], float]) -> Tally:
+async def ask_until_stopped(
+    url: str, stop: Callable[[], float], holding: Path | None = None
+) -> Tally:
     """Have clients ask until nobody listens any more.
 
     Args:
         url: The service's.
         stop: Called in a thread once they are at it; returns when it has told the service to stop,
             in seconds of `time.monotonic`.
+        holding: The folder of `calls` and `gate` of a `FaultModel`, which is to hold one call until
+            the service waits for nothing but that.
     """
     is_under_way = asyncio.Event()
     stopped_at = inf
@@ -51,8 +60,28 @@ async def ask_until_stopped(url: str, stop: Callable[[], float]) -> Tally:
 
     load = asyncio.ensure_future(ask_until(url, is_over, is_belated=is_belated))
     await asyncio.wait_for(is_under_way.wait(), 60)
-    stopped_at = await asyncio.to_thread(stop)
+    async with held(url, holding) if holding else contextlib.nullcontext():
+        stopped_at = await asyncio.to_thread(stop)
     return await asyncio.wait_for(load, 60)
+
+
+@contextlib.asynccontextmanager
+async def held(url: str, folder: Path) -> AsyncIterator[None]:
+    """Have a call under way, which is held for a while after the block, and then answered right."""
+    gate, calls = folder / "gate", folder / "calls"
+    gate.touch()
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        body = {"instances": [{"n": _HELD, "do": "wait"}]}
+        post = asyncio.ensure_future(client.post("/predict", json=body))
+        async with asyncio.timeout(60):
+            while str(_HELD) not in calls.read_text().split():  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        yield
+        await asyncio.sleep(_HELD_S)
+        gate.unlink()
+        answer = await post
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["predictions"][0]["twice"] == 2 * _HELD
 
 
 async def ask_until(

@@ -28,6 +28,20 @@ def stop(service: Running) -> float:
     return time.monotonic()
 
 
+def holding(folder: Path) -> str:
+    """Settings for two workers that hold what they are told to: see `load.held`."""
+    config = folder / "inferpool.toml"
+    config.write_text(
+        f"""
+        [models.m]
+        source = "{FAULTY}"
+        replicas = 2
+        options = {{ gate = "{folder / "gate"}", calls = "{folder / "calls"}" }}
+        """
+    )
+    return str(config)
+
+
 def left_in_shared_memory(before: set[str], timeout_s: float = 10.0) -> set[str]:
     """What is there after a while and was not before; what others make there, they take away."""
     until = time.monotonic() + timeout_s
@@ -102,12 +116,12 @@ def test_hung_worker_is_replaced_and_its_request_answered(tmp_path: Path):
 
 
 @pytest.mark.alone
-def test_sigterm_under_load_answers_all_that_was_accepted_and_leaves_nothing():
+def test_sigterm_under_load_answers_all_that_was_accepted_and_leaves_nothing(tmp_path: Path):
     before = shared_memory()
 
-    with running(FAULTY, "--replicas", "2") as service:
+    with running("--config", holding(tmp_path)) as service:
         family = service.family()
-        tally = asyncio.run(ask_until_stopped(service.url, partial(stop, service)))
+        tally = asyncio.run(ask_until_stopped(service.url, partial(stop, service), tmp_path))
         assert service.wait() == 0
         assert (tally.wrong, tally.unanswered) == ([], [])
         assert left_over(family) == []

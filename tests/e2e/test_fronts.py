@@ -18,7 +18,7 @@ import safetensors.numpy
 
 from tests.e2e.load import Tally, ask_until, ask_until_stopped
 from tests.e2e.running import Running, left_over, running
-from tests.e2e.test_faults import FAULTY, left_in_shared_memory, shared_memory, until
+from tests.e2e.test_faults import FAULTY, holding, left_in_shared_memory, shared_memory, until
 
 KEY = "a-key-for-predictions"
 KEYS = {"INFERPOOL_PREDICT_KEYS": KEY, "INFERPOOL_ADMIN_KEYS": "an-administrators-key"}
@@ -301,10 +301,10 @@ def test_a_front_end_that_is_killed_comes_back_and_its_calls_alone_are_lost(two:
 
 
 @pytest.mark.alone
-def test_sigterm_under_load_fails_no_call_and_leaves_nothing():
+def test_sigterm_under_load_fails_no_call_and_leaves_nothing(tmp_path: Path):
     before = shared_memory()
 
-    with running(FAULTY, "--replicas", "2", "--front-ends", "2") as service:
+    with running("--config", holding(tmp_path), "--front-ends", "2") as service:
         family = service.family()
 
         def stop() -> float:
@@ -312,7 +312,7 @@ def test_sigterm_under_load_fails_no_call_and_leaves_nothing():
             os.killpg(service.process.pid, signal.SIGTERM)
             return time.monotonic()
 
-        tally = asyncio.run(ask_until_stopped(service.url, stop))
+        tally = asyncio.run(ask_until_stopped(service.url, stop, tmp_path))
         assert service.wait() == 0
         assert (tally.wrong, tally.unanswered) == ([], [])
         assert left_over(family) == []
