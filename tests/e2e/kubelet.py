@@ -23,6 +23,8 @@ class _Probe:
     timeout_s: float
     threshold: int
     failures: int = 0
+    num_refused: int = 0
+    """By an answer, rather than by none in time."""
     next_at: float = 0.0
 
     def passes(self, client: httpx.Client) -> bool:
@@ -30,6 +32,7 @@ class _Probe:
         self.next_at = time.monotonic() + self.period_s
         try:
             is_good = 200 <= client.get(self.path, timeout=self.timeout_s).status_code < 400
+            self.num_refused += not is_good
         except httpx.HTTPError:
             is_good = False
         self.failures = 0 if is_good else self.failures + 1
@@ -47,6 +50,11 @@ class Kubelet:
     is_terminating: bool = False
     reasons_to_kill: list[str] = field(default_factory=list)
     _is_over: bool = False
+
+    @property
+    def num_refused(self) -> int:
+        """How often it was told that the pod is not ready."""
+        return self._readiness.num_refused
 
     def __enter__(self) -> "Kubelet":
         document = next(yaml.safe_load_all(self.manifest.read_text()))

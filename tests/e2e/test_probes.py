@@ -70,9 +70,11 @@ def test_a_pod_is_never_killed_and_sent_requests_only_while_it_can_answer(tmp_pa
         asking.join()
         until(lambda: kubelet.is_ready)
 
+        before = kubelet.num_refused
         statuses = asyncio.run(flood(service.url, 60))  # seven times what may wait
         assert set(statuses) == {200, 429}
-        until(lambda: kubelet.is_ready, 5)  # others are as busy, and none would be left
+        assert kubelet.num_refused == before  # others are as busy, and none would be left
+        until(lambda: kubelet.is_ready)
 
         kubelet.is_terminating = True
         service.signal(signal.SIGTERM)
