@@ -96,10 +96,14 @@ class HeldBatches:
         return self._batches.get(id)
 
     def remove(self, id: int, now: float) -> None:
-        """It has been answered; if it was the oldest, the next one's time begins."""
-        if id == next(iter(self._batches)):
-            self._oldest_since = now
+        """It has been answered; if it was the oldest, the next one's time begins.
+
+        Not where that has a clock of its own, which may have run for long.
+        """
+        was_oldest = id == next(iter(self._batches))
         del self._batches[id]
+        if was_oldest and not (self._heartbeat.at_work_since and self.is_any_begun):
+            self._oldest_since = now
 
     def take_all(self) -> dict[int, Held]:
         """Hold nothing any more."""

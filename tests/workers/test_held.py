@@ -43,3 +43,16 @@ def test_batch_of_several_under_way_has_the_time_that_it_takes_of_its_own():
     assert held.next_due_s(now=10.0) <= 1.0
     heartbeat.at_work_since = 7.5  # another clock, which stood still and runs again
     assert held.hang(now=10.0)
+
+
+def test_batch_that_hangs_has_no_more_time_when_one_before_it_is_answered():
+    heartbeat = SimpleNamespace(last_received=2, progressed_at=0.0, at_work_since=5.0)
+    held = HeldBatches(heartbeat, batch_timeout_s=2, patience_s=1)  # type: ignore[arg-type]
+    for id in (1, 2, 3):
+        held.add(id, Held([], None, 2), now=5.0)
+    held.remove(1, now=6.75)
+    heartbeat.at_work_since = 5.25
+    assert not held.hang(now=7.0)
+    assert held.hang(now=7.5)
+    held.remove(2, now=7.5)
+    assert held.oldest_age_s(now=8.0) == 0.5  # the third has not been begun
