@@ -164,8 +164,8 @@ def judge(
         found = ok(check, reason)
     rows = [_HEAD, *(option.row for option in options)]
     if speeds:
-        cells = ["inputs/s", *(_in_a_cell(speeds.get(option.name)) for option in options)]
-        rows = [(*row[:-1], cell, row[-1]) for row, cell in zip(rows, cells, strict=True)]
+        head = (*_HEAD[:-1], "inputs/s", _HEAD[-1])
+        rows = [head, *(_with_speed(option.row, speeds.get(option.name)) for option in options)]
     return replace(found, rows=tuple(rows))
 
 
@@ -185,11 +185,14 @@ def _speeds(name: str, options: Sequence["_Option"], room: Room, race: Race) -> 
     )
 
 
-def _in_a_cell(speed: Speed | None) -> str:
-    if speed is None or speed.problem:
-        return "" if speed is None else speed.problem
+def _with_speed(row: tuple[str, ...], speed: Speed | None) -> tuple[str, ...]:
+    *figures, parts = row
+    if speed is None:
+        return (*figures, "", parts)
+    if speed.problem:
+        return (*figures, "not measured", speed.problem)  # only the last column is wrapped
     rate = f"{speed.rate:.0f}" if speed.rate >= 10 else f"{speed.rate:.2g}"
-    return rate if speed.ratio is None else f"{rate} ({speed.ratio:.2f})"
+    return (*figures, rate if speed.ratio is None else f"{rate} ({speed.ratio:.2f})", parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,3 +1,5 @@
+import io
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +13,7 @@ from models.modules import ModuleModel
 from models.spec import Placement, TensorSpec
 from models.split.measures import Survey
 from models.split.survey import find_network, may_have_network, survey
+from service.doctor import report
 from service.doctor.facts import gather
 from service.doctor.findings import Finding
 from service.doctor.placement import judge, room_for
@@ -21,6 +24,7 @@ from workers.peak import PeakMemory
 
 GIB = 1 << 30
 CPU = torch.device("cpu")
+Ways = Mapping[str, Mapping[str, object]]
 
 
 def gpus(num: int) -> Host:
@@ -82,22 +86,26 @@ def test_split_that_is_not_needed_is_warned_of(tower: Survey, tmp_path: Path):
     assert advice(small, gpus(4), tmp_path).level == "ok"
 
 
-def test_split_that_is_not_needed_costs_what_was_measured(tower: Survey, tmp_path: Path):
-    settings = load({"model": "torchvision:resnet18", "placement": "tensor"}, {}, tmp_path).settings
+def raced(survey: Survey, folder: Path, speeds: Mapping[str, Speed]) -> tuple[Finding, Ways]:
+    """What is said of a placement by tensor, and what was asked to be measured."""
+    settings = load({"model": "torchvision:resnet18", "placement": "tensor"}, {}, folder).settings
     (name,) = settings.models
     room = room_for(name, gather(settings, Host(cpus=(0, 1), num_cores=2)), settings)
-    asked: list[Mapping[str, object]] = []
+    asked: list[Ways] = []
 
-    def found(ratio: float) -> Finding:
-        def race(model: str, ways: Mapping[str, Mapping[str, object]], **_: object):
-            asked.append(ways)
-            return {"replicate x2": Speed(rate=200), "tensor x2": Speed(rate=9, ratio=ratio)}
+    def race(model: str, ways: Ways, **_: object) -> Mapping[str, Speed]:
+        asked.append(ways)
+        return speeds
 
-        return judge(name, replace_bytes(tower, 1 << 20), room, race=race)
+    found = judge(name, replace_bytes(survey, 1 << 20), room, race=race)
+    return found, asked[0]
 
-    slower = found(0.45)
-    assert list(asked[0]) == ["replicate x2", "pipeline x2", "tensor x2"]
-    assert asked[0]["replicate x2"] == {
+
+def test_split_that_is_not_needed_costs_what_was_measured(tower: Survey, tmp_path: Path):
+    speeds = {"replicate x2": Speed(rate=200), "tensor x2": Speed(rate=9, ratio=0.45)}
+    slower, asked = raced(tower, tmp_path, speeds)
+    assert list(asked) == ["replicate x2", "pipeline x2", "tensor x2"]
+    assert asked["replicate x2"] == {
         "placement": "replicate",
         "devices_per_replica": "auto",
         "replicas": 2,
@@ -107,7 +115,19 @@ def test_split_that_is_not_needed_costs_what_was_measured(tower: Survey, tmp_pat
     cells = {row[0]: row[3] for row in slower.rows}
     assert cells["placement"] == "inputs/s"
     assert (cells["replicate x2"], cells["tensor x2"]) == ("200", "9 (0.45)")
-    assert found(1.1).level == "ok"
+    faster, _ = raced(tower, tmp_path, {**speeds, "tensor x2": Speed(rate=220, ratio=1.1)})
+    assert faster.level == "ok"
+
+
+def test_why_a_placement_was_not_measured_leaves_room_for_its_other_columns(
+    tower: Survey, tmp_path: Path
+):
+    reason = "a worker failed: m/0: rank 1: loading failed: ValueError: " + 40 * "no "
+    speeds = {"replicate x2": Speed(rate=200), "tensor x2": Speed(problem=reason)}
+    found, _ = raced(tower, tmp_path, speeds)
+    stream = io.StringIO()
+    report.write_table([found], stream)
+    assert re.search(r"tensor x2 .* MiB of .* yes +not measured +a worker fail", stream.getvalue())
 
 
 def test_processes_on_a_cpu_share_its_memory(tower: Survey, tmp_path: Path):
