@@ -213,18 +213,20 @@ def _doctor(args: Namespace) -> int:
     from service.doctor import report
     from service.doctor.diagnosis import diagnose
     from service.settings_loader import secret_variables
+    from service.trial.screen import Screen
     from workers.devices import find_host
 
     for name in secret_variables(os.environ):  # as when it serves
         del os.environ[name]
-    race = None
-    if args.measure:
-        from service.tune.race import PlacementRace
-
-        race = PlacementRace(loaded)
     settings = loaded.settings
-    host = find_host(settings.cuda_visible_devices)
-    findings = list(diagnose(settings, host, loaded.origins, race))
+    with Screen(sys.stderr, "looking at this machine and these models") as screen:
+        race = None
+        if args.measure:
+            from service.tune.race import PlacementRace
+
+            race = PlacementRace(loaded, screen)
+        host = find_host(settings.cuda_visible_devices)
+        findings = list(diagnose(settings, host, loaded.origins, race))
     write = report.write_json if args.format == "json" else report.write_table
     write(findings, sys.stdout)
     return FOUND_ERRORS if any(finding.level == "error" for finding in findings) else 0

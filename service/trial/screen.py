@@ -13,8 +13,13 @@ _LINE_EVERY_S = 5.0
 class Screen:
     """Tells whoever waits how it goes. A context manager: leaving it clears the bar."""
 
-    def __init__(self, stream: TextIO) -> None:
-        """Show nothing yet."""
+    def __init__(self, stream: TextIO, text: str = "") -> None:
+        """Show nothing yet.
+
+        Args:
+            stream: Where to.
+            text: What is done first, which only a terminal is told.
+        """
         self._console = Console(file=stream, highlight=False)
         rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
         self._progress = Progress(
@@ -25,7 +30,7 @@ class Screen:
             transient=True,
             expand=True,
         )
-        self._task = self._progress.add_task("", total=None, figures="")
+        self._task = self._progress.add_task(text, total=None, figures="")
         self._shown_at = time.monotonic()
 
     def __enter__(self) -> "Screen":
@@ -36,7 +41,8 @@ class Screen:
 
     def __exit__(self, *_: object) -> None:
         """Clear it."""
-        self._progress.stop()
+        if self._console.is_terminal:  # elsewhere it would leave an empty line
+            self._progress.stop()
 
     def begin(self, text: str) -> None:
         """Say what is being done now."""

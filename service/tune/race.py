@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import sys
 from collections.abc import Mapping
 
 import uvloop
@@ -25,8 +24,9 @@ _MAX_S = 300.0
 class PlacementRace:
     """Measures placements of the user's models. See `service.doctor.speeds.Race`."""
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: Loaded, screen: Screen) -> None:
         self._loaded = loaded
+        self._screen = screen
 
     def __call__(
         self,
@@ -48,15 +48,23 @@ class PlacementRace:
         )
         stage = ServiceStage(_alone(self._loaded, model), model, plan)
         course = measured(
-            stage, model, ways, num_clients=num_clients, is_side_by_side=is_side_by_side
+            stage,
+            model,
+            ways,
+            self._screen,
+            num_clients=num_clients,
+            is_side_by_side=is_side_by_side,
         )
-        return uvloop.run(course)
+        found = uvloop.run(course)
+        self._screen.begin(f"measuring {model}")  # what comes next is not of a placement
+        return found
 
 
 async def measured(
     stage: Stage,
     model: str,
     ways: Mapping[str, Changes],
+    screen: Screen,
     *,
     num_clients: int,
     is_side_by_side: bool,
@@ -68,7 +76,6 @@ async def measured(
     first: Contender | None = None
     """That the others are held against, in turns while it runs: machines drift."""
     async with contextlib.AsyncExitStack() as stack:
-        screen = stack.enter_context(Screen(sys.stderr))
         for name, changes in ways.items():
             screen.begin(f"measuring {model}: {name}")
             try:

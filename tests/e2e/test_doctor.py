@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from tests.e2e.running import ROOT, running
+from tests.pty_screen import on_terminal
 from workers.devices import find_host
 
 FAULTY = "tests.fault_model:FaultModel"
@@ -33,6 +34,14 @@ def test_model_that_is_well_is_measured():
     assert "not known before it is loaded" in found["placement of faultmodel"]["message"]
     assert found["measured faultmodel"]["level"] == "ok"
     assert "ms for a batch of 8" in found["measured faultmodel"]["message"]
+
+
+def test_who_waits_at_a_terminal_sees_what_for():
+    with on_terminal("doctor", FAULTY, "--port", "0") as screen:
+        screen.wait_for("looking at this machine")
+        screen.press("\x03")
+        assert screen.leave() == 130
+    assert b"Traceback" not in screen.written
 
 
 def test_everything_that_is_wrong_is_named_with_what_to_do(tmp_path: Path):

@@ -1,6 +1,7 @@
 """Placements of a model against each other, on a machine that drifts."""
 
 import asyncio
+import io
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from service.doctor.facts import gather
 from service.doctor.placement import check_ways
 from service.doctor.speeds import Speed
 from service.settings_loader import load
+from service.trial.screen import Screen
 from service.tune.race import PlacementRace, measured
 from tests.service.tune.fake_stage import FakeStage
 from workers.devices import Host
@@ -22,7 +24,8 @@ RATES = {"replicate": 1000.0, "pipeline": 700.0, "tensor": 0.0}
 
 def raced(stage: FakeStage, *, is_side_by_side: bool) -> Mapping[str, Speed]:
     ways = {f"{name} x2": {"placement": name} for name in RATES}
-    course = measured(stage, "m", ways, num_clients=32, is_side_by_side=is_side_by_side)
+    quiet = Screen(io.StringIO())
+    course = measured(stage, "m", ways, quiet, num_clients=32, is_side_by_side=is_side_by_side)
     return asyncio.run(course)
 
 
@@ -49,7 +52,8 @@ def test_nothing_is_measured_on_a_machine_that_is_busy(
     monkeypatch.setattr(service.doctor.placement, "_BUSY", -1.0)
     loaded = load({"model": "echo"}, {}, tmp_path)
     facts = gather(loaded.settings, Host(cpus=(0, 1), num_cores=2))
-    (found,) = check_ways(facts, loaded.settings, ["echo"], PlacementRace(loaded))
+    race = PlacementRace(loaded, Screen(io.StringIO()))
+    (found,) = check_ways(facts, loaded.settings, ["echo"], race)
     assert (found.level, found.advice) == ("note", "measure when they are done")
 
 
@@ -65,7 +69,8 @@ def test_placements_of_a_model_are_started_and_put_under_load(
     loaded = load({"model": source, "devices": "cpu", "speed": "exact"}, {}, tmp_path)
     facts = gather(loaded.settings, Host(cpus=(0, 1), num_cores=2))
     names = list(loaded.settings.models)
-    (found,) = check_ways(facts, loaded.settings, names, PlacementRace(loaded))
+    race = PlacementRace(loaded, Screen(io.StringIO()))
+    (found,) = check_ways(facts, loaded.settings, names, race)
     assert found.level == "ok"
     assert "565 KiB of parameters" in found.message  # 448 + 130 + 144,010 numbers, a count
     assert "more for a batch of 8; it fits" in found.message
