@@ -105,7 +105,8 @@ async def ask_until(
     numbers = iter(range(10**9))
 
     async def ask() -> None:
-        async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+        # To read certificates for each of them would hold all up for half a second and more.
+        async with httpx.AsyncClient(base_url=url, timeout=30, verify=False) as client:
             while not is_over(tally):
                 n = next(numbers)
                 body = {"instances": [{"n": n, "do": do(n)}]}

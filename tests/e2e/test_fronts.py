@@ -323,10 +323,15 @@ def test_nothing_outlives_the_main_process(two: Running):
     """The last of those with this service, since it ends it."""
 
     async def go(service: Running) -> None:
-        load = asyncio.ensure_future(
-            ask_until(service.url, lambda tally: bool(tally.unanswered or tally.unconnected))
-        )
-        await asyncio.sleep(0.5)
+        is_under_way = asyncio.Event()
+
+        def is_over(tally: Tally) -> bool:
+            if tally.right > 100:
+                is_under_way.set()
+            return bool(tally.unanswered or tally.unconnected)
+
+        load = asyncio.ensure_future(ask_until(service.url, is_over))
+        await asyncio.wait_for(is_under_way.wait(), 60)
         service.signal(signal.SIGKILL)
         await asyncio.wait_for(load, 60)
 
