@@ -64,7 +64,7 @@ class HeldBatches:
         self._heartbeat = heartbeat
         self._patience_s = patience_s
         self._batches: dict[int, Held] = {}
-        self._oldest_since = 0.0
+        self._oldest_since = self._forgiven_at = 0.0
 
     def __len__(self) -> int:
         """How many there are."""
@@ -98,11 +98,12 @@ class HeldBatches:
     def remove(self, id: int, now: float) -> None:
         """It has been answered; if it was the oldest, the next one's time begins.
 
-        Not where that has a clock of its own, which may have run for long.
+        Not where that has a clock of its own, which may have run for long, and not through a pause.
         """
         was_oldest = id == next(iter(self._batches))
         del self._batches[id]
-        if was_oldest and not (self._heartbeat.at_work_since and self.is_any_begun):
+        has_clock = self._heartbeat.at_work_since > self._forgiven_at
+        if was_oldest and not (has_clock and self.is_any_begun):
             self._oldest_since = now
 
     def take_all(self) -> dict[int, Held]:
@@ -113,6 +114,7 @@ class HeldBatches:
     def forgive(self, pause_s: float, now: float) -> None:
         """The whole host stood still for that long."""
         self._oldest_since = min(now, self._since() + pause_s)
+        self._forgiven_at = now
 
     def oldest_age_s(self, now: float) -> float:
         """How long the oldest has had the worker, since it last got on; 0 if there is none."""

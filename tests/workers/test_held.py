@@ -56,3 +56,15 @@ def test_batch_that_hangs_has_no_more_time_when_one_before_it_is_answered():
     assert held.hang(now=7.5)
     held.remove(2, now=7.5)
     assert held.oldest_age_s(now=8.0) == 0.5  # the third has not been begun
+
+
+def test_batch_whose_clock_ran_while_the_host_stood_still_has_its_time_again():
+    heartbeat = SimpleNamespace(last_received=2, progressed_at=0.0, at_work_since=5.0)
+    held = HeldBatches(heartbeat, batch_timeout_s=2, patience_s=1)  # type: ignore[arg-type]
+    for id in (1, 2):
+        held.add(id, Held([], None, 2), now=5.0)
+    held.forgive(9.0, now=15.0)
+    held.remove(1, now=15.5)
+    heartbeat.at_work_since = 5.75  # of the second, which has run for 0.75 s of its own
+    assert not held.hang(now=16.5)
+    assert held.hang(now=18.0)
