@@ -10,6 +10,7 @@ don't. Gradients are off everywhere, since all of it runs in inference mode.
 """
 
 import contextvars
+import decimal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -53,6 +54,7 @@ def _likeness() -> Callable[[], None]:
     def become() -> None:
         for variable, value in variables.items():
             variable.set(value)
+        decimal.setcontext(decimal.getcontext().copy())  # which is not the thread's own yet
         torch.set_num_threads(num_threads)
         if device.type != "cpu":  # a default costs each call of a factory some microseconds
             torch.set_default_device(device)

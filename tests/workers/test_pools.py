@@ -1,3 +1,4 @@
+import decimal
 import json
 import threading
 
@@ -16,6 +17,16 @@ def test_every_thread_is_there_before_the_first_is_needed():
         assert num_threads() == 3
         assert pool.submit(lambda: threading.current_thread().name).result().startswith("mine")
         assert num_threads() == 3
+
+
+def test_what_a_thread_sets_for_itself_holds_in_no_other():
+    def be_coarse() -> None:
+        decimal.getcontext().prec = 3
+
+    before = decimal.getcontext().prec
+    with started_pool(1, "coarse") as pool:
+        pool.submit(be_coarse).result()
+    assert decimal.getcontext().prec == before
 
 
 def test_what_load_sets_for_its_thread_holds_wherever_the_model_runs(
