@@ -123,7 +123,10 @@ async def ask_until(
                         tally.unanswered.append(f"{n}: {error!r}")
                     continue
                 tally.statuses[answer.status_code] += 1
-                value = answer.json()
+                try:
+                    value = answer.json()
+                except ValueError:  # a proxy's own page
+                    value = answer.text
                 if answer.status_code == 200 and value["predictions"][0]["twice"] == 2 * n:
                     tally.right += 1
                 elif answer.status_code == 503 and is_belated(sent_at):

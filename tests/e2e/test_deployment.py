@@ -119,7 +119,7 @@ def under_load(url: str) -> Iterator[Tally]:
         until(lambda: tallies and tallies[0].right > 20)
         yield tallies[0]
         reached = tallies[0].right + 50
-        until(lambda: tallies[0].right > reached)
+        until(lambda: tallies[0].right > reached or not thread.is_alive())
     finally:
         is_over.set()
         thread.join(60)
