@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -18,7 +19,7 @@ from tests.e2e.load import Tally, ask_until
 from tests.e2e.proxy import CONFIG, needs_nginx, proxy
 from tests.e2e.running import Running, left_over, running
 
-DELAY_S = 2.5
+DELAY_S = 3
 """Longer than nginx leaves a service alone that has just come back: two seconds, since it counts
 them whole."""
 
@@ -41,6 +42,11 @@ def free_ports(num: int) -> list[int]:
 
 def ready(service: Running) -> int:
     return httpx.get(f"{service.url}/health/ready").status_code
+
+
+def num_answered(service: Running) -> float:
+    text = httpx.get(f"{service.url}/metrics").text
+    return sum(map(float, re.findall(r'requests_total\{code="200",model="m"\} (\S+)', text)))
 
 
 class Pair:
@@ -167,7 +173,9 @@ def test_no_call_fails_when_a_service_is_killed_and_the_other_is_left_alone(pair
     """The last of those with this pair, since it ends one."""
     victim, other = pair.services
     pids, num_lines = other.worker_pids(), len(other.log)
-    with under_load(url):
+    answered = num_answered(other)
+    with under_load(url):  # which nginx leaves alone for a while after its restart
+        until(lambda: num_answered(other) > answered)
         family = victim.family()
         victim.signal(signal.SIGKILL)
         assert left_over(family) == []
