@@ -136,6 +136,14 @@ def running(
         service.close()
 
 
+def until(claim: Callable[[], object], timeout_s: float = 60.0) -> None:
+    """Wait until something is so."""
+    deadline = time.monotonic() + timeout_s
+    while not claim():
+        assert time.monotonic() < deadline, claim
+        time.sleep(0.02)
+
+
 def left_over(family: Sequence[psutil.Process], timeout_s: float = 10.0) -> list[psutil.Process]:
     """Those of some processes that are still there after a while: longer than any should take."""
     until = time.monotonic() + timeout_s

@@ -7,8 +7,7 @@ import signal
 import socket
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -17,19 +16,11 @@ import pytest
 
 from tests.e2e.load import Tally, ask_until
 from tests.e2e.proxy import CONFIG, needs_nginx, proxy
-from tests.e2e.running import Running, left_over, running
+from tests.e2e.running import Running, left_over, running, until
 
 DELAY_S = 3
 """Longer than nginx leaves a service alone that has just come back: two seconds, since it counts
 them whole."""
-
-
-def until(claim: Callable[[], object], timeout_s: float = 60.0) -> None:
-    """Wait until something is so."""
-    deadline = time.monotonic() + timeout_s
-    while not claim():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def free_ports(num: int) -> list[int]:

@@ -4,13 +4,12 @@ import asyncio
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import httpx
 
 from tests.e2e.load import Tally, after, ask_until
-from tests.e2e.running import Running, running
+from tests.e2e.running import Running, running, until
 
 FAULTY = "tests.fault_model:FaultModel"
 BODY = {"instances": [{"n": 21}]}
@@ -20,13 +19,6 @@ def statuses(service: Running) -> tuple[int, int]:
     """Of /health/live and /health/ready."""
     live, ready = (httpx.get(f"{service.url}/health/{each}") for each in ("live", "ready"))
     return live.status_code, ready.status_code
-
-
-def wait_until(claim, timeout_s: float = 60.0) -> None:
-    until = time.monotonic() + timeout_s
-    while not claim():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 def test_without_any_worker_it_is_alive_not_ready_and_says_when_to_come_back(tmp_path: Path):
@@ -43,7 +35,7 @@ def test_without_any_worker_it_is_alive_not_ready_and_says_when_to_come_back(tmp
         gate.touch()
         for pid in service.worker_pids():
             os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: not service.worker_pids())
+        until(lambda: not service.worker_pids())
         took_ms = []
         for _ in range(5):
             refused = httpx.post(f"{service.url}/predict", json=BODY)
@@ -54,7 +46,7 @@ def test_without_any_worker_it_is_alive_not_ready_and_says_when_to_come_back(tmp
         assert min(took_ms) < 50
         assert statuses(service) == (200, 503)
         gate.unlink()
-        wait_until(lambda: statuses(service) == (200, 200))
+        until(lambda: statuses(service) == (200, 200))
         again = httpx.post(f"{service.url}/predict", json=BODY)
         assert again.json()["predictions"][0]["twice"] == 42
 
@@ -88,7 +80,7 @@ def test_model_that_crashes_in_a_loop_leaves_its_neighbour_alone_and_is_given_up
         def bad() -> httpx.Response:
             return httpx.post(f"{service.url}/predict/bad", json=BODY)
 
-        wait_until(lambda: bad().json()["code"] == "given_up")
+        until(lambda: bad().json()["code"] == "given_up")
         refused = bad()
         assert refused.status_code == 503
         assert not refused.json()["retryable"]
@@ -148,10 +140,10 @@ def test_books_balance_at_every_scrape_while_workers_die(tmp_path: Path):
             assert page["accepted"] == ended + page["in flight"], page
         assert len(pages) > 20
         assert all(pages[-1][name] for name in outcomes)
-        wait_until(lambda: books(httpx.get(f"{service.url}/metrics").text)["in flight"] == 0)
+        until(lambda: books(httpx.get(f"{service.url}/metrics").text)["in flight"] == 0)
         # What a worker may still read is given back when its batch is over, not its request.
         empty = "inferpool_arena_used_bytes 0.0"
-        wait_until(lambda: empty in httpx.get(f"{service.url}/metrics").text)
+        until(lambda: empty in httpx.get(f"{service.url}/metrics").text)
 
 
 def books(text: str) -> dict[str, float]:

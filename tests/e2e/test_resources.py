@@ -8,8 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -17,20 +16,12 @@ import psutil
 import pytest
 
 from tests.e2e.photos import jpeg
-from tests.e2e.running import ROOT, Running, running
+from tests.e2e.running import ROOT, Running, running, until
 from tests.groups import control_group, with_mounts
 
 FAULTY = "tests.fault_model:FaultModel"
 SERVICE = (sys.executable, "-m", "service")
 MIB = 1 << 20
-
-
-def until(claim: Callable[[], object], timeout_s: float = 60.0) -> None:
-    """Wait until something is so."""
-    deadline = time.monotonic() + timeout_s
-    while not claim():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @contextlib.contextmanager

@@ -5,13 +5,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.e2e.running import Running, running
+from tests.e2e.running import Running, running, until
 from tests.groups import control_group
 
 FAULTY = "tests.fault_model:FaultModel"
@@ -64,15 +64,8 @@ def service(folder: Path):
 def healthy(service: Running, folder: Path):
     """The service with its worker ready, whose model will do once more what ends it."""
     (folder / "done").unlink(missing_ok=True)
-    wait_until(lambda: worker(service)["state"] == "ready")
+    until(lambda: worker(service)["state"] == "ready")
     return service
-
-
-def wait_until(claim: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
-    while not claim():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 def ask(service: Running, do: str = "ok", n: int = 21, rank: int = 0) -> httpx.Response:
@@ -86,9 +79,9 @@ def is_right(answer: httpx.Response, n: int = 21) -> bool:
 
 def ask_until_right(service: Running) -> httpx.Response:
     """Ask again for as long as there is no worker."""
-    until = time.monotonic() + 60
+    deadline = time.monotonic() + 60
     while (answer := ask(service)).status_code == 503:
-        assert time.monotonic() < until
+        assert time.monotonic() < deadline
         time.sleep(0.05)
     return answer
 
@@ -140,7 +133,7 @@ def test_worker_killed_in_the_middle_of_its_answer_costs_no_request(healthy: Run
         target=lambda: answers.append(httpx.post(f"{healthy.url}/predict", json=body, timeout=60))
     )
     post.start()
-    wait_until((folder / "calls").exists)
+    until((folder / "calls").exists)
     os.kill(healthy.process.pid, signal.SIGSTOP)  # so that nobody reads the answer
     (folder / "gate").unlink()
     wait_until_blocked(pid)
@@ -153,10 +146,10 @@ def test_worker_killed_in_the_middle_of_its_answer_costs_no_request(healthy: Run
 
 def wait_until_blocked(pid: int) -> None:
     """Wait until a process has used no time for a while."""
-    until = time.monotonic() + 60
+    deadline = time.monotonic() + 60
     before = -1
     while (used := cpu_ticks(pid)) != before:
-        assert time.monotonic() < until
+        assert time.monotonic() < deadline
         before = used
         time.sleep(0.5)
 
@@ -218,10 +211,10 @@ def test_outputs_that_are_not_finite_fail_alone_and_say_so(healthy: Running):
 
 def test_canaries_are_no_requests(healthy: Running):
     before = worker(healthy)["num_batches"], counted(healthy)
-    until = time.monotonic() + 60
+    deadline = time.monotonic() + 60
     ages: list[float] = []
     while len(ages) < 2 or ages[-1] >= ages[-2]:  # until it has proved itself once more
-        assert time.monotonic() < until
+        assert time.monotonic() < deadline
         ages.append(worker(healthy)["last_answer_age_s"])
         time.sleep(0.2)
     assert (worker(healthy)["num_batches"], counted(healthy)) == before
