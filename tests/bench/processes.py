@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 """The repository: every child starts here, so that `-m tests.bench...` is found."""
@@ -109,6 +110,8 @@ class Server:
         self.log = log
         self._process: subprocess.Popen[bytes] | None = None
         self._sessions: set[int] = set()
+        self._births: dict[int, int] = {}
+        """By pid, when each process that was seen began: another one may get its number."""
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> "Server":
@@ -163,6 +166,7 @@ class Server:
                 message = f"{self.contender.name}: cannot run {argv[0]}: {error.strerror}"
                 raise BenchError(message) from error
             self._sessions = {self.pid}
+            self._births = {}
 
     def wait_ready(self, request: Probe, timeout_s: float) -> bytes:
         """Wait until the server is ready and answers the request with 200; return that answer.
@@ -227,11 +231,14 @@ class Server:
             num_before = len(found)
             found.update(
                 pid
-                for pid, (parent, session) in alive.items()
-                if session in self._sessions or parent in found
+                for pid, place in alive.items()
+                if place.session in self._sessions
+                or place.parent in found
+                or place.birth == self._births.get(pid)
             )
             # Some servers give their workers sessions, which they stay in when the parent is gone.
-            self._sessions.update(alive[pid][1] for pid in found)
+            self._sessions.update(alive[pid].session for pid in found)
+        self._births.update((pid, alive[pid].birth) for pid in found)
         return sorted(found, key=lambda pid: (pid != self.pid, pid))
 
     def usage(self) -> Usage:
@@ -332,17 +339,31 @@ def _all_pids() -> Sequence[int]:
 
 
 def _stat(pid: int) -> Sequence[str]:
-    """The fields of /proc/PID/stat after the name: state, parent, group, session (proc(5))."""
+    """The fields of /proc/PID/stat after the name (proc(5)).
+
+    State, parent, group and session are the first; 11 and 12 are CPU ticks, 19 the start.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ()
 
 
-def _place_of(pid: int) -> tuple[int, int] | None:
-    """The parent and the session of a process, unless it is gone or a zombie."""
+class _Place(NamedTuple):
+    """Where a process belongs."""
+
+    parent: int
+    session: int
+    birth: int
+    """When it began, in ticks since the machine did."""
+
+
+def _place_of(pid: int) -> _Place | None:
+    """Where a process belongs, unless it is gone or a zombie."""
     fields = _stat(pid)
-    return (int(fields[1]), int(fields[3])) if fields and fields[0] != "Z" else None
+    if not fields or fields[0] == "Z":
+        return None
+    return _Place(parent=int(fields[1]), session=int(fields[3]), birth=int(fields[19]))
 
 
 def _cpu_s(pid: int) -> float:

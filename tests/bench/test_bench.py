@@ -5,8 +5,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
-import time
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from tests.bench.report import paired, spread
 from tests.bench.rounds import Match, Plan
 from tests.bench.servers.work import WORK
 from tests.bench.workloads import WORKLOADS
+from tests.e2e.running import until
 from tests.ports import free_port
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -45,21 +46,60 @@ def test_a_server_is_started_asked_and_ended_with_all_its_processes(tmp_path):
 
 
 _WITH_A_WORKER = """
-import subprocess, time
-subprocess.Popen(["sleep", "600"], start_new_session=True)
+import os, sys, time
+
+def wait_for_the_end_of_parent(pid):
+    while os.getppid() == pid:
+        time.sleep(0.01)
+
+server = os.getpid()
+if os.fork():
+    time.sleep(600)
+if sys.argv[1] == "late":
+    wait_for_the_end_of_parent(server)
+    os.setsid()
+else:
+    os.setsid()
+    print("has a session", flush=True)
+    wait_for_the_end_of_parent(server)
+    worker = os.getpid()
+    if os.fork():
+        sys.exit()
+    wait_for_the_end_of_parent(worker)
+print(os.getpid(), "is left", flush=True)
 time.sleep(600)
 """
 
 
-def test_a_worker_in_a_session_of_its_own_is_ended_even_if_its_parent_has_gone(tmp_path):
-    contender = Contender(name="ladder", argv=[sys.executable, "-c", _WITH_A_WORKER])
-    with Server(contender, free_port(), tmp_path / "log") as server:
-        until = time.monotonic() + 60
-        while len(pids := server.pids()) < 2 and time.monotonic() < until:
-            time.sleep(0.01)
-        _, worker = pids
+@pytest.mark.parametrize("when", ["early", "late"])
+def test_worker_that_takes_a_session_is_ended_even_if_its_parent_has_gone(tmp_path, when):
+    log = tmp_path / "log"
+    contender = Contender(name="ladder", argv=[sys.executable, "-c", _WITH_A_WORKER, when])
+    with Server(contender, free_port(), log) as server:
+        until(lambda: len(server.pids()) == 2)
+        if when == "early":
+            until(lambda: "has a session" in log.read_text())
+        assert len(server.pids()) == 2
         os.kill(server.pid, signal.SIGKILL)
-    assert not _is_alive(worker)
+        until(lambda: "is left" in log.read_text())
+        *_, pid, _, _ = log.read_text().split()
+        assert _is_alive(int(pid))
+    assert not _is_alive(int(pid))
+
+
+def test_a_process_that_has_the_number_of_an_earlier_one_is_not_ours(tmp_path):
+    contender = Contender(
+        name="ladder", argv=[sys.executable, "-c", "import time; time.sleep(600)"]
+    )
+    with (
+        subprocess.Popen(["sleep", "600"], start_new_session=True) as other,
+        Server(contender, free_port(), tmp_path / "log") as server,
+    ):
+        try:
+            server._births[other.pid] = 0
+            assert server.pids() == [server.pid]
+        finally:
+            other.kill()
 
 
 _WITH_A_FILE = "import tempfile, time; print(tempfile.mkdtemp(), flush=True); time.sleep(600)"
@@ -69,9 +109,7 @@ def test_what_a_server_leaves_in_its_folder_for_temporary_files_goes_with_it(tmp
     log = tmp_path / "log"
     contender = Contender(name="ladder", argv=[sys.executable, "-c", _WITH_A_FILE])
     with Server(contender, free_port(), log) as server:
-        until = time.monotonic() + 60
-        while not log.read_text().endswith("\n") and time.monotonic() < until:
-            time.sleep(0.01)
+        until(lambda: log.read_text().endswith("\n"))
         assert server.pids() == [server.pid]
         left = Path(log.read_text().strip())
         assert left.is_dir()
