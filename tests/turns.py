@@ -62,17 +62,17 @@ class _Wait:
         """
         while not _is_locked(file, kind):
             waited_s = time.monotonic() - self._begin
-            if waited_s >= self._given_up_after_s:
-                raise TimeoutError(
-                    f"waited {waited_s:.0f} s for another process of tests: "
-                    f"{_holders(self._folder)}; let them end, or end them, and try again"
-                )
             if waited_s >= self._tell_after_s:
                 self._tell_after_s = float("inf")  # once is enough
                 print(  # at once, past what captures the output of tests
                     f"\nwaiting for another process of tests: {_holders(self._folder)}",
                     file=sys.__stderr__,
                     flush=True,
+                )
+            if waited_s >= self._given_up_after_s:
+                raise TimeoutError(
+                    f"waited {waited_s:.0f} s for another process of tests: "
+                    f"{_holders(self._folder)}; let them end, or end them, and try again"
                 )
             time.sleep(_PAUSE_S)
 

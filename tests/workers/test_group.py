@@ -243,6 +243,7 @@ def test_rank_that_comes_up_after_its_start_was_given_up_is_left_nowhere(
         monkeypatch.setattr(engine, "_start_process", start_slowly)
         with pytest.raises(WorkerStartError, match="was not loaded within 1 s"):
             await started(engine, load_timeout_s=1.0)
+        monkeypatch.setattr(workers.local, "EXIT_WAIT_S", 30)  # they are killed, and end some time
         may_end.set()
         assert await all_gone(begun)
         for _ in range(1000):
