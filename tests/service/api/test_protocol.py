@@ -209,9 +209,10 @@ def test_half_a_head_is_not_waited_for() -> None:
             for byte in POST:
                 writer.write(bytes([byte]))
                 await asyncio.sleep(0.02)
-                if reader.at_eof():
+                if reader.at_eof() or writer.is_closing():
                     break
-            assert await reader.read() == b""
+            with contextlib.suppress(ConnectionResetError):  # by a byte that came after the end
+                assert await reader.read() == b""
         await is_well(bench)
 
     began = time.monotonic()
