@@ -52,7 +52,7 @@ def url_of(text: str) -> str:
     """
     url = text if "://" in text else f"http://{text}"
     if problem := problem_of_address(url):
-        shown = without_password(text)
+        shown = without_password(url)
         raise FlagError(f"{shown!r} is no address of a service, as {DEFAULT_URL} is one: {problem}")
     return url.rstrip("/")
 
