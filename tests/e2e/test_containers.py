@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +20,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+
+from tests.e2e.running import until
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGE = "inferpool:tests"
@@ -184,13 +185,6 @@ class Load:
                 self.num_right += 1
 
 
-def wait_until(is_true: Callable[[], object], timeout_s: float = 60) -> None:
-    until = time.monotonic() + timeout_s
-    while not is_true():
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
 def test_the_dockerfile_passes_its_linter():
     hadolint = shutil.which("hadolint")
     if hadolint is None:
@@ -254,11 +248,11 @@ def test_a_worker_that_is_killed_in_the_container_costs_no_request(service):
     load = Load(service.predict, threading.Event())
     asking = threading.Thread(target=load.run)
     asking.start()
-    wait_until(lambda: len(service.worker_pids()) == 2)
+    until(lambda: len(service.worker_pids()) == 2)
     before = service.worker_pids()
-    wait_until(lambda: load.num_right > 8)
+    until(lambda: load.num_right > 8)
     service.run("sh", "-c", f"kill -9 {before[0]}")
-    wait_until(lambda: len(pids := service.worker_pids()) == 2 and before[0] not in pids)
+    until(lambda: len(pids := service.worker_pids()) == 2 and before[0] not in pids)
     load.is_over.set()
     asking.join(60)
     assert load.failed == ()
@@ -269,8 +263,8 @@ def test_a_container_that_is_killed_comes_back(service):
     if not Path(f"/proc/{pid}").exists() or os.geteuid() != 0:
         pytest.skip("the engine is not on this machine, or its processes are not ours to kill")
     os.kill(pid, signal.SIGKILL)  # `docker kill` would count as a wish that it stays away
-    wait_until(lambda: service.state("{{.RestartCount}}") == "1")
-    wait_until(service.is_ready)
+    until(lambda: service.state("{{.RestartCount}}") == "1")
+    until(service.is_ready)
     assert service.predict().status_code == 200
 
 
@@ -278,10 +272,10 @@ def test_stopping_it_under_load_fails_no_request(service):
     load = Load(service.predict, threading.Event())
     asking = threading.Thread(target=load.run)
     asking.start()
-    wait_until(lambda: load.num_right > 8)
+    until(lambda: load.num_right > 8)
     stopping = threading.Thread(target=service.compose, args=["stop"])
     stopping.start()
-    wait_until(lambda: not service.is_ready())  # as a balancer does, which then sends no more
+    until(lambda: not service.is_ready())  # as a balancer does, which then sends no more
     load.is_over.set()
     asking.join(60)
     stopping.join(60)

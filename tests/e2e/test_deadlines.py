@@ -5,8 +5,7 @@ import contextlib
 import os
 import re
 import signal
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.running import Running, running
+from tests.e2e.running import Running, running, until
 
 WAYS = ["/predict/m", "/predict/%6d"]
 """Straight off the socket, and through ASGI, where what is escaped goes."""
@@ -68,7 +67,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Blocked]:
 async def hanging(service: Blocked, n: int) -> AsyncIterator[None]:
     """Have the worker hang on an input, whose client then goes away."""
     async with asking(service, WAYS[0], n, do="hang"):
-        await until(lambda: n in service.computed())
+        await asyncio.to_thread(until, lambda: n in service.computed())
         yield
     await asyncio.to_thread(service.release)
 
@@ -85,13 +84,6 @@ async def asking(service: Blocked, way: str, n: int, do: str = "ok") -> AsyncIte
     writer.close()
     with contextlib.suppress(ConnectionError):
         await writer.wait_closed()
-
-
-async def until(claim: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not await asyncio.to_thread(claim):
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
 
 
 def total_ms(answer: httpx.Response) -> float:
@@ -146,7 +138,7 @@ def test_what_a_worker_holds_when_it_gets_late_is_not_computed(service: Blocked,
             asking(service, way, n + 10, do="wait"),
             httpx.AsyncClient(base_url=service.service.url, timeout=60) as client,
         ):
-            await until(lambda: n + 10 in service.computed())
+            await asyncio.to_thread(until, lambda: n + 10 in service.computed())
             headers = {"X-Timeout-Ms": "100"}
             late = await client.post(way, json={"instances": [{"n": n}]}, headers=headers)
             service.gate.unlink()
@@ -169,9 +161,9 @@ def test_client_that_hangs_up_is_taken_out_of_the_queue_and_counted(service: Blo
             async with contextlib.AsyncExitStack() as stack:
                 for n in range(first + 1, first + 6):
                     await stack.enter_async_context(asking(service, way, n))
-                await until(lambda: service.count("accepted") == accepted + 6)
-            await until(lambda: service.count("cancelled") == cancelled + 5)
-        await until(lambda: service.count("cancelled") == cancelled + 6)
+                await asyncio.to_thread(until, lambda: service.count("accepted") == accepted + 6)
+            await asyncio.to_thread(until, lambda: service.count("cancelled") == cancelled + 5)
+        await asyncio.to_thread(until, lambda: service.count("cancelled") == cancelled + 6)
 
     asyncio.run(go())
     assert service.computed() & set(range(first, first + 100)) == {first}

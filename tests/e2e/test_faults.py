@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.e2e.load import Tally, ask_until, ask_until_stopped
-from tests.e2e.running import Running, left_over, running
+from tests.e2e.running import Running, left_over, running, until
 
 FAULTY = "tests.fault_model:FaultModel"
 
@@ -51,14 +51,6 @@ def left_in_shared_memory(before: set[str], timeout_s: float = 10.0) -> set[str]
     return left
 
 
-async def until(claim, timeout_s: float = 60.0) -> None:
-    """Wait until something is so."""
-    deadline = time.monotonic() + timeout_s
-    while not await asyncio.to_thread(claim):
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
-
-
 def num_ready(service: Running) -> int:
     return len(service.worker_pids())
 
@@ -73,7 +65,7 @@ def test_killed_workers_cost_no_request_and_come_back():
             await asyncio.sleep(0.2)
             pids = await asyncio.to_thread(service.worker_pids)
             os.kill(pids[round % len(pids)], signal.SIGKILL)
-            await until(lambda old=pids: set(service.worker_pids()) - set(old))
+            await asyncio.to_thread(until, lambda old=pids: set(service.worker_pids()) - set(old))
         is_over.set()
         return await load
 
@@ -139,7 +131,9 @@ def test_sigkill_of_the_front_end_leaves_no_process_and_no_memory(act: str):
             ask_until(service.url, lambda tally: bool(tally.unanswered), do=lambda n: act)
         )
         begun = 'in_flight{model="faultmodel"} 16.0' if act == "spin" else '"succeeded"} [1-9]'
-        await until(lambda: re.search(begun, httpx.get(f"{service.url}/metrics").text))
+        await asyncio.to_thread(
+            until, lambda: re.search(begun, httpx.get(f"{service.url}/metrics").text)
+        )
         await asyncio.sleep(0.2)
         service.signal(signal.SIGKILL)
         await asyncio.wait_for(load, 60)
@@ -161,7 +155,9 @@ def test_second_signal_hurries():
             async with httpx.AsyncClient(base_url=service.url, timeout=30) as client:
                 body = {"instances": [{"n": 1, "do": "hang"}]}
                 post = asyncio.ensure_future(client.post("/predict", json=body))
-                await until(lambda: in_flight in httpx.get(f"{service.url}/metrics").text)
+                await asyncio.to_thread(
+                    until, lambda: in_flight in httpx.get(f"{service.url}/metrics").text
+                )
                 service.signal(signal.SIGINT)
                 await asyncio.to_thread(service.wait_for_log, "stopping")
                 await asyncio.sleep(0.4)  # sooner it would be taken for the first one
@@ -200,7 +196,7 @@ def test_many_poisons_do_not_end_the_service():
             assert (answer.status_code, answer.json()["code"]) == (500, "worker_crashed")
             good = client.post("/predict", json={"instances": [{"n": n}]})
             assert good.json()["predictions"][0]["twice"] == 2 * n
-        asyncio.run(until(lambda: num_ready(service) == 1))
+        until(lambda: num_ready(service) == 1)
         again = client.post("/predict", json={"instances": [{"n": 3, "do": "kill"}]})
         assert (again.status_code, again.json()["code"]) == (422, "quarantined")
         mixed = [{"n": 1}, {"n": 5, "do": "kill"}, {"n": 2}]
@@ -224,10 +220,10 @@ def test_stopped_idle_worker_is_noticed_and_replaced(tmp_path: Path):
         body = {"instances": [{"n": 1}]}  # whose answer puts off the next look at it
         assert httpx.post(f"{service.url}/predict", json=body).status_code == 200
         os.kill(pid, signal.SIGSTOP)
-        asyncio.run(until(lambda: httpx.get(f"{service.url}/health/ready").status_code == 503))
+        until(lambda: httpx.get(f"{service.url}/health/ready").status_code == 503)
         assert not [line for line in service.log if "it is stopped" in str(line["message"])]
         service.wait_for_log("it is stopped")
-        asyncio.run(until(lambda: service.worker_pids() not in ([pid], [])))
+        until(lambda: service.worker_pids() not in ([pid], []))
 
 
 def test_model_that_can_never_load_ends_the_service_with_its_reason_said_once():

@@ -17,8 +17,8 @@ import pytest
 import safetensors.numpy
 
 from tests.e2e.load import Tally, ask_until, ask_until_stopped
-from tests.e2e.running import Running, left_over, running
-from tests.e2e.test_faults import FAULTY, holding, left_in_shared_memory, shared_memory, until
+from tests.e2e.running import Running, left_over, running, until
+from tests.e2e.test_faults import FAULTY, holding, left_in_shared_memory, shared_memory
 
 KEY = "a-key-for-predictions"
 KEYS = {"INFERPOOL_PREDICT_KEYS": KEY, "INFERPOOL_ADMIN_KEYS": "an-administrators-key"}
@@ -207,7 +207,7 @@ def test_the_calls_of_all_front_ends_are_counted_at_once(services: tuple[Running
     for _ in range(20):
         call = {**head, "content-type": "application/octet-stream"}
         assert httpx.post(f"{two.url}/predict", content=b"x", headers=call).status_code == 200
-    asyncio.run(until(lambda: count() == before + 20))  # a front may be too busy to be asked
+    until(lambda: count() == before + 20)  # a front may be too busy to be asked
 
 
 def test_health_lists_the_front_ends_and_their_connections(two: Running):
@@ -218,12 +218,12 @@ def test_health_lists_the_front_ends_and_their_connections(two: Running):
         fronts[:] = httpx.get(f"{two.url}/health").json()["fronts"]
         return [front["num_connections"] for front in fronts]
 
-    asyncio.run(until(lambda: sum(counts()) == 1))  # those of earlier tests have gone
+    until(lambda: sum(counts()) == 1)  # those of earlier tests have gone
     with contextlib.ExitStack() as stack:
         for _ in range(10):
             client = stack.enter_context(httpx.Client(base_url=two.url))
             assert client.get("/health/live").status_code == 200
-        asyncio.run(until(lambda: sum(counts()) == 11 and max(counts()) == 6))
+        until(lambda: sum(counts()) == 11 and max(counts()) == 6)
     assert [front["state"] for front in fronts] == ["up", "up"]
     children = {child.pid for child in psutil.Process(two.process.pid).children()}
     pids = {front["pid"] for front in fronts}
@@ -243,9 +243,9 @@ def test_a_client_that_hangs_up_is_counted_as_cancelled(two: Running):
         async with httpx.AsyncClient(base_url=two.url) as client:
             body = {"instances": [{"n": 1, "do": "hang"}]}
             post = asyncio.ensure_future(client.post("/predict", json=body))
-            await until(lambda: not is_at_rest(two))
+            await asyncio.to_thread(until, lambda: not is_at_rest(two))
             post.cancel()
-        await until(lambda: cancelled() == before + 1)
+        await asyncio.to_thread(until, lambda: cancelled() == before + 1)
         for pid in two.worker_pids():
             os.kill(pid, signal.SIGKILL)
         tally = await ask_until(two.url, lambda tally: tally.right > 20)
@@ -272,7 +272,7 @@ def num_pipes(service: Running) -> int:
 
 
 def test_a_front_end_that_is_killed_comes_back_and_its_calls_alone_are_lost(two: Running):
-    asyncio.run(until(lambda: is_at_rest(two) and len(two.worker_pids()) == 2))
+    until(lambda: is_at_rest(two) and len(two.worker_pids()) == 2)
     num_before = num_pipes(two)
 
     async def go() -> Tally:
@@ -287,7 +287,9 @@ def test_a_front_end_that_is_killed_comes_back_and_its_calls_alone_are_lost(two:
         await asyncio.wait_for(is_under_way.wait(), 30)
         victim = (await asyncio.to_thread(front_pids, two))[0]
         os.kill(victim, signal.SIGKILL)
-        await until(lambda: victim not in (pids := front_pids(two)) and len(pids) == 2)
+        await asyncio.to_thread(
+            until, lambda: victim not in (pids := front_pids(two)) and len(pids) == 2
+        )
         is_back.set()
         return await load
 
@@ -296,8 +298,8 @@ def test_a_front_end_that_is_killed_comes_back_and_its_calls_alone_are_lost(two:
     assert len(tally.unanswered) < 16  # the other front has lost none
     assert not tally.unconnected
 
-    asyncio.run(until(lambda: is_at_rest(two)))
-    asyncio.run(until(lambda: num_pipes(two) <= num_before))
+    until(lambda: is_at_rest(two))
+    until(lambda: num_pipes(two) <= num_before)
 
 
 @pytest.mark.alone

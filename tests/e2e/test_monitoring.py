@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -19,7 +19,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from service.metrics import COUNTERS, GAUGES
 from tests.e2e.prometheus import FOLDER, Prometheus, prometheus
-from tests.e2e.running import ROOT, Running, running
+from tests.e2e.running import ROOT, Running, running, until
 from tests.pty_screen import on_terminal
 
 KEY = "a-key-for-metrics-0123456789"
@@ -57,13 +57,6 @@ def watching(service: Running, tmp_path_factory: pytest.TempPathFactory) -> Iter
     with prometheus(folder, target=target, key=folder / "key") as server:
         until(lambda: server.query("inferpool_worker_up == 1"))
         yield server
-
-
-def until(claim: Callable[[], object], timeout_s: float = 60.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not claim():
-        assert time.monotonic() < end, claim
-        time.sleep(0.1)
 
 
 def panels() -> Iterator[dict[str, Any]]:

@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 
 from tests.e2e.kubelet import Kubelet
-from tests.e2e.running import running
-from tests.e2e.test_deployment import free_ports, until
+from tests.e2e.running import running, until
+from tests.e2e.test_deployment import free_ports
 
 
 async def flood(url: str, num: int) -> list[int]:
