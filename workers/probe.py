@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -108,8 +108,10 @@ def _measure(order: Mapping[str, Any]) -> dict[str, object]:
     with torch.inference_mode():
         features = [model.preprocess(item) for item in model.warmup()]
         sizes = sorted({1, order["max_batch_size"]}) if features else []
+        # All batches are made of one, so that their times can be compared.
+        largest = max(features, key=_num_values, default=None)
         for size in sizes:
-            batch = model.collate([_largest(features)] * size)
+            batch = model.collate([largest] * size)
             for _ in range(3):  # the first warms up
                 began = time.monotonic()
                 outputs = {name: out.cpu() for name, out in model.forward(batch).items()}
@@ -126,9 +128,8 @@ def _measure(order: Mapping[str, Any]) -> dict[str, object]:
     }
 
 
-def _largest(features: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The one that all batches are made of, so that their times can be compared."""
-    return max(features, key=lambda each: sum(tensor.numel() for tensor in each.values()))
+def _num_values(features: Mapping[str, Any]) -> int:
+    return sum(tensor.numel() for tensor in features.values())
 
 
 def _context_bytes(torch: Any, device: Any) -> int:
