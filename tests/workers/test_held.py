@@ -5,9 +5,25 @@ import pytest
 from workers.held import Held, HeldBatches
 
 
+def holding(
+    *ids: int, batch_timeout_s: float, last_received: int = 0, at_work_since: float = 0.0
+) -> tuple[SimpleNamespace, HeldBatches]:
+    """A worker that was given batches at 5.0, and what its heartbeat says."""
+    heartbeat = SimpleNamespace(
+        last_received=last_received, progressed_at=0.0, at_work_since=at_work_since
+    )
+    held = HeldBatches(
+        heartbeat,  # type: ignore[arg-type]
+        batch_timeout_s=batch_timeout_s,
+        patience_s=1,
+    )
+    for id in ids:
+        held.add(id, Held([], None, batch_timeout_s), now=5.0)
+    return heartbeat, held
+
+
 def test_the_oldest_batch_is_as_old_as_the_time_that_it_has_had_the_worker():
-    heartbeat = SimpleNamespace(last_received=0, progressed_at=0.0, at_work_since=0.0)
-    held = HeldBatches(heartbeat, batch_timeout_s=10, patience_s=1)  # type: ignore[arg-type]
+    heartbeat, held = holding(batch_timeout_s=10)
     batch = Held([], None, 10)
     assert held.oldest_age_s(now=5.0) == 0
     held.add(1, batch, now=5.0)
@@ -22,10 +38,7 @@ def test_the_oldest_batch_is_as_old_as_the_time_that_it_has_had_the_worker():
 
 
 def test_answers_to_later_batches_do_not_hide_that_the_oldest_hangs():
-    heartbeat = SimpleNamespace(last_received=3, progressed_at=0.0, at_work_since=0.0)
-    held = HeldBatches(heartbeat, batch_timeout_s=10, patience_s=1)  # type: ignore[arg-type]
-    for id in (1, 2, 3):
-        held.add(id, Held([], None, 10), now=5.0)
+    _, held = holding(1, 2, 3, batch_timeout_s=10, last_received=3)
     held.remove(2, now=14.0)
     assert held.oldest_age_s(now=14.0) == 9.0
     assert held.hang(now=16.0)
@@ -34,10 +47,7 @@ def test_answers_to_later_batches_do_not_hide_that_the_oldest_hangs():
 
 
 def test_batch_of_several_under_way_has_the_time_that_it_takes_of_its_own():
-    heartbeat = SimpleNamespace(last_received=2, progressed_at=0.0, at_work_since=9.0)
-    held = HeldBatches(heartbeat, batch_timeout_s=2, patience_s=1)  # type: ignore[arg-type]
-    for id in (1, 2):
-        held.add(id, Held([], None, 2), now=5.0)
+    heartbeat, held = holding(1, 2, batch_timeout_s=2, last_received=2, at_work_since=9.0)
     assert held.oldest_age_s(now=10.0) == 1.0
     assert not held.hang(now=10.0)
     assert held.next_due_s(now=10.0) <= 1.0
@@ -46,10 +56,7 @@ def test_batch_of_several_under_way_has_the_time_that_it_takes_of_its_own():
 
 
 def test_batch_that_hangs_has_no_more_time_when_one_before_it_is_answered():
-    heartbeat = SimpleNamespace(last_received=2, progressed_at=0.0, at_work_since=5.0)
-    held = HeldBatches(heartbeat, batch_timeout_s=2, patience_s=1)  # type: ignore[arg-type]
-    for id in (1, 2, 3):
-        held.add(id, Held([], None, 2), now=5.0)
+    heartbeat, held = holding(1, 2, 3, batch_timeout_s=2, last_received=2, at_work_since=5.0)
     held.remove(1, now=6.75)
     heartbeat.at_work_since = 5.25
     assert not held.hang(now=7.0)
@@ -59,10 +66,7 @@ def test_batch_that_hangs_has_no_more_time_when_one_before_it_is_answered():
 
 
 def test_batch_whose_clock_ran_while_the_host_stood_still_has_its_time_again():
-    heartbeat = SimpleNamespace(last_received=2, progressed_at=0.0, at_work_since=5.0)
-    held = HeldBatches(heartbeat, batch_timeout_s=2, patience_s=1)  # type: ignore[arg-type]
-    for id in (1, 2):
-        held.add(id, Held([], None, 2), now=5.0)
+    heartbeat, held = holding(1, 2, batch_timeout_s=2, last_received=2, at_work_since=5.0)
     held.forgive(9.0, now=15.0)
     held.remove(1, now=15.5)
     heartbeat.at_work_since = 5.75  # of the second, which has run for 0.75 s of its own
