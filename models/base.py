@@ -85,7 +85,14 @@ class Model:
     """
 
     inputs: Sequence[TensorSpec] = ()
-    """What `preprocess` yields, with the batch dimension first; used to check tensors and JSON."""
+    """What clients send and `preprocess` yields, with the batch dimension first; both are checked.
+    A `preprocess` of the model's own may read something else: `example` shows clients what."""
+    preprocessed: Sequence[TensorSpec] | None = None
+    """What a `preprocess` of the model's own yields, where `inputs` say only what clients send;
+    empty leaves it unchecked."""
+    example: object = None
+    """An instance that the model takes, which people are shown to try: what JSON can say, or bytes
+    with their content type, as in `(data, "image/jpeg")`. It may be a method that returns it."""
     outputs: Sequence[TensorSpec] = ()
     """What `postprocess` yields, with the batch dimension first: an instance whose outputs have
     another shape fails."""

@@ -3,6 +3,7 @@
     ModelError                     the model cannot be had: permanent, no restart mends it
     +-- SourceError                the source names nothing that can be loaded
     +-- CheckpointError            the weights are unreadable, unsafe, or belong to another network
+    +-- BadReturnError             a method of the model returned what it must not
     InputError                     this input is at fault; the model and its neighbours are well
     RankError                      another rank of a split replica has failed at a computation
     OutOfStepError                 the ranks of a split replica cannot go on: it must end
@@ -21,6 +22,10 @@ class SourceError(ModelError):
 
 class CheckpointError(ModelError):
     """A file of weights is missing, unreadable, unsafe to load, or does not fit the network."""
+
+
+class BadReturnError(ModelError):
+    """A method of the model returned something else than `Model` says: names it, and its place."""
 
 
 class RankError(Exception):

@@ -40,7 +40,7 @@ def features_of(item: Item, inputs: Sequence[TensorSpec]) -> Features:
 
 def describe(inputs: Sequence[TensorSpec]) -> str:
     """Say inputs in words: "'x' (float32 [any, 4])"."""
-    return " and ".join(f"{spec.name!r} ({spec.dtype} {_shape_text(spec)})" for spec in inputs)
+    return " and ".join(f"{spec.name!r} ({spec.dtype} {shape_text(spec)})" for spec in inputs)
 
 
 def json_texts(payload: memoryview, names: Sequence[str]) -> dict[str, memoryview]:
@@ -134,7 +134,7 @@ def _from_tensors(item: Item, inputs: Sequence[TensorSpec]) -> Features:
             raise InputError(f"tensor {spec.name!r}: expected {spec.dtype}, found {dtype}")
         if spec.shape and not matches(tensor.shape, spec.instance_shape):
             raise InputError(
-                f"tensor {spec.name!r}: expected shape {_shape_text(spec)}, "
+                f"tensor {spec.name!r}: expected shape {shape_text(spec)}, "
                 f"found {list(tensor.shape)}"
             )
     return tensors
@@ -274,7 +274,8 @@ def _count_text(length: int, rank: int) -> str:
     return f"{length} {noun}" if length == 1 else f"{length} {noun}s"
 
 
-def _shape_text(spec: TensorSpec) -> str:
+def shape_text(spec: TensorSpec) -> str:
+    """Say the shape of one instance: "[any, 4]"."""
     if not spec.shape:
         return "of any shape"
     return f"[{', '.join('any' if n == -1 else str(n) for n in spec.instance_shape)}]"

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from models.base import Model
+from models.border import checked
 from models.errors import ModelError, SourceError
 from models.modules import ModuleModel, specs_of
 
@@ -124,13 +125,13 @@ def _users(
             lambda: _construct(found, rest, source), weights=checkpoint, **_with_specs(specs)
         )
     if checkpoint is None:
-        return _construct(found, options, source)
+        return checked(_construct(found, options, source))
     if "weights" not in inspect.signature(found).parameters:
         raise SourceError(
             f"{source} takes no weights: give its constructor a `weights` argument, or leave "
             "them out of the settings"
         )
-    return _construct(found, {"weights": checkpoint, **options}, source)
+    return checked(_construct(found, {"weights": checkpoint, **options}, source))
 
 
 def _import(name: str) -> ModuleType:

@@ -45,6 +45,8 @@ class Classifier(Model):
     checkpoint: Path | str | None = None
     """The file of the weights of what `build_network` builds; None leaves it as built."""
     has_fixed_shapes = True
+    preprocessed = ()
+    """Pixels or a normalised input, by what is sent."""
     tolerance: Tolerance = LabelTolerance()
 
     def __init__(self, *, transform: ImageTransform, labels: Sequence[str]) -> None:

@@ -259,6 +259,7 @@ def _configs(
             placement,
             max_image_pixels=settings.max_image_pixels,
             cache_dir=cache_dir,
+            error_detail="text" if settings.show_errors else "name",
         )
         for placement in model.placements_on(host)
     ]

@@ -19,7 +19,7 @@ from service.batch_sizes import AUTO_SIZE
 from service.keys import Keys
 from service.trace_settings import TraceHeaders, endpoint_of, pairs_of
 from workers.cgroups import read_limits
-from workers.config import ModelConfig, WorkerConfig
+from workers.config import ErrorDetail, ModelConfig, WorkerConfig
 from workers.device_names import parse_devices
 from workers.devices import Host
 from workers.mps import DEFAULT_FOLDER
@@ -218,6 +218,7 @@ class ModelSettings(_Table):
         *,
         max_image_pixels: int,
         cache_dir: str | None = None,
+        error_detail: ErrorDetail = "name",
     ) -> WorkerConfig:
         """All that the worker on one placement is told."""
         return WorkerConfig(
@@ -232,6 +233,7 @@ class ModelSettings(_Table):
             load_timeout_s=self.load_timeout_s,
             batch_timeout_s=None if self.batch_timeout_s == "auto" else self.batch_timeout_s,
             max_image_pixels=max_image_pixels,
+            error_detail=error_detail,
         )
 
     def _num_prepare_threads(self, placement: Placement) -> int:
@@ -334,6 +336,9 @@ class Settings(_Table):
     max_image_pixels: int = Field(MAX_IMAGE_PIXELS, ge=1)
     """Pixels of an encoded image, by its header; more are refused with 422 before anything is
     decoded. While it is decoded, a pixel takes a worker 5 to 10 bytes."""
+    show_errors: bool = False
+    """Whether clients are told the text of an exception that a model raises. By default they are
+    told its type; the log has the rest, under the id of the request."""
     default_timeout_s: float = Field(30.0, gt=0, allow_inf_nan=False)
     """How long a call may take if it does not say."""
     max_timeout_s: float = Field(300.0, gt=0, allow_inf_nan=False)

@@ -8,6 +8,7 @@ items at fault stand alone, so their neighbours succeed.
 import logging
 import math
 import time
+import traceback
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,9 +18,11 @@ import torch
 from torch import Tensor
 
 from models.base import Features, Item, Model
+from models.border import bad_return
 from models.errors import InputError, ModelError
 from models.out_of_memory import is_out_of_memory
 from workers.checks import BrokenPromiseError, OutputChecks
+from workers.config import ErrorDetail
 from workers.log_lines import printable
 from workers.messages import ItemError, ItemRef, Outcome, Stored, TensorBlob
 from workers.pools import started_pool
@@ -29,6 +32,7 @@ from workers.shortage import SafeSizes, release
 logger = logging.getLogger(__name__)
 
 _MAX_MESSAGE_CHARS = 500
+_MAX_TRACE_CHARS = 20_000
 _SAMPLE_REF = ItemRef("bytes", 0, 0, math.inf, request_id="canary")
 """Of a canary's item, which is the model's own and lies elsewhere."""
 _POOL_PAYS_S = 0.0005
@@ -65,6 +69,7 @@ class Computer:
         sample: Item | None = None,
         on_progress: Callable[[], None] = lambda: None,
         keep: Callable[[memoryview], bytes | Stored] = bytes,
+        error_detail: ErrorDetail = "name",
     ) -> None:
         """Take over a loaded model.
 
@@ -75,6 +80,7 @@ class Computer:
             sample: What canaries compute.
             on_progress: Called before each further part of a batch that is computed in parts.
             keep: Copies the bytes of an output, which the model may use again.
+            error_detail: How much of the model's exceptions clients are told.
         """
         self._model = model
         self._pin_memory = pin_memory
@@ -82,6 +88,7 @@ class Computer:
         self.on_progress = on_progress
         """See above; the loop that has several batches under way sets it."""
         self._keep = keep
+        self._error_detail = error_detail
         self._is_sample_finite: bool | None = None
         self._checks = OutputChecks(model)
         self._safe_sizes = SafeSizes()
@@ -196,7 +203,7 @@ class Computer:
                 prepared.buckets[i] = name = bucket(found)
                 hash(name)  # what has none is this item's mistake, and not the batch's
             except Exception as error:
-                prepared.outcomes[i] = _error_of(error, "preprocess", refs[i])
+                prepared.outcomes[i] = self._error_of(error, "preprocess", refs[i])
 
     def _collate(self, prepared: Prepared, indices: Sequence[int]) -> Features:
         chosen = [features for i in indices if (features := prepared.features[i]) is not None]
@@ -272,10 +279,11 @@ class Computer:
         is_shortage = is_out_of_memory(error)
         first = indices[0]
         if len(indices) == 1:
-            prepared.outcomes[first] = _error_of(error, "forward", prepared.refs[first])
+            failure = self._error_of(error, "forward", prepared.refs[first])
             if is_shortage:
-                text = "out of memory on this input alone"
-                prepared.outcomes[first] = ItemError("model_error", f"{text}: {_describe(error)}")
+                text = f"out of memory on this input alone: {self._told(error)}"
+                failure = ItemError("model_error", text)
+            prepared.outcomes[first] = failure
         else:
             text = "a batch of %d failed (%s): computing it in halves"
             logger.warning(text, len(indices), _describe(error))
@@ -340,9 +348,31 @@ class Computer:
         values = self._model.render_batch(outputs, [items[i].parameters for i in indices])
         for i, value in zip(indices, values, strict=True):
             if isinstance(value, InputError):
-                outcomes[i] = _error_of(value, "render", prepared.refs[i])
-            else:
+                outcomes[i] = self._error_of(value, "render", prepared.refs[i])
+                continue
+            try:
                 outcomes[i] = encode(value)
+            except (TypeError, ValueError, RecursionError) as error:
+                wrong = bad_return(self._model, "render", "a value that JSON can say", str(error))
+                outcomes[i] = self._error_of(wrong, "render", prepared.refs[i])
+
+    def _error_of(self, error: Exception, step: str, ref: ItemRef) -> ItemError:
+        if isinstance(error, InputError):
+            return ItemError("invalid_input", printable(str(error))[:_MAX_MESSAGE_CHARS])
+        text = _describe(error)
+        logger.error("%s failed on an input: %s", step, text, exc_info=error, extra=ref.log_ids())
+        return ItemError("model_error", f"{step} raised {self._told(error)}")
+
+    def _told(self, error: Exception) -> str:
+        """Say an exception of the model's to a client, who may be a stranger."""
+        match self._error_detail:
+            case "name":
+                return f"{type(error).__name__}; the service's log has the rest"
+            case "text":
+                return _describe(error)
+            case "traceback":
+                trace = "".join(traceback.format_exception(error)).rstrip()
+                return f"{_describe(error)}\n{printable(trace)[-_MAX_TRACE_CHARS:]}"
 
 
 def _prepared(id: int, refs: Sequence[ItemRef], items: Sequence[Item]) -> Prepared:
@@ -391,15 +421,7 @@ def _plain(value: object) -> object:
     """What msgspec cannot say by itself, as plain values: tensors and NumPy scalars and arrays."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise TypeError(f"the model rendered a {type(value).__name__}, which JSON has no form for")
-
-
-def _error_of(error: Exception, step: str, ref: ItemRef) -> ItemError:
-    if isinstance(error, InputError):
-        return ItemError("invalid_input", printable(str(error))[:_MAX_MESSAGE_CHARS])
-    extra = ref.log_ids()
-    logger.error("%s failed on an input: %s", step, _describe(error), exc_info=error, extra=extra)
-    return ItemError("model_error", f"{step} raised {_describe(error)}")
+    raise TypeError(f"a {type(value).__name__}, which JSON has no form for")
 
 
 def _describe(error: Exception) -> str:

@@ -2,10 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from models.spec import MAX_IMAGE_PIXELS, Placement
 from models.speed.names import SpeedReport
 from models.split.report import SplitReport
+
+ErrorDetail = Literal["name", "text", "traceback"]
+"""How much of an exception of a model's clients are told: its type alone, its text, or all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,5 +52,6 @@ class WorkerConfig:
     """What an earlier incarnation chose by `speed`, to be applied as it is; None has it chosen."""
     known_split: SplitReport | None = None
     """How an earlier incarnation was split; None has it found out."""
+    error_detail: ErrorDetail = "name"
     batch_timeout_s: float | None = None
     """A batch that has run for longer means a hang; None: long beside those of the warm-up."""

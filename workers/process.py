@@ -261,6 +261,7 @@ def _load(
         sample=samples[0] if samples else None,
         on_progress=heartbeat.progressed,
         keep=outputs.keep,
+        error_detail=config.error_detail,
     )
     warmup_s: float | None = None
     if samples:

@@ -3,8 +3,9 @@
 import json
 import logging
 import math
+import re
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from models.errors import ModelError
 from models.spec import TensorSpec
 from workers.checks import BrokenPromiseError
 from workers.compute import Computer, blob_of, plain_of
+from workers.config import ErrorDetail
 from workers.messages import ItemError, ItemRef, Outcome
 
 
@@ -371,3 +373,38 @@ def test_sample_that_never_had_a_finite_output_is_not_held_against_the_model(
 def test_canary_of_a_model_without_a_sample_goes_through_all_the_same():
     computer = Computer(Plain(), num_threads=1, pin_memory=False)
     assert computer.compute(computer.prepare_sample(1)) == []
+
+
+def test_value_that_json_has_no_form_for_fails_its_instance_alone(
+    caplog: pytest.LogCaptureFixture,
+):
+    class Odd(Plain):
+        def render(self, outputs: Features, parameters: Mapping[str, object]) -> object:
+            value = outputs["y"].item()
+            return {1: object()} if value == 4 else value
+
+    model = Odd()
+    assert compute(model, [1, 2, 3]) == [2, "model_error", 6]
+    assert model.sizes == [3]
+    assert "render must return a value that JSON can say, got a object" in caplog.text
+    assert "test_compute.py:" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("detail", "told"),
+    [
+        ("name", r"forward raised ValueError; the service's log has the rest"),
+        ("text", r"forward raised ValueError: secret"),
+        ("traceback", r"(?s)forward raised ValueError: secret\nTraceback .*in double\n.*secret"),
+    ],
+)
+def test_clients_are_told_as_much_of_an_exception_as_is_wished(detail: ErrorDetail, told: str):
+    class Failing(Plain):
+        def double(self, x: torch.Tensor) -> Features:
+            raise ValueError("secret")
+
+    computer = Computer(Failing(), num_threads=1, pin_memory=False, error_detail=detail)
+    prepared = computer.prepare(1, [ItemRef("json", 0, 1, math.inf)], [memoryview(b"1")])
+    (outcome,) = computer.compute(prepared)
+    assert isinstance(outcome, ItemError)
+    assert re.fullmatch(told, outcome.message)
