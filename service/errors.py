@@ -13,6 +13,7 @@ ServiceError
 +-- ModelFailedError           the model raised on this input: 500
 |   +-- NonFiniteOutputError   its output has NaN or an infinity in it: 500
 +-- WorkerCrashedError         the workers that computed this input died: 500
++-- RestartFailedError         a worker could not be replaced: 500
 +-- UnavailableError           starting, draining, or no healthy replica: 503
 +-- GivenUpError               the model can never be served here: 503, and no use in another try
 +-- DeadlineExceededError      the deadline passed first: 504
@@ -107,6 +108,12 @@ class WorkerCrashedError(ServiceError):
     """Each worker that worked on this input alone died of it."""
 
     code = "worker_crashed"
+
+
+class RestartFailedError(ServiceError):
+    """A restart that was asked for did not succeed; says why, and what serves on."""
+
+    code = "restart_failed"
 
 
 class UnavailableError(ServiceError):

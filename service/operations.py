@@ -5,10 +5,18 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from service.api.errors import NotFoundError
-from service.errors import ConflictError, UnknownModelError
+from service.errors import (
+    ConflictError,
+    RestartFailedError,
+    UnavailableError,
+    UnknownModelError,
+)
 from service.pool import Pool
 
 logger = logging.getLogger(__name__)
+
+_ANSWER_S = 30.0
+"""A restart that takes longer is answered before it is over: proxies wait for a minute, often."""
 
 
 class Operations:
@@ -35,13 +43,14 @@ class Operations:
         self._grace_s = grace_s
         self._drain = drain
         self._restarts: dict[str, asyncio.Task[None]] = {}
+        self._is_ending = False
 
     def set_draining(self, is_draining: bool) -> None:
         """See `AdminTarget`."""
         if not self._drain(is_draining):
             raise ConflictError("the service is shutting down")
 
-    def restart(self, model: str, slot: int | None) -> Sequence[str]:
+    def restart(self, model: str, slot: int | None, *, old_first: bool) -> Sequence[str]:
         """See `AdminTarget`."""
         pool = self._pools.get(model)
         if pool is None:
@@ -52,14 +61,40 @@ class Operations:
             raise NotFoundError(f"{model} has {len(pool.slots)} workers, counted from 0")
         if model in self._restarts:
             raise ConflictError(f"workers of {model} are being restarted")
-        task = asyncio.create_task(pool.replace(slots, self._grace_s), name=f"restart {model}")
+        if self._is_ending:
+            raise ConflictError("the service is shutting down")
+        replaced = pool.replace(slots, self._grace_s, old_first=old_first)
+        task = asyncio.create_task(replaced, name=f"restart {model}")
         self._restarts[model] = task
-        task.add_done_callback(lambda _: self._restarts.pop(model, None))
+        task.add_done_callback(lambda task: self._on_done(model, task))
         return [each.id.worker for each in slots]
 
-    async def stop(self) -> None:
-        """Begin no further restart."""
-        tasks = list(self._restarts.values())
-        for task in tasks:
+    async def until_restarted(self, model: str) -> bool:
+        """See `AdminTarget`."""
+        task = self._restarts.get(model)
+        if task is None:
+            return True
+        done, _ = await asyncio.wait([task], timeout=_ANSWER_S)
+        if not done:
+            return False
+        if task.cancelled():
+            raise UnavailableError("the service is shutting down", retry_after_s=1)
+        task.result()
+        return True
+
+    def end(self) -> None:
+        """Begin no further restart, and end those under way: their old workers serve on."""
+        self._is_ending = True
+        for task in self._restarts.values():
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def stop(self) -> None:
+        """Wait until no restart is under way."""
+        self.end()
+        await asyncio.gather(*self._restarts.values(), return_exceptions=True)
+
+    def _on_done(self, model: str, task: asyncio.Task[None]) -> None:
+        self._restarts.pop(model, None)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, RestartFailedError):
+            logger.error("the restart of %s failed", model, exc_info=error)

@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Protocol, get_args
+from typing import Literal, Protocol, get_args
 
 import msgspec
 
@@ -16,12 +16,14 @@ from models.spec import TensorSpec
 from models.speed.names import SpeedReport
 from models.split.report import SplitReport
 from service.dispatcher import Dispatcher
-from service.errors import GivenUpError, ServiceError, UnavailableError
+from service.errors import GivenUpError, RestartFailedError, ServiceError, UnavailableError
 from service.instance import Instance
 from service.metrics import ModelMetrics, Reading
 from service.request import CallOptions, Payload
 from workers.config import WorkerConfig
 from workers.engine import Cause, Engine, RankVitals, WorkerHandle, WorkerId
+from workers.errors import WorkerStartError
+from workers.memory import available_bytes
 from workers.messages import UNREADABLE
 from workers.supervisor import RestartPolicy, Slot, State, Supervisor
 
@@ -42,6 +44,18 @@ class Ending:
     """Seconds of the Unix epoch."""
     cause: Cause
     reason: str
+
+
+RestartState = Literal["none", "running", "done", "failed"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Restart:
+    """How the last restart goes that was asked for."""
+
+    state: RestartState = "none"
+    text: str = ""
+    """What is being done, or why it failed; for a person."""
 
 
 class Announcer(Protocol):
@@ -78,6 +92,7 @@ class Pool:
         """An instance that the model takes, as JSON; None until a worker has shown one."""
         self.endings: deque[Ending] = deque(maxlen=_NUM_ENDINGS)
         """The latest, the newest last."""
+        self.restart = Restart()
         self._configs = configs
         self._metrics = metrics
         self._announcer = announcer
@@ -116,6 +131,11 @@ class Pool:
     def is_lost(self) -> bool:
         """Every worker is given up: this model will never be served again."""
         return all(slot.state == "failed" for slot in self.slots)
+
+    @property
+    def has_served(self) -> bool:
+        """A worker was ready once."""
+        return any(slot.was_ever_ready for slot in self.slots)
 
     @property
     def reason(self) -> str:
@@ -179,13 +199,70 @@ class Pool:
         """Answer all that is in flight now, and admit nothing more."""
         self.dispatcher.cut_off(reason)
 
-    async def replace(self, slots: Sequence[Slot], grace_s: float) -> None:
-        """Replace workers one after another, and go on only while their successors come up."""
-        for slot in slots:
-            slot.config = replace(slot.config, chosen=None)  # something may have changed
-            if not await self._supervisor.replace(slot, grace_s):
-                logger.error("%s did not come up again: the rest stay as they are", slot.id)
+    async def replace(
+        self, slots: Sequence[Slot], grace_s: float, *, old_first: bool = False
+    ) -> None:
+        """Replace workers one after another, each by a successor that is ready before it leaves.
+
+        Where the first successor does not come up, all stay as they are. Once one has come up, the
+        others follow, even if they must leave first: replicas are not to differ for long.
+
+        Args:
+            slots: The workers.
+            grace_s: How long each may take to finish what it holds.
+            old_first: Let each leave before its successor starts, for want of memory for both.
+
+        Raises:
+            RestartFailedError: A successor did not come up; says why, and what goes on serving.
+        """
+        self.restart = Restart(state="running")
+        try:
+            for number, slot in enumerate(slots):
+                await self._replace(slot, grace_s, old_first=old_first, is_first=number == 0)
+        except RestartFailedError as error:
+            self.restart = Restart(state="failed", text=error.message)
+            logger.error("%s: restart failed: %s", self.name, error.message)
+            raise
+        except asyncio.CancelledError:
+            self.restart = Restart(state="failed", text="the service was told to stop")
+            raise
+        self.restart = Restart(state="done", text="")
+
+    async def _replace(
+        self, slot: Slot, grace_s: float, *, old_first: bool, is_first: bool
+    ) -> None:
+        config = replace(slot.config, chosen=None)  # something may have changed
+        if slot.handle is not None and not old_first:
+            shortage = _shortage(slot.handle)
+            try:
+                if shortage:
+                    raise WorkerStartError(shortage, permanent=False)
+                await self._succeed(slot, config, grace_s)
                 return
+            except WorkerStartError as error:
+                if is_first:
+                    raise RestartFailedError(
+                        f"{slot.id.worker} was not replaced, and serves on as it was: {error}"
+                    ) from error
+                logger.warning("%s leaves before its successor starts: %s", slot.id, error)
+        slot.config = config
+        self.restart.text = f"{slot.id.worker} starts again"
+        if not await self._supervisor.replace(slot, grace_s):
+            raise RestartFailedError(
+                f"{slot.id.worker} did not come up again, and is tried again from time to time: "
+                f"{slot.reason}"
+            )
+
+    async def _succeed(self, slot: Slot, config: WorkerConfig, grace_s: float) -> None:
+        """See `Supervisor.succeed`; what it is doing is shown meanwhile."""
+        predecessor = slot.id
+
+        def on_progress(stage: str) -> None:
+            self.restart.text = f"{predecessor.next_life()}: {stage}"
+
+        await self._supervisor.succeed(slot, config, grace_s, on_progress)
+        self._metrics.restarts["asked"] += 1
+        self._note_ending(predecessor, "asked", "its successor took over")
 
     async def change_over(self, slot: Slot, preset: str, grace_s: float) -> bool:
         """Replace a worker by one that serves with another preset, which it finds in the cache.
@@ -199,11 +276,10 @@ class Pool:
         if slot.handle is None:
             slot.config = config  # it will come up with it
             return True
-        predecessor = slot.id
-        if not await self._supervisor.succeed(slot, config, grace_s):
+        try:
+            await self._succeed(slot, config, grace_s)
+        except WorkerStartError:  # which is in the log
             return False
-        self._metrics.restarts["asked"] += 1
-        self._note_ending(predecessor, "asked", "its successor took over")
         return slot.handle is not None and slot.handle.ready.speed.preset == preset
 
     async def stop(self, grace_s: float) -> None:
@@ -325,6 +401,18 @@ def _rank_gauges(labels: tuple[str, str], ranks: Sequence[RankVitals]) -> Iterat
             yield Reading(
                 name="worker_rank_parameter_bytes", value=rank.part.num_bytes, labels=named
             )
+
+
+def _shortage(worker: WorkerHandle) -> str:
+    """Why there is no room for a successor beside a worker; empty if there is."""
+    needed, free = worker.vitals().rss_bytes, available_bytes()
+    if needed <= free:
+        return ""
+    return (
+        f"its successor needs {needed / 2**20:,.0f} MiB of memory beside it, and "
+        f"{free / 2**20:,.0f} MiB are free; free some, or restart with old_first=true, which lets "
+        "the old one leave first"
+    )
 
 
 def _part_text(rank: RankVitals) -> str:

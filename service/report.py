@@ -12,6 +12,7 @@ from service.api.health import (
     LastEnding,
     ModelHealth,
     RankHealth,
+    RestartHealth,
     SpeedSearchHealth,
     SplitHealth,
     WorkerHealth,
@@ -76,6 +77,7 @@ def _model_health(pool: Pool, search: Progress) -> ModelHealth:
         ],
         example=pool.example,
         speed_search=SpeedSearchHealth(state=search.state, text=search.text),
+        restart=RestartHealth(state=pool.restart.state, text=pool.restart.text),
         workers=[_worker_health(slot) for slot in pool.slots],
     )
 

@@ -124,6 +124,7 @@ class Service:
     def begin_stop(self) -> None:
         """Turn readiness red for good; what comes is still answered."""
         self._is_stopping = self.is_draining = True
+        self.operations.end()
         self.live.end()
 
     def set_draining(self, is_draining: bool) -> bool:
@@ -165,7 +166,7 @@ class Service:
         await self._settled.wait()
 
     async def until_lost(self) -> None:
-        """Wait until no model can ever be served."""
+        """Wait until no model can ever be served; none of them was."""
         await self._lost.wait()
 
     def report(self) -> HealthReport:
@@ -217,7 +218,7 @@ class Service:
         is_default_ready = self.pools[self.settings.default_model].is_ready
         if is_default_ready or all(pool.is_ready or pool.is_lost for pool in pools):
             self._settled.set()
-        if all(pool.is_lost for pool in pools):
+        if all(pool.is_lost and not pool.has_served for pool in pools):
             self._lost.set()
 
     def _host_state(self) -> HostState:

@@ -1,11 +1,12 @@
 """Keeps each worker slot filled: start, announce, wait for the end, back off, start again."""
 
 import asyncio
+import contextlib
 import logging
 import random
 import re
 from asyncio import Task
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -63,6 +64,8 @@ class Slot:
     """When the next incarnation is to be started, on the event loop's clock."""
     is_asked_to_leave: bool = False
     """Its incarnation is to be replaced, though nothing is wrong with it."""
+    is_asked_to_start: asyncio.Event = field(default_factory=asyncio.Event)
+    """Its next incarnation is to be started at once, whatever the pause."""
     raised: str = ""
     """The traceback of the last start, without numbers, if the model raised."""
     told_with: str = ""
@@ -120,7 +123,7 @@ class Supervisor:
     async def replace(self, slot: Slot, grace_s: float) -> bool:
         """Let a worker finish what it holds and leave; wait for its successor.
 
-        A worker that was given up is tried again.
+        A worker that pauses is started at once, and one that was given up is tried again.
 
         Returns:
             Whether the successor is ready.
@@ -136,32 +139,40 @@ class Supervisor:
             slot.id = slot.id.next_life()
             task = asyncio.create_task(self._keep(slot), name=f"keep {slot.id}")
             self._tasks[self.slots.index(slot)] = task
+        elif slot.state == "backoff":
+            slot.is_asked_to_start.set()
         await slot.settled.wait()
         return slot.state == "ready"
 
-    async def succeed(self, slot: Slot, config: WorkerConfig, grace_s: float) -> bool:
-        """Start a worker's next incarnation beside it; then let the old one finish and leave.
+    async def succeed(
+        self,
+        slot: Slot,
+        config: WorkerConfig,
+        grace_s: float,
+        on_progress: Callable[[str], None] = lambda stage: None,
+    ) -> None:
+        """Start a ready worker's next incarnation beside it; then let the old one finish and leave.
 
-        There is always one that takes batches. If the successor does not come up, or the worker
-        came to an end meanwhile or was asked to leave, nothing changes.
+        There is always one that takes batches.
 
-        Returns:
-            Whether the successor has taken over.
+        Raises:
+            WorkerStartError: The successor did not come up, or the worker came to an end meanwhile
+                or was asked to leave. The worker goes on as it was.
         """
         predecessor = slot.handle
         if predecessor is None:
-            return False
+            raise WorkerStartError(f"{slot.id} is not ready", permanent=False)
         id = slot.id.next_life()
         try:
-            successor = await self._engine.start(id, config, lambda stage: None)
+            successor = await self._engine.start(id, config, on_progress)
         except WorkerStartError as error:
             self._tell_raised(slot, id, error)
             again = _as_told(slot, id)
             logger.warning("%s did not start%s, and %s stays: %s", id, again, slot.id, error)
-            return False
+            raise
         if slot.handle is not predecessor or slot.is_asked_to_leave or self._is_stopping:
             await successor.stop(0)
-            return False
+            raise WorkerStartError(f"{predecessor.id} ended meanwhile", permanent=False)
         slot.id, slot.handle, slot.config, slot.raised = id, successor, config, ""
         slot.num_restarts += 1
         self._watcher.on_ready(slot)
@@ -169,7 +180,6 @@ class Supervisor:
         self._leaving.append(predecessor)
         await predecessor.stop(grace_s)
         self._leaving.remove(predecessor)
-        return True
 
     async def _keep(self, slot: Slot) -> None:
         try:
@@ -183,7 +193,9 @@ class Supervisor:
                 if pause_s is None:
                     return
                 slot.num_restarts += 1
-                await asyncio.sleep(pause_s)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(slot.is_asked_to_start.wait(), pause_s)
+                slot.is_asked_to_start.clear()
                 slot.id = slot.id.next_life()
         except Exception:
             logger.critical("%s is no longer looked after", slot.id, exc_info=True)
@@ -261,9 +273,10 @@ class Supervisor:
         """How long to wait before the next incarnation; None gives the slot up.
 
         A worker that was ready once is never given up: its pauses grow, and it is tried again.
+        Even a model that cannot be loaded now may be mended on disk.
         """
         has_failed_enough = slot.num_failures > self._policy.max_restarts
-        if is_permanent or (has_failed_enough and not slot.was_ever_ready):
+        if (is_permanent or has_failed_enough) and not slot.was_ever_ready:
             slot.state = "failed"
             if not is_permanent:
                 slot.reason += f" ({slot.num_failures} times in a row: given up)"

@@ -6,9 +6,9 @@ No route here reads a body, so that there is none to bound or to wait for.
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_args
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 
 from service.api.auth import caller_of
 from service.api.errors import CALL_KEY
@@ -36,6 +36,16 @@ _SETTINGS = {
     },
 }
 _BUSY: _Responses = {409: {"description": "Workers of the model are being restarted already."}}
+_RESTARTING: _Responses = {
+    202: {"description": "It takes longer than 30 s and goes on; /health shows how."},
+}
+OldFirst = Annotated[
+    bool,
+    Query(
+        description="Let each worker leave before its successor starts, where memory has no room "
+        "for both. If that fails then, nothing serves in its place."
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +57,7 @@ class Draining:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restarting:
-    """Workers that are restarted one after another; /health shows how it goes."""
+    """Workers that have been replaced, one after another, or still are with status 202."""
 
     workers: Sequence[str]
 
@@ -69,13 +79,26 @@ class AdminTarget(Protocol):
             ConflictError: The service is shutting down, which cannot be undone.
         """
 
-    def restart(self, model: str, slot: int | None) -> Sequence[str]:
+    def restart(self, model: str, slot: int | None, *, old_first: bool) -> Sequence[str]:
         """Begin to replace one worker of a model, or each in turn, and name them.
+
+        Args:
+            model: Its name.
+            slot: The number of the worker; None for all of the model.
+            old_first: Let each worker leave before its successor starts.
 
         Raises:
             UnknownModelError: There is no such model.
             NotFoundError: There is no such worker.
             ConflictError: Workers of the model are being replaced.
+        """
+
+    async def until_restarted(self, model: str) -> bool:
+        """Wait until the restart of a model is over; False where it takes longer than one waits.
+
+        Raises:
+            RestartFailedError: A worker could not be replaced.
+            UnavailableError: The service was told to stop.
         """
 
     def settings_json(self) -> str:
@@ -103,29 +126,36 @@ def admin_router(target: AdminTarget) -> APIRouter:
         _record(request, "resume")
         return Draining(draining=False)
 
-    @router.post(
-        "/models/{model}/restart",
-        status_code=202,
-        summary="Replace the workers of a model one after another, each once it has finished",
-        responses=_NOT_THERE | _BUSY,
-    )
-    async def restart_model(request: Request, model: str) -> Restarting:
-        """Answered when it has begun; /health shows how it goes."""
-        workers = target.restart(model, None)
+    async def restarted(
+        request: Request, response: Response, model: str, number: int | None, old_first: bool
+    ) -> Restarting:
+        workers = target.restart(model, number, old_first=old_first)
         _record(request, f"restart of {', '.join(workers)}")
+        if not await target.until_restarted(model):
+            response.status_code = 202
         return Restarting(workers=workers)
 
     @router.post(
-        "/models/{model}/workers/{number}/restart",
-        status_code=202,
-        summary="Replace one worker, once it has finished what it holds",
-        responses=_NOT_THERE | _BUSY,
+        "/models/{model}/restart",
+        summary="Replace the workers of a model one after another by ones that load it anew",
+        responses=_NOT_THERE | _BUSY | _RESTARTING,
     )
-    async def restart_worker(request: Request, model: str, number: int) -> Restarting:
-        """Answered when it has begun; /health shows how it goes."""
-        workers = target.restart(model, number)
-        _record(request, f"restart of {', '.join(workers)}")
-        return Restarting(workers=workers)
+    async def restart_model(
+        request: Request, response: Response, model: str, old_first: OldFirst = False
+    ) -> Restarting:
+        """Each successor is ready before the old worker leaves; if it fails, the old one stays."""
+        return await restarted(request, response, model, None, old_first)
+
+    @router.post(
+        "/models/{model}/workers/{number}/restart",
+        summary="Replace one worker by one that loads the model anew",
+        responses=_NOT_THERE | _BUSY | _RESTARTING,
+    )
+    async def restart_worker(
+        request: Request, response: Response, model: str, number: int, old_first: OldFirst = False
+    ) -> Restarting:
+        """The successor is ready before the old worker leaves; if it fails, the old one stays."""
+        return await restarted(request, response, model, number, old_first)
 
     @router.get(
         "/settings",

@@ -115,6 +115,16 @@ class SpeedSearchHealth:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RestartHealth:
+    """The last restart that an operator asked for."""
+
+    state: str
+    """`none`, `running`, `done` or `failed`."""
+    text: str = ""
+    """What is being done, or why it failed and what serves on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelHealth:
     """One model and its workers."""
 
@@ -129,6 +139,7 @@ class ModelHealth:
     example: object = None
     """An instance that it takes, as JSON; null if it has none to show."""
     speed_search: SpeedSearchHealth = SpeedSearchHealth(state="off")
+    restart: RestartHealth = RestartHealth(state="none")
     workers: Sequence[WorkerHealth] = ()
 
 

@@ -3,8 +3,14 @@ from types import SimpleNamespace
 
 import pytest
 
+import service.operations
 from service.api.errors import NotFoundError
-from service.errors import ConflictError, UnknownModelError
+from service.errors import (
+    ConflictError,
+    RestartFailedError,
+    UnavailableError,
+    UnknownModelError,
+)
 from service.operations import Operations
 from workers.engine import WorkerId
 
@@ -16,10 +22,13 @@ class FakePool:
         ]
         self.replaced: list[list[str]] = []
         self.may_end = asyncio.Event()
+        self.failure = ""
 
-    async def replace(self, slots, grace_s: float) -> None:
+    async def replace(self, slots, grace_s: float, *, old_first: bool) -> None:
         self.replaced.append([slot.id.worker for slot in slots])
         await self.may_end.wait()
+        if self.failure:
+            raise RestartFailedError(self.failure)
 
 
 def operations(pool: FakePool, *, is_stopping: bool = False) -> Operations:
@@ -35,16 +44,41 @@ def test_one_restart_of_a_model_at_a_time():
     async def test() -> None:
         pool = FakePool(2)
         target = operations(pool)
-        assert target.restart("m", None) == ["m/0", "m/1"]
+        assert target.restart("m", None, old_first=False) == ["m/0", "m/1"]
         with pytest.raises(ConflictError, match="are being restarted"):
-            target.restart("m", 1)
+            target.restart("m", 1, old_first=False)
         await asyncio.sleep(0)
         pool.may_end.set()
         for _ in range(5):
             await asyncio.sleep(0)
-        assert target.restart("m", 1) == ["m/1"]
+        assert target.restart("m", 1, old_first=False) == ["m/1"]
         await asyncio.sleep(0)
         assert pool.replaced == [["m/0", "m/1"], ["m/1"]]
+        await target.stop()
+
+    asyncio.run(test())
+
+
+def test_who_restarts_is_told_what_failed():
+    async def test() -> None:
+        pool = FakePool(1)
+        target = operations(pool)
+        pool.failure = "m/0 was not replaced: SyntaxError"
+        pool.may_end.set()
+        target.restart("m", None, old_first=False)
+        with pytest.raises(RestartFailedError, match="SyntaxError"):
+            await target.until_restarted("m")
+
+    asyncio.run(test())
+
+
+def test_a_long_restart_is_answered_before_it_is_over(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(service.operations, "_ANSWER_S", 0.01)
+
+    async def test() -> None:
+        target = operations(FakePool(1))
+        target.restart("m", None, old_first=False)
+        assert not await target.until_restarted("m")
         await target.stop()
 
     asyncio.run(test())
@@ -54,9 +88,9 @@ def test_what_is_not_there_is_named():
     async def test() -> None:
         target = operations(FakePool(1))
         with pytest.raises(UnknownModelError, match="there are: m"):
-            target.restart("x", None)
+            target.restart("x", None, old_first=False)
         with pytest.raises(NotFoundError, match="has 1 workers"):
-            target.restart("m", 1)
+            target.restart("m", 1, old_first=False)
 
     asyncio.run(test())
 
@@ -74,8 +108,13 @@ def test_a_shutdown_is_not_undone():
 def test_a_stop_ends_restarts_that_are_under_way():
     async def test() -> None:
         target = operations(FakePool(1))
-        target.restart("m", None)
+        target.restart("m", None, old_first=False)
+        waiting = asyncio.create_task(target.until_restarted("m"))
         await asyncio.sleep(0)
         await asyncio.wait_for(target.stop(), 20)
+        with pytest.raises(UnavailableError, match="shutting down"):
+            await waiting
+        with pytest.raises(ConflictError, match="shutting down"):
+            target.restart("m", None, old_first=False)
 
     asyncio.run(test())

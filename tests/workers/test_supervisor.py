@@ -228,6 +228,31 @@ def test_worker_that_was_ready_once_is_never_given_up(supervise):
     supervise(engine, test)
 
 
+def test_worker_that_was_ready_once_is_tried_again_though_its_model_cannot_be_loaded_now(supervise):
+    engine = FakeEngine()
+
+    async def test(supervisor: Supervisor, log: Log) -> None:
+        await log.until("ready")
+        engine.failures = [WorkerStartError("SyntaxError", permanent=True) for _ in range(6)]
+        engine.started[0].die()
+        await log.until("ready", 2)
+        assert [name for name, _ in log.events].count("down failed") == 0
+
+    supervise(engine, test)
+
+
+def test_worker_that_pauses_starts_at_once_when_asked_to(
+    supervise, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(workers.supervisor, "_FIRST_BACKOFF_S", 100.0)
+
+    async def test(supervisor: Supervisor, log: Log) -> None:
+        await log.until("down backoff", 2)
+        assert await asyncio.wait_for(supervisor.replace(supervisor.slots[0], 1), 5)
+
+    supervise(FakeEngine([unlucky(), unlucky()]), test)
+
+
 def test_dead_worker_is_announced_before_it_is_replaced(supervise):
     engine = FakeEngine()
 
@@ -304,7 +329,7 @@ def test_a_successor_takes_over_before_the_old_one_leaves_and_is_looked_after(su
         await log.until("ready")
         slot = supervisor.slots[0]
         for _ in range(2):
-            assert await supervisor.succeed(slot, slot.config, 1)
+            await supervisor.succeed(slot, slot.config, 1)
         assert (slot.id.incarnation, slot.state, slot.handle) == (2, "ready", engine.started[2])
         assert [worker.is_gone for worker in engine.started] == [True, True, False]
         assert log.events.index(("ready", "m/0#1")) < log.events.index(("gone", "m/0#0"))
@@ -322,7 +347,8 @@ def test_a_worker_whose_successor_does_not_come_up_stays(supervise):
         await log.until("ready")
         slot = supervisor.slots[0]
         engine.failures = [unlucky()]
-        assert not await supervisor.succeed(slot, config_of(), 1)
+        with pytest.raises(WorkerStartError, match="no luck"):
+            await supervisor.succeed(slot, config_of(), 1)
         assert (slot.handle, slot.state) == (engine.started[0], "ready")
         assert ("gone", "m/0#0") not in log.events
 
@@ -346,7 +372,8 @@ def test_a_successor_leaves_again_where_the_worker_came_to_an_end_meanwhile(supe
         succession = asyncio.create_task(supervisor.succeed(slot, slot.config, 1))
         await asyncio.sleep(0)
         engine.start = start  # type: ignore[method-assign]
-        assert not await succession
+        with pytest.raises(WorkerStartError, match="m/0#0 ended meanwhile"):
+            await succession
         assert [worker.is_gone for worker in engine.started] == [True, False, True]
 
     supervise(engine, test)
@@ -378,7 +405,8 @@ def test_a_worker_that_is_asked_to_leave_while_its_successor_starts_is_replaced_
         succession = asyncio.create_task(supervisor.succeed(slot, slot.config, 1))
         await asyncio.sleep(0.01)
         may_end.set()
-        assert not await asyncio.wait_for(succession, 5)
+        with pytest.raises(WorkerStartError, match="m/0#0 ended meanwhile"):
+            await asyncio.wait_for(succession, 5)
         assert await asyncio.wait_for(tasks[0], 5)
         assert [worker.is_gone for worker in engine.started] == [True, True, False]
         assert (slot.handle, slot.is_asked_to_leave) == (engine.started[2], False)

@@ -31,6 +31,7 @@ _MODEL = {
     "inputs": [{"name": "image", "dtype": "uint8", "shape": [-1, -1, -1, 3]}],
     "example": None,
     "speed_search": {"state": "done", "text": ""},
+    "restart": {"state": "none", "text": ""},
     "workers": [_WORKER],
 }
 _FRONT = {

@@ -32,6 +32,7 @@ from service.errors import (
     NotAcceptableError,
     OverloadedError,
     QuarantinedError,
+    RestartFailedError,
     ServiceError,
     TooLargeError,
     UnavailableError,
@@ -63,6 +64,8 @@ _DETAILS: Mapping[type[ServiceError], str] = {
     NonFiniteOutputError: "the model's output for this input has NaN or an infinity in it",
     WorkerCrashedError: "2 workers died while they computed this input (the last: killed by "
     "SIGSEGV)",
+    RestartFailedError: "resnet/0 was not replaced, and serves on as it was: module 'nets' fails "
+    "on import: SyntaxError: '(' was never closed (nets.py:12)",
     InternalError: "this is a mistake of the service; its log has more",
     UnavailableError: "no worker is ready (starting: loading weights)",
     GivenUpError: "no worker of resnet can be started (there is no file weights.pth)",
@@ -85,7 +88,7 @@ _MEANINGS: Mapping[int, str] = {
     422: "It was read, and does not fit.",
     429: "The queue is full, or the deadline cannot be met.",
     431: "The headers are longer than 64 KiB, or more than 100.",
-    500: "The model, or the service, failed on this input.",
+    500: "The model, or the service, failed on this input; or a restart failed.",
     503: "Starting, shutting down, no worker, or too many connections.",
     504: "The deadline passed before there was an answer.",
 }
@@ -95,7 +98,7 @@ _ADDED_HEADERS: Mapping[int, str] = {
     429: "Retry-After",
     503: "Retry-After",
 }
-_OF_ADMIN = (ForbiddenError, NotFoundError, ConflictError)
+_OF_ADMIN = (ForbiddenError, NotFoundError, ConflictError, RestartFailedError)
 _MEDIA_TYPE = PROBLEM_TYPE.decode()
 _REQUEST_ID = "order-1234"
 

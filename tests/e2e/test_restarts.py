@@ -1,0 +1,135 @@
+"""Restarts that an operator asks for, while clients go on asking."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.running import Running, running, until
+
+ADMIN = "an-admin-key-of-enough-characters"
+HEADERS = {"Authorization": f"Bearer {ADMIN}"}
+CODE = """
+import torch
+from models.base import Features, Item, Model
+from models.spec import Placement, TensorSpec
+
+class Net(Model):
+    outputs = (TensorSpec(name="x", dtype="float32", shape=(-1,)),)
+    {split}
+    def load(self, placement: Placement) -> None:
+        self.network = self.load_network(
+            lambda: torch.nn.Sequential(torch.nn.ReLU(), torch.nn.ReLU()), None, placement,
+            example=[torch.zeros(1)],
+        )
+    def preprocess(self, item: Item) -> Features:
+        return {{"x": torch.tensor(0.0)}}
+    def forward(self, batch: Features) -> Features:
+        return {{"x": self.network(batch["x"]) + {answer}}}
+"""
+
+
+def write(folder: Path, answer: int, *, split: bool = False) -> None:
+    """The model's file, which may be replaced while it is served."""
+    points = 'split_points = ("1",)' if split else ""
+    draft = folder / "draft"
+    draft.write_text(CODE.format(answer=answer, split=points))
+    draft.replace(folder / "net.py")
+
+
+@contextmanager
+def serving(folder: Path, settings: str) -> Iterator[Running]:
+    config = folder / "inferpool.toml"
+    config.write_text(f'[models.net]\nsource = "net:Net"\n{settings}\n')
+    env = {"INFERPOOL_ADMIN_KEYS": ADMIN, "INFERPOOL_ARENA_BYTES": str(1 << 26)}
+    with running("--config", str(config), env=env, cwd=folder) as service:
+        yield service
+
+
+def restart(service: Running, **query: object) -> httpx.Response:
+    url = f"{service.url}/admin/models/net/restart"
+    return httpx.post(url, headers=HEADERS, params=query, timeout=60)  # type: ignore[arg-type]
+
+
+def ask(url: str) -> httpx.Response:
+    return httpx.post(f"{url}/predict", json={"instances": [0]}, timeout=30)
+
+
+class Clients:
+    """Ask one call after another until told to stop."""
+
+    def __init__(self, url: str) -> None:
+        self.answers: list[tuple[int, str]] = []
+        self._is_over = threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=(url,)) for _ in range(2)]
+
+    def __enter__(self) -> "Clients":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join(60)
+
+    def _ask(self, url: str) -> None:
+        while not self._is_over.is_set():
+            answer = ask(url)
+            self.answers.append((answer.status_code, answer.text))
+
+
+def model_of(service: Running) -> dict:
+    return dict(httpx.get(f"{service.url}/health").json()["models"][0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "split"),
+    [
+        ("replicas = 1", False),
+        ('replicas = 1\nplacement = "pipeline"\ndevices_per_replica = 2', True),
+    ],
+    ids=["one process", "a group"],
+)
+def test_restart_that_fails_leaves_the_old_worker_serving(
+    tmp_path: Path, settings: str, split: bool
+):
+    write(tmp_path, 1, split=split)
+    with serving(tmp_path, settings) as service:
+        with Clients(service.url) as clients:
+            good = (tmp_path / "net.py").read_text()
+            (tmp_path / "net.py").write_text(good.replace("import torch", "import torch ("))
+            answer = restart(service)
+            assert answer.status_code == 500, answer.text
+            assert answer.json()["code"] == "restart_failed"
+            assert "SyntaxError" in answer.json()["detail"]
+            assert "net.py:2" in answer.json()["detail"]
+            model = model_of(service)
+            assert model["restart"]["state"] == "failed"
+            assert "SyntaxError" in model["restart"]["text"]
+            assert (model["ready"], model["workers"][0]["incarnation"]) == (True, 0)
+            write(tmp_path, 2, split=split)
+            assert restart(service).json() == {"workers": ["net/0"]}
+            assert model_of(service)["restart"] == {"state": "done", "text": ""}
+            num = len(clients.answers)
+            until(lambda: len(clients.answers) > num + 4)
+        assert {status for status, _ in clients.answers} == {200}
+        assert "1.0" in clients.answers[0][1]
+        assert "2.0" in clients.answers[-1][1]
+
+
+def test_old_worker_may_leave_first_and_what_breaks_then_mends_itself(tmp_path: Path):
+    write(tmp_path, 1)
+    with serving(tmp_path, "replicas = 1") as service:
+        (tmp_path / "net.py").write_text("import nothing_of_this_name")
+        answer = restart(service, old_first=True)
+        assert answer.json()["code"] == "restart_failed"
+        assert "nothing_of_this_name" in answer.json()["detail"]
+        assert ask(service.url).status_code == 503
+        assert service.process.poll() is None
+        write(tmp_path, 3)
+        until(lambda: model_of(service)["ready"])
+        assert "3.0" in ask(service.url).text
