@@ -55,6 +55,12 @@ _FROM_NPY |= {"<" + descr[1:]: name for descr, name in _FROM_NPY.items() if desc
 _FROM_SAFETENSORS = {theirs: ours for ours, theirs in SAFETENSORS_DTYPES.items()}
 
 _MAX_RANK = 16
+_MAX_LENGTH = 1 << 40
+"""Of a dimension: a body has fewer bytes, and products of these can be written out."""
+_MAX_EMPTY = 1 << 20
+"""The product of the lengths other than 0 of a tensor without elements: no byte of the body pays
+for them, and what a model makes of such a tensor may be as large as they say."""
+_MAX_NAME_CHARS = 256
 _MAX_NPY_HEADER = 10_000
 """As numpy's own `max_header_size`."""
 _MAX_SAFETENSORS_HEADER = 1 << 20
@@ -132,10 +138,12 @@ def instances_of(tensors: Sequence[Tensor], head: Head, rest: bytes = b"") -> De
     less, and it is one instance. Where the model declares no rank, it is one instance.
 
     Raises:
-        InvalidInputError: A tensor fits no input, or some are batches and some are not.
+        InvalidInputError: A tensor fits no input, or has a name that is not taken, or some are
+            batches and some are not.
         TooLargeError: The batch has too many instances.
     """
     for tensor in tensors:
+        _check_name(tensor.name)
         if tensor.dtype == "bool":
             _check_bools(tensor)
     sizes = {_batch_size(tensor, head.inputs) for tensor in tensors}
@@ -202,6 +210,7 @@ def read_safetensors(chunks: Sequence[bytes]) -> list[Tensor]:
     entries = _read_entries(text)
     position = 0
     for name, entry in entries:
+        _check_name(name)  # before it stands in a message
         begin, end = entry.data_offsets
         if begin != position or end < begin or end > total - 8 - header_bytes:
             raise BadRequestError(
@@ -336,6 +345,24 @@ def _check_shape(shape: Sequence[int], place: str) -> None:
         raise InvalidInputError(f"{place}: more than {_MAX_RANK} dimensions")
     if min(shape, default=0) < 0:
         raise InvalidInputError(f"{place}: a dimension of {min(shape)}")
+    if max(shape, default=0) > _MAX_LENGTH:
+        raise InvalidInputError(f"{place}: a dimension is more than {_MAX_LENGTH}")
+    if 0 in shape and prod(filter(None, shape)) > _MAX_EMPTY:
+        raise InvalidInputError(
+            f"{place}: {list(shape)} has no elements, so its other dimensions may come to "
+            f"{_MAX_EMPTY} at most"
+        )
+
+
+def _check_name(name: str) -> None:
+    """Names go into messages, logs and headers of answers."""
+    if len(name) > _MAX_NAME_CHARS:
+        raise InvalidInputError(
+            f"tensor {name[:40]!r}...: its name has {len(name)} characters; at most "
+            f"{_MAX_NAME_CHARS} are taken"
+        )
+    if not name.isprintable():
+        raise InvalidInputError(f"tensor {name!r}: its name has characters that cannot be printed")
 
 
 def _npy_dtype(text: bytes, place: str) -> str:

@@ -1,10 +1,14 @@
 import io
 import json
 import re
+from math import prod
 from typing import Any
+from urllib.parse import quote
 
+import msgspec
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save
@@ -15,6 +19,7 @@ from service.errors import BadRequestError, InvalidInputError, ServiceError, Too
 from service.request import Payload
 from tests.properties import untimed
 from tests.service.api.fakes import body_of, head, kinds, spec
+from workers.messages import Batch, ItemRef
 
 X = np.arange(24, dtype=np.float32).reshape(4, 2, 3)
 INSTANCE, BATCH = spec(-1, 4, 2, 3), spec(-1, 2, 3)
@@ -85,6 +90,8 @@ def test_a_scalar_has_an_empty_shape() -> None:
         (b"dtype=float32&shape=" + b"1," * 20, InvalidInputError, "more than 16 dimensions"),
         (b"dtype=float32&shape=3", InvalidInputError, "float32 [3] takes 12 bytes, found 96"),
         (b"dtype=bool&shape=96", InvalidInputError, "a byte other than 0 and 1"),
+        (b"dtype=float32&shape=0,2000000", InvalidInputError, "has no elements"),
+        (b"dtype=float32&shape=4,2,3&name=a%0d%0ab", InvalidInputError, "cannot be printed"),
     ],
 )
 def test_what_is_wrong_with_a_raw_tensor_is_named(
@@ -274,6 +281,27 @@ def entry(begin: int, end: int, dtype: str = "U8", **more: object) -> dict[str, 
             "a dimension of -4",
         ),
         (
+            raw_safetensors({"a": entry(0, 0, shape=[10**30, 0])}, b"12"),
+            InvalidInputError,
+            "tensor 'a': a dimension is more than 1099511627776",
+        ),
+        (
+            raw_safetensors({"a": entry(0, 4, shape=[10**4000] * 3)}, b"1234"),
+            InvalidInputError,
+            "a dimension is more than",
+        ),
+        (
+            raw_safetensors({"a": entry(0, 0, shape=[0, 2**21])}, b"12"),
+            InvalidInputError,
+            "tensor 'a': [0, 2097152] has no elements, so its other dimensions may come to 1048576",
+        ),
+        (raw_safetensors({"a" * 257: entry(0, 2)}, b"12"), InvalidInputError, "257 characters"),
+        (
+            raw_safetensors({"a\r\nb": entry(0, 2)}, b"12"),
+            InvalidInputError,
+            r"tensor 'a\r\nb': its name has characters that cannot be printed",
+        ),
+        (
             (4000).to_bytes(8, "little") + b"[" * 4000,
             BadRequestError,
             "nested too deep",
@@ -312,3 +340,32 @@ def test_any_bytes_are_decoded_or_refused_by_a_service_error(
             continue
         for payload in decoded.payloads:
             assert sum(header.num_bytes for header in payload.headers) <= payload.num_bytes
+
+
+lengths = st.integers(0, 3) | st.integers(0, 2**64) | st.sampled_from([2**40, 2**63, 10**30])
+
+
+@untimed()
+@given(st.lists(lengths, max_size=17), st.text(max_size=4))
+def test_what_is_decoded_can_be_sent_to_a_worker_and_made_by_torch(
+    shape: list[int], name: str
+) -> None:
+    num_bytes = prod(shape) if prod(shape) <= 4096 else 0
+    data = bytes(num_bytes)
+    dims = ",".join(map(str, shape))
+    text = f"{{'descr': '|u1', 'fortran_order': False, 'shape': ({dims},), }}".encode()
+    described = b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + data
+    query = f"dtype=uint8&shape={dims}&name={quote(name)}".encode()
+    for decode, body in (
+        (decode_raw, data),
+        (decode_npy, described),
+        (decode_safetensors, raw_safetensors({name: entry(0, num_bytes, shape=shape)}, data)),
+    ):
+        try:
+            (payload,) = decode([body], head(query)).payloads
+        except ServiceError:
+            continue
+        ref = ItemRef("tensors", 0, payload.num_bytes, 0.0, headers=payload.headers)
+        sent = msgspec.msgpack.encode(Batch(1, [ref]))
+        assert msgspec.msgpack.decode(sent, type=Batch).items == [ref]
+        assert torch.empty(payload.headers[0].shape).numel() == num_bytes
