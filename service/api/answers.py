@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
+from urllib.parse import quote
 
 import msgspec
 
@@ -31,6 +32,8 @@ MEDIA_TYPES: dict[bytes, AnswerFormat] = {
 _JSON_HEADER = (b"content-type", JSON_TYPE)
 _NPY_ALIGN = 64
 _SAFETENSORS_ALIGN = 8
+_UNQUOTED = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
+"""What stands for itself in `X-Tensor-Name`; all else is percent-encoded."""
 
 
 def choose_format(accept: bytes | None) -> AnswerFormat:
@@ -161,14 +164,17 @@ def _columns(
     instances: Sequence[list[TensorBlob]], is_batch: bool, output: str | None
 ) -> list[_Column]:
     """The outputs of all instances: of a batch, along a new first dimension."""
-    names = [blob.name for blob in instances[0]]
+    by_name = [{blob.name: blob for blob in blobs} for blobs in instances]
+    names = list(by_name[0])
     if output is not None:
         if output not in names:
             raise BadRequestError(f"output: the model has no {output!r}; it has {_listed(names)}")
         names = [output]
     columns = []
     for name in names:
-        blobs = [_named(each, name) for each in instances]
+        blobs = [each[name] for each in by_name if name in each]
+        if len(blobs) < len(instances):
+            raise NotAcceptableError(f"output {name!r}: not every instance has it; ask for JSON")
         first = blobs[0]
         if any(blob.shape != first.shape or blob.dtype != first.dtype for blob in blobs):
             raise NotAcceptableError(
@@ -178,13 +184,6 @@ def _columns(
         shape = (len(blobs), *first.shape) if is_batch else first.shape
         columns.append(_Column(name, first.dtype, shape, [blob.buffer for blob in blobs]))
     return columns
-
-
-def _named(blobs: Sequence[TensorBlob], name: str) -> TensorBlob:
-    for blob in blobs:
-        if blob.name == name:
-            return blob
-    raise NotAcceptableError(f"output {name!r}: not every instance has it; ask for JSON")
 
 
 def _only(columns: Sequence[_Column]) -> _Column:
@@ -217,6 +216,12 @@ def _encode_safetensors(columns: Sequence[_Column]) -> tuple[Headers, bytes]:
 
     The widest dtypes come first, so that each tensor is aligned.
     """
+    for column in columns:
+        if column.dtype not in SAFETENSORS_DTYPES:
+            raise NotAcceptableError(
+                f"safetensors has no {column.dtype}, which output {column.name!r} is: choose "
+                "others by ?output=NAME, or accept application/octet-stream"
+            )
     columns = sorted(columns, key=lambda column: -DTYPE_BYTES[column.dtype])
     entries = {}
     position = 0
@@ -239,7 +244,7 @@ def _encode_raw(columns: Sequence[_Column]) -> tuple[Headers, bytes]:
     column = _only(columns)
     headers = [
         (b"content-type", b"application/octet-stream"),
-        (b"x-tensor-name", column.name.encode("ascii", "replace")),
+        (b"x-tensor-name", quote(column.name, safe=_UNQUOTED).encode()),
         (b"x-tensor-dtype", column.dtype.encode()),
         (b"x-tensor-shape", ",".join(map(str, column.shape)).encode()),
     ]

@@ -6,7 +6,7 @@ from typing import Any
 from starlette.types import Send
 
 from service.api.call import Call
-from service.api.replies import common_lines, pairs_of
+from service.api.replies import common_lines, lines_of, pairs_of
 
 _ADDS_UP = b"vary"
 """May be there several times (RFC 9110, 12.5.5)."""
@@ -22,6 +22,7 @@ def with_call_headers(call: Call, send: Send) -> Send:
             there = {name for name, _ in headers}
             ours = pairs_of(common_lines(call, None).encode())
             headers += [pair for pair in ours if pair[0] not in there or pair[0] == _ADDS_UP]
+            lines_of(headers)  # raises before anything of the answer is sent
             message = {**message, "headers": headers}
         await send(message)
 

@@ -25,7 +25,7 @@ from service.api.exchange import Exchange
 from service.api.flow import UNREAD, Flow
 from service.api.known_heads import KnownHead, KnownHeads
 from service.api.predict import Predict
-from service.api.replies import refusal_of
+from service.api.replies import lines_of, refusal_of
 from service.errors import BadRequestError, ServiceError, UnavailableError
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class PredictProtocol(HttpToolsProtocol):
         headers = self.server_state.default_headers
         if headers is not self._default_headers:
             self._default_headers = headers
-            self._default_head = b"".join([b"%b: %b\r\n" % header for header in headers])
+            self._default_head = lines_of(headers)
             self.default_head_closes = any(
                 name == b"connection" and value == b"close" for name, value in headers
             )

@@ -27,6 +27,7 @@ _IN_INSTANCE = re.compile(r"instance[:.\[]")
 """A place in a JSON instance, as a worker names it, which knows no other."""
 GIVEN_UP = "the service gave this input up"
 CLOSE_LINE = b"connection: close\r\n"
+_PRINTABLE = bytes(range(0x20, 0x7F))
 _SMALL_BODY_BYTES = 64 * 1024
 """A refused body up to this is read and dropped by the server; beyond, the connection is closed."""
 
@@ -57,13 +58,25 @@ def refusal_of(call: Call, error: Exception) -> Reply:
         error = InternalError("this is a mistake of the service; its log has more")
     call.error = error.code, error.message
     status, headers, body = problem(error, call.request_id, call.path)
-    lines = _lines_of(headers)
+    lines = lines_of(headers)
     if isinstance(error, MethodNotAllowedError):
         lines += b"allow: POST\r\n"
     is_slow = isinstance(error, SlowBodyError)
     if not call.is_read and (is_slow or _is_long(call.headers)):
         lines += CLOSE_LINE
     return status, lines + common_lines(call, None).encode(), body
+
+
+def lines_of(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """Render header lines: all go through here whose text is not our own or checked before.
+
+    Raises:
+        ValueError: A name or value has a character that would end its line, or is not ASCII.
+    """
+    lines = b"".join([b"%b: %b\r\n" % header for header in headers])
+    if lines.translate(None, _PRINTABLE) != b"\r\n" * len(headers):
+        raise ValueError(f"headers that cannot be sent: {headers!r}")
+    return lines
 
 
 def pairs_of(lines: bytes) -> list[tuple[bytes, bytes]]:
@@ -85,7 +98,7 @@ def _reply_with_any(outcomes: Sequence[Outcome], call: Call) -> Reply:
         request_id=call.request_id,
         path=call.path,
     )
-    return status, _lines_of(headers) + common_lines(call, _longest(outcomes)).encode(), body
+    return status, lines_of(headers) + common_lines(call, _longest(outcomes)).encode(), body
 
 
 def _outcome_of(call: Call, index: int, outcome: asyncio.Future[Result] | ServiceError) -> Outcome:
@@ -127,10 +140,6 @@ def common_lines(call: Call, timing: Timing | None) -> str:
 def _work_of(prepare_s: float, compute_s: float) -> str:
     """The same for all instances of a batch."""
     return f"preprocess;dur={prepare_s * 1e3:.2f}, inference;dur={compute_s * 1e3:.2f}, "
-
-
-def _lines_of(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-    return b"".join([b"%b: %b\r\n" % header for header in headers])
 
 
 def _longest(outcomes: Sequence[Outcome]) -> Timing | None:

@@ -95,7 +95,8 @@ HEADERS: Mapping[str, Json] = {
         "example": "POST",
     },
     "XTensorName": {
-        "description": "Of an answer in octet-stream: the output's name.",
+        "description": "Of an answer in octet-stream: the output's name, percent-encoded where "
+        "it has spaces, a percent sign or anything but ASCII.",
         "schema": {"type": "string"},
     },
     "XTensorDtype": {

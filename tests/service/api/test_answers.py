@@ -1,13 +1,18 @@
 import io
 import json
 import re
+import time
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.numpy import load
 
 from service.api.answers import AnswerFormat, Outcome, choose_format, encode
+from service.api.replies import lines_of, pairs_of
 from service.errors import (
     InvalidInputError,
     ModelFailedError,
@@ -178,6 +183,45 @@ def test_raw_bytes_have_their_shape_in_headers() -> None:
     assert headers["x-tensor-name"] == "y"
     assert headers["x-tensor-dtype"] == "float32"
     assert headers["x-tensor-shape"] == "1,2,3"
+
+
+@given(st.lists(st.text(max_size=8), min_size=1, max_size=3, unique=True), st.text(max_size=8))
+def test_no_name_adds_a_header_or_ends_one(names: list[str], output: str) -> None:
+    blobs = [TensorBlob(name, "bool", (3,), FLAGS.tobytes()) for name in names]
+    for chosen in ("npy", "safetensors", "raw"):
+        status, headers, _ = encode(
+            chosen, [result(blobs)], is_batch=False, output=output if output in names else names[0],
+            request_id="id", path="/predict",
+        )  # fmt: skip
+        assert status == 200
+        assert len(pairs_of(lines_of(headers))) == len(headers)
+        found = dict(headers).get(b"x-tensor-name", b"").decode()
+        assert unquote(found) == (output if output in names else names[0]) * (chosen == "raw")
+
+
+@pytest.mark.parametrize("value", [b"a\r\nb: c", b"a\nb", b"a\rb", b"\0", b"\x7f", b"\xfc", b"\t"])
+def test_a_header_that_would_end_its_line_is_not_written(value: bytes) -> None:
+    with pytest.raises(ValueError, match="cannot be sent"):
+        lines_of([(b"x", b"fine"), (b"x", value)])
+    with pytest.raises(ValueError, match="cannot be sent"):
+        lines_of([(value, b"fine")])
+
+
+def test_safetensors_of_very_many_outputs_take_time_for_each_alone() -> None:
+    blobs = [TensorBlob(f"y{number}", "uint8", (1,), b"1") for number in range(20_000)]
+    began = time.process_time()
+    answer("safetensors", result(blobs), result(blobs))
+    assert time.process_time() - began < 5  # some 0.1 s; 20 s, were each looked for
+
+
+def test_a_dtype_that_safetensors_cannot_hold_is_not_acceptable() -> None:
+    z = np.array([1j], np.complex64)
+    status, _, body = answer("safetensors", tensors(y=A, z=z))
+    assert (status, json.loads(body)["detail"][:43]) == (
+        406, "safetensors has no complex64, which output ",
+    )  # fmt: skip
+    assert answer("safetensors", tensors(y=A, z=z), output="y")[0] == 200
+    assert answer("raw", tensors(z=z))[2] == z.tobytes()
 
 
 def test_outputs_of_different_shapes_do_not_stack() -> None:

@@ -1,0 +1,72 @@
+"""Header lines of answers, whatever a client has put into its call."""
+
+import asyncio
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.api.call import begin_call
+from service.api.call_headers import with_call_headers
+from service.api.cors import Cors
+from service.api.predict import Predict
+from service.api.replies import refusal_of
+from service.errors import BadRequestError
+from tests.properties import untimed
+
+LINE = re.compile(rb"([a-z-]+): [ -~]*")
+OURS = frozenset(
+    b"access-control-allow-origin access-control-expose-headers connection content-length "
+    b"content-type retry-after server-timing traceparent tracestate vary x-request-id".split()
+)
+FINE = {
+    b"x-request-id": b"a-1",
+    b"traceparent": b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01",
+    b"tracestate": b"a=b",
+    b"origin": b"https://app.example",
+    b"content-length": b"3",
+}
+EVIL = (b"\r\nx-evil: 1", b"\n", b"\r", b"\0", b"\x7f", b"\x85", b"\xfc", b"\t", b" ", b"%0d%0a")
+
+
+@untimed(max_examples=300)
+@given(
+    st.dictionaries(
+        st.sampled_from(sorted(FINE)), st.tuples(st.integers(0, 60), st.sampled_from(EVIL))
+    ),
+    st.text(max_size=5),
+)
+def test_nothing_of_a_call_adds_a_header_or_ends_one(
+    evil: dict[bytes, tuple[int, bytes]], path: str
+) -> None:
+    headers = dict(FINE)
+    for name, (place, piece) in evil.items():
+        headers[name] = headers[name][:place] + piece + headers[name][place:]
+    predict = Predict({}, cors=Cors(["https://app.example"]))
+    call = predict.open("POST", f"/predict/{path}", b"a=%0d%0a", list(headers.items()))
+    with pytest.raises(Exception) as raised:  # noqa: PT011 - whatever it is, it is told
+        predict.check(call)
+    for error in (raised.value, BadRequestError(f"no {path}")):
+        lines = refusal_of(call, error)[1].split(b"\r\n")
+        assert lines.pop() == b""
+        for line in lines:
+            match = LINE.fullmatch(line)
+            assert match, line
+            assert match[1] in OURS, line
+
+
+def test_a_route_that_would_end_a_header_answers_nothing_rather() -> None:
+    sent: list[object] = []
+
+    async def send(message: object) -> None:
+        sent.append(message)
+
+    call = begin_call("GET", "/health", b"", ())
+    start = {"type": "http.response.start", "status": 200}
+    sending = with_call_headers(call, send)
+    with pytest.raises(ValueError, match="cannot be sent"):
+        asyncio.run(sending({**start, "headers": [(b"x", b"a\r\nx-evil: 1")]}))
+    assert not sent
+    asyncio.run(sending({**start, "headers": [(b"x", b"a")]}))
+    assert len(sent) == 1
