@@ -44,6 +44,16 @@ _MAX_GROWTH_BYTES = 64 << 20
 """Of all processes together from the middle of a campaign to its end: caches and the heap's noise;
 a leak of 1 KB for each of 100,000 inputs would be more."""
 _MAX_KEPT = 100
+_STATUS_LINE = re.compile(rb"HTTP/1\.1 \d{3} [ -~]*")
+_HEADER_LINE = re.compile(rb"([a-zA-Z-]+): [ -~]*")
+_HEADER_NAMES = frozenset(
+    b"accept-ranges allow cache-control connection content-encoding content-length "
+    b"content-security-policy content-type cross-origin-opener-policy date etag last-modified "
+    b"location referrer-policy retry-after server server-timing traceparent tracestate "
+    b"transfer-encoding vary www-authenticate x-content-type-options x-frame-options "
+    b"x-request-id x-tensor-dtype x-tensor-name x-tensor-shape".split()
+)
+"""All that the service says of itself: any other was put there by a client."""
 _LEDGER = re.compile(
     r'^inferpool_instances_total\{model="([^"]+)",outcome="(\w+)"\} (\S+)$', re.MULTILINE
 )
@@ -63,7 +73,6 @@ class Verdict:
     """Of all processes: before, in the middle, and after. Without pages of files, of which more are
     theirs when strangers end that have mapped the same."""
     num_workers: int = 0
-    slowest_s: float = 0.0
 
     def offend(self, reason: str, input: Input | None = None) -> None:
         """Note what must not happen."""
@@ -157,6 +166,8 @@ def judge(outcome: Outcome, verdict: Verdict) -> None:
         counts["closed"] += 1
     for answer in outcome.answers:
         counts[str(answer.status)] += 1
+        if line := _stray_line(answer.head):
+            verdict.offend(f"{answer.status}, with a line that is not ours: {line!r}", input)
         asked_for_it = answer.status == 504 and b"x-timeout-ms" in input.data.lower()
         if answer.status < 200 or (answer.status >= 500 and not asked_for_it):
             verdict.offend(f"{answer.status}: {answer.body[:300]!r}", input)
@@ -168,6 +179,18 @@ def judge(outcome: Outcome, verdict: Verdict) -> None:
                 continue
             if problem["status"] != answer.status or not problem["detail"]:
                 verdict.offend(f"{answer.status}, and its problem says {problem}", input)
+
+
+def _stray_line(head: bytes) -> bytes:
+    """The first line of an answer's head that the service cannot have meant, if there is one."""
+    first, *lines = head.split(b"\r\n")
+    if not _STATUS_LINE.fullmatch(first):
+        return first
+    for line in lines:
+        match = _HEADER_LINE.fullmatch(line)
+        if match is None or match[1].lower() not in _HEADER_NAMES:
+            return line
+    return b""
 
 
 def _judge_ledger(target: Running, verdict: Verdict) -> None:

@@ -23,6 +23,45 @@ QUERIES = (
     "?dtype=float32&shape=",
 )
 
+SIZES = (
+    "0",
+    "0",
+    "0",
+    "1",
+    "3",
+    "65536",
+    "2147483648",
+    "4294967296",
+    "4611686018427387904",
+    "9223372036854775807",
+    "9223372036854775808",
+    "18446744073709551616",
+    "1" + "0" * 30,
+    "1" + "0" * 5000,
+)
+"""Lengths of a tensor's dimensions: beside a 0 there are no bytes to be lacking."""
+
+TENSOR_NAMES = (
+    "",
+    "x",
+    "ids",
+    "sum",
+    "a\r\nx-evil: 1",
+    "a\nx-evil: 1",
+    "a\rx-evil: 1",
+    "a\r\n\r\nHTTP/1.1 200 OK\r\n\r\n",
+    "\0",
+    "\x7f",
+    "\x85\u2028",
+    "\u00fc",
+    "\U0001f600",
+    "a: b",
+    '"',
+    "%0d%0a",
+    " x ",
+    "n" * 3000,
+)
+
 HEADERS = (
     "x-timeout-ms: 0",
     "x-timeout-ms: 99999999999999",
@@ -42,7 +81,10 @@ HEADERS = (
     "accept: " + "a/b," * 500,
     "traceparent: 00-0-0-0",
     "traceparent: " + "f" * 500,
+    "traceparent: 00-" + "a" * 32 + "-" + "b" * 16 + "-01",
+    "traceparent: 00-" + "a" * 32 + "-" + "b" * 16 + "-01\r\ntracestate: a=\tb\x85",
     "tracestate: " + "a=b," * 200,
+    "origin: http://a\x0b",
     "x-tensor-dtype: float32",
     "x-tensor-shape: 2,3,4",
     "x-tensor-shape: [",

@@ -9,7 +9,9 @@ import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from random import Random
+from urllib.parse import quote
 
 import numpy as np
 from PIL import Image
@@ -27,6 +29,8 @@ from tests.fuzz.dictionary import (
     PART_TYPES,
     PATHS,
     QUERIES,
+    SIZES,
+    TENSOR_NAMES,
     TYPES,
 )
 from tests.fuzz.mutate import mutate
@@ -291,6 +295,31 @@ def _raw_input(random: Random, number: int, kind: str) -> Input:
     return _framed(random, number, kind, target, content_type, body, *_extra_headers(random))
 
 
+def _shape_input(random: Random, number: int, kind: str) -> Input:
+    """A tensor that is whole in its form, with lengths and a name that nobody foresaw."""
+    usual = random.random() < 0.5
+    sizes = random.choices(SIZES[:5] if usual else SIZES, k=random.choice((1, 2, 2, 3, 4, 17)))
+    num_bytes = prod(map(int, sizes)) if max(map(len, sizes)) < 20 else 0
+    data = bytes(num_bytes if num_bytes <= 4096 else 0)
+    shape, name = ",".join(sizes), random.choice(TENSOR_NAMES)
+    target = f"/predict/{random.choice(('echo', 'echo', 'echo', 'two', 'grid', 'decoder'))}"
+    content_type = random.choice(("safetensors", "safetensors", "x-npy", "octet-stream"))
+    if content_type == "safetensors":
+        entry = f'"dtype":"U8","shape":[{shape}],"data_offsets":[0,{len(data)}]'
+        text = f"{{{json.dumps(name)}:{{{entry}}}}}"
+        body = len(text).to_bytes(8, "little") + text.encode() + data
+    elif content_type == "x-npy":
+        text = f"{{'descr': '|u1', 'fortran_order': False, 'shape': ({shape},), }}"
+        body = b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode() + data
+        target += f"?name={quote(name, safe='')}"
+    else:
+        body = data
+        target += f"?dtype=uint8&shape={shape[:4000]}&name={quote(name, safe='')}"
+    wanted = random.choice(("*/*", "x-npy", "safetensors", *["octet-stream"] * 3))
+    accept = f"accept: {wanted if '/' in wanted else 'application/' + wanted}"
+    return _framed(random, number, kind, target, f"application/{content_type}", body, accept)
+
+
 # Forms
 
 
@@ -356,12 +385,13 @@ def _head_input(random: Random, number: int, kind: str) -> Input:
 
 
 _KINDS: Mapping[str, tuple[int, Callable[[Random, int, str], Input]]] = {
-    "json": (28, _json_input),
-    "image": (14, _image_input),
-    "npy": (14, _npy_input),
-    "safetensors": (12, _safetensors_input),
+    "json": (20, _json_input),
+    "image": (13, _image_input),
+    "npy": (13, _npy_input),
+    "safetensors": (11, _safetensors_input),
     "raw": (8, _raw_input),
-    "form": (8, _form_input),
+    "shape": (12, _shape_input),
+    "form": (7, _form_input),
     "head": (9, _head_input),
     "other": (7, _other_input),
 }

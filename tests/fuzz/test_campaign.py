@@ -28,7 +28,7 @@ def test_an_input_comes_from_its_seed_and_number_alone():
 
 
 PROBLEM = b'{"status":400,"detail":"no"}'
-HEAD = b"HTTP/1.1 %d X\r\ncontent-type: application/problem+json"
+HEAD = b"HTTP/1.1 %b X\r\ncontent-type: application/problem+json"
 
 
 @pytest.mark.parametrize(
@@ -45,10 +45,22 @@ HEAD = b"HTTP/1.1 %d X\r\ncontent-type: application/problem+json"
 def test_the_judge_sees_what_may_not_be(status: int, body: bytes, is_offence: bool):
     input = Input(number=3, kind="json", data=b"", is_framed=True)
     verdict = Verdict()
-    judge(Outcome(input, [Answer(status, HEAD % status, body)]), verdict)
+    judge(Outcome(input, [Answer(status, HEAD % (b"%03d" % status), body)]), verdict)
     assert bool(verdict.offences) == is_offence
     judge(Outcome(input, error="neither answered nor closed"), verdict)
     assert verdict.offences[-1] == ("neither answered nor closed", input)
+
+
+@pytest.mark.parametrize("line", [b"x-evil: 1", b"date: a\nb", b"date: \x7f", b"date"])
+def test_the_judge_sees_a_line_that_a_client_has_put_into_an_answer(line: bytes):
+    input = Input(number=3, kind="shape", data=b"", is_framed=True)
+    verdict = Verdict()
+    head = HEAD % b"200"
+    judge(Outcome(input, [Answer(200, head + b"\r\ndate: now", b"")]), verdict)
+    assert verdict.offences == []
+    judge(Outcome(input, [Answer(200, head + b"\r\n" + line, b"")]), verdict)
+    ((reason, _),) = verdict.offences
+    assert reason.startswith("200, with a line that is not ours: ")
 
 
 def test_offending_inputs_are_kept_and_can_be_read_again(tmp_path: Path):

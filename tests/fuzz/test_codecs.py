@@ -1,5 +1,6 @@
 """Any bytes make a value or a typed error in every codec, on both sides of the arena."""
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -18,6 +19,7 @@ from service.errors import ServiceError
 from tests.fuzz.inputs import make_input
 from tests.properties import untimed
 from tests.service.api.fakes import body_of, head, spec
+from workers.messages import ItemRef
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 """As a worker does."""
@@ -49,6 +51,8 @@ def read(content_type: bytes, body: bytes, inputs, query: bytes = b"", cut: int 
     for payload in decoded.payloads:
         data = body_of(payload)
         assert len(data) == payload.num_bytes
+        ref = ItemRef(payload.kind, 0, len(data), 0.0, headers=payload.headers)
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(ref), type=ItemRef) == ref
         item = Item(kind=payload.kind, payload=memoryview(data), headers=payload.headers)
         if inputs:
             take(item, inputs)
