@@ -7,8 +7,11 @@ from argparse import ArgumentParser
 from collections.abc import Mapping
 from pathlib import Path
 
+from models.reading import read_file
 from service.keys import first_key
 from service.urls import DEFAULT_URL, problem_of_address, without_password
+
+_PIPE_WAIT_S = 10.0
 
 
 class FlagError(ValueError):
@@ -68,8 +71,10 @@ def key_of(path: Path | None, environ: Mapping[str, str], key_variable: str) -> 
     else:
         where = str(path)
         try:
-            text = path.read_text()
-        except (OSError, UnicodeDecodeError) as error:
+            text = read_file(path, wait_s=_PIPE_WAIT_S).decode()
+        except OSError as error:
+            raise FlagError(f"--key-file: {path}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
             raise FlagError(f"--key-file: {path}: {error}") from error
     try:
         return first_key(text)

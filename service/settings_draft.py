@@ -9,6 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from models.reading import read_file
 from service.keys import Keys, read_keys
 from service.settings import (
     BUILT_IN_SOURCES,
@@ -22,7 +23,14 @@ from service.settings import (
 )
 from service.settings_names import FLAGS, KEY_SETTINGS, PREFIX, Key, dotted, is_foreign
 from service.settings_types import expected
-from service.settings_words import SettingsError, shown, unknown, unknown_variable, unreadable
+from service.settings_words import (
+    PIPE_WAIT_S,
+    SettingsError,
+    shown,
+    unknown,
+    unknown_variable,
+    unreadable,
+)
 from service.trace_settings import (
     HEADER_VARIABLES,
     TraceHeaders,
@@ -274,7 +282,7 @@ class Draft:
                 continue
             place = self._place((setting,))
             try:
-                text = (cwd / path).read_text(encoding="utf-8-sig")
+                text = read_file(cwd / path, wait_s=PIPE_WAIT_S).decode("utf-8-sig")
             except (OSError, ValueError) as error:
                 # Not the path: it may be a key that was put here by mistake.
                 self._problems.append(f"{place}: {unreadable(error)}")

@@ -3,16 +3,19 @@
 Runs once, in the front end, before anything else starts.
 """
 
+import errno
+import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from models.reading import read_file
 from service.settings import ModelSettings, Settings
 from service.settings_draft import Draft
 from service.settings_names import CONFIG_VARIABLE, KEY_SETTINGS, PREFIX, Key, dotted
-from service.settings_words import SettingsError
+from service.settings_words import PIPE_WAIT_S, SettingsError
 from service.trace_settings import ENDPOINT_VARIABLES, HEADER_VARIABLES
 from service.urls import without_password
 
@@ -50,8 +53,8 @@ def load(flags: Mapping[str, str], environ: Mapping[str, str], cwd: Path) -> Loa
     Raises:
         SettingsError: Something is misspelt, or has a value that cannot be.
     """
-    file = _find_file(flags, environ, cwd)
-    table = _read_file(file, cwd) if file else {}
+    file, origin = _find_file(flags, environ, cwd)
+    table = _read_file(file, cwd, origin) if file else {}
     draft = Draft()
     if file:
         draft.add_table(table, f"file {file}")
@@ -76,21 +79,24 @@ def secret_variables(environ: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _find_file(flags: Mapping[str, str], environ: Mapping[str, str], cwd: Path) -> Path | None:
+def _find_file(
+    flags: Mapping[str, str], environ: Mapping[str, str], cwd: Path
+) -> tuple[Path | None, str]:
+    """The file of settings, and who named it: nobody where it is the one that is looked for."""
     for origin, named in (
         ("--config", flags.get("config")),
         (CONFIG_VARIABLE, environ.get(CONFIG_VARIABLE)),
     ):
         if named:
-            if not (cwd / named).is_file():
-                raise SettingsError([f"{origin}: there is no file {named}"])
-            return Path(named)
-    return Path(FILE_NAME) if (cwd / FILE_NAME).is_file() else None
+            return Path(named), origin
+    # Whatever has that name counts: where it cannot be read, keys in it would be passed over.
+    return (Path(FILE_NAME) if os.path.lexists(cwd / FILE_NAME) else None), ""
 
 
-def _read_file(file: Path, cwd: Path) -> dict[str, object]:
+def _read_file(file: Path, cwd: Path, origin: str) -> dict[str, object]:
     try:
-        return tomllib.loads((cwd / file).read_text(encoding="utf-8"))
+        content = read_file(cwd / file, wait_s=PIPE_WAIT_S if origin else 0.0)
+        return tomllib.loads(content.decode())
     except tomllib.TOMLDecodeError as error:
         message = str(error)
         where = re.search(r" \(at (line \d+, column \d+|end of document)\)$", message)
@@ -101,7 +107,21 @@ def _read_file(file: Path, cwd: Path) -> dict[str, object]:
     except UnicodeDecodeError as error:
         raise SettingsError([f"{file}: byte {error.start} is not UTF-8, as TOML must be"]) from None
     except OSError as error:
-        raise SettingsError([f"{file}: it cannot be read: {error.strerror}"]) from None
+        raise SettingsError([_unread(file, origin, error)]) from None
+    except (ValueError, RecursionError) as error:  # a name with a NUL in it; tables in tables
+        raise SettingsError([f"{file}: it cannot be read: {error}"]) from None
+
+
+def _unread(file: Path, origin: str, error: OSError) -> str:
+    if origin:
+        reason = error.strerror
+        if isinstance(error, FileNotFoundError) and reason == os.strerror(errno.ENOENT):
+            return f"{origin}: there is no file {file}"
+        return f"{origin}: {file} cannot be read: {reason}"
+    return (
+        f"{file}: it cannot be read: {error.strerror}; put a file of settings there, or move this "
+        "away to do without"
+    )
 
 
 def _leaves(settings: Settings) -> Iterator[tuple[Key, object]]:

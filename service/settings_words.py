@@ -1,10 +1,15 @@
 """What is said of settings that cannot be, in the words of whoever wrote them. Pure."""
 
+import errno
+import os
 from collections.abc import Sequence
 
 from service.settings import ModelSettings, Settings, did_you_mean
 from service.settings_names import PREFIX, Key, dotted
 from service.urls import without_password
+
+PIPE_WAIT_S = 10.0
+"""How long a file that a setting names may have nothing to read, if it is a pipe."""
 
 
 class SettingsError(Exception):
@@ -63,7 +68,8 @@ def shown(value: object) -> str:
 def unreadable(error: OSError | ValueError) -> str:
     """Why keys cannot be read from a file, without a word of what is in it."""
     if isinstance(error, FileNotFoundError):
-        return f"there is no file of keys to read: {error.strerror}"
+        # Not where a link leads to: its name may be a key as well.
+        return f"there is no file of keys to read: {os.strerror(errno.ENOENT)}"
     if isinstance(error, OSError):
         return f"the file of keys cannot be read: {error.strerror}"
     is_content = isinstance(error, UnicodeDecodeError)

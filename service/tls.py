@@ -6,6 +6,8 @@ import ssl
 from datetime import UTC, datetime
 from pathlib import Path
 
+from models.reading import read_file
+
 _SEQUENCE, _EXPLICIT_0, _UTC_TIME = 0x30, 0xA0, 0x17
 _SOON_DAYS = 7
 _CERTIFICATE = re.compile(
@@ -31,7 +33,7 @@ def server_context(certificate: str, key: str | None) -> ssl.SSLContext:
     for setting, path in (("tls_certificate", certificate), ("tls_key", key)):
         if path is not None:
             try:
-                Path(path).read_bytes()
+                read_file(Path(path))  # no pipe: OpenSSL reads it once more
             except OSError as error:
                 raise TlsError(f"{setting}: {path}: {error.strerror}") from error
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -1,15 +1,22 @@
 import base64
 import io
+import os
+import threading
 import tomllib
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+import service.settings_draft
+import service.settings_loader
 from service.cli_config import write_json, write_table, write_toml
 from service.keys import read_keys
 from service.settings import ModelSettings, Settings
 from service.settings_loader import Loaded, load, secret_variables
 from service.settings_names import FLAGS
 from service.settings_words import SettingsError
+from service.tls import TlsError, server_context
 
 
 @pytest.fixture
@@ -429,7 +436,7 @@ def test_a_file_of_keys_that_is_there_and_cannot_be_read_is_not_said_to_be_missi
     problems, tmp_path
 ):
     (tmp_path / "keys").write_text(KEY, encoding="utf-16")
-    for path, reason in {"keys": "it is not UTF-8", ".": "Is a directory"}.items():
+    for path, reason in {"keys": "it is not UTF-8", ".": "it is a folder, not a file"}.items():
         (problem,) = problems(environ={"INFERPOOL_PREDICT_KEYS_FILE": path})
         assert problem.endswith(f"the file of keys cannot be read: {reason}")
 
@@ -562,3 +569,59 @@ def test_what_a_platform_says_wrongly_of_traces_stops_nothing(
 def test_what_cannot_be_said_of_traces_is_refused(problems):
     assert "is no URL such as" in problems('trace_endpoint = "localhost:4318"')[0]
     assert "name=value" in problems('trace_resource = "a"')[0]
+
+
+def put_folder(path: Path) -> None:
+    path.mkdir()
+
+
+def put_dangling_link(path: Path) -> None:
+    path.symlink_to("not_mounted/inferpool.toml")
+
+
+def put_silent_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+ODD_FILES = {
+    put_folder: "it is a folder, not a file",
+    put_dangling_link: "it is a link to not_mounted/inferpool.toml, which is not there",
+    put_silent_pipe: "pipe|no regular file",
+}
+
+
+@pytest.mark.parametrize("put", ODD_FILES, ids=lambda put: put.__name__)
+@pytest.mark.parametrize("by", ["name alone", "--config", "INFERPOOL_CONFIG"])
+def test_a_file_of_settings_that_cannot_be_read_is_never_passed_over(
+    tmp_path: Path, put: Callable[[Path], None], by: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(service.settings_loader, "PIPE_WAIT_S", 0.05)
+    put(tmp_path / "inferpool.toml")
+    flags = {"config": "inferpool.toml"} if by == "--config" else {}
+    environ = {"INFERPOOL_CONFIG": "inferpool.toml"} if by == "INFERPOOL_CONFIG" else {}
+    with pytest.raises(SettingsError, match=ODD_FILES[put]) as caught:
+        load(flags, environ, tmp_path)
+    assert "inferpool.toml" in str(caught.value)
+    assert by in (*str(caught.value).split(":"), "name alone")
+
+
+@pytest.mark.parametrize("put", ODD_FILES, ids=lambda put: put.__name__)
+def test_files_of_keys_and_of_tls_that_cannot_be_read_are_told(
+    tmp_path: Path, put: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(service.settings_draft, "PIPE_WAIT_S", 0.05)
+    put(tmp_path / "odd")
+    with pytest.raises(SettingsError, match=r"the file of keys cannot be read|no file of keys"):
+        load({"admin_keys_file": "odd"}, {}, tmp_path)
+    with pytest.raises(TlsError, match=r"tls_certificate: .*/odd: it is "):
+        server_context(str(tmp_path / "odd"), None)
+
+
+def test_keys_and_settings_may_come_through_a_pipe(tmp_path: Path):
+    key = "a-key-of-enough-characters"
+    for name, text in {"config": "port = 1234", "keys": key}.items():
+        os.mkfifo(tmp_path / name)
+        writer = threading.Thread(target=(tmp_path / name).write_text, args=(text,))
+        writer.start()
+    loaded = load({"config": "config", "admin_keys_file": "keys"}, {}, tmp_path)
+    assert (loaded.settings.port, len(loaded.settings.admin_keys)) == (1234, 1)

@@ -41,7 +41,7 @@ def test_what_cannot_be_used_is_named(pair, tmp_path):
     for given, message in {
         ("/none.pem", key): "tls_certificate: /none.pem: No such file",
         (certificate, "/none.key"): "tls_key: /none.key: No such file",
-        (str(tmp_path), key): "Is a directory",
+        (str(tmp_path), key): "it is a folder",
         (certificate, str(other)): "is not the key of the certificate",
         (str(junk), key): "holds no certificate in PEM form",
         (certificate, str(junk)): "holds no private key in PEM form",
