@@ -6,8 +6,9 @@ would fail on it and be blamed.
 """
 
 import inspect
+import types
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -22,13 +23,12 @@ _SPECS = ("inputs", "outputs", "preprocessed")
 
 
 def checked(model: Model) -> Model:
-    """Put checks around the methods that a model overrides.
+    """Put checks around the methods that a model overrides, for every caller.
 
-    They are put on the object, so that they hold for every caller. Methods of `Model` itself are
-    left alone.
+    The object gets a subclass of its class. Methods of `Model` itself are left alone.
     """
     checks: dict[str, Callable[..., None]] = {
-        "preprocess": _Preprocessed(model),
+        "preprocess": _Preprocessed(),
         "bucket": _check_hashable,
         "collate": _check_tensors,
         "forward": _check_tensors,
@@ -38,10 +38,17 @@ def checked(model: Model) -> Model:
         "samples": _check_items,
         "encoded_samples": _check_items,
     }
-    for name, check in checks.items():
-        if is_overridden(model, name):
-            setattr(model, name, _checking(getattr(model, name), partial(check, model, name)))
-    model.load = _checking(model.load, partial(_check_loaded, model))  # type: ignore[method-assign]  # on this object alone
+    own = type(model)
+    methods = {
+        name: _checking(getattr(own, name), check, name)
+        for name, check in checks.items()
+        if is_overridden(model, name)
+    }
+    methods["load"] = _checking(own.load, _check_loaded, "load")
+    about = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
+    model.__class__ = types.new_class(
+        own.__name__, (own,), {}, lambda to: to.update(about, **methods)
+    )
     return model
 
 
@@ -72,11 +79,13 @@ def bad_return(model: Model, method: str, must: str, found: str) -> BadReturnErr
     return BadReturnError(f"{method} must return {must}, got {found}{where}")
 
 
-def _checking(method: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
+def _checking(
+    method: Callable[..., Any], check: Callable[..., None], name: str
+) -> Callable[..., Any]:
     @wraps(method)
-    def call(*args: object, **kwargs: object) -> object:
-        result = method(*args, **kwargs)
-        check(result, *args)
+    def call(model: Model, *args: Any, **kwargs: Any) -> object:
+        result = method(model, *args, **kwargs)
+        check(model, name, result, *args)
         return result
 
     return call
@@ -85,8 +94,7 @@ def _checking(method: Callable[..., Any], check: Callable[..., None]) -> Callabl
 class _Preprocessed:
     """Checks what `preprocess` yields against what the model declares, once it is loaded."""
 
-    def __init__(self, model: Model) -> None:
-        self._model = model
+    def __init__(self) -> None:
         self._specs: list[tuple[str, torch.dtype, TensorSpec]] | None = None
 
     def __call__(self, model: Model, method: str, features: object, *_: object) -> None:
@@ -149,11 +157,11 @@ def _check_items(model: Model, method: str, result: object, *_: object) -> None:
             raise bad_return(model, method, must, f"{_kind_of(each)} in it")
 
 
-def _check_loaded(model: Model, result: object, *_: object) -> None:
+def _check_loaded(model: Model, method: str, result: object, *_: object) -> None:
     """Check what `load` returned, and what the model declares now."""
     if result is not None:
         must = "None (the model keeps what it loads, as in `self.network = ...`)"
-        raise bad_return(model, "load", must, _kind_of(result))
+        raise bad_return(model, method, must, _kind_of(result))
     for name in _SPECS:
         _check_specs(model, name, getattr(model, name))
 

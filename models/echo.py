@@ -27,6 +27,7 @@ class Echo(Model):
         delay_s: How long each forward pass sleeps.
     """
 
+    example = "hello"
     finite_outputs = False  # it gives back what it was given
 
     def __init__(self, *, delay_s: float = 0.0) -> None:

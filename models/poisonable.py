@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from models.base import Features, Item, Model
+from models.example import reads_own_form
 from models.registry import build
 
 PARAMETER = "inferpool_chaos"
@@ -33,6 +34,8 @@ class Poisonable(Model):
             options: Likewise.
         """
         model = build(source, None if weights.lower() == "none" else weights, options or {})
+        if not reads_own_form(model):
+            model.preprocessed = ()  # nor does it, with the `preprocess` below before its own
         model.__class__ = type("Poisoned", (_Poisoned, type(model)), {})
         return model
 

@@ -29,7 +29,7 @@ from service.endpoint import (
     server_config,
     set_up_tracing,
 )
-from service.example import command_to_try
+from service.example import try_or_ask
 from service.fronts.alone import OnlyFront
 from service.fronts.fronts import Fronts
 from service.fronts.number import number_of_fronts
@@ -163,6 +163,7 @@ def make_app(service: Service, predict: Predict, guard: Guard) -> App:
         lifespan=lifespan,
     )
     app.predict = predict
+    app.examples = service.examples
     return app
 
 
@@ -247,9 +248,15 @@ def _serve(
         await service.fronts.until_up()
         served = [name for name, pool in service.pools.items() if pool.is_ready]
         if served:
-            default = service.pools[settings.default_model]
-            first = default if default.is_ready else service.pools[served[0]]
-            console.serving(url, served, command_to_try(url, first))
+            served.sort(key=lambda name: name != settings.default_model)
+            lines = [try_or_ask(url, service.pools[name], settings) for name in served]
+            console.serving(url, served, lines, service.loading())
+        while service.loading():
+            await service.until_changed()
+            for name, pool in service.pools.items():
+                if pool.is_ready and name not in served:
+                    served.append(name)
+                    console.joined(name, try_or_ask(url, pool, settings), service.loading())
 
     async def leave_when_lost() -> None:
         await service.until_lost()

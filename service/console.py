@@ -98,13 +98,20 @@ class Console:
             self._failures[worker] = reason
         self._say(logging.ERROR, worker, said, "red")
 
-    def serving(self, url: str, models: Sequence[str], example: str = "") -> None:
+    def serving(
+        self,
+        url: str,
+        models: Sequence[str],
+        to_try: Sequence[tuple[str, str]] = (),
+        still_loading: Sequence[str] = (),
+    ) -> None:
         """The address takes calls.
 
         Args:
             url: Scheme, host and port.
             models: Names of the models served, the default one first.
-            example: A command to try; empty where none is known.
+            to_try: Of each, "try" and a command, or "ask" and a sentence (`service.example`).
+            still_loading: Names of the models that are not ready yet.
         """
         names = ", ".join(models)
         facts = {
@@ -115,15 +122,29 @@ class Console:
         }
         if not self._is_terminal:
             logger.info("serving %s at %s", names, url)
-            if example:
-                logger.info("try: %s", example)
+            if still_loading:
+                logger.info("not ready yet: %s", ", ".join(still_loading))
+            for each in to_try:
+                logger.info("%s: %s", *each)
             logger.info("%s", ", ".join(f"{name}: {link}" for name, link in facts.items()))
             return
-        lines = {"try": [example]} if example else {}
+        lines = {"not yet": [", ".join(still_loading)]} if still_loading else {}
+        for kind, text in to_try:
+            lines[kind] = [*lines.get(kind, ()), text]
         lines |= {name: [link] for name, link in facts.items()}
         head = Text.assemble("Serving ", (names, "bold"), " at ", (url, "bold cyan"))
         hint = Text("  Ctrl-C stops it", style="dim")
         self._print(Text(""), head, *_aligned(lines), hint, Text(""))
+
+    def joined(self, model: str, to_try: tuple[str, str], still_loading: Sequence[str]) -> None:
+        """Another model is ready after `serving` was told; the arguments are as there."""
+        rest = f" (not yet: {', '.join(still_loading)})" if still_loading else ""
+        if not self._is_terminal:
+            logger.info("serving %s too%s", model, rest)
+            logger.info("%s: %s", *to_try)
+            return
+        head = Text.assemble("Serving ", (model, "bold"), " too", rest)
+        self._print(head, *_aligned({to_try[0]: [to_try[1]]}), Text(""))
 
     def stopping(self, reason: str) -> None:
         """No new work is taken; what was accepted is finished."""

@@ -1,41 +1,98 @@
-"""The command that a start prints for a person to try."""
+"""What a start tells a person to try: a command that can be pasted, or how to ask."""
 
 import json
 import shlex
+from collections.abc import Sequence
 from math import prod
 
+from models.spec import DTYPE_BYTES, TensorSpec
+from service.api.openapi.predict import PIXEL
 from service.api.predict import PREFIX
 from service.pool import Pool
+from service.settings import Settings
 
 _MAX_NUMBERS = 32
 """More are no pleasure to read."""
+_MAX_SHOWN_BYTES = 1000
+"""Of a body in a command."""
 
 
-def command_to_try(url: str, pool: Pool) -> str:
-    """A command that asks a model for a prediction; empty where nobody knows what it takes.
+def try_or_ask(url: str, pool: Pool, settings: Settings) -> tuple[str, str]:
+    """A command that asks a model for a prediction, or else in words how to ask.
 
     Args:
         url: Where the service listens.
         pool: Of the model.
+        settings: Of the service, which may want a key.
+
+    Returns:
+        "try" with a command that works as it is, or "ask" with a sentence.
     """
-    if any(not spec.shape for spec in pool.inputs):
-        return ""
-    post = f"curl {_from_here(url)}{PREFIX}/{pool.name} -H 'Content-Type: "
+    url = f"{_from_here(url)}{PREFIX}/{pool.name}"
+    kind, text = _command(url, pool)
+    return kind, text + (_key_arguments(settings) if kind == "try" else "")
+
+
+def _command(url: str, pool: Pool) -> tuple[str, str]:
     if pool.example is not None:
-        body = json.dumps({"instances": [pool.example]}, ensure_ascii=False)
-        return f"{post}application/json' -d {shlex.quote(body)}"
-    if not pool.inputs:
-        return f"{post}application/octet-stream' --data-binary hello"
-    first = pool.inputs[0]
-    if first.name == "image" and first.dtype == "uint8":
-        return f"{post}image/jpeg' --data-binary @photo.jpg"
-    shape = [max(size, 1) for size in first.instance_shape]
-    if len(pool.inputs) > 1 or prod(shape) > _MAX_NUMBERS:
-        return f"{post}application/safetensors' --data-binary @inputs.safetensors"
-    numbers: object = 0
+        return _json_command(url, pool.example) or (
+            "ask",
+            f"POST to {url}; its example is too long for a line, and on the page",
+        )
+    if pool.reads_own_form or not pool.inputs:
+        return "ask", (
+            f"POST to {url} what its `preprocess` reads; the model shows no `example` to try"
+        )
+    if _takes_images(pool.inputs):
+        # A picture of the reader's own is the next thing to try; one pixel can be pasted.
+        return _json_command(url, {"b64": PIXEL}) or ("", "")
+    if all(spec.shape for spec in pool.inputs):
+        shapes = {spec.name: [max(n, 1) for n in spec.instance_shape] for spec in pool.inputs}
+        if sum(prod(shape) for shape in shapes.values()) <= _MAX_NUMBERS:
+            values = {spec.name: _zeros(spec, shapes[spec.name]) for spec in pool.inputs}
+            instance = values if len(values) > 1 else next(iter(values.values()))
+            return _json_command(url, instance) or ("", "")
+        if len(pool.inputs) == 1:
+            return "try", _raw_command(url, pool.inputs[0], shapes[pool.inputs[0].name])
+    names = " and ".join(f"{spec.name!r} ({spec.dtype})" for spec in pool.inputs)
+    return "ask", f"POST to {url} {names} as application/safetensors, or as JSON"
+
+
+def _key_arguments(settings: Settings) -> str:
+    """What curl needs besides, without showing a key."""
+    if not settings.predict_keys:
+        return ""
+    if settings.predict_keys_file:
+        return f' -H "X-API-Key: $(head -n 1 {shlex.quote(settings.predict_keys_file)})"'
+    return ' -H "X-API-Key: ${INFERPOOL_PREDICT_KEYS%%,*}"'
+
+
+def _takes_images(inputs: Sequence[TensorSpec]) -> bool:
+    return len(inputs) == 1 and inputs[0].name == "image" and inputs[0].dtype == "uint8"
+
+
+def _json_command(url: str, instance: object) -> tuple[str, str] | None:
+    body = json.dumps({"instances": [instance]}, ensure_ascii=False)
+    if len(body) > _MAX_SHOWN_BYTES:
+        return None
+    return "try", f"curl {url} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+
+
+def _raw_command(url: str, spec: TensorSpec, shape: list[int]) -> str:
+    """Zeros, which are too many to be written out."""
+    num_bytes = prod(shape) * DTYPE_BYTES[spec.dtype]
+    sizes = ",".join(map(str, shape))
+    return (
+        f"head -c {num_bytes} /dev/zero | curl '{url}?dtype={spec.dtype}&shape={sizes}' "
+        "-H 'Content-Type: application/octet-stream' --data-binary @-"
+    )
+
+
+def _zeros(spec: TensorSpec, shape: list[int]) -> object:
+    numbers: object = False if spec.dtype == "bool" else 0
     for size in reversed(shape):
         numbers = [numbers] * size
-    return f"{post}application/json' -d '{json.dumps({'instances': [numbers]})}'"
+    return numbers
 
 
 def _from_here(url: str) -> str:

@@ -90,6 +90,8 @@ class Pool:
         self.dispatcher = dispatcher
         self.example: object = None
         """An instance that the model takes, as JSON; None until a worker has shown one."""
+        self.reads_own_form = False
+        """What clients send is not what `inputs` say, so nobody can make an instance up."""
         self.endings: deque[Ending] = deque(maxlen=_NUM_ENDINGS)
         """The latest, the newest last."""
         self.restart = Restart()
@@ -304,6 +306,7 @@ class Pool:
         if slot.config.speed != "exact" or slot.config.decode == "fast":
             self._tell_speed(slot, ready.speed)
             slot.config = replace(slot.config, chosen=ready.speed)  # for its next life
+        self.reads_own_form = ready.reads_own_form
         if ready.example:
             with contextlib.suppress(*UNREADABLE):
                 self.example = msgspec.json.decode(ready.example)

@@ -76,6 +76,7 @@ def _model_health(pool: Pool, search: Progress) -> ModelHealth:
             for each in pool.inputs
         ],
         example=pool.example,
+        reads_own_form=pool.reads_own_form,
         speed_search=SpeedSearchHealth(state=search.state, text=search.text),
         restart=RestartHealth(state=pool.restart.state, text=pool.restart.text),
         workers=[_worker_health(slot) for slot in pool.slots],

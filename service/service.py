@@ -88,6 +88,7 @@ class Service:
         except SharedMemoryError as error:
             raise StartError(f"{error} (arena_bytes)") from error
         self._settled = asyncio.Event()
+        self._changed = asyncio.Event()
         self._lost = asyncio.Event()
         self._gpu_watch = GpuWatch(host.gpus, pynvml)
         metrics.gauge_source(self._read_gauges)
@@ -165,6 +166,24 @@ class Service:
         """Wait until the default model is ready, or each is ready or given up."""
         await self._settled.wait()
 
+    def loading(self) -> list[str]:
+        """The models that have not been ready yet and may still come."""
+        return [
+            name
+            for name, pool in self.pools.items()
+            if not pool.is_lost and not any(slot.was_ever_ready for slot in pool.slots)
+        ]
+
+    def examples(self) -> dict[str, object]:
+        """By model, an instance that it takes, where it shows one."""
+        pools = self.pools.items()
+        return {name: pool.example for name, pool in pools if pool.example is not None}
+
+    async def until_changed(self) -> None:
+        """Wait until a worker has come or gone. For one waiter."""
+        self._changed.clear()
+        await self._changed.wait()
+
     async def until_lost(self) -> None:
         """Wait until no model can ever be served; none of them was."""
         await self._lost.wait()
@@ -214,6 +233,7 @@ class Service:
     def _on_change(self) -> None:
         self.fronts.tell_inputs()
         self._speed_search.on_change()
+        self._changed.set()
         pools = self.pools.values()
         is_default_ready = self.pools[self.settings.default_model].is_ready
         if is_default_ready or all(pool.is_ready or pool.is_lost for pool in pools):

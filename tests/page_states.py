@@ -28,6 +28,7 @@ from service.api.health import (
     WorkerHealth,
 )
 
+NUMBERS = (InputDescription(name="x", dtype="float32", shape=(-1, 3)),)
 IMAGE = (InputDescription(name="image", dtype="uint8", shape=(-1, -1, -1, 3)),)
 MODEL = "efficientnet_lite0"
 NUM_SECONDS = 300
@@ -171,6 +172,7 @@ def state(
     endings: Sequence[EndingEvent] = (),
     inputs: Sequence[InputDescription] = IMAGE,
     example: object = None,
+    reads_own_form: bool = False,
     others: Sequence[ModelHealth] = (),
     quarantined: int = 0,
 ) -> State:
@@ -182,6 +184,7 @@ def state(
         ready=status in ("ready", "degraded"),
         inputs=inputs,
         example=example,
+        reads_own_form=reads_own_form,
         workers=[worker(0), worker(1)] if workers is None else workers,
     )
     names = [MODEL, *(other.name for other in others)]
@@ -244,6 +247,13 @@ def scenarios() -> dict[str, Scenario]:
         "busy": Scenario(events=[state(samples=load, endings=[killed, hung], others=[other])]),
         "split": Scenario(events=[state([split], samples=load, inputs=(), example=QUESTION)]),
         "empty": Scenario(events=[state()]),
+        "slow": Scenario(
+            events=[state(samples=[busy(second, depth=4800) for second in range(NUM_SECONDS)])]
+        ),
+        "own form": Scenario(events=[state(inputs=NUMBERS, reads_own_form=True)]),
+        "shown": Scenario(
+            events=[state(inputs=NUMBERS, example={"words": ["a"]}, reads_own_form=True)]
+        ),
         "starting": Scenario(
             events=[state([replace(starting, name=f"{MODEL}/0"), starting], status="starting")]
         ),

@@ -134,7 +134,9 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     split: SplitReport | None = None
     """How it is split, if it is."""
     example: bytes = b""
-    """An instance that it takes, as JSON; empty if it has none that is short."""
+    """An instance that it takes, as JSON; empty if it has none to show."""
+    reads_own_form: bool = False
+    """Its `preprocess` reads something else than `inputs` say."""
 
 
 class RankReady(msgspec.Struct, frozen=True, array_like=True, tag="rank ready"):

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from models.base import Item
+from models.example import example_of, reads_own_form
 from models.speed.choose import SpeedWish, choose
 from models.split.network import load_model
 from models.split.own_time import OwnTime
@@ -43,8 +43,6 @@ logger = logging.getLogger(__name__)
 _OVERLAP_PAYS_S = 0.001
 """A computation shorter than this is not worth preparing the next batch in another thread."""
 _BEAT_S = 1.0
-_MAX_EXAMPLE_BYTES = 200
-"""Of an instance that people are shown, to copy."""
 
 
 def main(
@@ -278,14 +276,6 @@ def _load(
         speed=speed,
         part=model.split_network.part if model.split_network else None,
         split=model.split_network.report if model.split_network else None,
-        example=_example(samples),
+        example=example_of(model, samples),
+        reads_own_form=reads_own_form(model),
     )
-
-
-def _example(samples: Sequence[Item]) -> bytes:
-    short = (
-        each.payload.tobytes()
-        for each in samples
-        if each.kind == "json" and len(each.payload) <= _MAX_EXAMPLE_BYTES
-    )
-    return next(short, b"")

@@ -138,6 +138,8 @@ class ModelHealth:
     """What it takes, once a worker has been ready; empty if it does not say."""
     example: object = None
     """An instance that it takes, as JSON; null if it has none to show."""
+    reads_own_form: bool = False
+    """It reads something else than `inputs` say, by a `preprocess` of its own."""
     speed_search: SpeedSearchHealth = SpeedSearchHealth(state="off")
     restart: RestartHealth = RestartHealth(state="none")
     workers: Sequence[WorkerHealth] = ()

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -75,6 +75,8 @@ class App(FastAPI):
             lifespan=lifespan,
         )
         self.predict: Predict | None = None
+        self.examples: Callable[[], Mapping[str, object]] = dict
+        """Tells by model an instance that it takes, where it shows one."""
         self.tracing: Tracing | None = None
         """Traces calls to the other routes too, but only those with a `traceparent`: not probes."""
         self._guard = guard
@@ -139,6 +141,7 @@ class App(FastAPI):
             frozenset() if self._guard is None else self._guard.restricted,
             models=None if self.predict is None else list(self.predict.models),
             default=None if self.predict is None else self.predict.default,
+            examples=self.examples(),
         )
 
     def _log_refusal(self, scope: Scope, call: Call, error: ServiceError) -> None:

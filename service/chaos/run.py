@@ -189,7 +189,7 @@ class _Run:
         given = (
             inputs.read_inputs(plan.inputs)
             if plan.inputs
-            else inputs.made_up(model.inputs, plan.seed, _NUM_INPUTS, model.example)
+            else inputs.made_up(model, plan.seed, _NUM_INPUTS)
         )
         return [await learn(connection, path, each, plan.tolerance) for each in given]
 

@@ -213,7 +213,7 @@ function baseLayout(samples) {
 function axis(more) {
   return {
     fixedrange: true, rangemode: "tozero", zeroline: false, gridcolor: colorOf("--grid"),
-    linecolor: colorOf("--line"), nticks: 5, tickformatstops: TICKS, automargin: false, ...more,
+    linecolor: colorOf("--line"), nticks: 5, tickformatstops: TICKS, automargin: true, ...more,
   };
 }
 

@@ -8,7 +8,11 @@ import { showAnswer, showProblem } from "./result.js";
 const MAX_ZEROS = 20_000; // numbers: more are no use to anyone in an editor
 const DEFAULT_FILE_TYPE = "application/octet-stream";
 
-let model = null; // {name, inputs, example} of the one that is chosen
+const UNKNOWN_FORM =
+  "This model reads its instances in a form of its own, and shows no example. What you send goes to its preprocess. " +
+  "Give its class an `example` to see one here.";
+
+let model = null; // {name, inputs, example, readsOwnForm} of the one that is chosen
 let file = null;
 let isBusy = false;
 
@@ -41,14 +45,16 @@ export function startTryIt() {
 
 /** Tries this model from now on; `health` is its part of what /health says. */
 export function chooseModel(health) {
-  const { name, inputs, example } = health;
-  const shape = JSON.stringify([name, inputs, example]);
+  const { name, inputs, example, reads_own_form: readsOwnForm } = health;
+  const shape = JSON.stringify([name, inputs, example, readsOwnForm]);
   if (model?.shape === shape) return;
   const isOther = model?.name !== name;
-  model = { name, inputs, example, shape };
+  model = { name, inputs, example, readsOwnForm, shape };
   const kinds = kindsOf(model);
   $("try-kind").hidden = kinds.length < 2;
-  $("json").value = json({ instances: [instanceFor(model)] });
+  $("json").value = json({ instances: isKnown(model) ? [instanceFor(model)] : [] });
+  setText($("try-hint"), isKnown(model) ? "" : UNKNOWN_FORM);
+  $("try-hint").hidden = isKnown(model);
   $("file").accept = takesImages(model) ? "image/*" : "";
   if (isOther) {
     $("answer").replaceChildren();
@@ -60,15 +66,18 @@ export function chooseModel(health) {
 
 const takesImages = ({ inputs }) => inputs.length === 1 && inputs[0].name === "image" && inputs[0].dtype === "uint8";
 
+/** Whether an instance is known that it takes; nothing is invented for the others. */
+const isKnown = ({ inputs, example, readsOwnForm }) => example !== null || (inputs.length > 0 && !readsOwnForm);
+
 /** How an instance can be given: the likelier way first. */
 function kindsOf(chosen) {
-  if (takesImages(chosen)) return ["file"];
-  return chosen.inputs.length || chosen.example !== null ? ["json"] : ["file", "json"];
+  if (takesImages(chosen)) return chosen.readsOwnForm ? ["file", "json"] : ["file"];
+  if (chosen.example?.b64 !== undefined) return ["json", "file"];
+  return isKnown(chosen) ? ["json"] : ["file", "json"];
 }
 
 function instanceFor({ inputs, example }) {
   if (example !== null) return example;
-  if (!inputs.length) return { b64: btoa("hello") };
   const values = inputs.map((input) => [input.name, zeros(input)]);
   return values.length === 1 ? values[0][1] : Object.fromEntries(values);
 }

@@ -49,6 +49,8 @@ class ModelState(msgspec.Struct):
     inputs: list[TensorSpec] = []
     example: object = None
     """An instance that it takes."""
+    reads_own_form: bool = False
+    """It reads something else than `inputs` say."""
 
 
 class Health(msgspec.Struct):

@@ -15,6 +15,7 @@ from models.prose import PROSE
 from models.spec import TensorSpec
 from service.client.safetensors import Tensor, safetensors_parts
 from service.trial.errors import TrialError
+from service.trial.health import ModelState
 
 _ANY_LENGTH = 16
 """What a dimension gets that may have any length, where a tensor has few of them."""
@@ -51,26 +52,27 @@ class Input:
     content_type: str
 
 
-def made_up(
-    specs: Sequence[TensorSpec], seed: int, count: int, example: object = None
-) -> list[Input]:
-    """Inputs for a model that declares what it takes, or that shows that it takes texts.
+def made_up(model: ModelState, seed: int, count: int) -> list[Input]:
+    """Inputs for a model that declares what it takes, or shows an example of it.
 
     Args:
-        specs: What it declares.
+        model: As /health describes it.
         seed: Decides what they are.
-        count: How many.
-        example: An instance that it takes, where it shows one.
+        count: How many; of an example that is no text there is one.
 
     Raises:
-        TrialError: It declares nothing.
+        TrialError: Nobody can know what it takes.
     """
+    specs, example = model.inputs, model.example
     if not specs and isinstance(example, str):
         return [_text(f"input {i}", random.Random(f"{seed} {i}")) for i in range(count)]
-    if not specs:
+    if example is not None and (model.reads_own_form or not specs):
+        body = json.dumps({"instances": [example]}).encode()
+        return [Input(name="its example", body=body, content_type="application/json")]
+    if model.reads_own_form or not specs:
         raise TrialError(
-            "the model does not declare its inputs, so none can be made up for it: "
-            "give some of yours (--inputs PATH)"
+            "nobody can know what the model takes, so nothing can be made up for it: give its "
+            "class an `example`, or give some inputs of yours (--inputs PATH)"
         )
     return [_made_up(specs, f"input {i}", np.random.default_rng((seed, i))) for i in range(count)]
 

@@ -15,7 +15,7 @@ def choose_inputs(given: Path | None, source: str, model: ModelState) -> list[In
     """The user's inputs; else photographs for whoever takes images, else what the model declares.
 
     Raises:
-        TrialError: None is given, and the model declares nothing.
+        TrialError: None is given, and the model neither declares nor shows what it takes.
     """
     if given is not None:
         return read_inputs(given)
@@ -24,7 +24,7 @@ def choose_inputs(given: Path | None, source: str, model: ModelState) -> list[In
         return [Input(name="1 KiB", body=body, content_type="application/octet-stream")]
     if is_image(model.inputs):
         return _photographs()
-    return made_up(model.inputs, _SEED, _NUM_MADE_UP, model.example)
+    return made_up(model, _SEED, _NUM_MADE_UP)
 
 
 def _photographs() -> list[Input]:

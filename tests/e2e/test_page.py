@@ -1,6 +1,7 @@
 """The page at `/` in a real browser, over a real service."""
 
 import contextlib
+import json
 import signal
 import threading
 import time
@@ -226,6 +227,27 @@ def test_a_phone_shows_all_of_it_without_scrolling_sideways(browser, service, na
         elif name == "failed":
             assert "/0, efficientnet_lite0/1: weights.pth" in page.inner_text("#notice")
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
+
+
+def test_nothing_is_invented_for_a_model_that_reads_a_form_of_its_own(browser, service):
+    states = scenarios()
+    with opened(browser, service.url, states["own form"].script()) as page:
+        page.wait_for_selector("#try-hint:has-text('a form of its own')")
+        assert '"instances": []' in page.input_value("#json")
+    with opened(browser, service.url, states["shown"].script()) as page:
+        page.wait_for_selector("#try-json:visible")
+        assert json.loads(page.input_value("#json")) == {"instances": [{"words": ["a"]}]}
+        assert page.is_hidden("#try-hint")
+
+
+def test_no_label_of_a_chart_is_cut_off(browser, service):
+    inside = """([...document.querySelectorAll(".plot")].every((plot) =>
+        [...plot.querySelectorAll(".ytick text")].every((label) =>
+            label.getBoundingClientRect().left >= plot.getBoundingClientRect().left)))"""
+    for name in ("busy", "slow"):
+        with opened(browser, service.url, scenarios()[name].script()) as page:
+            page.wait_for_selector("#latency-plot .ytick text")
+            page.wait_for_function(inside)
 
 
 def test_the_keyboard_reaches_everything_in_order(browser, service):

@@ -29,7 +29,10 @@ def shown(stream: io.StringIO, format="auto", is_colored=True) -> str:
     console.ready("resnet/0", 0.42)
     console.failed("efficientnet_lite0/0", "no such file [bold]\n\x1b[2J")
     console.failed("resnet/0", "no such file [bold]\n\x1b[2J")
-    console.serving("http://127.0.0.1:8000", ["resnet", "efficientnet_lite0"], TRY)
+    console.serving("http://127.0.0.1:8000", ["resnet", "efficientnet_lite0"], [("try", TRY)])
+    console.serving("http://127.0.0.1:8000", ["text"], [("ask", "POST")], ["a", "b"])
+    console.joined("a", ("try", "curl a"), ["b"])
+    console.joined("b", ("try", "curl b"), [])
     console.stopping("SIGTERM")
     console.stopped()
     logs.close()
@@ -50,6 +53,12 @@ def test_a_terminal_gets_lines_for_people():
         "  docs     http://127.0.0.1:8000/docs",
         "  health   http://127.0.0.1:8000/health",
         "  metrics  http://127.0.0.1:8000/metrics",
+        "Serving text at http://127.0.0.1:8000",
+        "  not yet  a, b",
+        "  ask      POST",
+        "Serving a too (not yet: b)",
+        "  try  curl a",
+        "Serving b too",
         "Stopping (SIGTERM): finishing what was accepted",
     ):
         assert line in text.splitlines()
@@ -59,7 +68,7 @@ def test_a_terminal_gets_lines_for_people():
 def test_the_command_to_try_is_on_one_line_however_narrow_the_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     lines = re.sub(r"\x1b\[[\d;]*m", "", shown(Terminal())).splitlines()
-    (line,) = (line for line in lines if "curl" in line)
+    (line,) = (line for line in lines if "photo.jpg" in line)
     assert line.endswith("http://127.0.0.1:8000/predict")
 
 
@@ -75,6 +84,11 @@ def test_elsewhere_the_same_facts_are_log_records(stream):
         "resnet/0 on cuda:0: ready in 0.4 s",
         "efficientnet_lite0/0 on cpu: failed: no such file [bold]\n\x1b[2J",
         "serving resnet, efficientnet_lite0 at http://127.0.0.1:8000",
+        "serving text at http://127.0.0.1:8000",
+        "not ready yet: a, b",
+        "serving a too (not yet: b)",
+        "try: curl a",
+        "serving b too",
         "stopping: SIGTERM",
         "stopped",
     ):

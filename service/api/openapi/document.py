@@ -43,6 +43,7 @@ def complete(
     *,
     models: Sequence[str] | None,
     default: str | None,
+    examples: Mapping[str, object] | None = None,
 ) -> dict[str, Any]:
     """Complete FastAPI's document of its routes, in place, and return it.
 
@@ -51,6 +52,7 @@ def complete(
         restricted: What needs a key.
         models: The names of all models; None where there is no `/predict`.
         default: The model that `/predict` means.
+        examples: By model, an instance that it takes, where it shows one.
     """
     paths: dict[str, Any] = schema["paths"]
     for path, operations in paths.items():
@@ -62,7 +64,7 @@ def complete(
         schemas.pop(name, None)
     describe(schemas)
     if models is not None:
-        schema["paths"] = {**predict.predict_paths(models, default), **paths}
+        schema["paths"] = {**predict.predict_paths(models, default, examples), **paths}
         schemas |= predict.SCHEMAS
     schemas |= problems.SCHEMAS
     components["responses"] = problems.responses()

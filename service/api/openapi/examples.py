@@ -30,6 +30,7 @@ _MODEL = {
     "queue_depth": 3,
     "inputs": [{"name": "image", "dtype": "uint8", "shape": [-1, -1, -1, 3]}],
     "example": None,
+    "reads_own_form": False,
     "speed_search": {"state": "done", "text": ""},
     "restart": {"state": "none", "text": ""},
     "workers": [_WORKER],

@@ -92,14 +92,14 @@ _VALUES: Mapping[str, object] = {
     },
     "text/plain": "hello world",
 }
-_PIXEL = (
+PIXEL = (
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR42mNwaDgAAAKEAYEYanSHAAAAAElFTkSuQmCC"
 )
 """A PNG of one pixel."""
 _JSON_REQUESTS: Json = {
     "image": {
         "summary": "An encoded image, in base64",
-        "value": {"instances": [{"b64": _PIXEL}], "parameters": {"top_k": 3}},
+        "value": {"instances": [{"b64": PIXEL}], "parameters": {"top_k": 3}},
     },
     "numbers": {
         "summary": "Two instances for a model whose only input takes three numbers",
@@ -144,17 +144,28 @@ _JSON_ANSWERS: Json = {
 }
 
 
-def predict_paths(models: Sequence[str], default: str | None) -> dict[str, Json]:
+def predict_paths(
+    models: Sequence[str], default: str | None, examples: Mapping[str, object] | None = None
+) -> dict[str, Json]:
     """The path items of `/predict` (where there is a default model) and of `/predict/{model}`.
 
     Args:
         models: The names of all models.
         default: The one that `/predict` means.
+        examples: By model, an instance that it takes, where it shows one.
     """
+    shown: Json = {
+        name: {
+            "summary": f"An instance that {name} takes",
+            "value": {"instances": [instance]},
+        }
+        for name, instance in (examples or {}).items()
+    }
     paths: dict[str, Json] = {}
     if default is not None:
         about = f"Predict with {default}, the default model"
-        paths["/predict"] = {"post": _operation("predict", about, [], "/predict")}
+        own: Json = {name: value for name, value in shown.items() if name == default}
+        paths["/predict"] = {"post": _operation("predict", about, [], "/predict", own)}
     name: Json = {
         "name": "model",
         "in": "path",
@@ -166,12 +177,16 @@ def predict_paths(models: Sequence[str], default: str | None) -> dict[str, Json]
         name["example"] = models[0]
     example = f"/predict/{quote(models[0])}" if models else "/predict/NAME"
     paths["/predict/{model}"] = {
-        "post": _operation("predict_model", "Predict with the model of that name", [name], example)
+        "post": _operation(
+            "predict_model", "Predict with the model of that name", [name], example, shown
+        )
     }
     return paths
 
 
-def _operation(operation_id: str, summary: str, parameters: Sequence[Json], path: str) -> Json:
+def _operation(
+    operation_id: str, summary: str, parameters: Sequence[Json], path: str, shown: Json
+) -> Json:
     calls = "".join(
         f"# {content_type}: {about}\n{_curl(arguments, path)}\n\n"
         for content_type, about, arguments in _BODY_EXAMPLES
@@ -198,13 +213,13 @@ def _operation(operation_id: str, summary: str, parameters: Sequence[Json], path
         "requestBody": {
             "required": True,
             "description": "In one of these forms, without Content-Encoding.",
-            "content": _request_content(path),
+            "content": _request_content(path, shown),
         },
         "responses": {"200": _answer()} | refer_to(OF_PREDICT),
     }
 
 
-def _request_content(path: str) -> Json:
+def _request_content(path: str, shown: Json) -> Json:
     files: Json = {"type": "array", "items": _BINARY}
     form: Json = {
         "type": "object",
@@ -227,7 +242,7 @@ def _request_content(path: str) -> Json:
         is_json = content_type == "application/json"
         content[content_type] = {
             "schema": schemas.get(content_type, _BINARY),
-            "examples": _JSON_REQUESTS if is_json else {"curl": call},
+            "examples": {**shown, **_JSON_REQUESTS} if is_json else {"curl": call},
         }
     return content
 

@@ -9,13 +9,20 @@ from PIL import Image
 
 from models.spec import TensorSpec
 from service.trial.errors import TrialError
+from service.trial.health import ModelState
 from service.trial.inputs import made_up, read_inputs
 
 _IMAGE = TensorSpec(name="image", dtype="uint8", shape=(-1, 3, -1, -1))
 
 
+def model(
+    specs: list[TensorSpec], example: object = None, *, reads_own_form: bool = False
+) -> ModelState:
+    return ModelState("m", [], specs, example, reads_own_form)
+
+
 def test_made_up_photographs_are_decodable_and_all_different():
-    inputs = made_up([_IMAGE], 1, 8)
+    inputs = made_up(model([_IMAGE]), 1, 8)
     assert {each.content_type for each in inputs} == {"image/jpeg"}
     assert len({each.body for each in inputs}) == 8
     for each in inputs:
@@ -23,8 +30,8 @@ def test_made_up_photographs_are_decodable_and_all_different():
 
 
 def test_the_seed_decides_the_inputs():
-    assert made_up([_IMAGE], 1, 2) == made_up([_IMAGE], 1, 2)
-    assert made_up([_IMAGE], 1, 2) != made_up([_IMAGE], 2, 2)
+    assert made_up(model([_IMAGE]), 1, 2) == made_up(model([_IMAGE]), 1, 2)
+    assert made_up(model([_IMAGE]), 1, 2) != made_up(model([_IMAGE]), 2, 2)
 
 
 def test_made_up_tensors_have_the_dtypes_and_shapes_that_were_declared():
@@ -33,7 +40,7 @@ def test_made_up_tensors_have_the_dtypes_and_shapes_that_were_declared():
         TensorSpec(name="ids", dtype="int64", shape=(-1, -1)),
         TensorSpec(name="mask", dtype="bool", shape=(-1,)),
     ]
-    (one,) = made_up(specs, 1, 1)
+    (one,) = made_up(model(specs), 1, 1)
     tensors = safetensors.numpy.load(one.body)
     assert (tensors["x"].dtype, tensors["x"].shape) == (np.dtype("float32"), (3, 4))
     assert tensors["ids"].dtype == np.dtype("int64")
@@ -43,22 +50,35 @@ def test_made_up_tensors_have_the_dtypes_and_shapes_that_were_declared():
 
 
 def test_bfloat16_has_two_bytes_a_number():
-    (one,) = made_up([TensorSpec(name="x", dtype="bfloat16", shape=(-1, 5))], 1, 1)
+    (one,) = made_up(model([TensorSpec(name="x", dtype="bfloat16", shape=(-1, 5))]), 1, 1)
     assert b'"BF16"' in one.body
     assert len(one.body) % 8 == 2
 
 
 def test_model_that_declares_nothing_needs_files_of_the_users():
     with pytest.raises(TrialError, match="--inputs PATH"):
-        made_up([], 1, 1)
+        made_up(model([]), 1, 1)
+
+
+def test_nothing_is_made_up_for_a_model_with_a_preprocess_of_its_own():
+    specs = [TensorSpec(name="x", dtype="float32", shape=(-1, 3))]
+    with pytest.raises(TrialError, match="give its class an `example`, or give some inputs"):
+        made_up(model(specs, reads_own_form=True), 1, 1)
+
+
+@pytest.mark.parametrize("specs", [[], [TensorSpec(name="x", dtype="float32", shape=(-1, 3))]])
+def test_model_with_a_form_of_its_own_is_asked_its_example(specs: list[TensorSpec]):
+    (one,) = made_up(model(specs, {"words": ["a"]}, reads_own_form=True), 1, 8)
+    assert json.loads(one.body) == {"instances": [{"words": ["a"]}]}
+    assert one.content_type == "application/json"
 
 
 def test_model_that_shows_that_it_takes_texts_gets_texts_of_many_lengths():
-    inputs = made_up([], 1, 32, "How do I get there?")
+    inputs = made_up(model([], "How do I get there?"), 1, 32)
     texts = [json.loads(each.body)["instances"][0] for each in inputs]
     assert len(set(texts)) == 32
     assert len({len(text.split()) for text in texts}) > 8
-    assert made_up([], 1, 2, "a") == inputs[:2]
+    assert made_up(model([], "a"), 1, 2) == inputs[:2]
 
 
 def test_files_of_a_folder_are_requests_by_their_suffix(tmp_path: Path):

@@ -1,0 +1,101 @@
+"""The instance that a model shows people to try, as JSON. Worker processes only."""
+
+import base64
+import logging
+from collections.abc import Sequence
+
+import msgspec
+import torch
+
+from models.base import Item, Model
+from models.border import bad_return, is_overridden
+from models.errors import BadReturnError
+
+logger = logging.getLogger(__name__)
+
+MAX_EXAMPLE_BYTES = 16 * 1024
+"""As JSON. `/health` carries it, and people are shown it to copy."""
+_MAX_SAMPLE_BYTES = 200
+"""A sample of the warm-up is shown only if it is no longer than this."""
+_MUST = "an instance that JSON can say, or (bytes, content type)"
+
+
+def reads_own_form(model: Model) -> bool:
+    """Whether clients must send something else than the model's `inputs` say, or nobody knows."""
+    return is_overridden(model, "preprocess") and model.preprocessed is None
+
+
+def example_of(model: Model, samples: Sequence[Item]) -> bytes:
+    """The model's `example`, or else a short JSON sample of its warm-up; empty if it has neither.
+
+    An example that its own `preprocess` refuses is not shown, and the log says why.
+
+    Args:
+        model: Loaded.
+        samples: What its `warmup` returned.
+
+    Raises:
+        BadReturnError: It is nothing that can be shown.
+    """
+    value = model.example() if callable(model.example) else model.example
+    if value is None:
+        return _short_sample(samples)
+    item, text = _read(model, value)
+    if len(text) > MAX_EXAMPLE_BYTES:
+        logger.warning(
+            "the model's example takes %d bytes as JSON and is not shown; at most %d are",
+            len(text),
+            MAX_EXAMPLE_BYTES,
+        )
+        return b""
+    try:
+        with torch.inference_mode():
+            model.preprocess(item)
+    except Exception as error:  # the model is the user's: it may raise anything
+        logger.warning(
+            "the model's own preprocess refuses its example, which is not shown: %s", error
+        )
+        return b""
+    return text
+
+
+def _read(model: Model, value: object) -> tuple[Item, bytes]:
+    """The example as the model would get it, and as JSON."""
+    match value:
+        case (bytes() as data, str() as content_type):
+            bare = content_type.partition(";")[0].strip().lower()
+            if bare == "application/json":
+                return Item(kind="json", payload=memoryview(data)), data
+            if bare == "text/plain":
+                text = msgspec.json.encode(data.decode("utf-8", "replace"))
+                return Item(kind="json", payload=memoryview(text)), text
+            if bare.startswith("image/") or bare == "application/octet-stream":
+                item = Item(
+                    kind="image" if bare.startswith("image/") else "bytes",
+                    payload=memoryview(data),
+                )
+                return item, msgspec.json.encode({"b64": base64.b64encode(data).decode()})
+            types = "image/*, application/octet-stream, text/plain or application/json"
+            raise BadReturnError(f"the content type of `example` must be {types}, not {bare!r}")
+        case bytes():
+            raise _bad(model, "bytes without a content type")
+    try:
+        text = msgspec.json.encode(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _bad(model, f"{type(value).__name__}: {error}") from None
+    return Item(kind="json", payload=memoryview(text)), text
+
+
+def _bad(model: Model, found: str) -> BadReturnError:
+    if callable(model.example):
+        return bad_return(model, "example", _MUST, found)
+    return BadReturnError(f"{type(model).__qualname__}.example must be {_MUST}, not {found}")
+
+
+def _short_sample(samples: Sequence[Item]) -> bytes:
+    short = (
+        each.payload.tobytes()
+        for each in samples
+        if each.kind == "json" and len(each.payload) <= _MAX_SAMPLE_BYTES
+    )
+    return next(short, b"")

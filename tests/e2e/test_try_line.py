@@ -1,0 +1,135 @@
+"""The commands that a start tells a person to try, pasted into a shell as they are printed."""
+
+import json
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.e2e.running import running, until
+
+MODELS = """
+import pathlib
+import time
+
+import torch
+from models.base import Features, Item, Model
+from models.spec import TensorSpec
+
+
+class Words(Model):
+    inputs = [TensorSpec(name="n", dtype="int64", shape=(-1,))]
+
+    def preprocess(self, item: Item) -> Features:
+        return {"n": torch.tensor(len(item.json()["words"]))}
+
+    def forward(self, batch: Features) -> Features:
+        return {"y": batch["n"] * 2}
+
+
+class Shown(Words):
+    example = {"words": ["it's", "so"]}
+
+
+class Picture(Words):
+    def example(self):
+        return b"GIF89a", "image/gif"
+
+    def preprocess(self, item: Item) -> Features:
+        assert item.kind == "image"
+        return {"n": torch.tensor(len(item.payload))}
+
+
+class Refused(Words):
+    example = {"letters": ["a"]}
+
+
+class Numbers(Model):
+    inputs = [TensorSpec(name="x", dtype="float32", shape=(-1, 3))]
+
+    def forward(self, batch: Features) -> Features:
+        return {"y": batch["x"].flatten(1).sum(1)}
+
+
+class Two(Numbers):
+    inputs = [
+        TensorSpec(name="x", dtype="float32", shape=(-1, -1)),
+        TensorSpec(name="ok", dtype="bool", shape=(-1,)),
+    ]
+
+
+class Large(Numbers):
+    inputs = [TensorSpec(name="x", dtype="float32", shape=(-1, 3, 64, 64))]
+
+
+class Slow(Numbers):
+    def load(self, placement):
+        while not pathlib.Path("go").exists():
+            time.sleep(0.02)
+"""
+ANSWERS: dict[str, object] = {
+    "Shown": 4,
+    "Picture": 12,
+    "Numbers": 0.0,
+    "Two": 0.0,
+    "Large": 0.0,
+    "Slow": 0.0,
+}
+"""Of models whose try line is known to work."""
+UNKNOWN = ("Words", "Refused")
+"""Models that read a form of their own, and show no example that they take."""
+BUILT_IN = ("echo", "efficientnet_lite0", "minilm_l6")
+
+
+def settings(key: Path) -> str:
+    sources = {name: name for name in BUILT_IN}
+    sources |= {name.lower(): f"own:{name}" for name in (*ANSWERS, *UNKNOWN)}
+    models = "".join(
+        f'[models.{name}]\nsource = "{source}"\nreplicas = 1\nthreads_per_replica = 1\n'
+        for name, source in sources.items()
+    )
+    return f'predict_keys_file = "{key}"\n{models}'
+
+
+def told(messages: Sequence[str]) -> dict[str, str]:
+    """By model, what was told to try of it: "try: curl ..." or "ask: ..."."""
+    found: dict[str, str] = {}
+    names: list[str] = []
+    for line in messages:
+        if match := re.match(r"serving ([\w, ]+?)( too.*| at .*)", line):
+            names = match[1].split(", ")
+        elif names and line.startswith(("try: ", "ask: ")):
+            found[names.pop(0)] = line
+    return found
+
+
+def pasted(line: str) -> object:
+    assert line.startswith("try: ")
+    command = ["bash", "-c", line.removeprefix("try: ")]
+    answer = subprocess.run(command, capture_output=True, timeout=30, check=True)
+    return json.loads(answer.stdout).get("predictions", answer.stdout)
+
+
+def test_every_try_line_works_when_pasted(tmp_path: Path):
+    (tmp_path / "own.py").write_text(MODELS)
+    key = tmp_path / "its key"
+    key.write_text("0123456789abcdef\n")
+    (tmp_path / "inferpool.toml").write_text(settings(key))
+    with running(cwd=tmp_path, ready=False) as service:
+        service.wait_for_log("serving echo")
+        assert "slow" in str(service.wait_for_log("not ready yet: ")["message"])
+        (tmp_path / "go").touch()
+
+        def lines() -> dict[str, str]:
+            return told([str(each["message"]) for each in service.log])
+
+        names = {*BUILT_IN, *(name.lower() for name in (*ANSWERS, *UNKNOWN))}
+        until(lambda: lines().keys() == names)
+        by_model = lines()
+        for name in BUILT_IN:
+            assert isinstance(pasted(by_model[name]), list)
+        for name, answer in ANSWERS.items():
+            assert pasted(by_model[name.lower()]) == [answer]
+        for name in UNKNOWN:
+            assert by_model[name.lower()].startswith("ask: POST to http")
+        assert any("refuses its example" in str(each["message"]) for each in service.log)
