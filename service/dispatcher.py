@@ -26,6 +26,7 @@ from service.batcher import Batcher
 from service.deadlines import NO_TICK, Deadlines
 from service.errors import (
     DeadlineExceededError,
+    InternalError,
     InvalidInputError,
     ModelFailedError,
     NonFiniteOutputError,
@@ -297,17 +298,38 @@ class Dispatcher:
         return bool(batch)
 
     def _give(self, lane: Lane, batch: list[Instance], now: float) -> None:
+        try:
+            future = lane.worker.run([instance.ref for instance in batch])
+        except Exception as error:
+            self._keep_back(batch, error)
+            return
         for instance in batch:
             instance.state = SENT
+        self._lanes.give(lane, batch)
+        future.add_done_callback(partial(self._on_batch_done, lane, batch))
         if self._traced:
             self._traced.send(batch, lane.worker, now)
-        self._lanes.give(lane, batch)
         if len(lane.batches) == 1:
             lane.begin(now, was_idle=True)
         if self._objective:
             self._plan(self._objective, now)
-        future = lane.worker.run([instance.ref for instance in batch])
-        future.add_done_callback(partial(self._on_batch_done, lane, batch))
+
+    def _keep_back(self, batch: list[Instance], error: Exception) -> None:
+        """Fail an instance that cannot be sent; of several, find out which: send each alone."""
+        if len(batch) > 1:
+            for instance in reversed(batch):
+                instance.is_solo = True
+                self._queue.push_front(instance)
+            return
+        (instance,) = batch
+        logger.error(
+            "%s: an instance cannot be sent to a worker",
+            self.name,
+            exc_info=error,
+            extra=instance.ref.log_ids(),
+        )
+        instance.owner.free(instance.ref.offset)
+        self._fail(instance, InternalError("this input cannot be sent to a worker; see the log"))
 
     def _on_batch_done(
         self, lane: Lane, batch: list[Instance], future: "asyncio.Future[BatchDone]"

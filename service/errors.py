@@ -17,6 +17,7 @@ ServiceError
 +-- UnavailableError           starting, draining, or no healthy replica: 503
 +-- GivenUpError               the model can never be served here: 503, and no use in another try
 +-- DeadlineExceededError      the deadline passed first: 504
++-- InternalError              a mistake of this service: 500
 CancelledByClientError         the client hung up; nobody is left to be told
 """
 
@@ -132,6 +133,12 @@ class DeadlineExceededError(ServiceError):
     """The deadline passed before there was an answer."""
 
     code = "deadline_exceeded"
+
+
+class InternalError(ServiceError):
+    """A mistake of this service, which its log explains under the id of the request."""
+
+    code = "internal_error"
 
 
 class CancelledByClientError(ServiceError):

@@ -229,8 +229,9 @@ class LocalWorker:
         self, items: Sequence[ItemRef], future: "Future[BatchDone] | None", limit_s: float
     ) -> None:
         id = next(self._ids)
+        body = _encode(Batch(id, list(items)))  # before it is held: what cannot be said, is not
         self._held.add(id, Held(items, future, limit_s), time.monotonic())
-        self._send(_encode(Batch(id, list(items))))
+        self._send(body)
 
     def on_message(self, rank: RankProcess, message: FromWorker) -> None:
         """See `Owner`."""

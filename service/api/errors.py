@@ -10,7 +10,6 @@ ServiceError
 +-- SlowBodyError              the body did not arrive in time: 408
 +-- LongUrlError               the URL is too long: 414
 +-- LargeHeadError             too many headers, or too long ones: 431
-+-- InternalError              a mistake of this service: 500
 """
 
 import logging
@@ -32,6 +31,7 @@ from service.errors import (
     ConflictError,
     DeadlineExceededError,
     GivenUpError,
+    InternalError,
     InvalidInputError,
     ModelFailedError,
     NonFiniteOutputError,
@@ -102,12 +102,6 @@ class LargeHeadError(ServiceError):
     """There are too many headers, or they are too long."""
 
     code = "head_too_large"
-
-
-class InternalError(ServiceError):
-    """A mistake of this service, which its log explains under the id of the request."""
-
-    code = "internal_error"
 
 
 class Kind(NamedTuple):

@@ -20,13 +20,13 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from service.api.connections import Connections, EdgeLimits
-from service.api.errors import InternalError, LargeHeadError, LongUrlError
+from service.api.errors import LargeHeadError, LongUrlError
 from service.api.exchange import Exchange
 from service.api.flow import UNREAD, Flow
 from service.api.known_heads import KnownHead, KnownHeads
 from service.api.predict import Predict
 from service.api.replies import lines_of, refusal_of
-from service.errors import BadRequestError, ServiceError, UnavailableError
+from service.errors import BadRequestError, InternalError, ServiceError, UnavailableError
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from functools import lru_cache
 
 from service.api.answers import Outcome, encode
 from service.api.call import Call
-from service.api.errors import InternalError, MethodNotAllowedError, SlowBodyError, problem
+from service.api.errors import MethodNotAllowedError, SlowBodyError, problem
 from service.api.parameters import OUTPUT_KEY, read_query
-from service.errors import InvalidInputError, ServiceError, UnavailableError
+from service.errors import InternalError, InvalidInputError, ServiceError, UnavailableError
 from service.request import Result, Timing
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from service.api.call import ModelEntry
-from service.errors import ServiceError
+from service.errors import InternalError, ServiceError
 from service.fronts.link import Link
 from service.fronts.messages import (
     Answer,
@@ -123,9 +123,14 @@ class Desk:
         """Send what is settled now."""
         self._is_flush_due = False
         if self._answers or self._freed:
-            settled = Settled(self._answers, self._freed)
+            answers, freed = self._answers, self._freed
             self._answers, self._freed, self._num_bytes = [], [], 0
-            self.link.send(settled)
+            try:
+                self.link.send(Settled(answers, freed))
+            except Exception:
+                for answer in answers:
+                    self._send_alone(answer)
+                self.link.send(Settled([], freed))
 
     def close(self) -> None:
         """Give up all that the front waited for: it is gone."""
@@ -212,6 +217,15 @@ class Desk:
             self.flush()
         else:
             self._flush_soon()
+
+    def _send_alone(self, answer: Answer) -> None:
+        """Send one of several answers that could not be sent together, or say that it cannot be."""
+        try:
+            self.link.send(Settled([answer], []))
+        except Exception:
+            logger.exception("an answer cannot be sent to %s", self._name)
+            failure = failure_of(InternalError("its answer cannot be sent on; see the log"))
+            self.link.send(Settled([Answer(answer.id, failure)], []))
 
     def _on_freed(self, offset: int) -> None:
         self._freed.append(offset)

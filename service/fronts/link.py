@@ -49,7 +49,11 @@ class Link(Generic[M]):
         self._loop.add_reader(self._reader.fd, self._on_readable)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message, in as many pieces as the pipe has room for."""
+        """Send a message, in as many pieces as the pipe has room for.
+
+        Raises:
+            Exception: It cannot be encoded, and nothing of it was sent.
+        """
         if self._is_open and not self._writer.write(_encode(message)):
             self._loop.add_writer(self._writer.fd, self._on_writable)
 

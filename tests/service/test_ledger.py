@@ -18,6 +18,7 @@ from service.admission import Admission
 from service.dispatcher import Dispatcher
 from service.errors import (
     DeadlineExceededError,
+    InternalError,
     InvalidInputError,
     ModelFailedError,
     QuarantinedError,
@@ -40,6 +41,7 @@ NUM_STEPS = 150
 MAX_BATCH_SIZE = 4
 ITEM_ERRORS = ("invalid_input", "model_error", "deadline_exceeded")
 FAILURES = (
+    InternalError,
     InvalidInputError,
     ModelFailedError,
     QuarantinedError,
@@ -47,6 +49,8 @@ FAILURES = (
     WorkerCrashedError,
 )
 POISON = b"the same each time"
+UNSAYABLE = b"what no message can say"
+"""Payloads with this in them cannot be encoded for a worker."""
 QUARANTINE_S = 5
 
 
@@ -74,17 +78,21 @@ class ClockedLoop(asyncio.SelectorEventLoop):
 class EchoWorker(FakeWorker):
     """Answers with the payloads, which must lie in their slots until it does."""
 
-    def __init__(self, arena: Arena, credit: int) -> None:
+    def __init__(self, arena: Arena, credit: int, chance: random.Random) -> None:
         super().__init__(credit=credit)
         self._arena = arena
+        self._chance = chance
         self._given: dict[int, bytes] = {}
 
     def run(self, items: Sequence[ItemRef]) -> "asyncio.Future[BatchDone]":
         assert 1 <= len(items) <= MAX_BATCH_SIZE
         assert len(self.batches) < self.credit
-        for ref in items:
+        payloads = [self._arena.read(ref.offset, ref.num_bytes) for ref in items]
+        if any(UNSAYABLE in payload for payload in payloads) or self._chance.random() < 0.02:
+            raise OverflowError("can't serialize this")
+        for ref, payload in zip(items, payloads, strict=True):
             assert ref.offset not in self._given, "a slot that it holds was given out again"
-            self._given[ref.offset] = self._arena.read(ref.offset, ref.num_bytes)
+            self._given[ref.offset] = payload
         return super().run(items)
 
     def held(self) -> list[ItemRef]:
@@ -172,6 +180,8 @@ class Schedule:
             is_poison = self.chance.random() < 0.2
             size = self.chance.choice([0, 900, 3000])
             payload = POISON if is_poison else b"%d " % next(self.numbers) + bytes(size)
+            if self.chance.random() < 0.03:
+                payload += UNSAYABLE
             timeout_s = self.chance.choice([60.0, 60.0, 2.0, 0.05, 0.004, -0.01])
             options = CallOptions(
                 deadline=self.clock.now + timeout_s, priority=self.chance.choice([1, 5, 9])
@@ -193,7 +203,7 @@ class Schedule:
 
     async def attach(self) -> None:
         if len(self.workers) < 3:
-            self.workers.append(EchoWorker(self.arena, self.chance.randint(1, 3)))
+            self.workers.append(EchoWorker(self.arena, self.chance.randint(1, 3), self.chance))
             self.dispatcher.attach(self.workers[-1])
 
     async def detach(self) -> None:
@@ -291,12 +301,14 @@ class Schedule:
                 found["cancelled"] += 1
             elif (error := instance.exception()) is None:
                 found["succeeded"] += 1
+                assert UNSAYABLE not in payload
                 assert instance.result().value == payload
             elif isinstance(error, DeadlineExceededError):
                 found["expired"] += 1
             else:
                 found["failed"] += 1
                 assert isinstance(error, FAILURES)
+                self.seen["kept back"] += isinstance(error, InternalError)
                 if isinstance(error, (QuarantinedError, WorkerCrashedError)):
                     assert self.num_deaths_alone[payload] >= 2
         metrics = self.metrics

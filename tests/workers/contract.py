@@ -10,10 +10,11 @@ import signal
 import time
 from collections.abc import Awaitable, Callable
 
+import msgspec
 import psutil
 import pytest
 
-from models.spec import Placement
+from models.spec import Placement, TensorHeader
 from workers.config import ModelConfig, WorkerConfig
 from workers.engine import Engine, WorkerHandle, WorkerId
 from workers.errors import WorkerLostError, WorkerStartError
@@ -98,6 +99,22 @@ class EngineContract:
             assert [spec.name for spec in worker.ready.outputs] == ["twice", "share"]
             assert stages[-2].startswith("loading tests.")
             assert stages[-1] == "warming up"
+            await worker.stop(5)
+
+        run(go())
+
+    def test_batch_that_cannot_be_said_is_refused_and_not_held(
+        self, engine: Engine, put: Put, run: "Run"
+    ):
+        async def go():
+            worker = await started(engine)
+            long = TensorHeader("x", "uint8", (10**30, 0), 0)
+            unsayable = msgspec.structs.replace(put({"n": 1}), headers=(long,))
+            for _ in range(worker.credit + 1):
+                with pytest.raises(OverflowError):
+                    worker.run([put({"n": 2}), unsayable])
+            assert worker.vitals().batch_age_s == 0
+            assert answers(await worker.run([put({"n": 1})])) == [2]
             await worker.stop(5)
 
         run(go())

@@ -4,11 +4,12 @@ import pytest
 from fastapi import FastAPI, HTTPException
 
 from service import errors
-from service.api.errors import TABLE, InternalError, install_error_handlers, kind_of, problem
+from service.api.errors import TABLE, install_error_handlers, kind_of, problem
 from service.errors import (
     BadRequestError,
     DeadlineExceededError,
     GivenUpError,
+    InternalError,
     OverloadedError,
     ServiceError,
     UnavailableError,

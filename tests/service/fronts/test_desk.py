@@ -1,7 +1,10 @@
 """A desk over a real dispatcher, and the uplink of a front, in one process and over real pipes."""
 
 import asyncio
+import contextlib
+import random
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from multiprocessing import Pipe
 from typing import TYPE_CHECKING
@@ -13,11 +16,14 @@ from service.admission import Admission
 from service.dispatcher import Dispatcher
 from service.errors import (
     DeadlineExceededError,
+    InternalError,
     InvalidInputError,
     OverloadedError,
     UnavailableError,
 )
+from service.fronts import link
 from service.fronts.desk import Desk
+from service.fronts.messages import Settled, Turn
 from service.fronts.part import Part
 from service.fronts.uplink import RemoteModel, Uplink
 from service.instance import Instance
@@ -242,5 +248,74 @@ def test_a_front_that_names_a_slot_which_cannot_be_is_not_listened_to():
         await b.until(lambda: ended)
         assert "slot" in ended[0]
         assert b.model.metrics.accepted == 0
+
+    run(test)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_cannot_be_said_fails_alone_and_everything_else_is_answered_once(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+):
+    encode = link._encode
+
+    def failing(message: object) -> bytes:
+        if isinstance(message, Turn) and any(ask.request_id == "bad" for ask in message.asks):
+            raise OverflowError("can't serialize this")
+        if isinstance(message, Settled) and any(each.value == b"bad" for each in message.answers):
+            raise OverflowError("can't serialize this")
+        return encode(message)
+
+    async def test(b: Bench) -> None:
+        monkeypatch.setattr(link, "_encode", failing)
+        chance = random.Random(seed)
+        asked: list[tuple[asyncio.Future, str]] = []
+        num_done: Counter[asyncio.Future] = Counter()
+        metrics = b.model.metrics
+        for _ in range(60):
+            if chance.random() < 0.6:
+                kind = chance.choice(["good", "good", "bad ask", "bad answer"])
+                options = CallOptions(deadline=time.monotonic() + chance.choice([30.0, 0.02]))
+                data = kind.encode() + bytes(chance.choice([0, 3000]))
+                id = "bad" if kind == "bad ask" else "id"
+                with contextlib.suppress(OverloadedError):
+                    future = b.front.submit(Payload("bytes", [data]), options, id)
+                    future.add_done_callback(lambda done: num_done.update([done]))
+                    asked.append((future, kind))
+            elif chance.random() < 0.3 and asked:
+                chance.choice(asked)[0].cancel()
+            elif b.worker.batches:
+                answer(b)
+            if chance.random() < 0.5:
+                await asyncio.sleep(chance.choice([0, 0, 0.001, 0.05]))
+            assert metrics.accepted == metrics.in_flight + sum(
+                getattr(metrics, name) for name in ("succeeded", "failed", "expired", "cancelled")
+            )
+        async with asyncio.timeout(60):
+            while not all(future.done() for future, _ in asked):
+                await asyncio.sleep(0.001)
+                if b.worker.batches:
+                    answer(b)
+        await b.until(lambda: not b.slots.used_bytes)
+        assert not b.worker.batches
+        assert not b.part.held
+        assert metrics.in_flight == 0
+        assert not b.uplink._open
+        for future, kind in asked:
+            assert num_done[future] == 1
+            if future.cancelled():
+                continue
+            error = future.exception()
+            if error is None:
+                assert kind == "good"
+            elif isinstance(error, InternalError):
+                assert kind != "good"
+            else:
+                assert isinstance(error, DeadlineExceededError | OverloadedError)
+        assert b.uplink.link._is_open
+
+    def answer(b: Bench) -> None:
+        items, _ = b.worker.batches[0]
+        heads = [b.arena.read(item.offset, 10) for item in items]
+        b.worker.answer([b"bad" if head == b"bad answer" else b"1" for head in heads])
 
     run(test)
