@@ -42,8 +42,10 @@ from service.service import Service
 from service.settings import Settings, version_of
 from service.tls import TlsError
 from workers.devices import DeviceError, Host, find_host
+from workers.local import LocalEngine
 
 if TYPE_CHECKING:
+    from service.debugging import Debugging
     from service.tracing.tracer import Tracer
 
 logger = logging.getLogger(__name__)
@@ -58,6 +60,7 @@ def run(
     origins: Mapping[str, str] | None = None,
     raw: RawOutput | None = None,
     warnings: Sequence[str] = (),
+    debugging: "Debugging | None" = None,
 ) -> int:
     """Serve until a signal, and return the process's exit code. Called in the main thread.
 
@@ -69,6 +72,7 @@ def run(
         origins: Who set each of them, for /admin/settings; see `Loaded`.
         raw: What was taken of stdout and stderr, to be logged, and given back at the end.
         warnings: What to log of them first.
+        debugging: Has the model computed in this process.
     """
     with _logging(settings, raw) as logs:
         for warning in warnings:
@@ -87,7 +91,8 @@ def run(
             num_fronts, why = number_of_fronts(settings, host.num_cores)
             origin = (origins or {}).get("trace_endpoint", "default")
             settings, tracer = set_up_tracing(settings, origin, metrics.model)
-            service = Service(settings, host, metrics, console, origins)
+            make_engine = debugging.make_engine if debugging else LocalEngine
+            service = Service(settings, host, metrics, console, origins, make_engine)
             tls = tls_context(settings)
         except (StartError, DeviceError, TlsError) as error:
             logger.critical("%s", error)
@@ -96,7 +101,7 @@ def run(
         try:
             about = {"version": version_of(), "front ends": f"{num_fronts} ({why})"}
             console.started(about, host.describe(), service.plan)
-            return _serve(service, console, listener, tls, num_fronts, tracer)
+            return _serve(service, console, listener, tls, num_fronts, tracer, debugging)
         finally:
             for process in multiprocessing.active_children():
                 process.kill()  # only those that a hurried shutdown has left
@@ -174,6 +179,7 @@ def _serve(
     tls: ssl.SSLContext | None,
     num_fronts: int,
     tracer: "Tracer | None",
+    debugging: "Debugging | None" = None,
 ) -> int:
     settings = service.settings
     url = url_of(listener, is_tls=tls is not None)
@@ -262,8 +268,13 @@ def _serve(
         await service.until_lost()
         fail("no model could be loaded", EXIT_NEVER_SERVED)
 
+    async def leave_when_changed() -> None:
+        if debugging is not None:
+            server.stop(await debugging.until_changed())
+
     async def main() -> None:
         tasks = [asyncio.create_task(announce()), asyncio.create_task(leave_when_lost())]
+        tasks.append(asyncio.create_task(leave_when_changed()))
         gc.freeze()  # the modules stay: later collections need not walk through them
         await server.serve(sockets=[listener] if num_fronts == 1 else None)
         for task in tasks:

@@ -102,6 +102,13 @@ def _serve(args: Namespace) -> int:
     if problem := _tls_problem(loaded.settings):
         sys.stderr.write(f"inferpool: {problem}\n")
         return USAGE_ERROR
+    if args.reload and not args.debug:
+        sys.stderr.write("inferpool serve: --reload goes with --debug\n")
+        return USAGE_ERROR
+    if args.debug:
+        from service.debugging import run as run_debugging
+
+        return run_debugging(loaded, reloads=args.reload)
     from multiprocessing import resource_tracker
 
     from service.logs import is_json

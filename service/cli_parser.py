@@ -23,6 +23,7 @@ examples:
   inferpool serve torchvision:resnet50         a network of torchvision
   inferpool serve minilm_l6                    texts to vectors
   inferpool serve my_package.nets:MyModel      a class of your own
+  inferpool serve my_nets:MyModel --debug      the same in one process, with breakpoint()
   inferpool serve exported.pt2 --replicas 2    a torch.export archive, in two processes
   inferpool predict photo.jpg                  ask a running service
   inferpool top                                what a service does, live
@@ -67,6 +68,14 @@ def make_parser() -> tuple[ArgumentParser, Mapping[str, ArgumentParser]]:
         parents=[flags],
         formatter_class=_Formatter,
         allow_abbrev=False,
+    )
+    serve.add_argument(
+        "--debug",
+        action="store_true",
+        help="serve one model in this process alone: breakpoint() works, answers have tracebacks",
+    )
+    serve.add_argument(
+        "--reload", action="store_true", help="with --debug: start anew when a file changes"
     )
     predict = verbs.add_parser(
         "predict",

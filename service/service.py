@@ -2,9 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import pynvml
 
@@ -32,6 +32,7 @@ from service.speed_search import SpeedSearch
 from workers.arena import Arena
 from workers.config import WorkerConfig
 from workers.devices import Host
+from workers.engine import Engine
 from workers.gpu_watch import GpuWatch
 from workers.local import LocalEngine
 from workers.memory import SharedMemoryError
@@ -47,6 +48,13 @@ _STOP_GRACE_S = 5.0
 """How long a worker without work may take to leave."""
 
 
+class ClosableEngine(Engine, Protocol):
+    """An engine of this host."""
+
+    async def close(self) -> None:
+        """Leave nothing behind. Starts are over."""
+
+
 class Service:
     """One engine and one pool per model, from start to stop. Lives in the event loop."""
 
@@ -57,6 +65,7 @@ class Service:
         metrics: Metrics,
         console: Console,
         origins: Mapping[str, str] | None = None,
+        make_engine: Callable[[Arena], ClosableEngine] = LocalEngine,
     ) -> None:
         """Decide what goes where, and start nothing yet.
 
@@ -65,7 +74,8 @@ class Service:
         """
         self.settings = settings
         self.metrics = metrics
-        self._engine: LocalEngine | None = None
+        self._make_engine = make_engine
+        self._engine: ClosableEngine | None = None
         self.pools: dict[str, Pool] = {}
         self.is_draining = False
         self._is_stopping = False
@@ -112,7 +122,7 @@ class Service:
 
     def start(self) -> None:
         """Begin to start every worker."""
-        self._engine = engine = LocalEngine(self.arena)
+        self._engine = engine = self._make_engine(self.arena)
         for name, configs in self._plans.items():
             self.pools[name] = self._make_pool(name, configs, engine)
         for pool in self.pools.values():
@@ -198,7 +208,7 @@ class Service:
             is_draining=self.is_draining,
         )
 
-    def _make_pool(self, name: str, configs: list[WorkerConfig], engine: LocalEngine) -> Pool:
+    def _make_pool(self, name: str, configs: list[WorkerConfig], engine: Engine) -> Pool:
         model = self.settings.models[name]
         metrics = self.metrics.model(name)
         p99_ms = model.objective_p99_ms

@@ -12,6 +12,7 @@ import sys
 import termios
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 _SEQUENCES = re.compile(rb"\x1b\[[0-9;?]*[a-zA-Z]|\x1b[=>]")
 _HOME = b"\x1b[H"
@@ -41,6 +42,15 @@ class PtyScreen:
             assert time.monotonic() < end, f"no {text!r} in {self.text}"
             assert self._read(0.05) or self.process.poll() is None, self.text
         return self.text
+
+    def wait_for_next(self, pattern: str, timeout_s: float = 60.0) -> "re.Match[str]":
+        """Read until what was written has a pattern; it and all before it are then forgotten."""
+        end = time.monotonic() + timeout_s
+        while not (match := re.search(pattern, self.text)):
+            assert time.monotonic() < end, f"no {pattern!r} in {self.text}"
+            assert self._read(0.05) or self.process.poll() is None, self.text
+        self.written = self.text[match.end() :].encode()
+        return match
 
     def press(self, keys: str) -> None:
         """Type."""
@@ -76,7 +86,11 @@ class PtyScreen:
 
 @contextlib.contextmanager
 def on_terminal(
-    *arguments: str, columns: int = 80, rows: int = 24, env: Mapping[str, str] | None = None
+    *arguments: str,
+    columns: int = 80,
+    rows: int = 24,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
 ) -> Iterator[PtyScreen]:
     """Run `inferpool` with arguments on a terminal of that size."""
     ours, theirs = os.openpty()
@@ -91,6 +105,7 @@ def on_terminal(
         stdout=theirs,
         stderr=theirs,
         env=environ,
+        cwd=cwd,
         start_new_session=True,
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )

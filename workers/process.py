@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
@@ -30,7 +30,7 @@ from workers.compute import Computer, Prepared
 from workers.config import WorkerConfig
 from workers.group import Group
 from workers.heartbeat import Heartbeat
-from workers.messages import BatchDone, ItemRef, Progress, Ready
+from workers.messages import BatchDone, ItemRef, Progress, Ready, Stored
 from workers.outputs import OutputStore
 from workers.overlap import Overlap, Turn
 from workers.own_process import build_model, failing_as_told, leave_device, name_of, pin, set_up
@@ -72,7 +72,13 @@ def main(
     with failing_as_told(outbox):
         pin(config.placement.for_rank(0))
         group = Group(ends, config.placement) if ends else None
-        computer, ready = _load(config, outbox, heartbeat, outputs, group)
+        computer, ready = load(
+            config,
+            group,
+            lambda stage: outbox.put(Progress(stage)),
+            on_progress=heartbeat.progressed,
+            keep=outputs.keep,
+        )
     give_back()  # what loading and choosing a preset have left
     gc.freeze()  # what is loaded now stays: later collections need not walk through it
     heartbeat.beat()  # from now on silence means a hang, and the last sign was before the loading
@@ -230,15 +236,28 @@ class Loop:
         )
 
 
-def _load(
+def load(
     config: WorkerConfig,
-    outbox: WorkerQueue,
-    heartbeat: Heartbeat,
-    outputs: OutputStore,
     group: Group | None,
+    tell: Callable[[str], None],
+    *,
+    on_progress: Callable[[], None] = lambda: None,
+    keep: Callable[[memoryview], bytes | Stored] = bytes,
 ) -> tuple[Computer, Ready]:
+    """Build, load and warm up a model in this thread.
+
+    Args:
+        config: What to serve and where.
+        group: The other ranks; None if it is alone.
+        tell: Told what it is doing, for people.
+        on_progress: See `Computer`.
+        keep: See `Computer`.
+
+    Raises:
+        ModelError: It cannot be had.
+    """
     began = time.monotonic()
-    outbox.put(Progress(f"loading {config.model.source}"))
+    tell(f"loading {config.model.source}")
     model = build_model(config, group)
     load_model(model, config.placement)
     wish = SpeedWish(
@@ -249,7 +268,7 @@ def _load(
         chosen=config.chosen,
         decode=config.decode,
     )
-    speed = choose(model, wish, lambda stage: outbox.put(Progress(stage)))
+    speed = choose(model, wish, tell)
     device = config.placement.devices[0]
     samples = list(model.warmup())
     computer = Computer(
@@ -257,13 +276,13 @@ def _load(
         num_threads=config.prepare_threads,
         pin_memory=device.startswith("cuda"),
         sample=samples[0] if samples else None,
-        on_progress=heartbeat.progressed,
-        keep=outputs.keep,
+        on_progress=on_progress,
+        keep=keep,
         error_detail=config.error_detail,
     )
     warmup_s: float | None = None
     if samples:
-        outbox.put(Progress("warming up"))
+        tell("warming up")
         warmup_s = computer.warm_up(samples, (1, config.max_batch_size))
     return computer, Ready(
         pid=os.getpid(),

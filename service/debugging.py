@@ -1,0 +1,188 @@
+"""`inferpool serve --debug`: one model in this very process, for its author at a terminal."""
+
+import asyncio
+import os
+import site
+import sys
+import sysconfig
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from service.settings import Settings
+from service.settings_loader import Loaded
+from workers.arena import Arena
+
+if TYPE_CHECKING:
+    from workers.in_process import InProcessEngine
+
+USAGE_ERROR = 2
+_PATIENCE_S = 3600.0
+"""How long a call may take: as long as somebody looks at it in a debugger."""
+_DRAIN_S = 1.0
+"""A call that is held by a debugger holds up no stop."""
+_LOOK_S = 0.3
+_MAX_FILES = 5000
+_NOT_OURS = {"__pycache__", "node_modules", "site-packages"}
+
+
+def run(loaded: Loaded, *, reloads: bool) -> int:
+    """Serve until a signal, in the main thread; the model has a thread of its own.
+
+    Args:
+        loaded: The settings, of which those of several processes are overruled.
+        reloads: Whether to start anew, as another program in this process, when a file changes.
+
+    Returns:
+        The exit status. It does not return where it starts anew.
+    """
+    names = list(loaded.settings.models)
+    if len(names) > 1:
+        choice = " | ".join(names)
+        sys.stderr.write(f"inferpool serve: --debug serves one model: name it ({choice})\n")
+        return USAGE_ERROR
+    from service.app import run as run_app
+
+    files = Files(Path.cwd()) if reloads else None
+    terminal = _terminal()
+    if terminal is None:
+        sys.stderr.write("inferpool serve: stdin is no terminal, so breakpoint() has no prompt\n")
+    code = run_app(
+        settings_for(loaded.settings),
+        loaded.origins,
+        None,
+        loaded.warnings,
+        Debugging(files),
+    )
+    if terminal is not None:  # a debugger that was left at its prompt has changed it
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, terminal)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if files is not None and not files.changed and code:
+        sys.stderr.write("inferpool serve: waiting for a file to change (Ctrl-C stops it)\n")
+        while not files.has_changed():
+            time.sleep(_LOOK_S)
+    if files is not None and files.changed:
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    os._exit(code)  # the model's thread may be at a prompt, and would hold up an ordinary exit
+
+
+class Debugging:
+    """What a service that is debugged does otherwise."""
+
+    def __init__(self, files: "Files | None") -> None:
+        self._files = files
+
+    def make_engine(self, arena: Arena) -> "InProcessEngine":
+        """The engine that computes in this process; imports torch."""
+        from workers.in_process import InProcessEngine
+
+        return InProcessEngine(arena)
+
+    async def until_changed(self) -> str:
+        """Wait until a file has changed, for ever if none is watched; the reason to stop."""
+        if self._files is None:
+            await asyncio.Event().wait()
+        assert self._files is not None
+        return await self._files.until_changed()
+
+
+def settings_for(settings: Settings) -> Settings:
+    """The settings for one worker in this process, with time to look at a call."""
+    models = {
+        name: model.model_copy(
+            update={
+                "replicas": 1,
+                "placement": "replicate",
+                "devices_per_replica": "auto",
+                "speed": "exact",
+                "decode": "exact",
+                "credit": 1,
+                "prepare_threads": 1,
+                "objective_p99_ms": None,
+            }
+        )
+        for name, model in settings.models.items()
+    }
+    return settings.model_copy(
+        update={
+            "models": models,
+            "front_ends": 1,
+            "speed_search": False,
+            "show_errors": True,
+            "log_format": "human" if settings.log_format == "auto" else settings.log_format,
+            "default_timeout_s": _PATIENCE_S,
+            "max_timeout_s": max(_PATIENCE_S, settings.max_timeout_s),
+            "drain_timeout_s": min(_DRAIN_S, settings.drain_timeout_s),
+            "shutdown_delay_s": 0.0,
+        }
+    )
+
+
+class Files:
+    """The files of a project, and of what it has imported from outside of installed packages."""
+
+    def __init__(self, folder: Path) -> None:
+        self.changed = ""
+        """The first that changed; empty while none has."""
+        self._folder = folder
+        self._installed = tuple(
+            {*site.getsitepackages(), *sysconfig.get_paths().values(), sys.prefix}
+        )
+        self._times = self._look()
+
+    def has_changed(self) -> bool:
+        """Look again: whether one was changed, added or removed."""
+        now = self._look()
+        for path, modified in now.items():
+            before = self._times.get(path)
+            # A module that was only imported since is none that was changed.
+            is_new = before is None and path.is_relative_to(self._folder)
+            if is_new or before not in (None, modified):
+                self.changed = str(path)
+        gone = [path for path in self._times if path not in now and not path.exists()]
+        self.changed = self.changed or (str(gone[0]) if gone else "")
+        self._times = now
+        return bool(self.changed)
+
+    async def until_changed(self) -> str:
+        """Wait for it; the reason to stop."""
+        while not self.has_changed():  # noqa: ASYNC110  # nobody tells
+            await asyncio.sleep(_LOOK_S)
+        return f"{self.changed.removeprefix(f'{self._folder}/')} changed"
+
+    def _look(self) -> dict[Path, int]:
+        times = {}
+        for path in self._paths():
+            try:
+                times[path] = path.stat().st_mtime_ns
+            except OSError:
+                continue
+            if len(times) == _MAX_FILES:
+                break
+        return times
+
+    def _paths(self) -> Iterator[Path]:
+        for module in list(sys.modules.values()):
+            file = getattr(module, "__file__", None)
+            if file and not file.startswith(self._installed):
+                yield Path(file)
+        for root, folders, names in os.walk(self._folder):
+            folders[:] = [
+                each
+                for each in folders
+                if each not in _NOT_OURS
+                and not each.startswith(".")
+                and not Path(root, each, "pyvenv.cfg").exists()
+            ]
+            yield from (Path(root, name) for name in names if name.endswith((".py", ".toml")))
+
+
+def _terminal() -> list[Any] | None:
+    """How the terminal is set that is our stdin; None if it is none."""
+    try:
+        return list(termios.tcgetattr(sys.stdin))
+    except (termios.error, ValueError, AttributeError):
+        return None
