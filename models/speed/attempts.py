@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from models.reading import read_file
+
 _HOLDS_S = 24 * 3600.0
 
 
@@ -23,6 +25,7 @@ def attempt(folder: Path, key: str) -> Iterator[bool]:
             yield False
             return
     with contextlib.suppress(OSError):
+        mark.unlink(missing_ok=True)  # it may be a pipe, which nobody reads
         mark.write_text(str(os.getpid()))
     try:
         yield True
@@ -35,7 +38,7 @@ def take_back(folder: Path, key: str, pid: int) -> None:
     """Have an attempt not count whose process was ended on purpose, and clear up after it."""
     mark = _mark(folder, key)
     with contextlib.suppress(OSError):
-        if mark.read_text() != str(pid):
+        if read_file(mark) != str(pid).encode():
             return  # there is none, or it is another's
         for scratch in folder.glob(f"{key}-*-compiling-*"):
             shutil.rmtree(scratch, ignore_errors=True)

@@ -106,13 +106,13 @@ def _compile(
         raise ModelError(
             f'speed = "{wish.speed}" is for inputs of one shape, and the samples have several'
         )
-    path = trial.package(wish.speed)
-    if path is None or wish.compile_package is None:
+    make = wish.compile_package
+    if make is None or not store.has_room_for_packages:
         raise ModelError(f'speed = "{wish.speed}" needs a cache_dir')
-    if path.exists():
+    if trial.package(wish.speed):
         return
     with store.turn(trial.key, _COMPILE_WAIT_S, lambda: on_progress("waiting for the compiler")):
-        if path.exists():
+        if trial.package(wish.speed):
             return
         if not can_compile():
             raise ModelError(
@@ -120,7 +120,9 @@ def _compile(
             )
         on_progress("compiling, which takes a minute or two the first time")
         try:
-            wish.compile_package(trial.exact, wish.speed, path)
+            store.make_package(
+                trial.key, wish.speed, lambda draft: make(trial.exact, wish.speed, draft)
+            )
         except Exception as error:
             raise ModelError(
                 f'speed = "{wish.speed}" cannot be had: {first_line(error)}'

@@ -55,13 +55,17 @@ def search(
                     "the next one is made a day after that"
                 )
             present = known.preset if known else "exact"
-            report = _judge_all(trial, wish, present, on_progress)
+            report = _judge_all(trial, wish, store, present, on_progress)
             store.write(key, report)
             return report
 
 
 def _judge_all(
-    trial: Trial, wish: SpeedWish, present: str, on_progress: Callable[[str], None]
+    trial: Trial,
+    wish: SpeedWish,
+    store: VerdictStore,
+    present: str,
+    on_progress: Callable[[str], None],
 ) -> SpeedReport:
     contest = Contest(trial)
     # What workers serve with first, so that it stays unless it is clearly beaten.
@@ -76,7 +80,7 @@ def _judge_all(
             continue  # it computes the same, which has strayed or is not for this processor
         if contest.best.preset in COMPILED:
             break  # the one in bf16 has won, which float32 will not undercut
-        if _make(trial, wish, contest, name, on_progress):
+        if _make(trial, wish, store, contest, name, on_progress):
             on_progress(f"measuring the preset {name}")
             contest.enter(name)
     return contest.verdict()
@@ -85,19 +89,19 @@ def _judge_all(
 def _make(
     trial: Trial,
     wish: SpeedWish,
+    store: VerdictStore,
     contest: Contest,
     name: str,
     on_progress: Callable[[str], None],
 ) -> bool:
     """Compile what is not there yet."""
-    path = trial.package(name)
-    assert path is not None
-    assert wish.compile_package is not None
-    if path.exists():
+    if trial.package(name):
         return True
+    make = wish.compile_package
+    assert make is not None
     on_progress(f"compiling the preset {name}")
     try:
-        wish.compile_package(trial.exact, name, path)
+        store.make_package(trial.key, name, lambda draft: make(trial.exact, name, draft))
     except Exception as error:  # whatever the network, the compiler or the disk may raise
         contest.notes.append(f"{name} cannot be had: {first_line(error)}")
         return False

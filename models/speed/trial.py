@@ -111,7 +111,7 @@ class Trial:
     @property
     def can_be_compiled(self) -> bool:
         """There is a place for packages, and they can be made for this device and these inputs."""
-        has_place = self.device.type == "cpu" and self.package(COMPILED[0]) is not None
+        has_place = self.device.type == "cpu" and self._store.has_room_for_packages
         return has_place and not self.has_varying_shapes
 
     @property
@@ -130,20 +130,23 @@ class Trial:
         return len(looks) > 1
 
     def package(self, preset: str) -> Path | None:
-        """Where the network lies that was compiled for a preset, if it was."""
+        """Where the network lies that was compiled for a preset, if it was and is whole."""
         return self._store.package(self.key, preset)
 
     def packages(self) -> list[str]:
         """The presets that have been compiled."""
-        found = [(name, self.package(name)) for name in COMPILED]
-        return [name for name, path in found if path is not None and path.exists()]
+        return [name for name in COMPILED if self.package(name) is not None]
 
     def prepare(self, name: str) -> nn.Module:
         """The network of a preset."""
         if name in COMPILED:
             path = self.package(name)
-            assert path is not None
-            return Compiled(path, None if self.model.has_fixed_shapes else self.exact)
+            if path is None:
+                raise FileNotFoundError(f"there is no network that was compiled for {name}")
+            with self._store.loading(path):
+                network = Compiled(path, None if self.model.has_fixed_shapes else self.exact)
+                self._run(network, self._collate([0]))
+            return network
         return prepare(name, self.exact, self.calibrate)
 
     def calibrate(self, network: nn.Module) -> None:

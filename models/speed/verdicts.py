@@ -7,6 +7,7 @@ import inspect
 import logging
 import os
 import platform
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -17,12 +18,17 @@ import msgspec
 import torch
 from torch import nn
 
+from models.reading import read_file
 from models.speed.attempts import attempt
 from models.speed.names import CHOICES, SpeedReport
+from models.speed.sealed import DamagedError, check_seal, seal, unsealed, write_sealed
 
 logger = logging.getLogger(__name__)
 
 _LOCK_POLL_S = 0.05
+_LAYOUT = 2
+"""Of what is kept: verdicts and packages of another one are not looked at."""
+_OPENING, _LOADING = "-opening-", "-loading-"
 _CUT_SHORT_HOLDS_S = 3600.0
 """A verdict cut short serves the other replicas, and a service that is started over and over; a
 later start may find the machine less busy."""
@@ -40,7 +46,7 @@ def fingerprint(network: nn.Module, tolerance: object, *facts: object) -> str:
         digest.update(repr(value).encode())
 
     add(tolerance if is_dataclass(tolerance) else type(tolerance))  # others have no lasting name
-    for fact in (*facts, CHOICES, torch.__version__, _processor(), str(network)):
+    for fact in (*facts, _LAYOUT, CHOICES, torch.__version__, _processor(), str(network)):
         add(fact)
     for kind in sorted({type(module) for module in network.modules()}, key=repr):
         with contextlib.suppress(OSError, TypeError):  # it has no source
@@ -53,15 +59,19 @@ def fingerprint(network: nn.Module, tolerance: object, *facts: object) -> str:
 
 
 class VerdictStore:
-    """A folder of verdicts. Whatever goes wrong with it costs time, and nothing else."""
+    """A folder of verdicts and packages. Whatever goes wrong with it costs time, and nothing else.
+
+    All of them are sealed. What is damaged, and what was being loaded when a process died, is moved
+    aside, and made again.
+    """
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
         self._has_warned = False
-
-    def package(self, key: str, preset: str) -> Path | None:
-        """Where the network belongs that is compiled for a preset."""
-        return self._folder / f"{key}-{preset}.pt2" if self._folder else None
+        self._checked: dict[Path, tuple[int, int, int]] = {}
+        """The packages that were whole, as the file system knew them then."""
+        self._told: set[Path] = set()
+        """What the log says that it could not be used."""
 
     def read(self, key: str) -> SpeedReport | None:
         """What was found out before, if it was."""
@@ -69,9 +79,13 @@ class VerdictStore:
             return None
         path = self._folder / f"{key}.json"
         try:
-            report = msgspec.json.decode(path.read_bytes(), type=SpeedReport)
+            content = unsealed(read_file(path))
+            report = msgspec.json.decode(content, type=SpeedReport)
             age_s = time.time() - path.stat().st_mtime
-        except (OSError, msgspec.MsgspecError):
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, DamagedError, msgspec.MsgspecError, ValueError, RecursionError) as error:
+            self._set_aside(path, f"cannot be used ({_reason(error)})")
             return None
         return None if report.is_cut_short and age_s > _CUT_SHORT_HOLDS_S else report
 
@@ -79,13 +93,97 @@ class VerdictStore:
         """Keep it, if that can be done."""
         if self._folder is None:
             return
-        path = self._folder / f"{key}.json"
-        draft = path.with_suffix(f".{os.getpid()}")
         try:
-            draft.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
-            draft.replace(path)
+            content = msgspec.json.format(msgspec.json.encode(report))
+            write_sealed(self._folder / f"{key}.json", content)
         except OSError as error:
             self._warn(error)
+
+    @property
+    def has_room_for_packages(self) -> bool:
+        """There is a folder to keep them in."""
+        return self._folder is not None
+
+    def package(self, key: str, preset: str) -> Path | None:
+        """The network that was compiled for a preset, if it is there and whole."""
+        if self._folder is None:
+            return None
+        path = self._folder / f"{key}-{preset}.pt2"
+        self._judge_loads(path)
+        try:
+            status = path.lstat()
+            seen = (status.st_size, status.st_mtime_ns, status.st_ino)
+            if self._checked.get(path) != seen:
+                check_seal(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, DamagedError) as error:
+            self._set_aside(path, f"cannot be used ({_reason(error)})")
+            return None
+        self._checked[path] = seen
+        return path
+
+    def make_package(self, key: str, preset: str, make: Callable[[Path], None]) -> None:
+        """Have a package written, and keep it.
+
+        Raises:
+            Exception: Whatever `make` raises, or there is no way to keep it.
+        """
+        assert self._folder is not None
+        path = self._folder / f"{key}-{preset}.pt2"
+        draft = path.with_suffix(".draft")
+        make(draft)
+        seal(draft, path)
+
+    @contextlib.contextmanager
+    def loading(self, path: Path) -> Iterator[None]:
+        """Load a package and call it once: if this process dies of that, the next one knows.
+
+        Torch unpacks it into TMPDIR, and would leave that to whoever comes after a killed process.
+        Meanwhile this is a folder beside the package, which is the mark of the attempt as well: it
+        is locked for as long as this process lives. What is mapped of it outlives its removal.
+        """
+        prefix = f"{path.stem}{_OPENING}"
+        try:
+            scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=path.parent))
+        except OSError:  # the cache can only be read: there is no mark then
+            scratch = Path(tempfile.mkdtemp(prefix=prefix))
+        descriptor = os.open(scratch, os.O_RDONLY | os.O_CLOEXEC)
+        before = os.environ.get("TMPDIR")
+        try:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            mark = scratch.with_name(scratch.name.replace(_OPENING, _LOADING))
+            scratch = scratch.rename(mark)
+            os.environ["TMPDIR"] = str(scratch)
+            yield
+        finally:
+            if before is None:
+                os.environ.pop("TMPDIR", None)
+            else:
+                os.environ["TMPDIR"] = before
+            shutil.rmtree(scratch, ignore_errors=True)
+            os.close(descriptor)
+
+    def _judge_loads(self, path: Path) -> None:
+        """Move a package aside that was being loaded when a process died; clear up after that."""
+        for mark in path.parent.glob(f"{path.stem}{_LOADING}*"):
+            if _is_left(mark):
+                self._set_aside(path, "was being loaded when a process died")
+                shutil.rmtree(mark, ignore_errors=True)
+
+    def _set_aside(self, path: Path, reason: str) -> None:
+        aside = path.with_name(f"{path.name}.aside")
+        try:
+            _remove(aside)
+            path.replace(aside)
+        except FileNotFoundError:
+            return  # another worker was faster
+        except OSError as error:
+            reason = f"{reason}, and cannot be moved away ({error.strerror})"
+        if path not in self._told:
+            logger.warning("%s %s: it is made again, which takes time", path, reason)
+        self._told.add(path)
 
     @contextlib.contextmanager
     def turn(self, key: str, timeout_s: float, on_wait: Callable[[], None]) -> Iterator[None]:
@@ -142,6 +240,33 @@ class VerdictStore:
             text = "what is found out about speed is not kept, as %s cannot be written: %s"
             logger.warning(text, self._folder, error)
         self._has_warned = True
+
+
+def _is_left(mark: Path) -> bool:
+    """Whether nobody has the mark of an attempt any more."""
+    try:
+        descriptor = os.open(mark, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, or a folder with all that is in it, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def _lock(descriptor: int, timeout_s: float, on_wait: Callable[[], None]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import signal
 import time
@@ -11,6 +12,7 @@ import pytest
 
 from tests.e2e.photos import jpeg
 from tests.e2e.running import running
+from tests.models.speed.test_verdicts import DAMAGES, flip_a_bit
 
 SMALL = "tests.small_classifier:SmallClassifier"
 
@@ -20,16 +22,21 @@ def workers(url):
     return model["workers"]
 
 
+def verdict_in(path):
+    """The JSON of a sealed file."""
+    return json.JSONDecoder().raw_decode(path.read_text())[0]
+
+
 def test_two_replicas_share_one_verdict_and_say_which(tmp_path):
     env = {"INFERPOOL_CACHE_DIR": str(tmp_path), "INFERPOOL_SPEED_SEARCH": "false"}
     with running(SMALL, "--replicas", "2", "--speed", "auto", env=env) as service:
         (logged,) = [m for line in service.log if " speed: " in (m := str(line["message"]))]
         paths = [path for path in tmp_path.glob("*.json") if "-decode" not in path.name]
-        (verdict,) = [json.loads(path.read_bytes()) for path in paths]
+        (verdict,) = map(verdict_in, paths)
         assert f"speed: {verdict['preset']}" in logged
         assert {worker["speed"] for worker in workers(service.url)} == {verdict["preset"]}
         (path,) = tmp_path.glob("*-decode.json")
-        decode = json.loads(path.read_bytes())["decode"]
+        decode = verdict_in(path)["decode"]
         assert {worker["decode"] for worker in workers(service.url)} == {decode}
 
 
@@ -68,6 +75,31 @@ def test_without_a_folder_one_worker_measures_once_in_a_run_and_that_is_told(tmp
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+def test_whatever_has_become_of_the_cache_it_starts_and_answers_as_before(tmp_path):
+    cache, temp = tmp_path / "cache", tmp_path / "temp"
+    temp.mkdir()
+    env = {"INFERPOOL_CACHE_DIR": str(cache), "TMPDIR": str(temp)}
+    env |= {"INFERPOOL_SPEED_SEARCH": "false"}
+    chance = random.Random(os.getpid())
+    answers, done = [], []
+    for _ in range(3):
+        with running(SMALL, "--replicas", "1", "--speed", "auto", env=env) as service:
+            headers = {"Content-Type": "image/jpeg"}
+            url = f"{service.url}/predict?top_k=1"
+            answer = httpx.post(url, content=jpeg("chelsea"), headers=headers, timeout=30)
+            assert answer.status_code == 200, (done, answer.text, service.log)
+            answers.append(answer.json()["predictions"][0][0]["label"])
+            service.signal(signal.SIGTERM)
+            assert service.wait() == 0
+        for path in cache.iterdir():
+            if path.is_file():
+                damage = chance.choice(DAMAGES if path.stat().st_size else DAMAGES[3:])
+                done.append((path.name, damage.__name__))
+                damage(path)
+    assert len(set(answers)) == 1, done
+    assert not [path.name for path in temp.iterdir() if path.name.startswith("aotinductor")]
+
+
 @pytest.mark.compile
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
@@ -102,3 +134,13 @@ def test_a_compiled_preset_is_found_while_serving_and_taken_with_no_request_lost
     with running(*arguments, "--replicas", "1", env=env) as service:
         (again,) = workers(service.url)
         assert (again["speed"], again["incarnation"]) == (worker["speed"], 0)
+        os.kill(service.worker_pids()[0], signal.SIGKILL)
+        service.wait_for_log("ready in")
+    assert not list(tmp_path.glob("**/aotinductor*"))
+    flip_a_bit(next(tmp_path.glob("*.pt2")))
+    env["INFERPOOL_SPEED_SEARCH"] = "false"
+    with running(*arguments, "--replicas", "1", env=env) as service:
+        (other,) = workers(service.url)
+        assert not other["speed"].startswith("compiled")
+        answer = httpx.post(f"{service.url}/predict?top_k=1", content=body, headers=headers)
+        assert answer.json()["predictions"][0][0]["label"] in labels

@@ -1,0 +1,180 @@
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from models.speed.choose import choose
+from models.speed.names import SpeedReport
+from models.speed.trial import Trial
+from models.speed.verdicts import VerdictStore
+from tests.models.items import run
+from tests.models.speed.test_choose import loaded, quietly, wish
+
+REPORT = SpeedReport(preset="folded", gain=2.0, key="key", note="as good as exact")
+CONTENT = bytes(range(256)) * 100
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[random.randrange(len(content))] ^= 1 << random.randrange(8)
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: random.randrange(path.stat().st_size)])
+
+
+def add(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + random.randbytes(random.randint(1, 99)))
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def nest(path: Path) -> None:
+    path.write_bytes(b'{"note":' + b"[" * 100_000)
+
+
+def put_folder(path: Path) -> None:
+    path.unlink()
+    (path / "below").mkdir(parents=True)
+
+
+def put_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def put_dead_link(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
+DAMAGES: tuple[Callable[[Path], None], ...] = (
+    *(flip_a_bit, cut, add, empty, nest, put_folder, put_pipe, put_dead_link),
+)
+
+
+@pytest.fixture(autouse=True)
+def known_chance():
+    random.seed(0)
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_damaged_verdict_is_made_again(tmp_path: Path, damage: Callable[[Path], None], caplog):
+    for _ in range(20 if damage in (flip_a_bit, cut, add) else 2):
+        caplog.clear()
+        store = VerdictStore(tmp_path)
+        store.write("key", REPORT)
+        assert store.read("key") == REPORT
+        damage(tmp_path / "key.json")
+        assert store.read("key") is None
+        assert store.read("key") is None
+        assert len(caplog.messages) == (damage is not put_dead_link)
+    store.write("key", REPORT)
+    assert store.read("key") == REPORT
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_damaged_package_is_made_again(tmp_path: Path, damage: Callable[[Path], None]):
+    store = VerdictStore(tmp_path)
+    for _ in range(20 if damage in (flip_a_bit, cut, add) else 2):
+        store.make_package("key", "compiled", lambda draft: draft.write_bytes(CONTENT) and None)
+        path = store.package("key", "compiled")
+        assert path is not None
+        assert path.read_bytes().startswith(CONTENT)
+        damage(path)
+        assert store.package("key", "compiled") is None
+        assert VerdictStore(tmp_path).package("key", "compiled") is None
+
+
+def test_a_choice_with_a_damaged_cache_answers_as_with_none(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(Trial, "gain", lambda self, network: 2.0)
+    torch.set_num_threads(1)
+    want = run(loaded(), loaded().samples())["probabilities"]
+    for damage in (flip_a_bit, nest, put_folder):
+        first = choose(loaded(), wish(cache_dir=tmp_path), quietly)
+        for path in tmp_path.glob("*.json"):
+            damage(path)
+        model = loaded()
+        second = choose(model, wish(cache_dir=tmp_path), quietly)
+        assert (second.preset, second.deviation) == (first.preset, first.deviation)
+        found = run(model, model.samples())["probabilities"]
+        assert (found - want).abs().max() <= 0.02
+
+
+_LOAD = """
+import os, sys, tempfile
+from pathlib import Path
+from models.speed.verdicts import VerdictStore
+store = VerdictStore(Path(sys.argv[1]))
+with store.loading(store.package("key", "compiled")):
+    # As torch does, which unpacks a package into TMPDIR.
+    os.mkdir(os.path.join(os.environ["TMPDIR"], "aotinductor_x"))
+    print("loading", flush=True)
+    sys.stdin.read()
+"""
+
+
+def loader(folder: Path, temp: Path) -> "subprocess.Popen[bytes]":
+    """A process that is loading a package for as long as its input is open."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _LOAD, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(temp), "PYTHONPATH": os.getcwd()},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"loading\n"
+    return process
+
+
+def test_what_was_being_loaded_when_a_process_died_is_set_aside(tmp_path: Path, caplog):
+    cache, temp = tmp_path / "cache", tmp_path / "temp"
+    cache.mkdir(), temp.mkdir()
+    store = VerdictStore(cache)
+    store.make_package("key", "compiled", lambda draft: draft.write_bytes(CONTENT) and None)
+    path = store.package("key", "compiled")
+    assert path is not None
+    with loader(cache, temp) as dies, store.loading(path):
+        assert store.package("key", "compiled"), "both are alive"
+        dies.send_signal(signal.SIGSEGV)
+        dies.wait(20)
+        assert store.package("key", "compiled") is None
+        assert "was being loaded when a process died" in caplog.text
+        store.make_package("key", "compiled", lambda draft: draft.write_bytes(CONTENT) and None)
+        assert store.package("key", "compiled"), "a new one is not to blame"
+    assert sorted(path.name for path in cache.iterdir()) == [
+        "key-compiled.pt2",
+        "key-compiled.pt2.aside",
+    ]
+    assert not list(temp.iterdir())
+
+
+def test_a_package_of_a_cache_that_can_only_be_read_is_loaded(tmp_path: Path, monkeypatch):
+    store = VerdictStore(tmp_path / "cache")
+    (tmp_path / "cache").mkdir()
+    store.make_package("key", "compiled", lambda draft: draft.write_bytes(CONTENT) and None)
+    path = store.package("key", "compiled")
+    assert path is not None
+    make = tempfile.mkdtemp
+
+    def refuse(*, prefix: str, dir: Path | None = None) -> str:
+        if dir is not None:
+            raise PermissionError(13, "Permission denied")
+        return make(prefix=prefix, dir=tmp_path)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    with store.loading(path):
+        assert os.environ["TMPDIR"].startswith(str(tmp_path))
+    shutil.rmtree(tmp_path / "cache")
+    assert not list(tmp_path.iterdir())
