@@ -6,6 +6,7 @@ A picture is what its first bytes say, not what a header or a file name claims. 
 
 import contextlib
 import ctypes
+from collections.abc import Callable
 from functools import cache, partial
 from io import BytesIO
 
@@ -34,6 +35,9 @@ _OPENERS: dict[bytes, type[ImageFile]] = {
     b"II+\0": TiffImageFile,
     b"MM\0+": TiffImageFile,
 }
+_MAX_EDGE = 65_535
+"""As JPEG and GIF have it. Pillow keeps a pointer for each row, so that a picture of 1 x 49 million
+pixels takes 20 bytes for each."""
 _FORMATS = "JPEG, PNG, WEBP, GIF, BMP and TIFF"
 
 _TILE_WIDTH, _TILE_LENGTH = 322, 323
@@ -53,7 +57,12 @@ _UPRIGHT = {
 _QUARTER_TURNS = {_UPRIGHT[orientation] for orientation in (5, 6, 7, 8)}
 
 
-def decode_image(data: bytes | memoryview, *, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
+def decode_image(
+    data: bytes | memoryview,
+    *,
+    max_pixels: int = MAX_IMAGE_PIXELS,
+    check: Callable[[tuple[int, int]], None] = lambda _: None,
+) -> Image.Image:
     """Decode a picture to RGB, turned upright as its EXIF orientation says.
 
     Of an animation the first frame is taken. Grayscale, CMYK and palettes become RGB as Pillow's
@@ -63,16 +72,22 @@ def decode_image(data: bytes | memoryview, *, max_pixels: int = MAX_IMAGE_PIXELS
     Args:
         data: One encoded picture.
         max_pixels: More than these are refused by the header alone, before anything is decoded.
+        check: Told the width and height by the header, before anything is decoded; may refuse them
+            with an `InputError`.
 
     Raises:
         InputError: This is no picture, or a damaged one, or too large a one; says which.
     """
-    image, _ = decode_scaled(data, least_edge=None, max_pixels=max_pixels)
+    image, _ = decode_scaled(data, least_edge=None, max_pixels=max_pixels, check=check)
     return image
 
 
 def decode_scaled(
-    data: bytes | memoryview, *, least_edge: int | None, max_pixels: int = MAX_IMAGE_PIXELS
+    data: bytes | memoryview,
+    *,
+    least_edge: int | None,
+    max_pixels: int = MAX_IMAGE_PIXELS,
+    check: Callable[[tuple[int, int]], None] = lambda _: None,
 ) -> tuple[Image.Image, tuple[int, int]]:
     """As `decode_image`, but a JPEG may come smaller, by 2, 4 or 8.
 
@@ -83,6 +98,7 @@ def decode_scaled(
         data: One encoded picture.
         least_edge: What neither edge may fall short of by that; None for the full size.
         max_pixels: As `decode_image` has it.
+        check: As `decode_image` has it.
 
     Returns:
         The picture, and its full width and height, when it is upright.
@@ -101,6 +117,12 @@ def decode_scaled(
         # Past `Image.open`, whose size check is global and warns where this one refuses.
         image = opener(BytesIO(data))
         check_size(*image.size, max_pixels=max_pixels)
+        if max(image.size) > _MAX_EDGE:
+            raise InputError(
+                f"the image is {image.width} x {image.height} pixels; at most {_MAX_EDGE:,} along "
+                "each edge are taken"
+            )
+        check(image.size)
         if isinstance(image, TiffImageFile):
             _silence_libtiff()
             _check_tile(image)

@@ -101,6 +101,15 @@ class Classifier(Model):
         """Make uint8 [crop, crop, C] of an RGB image, or the normalised float32 [C, H, W]."""
         return self.transform.pixels(image)
 
+    def check_image_size(self, size: tuple[int, int]) -> None:
+        """Refuse a picture of that width and height, before it is decoded.
+
+        Raises:
+            InputError: It is so elongated that `transform_image` would refuse it.
+        """
+        if type(self).transform_image is Classifier.transform_image:
+            self.transform.check(size)
+
     def collate(self, instances: Sequence[Features]) -> Features:
         """Stack pixels as uint8 [B, H, W, C]; with a normalised input among them, normalise all."""
         images = self._decode_on_gpu([each["image"] for each in instances])
@@ -220,13 +229,19 @@ class Classifier(Model):
 
     def _from_encoded(self, payload: memoryview) -> Tensor:
         if self.decode == "exact":
-            return self.transform_image(decode_image(payload, max_pixels=self.max_image_pixels))
+            image = decode_image(
+                payload, max_pixels=self.max_image_pixels, check=self.check_image_size
+            )
+            return self.transform_image(image)
         jpeg = self._gpu_jpegs.accept(payload, self.max_image_pixels) if self._gpu_jpegs else None
         return self._quick_pixels(payload) if jpeg is None else jpeg
 
     def _quick_pixels(self, payload: memoryview) -> Tensor:
         image, full_size = decode_scaled(
-            payload, least_edge=self.transform.least_edge, max_pixels=self.max_image_pixels
+            payload,
+            least_edge=self.transform.least_edge,
+            max_pixels=self.max_image_pixels,
+            check=self.transform.check,
         )
         return self.transform.quick_pixels(image, full_size)
 

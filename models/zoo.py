@@ -93,6 +93,10 @@ class TorchvisionClassifier(Classifier):
         normalized: Tensor = self._preset(image)
         return normalized
 
+    def check_image_size(self, size: tuple[int, int]) -> None:
+        """As `Classifier` has it: torchvision's transforms resize as ours do."""
+        self.transform.check(size)
+
     @property
     def can_be_quick(self) -> bool:
         """Whether the transform is our own, and has a fast way."""

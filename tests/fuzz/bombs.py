@@ -150,6 +150,8 @@ _MIB = 1 << 20
 BOMBS: Mapping[str, Callable[[], bytes]] = {
     "png of 2,500 million pixels": lambda: white_png(50_000, 50_000),
     "png at the limit": lambda: white_png(_EDGE, _EDGE),
+    "png of 1 x 49 million pixels": lambda: white_png(1, 49_000_000),
+    "png of 49 million x 1 pixels": lambda: white_png(49_000_000, 1),
     "png with a zTXt of 128 MiB": lambda: small_png(b"zTXtk\0\0" + _zipped(1 << 27)),
     "png with 100 zTXt of 1 MB": lambda: small_png(
         *[b"zTXtk%d\0\0" % n + _zipped(1_000_000) for n in range(100)]

@@ -188,6 +188,7 @@ def _bombs() -> Sequence[bytes]:
     return [
         bombs.huge_webp(16_000, 16_000),
         bombs.wide_tile(30_000),
+        bombs.white_png(1, 49_000_000),
         bombs.tall_strip(2**31 - 1),
         bombs.tiff_of({256: (4, 1, 8), 257: (4, 1, 8), 277: (3, 1, 65_283)}),
         bombs.png_of(bombs.png_head(50_000, 50_000), b"IDAT" + b"x" * 9),

@@ -177,6 +177,23 @@ def test_too_many_pixels_are_refused_by_the_header_alone():
         decode_image(data, max_pixels=90 * 60 - 1)
 
 
+@pytest.mark.parametrize("size", [(1, 49_000_000), (49_000_000, 1), (65_536, 700)])
+def test_an_edge_that_is_too_long_is_refused_by_the_header_alone(size: tuple[int, int]):
+    width, height = size
+    with pytest.raises(InputError, match=f"is {width} x {height} pixels; at most 65,535 along"):
+        decode_image(png_header(width, height))
+    with pytest.raises(InputError, match="cannot be decoded"):  # a panorama, whose data is missing
+        decode_image(png_header(65_535, 700))
+
+
+def test_a_caller_may_refuse_a_picture_by_its_header():
+    def check(size: tuple[int, int]) -> None:
+        raise InputError(f"not {size}")
+
+    with pytest.raises(InputError, match=r"not \(90, 60\)"):
+        decode_image(encoded(CHELSEA), check=check)
+
+
 def test_a_picture_of_no_pixels_is_refused():
     with pytest.raises(InputError):
         decode_image(png_header(0, 10))

@@ -7,6 +7,7 @@ from models.errors import InputError, ModelError
 from models.images import decode_image
 from models.transforms import ImageTransform
 from models.vision import Classifier, imagenet_labels
+from tests.fuzz import bombs
 from tests.models.items import (
     CPU,
     answers,
@@ -59,6 +60,18 @@ def test_an_image_scores_as_the_reference_does(model):
     for image, scores in zip(images, outputs["probabilities"], strict=True):
         assert torch.allclose(scores, reference_scores(model, image), atol=1e-6)
     assert model.outputs[0].shape == (-1, 10)
+
+
+@pytest.mark.parametrize("decode", ["exact", "fast"])
+def test_an_elongated_image_is_refused_before_it_is_decoded(decode):
+    tiny = Tiny()
+    tiny.load(CPU)
+    tiny.decode = decode
+    head = bombs.png_of(bombs.png_head(1, 60_000), b"IDAT")  # which has no pixels to be decoded
+    with pytest.raises(InputError, match=r"36 x 2160000 = 77,760,000 pixels; at most 50,000,000"):
+        tiny.preprocess(image_item(head))
+    with pytest.raises(InputError, match="cannot be decoded"):
+        tiny.preprocess(image_item(bombs.png_of(bombs.png_head(30_000, 1_600), b"IDAT")))
 
 
 def test_opaque_bytes_are_tried_as_an_image(model):
