@@ -1,9 +1,15 @@
 """Log records between processes: sent as lines, and logged again by the process that writes."""
 
+import io
 import logging
+import threading
 from collections.abc import Callable, Mapping
+from typing import BinaryIO, TextIO
 
 from workers.messages import ID_FIELDS, LogLine
+
+_MAX_LINE_CHARS = 8192
+"""Of a longer line, several are made."""
 
 
 class LineHandler(logging.Handler):
@@ -23,6 +29,63 @@ class LineHandler(logging.Handler):
             self._send(LogLine(record.levelno, record.name, text, ids, printable(trace)))
         except (OSError, ValueError):
             self.handleError(record)
+
+
+class PrintedLines(io.TextIOBase):
+    """Stands for stdout or stderr, and sends what is printed, line by line, as the log is sent."""
+
+    encoding = "utf-8"
+    errors = "backslashreplace"
+
+    def __init__(self, original: TextIO, level: int, send: Callable[[LogLine], None]) -> None:
+        """Stand for a stream.
+
+        Args:
+            original: Gets what cannot be sent; has the descriptor, for processes of the model's.
+            level: Of the lines.
+            send: May raise OSError or ValueError.
+        """
+        self._original = original
+        self._level = level
+        self._send = send
+        self._logger = original.name.strip("<>")
+        self._rest = ""
+        self._writing = threading.Lock()
+
+    @property
+    def buffer(self) -> BinaryIO:
+        """For those who write bytes, which are not told from those of other workers."""
+        return self._original.buffer
+
+    def fileno(self) -> int:
+        """The descriptor of the stream."""
+        return self._original.fileno()
+
+    def writable(self) -> bool:
+        """It is for nothing else."""
+        return True
+
+    def write(self, text: str) -> int:
+        """Send the lines that are whole now; the rest waits for its end."""
+        with self._writing:
+            *lines, rest = (self._rest + text).split("\n")
+            # A bar of progress writes over itself: the last state is enough.
+            self._rest = rest.rpartition("\r")[2] if rest.count("\r") > 1 else rest
+            while len(self._rest) > _MAX_LINE_CHARS:
+                lines.append(self._rest[:_MAX_LINE_CHARS])
+                self._rest = self._rest[_MAX_LINE_CHARS:]
+        for line in lines:
+            if shown := line.rstrip().rpartition("\r")[2].rstrip():
+                self._send_line(shown)
+        return len(text)
+
+    def _send_line(self, line: str) -> None:
+        for start in range(0, len(line), _MAX_LINE_CHARS):
+            part = printable(line[start : start + _MAX_LINE_CHARS])
+            try:
+                self._send(LogLine(self._level, self._logger, part))
+            except (OSError, ValueError):
+                self._original.write(f"{part}\n")
 
 
 def log_line(line: LogLine, extra: Mapping[str, object]) -> None:

@@ -28,7 +28,7 @@ from workers.config import WorkerConfig
 from workers.group import Group
 from workers.guard import die_with_front_end, die_with_parent, give_way_for_memory
 from workers.heartbeat import Heartbeat
-from workers.log_lines import LineHandler, printable
+from workers.log_lines import LineHandler, PrintedLines, printable
 from workers.messages import Leaving, StartFailed
 from workers.worker_queue import WorkerQueue
 
@@ -43,9 +43,13 @@ def set_up(heartbeat: Heartbeat, outbox: WorkerQueue) -> None:
     _guard(heartbeat)
     outbox.send_only()
     _log_to(outbox)
-    for stream in (sys.stdout, sys.stderr):  # what a model prints is to be seen, however it ends
+    for name, level in (("stdout", logging.INFO), ("stderr", logging.WARNING)):
+        stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
+            setattr(sys, name, PrintedLines(stream, level, outbox.put))
+    if "PYTHONBREAKPOINT" not in os.environ:  # as a debugger that works from afar may have it
+        sys.breakpointhook = _refuse_breakpoint
 
 
 def pin(placement: Placement) -> None:
@@ -110,6 +114,12 @@ def leave_device(error: torch.AcceleratorError, outbox: WorkerQueue) -> NoReturn
 def name_of(device: str) -> str:
     """The device as a person knows it."""
     return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+
+
+def _refuse_breakpoint(*_: object, **__: object) -> NoReturn:
+    raise RuntimeError(
+        "breakpoint() needs a terminal, which a worker has not: inferpool serve MODEL --debug"
+    )
 
 
 def _guard(heartbeat: Heartbeat) -> None:

@@ -45,5 +45,8 @@ def test_every_line_of_a_life_is_json_whoever_wrote_it_and_how(tmp_path: Path):
         assert re.fullmatch(r"[\d-]{10}T[\d:.]{12}Z", str(line["time"]))
     for logger, said in SAID.items():
         assert set(said) <= {line["message"] for line in service.log if line["logger"] == logger}
+    printed = [line for line in service.log if str(line["message"]).startswith("from Python")]
+    assert printed
+    assert all(re.fullmatch(r"m/0#\d+", str(line.get("worker"))) for line in printed)
     assert any("from the warnings module" in str(line["message"]) for line in service.log)
     assert [line["message"] for line in service.log][-1] == "stopped"

@@ -1,0 +1,63 @@
+"""What a model prints, as lines of the log."""
+
+import io
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from workers.log_lines import PrintedLines
+from workers.messages import LogLine
+from workers.own_process import _refuse_breakpoint
+
+
+class Stdout(io.StringIO):
+    name = "<stdout>"
+
+
+def printed(*texts: str) -> list[str]:
+    lines: list[LogLine] = []
+    stream = PrintedLines(Stdout(), logging.INFO, lines.append)
+    for text in texts:
+        assert stream.write(text) == len(text)
+        stream.flush()
+    assert {(line.logger, line.level) for line in lines} <= {("stdout", logging.INFO)}
+    return [line.text for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("texts", "lines"),
+    [
+        (["one\ntwo\n"], ["one", "two"]),
+        (["on", "e\n\n \nrest"], ["one"]),
+        (["\r10%", "\r20%", "\r100%\n"], ["100%"]),
+        (["windows\r\n"], ["windows"]),
+        (["\udc80\n"], ["\\udc80"]),
+        (["x" * 20_000], ["x" * 8192] * 2),
+        (["x" * 10_000 + "\n"], ["x" * 8192, "x" * 1808]),
+    ],
+)
+def test_printed_text_is_sent_line_by_line(texts: list[str], lines: list[str]):
+    assert printed(*texts) == lines
+
+
+def test_line_that_cannot_be_sent_is_printed_after_all():
+    def gone(_: LogLine) -> None:
+        raise BrokenPipeError
+
+    original = Stdout()
+    PrintedLines(original, logging.INFO, gone).write("last words\n")
+    assert original.getvalue() == "last words\n"
+
+
+def test_processes_of_the_models_can_be_given_the_stream():
+    stream = PrintedLines(sys.__stdout__, logging.INFO, lambda line: None)
+    assert not stream.isatty()
+    stream.buffer.write(b"")
+    subprocess.run(["true"], stdout=stream.fileno(), check=True)
+
+
+def test_breakpoint_in_a_worker_says_where_it_works():
+    with pytest.raises(RuntimeError, match="inferpool serve MODEL --debug"):
+        _refuse_breakpoint()
