@@ -140,7 +140,8 @@ def make_parser() -> tuple[ArgumentParser, Mapping[str, ArgumentParser]]:
         help="measure which settings serve a model best here, and write them to a file",
         description="Start services of its own with settings that differ, load them in turns, and "
         "write the best settings to a file. Exit status: 0 if that was done, 1 if the file could "
-        "not be written, 2 for wrong arguments, 3 if nothing could be measured, 130 after Ctrl-C, "
+        "not be written, 2 for wrong arguments, 3 if nothing could be measured or --budget is too "
+        "short to try anything, and then no file is written, 130 after Ctrl-C, "
         "which prints what was found until then and writes no settings.",
         epilog=_SETTINGS,
         parents=[flags],

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import sys
+import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -67,6 +68,7 @@ def run(args: Namespace, environ: Mapping[str, str]) -> int:
             raise FlagError(f"{shown!r} is no file; {hint}")
     if not args.timeout_s > 0:
         raise FlagError("--timeout-s: must be more than 0")
+    warnings.filterwarnings("ignore", message="a str is sent as a text")  # as --text says
     return asyncio.run(_run(args, environ))  # Ctrl-C waits for no answer so
 
 

@@ -41,6 +41,16 @@ class Plan:
             return 0
         return self.kills if self.seconds is None else int(self.seconds / every_s)
 
+    @property
+    def text(self) -> str:
+        """When it ends, for people."""
+        if self.seconds is not None:
+            return f"for {self.seconds:g} s"
+        kills = f" and {self.kills} kills" if self.every_s["kill"] else ""
+        others = [kind for kind in ("stop", "poison") if self.every_s[kind]]
+        rest = f", and one {' and one '.join(others)}" if others else ""
+        return f"until there are at least {self.requests:,} requests{kills}{rest}"
+
 
 def add_flags(parser: ArgumentParser) -> None:
     """The flags of the verb, beside those of the settings."""
@@ -50,10 +60,15 @@ def add_flags(parser: ArgumentParser) -> None:
         type=_count,
         default=10_000,
         metavar="N",
-        help="at least so many numbered requests (default: 10000)",
+        help="go on until at least so many numbered requests are sent (default: 10000)",
     )
     load.add_argument(
-        "--kills", type=_count, default=10, metavar="N", help="and so many kills (default: 10)"
+        "--kills",
+        type=_count,
+        default=10,
+        metavar="N",
+        help="and at least so many workers are killed, which takes a quick model far more requests "
+        "(default: 10)",
     )
     load.add_argument("--seconds", type=_seconds, metavar="S", help="for so long instead of both")
     load.add_argument(

@@ -65,6 +65,8 @@ class Report:
     left_over: int
     """Processes of it that were still there then."""
     notes: Sequence[str] = ()
+    plan: str = ""
+    """When it was to end, for people."""
 
     @property
     def attempts(self) -> int:
@@ -156,6 +158,8 @@ class Report:
         yield "versions", f"inferpool {version_of()}, torch {version_of('torch')}"
         yield "seed", str(self.seed)
         rate = chaos.num_settled / self.seconds if self.seconds else 0.0
+        if self.plan:
+            yield "went on", self.plan
         yield (
             "sent",
             f"{chaos.num_sent:,} by {self.clients} clients in {self.seconds:.1f} s "

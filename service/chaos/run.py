@@ -110,7 +110,7 @@ class _Run:
             await self._load(knowledge.questions, quiet, _over_after(_QUIET_S))
             watch.close()  # which asks for a connection when it needs one
             before = await self._settled_holdings(None)
-            screen.begin("asking under faults")
+            screen.begin(f"asking under faults, {self._plan.text}")
             chaos = Tally()
             faults = self._faults(watch, chaos, knowledge)
             seconds, is_complete = await self._disturb(watch, faults, chaos, knowledge, screen)
@@ -130,6 +130,7 @@ class _Run:
             is_complete=is_complete,
             is_interrupted=self._is_interrupted,
             planned_kills=self._plan.planned_kills,
+            plan=self._plan.text,
             quiet=quiet,
             chaos=chaos,
             faults={kind: faults.counts[kind] for kind in self._plan.every_s if faults.does(kind)},

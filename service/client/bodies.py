@@ -7,6 +7,7 @@ import io
 import json
 import os
 import sys
+import warnings
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
@@ -35,6 +36,11 @@ _MAGIC = (
 _MAGIC_BYTES = 16
 _TYPE_BY_SUFFIX = {".safetensors": "application/safetensors", ".txt": "text/plain; charset=utf-8"}
 """Of files that do not begin in a way of their own."""
+_SUFFIXES = (
+    *(".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic"),
+    *(".npy", ".safetensors", ".json"),
+)
+"""Of names that nobody sends as texts."""
 _PNG_MODES = ("1", "L", "LA", "I", "P", "RGB", "RGBA", "I;16")
 
 
@@ -95,6 +101,8 @@ def body_of(value: object, parameters: Mapping[str, object] | None) -> Body:
         InputError: There is no way to send it.
     """
     with _told():
+        if isinstance(value, str) and names_file(value):
+            warnings.warn(file_question(value), stacklevel=2)
         if isinstance(value, os.PathLike):
             return _of_file(Path(value), parameters)
         if isinstance(value, bytes | bytearray | memoryview):
@@ -113,6 +121,18 @@ def body_of(value: object, parameters: Mapping[str, object] | None) -> Body:
         if hasattr(value, "read"):
             return _of_open_file(cast("IO[Any]", value), parameters)
         return _of_json([value], parameters)
+
+
+def names_file(text: str) -> bool:
+    """Whether a text is the name of a file, or looks like one of a kind that can be sent."""
+    if os.path.exists(text):
+        return True
+    return text.lower().endswith(_SUFFIXES) and not any(map(str.isspace, text))
+
+
+def file_question(name: str) -> str:
+    """What to ask whoever sends such a text."""
+    return f"a str is sent as a text: did you mean the file, pathlib.Path({name!r})?"
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ import base64
 import contextlib
 import json
 import math
-import os
 import ssl
 import time
 import uuid
@@ -19,13 +18,13 @@ from urllib.parse import quote
 
 import httpx
 
-from service.client.bodies import Body, body_of
+from service.client.bodies import Body, body_of, file_question, names_file
 from service.client.errors import (
+    AnswerError,
     ConnectError,
     DeadlineExceededError,
     InferpoolError,
     InputError,
-    InvalidInputError,
     ProtocolError,
     UnavailableError,
     error_class,
@@ -390,6 +389,8 @@ def _error_of(reply: Reply, request_id: str) -> InferpoolError:
 
 
 def _hint(error: InferpoolError, value: object) -> None:
-    """Say what is likely to be meant by a text that is the name of a file."""
-    if isinstance(error, InvalidInputError) and isinstance(value, str) and os.path.exists(value):
-        error.add_note(f"a str is a text for the model; for the file: pathlib.Path({value!r})")
+    """Ask whether a text that looks like the name of a file was meant to be the file."""
+    if isinstance(error, AnswerError) and isinstance(value, str) and names_file(value):
+        question = file_question(value)
+        if question not in error.detail:
+            error.detail = f"{error.detail}; {question}"

@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -21,27 +23,51 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
-def tune(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+FIXED = {
+    f"INFERPOOL_MODELS__ECHO__{name}": value
+    for name, value in (
+        ("REPLICAS", "1"),
+        ("THREADS_PER_REPLICA", "1"),
+        ("MAX_BATCH_SIZE", "8"),
+        ("CREDIT", "2"),
+        ("PREPARE_THREADS", "1"),
+        ("BATCH_WAIT_MS", "0"),
+    )
+} | {"INFERPOOL_FRONT_ENDS": "1"}
+"""What the environment says is not varied, so that there is nothing to try."""
+
+
+def tune(
+    cwd: Path, *arguments: str, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*_COMMAND, *arguments],
         cwd=cwd,
-        env=environment(),
+        env={**environment(), **(env or {})},
         capture_output=True,
         text=True,
         timeout=_TIMEOUT_S,
     )
 
 
+def test_budget_that_is_too_short_to_try_anything_writes_nothing(tmp_path: Path):
+    arguments = ("--replicas", "1", "--connections", "4", "--secs", "0.2", "--budget", "1")
+    done = tune(tmp_path, "echo", *arguments)
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert "The budget did not suffice for: " in done.stdout
+    assert re.search(r"No settings are written: a budget of 1 s .* --budget \d+ suf", done.stdout)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.alone
 def test_settings_are_measured_told_and_written(tmp_path: Path):
     done = tune(
-        tmp_path, "echo", "--replicas", "1", "--connections", "4", "--secs", "0.2",
-        "--budget", "1", "--html", "report.html", "--json",
+        tmp_path, "echo", "--connections", "4", "--secs", "0.2",
+        "--budget", "1", "--html", "report.html", "--json", env=FIXED,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the settings as they are" in done.stderr
     assert "Written to inferpool.toml." in done.stderr
-    assert "The budget did not suffice" in done.stderr
     report = json.loads(done.stdout)
     (base,) = report["tried"]
     assert base["answers"] > 0
@@ -53,7 +79,7 @@ def test_settings_are_measured_told_and_written(tmp_path: Path):
     loaded = load({}, {}, tmp_path)
     assert loaded.settings.models["echo"].replicas == 1
     before = tmp_path.stat().st_mtime_ns
-    again = tune(tmp_path, "echo")
+    again = tune(tmp_path, "echo", env=FIXED)
     assert again.returncode == 2
     assert "--force replaces it" in again.stderr
     assert tmp_path.stat().st_mtime_ns == before

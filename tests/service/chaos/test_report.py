@@ -164,3 +164,9 @@ def test_spread_is_in_milliseconds():
     assert (found.median, found.worst) == (100.5, 200.0)
     assert 197 < found.p99 < 200
     assert spread([]) is None
+
+
+def test_report_says_when_it_was_to_end():
+    stream = io.StringIO()
+    report(plan="until there are at least 5 requests").write(stream)
+    assert "until there are at least 5 requests" in stream.getvalue()

@@ -1,5 +1,6 @@
 import io
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -166,10 +167,21 @@ def test_errors_are_typed_and_say_what_the_service_said(client):
         client.predict({"n": None}, model="fault", request_id="mine-3")
 
 
-def test_text_that_names_a_file_is_told_from_the_file(client):
-    with pytest.raises(InvalidInputError) as raised:
-        client.predict("README.md", model="fault")
-    assert "pathlib.Path('README.md')" in raised.value.__notes__[0]
+@pytest.mark.parametrize("name", ["README.md", "no_such_photo.JPG"])
+def test_text_that_names_a_file_is_asked_about(client, name: str):
+    question = re.escape(f"did you mean the file, pathlib.Path({name!r})?")
+    with (
+        pytest.warns(UserWarning, match=question),
+        pytest.raises(InvalidInputError, match=question),
+    ):
+        client.predict(name, model="fault")
+    with pytest.warns(UserWarning, match=question):
+        assert client.predict(name, model="echo").value == name
+
+
+def test_other_texts_are_sent_without_a_question(client):
+    for text in ("a photo.jpg of mine", "photo", "one.two", ""):
+        assert client.predict(text, model="echo").value == text
 
 
 def test_what_cannot_be_sent_is_an_error_before_anything_is_asked(client, tmp_path: Path):
