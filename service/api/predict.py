@@ -94,7 +94,10 @@ class Predict:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one ASGI call."""
         call = self.open(
-            scope["method"], route_path(scope), scope["query_string"], scope["headers"]
+            scope["method"],
+            route_path(scope),
+            scope["query_string"],
+            [(name, value.strip(b" \t")) for name, value in scope["headers"]],  # RFC 9112, 5.1
         )
         if self._cors is not None:
             sending = with_call_headers(call, send)

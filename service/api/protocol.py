@@ -23,6 +23,7 @@ from service.api.connections import Connections, EdgeLimits
 from service.api.errors import LargeHeadError, LongUrlError
 from service.api.exchange import Exchange
 from service.api.flow import UNREAD, Flow
+from service.api.framing import Framing
 from service.api.known_heads import KnownHead, KnownHeads
 from service.api.predict import Predict
 from service.api.replies import lines_of, refusal_of
@@ -80,6 +81,8 @@ class PredictProtocol(HttpToolsProtocol):
         self._is_mixed = False
         """The newest head has begun in the newest data, behind others."""
         self._asks_for_upgrade = False
+        self._framing: Framing | None = None
+        """Counts the newest message, if its body is chunked."""
         self._last_head: KnownHead | None = None
         self._new_head = b""
         """Of the first request in the newest data, if no other has begun since."""
@@ -204,12 +207,18 @@ class PredictProtocol(HttpToolsProtocol):
             return
         self._chunk_bytes = len(data)
         self._is_behind_others, self._is_mixed = self._is_in_body, False
+        framing = self._framing
         try:
             rest: bytes | memoryview = data
             while rest:
                 rest = self._feed(rest)
+            if framing is not None and framing is self._framing:
+                framing.take_read(len(data))
         except httptools.HttpParserError as error:
             self._on_parser_error(error)
+            return
+        except ServiceError as error:
+            self._on_garbage(error)
             return
         if self._active is not None:
             self._active.watch_body()
@@ -217,13 +226,36 @@ class PredictProtocol(HttpToolsProtocol):
             self._watch_head(1 if self._is_mixed else len(data))  # or more than that
 
     def on_message_begin(self) -> None:
-        """Begin a request; uvicorn's scope is made when it turns out to be needed."""
+        """Begin a request; uvicorn's scope is made when it turns out to be needed.
+
+        Raises:
+            EOFError: Nothing more is looked at, so the parser need not go on.
+        """
+        if self._is_deaf:
+            raise EOFError
         self._is_in_head = True
         self._head_bytes = 0
         self._is_mixed = self._is_behind_others
         self.url = b""
         self.expect_100_continue = False
         self.headers = []
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header, or drop a trailer: nothing here reads those.
+
+        Raises:
+            LargeHeadError: There are too many, or too long ones. It ends the parsing at once.
+        """
+        if not self._is_in_head:
+            if self._framing is not None:
+                self._framing.take_trailer(len(name) + len(value))
+            return
+        if len(self.headers) >= _MAX_HEADERS:
+            raise LargeHeadError(f"there are more than {_MAX_HEADERS} headers")
+        name, value = name.lower(), value.rstrip(b" \t")  # the parser strips its beginning
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         """Take the call, or hand it to uvicorn."""
@@ -233,10 +265,12 @@ class PredictProtocol(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
-        if self._is_deaf or len(self.pipeline) >= _MAX_PIPELINED:
+        if len(self.pipeline) >= _MAX_PIPELINED:
             self._stop_listening()
             return
-        refusal = self._refusal_of_head()
+        names = [name for name, _ in self.headers]
+        self._framing = Framing() if b"transfer-encoding" in names else None
+        refusal = self._refusal_of_head(names.count(b"host"))
         if refusal is not None:
             self._refuse(refusal)
             return
@@ -265,9 +299,16 @@ class PredictProtocol(HttpToolsProtocol):
             self.known_heads.remember(head, self.predict.again(call))
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the newest request's body."""
+        """Take a piece of the newest request's body.
+
+        Raises:
+            BadRequestError: It has too many chunks. It ends the parsing at once.
+            EOFError: Nothing more is looked at, so the parser need not go on.
+        """
         if self._is_deaf:
-            return
+            raise EOFError
+        if self._framing is not None:
+            self._framing.take_chunk(len(body))
         cycle: Exchange | RequestResponseCycle = self.cycle
         if not isinstance(cycle, Exchange):
             super().on_body(body)
@@ -279,6 +320,7 @@ class PredictProtocol(HttpToolsProtocol):
         if self._asks_for_upgrade or self._is_deaf:
             return
         self._is_in_body = False
+        self._framing = None
         cycle: Exchange | RequestResponseCycle = self.cycle
         if not isinstance(cycle, Exchange):
             super().on_message_complete()
@@ -372,11 +414,11 @@ class PredictProtocol(HttpToolsProtocol):
         self.parser = httptools.HttpRequestParser(self)
         self.parser.feed_data(b"".join([*lines, b"\r\n"]))
 
-    def _refusal_of_head(self) -> ServiceError | None:
+    def _refusal_of_head(self, num_hosts: int) -> ServiceError | None:
         if len(self.url) > _MAX_URL_BYTES:
             return LongUrlError(f"the URL has more than {_MAX_URL_BYTES} bytes")
-        if len(self.headers) > _MAX_HEADERS:
-            return LargeHeadError(f"there are more than {_MAX_HEADERS} headers")
+        if num_hosts != 1 and (num_hosts or self.parser.get_http_version() != "1.0"):
+            return BadRequestError(f"there must be one Host header, and there are {num_hosts}")
         if self._head_bytes or self._chunk_bytes > _MAX_HEAD_BYTES:  # or else it is short enough
             num_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
             if num_bytes > _MAX_HEAD_BYTES:
@@ -405,6 +447,9 @@ class PredictProtocol(HttpToolsProtocol):
         if self._is_deaf:
             return
         cause = error.__context__
+        if isinstance(cause, ServiceError):
+            self._on_garbage(cause)
+            return
         if cause is None or isinstance(cause, (httptools.HttpParserError, UnicodeDecodeError)):
             self._on_garbage(BadRequestError(f"this is no HTTP that can be read: {error}"))
             return
@@ -419,10 +464,21 @@ class PredictProtocol(HttpToolsProtocol):
             return
         self._is_deaf = True
         cycle: Exchange | RequestResponseCycle = self.cycle
-        if not isinstance(cycle, Exchange) or cycle.response_complete:
+        if isinstance(cycle, Exchange) and not cycle.response_complete:
+            cycle.fail(error)
+        elif isinstance(cycle, Exchange) or cycle.response_started:
             self.close()
         else:
-            cycle.fail(error)
+            self._take_back(cycle)
+            self._refuse(error)
+
+    def _take_back(self, cycle: RequestResponseCycle) -> None:
+        """Let uvicorn answer a call no more; something else is answered in its place."""
+        if self.pipeline and self.pipeline[0][0] is cycle:
+            self.pipeline.popleft()
+            return
+        cycle.disconnected = cycle.response_complete = True
+        cycle.message_event.set()
 
     def _refuse(self, error: ServiceError) -> None:
         """Answer a head that is not taken, when it is its turn, and listen to nothing after it."""

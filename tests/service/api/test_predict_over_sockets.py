@@ -324,7 +324,7 @@ def test_a_thousand_pipelined_refusals_are_all_answered() -> None:
     async def test(bench: Bench) -> None:
         async with bench.connect() as (reader, writer):
             one = POST + b"content-length: 1\r\n\r\nx"
-            none = b"POST /predict/none HTTP/1.1\r\ncontent-length: 0\r\n\r\n"
+            none = b"POST /predict/none HTTP/1.1\r\nhost: h\r\ncontent-length: 0\r\n\r\n"
             writer.write(one + none * 1000 + one)
             statuses = [(await read_answer(reader))[0] for _ in range(1002)]
             assert statuses == [200, *[404] * 1000, 200]
