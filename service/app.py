@@ -185,10 +185,10 @@ def _serve(
     url = url_of(listener, is_tls=tls is not None)
     guard = make_guard(settings)
     recorder = None if tracer is None else tracer.recorder
-    predict = make_predict(service.pools, settings, guard, recorder, service.metrics.model)
+    limits = edge_limits(settings, service.num_processes)
+    predict = make_predict(service.pools, settings, guard, recorder, service.metrics.model, limits)
     app = make_app(service, predict, guard)
     app.tracing = recorder
-    limits = edge_limits(settings, service.num_processes)
     exit_code = 0
 
     def on_stopping(reason: str) -> None:
@@ -205,7 +205,8 @@ def _serve(
     if num_fronts == 1:
         only = service.fronts
         assert isinstance(only, OnlyFront)
-        config = server_config(app, PredictProtocol.bound_to(predict, limits), settings, tls)
+        http = PredictProtocol.bound_to(predict, limits)
+        config = server_config(app, http, settings, tls)
         server = Server(
             config,
             shutdown_delay_s=settings.shutdown_delay_s,
@@ -215,6 +216,7 @@ def _serve(
             cut_off=service.cut_off,
         )
         only.connections = server.server_state.connections
+        only.use = http.others.use
     else:
         fronts = Fronts(
             num=num_fronts,

@@ -11,7 +11,9 @@ from uvicorn.config import HTTPProtocolType, LifespanType
 
 from service.api.auth import Guard
 from service.api.body import Limits
+from service.api.budgets import UnfinishedBodies
 from service.api.call import Call, ModelEntry, Tracing
+from service.api.connections import EdgeLimits
 from service.api.cors import Cors
 from service.api.predict import Predict
 from service.listening import BACKLOG, StartError
@@ -102,6 +104,7 @@ def make_predict(
     guard: Guard,
     tracer: Tracing | None,
     metrics: Callable[[str], ModelMetrics],
+    edge: EdgeLimits | None = None,
 ) -> Predict:
     """The endpoint.
 
@@ -111,7 +114,9 @@ def make_predict(
         guard: Who may call it.
         tracer: Who traces its calls.
         metrics: Finds what counts the calls of a model.
+        edge: What connections may cost.
     """
+    max_unfinished_bytes = (edge or EdgeLimits()).max_unfinished_bytes
     return Predict(
         models,
         default=settings.default_model,
@@ -123,6 +128,8 @@ def make_predict(
             default_timeout_s=settings.default_timeout_s,
             max_timeout_s=settings.max_timeout_s,
         ),
+        # A front's share may be less than a single body.
+        unfinished=UnfinishedBodies(max(max_unfinished_bytes, settings.max_body_bytes)),
         guard=guard,
         cors=make_cors(settings),
         tracing=tracer,

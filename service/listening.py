@@ -95,4 +95,6 @@ def edge_limits(settings: Settings, num_processes: int) -> EdgeLimits:
         max_connections=fitting if wanted == "auto" else min(wanted, fitting),
         head_timeout_s=settings.head_timeout_s,
         write_timeout_s=settings.write_timeout_s,
+        max_unfinished_bytes=settings.max_unfinished_bytes,
+        max_unread_bytes=settings.max_unread_bytes,
     )

@@ -7,7 +7,7 @@ import msgspec
 
 from models.spec import TensorSpec
 from service.api.errors import SlowBodyError
-from service.request import Payload
+from service.request import Buffer, Payload
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +25,20 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 MIN_PROGRESS_BYTES = 4096
 """What keeps a slow body alive for another `body_gap_s`; a modem of 1990 was faster."""
+
+
+_MIN_PIECE_BYTES = 4096
+"""Shorter pieces are put together: an object of its own takes each some 50 bytes besides."""
+
+
+def add_piece(pieces: list[Buffer], piece: Buffer) -> None:
+    """Add what has come of a body to its earlier pieces, so that it takes little more memory."""
+    if len(piece) >= _MIN_PIECE_BYTES or not pieces:
+        pieces.append(piece)
+    elif isinstance(pieces[-1], bytearray):
+        pieces[-1] += piece
+    else:
+        pieces.append(bytearray(piece))
 
 
 class BodyPace:

@@ -7,6 +7,8 @@ from typing import Protocol
 
 import msgspec
 
+from service.api.budgets import EdgeUse, UnfinishedBodies, UnreadAnswers
+
 _MIN_IDLE_S = 1.0
 """A connection that has been idle for less may be about to send its request."""
 _SEARCH_EVERY_S = 0.1
@@ -21,6 +23,19 @@ class EdgeLimits(msgspec.Struct, frozen=True, kw_only=True):
     """How long request line and headers may take to arrive."""
     write_timeout_s: float = 30.0
     """A client that takes nothing of its answer for so long is cut off."""
+    max_unfinished_bytes: int = 128 * 2**20
+    """What may be kept of bodies that are on their way, over all connections."""
+    max_unread_bytes: int = 256 * 2**20
+    """What may be kept of answers that are not read yet, over all connections."""
+
+    def share(self, num: int) -> "EdgeLimits":
+        """The limits of each of several processes that together keep to these."""
+        return msgspec.structs.replace(
+            self,
+            max_connections=-(-self.max_connections // num),
+            max_unfinished_bytes=self.max_unfinished_bytes // num,
+            max_unread_bytes=self.max_unread_bytes // num,
+        )
 
 
 class Connection(Protocol):
@@ -41,8 +56,10 @@ class Connection(Protocol):
 class Connections:
     """Bounds their number: the longest idle one goes first, then the newcomer is turned away."""
 
-    def __init__(self, limits: EdgeLimits) -> None:
+    def __init__(self, limits: EdgeLimits, unfinished: UnfinishedBodies) -> None:
         self.limits = limits
+        self.unfinished = unfinished
+        self.unread = UnreadAnswers(limits.max_unread_bytes)
         self._oldest: deque[Connection] = deque()
         """Those that were idle at the last search, the longest one first."""
         self._searched_at = float("-inf")
@@ -52,6 +69,18 @@ class Connections:
         if len(everyone) <= self.limits.max_connections:
             return True
         return self._shed_an_idle_one(everyone)
+
+    def use(self) -> EdgeUse:
+        """What all connections hold now."""
+        unfinished, unread = self.unfinished, self.unread
+        return EdgeUse(
+            unfinished.num_bytes,
+            unfinished.max_bytes,
+            unfinished.num_refused,
+            unread.num_bytes,
+            unread.max_bytes,
+            unread.num_cut,
+        )
 
     def _shed_an_idle_one(self, everyone: Collection[Connection]) -> bool:
         now = asyncio.get_running_loop().time()

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from service.api.body import BodyPace
+from service.api.body import BodyPace, add_piece
 from service.api.call import Call
 from service.api.predict import Predict
 from service.api.replies import CLOSE_LINE, refusal_of, reply_to
-from service.errors import ServiceError, TooLargeError, UnavailableError
+from service.errors import OverloadedError, ServiceError, TooLargeError, UnavailableError
 from service.request import Buffer
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ class Exchange(msgspec.Struct, eq=False):
     _refusal: ServiceError | None = None
     _chunks: list[Buffer] = []
     _num_bytes: int = 0
+    _num_counted: int = 0
+    """Bytes of these that `UnfinishedBodies` counts."""
     _is_started: bool = False
     _timer: TimerHandle | None = None
     _pace: BodyPace | None = None
@@ -86,7 +88,9 @@ class Exchange(msgspec.Struct, eq=False):
 
     def feed(self, chunk: Buffer) -> None:
         """Take a piece of the body."""
-        self._chunks.append(chunk)
+        if self._refusal is not None:
+            return
+        add_piece(self._chunks, chunk)
         self._num_bytes += len(chunk)
         if self._is_started:
             try:
@@ -104,18 +108,42 @@ class Exchange(msgspec.Struct, eq=False):
             self._submit(self._chunks or (b"",))
 
     def watch_body(self) -> None:
-        """Begin to time a body that did not come with its head, unless that is being done."""
+        """Count and time a body that did not come with its head."""
         if self.is_complete or self.response_complete or not self._is_started:
             return
-        if self._timer is not None:
+        self.count()
+        if self._timer is not None or self.response_complete:
             return
         self._pace = BodyPace(self.call.deadline, self.call.started, self._predict.limits)
         self._timer = self._protocol.loop.call_at(self._pace.next_check, self._check_pace)
+
+    def count(self) -> None:
+        """Count what has come of a body that waits: for the rest of it, or for its turn."""
+        num_more = self._num_bytes - self._num_counted
+        if num_more and self._refusal is None:
+            try:
+                self._predict.unfinished.take(num_more)
+            except OverloadedError as error:
+                if not self.is_complete:
+                    self.fail(error)
+                    return
+                self._refusal = error  # told when it is its turn
+                self.let_go()
+            else:
+                self._num_counted = self._num_bytes
+
+    def let_go(self) -> None:
+        """Drop the body."""
+        self._chunks = []
+        if self._num_counted:
+            self._predict.unfinished.give_back(self._num_counted)
+            self._num_counted = 0
 
     def fail(self, error: ServiceError) -> None:
         """What arrives is no body: refuse the call, when it is its turn."""
         self.keep_alive = False
         self._refusal = error
+        self.let_go()
         if self._is_started and not self.response_complete:
             self._refuse(error)
 
@@ -129,6 +157,7 @@ class Exchange(msgspec.Struct, eq=False):
         """The client is gone."""
         if self._timer is not None:
             self._timer.cancel()
+        self.let_go()
         if not self.response_complete:
             self.response_complete = True
             self._predict.abandon(self.call)
@@ -153,7 +182,7 @@ class Exchange(msgspec.Struct, eq=False):
         except Exception as error:
             self._refuse(error)
             return
-        self._chunks = []
+        self.let_go()
         future.add_done_callback(self._on_done)
 
     def _on_done(self, future: Future[Any]) -> None:
@@ -171,7 +200,7 @@ class Exchange(msgspec.Struct, eq=False):
             self._timer.cancel()
             self._timer = None
         self._predict.abandon(self.call)
-        self._chunks = []
+        self.let_go()
         self._write(*refusal_of(self.call, error))
 
     def _write(self, status: int, lines: bytes, body: bytes) -> None:
@@ -189,6 +218,6 @@ class Exchange(msgspec.Struct, eq=False):
         if len(body) <= _COPIED_BODY_BYTES:
             protocol.transport.write(head + body)
         else:
-            protocol.transport.writelines((head, body))
+            protocol.send(head, body)
         self._predict.close(self.call, status)
         protocol.on_exchange_complete(self)

@@ -13,7 +13,8 @@ from typing import Any
 
 from service.api.answers import choose_format
 from service.api.auth import Guard
-from service.api.body import BodyPace, Decoded, Head, Limits
+from service.api.body import BodyPace, Decoded, Head, Limits, add_piece
+from service.api.budgets import UnfinishedBodies
 from service.api.call import (
     Call,
     ModelEntry,
@@ -26,6 +27,7 @@ from service.api.call import (
 )
 from service.api.call_headers import with_call_headers
 from service.api.codecs import decode
+from service.api.connections import EdgeLimits
 from service.api.cors import Cors
 from service.api.errors import (
     MethodNotAllowedError,
@@ -63,6 +65,7 @@ class Predict:
         *,
         default: str | None = None,
         limits: Limits | None = None,
+        unfinished: UnfinishedBodies | None = None,
         guard: Guard | None = None,
         cors: Cors | None = None,
         tracing: Tracing | None = None,
@@ -75,6 +78,7 @@ class Predict:
             models: By the name in the path; looked up anew for each call.
             default: The one that `/predict` without a name means; None where there is none.
             limits: How much a call may ask for.
+            unfinished: Counts the bodies that have begun to come.
             guard: Who may call; costs nothing where no key is needed.
             cors: Which pages may call; None: none, but for those of this host.
             tracing: Who traces calls; costs nothing while it is None.
@@ -84,6 +88,7 @@ class Predict:
         self.models = models
         self.default = default
         self.limits = limits or Limits()
+        self.unfinished = unfinished or UnfinishedBodies(EdgeLimits().max_unfinished_bytes)
         self._guard = guard if guard and guard.restricts_predict else None
         self._cors = cors
         self._tracing = tracing
@@ -251,7 +256,7 @@ class Predict:
             call.earlier.form = WholeBody(kind, decoded.parameters, entry.inputs)
         return decoded
 
-    async def _read(self, call: Call, receive: Receive) -> Sequence[bytes]:
+    async def _read(self, call: Call, receive: Receive) -> Sequence[Buffer]:
         """Read the body, in pieces as they come."""
         message = await receive()
         if message["type"] == "http.disconnect":
@@ -274,21 +279,26 @@ class Predict:
         receive: Receive,
         pace: BodyPace,
         timer: asyncio.Timeout,
-    ) -> Sequence[bytes]:
-        chunks = [chunk]
-        num_bytes = len(chunk)
-        while num_bytes <= self.limits.max_body_bytes:
-            if not message.get("more_body", False):
-                return chunks
-            if pace.has_moved_on(num_bytes):
-                timer.reschedule(pace.next_check)
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise CancelledByClientError("the client hung up before its body was complete")
-            chunk = message.get("body", b"")
-            num_bytes += len(chunk)
-            chunks.append(chunk)
-        raise self.too_large()
+    ) -> Sequence[Buffer]:
+        chunks: list[Buffer] = [chunk]
+        num_bytes, num_counted = len(chunk), 0
+        try:
+            while num_bytes <= self.limits.max_body_bytes:
+                if not message.get("more_body", False):
+                    return chunks
+                self.unfinished.take(num_bytes - num_counted)
+                num_counted = num_bytes
+                if pace.has_moved_on(num_bytes):
+                    timer.reschedule(pace.next_check)
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise CancelledByClientError("the client hung up before its body was complete")
+                chunk = message.get("body", b"")
+                num_bytes += len(chunk)
+                add_piece(chunks, chunk)
+            raise self.too_large()
+        finally:
+            self.unfinished.give_back(num_counted)
 
     async def _wait(self, call: Call, future: "asyncio.Future[Any]", receive: Receive) -> None:
         waiting = Waiting(future, receive)

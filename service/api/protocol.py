@@ -41,6 +41,10 @@ _MAX_PIPELINED = 1024
 """Calls of one connection that wait for their turn; one read may bring thousands."""
 _MIN_WRITTEN_BYTES = 4096
 """What a slow reader must take in each `write_timeout_s`, or else all that is left."""
+_HIGH_WATER_BYTES = 64 * 1024
+_PIECE_BYTES = 256 * 1024
+"""Large answers are written in such pieces: uvloop's TLS takes whatever is written to it first, and
+does not tell that the client has not read it."""
 _LINGER_S = 2.0
 """How long a client that is still sending may take to read that it was refused.
 
@@ -66,6 +70,12 @@ class PredictProtocol(HttpToolsProtocol):
         self._write_timer: asyncio.TimerHandle | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
         self._num_unwritten = 0
+        self._answer: bytes | None = None
+        """The body of a large answer, until the client has read it."""
+        self._num_sent = 0
+        """Bytes of that that were written."""
+        self._unended: Exchange | None = None
+        """The call with that answer."""
         self._is_held = False
         """The client does not read its answers: the next call waits until it does."""
         self._is_deaf = False
@@ -92,14 +102,20 @@ class PredictProtocol(HttpToolsProtocol):
         cls, predict: Predict, limits: EdgeLimits | None = None
     ) -> type["PredictProtocol"]:
         """The class for one endpoint, as `uvicorn.Config(http=...)` takes it."""
-        others = Connections(limits or EdgeLimits())
+        others = Connections(limits or EdgeLimits(), predict.unfinished)
         bound = {"predict": predict, "others": others, "known_heads": KnownHeads()}
         return type(cls.__name__, (cls,), bound)
 
     @property
     def is_idle(self) -> bool:
         """No call of it is being answered."""
-        return self.cycle is None or self.cycle.response_complete
+        return (self.cycle is None or self.cycle.response_complete) and self._answer is None
+
+    @property
+    def num_unread_bytes(self) -> int:
+        """Bytes of its answers that the kernel has not taken yet."""
+        num_bytes = self.transport.get_write_buffer_size()
+        return num_bytes if self._answer is None else num_bytes + len(self._answer) - self._num_sent
 
     def default_head(self) -> bytes:
         """The header lines that every answer begins with; uvicorn renews them each second."""
@@ -115,12 +131,15 @@ class PredictProtocol(HttpToolsProtocol):
     def on_exchange_complete(self, exchange: Exchange) -> None:
         """An answer is written: close, go on with what is pipelined, or wait for the next call."""
         self._active = None
+        if self._answer is not None:  # all but what the client has not read; see `resume_writing`
+            self._unended = exchange
+            self._hold()
+            return
         if not exchange.keep_alive:
             self._leave(is_more_to_come=self._is_deaf or not exchange.is_complete)
             return
         if self.flow.write_paused:  # it does not read its answers: take no more calls till it does
-            self._is_held = True
-            self.flow.pause_reading()
+            self._hold()
             return
         if self.pipeline:  # soon and not now: a thousand refusals in a row must not be nested
             self.loop.call_soon(self.on_response_complete)
@@ -147,6 +166,9 @@ class PredictProtocol(HttpToolsProtocol):
         """A client is here; it has as long to begin a request as between two."""
         super().connection_made(transport)
         self.flow = Flow(transport, self.pipeline)
+        transport.set_write_buffer_limits(
+            _HIGH_WATER_BYTES, 0
+        )  # an answer is kept to its last byte
         self._be_idle()
         everyone: Any = self.connections  # which are all of this class
         if not self.others.have_room(everyone):
@@ -156,13 +178,32 @@ class PredictProtocol(HttpToolsProtocol):
         """The server is going: who has sent half a request is told so, the rest is answered."""
         if self._active is not None:
             self._active.give_up_body()
-        super().shutdown()
+        if self._unended is not None:
+            self.close()
+        else:
+            super().shutdown()
 
     def close(self) -> None:
         """Close the connection, and do not wait for ever for the client to read the rest."""
+        if self._unended is not None:
+            self._unended.keep_alive = False
+            return
         self.transport.close()
         if self.transport.get_write_buffer_size():
             self._watch_writing()
+
+    def send(self, head: bytes, body: bytes) -> None:
+        """Write a large answer as far as the client takes it; the rest follows as it reads."""
+        self.transport.write(head)
+        self._answer, self._num_sent = body, 0
+        self._send_on()
+        if self._answer is not None:
+            self._count_unread()
+
+    def cut_off(self) -> None:
+        """Close the connection at once, and forget what the client has not read."""
+        self._answer = None
+        self.transport.abort()
 
     def shed(self) -> None:
         """Close the connection at once: its place is needed."""
@@ -180,16 +221,28 @@ class PredictProtocol(HttpToolsProtocol):
         if self._active is not None:
             self._active.abandon()
             self._active = None
+        self._clear_line()
+        self._answer = self._unended = None
+        self.others.unread.give_back(self)
 
     def pause_writing(self) -> None:
         """The client does not read as fast as it is answered."""
         super().pause_writing()
         self._watch_writing()
+        self._count_unread()
 
     def resume_writing(self) -> None:
         """The client has read what was written."""
         super().resume_writing()
-        if self._is_held:
+        self._send_on()
+        if self.flow.write_paused:
+            return
+        self.others.unread.give_back(self)
+        if self._unended is not None:
+            exchange, self._unended = self._unended, None
+            self._is_held = False
+            self.on_exchange_complete(exchange)
+        elif self._is_held:
             self._is_held = False
             self.on_response_complete()
 
@@ -222,6 +275,9 @@ class PredictProtocol(HttpToolsProtocol):
             return
         if self._active is not None:
             self._active.watch_body()
+        if self.pipeline:
+            for waiting in self._in_line():
+                waiting.count()
         if self._is_in_head and not self._is_deaf:
             self._watch_head(1 if self._is_mixed else len(data))  # or more than that
 
@@ -359,6 +415,8 @@ class PredictProtocol(HttpToolsProtocol):
         exchange: Exchange = self.cycle  # type: ignore[assignment]  # see `_take_turn`
         if not exchange.response_complete:
             exchange.feed(piece)
+            if self._num_missing:
+                exchange.count()
         if self._num_missing:
             return
         self._is_in_body = False
@@ -512,23 +570,55 @@ class PredictProtocol(HttpToolsProtocol):
             self.close()
         elif self._linger_timer is None and not self.transport.is_closing():
             self._is_deaf = True
-            self.pipeline.clear()
+            self._clear_line()
             self.flow.resume_reading()
             with contextlib.suppress(OSError):  # of asyncio's loop, if it hung up this moment
                 self.transport.write_eof()
             self._linger_timer = self.loop.call_later(_LINGER_S, self.close)
 
+    def _clear_line(self) -> None:
+        """Forget the calls that wait for their turn."""
+        for waiting in self._in_line():
+            waiting.let_go()
+        self.pipeline.clear()
+
+    def _in_line(self) -> list[Exchange]:
+        """Calls to `/predict` that wait for their turn."""
+        cycles: list[Any] = [cycle for cycle, _ in self.pipeline]  # uvicorn's, and ours
+        return [each for each in cycles if isinstance(each, Exchange)]
+
+    def _hold(self) -> None:
+        """Take no more calls until the client has read its answers."""
+        self._is_held = True
+        if not self.transport.is_closing():
+            self.flow.pause_reading()
+
+    def _send_on(self) -> None:
+        """Write as much of a large answer as the client takes now."""
+        while self._answer is not None and not self.flow.write_paused:
+            piece = memoryview(self._answer)[self._num_sent : self._num_sent + _PIECE_BYTES]
+            if not piece:
+                self._answer = None
+                return
+            self._num_sent += len(piece)
+            self.transport.write(piece)
+
+    def _count_unread(self) -> None:
+        """Count what our answers take while the client does not read them."""
+        size = self.transport.get_write_buffer_size() if self._answer is None else len(self._answer)
+        self.others.unread.take(self, size)
+
     def _watch_writing(self) -> None:
         """Begin to time a client that does not read, unless that is being done."""
         if self._write_timer is None:
-            self._num_unwritten = self.transport.get_write_buffer_size()
+            self._num_unwritten = self.num_unread_bytes
             self._write_timer = self.loop.call_later(
                 self.others.limits.write_timeout_s, self._check_writing
             )
 
     def _check_writing(self) -> None:
         self._write_timer = None
-        num_left = self.transport.get_write_buffer_size()
+        num_left = self.num_unread_bytes
         if num_left and num_left > self._num_unwritten - _MIN_WRITTEN_BYTES:
             self.transport.abort()
         elif num_left:

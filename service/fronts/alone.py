@@ -2,8 +2,9 @@
 
 import asyncio
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
+from service.api.budgets import EdgeUse, readings_of
 from service.api.health import FrontHealth
 from service.metrics import Reading
 
@@ -19,6 +20,8 @@ class OnlyFront:
     def __init__(self) -> None:
         self.connections: Collection[object] = ()
         """Those that are open; set once there is a server."""
+        self.use: Callable[[], EdgeUse] = EdgeUse
+        """What they hold; set with them."""
         self.up = asyncio.Event()
         """Set once there is."""
 
@@ -48,3 +51,4 @@ class OnlyFront:
         yield Reading(name="front_connections", value=num, labels=("0",))
         yield Reading(name="front_restarts", value=0, labels=("0",))
         yield Reading(name="connections", value=num)
+        yield from readings_of([self.use()])

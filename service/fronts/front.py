@@ -96,9 +96,11 @@ class Front:
             make_guard(settings),
             None if self._tracer is None else self._tracer.recorder,
             self._metrics.__getitem__,
+            job.limits,
         )
         self._relay = Relay(predict, job.relay_path)
         http = PredictProtocol.bound_to(predict, job.limits)
+        self._edge = http.others
         self._tls: ssl.SSLContext | None = None
         if settings.tls_certificate is not None:
             self._tls = server_context(settings.tls_certificate, settings.tls_key)
@@ -142,7 +144,15 @@ class Front:
         num_open = len(self._server.server_state.connections)
         traced = (0, 0) if self._tracer is None else self._tracer.take_counts()
         counts = Counts(
-            command.id, calls, durations, exemplars, num_full, self._num_taken, num_open, traced
+            command.id,
+            calls,
+            durations,
+            exemplars,
+            num_full,
+            self._num_taken,
+            num_open,
+            self._edge.use(),
+            traced,
         )
         self._uplink.link.send(counts)
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from service.api.budgets import readings_of
 from service.api.call import ModelEntry
 from service.api.connections import EdgeLimits
 from service.api.health import FrontHealth
@@ -89,11 +90,7 @@ class Fronts:
             on_lost: Told that no front can ever be started; the log has said why.
         """
         self._settings = settings
-        self._limits = EdgeLimits(
-            max_connections=-(-limits.max_connections // num),
-            head_timeout_s=limits.head_timeout_s,
-            write_timeout_s=limits.write_timeout_s,
-        )
+        self._limits = limits.share(num)
         self._family = listener.family
         self.relay_path = relay_path
         self._memory = arena.memory.writable
@@ -185,6 +182,7 @@ class Fronts:
             yield Reading(name="front_connections", value=num_open, labels=labels)
             yield Reading(name="front_restarts", value=slot.num_restarts, labels=labels)
         yield Reading(name="connections", value=total)
+        yield from readings_of([slot.life.edge for slot in self._slots if slot.life])
 
     def _open(self) -> list[Life]:
         """Those that take connections."""

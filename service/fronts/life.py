@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
+from service.api.budgets import EdgeUse
 from service.api.call import ModelEntry
 from service.fronts import entry
 from service.fronts.desk import Desk
@@ -48,6 +49,8 @@ class Life:
         """
         self.num_open = 0
         """Connections that it had when it last said so, and has been given since."""
+        self.edge = EdgeUse()
+        """What those held when it last said so."""
         self._num_given = 0
         self._loop = asyncio.get_running_loop()
         self._on_counts = on_counts
@@ -119,6 +122,7 @@ class Life:
 
     def _take_counts(self, counts: Counts) -> None:
         self.num_open = counts.num_open + self._num_given - counts.num_taken
+        self.edge = counts.edge
         self._on_counts(counts)
 
     def _on_end(self, reason: str) -> None:

@@ -4,6 +4,7 @@ import msgspec
 
 from models.spec import TensorHeader, TensorSpec
 from service import errors
+from service.api.budgets import EdgeUse
 from service.errors import ServiceError
 from service.exemplars import Exemplar
 from service.steps import Steps
@@ -54,6 +55,7 @@ class Counts(msgspec.Struct, frozen=True, array_like=True, tag="counts"):
     """Connections that it was ever given and has taken."""
     num_open: int
     """Of those, the ones that are open."""
+    edge: EdgeUse
     traced: tuple[int, int]
     """Traced calls that were exported and dropped."""
 

@@ -1,6 +1,7 @@
 """Clients that cost a server more than themselves: slow ones, and too many. Real sockets."""
 
 import contextlib
+import io
 import os
 import signal
 import socket
@@ -10,12 +11,15 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import httpx
+import numpy
 import psutil
+import pytest
 
-from tests.e2e.running import Running, running
+from tests.e2e.running import Running, running, until
 
 HEAD = b"POST /predict HTTP/1.1\r\nhost: h\r\n"
 BYTES = {"content-type": "application/octet-stream"}
+MIB = 1 << 20
 HEAD_TIMEOUT_S = 60
 LIMITED = ("sh", "-c", 'ulimit -n 128; exec "$0" -m service "$@"', sys.executable)
 
@@ -83,6 +87,41 @@ def test_two_hundred_slow_clients_delay_nobody_and_are_closed():
             if among_slow[50] < 5 * alone[50] + 0.01:
                 break
             assert tries_left, (alone[50], among_slow[50])  # others took the cores meanwhile
+
+
+def metric(url: str, name: str) -> float:
+    """The value of a metric without labels."""
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith(f"inferpool_{name} "))
+
+
+@pytest.mark.parametrize("front_ends", ["1", "2"])
+def test_what_all_clients_make_the_service_keep_is_bounded(front_ends: str) -> None:
+    env = {
+        "INFERPOOL_MAX_BODY_BYTES": str(4 * MIB),
+        "INFERPOOL_MAX_UNFINISHED_BYTES": str(16 * MIB),
+        "INFERPOOL_MAX_UNREAD_BYTES": str(20 * MIB),
+    }
+    npy = io.BytesIO()
+    numpy.save(npy, numpy.zeros((1, 4 * MIB - 1000), dtype=numpy.uint8))
+    accept = b"accept: application/octet-stream\r\ncontent-type: application/x-npy\r\n"
+    length = b"content-length: %d\r\n\r\n" % len(npy.getvalue())
+    half = HEAD + length + bytes(3 * MIB)
+    whole = HEAD + accept + length + npy.getvalue()
+    flags = ("--replicas", "1", "--front-ends", front_ends)
+    with running("echo", *flags, env=env) as service, httpx.Client(base_url=service.url) as client:
+        assert metric(service.url, "max_unfinished_bytes") == 16 * MIB
+        assert metric(service.url, "max_unread_bytes") == 20 * MIB
+        with connections(service, 12, half):
+            until(lambda: metric(service.url, "bodies_refused_total") >= 6)
+            assert 3 * MIB <= metric(service.url, "unfinished_bytes") <= 16 * MIB
+            ask(client)
+        until(lambda: not metric(service.url, "unfinished_bytes"))
+        with connections(service, 24, whole):
+            until(lambda: metric(service.url, "readers_cut_total"))
+            assert metric(service.url, "unread_bytes") <= 20 * MIB
+            ask(client)
+        until(lambda: not metric(service.url, "unread_bytes"))
 
 
 def test_more_connections_than_descriptors_neither_spin_nor_stop_the_service():

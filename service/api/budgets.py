@@ -1,0 +1,149 @@
+"""How many bytes all connections of a process may hold together. Event loop.
+
+Limits of each connection are none for a thousand of them: a client that sends half of a large body,
+or reads none of a large answer, makes this process keep it.
+"""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import msgspec
+
+from service.errors import OverloadedError
+from service.metrics import Reading
+
+_RETRY_AFTER_S = 1
+_MIN_AGE_S = 1.0
+"""A client that has had its answer for less has had no time to show how fast it reads."""
+_KEPT = 7 / 8
+"""Share of the limit to go down to: to look through ten thousand readers takes milliseconds."""
+
+
+class EdgeUse(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What the connections of one process hold now, and what that has cost."""
+
+    unfinished_bytes: int = 0
+    max_unfinished_bytes: int = 0
+    num_refused: int = 0
+    """Bodies for which there was no room, since the process began."""
+    unread_bytes: int = 0
+    max_unread_bytes: int = 0
+    num_cut: int = 0
+    """Connections that were closed to make room, since the process began."""
+
+
+def readings_of(uses: Sequence[EdgeUse]) -> Iterator[Reading]:
+    """What `/metrics` shows of them together."""
+    for name, attribute in (
+        ("unfinished_bytes", "unfinished_bytes"),
+        ("max_unfinished_bytes", "max_unfinished_bytes"),
+        ("unread_bytes", "unread_bytes"),
+        ("max_unread_bytes", "max_unread_bytes"),
+        ("bodies_refused", "num_refused"),
+        ("readers_cut", "num_cut"),
+    ):
+        yield Reading(name=name, value=sum(getattr(use, attribute) for use in uses))
+
+
+class UnfinishedBodies:
+    """The bytes of bodies that have begun to come, until they are whole and handed on."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """Allow so many bytes."""
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self.num_refused = 0
+        """Bodies for which there was no room."""
+
+    def take(self, num_bytes: int) -> None:
+        """Count some more.
+
+        Raises:
+            OverloadedError: There is no room for them; none of them is counted.
+        """
+        if self.num_bytes + num_bytes > self.max_bytes:
+            self.num_refused += 1
+            raise OverloadedError(
+                f"bodies that are on their way take {self.num_bytes} bytes, and no more than "
+                f"{self.max_bytes} are kept (max_unfinished_bytes)",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        self.num_bytes += num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        """Count no longer what was taken."""
+        self.num_bytes -= num_bytes
+
+
+class SlowReader(Protocol):
+    """A connection whose client has not read its answer yet."""
+
+    @property
+    def num_unread_bytes(self) -> int:
+        """Bytes that the kernel has not taken yet."""
+
+    def cut_off(self) -> None:
+        """Close it at once, and forget what it has not read."""
+
+
+class _Unread:
+    """What one connection holds."""
+
+    __slots__ = ("num_at_first", "num_bytes", "since")
+
+    def __init__(self, since: float, num_unread_bytes: int) -> None:
+        self.since = since
+        self.num_at_first = num_unread_bytes
+        self.num_bytes = 0
+
+
+class UnreadAnswers:
+    """The bytes of answers that wait to be read: the slowest readers go when they are too many.
+
+    A large answer takes its memory until the last of it is read, and so it counts as a whole.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        """Allow so many bytes, and in any case one answer."""
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self.num_cut = 0
+        """Connections that were closed to make room."""
+        self._readers: dict[SlowReader, _Unread] = {}
+
+    def take(self, reader: SlowReader, num_bytes: int) -> None:
+        """Count what a reader's answers take now, and make room if that is too much."""
+        unread = self._readers.get(reader)
+        if unread is None:
+            now = asyncio.get_running_loop().time()
+            unread = self._readers[reader] = _Unread(now, reader.num_unread_bytes)
+        elif num_bytes > unread.num_bytes:
+            unread.num_at_first += num_bytes - unread.num_bytes
+        self.num_bytes += num_bytes - unread.num_bytes
+        unread.num_bytes = num_bytes
+        if self.num_bytes > self.max_bytes:
+            self._cut_slowest()
+
+    def give_back(self, reader: SlowReader) -> None:
+        """Count a reader no longer: it has read everything, or is gone."""
+        unread = self._readers.pop(reader, None)
+        if unread is not None:
+            self.num_bytes -= unread.num_bytes
+
+    def _cut_slowest(self) -> None:
+        """Cut off readers, the slowest first, until there is room for some time to come."""
+        now = asyncio.get_running_loop().time()
+
+        def rank(reader: SlowReader) -> tuple[bool, float, float]:
+            unread = self._readers[reader]
+            age_s = now - unread.since
+            num_read = unread.num_at_first - reader.num_unread_bytes
+            return age_s < _MIN_AGE_S, num_read / max(age_s, _MIN_AGE_S), unread.since
+
+        for slowest in sorted(self._readers, key=rank):
+            if len(self._readers) == 1 or self.num_bytes <= self.max_bytes * _KEPT:
+                return
+            self.give_back(slowest)
+            self.num_cut += 1
+            slowest.cut_off()
