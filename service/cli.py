@@ -187,9 +187,7 @@ def _cure(error: OSError) -> str:
         errno.EAGAIN: "; raise the limit of processes (ulimit -u, or the container's pids limit)",
         errno.EMFILE: "; raise the limit of descriptors (ulimit -n)",
     }
-    is_about_files = error.errno not in cures and error.errno != errno.ENOMEM
-    folder = "; set TMPDIR to a folder of a short name with some room, which can be written to"
-    return folder if is_about_files else cures.get(error.errno or 0, "")
+    return cures.get(error.errno or 0, "")
 
 
 def _config(args: Namespace) -> int:

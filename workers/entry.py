@@ -4,6 +4,7 @@ from mmap import mmap
 from typing import TYPE_CHECKING
 
 from workers.config import WorkerConfig
+from workers.guard import die_with_front_end
 from workers.stacks import record
 from workers.wiring import RankEnds
 
@@ -22,7 +23,8 @@ def run(
     stacks: int,
 ) -> None:
     """Run one incarnation of a worker, or its lead; see `workers.process.main`."""
-    record(stacks)  # first: importing torch may take its time too
+    die_with_front_end()
+    record(stacks)  # early: importing torch may take its time too
     from workers import process
 
     process.main(config, inbox, outbox, arena, row, region, ends)
@@ -32,6 +34,7 @@ def follow(
     config: WorkerConfig, outbox: "WorkerQueue", row: mmap, ends: RankEnds, stacks: int
 ) -> None:
     """Run a rank that follows the lead of its group; see `workers.follower.main`."""
+    die_with_front_end()
     record(stacks)
     from workers import follower
 

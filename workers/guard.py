@@ -2,15 +2,19 @@
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import signal
 import sys
 import threading
 from multiprocessing import connection, parent_process
 from pathlib import Path
+from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
 """linux/prctl.h"""
+_F_SETSIG = 10
+"""asm-generic/fcntl.h"""
 _OOM_SCORE_ADJ = 500
 """As if it held half of all memory more than it does."""
 _MAX_OOM_SCORE_ADJ = 1000
@@ -31,21 +35,32 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def die_with_front_end() -> None:
-    """End this process when the process that asked for it ends, whoever forked it.
+    """End this process, and what it will have forked, when the front end ends or lets go of it.
 
-    The kernel's signal follows the forking process, which is the forkserver; this thread watches
-    the front end itself, and serves where there is no such signal.
+    It becomes the leader of a process group. On Linux the kernel kills that group as the front
+    end's end of the lifeline closes, even if this process holds the GIL, is stopped or ignores
+    signals. Elsewhere a thread ends this process alone.
     """
     front_end = parent_process()
     assert front_end is not None, "only a child of the front end has a front end"
-    sentinel = front_end.sentinel
-
-    def watch() -> None:
-        with contextlib.suppress(OSError):
-            connection.wait([sentinel])
+    os.setpgid(0, 0)
+    lifeline = front_end.sentinel
+    if sys.platform != "linux":
+        threading.Thread(
+            target=_leave_with, args=(lifeline,), name="front-end-watch", daemon=True
+        ).start()
+        return
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(lifeline, _F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+    if connection.wait([lifeline], 0):  # it closed before the kernel was told
         os._exit(1)
 
-    threading.Thread(target=watch, name="front-end-watch", daemon=True).start()
+
+def _leave_with(lifeline: int) -> NoReturn:
+    with contextlib.suppress(OSError):
+        connection.wait([lifeline])
+    os._exit(1)
 
 
 def give_way_for_memory() -> None:

@@ -6,32 +6,33 @@ It runs in the front end's event loop, which never waits for a worker.
 import asyncio
 import errno
 import logging
-import multiprocessing
 import os
-import signal
 import traceback
 from asyncio import Task
 from collections.abc import Callable, Sequence
-from multiprocessing import forkserver
+from multiprocessing.context import SpawnProcess
 from multiprocessing.process import BaseProcess
 
+from workers import forkserver
 from workers.arena import Arena
 from workers.config import WorkerConfig
 from workers.endings import OomKills
 from workers.engine import WorkerId
 from workers.errors import WorkerStartError
+from workers.forkserver import ForkedProcess, Forkserver, ForkserverLostError, can_fork
 from workers.local_worker import EXIT_WAIT_S, LocalWorker
 from workers.memory import SharedMemoryError
 from workers.rank_process import RankProcess
 
 logger = logging.getLogger(__name__)
 
-_PRELOAD = ("workers.forkserver_guard", "workers.preload")
-_START_DESCRIPTORS = 16
-"""More than the start of a process needs: two queues, a heartbeat, outputs, the stacks, a socket,
-two pipes and a copy make 14."""
+_PRELOAD = ("workers.preload",)
+_START_DESCRIPTORS = 20
+"""More than the start of a process needs: two queues, a heartbeat, outputs, the stacks, a lifeline,
+an answer, a handle and a copy make 17."""
 _WIRING_DESCRIPTORS = 8
 """More than the wiring of one rank to the others of its group needs, in our hands at once."""
+_RETRY_S = 0.1
 
 
 def start_forkserver(extra: Sequence[str] = ()) -> None:
@@ -44,27 +45,10 @@ def start_forkserver(extra: Sequence[str] = ()) -> None:
         extra: Modules that it should import besides.
 
     Raises:
-        OSError: There is no process, no descriptor or no writable temporary folder to be had.
+        OSError: There is no process or no descriptor to be had.
     """
-    if _start_method() == "forkserver":
-        multiprocessing.get_context("forkserver").set_forkserver_preload([*_PRELOAD, *extra])
-        _ensure_forkserver()
-
-
-def _ensure_forkserver() -> None:
-    """Start it unless it runs, without the current directory in front of its `sys.path`.
-
-    A user's project nearly always has a package `models` of its own, which must not pass for ours.
-    """
-    before = os.environ.get("PYTHONSAFEPATH")
-    os.environ["PYTHONSAFEPATH"] = "1"
-    try:
-        forkserver.ensure_running()
-    finally:
-        if before is None:
-            del os.environ["PYTHONSAFEPATH"]
-        else:
-            os.environ["PYTHONSAFEPATH"] = before
+    if can_fork():
+        forkserver.start_forkserver(_PRELOAD, extra)
 
 
 def _require_descriptors(num_ranks: int) -> None:
@@ -84,19 +68,14 @@ def _require_descriptors(num_ranks: int) -> None:
             os.close(descriptor)
 
 
-def _start_method() -> str:
-    return "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-
-
 class LocalEngine:
     """Starts workers as processes of this host."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self._context = multiprocessing.get_context(_start_method())
         self._oom_kills = OomKills()
-        self._is_torch_imported = False
-        """By the forkserver, so that a start need not wait for it."""
+        self._forkserver: Forkserver | None = None
+        """Once a worker has been started; None for ever where there is none."""
         self._launches: set[Task[None]] = set()
 
     async def close(self) -> None:
@@ -104,15 +83,10 @@ class LocalEngine:
 
         Such a thread would hold up the end of this process for ever.
         """
-        if not self._launches:
-            return
-        if self._is_torch_imported:
-            logger.error("the process that forks workers does not answer: killing it")
-        else:
-            logger.info("the process that forks workers is still importing torch: killing it")
-        if pid := getattr(forkserver._forkserver, "_forkserver_pid", None):
-            os.kill(pid, signal.SIGKILL)
-        await asyncio.wait(self._launches, timeout=EXIT_WAIT_S)
+        if self._forkserver is not None:
+            await self._forkserver.close()
+        if self._launches:
+            await asyncio.wait(self._launches, timeout=EXIT_WAIT_S)
 
     async def start(
         self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
@@ -122,6 +96,39 @@ class LocalEngine:
         Raises:
             WorkerStartError: It ended, failed or took too long before that.
         """
+        if self._forkserver is None and can_fork():
+            self._forkserver = self._get_forkserver()
+        until = asyncio.get_running_loop().time() + config.load_timeout_s
+        while True:
+            try:
+                return await self._start_once(id, config, on_progress, until)
+            except ForkserverLostError as error:
+                logger.info("%s is started once more: %s", id, error)
+                await asyncio.sleep(_RETRY_S)
+
+    def _get_forkserver(self) -> Forkserver:
+        try:
+            return forkserver.start_forkserver(_PRELOAD, ())
+        except OSError as error:
+            raise WorkerStartError(f"no forkserver: {error.strerror}", permanent=False) from error
+
+    async def _start_once(
+        self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None], until: float
+    ) -> LocalWorker:
+        """As `start`, until a moment of the event loop's clock.
+
+        Raises:
+            WorkerStartError: See `start`.
+            ForkserverLostError: The forkserver ended meanwhile. Nothing is left of the worker.
+        """
+        if self._forkserver is not None:
+            if not self._forkserver.is_ready:
+                on_progress("importing torch")
+            try:
+                async with asyncio.timeout_at(until):
+                    await self._forkserver.ready()
+            except TimeoutError:
+                raise _not_loaded(config) from None
         try:
             _require_descriptors(config.placement.num_ranks)
             worker = LocalWorker(id, config, on_progress, self._oom_kills)
@@ -131,25 +138,22 @@ class LocalEngine:
             hint = " (ulimit -n)" if error.errno == errno.EMFILE else ""
             message = f"no queues for it: {error.strerror}{hint}"
             raise WorkerStartError(message, permanent=False) from error
-        if not self._is_torch_imported:
-            on_progress("importing torch")
         # A process that is half started cannot be killed yet: each way out waits for this first.
         launch = asyncio.create_task(self._launch(worker, config))
         self._launches.add(launch)
         launch.add_done_callback(self._on_launched)
         try:
-            async with asyncio.timeout(config.load_timeout_s):
+            async with asyncio.timeout_at(until):
                 await asyncio.shield(launch)
                 await asyncio.shield(worker.started)
         except TimeoutError:
             reason = f"not ready after {config.load_timeout_s:g} s"
             await _give_up(worker, launch, reason, with_stacks=True)
-            raise WorkerStartError(
-                f"the model was not loaded within {config.load_timeout_s:g} s (load_timeout_s)",
-                permanent=False,
-            ) from None
+            raise _not_loaded(config) from None
         except (WorkerStartError, asyncio.CancelledError):
             await _give_up(worker, launch, "the start was given up")
+            raise
+        except ForkserverLostError:
             raise
         except Exception as error:  # whatever the start of a process may raise
             raise WorkerStartError(
@@ -185,29 +189,30 @@ class LocalEngine:
         ends = worker.wiring.ends_of(rank.number)
         shared = (worker.outputs.memory, ends, rank.stacks)
         row = rank.heartbeat.memory
-        process: BaseProcess = self._context.Process(  # type: ignore[attr-defined]  # BaseContext lacks it
+        make = SpawnProcess if self._forkserver is None else ForkedProcess
+        return make(
             target=entry.follow if rank.number else entry.run,
             name=rank.name,
             args=(config, rank.outbox, row, ends, rank.stacks)
             if rank.number
             else (config, worker.inbox, rank.outbox, self._arena.memory, row, *shared),
         )
-        return process
 
     async def _start_process(self, process: BaseProcess) -> None:
-        if self._context.get_start_method() == "forkserver":
-            _ensure_forkserver()  # here, since the kernel ties it to this thread
-            # The forkserver answers only when it has imported torch: wait for that off the loop.
-            # The fork happens over there, so no signal of the kernel follows this thread.
-            try:
-                await asyncio.to_thread(process.start)
-            except Exception as error:
-                # What it had opened is closed with its locals, which the error holds otherwise.
-                traceback.clear_frames(error.__traceback__)
-                raise
-            self._is_torch_imported = True
-        else:
+        if self._forkserver is None:
             process.start()
+            return
+        try:
+            await asyncio.to_thread(process.start)  # it waits for the forkserver's answer
+        except Exception as error:
+            # What it had opened is closed with its locals, which the error holds otherwise.
+            traceback.clear_frames(error.__traceback__)
+            raise
+
+
+def _not_loaded(config: WorkerConfig) -> WorkerStartError:
+    text = f"the model was not loaded within {config.load_timeout_s:g} s (load_timeout_s)"
+    return WorkerStartError(text, permanent=False)
 
 
 async def _give_up(
@@ -230,3 +235,5 @@ def _kill(processes: Sequence[BaseProcess]) -> None:
     for process in processes:
         if process.pid is not None:
             process.join(EXIT_WAIT_S)
+            if process.exitcode is not None:
+                process.close()

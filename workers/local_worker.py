@@ -334,10 +334,6 @@ class LocalWorker:
             self._loop.remove_writer(self._writer.fd)
 
     def _note_end(self, rank: RankProcess, cause: Cause, reason: str) -> None:
-        if rank.has_lost_forkserver:
-            self._is_our_doing = True
-            self._cause = self._cause or "signal"
-            self._reason = self._reason or "the process that forks workers ended, and they with it"
         if self._reason:  # it or we have said why
             self._cause = self._cause or ("exit" if cause == "exit" else "signal")
         else:

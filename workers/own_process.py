@@ -1,6 +1,6 @@
 """What every process of a worker does before and around its work. Worker processes only.
 
-It ties its life to the front end's, binds itself to its device and cores, sends its log, and says
+It leaves signals to the front end, binds itself to its device and cores, sends its log, and says
 for what reason it could not start.
 """
 
@@ -26,7 +26,7 @@ from models.spec import Placement
 from workers.allocator import keep_large_buffers
 from workers.config import WorkerConfig
 from workers.group import Group
-from workers.guard import die_with_front_end, die_with_parent, give_way_for_memory
+from workers.guard import give_way_for_memory
 from workers.heartbeat import Heartbeat
 from workers.log_lines import LineHandler, PrintedLines, printable
 from workers.messages import Leaving, StartFailed
@@ -39,7 +39,7 @@ EXIT_ACCELERATOR = 70
 
 
 def set_up(heartbeat: Heartbeat, outbox: WorkerQueue) -> None:
-    """Die with the front end, leave signals to it, and have it write this process's log."""
+    """Leave signals to the front end, and have it write this process's log."""
     _guard(heartbeat)
     outbox.send_only()
     _log_to(outbox)
@@ -123,9 +123,6 @@ def _refuse_breakpoint(*_: object, **__: object) -> NoReturn:
 
 
 def _guard(heartbeat: Heartbeat) -> None:
-    forkserver = sys.modules.get("workers.forkserver_guard")
-    die_with_parent(forkserver.FORKSERVER_PID if forkserver else os.getppid())
-    die_with_front_end()
     give_way_for_memory()
     # Ctrl-C and a stop of the whole cgroup reach workers too; the front end alone decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

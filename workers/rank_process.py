@@ -5,12 +5,8 @@ non-blocking, and a death is seen as the end of file of its output queue and by 
 """
 
 import asyncio
-import fcntl
 import logging
 import signal
-import termios
-from array import array
-from multiprocessing.context import ForkServerProcess
 from multiprocessing.process import BaseProcess
 from typing import Protocol
 
@@ -84,8 +80,6 @@ class RankProcess:
         self.is_gone = False
         self.has_left = False
         """It has ended of its own accord, as it was told to."""
-        self.has_lost_forkserver = False
-        """It has ended, and nobody was left to say how."""
         self._oom_kills = oom_kills
         self._loop = asyncio.get_running_loop()
         self._process: BaseProcess | None = None
@@ -181,7 +175,6 @@ class RankProcess:
         assert process is not None
         assert self._observed is not None
         self._loop.remove_reader(process.sentinel)
-        self.has_lost_forkserver = _has_lost_forkserver(process)
         process.join()
         self._reader.is_dry = False
         while self._is_unread and not self._reader.is_dry:
@@ -191,12 +184,3 @@ class RankProcess:
         self._ending = self._observed.end(process.exitcode)
         process.close()
         self._owner.on_exit(self)
-
-
-def _has_lost_forkserver(process: BaseProcess) -> bool:
-    """Whether a process that has ended has nobody left to report how: its sentinel has no code."""
-    if not isinstance(process, ForkServerProcess):
-        return False
-    num_bytes = array("i", [0])
-    fcntl.ioctl(process.sentinel, termios.FIONREAD, num_bytes)
-    return num_bytes[0] == 0

@@ -32,19 +32,20 @@ _FEATURES = {
 
 
 def check_temporary(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """Where the socket lies through which workers are started."""
+    """Where compilers and models write, and where the socket between several front ends lies."""
     if facts.tmp is None:
-        yield error(
+        yield warning(
             "temporary folder",
-            "there is none that can be written to, and the start of workers needs one",
+            "there is none that can be written to: torch.compile, model code and a service with "
+            "several front ends need one",
             "set TMPDIR, or mount a tmpfs at /tmp",
         )
         return
     path = str(facts.tmp.path)
     if len(path) + len(_SOCKET_NAME) > _MAX_SOCKET_PATH:
-        yield error(
+        yield warning(
             "temporary folder",
-            f"{path} is too long a name for the socket that workers are started through",
+            f"{path} is too long a name for the socket between several front ends",
             "set TMPDIR to a shorter one",
         )
     elif facts.tmp.free_bytes < _MIN_FREE_BYTES:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Coroutine
 from pathlib import Path
 
-import psutil
 import pytest
 
 import workers.canary
@@ -17,7 +16,6 @@ import workers.local_worker
 from tests.workers.contract import (
     EngineContract,
     answers,
-    config_of,
     is_gone,
     is_quick,
     pid_of,
@@ -25,7 +23,6 @@ from tests.workers.contract import (
     suspend,
 )
 from workers.arena import Arena
-from workers.engine import WorkerId
 from workers.errors import WorkerLostError, WorkerStartError
 from workers.held import batch_timeout_s
 from workers.local import LocalEngine, start_forkserver
@@ -78,22 +75,6 @@ def run():
 
 class TestLocalEngine(EngineContract):
     pass
-
-
-def test_first_start_says_that_torch_is_imported_meanwhile_and_later_ones_do_not(
-    engine: LocalEngine, run
-):
-    async def go():
-        first: list[str] = []
-        second: list[str] = []
-        id = WorkerId(model="m", slot=0)
-        for stages in (first, second):
-            worker = await engine.start(id, config_of(), stages.append)
-            await worker.stop(5)
-            id = id.next_life()
-        assert first == ["importing torch", *second]
-
-    run(go())
 
 
 def stacks_in(caplog: pytest.LogCaptureFixture) -> tuple[str, str]:
@@ -374,64 +355,6 @@ def test_worker_tells_how_long_its_warm_up_took(engine: LocalEngine, run):
 
     async def go():
         assert await is_quick(warmup_s, 1.5 * longest_s)
-
-    run(go())
-
-
-async def kill_forkserver(process: psutil.Process | None) -> None:
-    """Kill it, and see it dead, so that the next start makes another."""
-    assert process is not None
-    process.kill()
-    until = time.monotonic() + 20
-    while process.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < until
-        await asyncio.sleep(0.01)
-
-
-def test_end_of_the_forkserver_is_named_and_no_batch_is_blamed_for_it(
-    engine: LocalEngine, put, run
-):
-    async def go():
-        worker = await started(engine)
-        batch = worker.run([put({"n": 1, "do": "hang"})])
-        await until_begun(worker)
-        forkserver = psutil.Process(pid_of(worker)).parent()
-        await kill_forkserver(forkserver)
-        with pytest.raises(WorkerLostError, match="the process that forks workers ended") as lost:
-            await batch
-        assert not lost.value.started
-        again = await started(engine)
-        assert answers(await again.run([put({"n": 2})])) == [4]
-        await again.stop(5)
-
-    run(go())
-
-
-def test_forkserver_that_does_not_answer_does_not_hold_up_the_end_nor_leave_anything_open(
-    engine: LocalEngine, run, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(workers.local, "EXIT_WAIT_S", 1.0)
-
-    async def go():
-        worker = await started(engine)
-        forkserver = psutil.Process(pid_of(worker)).parent()
-        assert forkserver is not None
-        await worker.stop(5)
-        before = len(os.listdir("/proc/self/fd"))
-        forkserver.suspend()
-        try:
-            start = asyncio.create_task(started(engine))
-            await asyncio.sleep(0.1)
-            start.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await start
-            assert engine._launches
-            monkeypatch.setattr(workers.local, "EXIT_WAIT_S", 20.0)
-            await engine.close()
-            assert not engine._launches
-            assert len(os.listdir("/proc/self/fd")) <= before
-        finally:
-            await kill_forkserver(forkserver)
 
     run(go())
 

@@ -4,7 +4,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import Pipe
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from models.out_of_memory import is_out_of_memory
 from models.spec import Placement
 from models.split.network import load_model, serve
 from models.split.report import Part, SplitReport
+from workers.forkserver import ForkedProcess
 from workers.group import Group
 from workers.local import start_forkserver
 from workers.wiring import Wiring
@@ -63,13 +64,12 @@ class RankProcesses:
 
     def __init__(self, size: int) -> None:
         start_forkserver()  # with torch in it, for the tests of workers too
-        context = get_context("forkserver")
         wiring = Wiring(size)
         self._orders = []
         self._processes = []
         for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
+            ours, theirs = Pipe()
+            process = ForkedProcess(
                 target=_work, args=(theirs, size, wiring.ends_of(rank)), daemon=True
             )
             process.start()

@@ -1,0 +1,63 @@
+"""The processes that the front end inherits: those whose own parent has ended.
+
+Workers are among them by design (see `workers.forkserver_process`); so is what a model's code has
+forked and left. A front end that is the first process of a container inherits all others too.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+from pathlib import Path
+
+_PR_SET_CHILD_SUBREAPER = 36
+"""linux/prctl.h"""
+
+
+class Orphans:
+    """Waits for the dead processes that nobody else waits for, so that none stays a zombie."""
+
+    def __init__(self) -> None:
+        self.owned: set[int] = set()
+        """Someone waits for these however long it takes. Any thread adds."""
+        self._dead: set[int] = set()
+        """Those that were dead already at the last look."""
+
+    def reap(self) -> None:
+        """Wait for what has been dead since the last look: its owner, if any, had that long."""
+        dead = {pid for pid in _children() if pid not in self.owned and _is_dead(pid)}
+        for pid in dead & self._dead:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        self._dead = dead - self._dead
+
+
+def adopt_orphans() -> None:
+    """Have this process, and not the host's first, inherit the orphans among its descendants."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or the kernel forgets all exit codes
+
+
+def end_group(pid: int) -> None:
+    """Kill what a process has forked, after its end and before it is waited for.
+
+    That is all in the process group that it leads; a process that left the group escapes.
+    """
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _children() -> list[int]:
+    """The children of the main thread, which inherits all orphans."""
+    try:
+        return [int(n) for n in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    except OSError:  # no descriptor just now, or a kernel without it
+        return []
+
+
+def _is_dead(pid: int) -> bool:
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return False
