@@ -39,8 +39,9 @@ from service.metrics import Metrics, Reading
 from service.raw_output import RawOutput
 from service.server import Server
 from service.service import Service
-from service.settings import Settings, version_of
+from service.settings import Settings
 from service.tls import TlsError
+from service.versions import version_of
 from workers.devices import DeviceError, Host, find_host
 from workers.local import LocalEngine
 

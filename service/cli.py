@@ -74,7 +74,17 @@ def _run(argv: Sequence[str]) -> int:
         if argv[0] not in verbs:
             parser.error(f"{argv[0]}: flags come after the verb, as in `inferpool serve --port 80`")
         verbs[argv[0]].error(unrecognised(rest[0], verbs[argv[0]]))
-    return _VERBS[args.verb](args)
+    try:
+        return _VERBS[args.verb](args)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "service", "workers", "models"):
+            raise
+        sys.stderr.write(
+            f"inferpool {args.verb}: {package} is not installed. Where there is only the client, "
+            "version and predict work; `pip install .` in the clone installs the rest\n"
+        )
+        return CANNOT_START
 
 
 def _give_output_up() -> None:
@@ -191,7 +201,7 @@ def _cure(error: OSError) -> str:
 
 
 def _config(args: Namespace) -> int:
-    if args.describe != (args.format == "markdown") and args.format in ("toml", "markdown"):
+    if bool(args.describe) != (args.format == "markdown") and args.format in ("toml", "markdown"):
         only = "the settings in force" if args.format == "toml" else "the list of all: --describe"
         sys.stderr.write(f"inferpool config: --format {args.format} is for {only}\n")
         return USAGE_ERROR
@@ -199,7 +209,12 @@ def _config(args: Namespace) -> int:
         from service import cli_describe as describe
 
         write_all = {"table": describe.write_text, "markdown": describe.write_markdown}
-        write_all.get(args.format, describe.write_json)(describe.all_settings(), sys.stdout)
+        try:
+            settings = describe.settings_of(args.describe)
+        except KeyError as error:
+            sys.stderr.write(f"inferpool config: --describe: {error.args[0]}\n")
+            return USAGE_ERROR
+        write_all.get(args.format, describe.write_json)(settings, sys.stdout)
         return 0
     loaded = _load(args)
     if loaded is None:
@@ -273,10 +288,12 @@ def _tune(args: Namespace) -> int:
 
 
 def _version(_: Namespace) -> int:
-    from service.settings import version_of
+    from service.versions import version_of
 
     lines = [f"inferpool {version_of()}", f"Python {platform.python_version()}"]
-    lines += [f"{name} {version_of(name)}" for name in ("torch", "torchvision")]
+    for name in ("torch", "torchvision"):
+        found = version_of(name)
+        lines.append(f"{name} {'is not installed' if found == 'unknown' else found}")
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
 

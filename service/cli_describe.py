@@ -14,6 +14,7 @@ from typing import TextIO
 from pydantic.fields import FieldInfo
 
 from service.cli_config import cell
+from service.cli_parser import nearest
 from service.settings import ModelSettings, Settings
 from service.settings_names import FLAGS, PREFIX
 from service.settings_types import expected
@@ -92,6 +93,35 @@ def all_settings() -> list[Setting]:
         *_settings(Settings.model_fields, _GROUPS, ""),
         *_settings(ModelSettings.model_fields, _MODEL_GROUPS, _OF_A_MODEL),
     ]
+
+
+def settings_of(key: str | Sequence[str]) -> list[Setting]:
+    """The settings that a name means: as in the file, as a flag or as a variable; or all.
+
+    Raises:
+        KeyError: There is none; says which is near.
+    """
+    every = all_settings()
+    if not isinstance(key, str):
+        return every
+    wanted = _plain_name(key)
+    found = [each for each in every if _plain_name(each.name) == wanted]
+    first, _, last = wanted.rpartition(".")
+    if not found and (not first or first.startswith("models.")):  # of a model, by its own name
+        found = [each for each in every if each.name == f"{_OF_A_MODEL}{last}"]
+    if not found:
+        names = [each.name.removeprefix(_OF_A_MODEL) for each in every]
+        raise KeyError(f"there is no setting {key}; {nearest(last, names)}")
+    return found
+
+
+def _plain_name(key: str) -> str:
+    """A setting's name, however it is written."""
+    if key.startswith(PREFIX):
+        return key.removeprefix(PREFIX).lower().replace("__", ".")
+    if key.startswith("--"):
+        return next((name for name, flag in FLAGS.items() if flag == key), key)
+    return key
 
 
 def write_text(settings: Sequence[Setting], stream: TextIO) -> None:

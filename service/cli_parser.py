@@ -14,6 +14,8 @@ from argparse import (
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
+ALL_SETTINGS = ("all",)
+"""What `--describe` is without a name; no name that one could type."""
 USAGE_ERROR = 2
 """The exit status for a wrong command line or wrong settings."""
 
@@ -114,8 +116,10 @@ def make_parser() -> tuple[ArgumentParser, Mapping[str, ArgumentParser]]:
     _add_json_flag(config)
     config.add_argument(
         "--describe",
-        action="store_true",
-        help="list every setting that there is, its default and what it means, instead",
+        nargs="?",
+        const=ALL_SETTINGS,
+        metavar="KEY",
+        help="say what this setting means, its default and how to set it; without KEY, of all",
     )
     doctor = verbs.add_parser(
         "doctor",

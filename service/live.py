@@ -25,7 +25,8 @@ from service.api.health import HealthReport
 from service.distribution import Distribution, Recent
 from service.metrics import Metrics, ModelMetrics
 from service.pool import Pool
-from service.settings import Settings, version_of
+from service.settings import Settings
+from service.versions import version_of
 
 _NUM_KEPT = 300
 """Samples: five minutes, which take some 0.5 MB per model."""

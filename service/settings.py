@@ -7,7 +7,6 @@ import difflib
 import os
 import re
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -445,14 +444,6 @@ class Settings(_Table):
         if max_timeout_s < default_s:
             raise ValueError(f"is less than default_timeout_s, which is {default_s:g}")
         return max_timeout_s
-
-
-def version_of(distribution: str = "inferpool") -> str:
-    """The version of an installed package; "unknown" where it is not installed as one."""
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def is_source(text: str) -> bool:

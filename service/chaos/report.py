@@ -12,8 +12,8 @@ from service.chaos.load import Tally
 from service.chaos.plan import Fault
 from service.chaos.resources import Holdings, Ledger
 from service.chaos.watch import Kind, Recovery
-from service.settings import version_of
 from service.trial.machine import machine
+from service.versions import version_of
 
 _MIB = 2**20
 _SIGNALS: Mapping[Kind, str] = {"kill": "SIGKILL", "stop": "SIGSTOP"}

@@ -6,11 +6,12 @@ import uuid
 from collections.abc import Callable
 
 from service.metrics import ModelMetrics
-from service.settings import Settings, version_of
+from service.settings import Settings
 from service.trace_settings import pairs_of
 from service.tracing.exporter import Collector, Exporter
 from service.tracing.recorder import Recorder
 from service.tracing.spans import SpanMaker
+from service.versions import version_of
 
 _FLUSH_S = 2.0
 """How long a collector may hold up the end."""

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TextIO
 
-from service.settings import version_of
 from service.trial.machine import machine
 from service.tune.charts import Point, figure, text_chart
 from service.tune.plan import Goal
 from service.tune.search import LEAST_GAIN, Outcome, Tried, text_of
+from service.versions import version_of
 
 _MARKS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _MIB = 2**20

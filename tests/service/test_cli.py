@@ -243,3 +243,60 @@ def test_a_start_imports_neither_torch_nor_a_client():
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout == "set()\n"
+
+
+@pytest.mark.parametrize(
+    ("key", "named"),
+    [
+        ("port", "port"),
+        ("replicas", "models.NAME.replicas"),
+        ("models.resnet.replicas", "models.NAME.replicas"),
+        ("INFERPOOL_MAX_JSON_BYTES", "max_json_bytes"),
+        ("INFERPOOL_MODELS__RESNET__CREDIT", "models.NAME.credit"),
+    ],
+)
+def test_one_setting_is_described_by_any_of_its_names(command, key: str, named: str):
+    done = command("config", "--describe", key, "--json")
+    assert [each["name"] for each in json.loads(done.stdout)] == [named]
+
+
+def test_setting_that_is_not_there_is_told_with_what_is_near(command):
+    done = command("config", "--describe", "replicaz")
+    assert done.returncode == 2
+    assert "there is no setting replicaz; did you mean replicas?" in done.stderr
+
+
+CLIENT_ONLY = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in %r:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+from service.cli import run
+sys.exit(run(sys.argv[1:]))
+"""
+_ONLY_OF_THE_SERVER = (
+    *("torch", "torchvision", "numpy", "pydantic", "fastapi", "starlette", "uvicorn", "uvloop"),
+    *("msgspec", "psutil", "PIL", "rich", "pynvml", "prometheus_client", "multipart", "plotly"),
+)
+
+
+def test_a_client_only_installation_has_its_verbs_and_says_what_the_others_lack():
+    def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+        code = CLIENT_ONLY % (_ONLY_OF_THE_SERVER,)
+        command = [sys.executable, "-c", code, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    done = run("version")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("inferpool ")
+    assert run("predict", "--help").returncode == 0
+    done = run("predict", "--text", "x", "--url", "http://127.0.0.1:9", "--timeout-s", "0.2")
+    assert "is a service running at http://127.0.0.1:9?" in done.stderr
+    for verb in ("serve", "config", "doctor", "tune", "chaos"):
+        done = run(verb)
+        assert done.returncode == 1
+        assert " is not installed. Where there is only the client, " in done.stderr
