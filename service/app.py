@@ -211,6 +211,7 @@ def _serve(
         server = Server(
             config,
             shutdown_delay_s=settings.shutdown_delay_s,
+            drain_timeout_s=settings.drain_timeout_s,
             on_listening=only.up.set,
             on_stopping=on_stopping,
             drain=service.drain,
@@ -235,7 +236,7 @@ def _serve(
 
         async def drain() -> None:
             await service.drain()
-            await fronts.stop()
+            await fronts.stop(server.flush_until)
 
         def cut_off() -> None:
             service.cut_off()
@@ -245,6 +246,7 @@ def _serve(
         server = Server(
             config,
             shutdown_delay_s=settings.shutdown_delay_s,
+            drain_timeout_s=settings.drain_timeout_s,
             on_listening=fronts.start,
             on_stopping=on_stopping,
             drain=drain,

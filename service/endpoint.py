@@ -29,8 +29,6 @@ logger = logging.getLogger(__name__)
 _MAX_LOGGED_PATH = 200
 _WARNINGS_PER_S = 3
 """Of failed answers, for each status."""
-_HALF_SENT_S = 2
-"""How long connections with half a request may hold up the end, once all accepted is answered."""
 
 
 class TraceError(StartError):
@@ -159,7 +157,6 @@ def server_config(
         server_header=False,
         headers=[("x-content-type-options", "nosniff")],
         timeout_keep_alive=int(settings.keep_alive_s),
-        timeout_graceful_shutdown=_HALF_SENT_S,
         backlog=BACKLOG,
     )
 

@@ -1,8 +1,9 @@
 """uvicorn, with our own order of shutting down.
 
 uvicorn closes idle connections the moment that it is told to stop, and a client that has just sent
-a request on one gets no answer. Here readiness goes red first; then every answer carries
-`Connection: close` for a moment, which moves busy clients away; only then are connections closed.
+a request on one gets no answer. Here readiness goes red first; then all who have connected are
+accepted and nobody else, and every answer carries `Connection: close` for a moment, which moves
+busy clients away; only then are connections closed, and answers that are read slowly have time.
 """
 
 import asyncio
@@ -10,11 +11,14 @@ import contextlib
 import logging
 import signal
 import socket
+import ssl
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 
 import uvicorn
+
+from service.backlog import take_last
 
 logger = logging.getLogger(__name__)
 
@@ -24,9 +28,117 @@ _ECHO_S = 0.3
 """A signal so soon after the first is the same one: a stop of the whole group reaches us twice when
 the command that started us passes it on."""
 _CLOSE = (b"connection", b"close")
+_MAX_ACCEPTED = 4096
+"""Connections at once; more than a backlog has room for, unless somebody has raised somaxconn."""
+_LAST_WORDS_S = 2.0
+"""How long a connection may hold up the end once all is answered and nothing is left to be read."""
+_LOOK_EVERY_S = 0.02
 
 
-class Server(uvicorn.Server):
+class DrainingServer(uvicorn.Server):
+    """Serves connections until it is told to go, and then sees its clients off."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        """Prepare to serve.
+
+        Args:
+            config: uvicorn's.
+        """
+        super().__init__(config)
+        self.flush_until = 0.0
+        """The moment until which answers may be read once all is answered; `time.monotonic`."""
+        self._listeners: Sequence[socket.socket] = ()
+        self._handshakes: set[asyncio.Task[None]] = set()
+
+    def take(self, connection: socket.socket) -> None:
+        """Serve a connection that was accepted by other means than uvicorn's."""
+        connection.setblocking(False)
+        task = asyncio.create_task(self._shake_hands(connection), name="handshake")
+        self._handshakes.add(task)
+        task.add_done_callback(self._handshakes.discard)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen."""
+        await super().startup(sockets)
+        self._listeners = sockets or ()
+
+    async def see_clients_off(self) -> None:
+        """Take the last connections, and have each answer close its own; wait a moment for that."""
+        self.config.encoded_headers.append(_CLOSE)
+        self.server_state.default_headers = [*self.server_state.default_headers, _CLOSE]
+        for listener in self._listeners:
+            await take_last(listener, partial(self._accept_all, listener))
+        for server in self.servers:
+            server.close()
+        # uvicorn keeps a set of connections, and no event for when it is empty.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAME_DUCK_S):
+                while self.server_state.connections or self._handshakes:  # noqa: ASYNC110
+                    await asyncio.sleep(_LOOK_EVERY_S)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close the connections, each when its client has read its answer, and end the lifespan."""
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        await self._flush()
+        for task in self.server_state.tasks:
+            task.cancel()
+        await self.lifespan.shutdown()
+
+    async def _flush(self) -> None:
+        """Wait for answers to be read, and say how many are cut off where that takes too long."""
+        state = self.server_state
+        until = time.monotonic() + _LAST_WORDS_S
+        while (state.connections or state.tasks) and not self.force_exit:
+            now = time.monotonic()
+            if self._unread():
+                until = max(until, min(now + _LAST_WORDS_S, self.flush_until))
+            if now >= until:
+                break
+            await asyncio.sleep(_LOOK_EVERY_S)
+        if unread := self._unread():
+            logger.warning(
+                "%d clients have not read their answers to the end: %d bytes are cut off",
+                len(unread),
+                sum(unread),
+            )
+
+    def _unread(self) -> list[int]:
+        """Bytes that wait for a client to read, of each connection that has any."""
+        transports = [each.transport for each in self.server_state.connections]
+        return [num for each in transports if (num := each.get_write_buffer_size())]
+
+    def _accept_all(self, listener: socket.socket) -> None:
+        """Take those that wait in the backlog, before uvicorn's own server comes to it."""
+        for _ in range(_MAX_ACCEPTED):
+            try:
+                connection, _ = listener.accept()
+            except ConnectionAbortedError:
+                continue
+            except OSError:  # none is left, or no descriptor
+                return
+            self.take(connection)
+
+    async def _shake_hands(self, connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.connect_accepted_socket(self._make_protocol, connection, ssl=self.config.ssl)
+        except (OSError, ssl.SSLError):  # the client speaks no TLS, or has left
+            connection.close()
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        make = self.config.http_protocol_class
+        return make(  # type: ignore[call-arg]  # as uvicorn calls it
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+            _loop=None,
+        )
+
+
+class Server(DrainingServer):
     """Serves until a signal, drains, and returns normally; a second signal hurries."""
 
     def __init__(
@@ -34,6 +146,7 @@ class Server(uvicorn.Server):
         config: uvicorn.Config,
         *,
         shutdown_delay_s: float,
+        drain_timeout_s: float,
         on_listening: Callable[[], None],
         on_stopping: Callable[[str], None],
         drain: Callable[[], Awaitable[None]],
@@ -45,6 +158,7 @@ class Server(uvicorn.Server):
         Args:
             config: uvicorn's.
             shutdown_delay_s: How long to go on serving with readiness red.
+            drain_timeout_s: How long clients may take to read their answers, from the drain on.
             on_listening: Told once it can be connected to.
             on_stopping: Told why, when the shutdown begins: readiness goes red.
             drain: Admits nothing more and returns when all that was accepted has its answer.
@@ -54,11 +168,12 @@ class Server(uvicorn.Server):
         """
         super().__init__(config)
         self._shutdown_delay_s = shutdown_delay_s
+        self._drain_timeout_s = drain_timeout_s
         self._on_listening = on_listening
         self._on_stopping = on_stopping
         self._drain = drain
         self._cut_off = cut_off
-        self._move_clients_away = move_clients_away or partial(see_clients_off, self)
+        self._move_clients_away = move_clients_away or self.see_clients_off
         self._stopped_at = 0.0
         self._leaving: asyncio.Task[None] | None = None
 
@@ -98,34 +213,12 @@ class Server(uvicorn.Server):
         if self.started:
             self._on_listening()
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close the connections and end the lifespan.
-
-        uvicorn leaves the lifespan to be cancelled where it is hurried; but workers have to be seen
-        out, and that takes no time once they were cut off.
-        """
-        await super().shutdown(sockets)
-        if self.force_exit and not self.lifespan.shutdown_event.is_set():
-            await self.lifespan.shutdown()
-
     def _log_started_message(self, listeners: object) -> None:
         """Our own announcement says it."""
 
     async def _leave(self) -> None:
         await asyncio.sleep(self._shutdown_delay_s)
         await self._move_clients_away()
+        self.flush_until = time.monotonic() + self._drain_timeout_s
         await self._drain()
         self.should_exit = True
-
-
-async def see_clients_off(server: uvicorn.Server) -> None:
-    """Take no more connections, and have each answer close its own; wait a moment for that."""
-    for each in server.servers:
-        each.close()
-    server.config.encoded_headers.append(_CLOSE)
-    server.server_state.default_headers = [*server.server_state.default_headers, _CLOSE]
-    # uvicorn keeps a set of connections, and no event for when it is empty.
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_LAME_DUCK_S):
-            while server.server_state.connections:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)

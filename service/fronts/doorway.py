@@ -13,6 +13,8 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from service.backlog import take_last
+
 logger = logging.getLogger(__name__)
 
 _MAX_ACCEPTED = 64
@@ -55,6 +57,12 @@ class Doorway:
         if not self._is_open and not self._is_closed:
             self._is_open = True
             asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
+
+    async def see_last_in(self) -> None:
+        """Give out all who have connected, and let no more come."""
+        if self._is_open:
+            await take_last(self._listener, self._accept)
+        self.close()
 
     def close(self) -> None:
         """Give out what has come by now, and let no more come."""

@@ -7,14 +7,11 @@ import logging
 import os
 import signal
 import socket
-import ssl
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from mmap import mmap
 from multiprocessing.connection import Connection
-
-import uvicorn
 
 from service.api.protocol import PredictProtocol
 from service.endpoint import make_guard, make_predict, make_tracer, server_config
@@ -23,7 +20,7 @@ from service.fronts.messages import Count, Counts, Listening, MovedAway
 from service.fronts.relay import Relay
 from service.fronts.uplink import Uplink
 from service.metrics import ModelMetrics
-from service.server import see_clients_off
+from service.server import DrainingServer
 from service.tls import server_context
 from workers.arena import Slots
 from workers.guard import die_with_front_end, die_with_parent
@@ -59,8 +56,8 @@ def run(
         runner.run(main())
 
 
-class _Server(uvicorn.Server):
-    """Serves connections that others accept, until it is told to go."""
+class _Server(DrainingServer):
+    """Serves connections that others accept."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -85,7 +82,6 @@ class Front:
         self._channel = channel
         self._num_taken = 0
         self._moving: asyncio.Task[None] | None = None
-        self._handshakes: set[asyncio.Task[None]] = set()
         self._metrics: defaultdict[str, ModelMetrics] = defaultdict(lambda: ModelMetrics(""))
         self._uplink = Uplink(reader, writer, slots, list(settings.models), self)
         self._log_up(job.log_level)
@@ -101,10 +97,10 @@ class Front:
         self._relay = Relay(predict, job.relay_path)
         http = PredictProtocol.bound_to(predict, job.limits)
         self._edge = http.others
-        self._tls: ssl.SSLContext | None = None
+        tls = None
         if settings.tls_certificate is not None:
-            self._tls = server_context(settings.tls_certificate, settings.tls_key)
-        self._config = server_config(self._relay, http, settings, self._tls, lifespan="off")
+            tls = server_context(settings.tls_certificate, settings.tls_key)
+        self._config = server_config(self._relay, http, settings, tls, lifespan="off")
         self._server = _Server(self._config)
 
     async def run(self) -> None:
@@ -160,8 +156,9 @@ class Front:
         """See `Commands`."""
         self._moving = asyncio.create_task(self._move_away(), name="move away")
 
-    def leave(self, *, is_hurried: bool) -> None:
+    def leave(self, *, is_hurried: bool, flush_until: float) -> None:
         """See `Commands`."""
+        self._server.flush_until = flush_until
         self._server.should_exit = True
         self._server.force_exit = self._server.force_exit or is_hurried
 
@@ -171,8 +168,7 @@ class Front:
 
     async def _move_away(self) -> None:
         self._take_connections()
-        await asyncio.sleep(0.01)  # which become connections of the server's in another turn
-        await see_clients_off(self._server)
+        await self._server.see_clients_off()
         self._uplink.link.send(MovedAway())
 
     def _take_connections(self) -> None:
@@ -189,29 +185,7 @@ class Front:
                 return  # the end of the channel, which is that of the main process
             self._num_taken += 1
             for descriptor in descriptors:
-                self._serve(socket.socket(self._family, socket.SOCK_STREAM, 0, descriptor))
-
-    def _serve(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        task = asyncio.create_task(self._shake_hands(connection), name="handshake")
-        self._handshakes.add(task)
-        task.add_done_callback(self._handshakes.discard)
-
-    async def _shake_hands(self, connection: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            await loop.connect_accepted_socket(self._make_protocol, connection, ssl=self._tls)
-        except (OSError, ssl.SSLError):  # the client speaks no TLS, or has left
-            connection.close()
-
-    def _make_protocol(self) -> asyncio.Protocol:
-        make = self._config.http_protocol_class
-        return make(  # type: ignore[call-arg]  # as uvicorn calls it
-            config=self._config,
-            server_state=self._server.server_state,
-            app_state=self._server.lifespan.state,
-            _loop=None,
-        )
+                self._server.take(socket.socket(self._family, socket.SOCK_STREAM, 0, descriptor))
 
     def _send_line(self, line: LogLine) -> None:
         """Send a log line, whichever thread has logged it."""

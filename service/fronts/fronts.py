@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from service.api.budgets import readings_of
 from service.api.call import ModelEntry
@@ -107,6 +108,8 @@ class Fronts:
         self.traced = (0, 0)
         """Calls that they have traced: exported, and dropped."""
         self._is_hurried = False
+        self._leaving: list[Life] = []
+        """Those that were told to go."""
         self._up = asyncio.Event()
 
     @property
@@ -137,20 +140,27 @@ class Fronts:
 
     async def move_clients_away(self) -> None:
         """Accept no more connections, and have answers close those that there are."""
-        self._doorway.close()
+        await self._doorway.see_last_in()
         self._is_stopping = True
         await asyncio.gather(*(life.move_clients_away() for life in self._open()))
 
     def hurry(self) -> None:
-        """Wait for no client when they are stopped."""
+        """Wait for no client when they are stopped, or no longer where that has begun."""
         self._is_hurried = True
+        for life in self._leaving:
+            life.hurry()
 
-    async def stop(self) -> None:
-        """See them out; all that they asked for must be settled."""
+    async def stop(self, flush_until: float = 0.0) -> None:
+        """See them out; all that they asked for must be settled.
+
+        Args:
+            flush_until: The moment until which clients may read their answers.
+        """
         self._doorway.close()
         self._is_stopping = True
-        lives = [slot.life for slot in self._slots if slot.life is not None]
-        await asyncio.gather(*(life.leave(is_hurried=self._is_hurried) for life in lives))
+        self._leaving = [slot.life for slot in self._slots if slot.life is not None]
+        leave = partial(Life.leave, is_hurried=self._is_hurried, flush_until=flush_until)
+        await asyncio.gather(*map(leave, self._leaving))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

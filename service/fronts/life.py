@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
@@ -18,7 +19,8 @@ from service.fronts.part import Part
 from workers.memory import WritableMemory
 
 _LEAVE_S = 4.0
-"""How long a front may take to see its connections off; half a request holds it up for 2 s."""
+"""How long a front may take to see its connections off, once nobody has anything left to read; half
+a request holds it up for 2 s."""
 _KILL_S = 1.0
 _ENDING_S = 0.5
 """How long after the end of its pipe a process may take to end."""
@@ -99,8 +101,13 @@ class Life:
         self.desk.link.send(MoveAway())
         await _first_of(self.desk.has_moved, self._gone)
 
-    async def leave(self, *, is_hurried: bool) -> None:
-        """Let it send its last answers and end; kill it if that takes too long."""
+    async def leave(self, *, is_hurried: bool, flush_until: float) -> None:
+        """Let it send its last answers and end; kill it if that takes too long.
+
+        Args:
+            is_hurried: Not to wait for clients.
+            flush_until: The moment until which they may read their answers.
+        """
         while self.desk.has_unsettled and not self.is_gone:  # noqa: ASYNC110  # settled, not sent
             await asyncio.sleep(0)
         if self.is_gone:
@@ -108,11 +115,17 @@ class Life:
         if self.desk.is_up.done():
             self.desk.flush()
             self._reason = self._reason or "it was told to leave"
-            self.desk.link.send(Leave(is_hurried))
-            await _first_of(self._gone, timeout_s=_LEAVE_S)
+            self.desk.link.send(Leave(is_hurried, flush_until))
+            grace_s = _LEAVE_S + max(0.0, flush_until - time.monotonic())
+            await _first_of(self._gone, timeout_s=grace_s)
         if not self.is_gone:
-            self.kill(f"it did not leave within {_LEAVE_S:g} s")
+            self.kill("it did not leave in time")
             await _first_of(self._gone, timeout_s=_KILL_S)
+
+    def hurry(self) -> None:
+        """Have it wait for no client any more."""
+        if not self.is_gone:
+            self.desk.link.send(Leave(True, 0.0))
 
     def kill(self, reason: str) -> None:
         """End it now."""

@@ -117,9 +117,11 @@ class MoveAway(msgspec.Struct, frozen=True, array_like=True, tag="move"):
 
 
 class Leave(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
-    """Main to front: close what is left, and end."""
+    """Main to front: close what is left, and end. Comes again where that is to be hurried."""
 
     is_hurried: bool
+    flush_until: float
+    """The moment until which clients may read their answers."""
 
 
 FromMain = Settled | Inputs | Count | MoveAway | Leave

@@ -13,8 +13,6 @@ CLIENT, SCHEME = b"x-inferpool-client", b"x-inferpool-scheme"
 """What only the front knows of a call; taken off before the application sees it."""
 IDLE_S = 5.0
 """How long a front keeps a connection to the main process that is not used."""
-_RELAYED_S = 2
-"""How long an answer that is still being given may hold up the end."""
 
 
 class Relayed:
@@ -59,6 +57,5 @@ def relayed_config(app: ASGIApp, path: str) -> uvicorn.Config:
         proxy_headers=False,
         server_header=False,
         date_header=False,
-        timeout_graceful_shutdown=_RELAYED_S,
         timeout_keep_alive=int(10 * IDLE_S),  # or it may close one that a call is on its way by
     )

@@ -86,8 +86,8 @@ class Commands(Protocol):
     def move_away(self) -> None:
         """Let each answer close its connection."""
 
-    def leave(self, *, is_hurried: bool) -> None:
-        """End."""
+    def leave(self, *, is_hurried: bool, flush_until: float) -> None:
+        """End, once clients have read their answers, or at a moment."""
 
     def on_lost(self, reason: str) -> None:
         """The main process is gone."""
@@ -207,7 +207,7 @@ class Uplink:
             case MoveAway():
                 self._commands.move_away()
             case Leave():
-                self._commands.leave(is_hurried=message.is_hurried)
+                self._commands.leave(is_hurried=message.is_hurried, flush_until=message.flush_until)
 
     def _settle(self, settled: Settled) -> None:
         free = self._slots.free
