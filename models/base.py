@@ -1,5 +1,7 @@
 """What a user writes to serve a model: a subclass of `Model`. Runs in worker processes only."""
 
+import base64
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -15,6 +17,7 @@ from models.split.network import SplitNetwork, load_network
 from models.split.ranks import Ranks
 from models.split.report import SplitReport
 
+_B64_KEY = re.compile(rb'"b64"')
 Kind: TypeAlias = Literal["image", "bytes", "json", "tensors"]
 """What a payload is: an encoded image, opaque bytes, a JSON value, or raw tensors with headers."""
 
@@ -32,7 +35,7 @@ class Item(msgspec.Struct, kw_only=True, eq=False, gc=False):
     parameters: Mapping[str, object] = {}
 
     def json(self) -> object:
-        """Decode a payload of kind "json".
+        """Decode a payload of kind "json"; each object `{"b64": "..."}` in it becomes bytes.
 
         Raises:
             InputError: The payload is of another kind, or is not JSON.
@@ -40,9 +43,10 @@ class Item(msgspec.Struct, kw_only=True, eq=False, gc=False):
         if self.kind != "json":
             raise InputError(f"this model takes JSON, not {self.kind}")
         try:
-            return msgspec.json.decode(self.payload)
+            value = msgspec.json.decode(self.payload)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise InputError(str(error)) from None
+        return _with_bytes(value, "instance") if _B64_KEY.search(self.payload) else value
 
     def tensors(self) -> dict[str, Tensor]:
         """Copies of the tensors of a payload of kind "tensors", by name, on the CPU.
@@ -252,6 +256,20 @@ class Model:
     def encoded_samples(self) -> Sequence[Item]:
         """Instances on which `decode = "fast"` is tried; none where there is no such way."""
         return ()
+
+
+def _with_bytes(value: object, where: str) -> object:
+    """JSON with bytes in the place of what is encoded in base64; `where` is its place."""
+    if isinstance(value, list):
+        return [_with_bytes(each, f"{where}[{i}]") for i, each in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"b64"} and isinstance(value["b64"], str):
+        try:
+            return base64.b64decode(value["b64"], validate=True)
+        except ValueError:
+            raise InputError(f"{where}.b64: not base64 in the standard alphabet") from None
+    return {name: _with_bytes(each, f"{where}.{name}") for name, each in value.items()}
 
 
 def _stacked(tensors: list[Tensor]) -> Tensor:

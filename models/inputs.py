@@ -11,12 +11,20 @@ import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from models.base import Features, Item
 from models.errors import InputError
 from models.spec import TensorSpec, matches
 
 _MAX_RANK = 16
+
+
+class _Encoded(msgspec.Struct, forbid_unknown_fields=True):
+    b64: bytes
+
+
+_encoded = msgspec.json.Decoder(_Encoded)
 _BAD_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
@@ -87,6 +95,24 @@ def json_string(text: memoryview, where: str = "instance") -> str:
     return value
 
 
+def json_bytes(text: memoryview, where: str = "instance") -> bytes | None:
+    """The bytes of an object `{"b64": "..."}`; None if it is another value.
+
+    Raises:
+        InputError: It is that, and not base64.
+    """
+    if bytes(text[:1]) != b"{":
+        return None
+    try:
+        return _encoded.decode(text).b64
+    except msgspec.ValidationError as error:
+        if str(error).endswith("`$.b64`"):
+            raise InputError(f"{where}.b64: not base64 in a string") from None
+    except _BAD_JSON as error:
+        raise InputError(f"{where}: {error}") from None
+    return None
+
+
 def json_array(
     text: memoryview, dtype: str, *, shape: Sequence[int] | None = None, where: str = "instance"
 ) -> NDArray[Any]:
@@ -144,14 +170,39 @@ def _from_json(payload: memoryview, inputs: Sequence[TensorSpec]) -> Features:
     texts = json_texts(payload, [spec.name for spec in inputs])
     features = {}
     for spec in inputs:
+        where = json_place(payload, spec.name)
+        data = json_bytes(texts[spec.name], where)
+        if data is not None:
+            features[spec.name] = _from_bytes(data, spec, where)
+            continue
         array = json_array(
             texts[spec.name],
             spec.dtype,
             shape=spec.instance_shape if spec.shape else None,
-            where=json_place(payload, spec.name),
+            where=where,
         )
         features[spec.name] = torch.from_numpy(array).to(getattr(torch, spec.dtype))
     return features
+
+
+def _from_bytes(data: bytes, spec: TensorSpec, where: str) -> Tensor:
+    """A tensor of its bytes: row-major, little-endian, of the declared dtype and shape."""
+    expected = f"{where}.b64: expected the bytes of {spec.dtype} {shape_text(spec)}"
+    if not spec.shape or spec.instance_shape.count(-1) > 1:
+        raise InputError(f"{expected}, whose shape they do not tell: send npy or safetensors")
+    try:
+        if spec.dtype == "bool":
+            flat = torch.tensor([each != 0 for each in data], dtype=torch.bool)
+        else:
+            dtype = getattr(torch, spec.dtype)
+            flat = (
+                torch.frombuffer(bytearray(data), dtype=dtype)
+                if data
+                else torch.empty(0, dtype=dtype)
+            )
+        return flat.reshape(spec.instance_shape)
+    except (ValueError, RuntimeError):
+        raise InputError(f"{expected}, found {len(data)} bytes") from None
 
 
 def _check_names(found: Sequence[str], expected: Sequence[str]) -> None:

@@ -23,7 +23,7 @@ from models.base import Features, Item, Model
 from models.errors import InputError, ModelError
 from models.gpu_jpegs import GpuJpegs, nvjpeg
 from models.images import check_size, decode_image, decode_scaled
-from models.inputs import json_array, json_place, json_texts
+from models.inputs import json_array, json_bytes, json_place, json_texts
 from models.photos import sample_jpegs, sample_views
 from models.spec import Placement, TensorHeader, TensorSpec
 from models.transforms import ImageTransform, Normalize
@@ -266,6 +266,8 @@ class Classifier(Model):
     def _from_json(self, payload: memoryview) -> Tensor:
         text = json_texts(payload, ["image"])["image"]
         where = json_place(payload, "image")
+        if (encoded := json_bytes(text, where)) is not None:
+            return self._from_encoded(memoryview(encoded))
         if bytes(text[:1]) == b'"':
             raise InputError(f"{where}: {self._takes()}, not a text")
         numbers = json_array(text, "float32", where=where)

@@ -1,6 +1,7 @@
 """Request bodies, by content type, into the instances that they hold. Runs in the event loop."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 from multipart import (  # type: ignore[import-untyped]  # ships without annotations
@@ -97,14 +98,21 @@ def _find(content_type: bytes) -> Decoder:
         return lambda chunks, head: _decode_form(content_type, chunks, head)
     types = ", ".join(TYPES)
     if bare == b"application/x-www-form-urlencoded":
-        raise UnsupportedTypeError(
-            "application/x-www-form-urlencoded is what curl sends by default; add "
-            f"-H 'Content-Type: image/jpeg', or one of {types}"
-        )
+        return _decode_untyped
     if not bare:
         raise UnsupportedTypeError(f"Content-Type is missing; it must be one of {types}")
     raise UnsupportedTypeError(
         f"Content-Type {bare[:80].decode('latin-1')!r} is not read here; it must be one of {types}"
+    )
+
+
+def _decode_untyped(chunks: Sequence[bytes], head: Head) -> Decoded:
+    """Read what curl sends with -d alone, under a type that nobody has chosen: JSON or nothing."""
+    if next((chunk for chunk in chunks if chunk), b"").lstrip()[:1] == b"{":
+        return decode_json(chunks, head)
+    raise UnsupportedTypeError(
+        "application/x-www-form-urlencoded is what curl sends by default, and nothing but a JSON "
+        f"object is read under it; add -H 'Content-Type: image/jpeg', or one of {', '.join(TYPES)}"
     )
 
 
@@ -127,7 +135,7 @@ def _decode_text(content_type: bytes, chunks: Sequence[bytes], head: Head) -> De
     if len(body) > head.limits.max_json_bytes:
         raise TooLargeError(
             f"the body has more than {head.limits.max_json_bytes} bytes, which is the limit for "
-            "texts"
+            "texts (the setting max_json_bytes); send shorter ones, in several requests"
         )
     try:
         text = body.decode()
@@ -140,7 +148,10 @@ def _decode_text(content_type: bytes, chunks: Sequence[bytes], head: Head) -> De
 
 
 def _decode_form(content_type: bytes, chunks: Sequence[bytes], head: Head) -> Decoded:
-    """Read a form (RFC 7578): each file is an instance, each field a parameter."""
+    """Read a form (RFC 7578): each file is an instance, each field a parameter.
+
+    If parts have the names of the model's inputs, where these are several, they are one instance.
+    """
     form = _Form(head)
     _, options = parse_options_header(content_type.decode("latin-1"))
     try:
@@ -166,10 +177,9 @@ def _decode_form(content_type: bytes, chunks: Sequence[bytes], head: Head) -> De
         raise TooLargeError(f"the form: {error}") from None
     except (MultipartError, ValueError) as error:
         raise BadRequestError(f"the form: {error}") from None
-    if not form.payloads:
-        raise InvalidInputError("the form holds no file; one at least is needed")
+    payloads = form.take_payloads()
     given = {**parameters.from_query(head.query), **form.fields}
-    return Decoded(form.payloads, True, parameters.merge(given, form.parameters))
+    return Decoded(payloads, True, parameters.merge(given, form.parameters))
 
 
 class _Form:
@@ -180,11 +190,24 @@ class _Form:
         self.fields: dict[str, bytes] = {}
         self.parameters = b""
         self._head = head
+        names = [spec.name for spec in head.inputs]
+        self._inputs = names if len(names) > 1 else []
+        """The names of parts that together are one instance."""
+        self._parts: dict[str, _Part] = {}
+        """Those that came."""
 
     def add(self, segment: MultipartSegment, content: bytes) -> None:
         """Take the next part."""
         content_type = segment.content_type or ""
-        if segment.filename is None and not content_type.startswith(("image/", "application/")):
+        if segment.name in self._inputs:
+            if segment.name in self._parts:
+                raise BadRequestError(
+                    f"part {segment.name[:80]!r}: is there more than once; parts with the names of "
+                    "inputs are one instance, and further ones are further requests"
+                )
+            is_text = segment.filename is None and content_type in ("", "text/plain")
+            self._parts[segment.name] = _Part(content_type, content, is_text)
+        elif segment.filename is None and not content_type.startswith(("image/", "application/")):
             self._add_field(segment.name, content)
         elif segment.name == "parameters" and content_type in ("", "application/json"):
             self.parameters = content
@@ -195,6 +218,36 @@ class _Form:
                 raise TooLargeError(
                     f"the form holds more than {self._head.limits.max_instances} instances"
                 )
+
+    def take_payloads(self) -> list[Payload]:
+        """The instances of all parts.
+
+        Raises:
+            InvalidInputError: There is none, or a part of one is missing.
+        """
+        if not self._parts:
+            if not self.payloads:
+                raise InvalidInputError("the form holds no file; one at least is needed")
+            return self.payloads
+        if missing := [name for name in self._inputs if name not in self._parts]:
+            raise InvalidInputError(
+                f"the form has {_names(self._parts)} of one instance, and lacks {_names(missing)}"
+            )
+        if self.payloads:
+            raise InvalidInputError(
+                f"the form has files beside {_names(self._parts)}, which are one whole instance"
+            )
+        if all(part.is_npy for part in self._parts.values()):
+            tensors = [
+                read_npy([part.content], f"part {name!r}")._replace(name=name)
+                for name, part in self._parts.items()
+            ]
+            return instances_of(tensors, self._head).payloads
+        members = [
+            msgspec.json.encode(name) + b":" + part.as_json(f"part {name!r}")
+            for name, part in self._parts.items()
+        ]
+        return [Payload("json", (b"{" + b",".join(members) + b"}",))]
 
     def _add_field(self, name: str, content: bytes) -> None:
         if name == "parameters":
@@ -225,3 +278,34 @@ class _Form:
             f"{place}: {content_type[:80]!r} is not read in a form; image/*, "
             f"application/octet-stream and {NPY_TYPES[0]} are"
         )
+
+
+class _Part(NamedTuple):
+    """A part of a form that is one input of an instance."""
+
+    content_type: str
+    content: bytes
+    is_text: bool
+
+    @property
+    def is_npy(self) -> bool:
+        """It is an array as numpy.save writes it."""
+        return self.content_type in NPY_TYPES or self.content.startswith(NPY_MAGIC)
+
+    def as_json(self, place: str) -> bytes:
+        """Its JSON text: of files `{"b64": ...}`, which the worker decodes."""
+        if self.is_text:
+            return parameters.literal(self.content.decode("utf-8", "replace"))
+        if self.content_type != "application/json":
+            return msgspec.json.encode({"b64": self.content})
+        try:
+            if parameters.is_too_deep(self.content):
+                raise InvalidInputError(f"{place}: nested more than {parameters.MAX_DEPTH} deep")
+            msgspec.json.decode(self.content.decode())
+        except parameters.JsonErrors as error:
+            raise BadRequestError(f"{place}: {parameters.json_message(error)}") from None
+        return self.content
+
+
+def _names(names: Iterable[str]) -> str:
+    return " and ".join(repr(name[:80]) for name in names)

@@ -2,7 +2,8 @@
 
 {"instances": [...], "parameters": {...}}. An instance of the form {"b64": "..."} is an encoded
 image, or bytes; any other goes to the model as the JSON text that it is: it is checked here for
-being JSON, and its numbers are parsed in a worker. Of a key given twice, the last counts.
+being JSON, and its numbers, and what is in base64 inside of it, are decoded in a worker. Of a key
+given twice, the last counts.
 """
 
 from collections.abc import Iterable, Sequence
@@ -51,7 +52,8 @@ def decode_json(chunks: Sequence[bytes], head: Head) -> Decoded:
     if len(text) > head.limits.max_json_bytes:
         raise TooLargeError(
             f"the body has more than {head.limits.max_json_bytes} bytes, which is the limit for "
-            "JSON; send tensors as safetensors or npy, images as they are or in a form"
+            "JSON (the setting max_json_bytes); send tensors as safetensors or npy, images as they "
+            "are or in a form, which may have as many bytes as max_body_bytes says"
         )
     if not text:
         raise BadRequestError("the body is empty, and JSON is expected")

@@ -62,6 +62,20 @@ class Large(Numbers):
     inputs = [TensorSpec(name="x", dtype="float32", shape=(-1, 3, 64, 64))]
 
 
+class Pair(Words):
+    inputs = [
+        TensorSpec(name="a", dtype="uint8", shape=(-1, -1)),
+        TensorSpec(name="b", dtype="uint8", shape=(-1, -1)),
+    ]
+    preprocessed = [TensorSpec(name="n", dtype="int64", shape=(-1,))]
+    example = {"a": {"b64": "AAAA"}, "b": {"b64": ""}}
+
+    def preprocess(self, item: Item) -> Features:
+        files = item.json()
+        assert isinstance(files["a"], bytes)
+        return {"n": torch.tensor(len(files["a"]) * 100 + len(files["b"]))}
+
+
 class Slow(Numbers):
     def load(self, placement):
         while not pathlib.Path("go").exists():
@@ -73,11 +87,12 @@ ANSWERS: dict[str, object] = {
     "Numbers": 0.0,
     "Two": 0.0,
     "Large": 0.0,
+    "Pair": 600,
     "Slow": 0.0,
 }
 """Of models whose try line is known to work."""
 UNKNOWN = ("Words", "Refused")
-"""Models that read a form of their own, and show no example that they take."""
+"""Models that read a form of their own and show no example that they take."""
 BUILT_IN = ("echo", "efficientnet_lite0", "minilm_l6")
 
 
@@ -110,6 +125,12 @@ def pasted(line: str) -> object:
     return json.loads(answer.stdout).get("predictions", answer.stdout)
 
 
+def service_url(line: str) -> str:
+    found = re.search(r"http://[^/ ]+", line)
+    assert found
+    return found[0]
+
+
 def test_every_try_line_works_when_pasted(tmp_path: Path):
     (tmp_path / "own.py").write_text(MODELS)
     key = tmp_path / "its key"
@@ -132,4 +153,14 @@ def test_every_try_line_works_when_pasted(tmp_path: Path):
             assert pasted(by_model[name.lower()]) == [answer]
         for name in UNKNOWN:
             assert by_model[name.lower()].startswith("ask: POST to http")
+        (tmp_path / "one").write_bytes(b"GIF89a")
+        (tmp_path / "two").write_bytes(b"xyz")
+        form = f"-F 'a=@{tmp_path}/one;type=image/gif' -F b=@{tmp_path}/two"
+        url = f"{service_url(by_model['shown'])}/predict/pair"
+        head = '-H "X-API-Key: 0123456789abcdef"'
+        assert pasted(f"try: curl {url} {form} {head}") == [1206]
+        without_type = (
+            f"""curl {url.replace("pair", "numbers")} {head} -d '{{"instances": [[1, 2, 3]]}}'"""
+        )
+        assert pasted(f"try: {without_type}") == [6.0]
         assert any("refuses its example" in str(each["message"]) for each in service.log)

@@ -1,3 +1,4 @@
+import base64
 import re
 from typing import Any
 
@@ -189,3 +190,48 @@ def test_a_model_without_inputs_must_define_preprocess():
 def test_json_of_an_item_that_is_not_json_is_an_input_error():
     with pytest.raises(InputError, match="malformed"):
         json_item(b"{]").json()
+
+
+# What is in base64
+
+
+def b64(data: bytes) -> dict[str, str]:
+    return {"b64": base64.b64encode(data).decode()}
+
+
+def test_bytes_in_base64_are_decoded_wherever_they_are():
+    value = {"a": b64(b"one"), "list": [1, [b64(b"\xff")], {"b64": 1}], "b64": "no", "e": b64(b"")}
+    assert json_item(value).json() == {
+        "a": b"one",
+        "list": [1, [b"\xff"], {"b64": 1}],
+        "b64": "no",
+        "e": b"",
+    }
+
+
+@pytest.mark.parametrize("text", ["!", "YQ", "Y Q="])
+def test_what_is_not_base64_is_refused_with_its_place(text: str):
+    with pytest.raises(InputError, match=r"instance\.a\[0\]\.b64: not base64"):
+        json_item({"a": [{"b64": text}]}).json()
+
+
+def test_a_tensor_may_come_as_its_bytes_in_base64():
+    inputs = [spec("float32", -1, 2, name="x"), spec("bool", 2, name="ok")]
+    x = np.arange(4, dtype="<f4").reshape(2, 2)
+    found = features_of(json_item({"x": b64(x.tobytes()), "ok": b64(b"\x00\x02")}), inputs)
+    assert torch.equal(found["x"], torch.tensor(x))
+    assert found["ok"].tolist() == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "value", "message"),
+    [
+        ([spec("float32", 2)], {"x": b64(b"1234")}, "the bytes of float32 [2], found 4 bytes"),
+        ([spec("float32", -1)], {"x": b64(b"123")}, "the bytes of float32 [any], found 3 bytes"),
+        ([spec("int8", -1, -1)], {"x": b64(b"12")}, "whose shape they do not tell"),
+        ([spec("int8", -1)], {"x": {"b64": "!"}}, "instance.x.b64: not base64 in a string"),
+        ([spec("int8", -1)], {"x": {"b65": ""}}, "expected a list, found an object"),
+    ],
+)
+def test_bytes_that_are_no_such_tensor_are_refused(inputs, value, message):
+    assert message in refused(json_item(value), inputs)

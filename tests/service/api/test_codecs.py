@@ -1,3 +1,4 @@
+import base64
 import json
 import re
 
@@ -168,6 +169,81 @@ def test_the_file_that_is_wrong_is_named(
 def test_a_broken_form_is_a_bad_request(content_type: bytes, body: bytes, message: str) -> None:
     with pytest.raises(BadRequestError, match=message):
         decode(content_type, [body], head())
+
+
+TWO = [spec(-1, 2, name="a"), spec(-1, name="b")]
+
+
+def test_parts_with_the_names_of_inputs_are_one_instance() -> None:
+    files = {"b": ("b.jpg", JPEG, "image/jpeg"), "a": ("a.json", b"[1, 2]", "application/json")}
+    decoded = decode_form(head(inputs=TWO), files=files, data={"top_k": "3"})
+    (payload,) = decoded.payloads
+    assert payload.kind == "json"
+    assert json.loads(body_of(payload)) == {
+        "a": [1, 2],
+        "b": {"b64": base64.b64encode(JPEG).decode()},
+    }
+    assert json.loads(decoded.parameters) == {"top_k": 3}
+
+
+def test_a_field_with_the_name_of_an_input_is_a_part_of_the_instance() -> None:
+    data = {"b": "what is this?", "a": "[1, 2]"}
+    boundary = b"--x\r\n"
+    body = (
+        boundary.join(
+            [
+                b"",
+                *(
+                    b'Content-Disposition: form-data; name="%s"\r\n\r\n%s\r\n'
+                    % (k.encode(), v.encode())
+                    for k, v in data.items()
+                ),
+            ]
+        )
+        + b"--x--\r\n"
+    )
+    decoded = decode(b"multipart/form-data; boundary=x", [body], head(inputs=TWO))
+    assert json.loads(body_of(decoded.payloads[0])) == {"a": [1, 2], "b": "what is this?"}
+
+
+def test_arrays_with_the_names_of_inputs_are_one_instance_of_tensors() -> None:
+    files = {
+        "a": ("a.npy", npy(np.zeros(2, np.float32))),
+        "b": ("b.npy", npy(np.float32(1))),
+    }
+    (payload,) = decode_form(head(inputs=TWO), files=files).payloads
+    assert payload.kind == "tensors"
+    assert {header.name: header.shape for header in payload.headers} == {"a": (2,), "b": ()}
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ([("a", FILE)], "has 'a' of one instance, and lacks 'b'"),
+        ([("a", FILE), ("b", FILE), ("a", FILE)], "part 'a': is there more than once"),
+        ([("a", FILE), ("b", FILE), ("c", FILE)], "files beside 'a' and 'b'"),
+        ([("a", FILE), ("b", ("b.json", b"{", "application/json"))], "part 'b': "),
+        ([("a", ("a.npy", b"\x93NUMPY")), ("b", ("b.npy", npy(np.zeros(1))))], "part 'a'"),
+    ],
+)
+def test_parts_that_make_no_instance_are_refused(files: list[object], message: str) -> None:
+    with pytest.raises((InvalidInputError, BadRequestError), match=message):
+        decode_form(head(inputs=TWO), files=files)
+
+
+def test_files_of_a_model_with_several_inputs_may_still_be_instances() -> None:
+    assert len(decode_form(head(inputs=TWO), files=[("x", FILE), ("y", FILE)]).payloads) == 2
+
+
+def test_json_that_curl_sends_without_a_type_is_read() -> None:
+    decoded = decode(b"application/x-www-form-urlencoded", [b"", b' {"instances": [1]}'], head())
+    assert kinds(decoded) == [("json", b"1")]
+
+
+def test_a_limit_is_named_with_its_setting() -> None:
+    for content_type in (b"application/json", b"text/plain"):
+        with pytest.raises(TooLargeError, match=r"\(the setting max_json_bytes\); send "):
+            decode(content_type, [b" " * (5 << 20)], head())
 
 
 def test_a_form_without_files_is_refused() -> None:
