@@ -24,6 +24,9 @@ Kind: TypeAlias = Literal["image", "bytes", "json", "tensors"]
 Features: TypeAlias = Mapping[str, Tensor]
 """Named tensors of one instance, or of a batch with the batch dimension first."""
 
+MAX_JSON_NUMBERS = 1 << 24
+"""As lists they take 640 MB, and as JSON more than may be sent."""
+
 
 class Item(msgspec.Struct, kw_only=True, eq=False, gc=False):
     """One instance as a model sees it, valid until the batch that it belongs to is answered."""
@@ -215,6 +218,12 @@ class Model:
         Raises:
             InputError: A parameter is unknown or out of range.
         """
+        num = sum(tensor.numel() for tensor in outputs.values())
+        if num > MAX_JSON_NUMBERS:
+            raise ValueError(
+                f"{num:,} numbers are too many for JSON: ask for tensors (Accept: "
+                "application/safetensors), or define `render`"
+            )
         lists = {name: tensor.tolist() for name, tensor in outputs.items()}
         return next(iter(lists.values())) if len(lists) == 1 else lists
 

@@ -1,7 +1,7 @@
 """Encoded images to upright RGB pixels, whatever the bytes hold. Runs in worker processes only.
 
-A picture is what its first bytes say, not what a header or a file name claims. Nothing but
-`InputError` leaves this module for a picture that cannot be had.
+A picture is what its first bytes say, not what a header or a file name claims. For a picture that
+cannot be had nothing but `InputError` leaves this module, except where memory or descriptors lack.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ from PIL.WebPImagePlugin import WebPImageFile
 
 from models.containers import check_container, check_exif
 from models.errors import InputError
+from models.out_of_memory import lacks_resources
 from models.spec import MAX_IMAGE_PIXELS
 
 _OPENERS: dict[bytes, type[ImageFile]] = {
@@ -136,6 +137,8 @@ def decode_scaled(
     except InputError:
         raise
     except Exception as error:  # hostile bytes make Pillow raise almost anything
+        if lacks_resources(error):
+            raise
         reason = str(error) or type(error).__name__
         raise InputError(f"the {opener.format} image cannot be decoded: {reason}") from error
 

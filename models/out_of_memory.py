@@ -1,8 +1,11 @@
 """Tells errors that are for want of memory, on a device or on the host, from others. In workers."""
 
+import errno
+
 import torch
 
 from models.errors import RankError
+from models.texts import chain_of
 
 _MESSAGES = (
     "DefaultCPUAllocator: ",  # c10/core/impl/alloc_cpu.cpp: can't allocate, not enough memory
@@ -10,6 +13,23 @@ _MESSAGES = (
     "CUDNN_STATUS_ALLOC_FAILED",
     "CUDA error: out of memory",  # cudaErrorMemoryAllocation, after which the context is well
 )
+
+_ERRNOS = frozenset(
+    (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EAGAIN)
+)
+"""Of calls to the kernel that may succeed another time."""
+
+
+def lacks_resources(error: BaseException) -> bool:
+    """Whether an error, or what it came of, was for want of memory, descriptors or room on a disk.
+
+    Then it is the fault of neither the input nor the model's files, and another try may succeed.
+    """
+    return any(
+        (isinstance(each, OSError) and each.errno in _ERRNOS)
+        or (isinstance(each, Exception) and is_out_of_memory(each))
+        for each in chain_of(error)
+    )
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -408,6 +408,8 @@ class Dispatcher:
             self._fail(instance, InvalidInputError(error.message))
         elif error.code == "non_finite_output":
             self._fail(instance, NonFiniteOutputError(error.message))
+        elif error.code == "exhausted":
+            self._fail(instance, UnavailableError(error.message, retry_after_s=1))
         else:
             self._fail(instance, ModelFailedError(error.message))
 

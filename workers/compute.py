@@ -8,31 +8,38 @@ items at fault stand alone, so their neighbours succeed.
 import logging
 import math
 import time
-import traceback
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
 import torch
-from torch import Tensor
 
 from models.base import Features, Item, Model
 from models.border import bad_return
 from models.errors import InputError, ModelError
 from models.out_of_memory import is_out_of_memory
+from models.texts import described, text_of
 from workers.checks import BrokenPromiseError, OutputChecks
 from workers.config import ErrorDetail
-from workers.log_lines import printable
-from workers.messages import ItemError, ItemRef, Outcome, Stored, TensorBlob
+from workers.messages import ItemError, ItemRef, Outcome, Stored
+from workers.outcomes import (
+    MAX_ANSWER_BYTES,
+    MAX_BATCH_BYTES,
+    Outgoing,
+    bounded,
+    check_size,
+    error_of,
+    num_inline,
+    plain_value,
+    told,
+)
 from workers.pools import started_pool
 from workers.shapes import Group, grouped, signature_of
 from workers.shortage import SafeSizes, release
 
 logger = logging.getLogger(__name__)
 
-_MAX_MESSAGE_CHARS = 500
-_MAX_TRACE_CHARS = 20_000
 _SAMPLE_REF = ItemRef("bytes", 0, 0, math.inf, request_id="canary")
 """Of a canary's item, which is the model's own and lies elsewhere."""
 _POOL_PAYS_S = 0.0005
@@ -55,6 +62,8 @@ class Prepared:
     """When its preparation began."""
     prepare_s: float = 0.0
     is_canary: bool = False
+    num_bytes: int = 0
+    """Of the answers, as far as they go in a message."""
 
 
 class Computer:
@@ -94,7 +103,7 @@ class Computer:
         self._safe_sizes = SafeSizes()
         self._pool = started_pool(num_threads, "prepare") if num_threads > 1 else None
         self._item_s = 0.0
-        self._encode = msgspec.json.Encoder(enc_hook=_plain).encode
+        self._encode = msgspec.json.Encoder(enc_hook=plain_value).encode
 
     def warm_up(self, samples: Sequence[Item], sizes: Sequence[int]) -> float:
         """Compute batches of some sizes, made of samples.
@@ -167,7 +176,8 @@ class Computer:
                 self.on_progress()
             self._compute_group(prepared, group)
         late = ItemError("deadline_exceeded", "the deadline passed before it was computed")
-        return [late if outcome is None else outcome for outcome in prepared.outcomes]
+        outcomes = [late if outcome is None else outcome for outcome in prepared.outcomes]
+        return bounded(outcomes) if prepared.num_bytes > MAX_BATCH_BYTES else outcomes
 
     def _prepare(self, prepared: Prepared, began: float) -> Prepared:
         num_items = len(prepared.items)
@@ -281,12 +291,12 @@ class Computer:
         if len(indices) == 1:
             failure = self._error_of(error, "forward", prepared.refs[first])
             if is_shortage:
-                text = f"out of memory on this input alone: {self._told(error)}"
+                text = f"out of memory on this input alone: {told(error, self._error_detail)}"
                 failure = ItemError("model_error", text)
             prepared.outcomes[first] = failure
         else:
             text = "a batch of %d failed (%s): computing it in halves"
-            logger.warning(text, len(indices), _describe(error))
+            logger.warning(text, len(indices), described(error))
         if is_shortage:
             release(error)
         elif torch.cuda.is_initialized():
@@ -336,12 +346,15 @@ class Computer:
         if rest := [row for row, i in enumerate(indices) if not refs[i].wants_tensors]:
             chosen = {name: tensor[rest] for name, tensor in outputs.items()}
             self._render(prepared, [indices[row] for row in rest], chosen)
-        plain = {name: plain_of(name, tensor) for name, tensor in outputs.items()}
-        # From here on nothing fails: what is kept twice would have no reader the first time.
+        outgoing = Outgoing(outputs, len(indices))
         for row in as_tensors:
-            prepared.outcomes[indices[row]] = [
-                blob_of(name, tensor[row], self._keep) for name, tensor in plain.items()
-            ]
+            i = indices[row]
+            try:
+                prepared.outcomes[i] = found = outgoing.row(row, self._keep)
+                prepared.num_bytes += num_inline(found)
+            except Exception as error:
+                # It fails alone: to compute its neighbours again would keep their outputs twice.
+                prepared.outcomes[i] = self._error_of(error, "postprocess", refs[i])
 
     def _render(self, prepared: Prepared, indices: list[int], outputs: Features) -> None:
         items, outcomes, encode = prepared.items, prepared.outcomes, self._encode
@@ -351,28 +364,19 @@ class Computer:
                 outcomes[i] = self._error_of(value, "render", prepared.refs[i])
                 continue
             try:
-                outcomes[i] = encode(value)
+                outcomes[i] = text = encode(value)
+                prepared.num_bytes += len(text)
+                if len(text) > MAX_ANSWER_BYTES:
+                    check_size(len(text))
             except (TypeError, ValueError, RecursionError) as error:
-                wrong = bad_return(self._model, "render", "a value that JSON can say", str(error))
+                must, found = "a value that JSON can say", text_of(error)
+                wrong = bad_return(self._model, "render", must, found)
                 outcomes[i] = self._error_of(wrong, "render", prepared.refs[i])
+            except Exception as error:  # it is too large, or what it is made of raises
+                outcomes[i] = self._error_of(error, "render", prepared.refs[i])
 
     def _error_of(self, error: Exception, step: str, ref: ItemRef) -> ItemError:
-        if isinstance(error, InputError):
-            return ItemError("invalid_input", printable(str(error))[:_MAX_MESSAGE_CHARS])
-        text = _describe(error)
-        logger.error("%s failed on an input: %s", step, text, exc_info=error, extra=ref.log_ids())
-        return ItemError("model_error", f"{step} raised {self._told(error)}")
-
-    def _told(self, error: Exception) -> str:
-        """Say an exception of the model's to a client, who may be a stranger."""
-        match self._error_detail:
-            case "name":
-                return f"{type(error).__name__}; the service's log has the rest"
-            case "text":
-                return _describe(error)
-            case "traceback":
-                trace = "".join(traceback.format_exception(error)).rstrip()
-                return f"{_describe(error)}\n{printable(trace)[-_MAX_TRACE_CHARS:]}"
+        return error_of(error, step, ref, self._error_detail)
 
 
 def _prepared(id: int, refs: Sequence[ItemRef], items: Sequence[Item]) -> Prepared:
@@ -391,38 +395,3 @@ def _in_time(prepared: Prepared, indices: Sequence[int]) -> list[int]:
     """Those whose deadline has not passed."""
     now = time.monotonic()
     return [i for i in indices if prepared.refs[i].deadline > now]
-
-
-def plain_of(name: str, tensor: Tensor) -> Tensor:
-    """A CPU tensor whose numbers are all there, and none of them still to be conjugated or negated.
-
-    Raises:
-        BrokenPromiseError: It is sparse.
-    """
-    if tensor.layout is not torch.strided:
-        raise BrokenPromiseError(
-            f"the model returned {name!r} as a sparse tensor, which cannot be sent: "
-            "`to_dense` it in `postprocess`"
-        )
-    return tensor.resolve_conj().resolve_neg()
-
-
-def blob_of(name: str, tensor: Tensor, keep: Callable[[memoryview], bytes | Stored]) -> TensorBlob:
-    """Say one plain tensor as bytes, of which `keep` makes a copy."""
-    flat = tensor.contiguous().reshape(-1)
-    if flat.stride() != (1,):  # a single number counts as contiguous, whatever its stride
-        flat = flat.clone(memory_format=torch.contiguous_format)
-    data = flat.view(torch.uint8).numpy().data
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return TensorBlob(name, dtype, tuple(tensor.shape), keep(data))
-
-
-def _plain(value: object) -> object:
-    """What msgspec cannot say by itself, as plain values: tensors and NumPy scalars and arrays."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"a {type(value).__name__}, which JSON has no form for")
-
-
-def _describe(error: Exception) -> str:
-    return printable(f"{type(error).__name__}: {error}")[:_MAX_MESSAGE_CHARS]

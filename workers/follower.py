@@ -12,11 +12,11 @@ from mmap import mmap
 import torch
 
 from models.split.network import load_model, serve
+from models.texts import described
 from workers.allocator import give_back
 from workers.config import WorkerConfig
 from workers.group import Group
 from workers.heartbeat import Heartbeat
-from workers.log_lines import printable
 from workers.messages import Leaving, RankReady
 from workers.own_process import build_model, failing_as_told, leave_device, name_of, pin, set_up
 from workers.wiring import RankEnds
@@ -60,5 +60,5 @@ def main(config: WorkerConfig, outbox: WorkerQueue, row: mmap, ends: RankEnds) -
         leave_device(error, outbox)
     except BaseException as error:
         logger.critical("the part of rank %d failed", ends.rank, exc_info=True)
-        outbox.put(Leaving("exit", printable(f"its part failed: {type(error).__name__}: {error}")))
+        outbox.put(Leaving("exit", f"its part failed: {described(error)}"))
         os._exit(1)

@@ -20,6 +20,7 @@ import psutil
 import torch
 
 from models.errors import ModelError
+from models.texts import described
 from workers.arena import Arena
 from workers.compute import Computer
 from workers.config import WorkerConfig
@@ -149,7 +150,7 @@ class InProcessWorker:
             outcomes = self._computer.compute(prepared)
         except (Exception, SystemExit) as error:  # what would end a worker's process
             logger.exception("this would have ended a worker")
-            text = f"the worker would have ended: {type(error).__name__}: {error}"
+            text = f"the worker would have ended: {described(error)}"
             outcomes = [ItemError("model_error", text)] * len(items)
         compute_s = time.monotonic() - computed_at
         return BatchDone(number, outcomes, prepared.prepare_s, compute_s, 0, began, computed_at)

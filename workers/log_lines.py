@@ -6,10 +6,15 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import BinaryIO, TextIO
 
+from models.texts import described, printable, traceback_of
 from workers.messages import ID_FIELDS, LogLine
 
 _MAX_LINE_CHARS = 8192
 """Of a longer line, several are made."""
+_MAX_PRINT_CHARS = 65_536
+"""Printed at once; the rest of a longer text is left out."""
+_MAX_TEXT_CHARS = 20_000
+"""Of a record: a model may log what it likes."""
 
 
 class LineHandler(logging.Handler):
@@ -23,10 +28,10 @@ class LineHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Send a record with its traceback as text."""
         try:
-            text = printable(record.getMessage())
-            trace = logging.Formatter().formatException(record.exc_info) if record.exc_info else ""
+            error = record.exc_info[1] if record.exc_info else None
+            trace = traceback_of(error) if error is not None else ""
             ids = {name: str(vars(record)[name]) for name in ID_FIELDS if name in vars(record)}
-            self._send(LogLine(record.levelno, record.name, text, ids, printable(trace)))
+            self._send(LogLine(record.levelno, record.name, _text_of(record), ids, trace))
         except (OSError, ValueError):
             self.handleError(record)
 
@@ -67,6 +72,10 @@ class PrintedLines(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Send the lines that are whole now; the rest waits for its end."""
+        num_chars = len(text)
+        if num_chars > _MAX_PRINT_CHARS:
+            more = f"({num_chars - _MAX_PRINT_CHARS:,} more characters were printed)"
+            text = f"{text[:_MAX_PRINT_CHARS]}\n{more}\n"
         with self._writing:
             *lines, rest = (self._rest + text).split("\n")
             # A bar of progress writes over itself: the last state is enough.
@@ -77,7 +86,7 @@ class PrintedLines(io.TextIOBase):
         for line in lines:
             if shown := line.rstrip().rpartition("\r")[2].rstrip():
                 self._send_line(shown)
-        return len(text)
+        return num_chars
 
     def _send_line(self, line: str) -> None:
         for start in range(0, len(line), _MAX_LINE_CHARS):
@@ -107,6 +116,12 @@ def log_line(line: LogLine, extra: Mapping[str, object]) -> None:
     source.handle(record)
 
 
-def printable(text: str) -> str:
-    """A text that can be encoded, whatever a path or a model put into it."""
-    return text.encode("utf-8", "backslashreplace").decode()
+def _text_of(record: logging.LogRecord) -> str:
+    """The message of a record, cut; of one that cannot be formatted, why not, and where it is."""
+    try:
+        if not record.args and isinstance(record.msg, str):
+            return printable(record.msg[:_MAX_TEXT_CHARS])  # no copy of a long one
+        return printable(record.getMessage()[:_MAX_TEXT_CHARS])
+    except Exception as error:
+        place = f"{record.pathname}:{record.lineno}"
+        return f"a log message at {place} cannot be formatted: {described(error)}"

@@ -80,7 +80,9 @@ class TensorBlob(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class ItemError(msgspec.Struct, frozen=True, gc=False):
     """Why one instance of a batch has no prediction."""
 
-    code: Literal["invalid_input", "model_error", "non_finite_output", "deadline_exceeded"]
+    code: Literal[
+        "invalid_input", "model_error", "non_finite_output", "deadline_exceeded", "exhausted"
+    ]
     message: str
 
 

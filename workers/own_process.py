@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import sys
-import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,14 +20,16 @@ import torch
 
 from models.base import Model
 from models.errors import ModelError
+from models.out_of_memory import lacks_resources
 from models.registry import build
 from models.spec import Placement
+from models.texts import text_of, traceback_of
 from workers.allocator import keep_large_buffers
 from workers.config import WorkerConfig
 from workers.group import Group
 from workers.guard import give_way_for_memory
 from workers.heartbeat import Heartbeat
-from workers.log_lines import LineHandler, PrintedLines, printable
+from workers.log_lines import LineHandler, PrintedLines
 from workers.messages import Leaving, StartFailed
 from workers.worker_queue import WorkerQueue
 
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 EXIT_ACCELERATOR = 70
 """The device's context is lost (EX_SOFTWARE in sysexits.h)."""
+_MAX_TEXT_CHARS = 20_000
 
 
 def set_up(heartbeat: Heartbeat, outbox: WorkerQueue) -> None:
@@ -91,13 +93,13 @@ def failing_as_told(outbox: WorkerQueue) -> Iterator[None]:
     try:
         yield
     except ModelError as error:
-        outbox.put(StartFailed(printable(str(error)), permanent=True))
+        # What came of a lack of memory or descriptors may be had another time.
+        text = text_of(error, _MAX_TEXT_CHARS)
+        outbox.put(StartFailed(text, permanent=not lacks_resources(error)))
     except Exception as error:
-        last = traceback.format_exception_only(error)[-1].strip()
-        trace = printable(traceback.format_exc().rstrip())  # which is logged over there
-        outbox.put(
-            StartFailed(printable(f"loading failed: {last}"), permanent=False, traceback=trace)
-        )
+        trace = traceback_of(error)  # which is logged over there
+        last = trace.rpartition("\n")[2][:_MAX_TEXT_CHARS]
+        outbox.put(StartFailed(f"loading failed: {last}", permanent=False, traceback=trace))
     else:
         return
     os._exit(1)
@@ -106,8 +108,8 @@ def failing_as_told(outbox: WorkerQueue) -> Iterator[None]:
 def leave_device(error: torch.AcceleratorError, outbox: WorkerQueue) -> NoReturn:
     """End this process, whose device's context is lost."""
     logger.critical("the device's context is lost", exc_info=error)
-    first_line = str(error).partition("\n")[0]
-    outbox.put(Leaving("device", printable(f"the device's context is lost: {first_line}")))
+    first_line = text_of(error).partition("\n")[0]
+    outbox.put(Leaving("device", f"the device's context is lost: {first_line}"))
     os._exit(EXIT_ACCELERATOR)
 
 

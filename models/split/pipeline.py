@@ -45,11 +45,11 @@ from models.split.report import Part, SplitReport
 from models.split.sketch import Sketch, fill, num_bytes
 from models.split.stages import Course
 from models.split.tracing import asks_for_types
+from models.texts import described
 
 logger = logging.getLogger(__name__)
 
 _LEAD = 0
-_MAX_MESSAGE_CHARS = 500
 _WINDOW = 2
 """Pieces on their way for each rank: enough to compute while others travel, and few to hold."""
 _SLACK = 1.1
@@ -217,7 +217,7 @@ class Pipeline:
 
     def _survived(self, error: Exception) -> list[object]:
         logger.error("stage %d failed", self._ranks.rank, exc_info=error)
-        text = f"{type(error).__name__}: {error}"[:_MAX_MESSAGE_CHARS]
+        text = described(error)
         is_shortage = is_out_of_memory(error)
         traceback.clear_frames(error.__traceback__)
         if torch.cuda.is_initialized():

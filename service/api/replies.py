@@ -55,7 +55,10 @@ def refusal_of(call: Call, error: Exception) -> Reply:
     """Reply to a call that failed as a whole."""
     if not isinstance(error, ServiceError):
         logger.error("a call failed: %r", error, exc_info=error, extra=call.log_ids())
-        error = InternalError("this is a mistake of the service; its log has more")
+        if isinstance(error, MemoryError):
+            error = UnavailableError("the service ran out of memory", retry_after_s=1)
+        else:
+            error = InternalError("this is a mistake of the service; its log has more")
     call.error = error.code, error.message
     status, headers, body = problem(error, call.request_id, call.path)
     lines = lines_of(headers)

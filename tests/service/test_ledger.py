@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 NUM_SCHEDULES = 60
 NUM_STEPS = 150
 MAX_BATCH_SIZE = 4
-ITEM_ERRORS = ("invalid_input", "model_error", "deadline_exceeded")
+ITEM_ERRORS = ("invalid_input", "model_error", "deadline_exceeded", "exhausted")
 FAILURES = (
     InternalError,
     InvalidInputError,

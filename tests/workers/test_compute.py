@@ -17,9 +17,10 @@ from models.base import Features, Item, Model
 from models.errors import ModelError
 from models.spec import TensorSpec
 from workers.checks import BrokenPromiseError
-from workers.compute import Computer, blob_of, plain_of
+from workers.compute import Computer
 from workers.config import ErrorDetail
 from workers.messages import ItemError, ItemRef, Outcome
+from workers.outcomes import Outgoing
 
 
 @pytest.fixture(autouse=True)
@@ -352,10 +353,12 @@ def test_canary_of_a_model_whose_outputs_have_no_form_as_bytes_goes_well(odd: st
 
 def test_lazy_tensors_are_sent_as_what_they_stand_for_and_sparse_ones_refused():
     conj = torch.tensor([1 + 2j], dtype=torch.complex64).conj()
-    assert blob_of("y", plain_of("y", conj), bytes).data == b"\0\0\x80\x3f\0\0\0\xc0"
-    assert blob_of("y", plain_of("y", conj.imag), bytes).data == b"\0\0\0\xc0"
-    with pytest.raises(BrokenPromiseError, match="'y' as a sparse tensor"):
-        plain_of("y", torch.eye(2).to_sparse())
+    (whole,) = Outgoing({"y": conj}, 1).row(0, bytes)
+    (part,) = Outgoing({"y": conj.imag}, 1).row(0, bytes)
+    assert whole.data == b"\0\0\x80\x3f\0\0\0\xc0"
+    assert part.data == b"\0\0\0\xc0"
+    with pytest.raises(BrokenPromiseError, match="'y' as a sparse or quantized tensor"):
+        Outgoing({"y": torch.eye(2).to_sparse()}, 2)
 
 
 def test_canary_tells_of_a_model_that_has_gone_bad():

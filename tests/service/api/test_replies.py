@@ -1,6 +1,7 @@
 """Header lines of answers, whatever a client has put into its call."""
 
 import asyncio
+import json
 import re
 
 import pytest
@@ -54,6 +55,14 @@ def test_nothing_of_a_call_adds_a_header_or_ends_one(
             match = LINE.fullmatch(line)
             assert match, line
             assert match[1] in OURS, line
+
+
+def test_a_lack_of_memory_is_not_told_as_the_clients_fault() -> None:
+    call = begin_call("POST", "/predict", b"", ())
+    status, lines, body = refusal_of(call, MemoryError())
+    assert status == 503
+    assert b"retry-after: 1" in lines
+    assert json.loads(body)["retryable"] is True
 
 
 def test_a_route_that_would_end_a_header_answers_nothing_rather() -> None:
