@@ -1,34 +1,77 @@
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from models.spec import TensorSpec
-from service.example import command_to_try
+from service.api.openapi.predict import PIXEL
+from service.example import try_or_ask
+from service.settings import Settings
+
+URL = "http://127.0.0.1:1"
 
 
-def test_there_is_no_command_to_try_where_nobody_knows_what_the_model_takes():
-    inputs = (TensorSpec(name="input", dtype="float32", shape=()),)
-    pool = SimpleNamespace(name="m", example=None, inputs=inputs)
-    assert command_to_try("http://127.0.0.1:1", pool) == ""  # type: ignore[arg-type]
+def told(
+    *inputs: TensorSpec, example: object = None, reads_own_form: bool = False, url: str = URL
+) -> tuple[str, str]:
+    pool: Any = SimpleNamespace(
+        name="m", example=example, inputs=inputs, reads_own_form=reads_own_form
+    )
+    return try_or_ask(url, pool, Settings.model_construct(predict_keys=()))
+
+
+def spec(*shape: int, name: str = "x", dtype: str = "float32") -> TensorSpec:
+    return TensorSpec(name=name, dtype=dtype, shape=shape)
 
 
 @pytest.mark.parametrize(
     ("example", "inputs", "data"),
     [
         ("Where's it?", (), """'{"instances": ["Where'"'"'s it?"]}'"""),
-        (None, (), "hello"),
+        (None, (spec(-1, 2),), """'{"instances": [[0, 0]]}'"""),
+        (None, (spec(-1, -1, dtype="bool"),), """'{"instances": [[false]]}'"""),
         (
             None,
-            (TensorSpec(name="x", dtype="float32", shape=(-1, 2)),),
-            """'{"instances": [[0, 0]]}'""",
+            (spec(-1), spec(-1, 2, name="y")),
+            """'{"instances": [{"x": 0, "y": [0, 0]}]}'""",
+        ),
+        (
+            None,
+            (spec(-1, -1, -1, 3, name="image", dtype="uint8"),),
+            f"""'{{"instances": [{{"b64": "{PIXEL}"}}]}}'""",
         ),
     ],
 )
-def test_the_command_to_try_sends_what_the_model_takes(example, inputs, data):
-    pool = SimpleNamespace(name="m", example=example, inputs=inputs)
-    command = command_to_try("http://127.0.0.1:1", pool)  # type: ignore[arg-type]
-    assert command.startswith("curl http://127.0.0.1:1/predict/m -H ")
-    assert command.endswith(f" {data}")
+def test_the_command_to_try_sends_what_the_model_takes(
+    example: object, inputs: tuple[TensorSpec, ...], data: str
+):
+    kind, command = told(*inputs, example=example)
+    assert kind == "try"
+    assert command == f"curl {URL}/predict/m -H 'Content-Type: application/json' -d {data}"
+
+
+def test_zeros_that_are_too_many_to_write_out_are_sent_as_bytes():
+    assert told(spec(-1, 3, 224, 224)) == (
+        "try",
+        f"head -c 602112 /dev/zero | curl '{URL}/predict/m?dtype=float32&shape=3,224,224' "
+        "-H 'Content-Type: application/octet-stream' --data-binary @-",
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        (told(), "what its `preprocess` reads; the model shows no `example`"),
+        (told(spec(-1, 3), reads_own_form=True), "what its `preprocess` reads"),
+        (told(spec()), "'x' (float32) as application/safetensors, or as JSON"),
+        (told(spec(-1, 99), spec(-1, name="y")), "'x' (float32) and 'y' (float32) as "),
+        (told(example="x" * 2000), "its example is too long for a line, and on the page"),
+    ],
+)
+def test_where_no_command_can_be_known_it_says_how_to_ask(kind: tuple[str, str], sentence: str):
+    assert kind[0] == "ask"
+    assert kind[1].startswith(f"POST to {URL}/predict/m")
+    assert sentence in kind[1]
 
 
 @pytest.mark.parametrize(
@@ -39,6 +82,13 @@ def test_the_command_to_try_sends_what_the_model_takes(example, inputs, data):
         ("http://10.0.0.0:80", "http://10.0.0.0:80"),
     ],
 )
-def test_the_command_to_try_can_be_given_on_this_host(url, asked):
-    pool = SimpleNamespace(name="m", example=None, inputs=())
-    assert f" {asked}/predict/m " in command_to_try(url, pool)  # type: ignore[arg-type]
+def test_the_command_to_try_can_be_given_on_this_host(url: str, asked: str):
+    assert f" {asked}/predict/m " in told(example=1, url=url)[1]
+
+
+def test_a_key_is_not_shown():
+    pool: Any = SimpleNamespace(name="m", example=1, inputs=(), reads_own_form=True)
+    settings = Settings.model_construct(predict_keys=("digest",), predict_keys_file="a b")
+    assert try_or_ask(URL, pool, settings)[1].endswith(""" -H "X-API-Key: $(head -n 1 'a b')\"""")
+    settings = Settings.model_construct(predict_keys=("digest",), predict_keys_file=None)
+    assert try_or_ask(URL, pool, settings)[1].endswith('{INFERPOOL_PREDICT_KEYS%%,*}"')
