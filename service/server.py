@@ -17,7 +17,9 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from service.api.protocol import PredictProtocol
 from service.backlog import take_last
 
 logger = logging.getLogger(__name__)
@@ -107,8 +109,7 @@ class DrainingServer(uvicorn.Server):
 
     def _unread(self) -> list[int]:
         """Bytes that wait for a client to read, of each connection that has any."""
-        transports = [each.transport for each in self.server_state.connections]
-        return [num for each in transports if (num := each.get_write_buffer_size())]
+        return [num for each in self.server_state.connections if (num := _num_unread(each))]
 
     def _accept_all(self, listener: socket.socket) -> None:
         """Take those that wait in the backlog, before uvicorn's own server comes to it."""
@@ -222,3 +223,10 @@ class Server(DrainingServer):
         self.flush_until = time.monotonic() + self._drain_timeout_s
         await self._drain()
         self.should_exit = True
+
+
+def _num_unread(connection: object) -> int:
+    if isinstance(connection, PredictProtocol):
+        return connection.num_unread_bytes
+    assert isinstance(connection, HttpToolsProtocol)
+    return connection.transport.get_write_buffer_size()
