@@ -7,6 +7,7 @@ from collections import deque
 from math import ceil
 from statistics import median
 
+from service.batcher import Position
 from service.errors import DeadlineExceededError, OverloadedError, UnavailableError
 from service.metrics import RejectReason
 
@@ -21,6 +22,11 @@ rate now."""
 _SPARE = 1.2
 """What an estimate is multiplied with: batches vary, and of those on the edge every other one would
 be late (3 in 100 of all that were admitted, at ten times the capacity)."""
+_KEPT_SPARE, _TIGHT_SPARE = 1.05, 1.1
+"""Likewise, where what was admitted before must stay in time: less, so that some room is left for
+what has a nearer deadline."""
+_TIMES_ROOM = 3
+"""See `Admission.check_share`."""
 _KEPT_S = 0.1
 """How long an estimate under load is kept where no batch comes back: refusals come in thousands."""
 _LARGE = 0.75
@@ -136,37 +142,91 @@ class Admission:
             )
 
     def is_welcome(self, num_queued: int, num_ahead: int, num_workers: int, left_s: float) -> bool:
-        """Whether there is room, and the deadline so far off, that nothing need be looked at."""
+        """Whether there is room, and the deadline so far off, that nothing need be looked at.
+
+        All that waits is answered by then, so what goes behind it is in time too.
+        """
         if num_queued >= self.max_queue_length or self.is_draining or left_s <= 0:
             return False
         rate = self.rate
         return (num_ahead * rate.item_s / num_workers + rate.batch_s) * _SPARE <= left_s
 
-    def check_time(self, num_ahead: int, num_workers: int, left_s: float, now: float) -> None:
-        """Admit an instance, as far as its deadline goes, or say why not.
+    def check_share(self, position: Position, num_queued: int, num_workers: int) -> None:
+        """Refuse what would have more than its share of the queue.
+
+        Each kind may have three times as many as there is room left for (Choudhury and Hahne,
+        "Dynamic queue length thresholds for shared-memory packet switches", 1998). So a flood of
+        one kind leaves room for the others, and two floods have equal shares.
+
+        Raises:
+            OverloadedError: It would have more.
+        """
+        num_kin = position.num_kin
+        if num_kin > _TIMES_ROOM * (self.max_queue_length - num_queued):
+            self._rejected["queue_full"] += 1
+            raise _share_taken(num_kin, self._time_for_half(num_kin, num_workers))
+
+    def check_time(
+        self, position: Position, free_s: float, num_workers: int, left_s: float, now: float
+    ) -> None:
+        """Admit an instance, as far as deadlines go, or say why not.
 
         One that is admitted and then late takes the time of another that would not have been: at
         ten times the capacity, with deadlines shorter than the queue, nearly all would be late.
 
         Args:
-            num_ahead: How many will be computed before it, those that workers hold included.
+            position: Where it would stand.
+            free_s: Seconds until workers are done with what they hold, on average.
             num_workers: How many workers are ready.
             left_s: Seconds until its deadline.
             now: CLOCK_MONOTONIC seconds.
 
         Raises:
-            OverloadedError: It would not be answered in time.
+            OverloadedError: It would be late, or make one late that was admitted before, or have
+                more than its share: its kind may have as much of the time until its deadline as
+                is left then, so that one with a higher priority need not wait for it.
         """
         item_s, batch_s = self.rate.under_load(now)
-        answered_s = num_ahead * item_s / num_workers + batch_s
-        if num_ahead and answered_s * _SPARE > left_s:
+        item_s /= num_workers
+        batch_s += free_s
+        num_ahead = position.num_by_deadline
+        answered_s = num_ahead * item_s + batch_s
+        if (num_ahead or free_s) and answered_s * _SPARE > left_s:
             self._rejected["deadline"] += 1
             raise OverloadedError(
                 f"the deadline cannot be met: an answer would take about {answered_s:.1f} s, "
                 f"and {left_s:.1f} s are left",
                 retry_after_s=max(1, ceil(answered_s * _SPARE - left_s)),
             )
+        if num_kin := position.num_kin_by_deadline:
+            over_s = (answered_s + num_kin * item_s) * _SPARE - left_s
+            if over_s > 0:
+                self._rejected["deadline"] += 1
+                raise _share_taken(num_kin, max(1, ceil(over_s)))
+        for deadline, num in position.behind:
+            late_s = ((num + 1) * item_s + batch_s) * _KEPT_SPARE - (deadline - now)
+            if late_s > 0:
+                self._rejected["deadline"] += 1
+                raise OverloadedError(
+                    "a request that was admitted before would miss its deadline",
+                    retry_after_s=max(1, ceil(late_s)),
+                )
+
+    def are_in_time(
+        self, num: int, free_s: float, num_workers: int, left_s: float, now: float
+    ) -> bool:
+        """Whether so many are answered by then if one other batch goes before them."""
+        item_s, batch_s = self.rate.under_load(now)
+        return (free_s + num * item_s / num_workers + 2 * batch_s) * _TIGHT_SPARE <= left_s
 
     def _time_for_half(self, num_queued: int, num_workers: int) -> int:
         """Whole seconds until half of the queue will have been worked off, to the best guess."""
         return max(1, ceil(num_queued * self.rate.item_s / num_workers / 2))
+
+
+def _share_taken(num_kin: int, retry_after_s: int) -> OverloadedError:
+    return OverloadedError(
+        f"the {num_kin} requests that wait with about this priority and timeout have their share "
+        "of the queue",
+        retry_after_s=retry_after_s,
+    )

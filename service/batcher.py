@@ -1,17 +1,26 @@
-"""Which requests form the next batch: by priority, then deadline class, then first come.
+"""Which requests form the next batch: by priority, then the earliest deadline first.
 
-Pure: it holds no clock, no future and no process. Taking a request out from the middle costs the
-same as from the front.
+Where what waits would else miss its deadline, the earliest deadline goes first whatever the
+priority: so a priority says who is answered sooner, and not who is answered at all.
+
+Pure: it holds no clock, no future and no process. Requests of one priority and of about the same
+deadline share a bucket, where they are first come, first served: to put one in or to take one out,
+from the middle too, costs the same however many wait. Whatever looks at all that wait looks at the
+buckets, which are few.
 """
 
+from bisect import insort
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
-from itertools import islice
-from math import inf
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import chain, islice
+from math import frexp, inf
+from operator import attrgetter
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-_CLASS_EDGES_S = (0.1, 1.0, 10.0)
-"""Time left at arrival, below which a request belongs to a more urgent class."""
+_OCTAVES, _OCTAVE_1_S = 26, 5
+"""Lengths of timeouts that are told apart, by factors of 2 from 1/32 s up; and that of 1 s."""
+_PER_OCTAVE = 8
+"""Buckets are so much narrower than the shortest timeout of their kind."""
 _LOOKS = 4
 """For each request that is taken from the end, how many may be looked at."""
 
@@ -25,19 +34,68 @@ class Queueable(Protocol, Hashable):
     arrived: float
     is_solo: bool
     """It makes a batch of its own: the last one it was in did not survive."""
-    lane: int
+    bucket: "Bucket"
     """Written by the batcher."""
 
 
 Q = TypeVar("Q", bound=Queueable)
 
 
+class Bucket:
+    """Requests of one kind and of about the same deadline."""
+
+    __slots__ = ("deadline", "end", "kind", "least_s", "priority", "requests")
+
+    def __init__(self, kind: int, number: int) -> None:
+        octave_s = _octave_s(kind)
+        width_s = octave_s / _PER_OCTAVE
+        self.kind = kind
+        """Kinds have different priorities, or timeouts that differ by up to a factor of 2."""
+        self.priority = kind // _OCTAVES
+        self.deadline = number * width_s
+        """None of its requests has an earlier one."""
+        self.end = self.deadline + width_s
+        """Nor as late a one. Minus infinity once the bucket is not in use any more."""
+        self.least_s = octave_s if kind % _OCTAVES else -inf
+        """None came with a shorter timeout."""
+        self.requests: OrderedDict[Any, None] = OrderedDict()
+
+
+class Position(NamedTuple):
+    """Where a request would stand if it came now, among those that wait."""
+
+    num_ahead: int
+    """Those that go first as long as all are in time."""
+    num_by_deadline: int
+    """Those with an earlier deadline, whatever their priority: what must be answered before it."""
+    num_kin: int
+    """Those of its kind, where others came lately; 0 where none did."""
+    num_kin_by_deadline: int
+    """Those of its kind with an earlier deadline, likewise."""
+    behind: Sequence[tuple[float, int]]
+    """Later deadlines, and how many that wait now have to be answered by each of them."""
+
+
 class Batcher(Generic[Q]):
     """The queue of one model."""
 
     def __init__(self) -> None:
-        self._lanes: dict[int, OrderedDict[Q, None]] = {}
-        self._order: list[int] = []
+        self._by_deadline: list[Bucket] = []
+        """Those in use."""
+        self._order: list[Bucket] = []
+        """The same, the one that goes first in front."""
+        self._is_tight = False
+        """The order is by deadline alone."""
+        self._newest = Bucket(0, 0)
+        """The one that the last request went to."""
+        self._newest_of: dict[int, Bucket] = {}
+        """Likewise, by kind."""
+        self._late = Bucket(0, 0)
+        """Requests that will be late whatever is done. They go last."""
+        self._kinds: dict[int, float] = {}
+        """The kinds that came lately, and until when one that came could wait."""
+        self.is_mixed = False
+        """Requests of several kinds came lately."""
         self._length = 0
 
     def __len__(self) -> int:
@@ -46,46 +104,117 @@ class Batcher(Generic[Q]):
 
     def __iter__(self) -> Iterator[Q]:
         """Those that wait, the best first."""
-        for key in self._order:
-            yield from self._lanes[key]
+        for bucket in self._order:
+            yield from bucket.requests
+        yield from self._late.requests
 
-    def num_ahead(self, priority: int, deadline: float, now: float) -> int:
-        """How many of those that wait would go before a request that came now."""
-        lane = _lane_of(priority, deadline, now)
-        return sum(len(self._lanes[key]) for key in self._order if key <= lane)
+    def position(self, priority: int, deadline: float, now: float) -> Position:
+        """Where a request would stand if it came now."""
+        kind = _kind_of(priority, deadline - now)
+        if deadline > self._kinds.get(kind, 0.0):
+            self._note_kind(kind, deadline, now)
+        buckets = self._by_deadline
+        if not self.is_mixed and (not buckets or buckets[-1].deadline <= deadline):
+            num = self._length - len(self._late.requests)
+            return Position(num, num, 0, 0, ())
+        num = num_ahead = num_by_deadline = num_kin = num_kin_by_deadline = 0
+        behind: list[tuple[float, int]] = []
+        for bucket in buckets:
+            size = len(bucket.requests)
+            if not size:
+                continue
+            num += size
+            if bucket.kind == kind:
+                num_kin += size
+            if bucket.deadline > deadline:
+                behind.append((bucket.deadline, num))
+                if bucket.priority < priority:
+                    num_ahead += size
+            else:
+                num_by_deadline = num
+                num_kin_by_deadline = num_kin
+                if bucket.priority <= priority:
+                    num_ahead += size
+        if not self.is_mixed:
+            num_kin = num_kin_by_deadline = 0
+        return Position(num_ahead, num_by_deadline, num_kin, num_kin_by_deadline, behind)
 
     def push(self, request: Q, now: float) -> None:
         """Add a request behind its equals."""
-        request.lane = lane = _lane_of(request.priority, request.deadline, now)
-        self._lane(lane)[request] = None
+        deadline, priority, bucket = request.deadline, request.priority, self._newest
+        if (
+            not bucket.deadline <= deadline < bucket.end
+            or bucket.priority != priority
+            or deadline - now < bucket.least_s
+        ):
+            self._newest = bucket = self._bucket(priority, deadline, now)
+        request.bucket = bucket
+        bucket.requests[request] = None
         self._length += 1
 
     def push_front(self, request: Q) -> None:
         """Put back a request that was taken before, ahead of its equals."""
-        lane = self._lane(request.lane)
-        lane[request] = None
-        lane.move_to_end(request, last=False)
+        bucket = request.bucket
+        if bucket.end == -inf:
+            number = round(bucket.deadline * _PER_OCTAVE / _octave_s(bucket.kind))
+            request.bucket = bucket = self._open(Bucket(bucket.kind, number))
+        bucket.requests[request] = None
+        bucket.requests.move_to_end(request, last=False)
         self._length += 1
 
     def remove(self, request: Q) -> None:
         """Take out a request that waits."""
-        del self._lanes[request.lane][request]
+        del request.bucket.requests[request]
         self._length -= 1
+
+    def put_last(self, alone_by: float) -> None:
+        """Have those in front go last that will be late even if they are answered alone, at once.
+
+        Else each of them would make the next one late.
+        """
+        late = self._late.requests
+        for bucket in self._order:
+            requests = bucket.requests
+            while requests:
+                request = next(iter(requests))
+                if request.deadline >= alone_by or request.is_solo:
+                    return
+                del requests[request]
+                late[request] = None
+                request.bucket = self._late
+
+    def arrange(self, is_in_time: Callable[[float, int], bool]) -> None:
+        """Go by priority while all that waits will be in time, or else by deadline alone.
+
+        Args:
+            is_in_time: Whether so many can be answered by a moment.
+        """
+        if self._order is self._by_deadline and not self._is_tight:
+            return
+        self._is_tight = False
+        num = 0
+        for bucket in self._by_deadline:
+            if bucket.requests:
+                num += len(bucket.requests)
+                if not is_in_time(bucket.deadline, num):
+                    self._is_tight = True
+                    break
+        self._sort()
 
     def next_batch(self, max_size: int) -> list[Q]:
         """Take the best requests, at most `max_size`; a solo request comes alone."""
         batch: list[Q] = []
-        for key in self._order:
-            lane = self._lanes[key]
-            while lane and len(batch) < max_size:
-                request = next(iter(lane))
+        for bucket in chain(self._order, (self._late,)):
+            requests = bucket.requests
+            while requests and len(batch) < max_size:
+                request = next(iter(requests))
                 if request.is_solo and batch:
                     break
-                del lane[request]
+                del requests[request]
                 batch.append(request)
                 if request.is_solo:
                     break
-            if batch and (batch[-1].is_solo or lane or len(batch) == max_size):
+            if batch and (batch[-1].is_solo or requests or len(batch) == max_size):
                 break
         self._length -= len(batch)
         return batch
@@ -98,7 +227,7 @@ class Batcher(Generic[Q]):
             fits: Says of each whether it may be taken. Few that may not are passed over.
         """
         batch: list[Q] = []
-        looked_at = (r for key in reversed(self._order) for r in reversed(self._lanes[key]))
+        looked_at = (r for bucket in reversed(self._order) for r in reversed(bucket.requests))
         for request in islice(looked_at, _LOOKS * max_size):
             if not request.is_solo and fits(request):
                 batch.append(request)
@@ -111,36 +240,61 @@ class Batcher(Generic[Q]):
 
     def oldest(self) -> Q | None:
         """The request that a batch formed now would begin with."""
-        for key in self._order:
-            if self._lanes[key]:
-                return next(iter(self._lanes[key]))
-        return None
+        return next(iter(self), None)
 
     def soonest(self) -> float:
-        """No request that waits has an earlier deadline than this; infinite where none waits.
+        """No request that waits and can be in time has an earlier deadline than this.
 
-        A bound, from the first of each class: to know better, one would have to look at each.
+        A bound, from the buckets; infinite where none waits.
         """
-        soonest = inf
-        for key, lane in self._lanes.items():
-            if lane:
-                edge_s = _CLASS_EDGES_S[key % 4 - 1] if key % 4 else 0.0
-                soonest = min(soonest, next(iter(lane)).arrived + edge_s)
-        return soonest
+        for bucket in self._by_deadline:
+            if bucket.requests:
+                return bucket.deadline
+        return inf
 
-    def _lane(self, key: int) -> "OrderedDict[Q, None]":
-        lane = self._lanes.get(key)
-        if lane is None:
-            lane = self._lanes[key] = OrderedDict()
-            self._order = sorted(self._lanes)
-        return lane
+    def _bucket(self, priority: int, deadline: float, now: float) -> Bucket:
+        kind = _kind_of(priority, deadline - now)
+        bucket = self._newest_of.get(kind)
+        if bucket is None or not bucket.deadline <= deadline < bucket.end:
+            number = int(deadline // (_octave_s(kind) / _PER_OCTAVE))
+            bucket = self._newest_of[kind] = self._open(Bucket(kind, number))
+            self._note_kind(kind, max(deadline, self._kinds.get(kind, 0.0)), now)
+        return bucket
+
+    def _open(self, bucket: Bucket) -> Bucket:
+        """Have a bucket in use, and those that are empty no longer."""
+        for other in self._by_deadline:
+            if other.kind == bucket.kind and other.deadline == bucket.deadline:
+                return other
+        for other in self._by_deadline:
+            if not other.requests:
+                other.end = -inf
+        self._by_deadline = [other for other in self._by_deadline if other.requests]
+        insort(self._by_deadline, bucket, key=_DEADLINE)
+        self._sort()
+        return bucket
+
+    def _sort(self) -> None:
+        self._order = self._by_deadline
+        if not self._is_tight and len({bucket.priority for bucket in self._order}) > 1:
+            self._order = sorted(self._by_deadline, key=_PRIORITY)
+
+    def _note_kind(self, kind: int, until: float, now: float) -> None:
+        self._kinds[kind] = until
+        if min(self._kinds.values()) < now:
+            self._kinds = {each: end for each, end in self._kinds.items() if end >= now}
+        self.is_mixed = len(self._kinds) > 1
 
 
-def _lane_of(priority: int, deadline: float, now: float) -> int:
-    left_s = deadline - now
-    if left_s > _CLASS_EDGES_S[-1]:
-        return priority * 4 + 3
-    for number, edge_s in enumerate(_CLASS_EDGES_S):
-        if left_s <= edge_s:
-            return priority * 4 + number
-    return priority * 4 + 3
+_DEADLINE = attrgetter("deadline")
+_PRIORITY = attrgetter("priority")
+
+
+def _kind_of(priority: int, timeout_s: float) -> int:
+    octave = frexp(timeout_s)[1]
+    return priority * _OCTAVES + min(max(octave + _OCTAVE_1_S, 0), _OCTAVES - 1)
+
+
+def _octave_s(kind: int) -> float:
+    """The least that timeouts of a kind are, unless they are shorter or longer than all kinds."""
+    return 2.0 ** (kind % _OCTAVES - _OCTAVE_1_S - 1)

@@ -268,11 +268,13 @@ class Dispatcher:
         num_queued = len(queue)
         left_s = options.deadline - now
         num_workers = len(lanes.open) or 1
-        if admission.is_welcome(num_queued, num_queued + lanes.num_sent, num_workers, left_s):
+        num_counted = 2 * num_queued if queue.is_mixed else num_queued  # as all were of its kind
+        if admission.is_welcome(num_counted, num_counted + lanes.num_sent, num_workers, left_s):
             return
         admission.check(num_queued, num_workers, left_s)
-        num_ahead = queue.num_ahead(options.priority, options.deadline, now) + lanes.num_sent
-        admission.check_time(num_ahead, num_workers, left_s, now)
+        position = queue.position(options.priority, options.deadline, now)
+        admission.check_share(position, num_queued, num_workers)
+        admission.check_time(position, lanes.free_in(now), num_workers, left_s, now)
 
     def _unqueue(self, instance: Instance) -> None:
         if instance.state == QUEUED:
@@ -282,7 +284,9 @@ class Dispatcher:
     def _send(self, lane: Lane, most: int, now: float) -> None:
         most = min(most, len(self._queue), self._limit.now)
         if self._queue.soonest() - now < _NEAR_BATCHES * self._admission.rate.batch_s:
-            most = fitting(self._queue, most, lane.begins_at(now), lane.next_curve)
+            begin, curve = lane.begins_at(now), lane.next_curve
+            self._queue.put_last(begin + curve.time_s(1))
+            most = fitting(self._queue, most, begin, curve)
         self._give(lane, self._queue.next_batch(most), now)
 
     def _send_last(self, lane: Lane, most: int, now: float) -> bool:
@@ -368,7 +372,16 @@ class Dispatcher:
             self._take_back(batch, error)
         else:
             raise error
+        self._arrange(now)
         self._schedule.soon()
+
+    def _arrange(self, now: float) -> None:
+        """Have what waits go by priority, unless some of it would miss its deadline then."""
+        free_s, num_workers = self._lanes.free_in(now), len(self._lanes.open) or 1
+        are_in_time = self._admission.are_in_time
+        self._queue.arrange(
+            lambda deadline, num: are_in_time(num, free_s, num_workers, deadline - now, now)
+        )
 
     def _plan(self, objective: Objective, now: float) -> None:
         """Have batches and queue fit the objective."""

@@ -1,10 +1,13 @@
 """One instance in the ledger: the future of its result, and what the dispatcher knows of it."""
 
 import asyncio
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from service.request import CallOptions, Result, SlotOwner
 from workers.messages import ItemRef
+
+if TYPE_CHECKING:
+    from service.batcher import Bucket
 
 QUEUED: Final = 0
 SENT: Final = 1
@@ -25,7 +28,7 @@ class Instance(asyncio.Future[Result]):
     """One instance in the ledger, and the future of its result. Cancelling it takes it out."""
 
     __slots__ = (
-        "arrived", "deadline", "is_solo", "lane", "ledger", "num_crashes", "owner", "priority",
+        "arrived", "bucket", "deadline", "is_solo", "ledger", "num_crashes", "owner", "priority",
         "ref", "state", "tick",
     )  # fmt: skip
 
@@ -49,7 +52,7 @@ class Instance(asyncio.Future[Result]):
         self.num_crashes = 0
         """Workers that died with it: all that died with a batch count as one."""
         self.is_solo = False
-        self.lane = 0
+        self.bucket: Bucket
         self.tick = 0
 
     __hash__ = asyncio.Future.__hash__

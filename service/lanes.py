@@ -90,6 +90,8 @@ class Lanes:
         """The others, the fastest first."""
         self.num_sent = 0
         """Instances that workers hold, settled or not."""
+        self._free_at = 0.0
+        """See `free_in`; 0 if not computed since a worker was sent or has returned a batch."""
         self._num_learned = 0
         self._costs: dict[int, BatchCosts] = {}
         """By slot: the next incarnation of a worker is as fast as the one before."""
@@ -115,11 +117,13 @@ class Lanes:
     def give(self, lane: Lane, batch: list[Instance]) -> None:
         """A worker holds one batch more."""
         self.num_sent += len(batch)
+        self._free_at = 0.0
         lane.batches.append(batch)
 
     def take(self, lane: Lane, batch: list[Instance]) -> None:
         """A worker has returned a batch, or is lost with it."""
         self.num_sent -= len(batch)
+        self._free_at = 0.0
         lane.batches.remove(batch)
         if not lane.batches and lane in self._leaving:
             self._leaving.remove(lane)
@@ -135,6 +139,12 @@ class Lanes:
             or not self._num_learned % _COMPARED_AFTER
         ):
             self._compare()
+
+    def free_in(self, now: float) -> float:
+        """Seconds until workers can begin with what waits, on average."""
+        if not self._free_at and self.open:
+            self._free_at = sum(lane.begins_at(now) for lane in self.open) / len(self.open)
+        return max(0.0, self._free_at - now)
 
     def answered_by(self, num: int, most: int, now: float) -> float:
         """When the leading workers will have answered so many more; never, if none is on time.

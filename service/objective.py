@@ -22,6 +22,7 @@ from math import ceil, inf, sqrt
 from typing import TYPE_CHECKING
 
 from service.admission import Admission
+from service.batcher import Position
 from service.errors import OverloadedError
 from service.metrics import RejectReason
 
@@ -176,11 +177,13 @@ class ObjectiveAdmission(Admission):
             num_queued, time.monotonic()
         ) <= objective.aim_s and super().is_welcome(num_queued, num_ahead, num_workers, left_s)
 
-    def check_time(self, num_ahead: int, num_workers: int, left_s: float, now: float) -> None:
+    def check_time(
+        self, position: Position, free_s: float, num_workers: int, left_s: float, now: float
+    ) -> None:
         """See `Admission`."""
-        super().check_time(num_ahead, num_workers, left_s, now)
+        super().check_time(position, free_s, num_workers, left_s, now)
         objective = self._objective
-        answered_s = objective.answered_s(max(0, num_ahead - objective.num_sent), now)
+        answered_s = objective.answered_s(position.num_ahead, now)
         if answered_s > objective.aim_s:
             self._rejected["objective"] += 1
             raise OverloadedError(

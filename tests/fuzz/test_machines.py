@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from service.batcher import Batcher
+from service.batcher import Batcher, Bucket
 from service.deadlines import NO_TICK, TICK_S, Deadlines
 from tests.properties import untimed
 from workers.arena import MIN_BLOCK_BYTES, Arena
@@ -161,12 +161,11 @@ class Waiting:
     priority: int
     deadline: float
     is_solo: bool
-    lane: int = 0
+    bucket: Bucket | None = None
 
     @property
-    def rank(self) -> tuple[int, int, int]:
-        left = next((n for n, edge in enumerate((0.1, 1.0, 10.0)) if self.deadline <= edge), 3)
-        return self.priority, left, self.number
+    def rank(self) -> tuple[int, float, int]:
+        return self.priority, self.deadline, self.number
 
 
 @untimed(max_examples=200)

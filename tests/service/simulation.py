@@ -51,6 +51,8 @@ class SimulatedWorker(FakeWorker):
         self.computed.append(size)
 
     def _end(self) -> None:
+        if self.is_gone:
+            return
         self.answer()
         if self.batches:
             self._begin()

@@ -1,6 +1,6 @@
 from dataclasses import dataclass
 
-from service.batcher import Batcher
+from service.batcher import Batcher, Bucket
 
 
 @dataclass(eq=False)
@@ -10,7 +10,7 @@ class Waiting:
     deadline: float = 30.0
     arrived: float = 0.0
     is_solo: bool = False
-    lane: int = 0
+    bucket: Bucket | None = None
 
 
 def names(batch: list[Waiting]) -> str:
@@ -70,11 +70,68 @@ def test_removed_request_is_not_handed_out():
     assert names(batcher.next_batch(8)) == "ac"
 
 
-def test_what_goes_before_a_request_is_what_is_more_urgent_or_came_sooner():
+def test_nearer_deadline_goes_first_however_late_it_comes():
+    batcher = filled(Waiting("c", deadline=30.0))
+    batcher.push(Waiting("b", deadline=29.0), now=20.0)
+    batcher.push(Waiting("a", deadline=20.05), now=20.0)
+    batcher.push(Waiting("d", deadline=50.0), now=20.0)
+    assert names(batcher.next_batch(8)) == "abcd"
+
+
+def test_deadline_goes_before_priority_while_something_would_be_late():
+    batcher = filled(Waiting("b", priority=9, deadline=9.0), Waiting("a", priority=1))
+    batcher.arrange(lambda deadline, num: True)
+    assert batcher.oldest().name == "a"
+    batcher.arrange(lambda deadline, num: (deadline, num) != (9.0, 1))
+    assert batcher.oldest().name == "b"
+    batcher.push(Waiting("c", priority=5, deadline=20.0), now=0.0)
+    assert names(batcher) == "bca"
+    batcher.arrange(lambda deadline, num: True)
+    assert names(batcher.next_batch(8)) == "acb"
+
+
+def test_those_that_will_be_late_anyway_go_last():
+    batcher = filled(
+        Waiting("d", deadline=0.5), Waiting("e", deadline=0.6), Waiting("a", deadline=0.9),
+        Waiting("b"), Waiting("c"),
+    )  # fmt: skip
+    batcher.put_last(0.7)
+    assert len(batcher) == 5
+    assert batcher.soonest() > 0.6
+    assert [names(batcher.next_batch(2)) for _ in range(3)] == ["ab", "cd", "e"]
+
+
+def test_what_is_put_back_after_its_bucket_was_closed_goes_first_again():
+    first = Waiting("a")
+    batcher = filled(first, Waiting("b"))
+    assert names(batcher.next_batch(2)) == "ab"
+    batcher.push(Waiting("c", deadline=40.0), now=10.0)
+    batcher.push(Waiting("d", deadline=30.1), now=0.1)
+    batcher.push_front(first)
+    assert names(batcher.next_batch(8)) == "adc"
+
+
+def test_position_counts_what_goes_before_and_what_must_be_answered_before():
     batcher: Batcher[Waiting] = Batcher()
     for priority, deadline in [(5, 60.0), (5, 0.05), (1, 60.0), (9, 0.05)]:
-        batcher.push(Waiting("r", priority=priority, deadline=deadline), now=0)
-    assert batcher.num_ahead(5, 60.0, now=0) == 3
-    assert batcher.num_ahead(5, 0.05, now=0) == 2
-    assert batcher.num_ahead(1, 60.0, now=0) == 1
-    assert batcher.num_ahead(9, 60.0, now=0) == 4
+        batcher.push(Waiting("r", priority=priority, deadline=deadline), now=0.0)
+
+    def ahead(priority: int, deadline: float) -> tuple[int, int]:
+        position = batcher.position(priority, deadline, now=0.0)
+        return position.num_ahead, position.num_by_deadline
+
+    assert ahead(5, 60.0) == (3, 4)
+    assert ahead(5, 0.05) == (2, 2)
+    assert ahead(1, 60.0) == (1, 4)
+    assert ahead(9, 60.0) == (4, 4)
+    assert [num for _, num in batcher.position(5, 0.05, now=0.0).behind] == [3, 4]
+
+
+def test_kin_are_counted_only_where_other_kinds_came_lately():
+    batcher = filled(*map(Waiting, "abc"))
+    assert batcher.position(5, 30.0, now=0.0).num_kin == 0
+    batcher.push(Waiting("d", priority=1), now=0.0)
+    assert batcher.position(5, 30.0, now=0.0).num_kin == 3
+    assert batcher.position(9, 30.0, now=0.0).num_kin == 0
+    batcher.push(Waiting("e", deadline=70.0), now=40.0)
+    assert batcher.position(5, 70.0, now=40.0).num_kin == 0

@@ -240,11 +240,12 @@ def test_deadline_that_cannot_be_met_is_refused_at_once(bench):
             worker.answer()
             await turn()
         for _ in range(10):
-            b.submit(timeout_s=0.9)
+            b.submit()
+        b.submit(timeout_s=0.9)  # which goes first
+        b.submit(timeout_s=0.3)
+        await turn()
         with pytest.raises(OverloadedError, match="deadline cannot be met"):
-            b.submit(timeout_s=0.3)
-        b.submit(timeout_s=0.9)
-        b.submit(timeout_s=0.3, priority=1)  # which overtakes
+            b.submit(timeout_s=0.1)
 
     run(go())
 
