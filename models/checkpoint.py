@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from models.errors import CheckpointError
+from models.opened import announce
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
 """Keys under which training scripts keep the weights, beside an optimizer's state and the like."""
@@ -157,6 +158,7 @@ def _open(path: Path) -> object:
 
 
 def _open_safetensors(path: Path) -> dict[str, object]:
+    announce(path)
     try:
         file: Any = safe_open(path, framework="pt", device="cpu")  # its methods have no types
         return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping

@@ -206,8 +206,9 @@ class Pool:
     ) -> None:
         """Replace workers one after another, each by a successor that is ready before it leaves.
 
-        Where the first successor does not come up, all stay as they are. Once one has come up, the
-        others follow, even if they must leave first: replicas are not to differ for long.
+        If it is all of them, they load what lies on disk now; one alone may not differ from the
+        others. Where the first successor does not come up, all stay as they are. Once one has come
+        up, the others follow, even if they must leave first: replicas are not to differ for long.
 
         Args:
             slots: The workers.
@@ -220,7 +221,12 @@ class Pool:
         self.restart = Restart(state="running")
         try:
             for number, slot in enumerate(slots):
-                await self._replace(slot, grace_s, old_first=old_first, is_first=number == 0)
+                is_first = number == 0
+                # What the first has loaded is what the others load, and one alone is not to differ.
+                renews = is_first and len(slots) == len(self.slots)
+                await self._replace(
+                    slot, grace_s, old_first=old_first, is_first=is_first, renews=renews
+                )
         except RestartFailedError as error:
             self.restart = Restart(state="failed", text=error.message)
             logger.error("%s: restart failed: %s", self.name, error.message)
@@ -231,7 +237,7 @@ class Pool:
         self.restart = Restart(state="done", text="")
 
     async def _replace(
-        self, slot: Slot, grace_s: float, *, old_first: bool, is_first: bool
+        self, slot: Slot, grace_s: float, *, old_first: bool, is_first: bool, renews: bool
     ) -> None:
         config = replace(slot.config, chosen=None)  # something may have changed
         if slot.handle is not None and not old_first:
@@ -239,7 +245,7 @@ class Pool:
             try:
                 if shortage:
                     raise WorkerStartError(shortage, permanent=False)
-                await self._succeed(slot, config, grace_s)
+                await self._succeed(slot, config, grace_s, renews=renews)
                 return
             except WorkerStartError as error:
                 if is_first:
@@ -249,20 +255,22 @@ class Pool:
                 logger.warning("%s leaves before its successor starts: %s", slot.id, error)
         slot.config = config
         self.restart.text = f"{slot.id.worker} starts again"
-        if not await self._supervisor.replace(slot, grace_s):
+        if not await self._supervisor.replace(slot, grace_s, renews=renews):
             raise RestartFailedError(
                 f"{slot.id.worker} did not come up again, and is tried again from time to time: "
                 f"{slot.reason}"
             )
 
-    async def _succeed(self, slot: Slot, config: WorkerConfig, grace_s: float) -> None:
+    async def _succeed(
+        self, slot: Slot, config: WorkerConfig, grace_s: float, *, renews: bool = False
+    ) -> None:
         """See `Supervisor.succeed`; what it is doing is shown meanwhile."""
         predecessor = slot.id
 
         def on_progress(stage: str) -> None:
             self.restart.text = f"{predecessor.next_life()}: {stage}"
 
-        await self._supervisor.succeed(slot, config, grace_s, on_progress)
+        await self._supervisor.succeed(slot, config, grace_s, on_progress, renews=renews)
         self._metrics.restarts["asked"] += 1
         self._note_ending(predecessor, "asked", "its successor took over")
 

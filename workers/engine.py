@@ -67,10 +67,10 @@ class Vitals:
     """Each process of a split replica; none of another."""
 
 
-Cause = Literal["asked", "canary", "device", "exit", "hang", "memory", "signal", "start"]
+Cause = Literal["asked", "canary", "device", "exit", "files", "hang", "memory", "signal", "start"]
 """What ended an incarnation: it was asked to leave, it failed on its own sample, it lost its
-device's context, it left, it hung, it was killed for memory, or by another signal, or it never
-started."""
+device's context, it left, it may not serve as its files have changed on disk, it hung, it was
+killed for memory, or by another signal, or it never started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

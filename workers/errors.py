@@ -2,6 +2,7 @@
 
 WorkerError
 +-- WorkerStartError           an incarnation never became ready; `permanent` if none ever will
+|   +-- FilesChangedError      it would answer differently from those that serve
 +-- WorkerLostError            an incarnation ended while it held a batch
 """
 
@@ -22,6 +23,13 @@ class WorkerStartError(WorkerError):
         super().__init__(message)
         self.permanent = permanent
         self.traceback = traceback
+
+
+class FilesChangedError(WorkerStartError):
+    """The model's files have changed since the workers that serve were started."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, permanent=False)
 
 
 class WorkerLostError(WorkerError):

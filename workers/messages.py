@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from models.opened import FileMark
 from models.spec import TensorHeader, TensorSpec
 from models.speed.names import SpeedReport
 from models.split.report import Part, SplitReport
@@ -139,6 +140,8 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     """An instance that it takes, as JSON; empty if it has none to show."""
     reads_own_form: bool = False
     """Its `preprocess` reads something else than `inputs` say."""
+    files: list[FileMark] = []
+    """What its model was made of."""
 
 
 class RankReady(msgspec.Struct, frozen=True, array_like=True, tag="rank ready"):

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from models.example import example_of, reads_own_form
+from models.opened import OpenedFiles
 from models.speed.choose import SpeedWish, choose
 from models.split.network import load_model
 from models.split.own_time import OwnTime
@@ -258,8 +259,10 @@ def load(
     """
     began = time.monotonic()
     tell(f"loading {config.model.source}")
-    model = build_model(config, group)
-    load_model(model, config.placement)
+    opened = OpenedFiles(config.model.source)
+    with opened.noting():
+        model = build_model(config, group)
+        load_model(model, config.placement)
     wish = SpeedWish(
         speed=config.speed,
         max_batch_size=config.max_batch_size,
@@ -297,4 +300,5 @@ def load(
         split=model.split_network.report if model.split_network else None,
         example=example_of(model, samples),
         reads_own_form=reads_own_form(model),
+        files=opened.marks(),
     )

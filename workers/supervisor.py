@@ -7,12 +7,13 @@ import random
 import re
 from asyncio import Task
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from workers.config import WorkerConfig
 from workers.engine import Cause, Engine, WorkerHandle, WorkerId
-from workers.errors import WorkerStartError
+from workers.errors import FilesChangedError, WorkerStartError
+from workers.generation import Generation, changed_since, listed
 from workers.log_lines import log_line
 from workers.messages import LogLine
 
@@ -64,6 +65,8 @@ class Slot:
     """When the next incarnation is to be started, on the event loop's clock."""
     is_asked_to_leave: bool = False
     """Its incarnation is to be replaced, though nothing is wrong with it."""
+    may_renew: bool = False
+    """Its next incarnation may load other files than those that the others serve with."""
     is_asked_to_start: asyncio.Event = field(default_factory=asyncio.Event)
     """Its next incarnation is to be started at once, whatever the pause."""
     raised: str = ""
@@ -102,6 +105,11 @@ class Supervisor:
         self._leaving: list[WorkerHandle] = []
         """Those whose successors are ready already."""
         self._is_stopping = False
+        self._generation: Generation | None = None
+        """What those serve with that are ready; None before the first, or if all are gone."""
+        self._restless: set[tuple[str, str]] = set()
+        """Workers, with files that changed while they loaded them; if that recurs, so be it."""
+        self._remembering: set[Task[None]] = set()
 
     def start(self, model: str, configs: Sequence[WorkerConfig]) -> None:
         """Begin to keep one worker per config."""
@@ -113,22 +121,30 @@ class Supervisor:
     async def stop(self, grace_s: float) -> None:
         """Send every worker its sentinel, and see each of them out."""
         self._is_stopping = True
+        if self._generation is not None:
+            self._generation.close()
         for slot, task in zip(self.slots, self._tasks, strict=True):
             if slot.handle is None:
                 task.cancel()  # it starts or pauses
         handles = [slot.handle for slot in self.slots if slot.handle]
         await asyncio.gather(*(handle.stop(grace_s) for handle in (*handles, *self._leaving)))
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, *self._remembering, return_exceptions=True)
 
-    async def replace(self, slot: Slot, grace_s: float) -> bool:
+    async def replace(self, slot: Slot, grace_s: float, *, renews: bool = False) -> bool:
         """Let a worker finish what it holds and leave; wait for its successor.
 
         A worker that pauses is started at once, and one that was given up is tried again.
+
+        Args:
+            slot: The worker.
+            grace_s: How long it may take to finish.
+            renews: Let the successor load what lies on disk now, whatever the others serve with.
 
         Returns:
             Whether the successor is ready.
         """
         slot.settled.clear()
+        slot.may_renew = renews
         handle = slot.handle
         if handle is not None:
             slot.is_asked_to_leave = True
@@ -142,6 +158,7 @@ class Supervisor:
         elif slot.state == "backoff":
             slot.is_asked_to_start.set()
         await slot.settled.wait()
+        slot.may_renew = False
         return slot.state == "ready"
 
     async def succeed(
@@ -150,10 +167,19 @@ class Supervisor:
         config: WorkerConfig,
         grace_s: float,
         on_progress: Callable[[str], None] = lambda stage: None,
+        *,
+        renews: bool = False,
     ) -> None:
         """Start a ready worker's next incarnation beside it; then let the old one finish and leave.
 
         There is always one that takes batches.
+
+        Args:
+            slot: The worker.
+            config: What the successor is told.
+            grace_s: How long the old one may take to finish.
+            on_progress: Told what the successor is doing.
+            renews: Let it load what lies on disk now, whatever the others serve with.
 
         Raises:
             WorkerStartError: The successor did not come up, or the worker came to an end meanwhile
@@ -164,7 +190,7 @@ class Supervisor:
             raise WorkerStartError(f"{slot.id} is not ready", permanent=False)
         id = slot.id.next_life()
         try:
-            successor = await self._engine.start(id, config, on_progress)
+            successor, generation = await self._bring_up(id, config, on_progress, renews=renews)
         except WorkerStartError as error:
             self._tell_raised(slot, id, error)
             again = _as_told(slot, id)
@@ -173,6 +199,7 @@ class Supervisor:
         if slot.handle is not predecessor or slot.is_asked_to_leave or self._is_stopping:
             await successor.stop(0)
             raise WorkerStartError(f"{predecessor.id} ended meanwhile", permanent=False)
+        self._adopt(generation)
         slot.id, slot.handle, slot.config, slot.raised = id, successor, config, ""
         slot.num_restarts += 1
         self._watcher.on_ready(slot)
@@ -215,9 +242,13 @@ class Supervisor:
             self._watcher.on_progress(slot)
 
         try:
-            handle = await self._engine.start(slot.id, slot.config, on_progress)
+            await self._give_up_files_that_are_gone()
+            handle, generation = await self._bring_up(
+                slot.id, slot.config, on_progress, renews=slot.may_renew
+            )
         except WorkerStartError as error:
-            slot.cause, slot.reason = "start", str(error)
+            slot.cause = "files" if isinstance(error, FilesChangedError) else "start"
+            slot.reason = str(error)
             self._tell_raised(slot, slot.id, error)
             slot.ended_at = asyncio.get_running_loop().time()
             slot.num_failures += 1
@@ -226,6 +257,7 @@ class Supervisor:
         if self._is_stopping:
             await handle.stop(0)
             return False
+        self._adopt(generation)
         slot.handle, slot.was_ever_ready, slot.raised = handle, True, ""
         slot.state, slot.stage = "ready", ""
         self._watcher.on_ready(slot)
@@ -259,6 +291,105 @@ class Supervisor:
             slot.num_failures += 1
         return False
 
+    async def _bring_up(
+        self,
+        id: WorkerId,
+        config: WorkerConfig,
+        on_progress: Callable[[str], None],
+        *,
+        renews: bool,
+    ) -> tuple[WorkerHandle, Generation | None]:
+        """Start an incarnation that answers as those do that serve, unless it is to renew them.
+
+        Returns:
+            The worker, and its files for all to follow, if it is the first that has them.
+
+        Raises:
+            FilesChangedError: It would answer differently.
+            WorkerStartError: It did not come up, or its files changed while it did.
+        """
+        await self._check_files(id, renews=renews)
+        try:
+            handle = await self._engine.start(id, config, on_progress)
+        except WorkerStartError:
+            await self._check_files(id, renews=renews)  # which says more than what they broke
+            raise
+        marks = handle.ready.files
+        if not marks:
+            return handle, None
+        try:
+            if torn := set(await asyncio.to_thread(changed_since, marks)):
+                seen = {(id.worker, path) for path in torn}
+                if not seen <= self._restless:
+                    self._restless |= seen
+                    text = f"{listed(sorted(torn))} changed on disk while the model was loaded"
+                    raise WorkerStartError(text, permanent=False)
+                text = "%s: %s changes all the time: replicas may differ in it"
+                logger.warning(text, id.model, listed(sorted(torn)))
+                marks = [mark for mark in marks if mark.path not in torn]
+            while (present := self._generation) is not None and not renews:
+                differing = await asyncio.to_thread(present.differing, marks)
+                if present is self._generation:
+                    if differing:
+                        raise self._outdated(id, differing)
+                    return handle, None
+        except WorkerStartError:
+            await handle.stop(0)
+            raise
+        return handle, Generation(marks)
+
+    async def _check_files(self, id: WorkerId, *, renews: bool) -> None:
+        """See that what is on disk is what the others serve with.
+
+        Raises:
+            FilesChangedError: It is not.
+        """
+        present = None if renews else self._generation
+        changed = await asyncio.to_thread(present.changed) if present else []
+        if changed and present is self._generation:
+            raise self._outdated(id, changed)
+
+    def _outdated(self, id: WorkerId, changed: Sequence[str]) -> FilesChangedError:
+        return FilesChangedError(
+            f"{listed(changed)} changed on disk after the workers that serve had loaded it, and "
+            f"replicas are not to differ: restart all workers of {id.model} to serve what is there "
+            f"now (POST /admin/models/{id.model}/restart), or put back what was there"
+        )
+
+    async def _give_up_files_that_are_gone(self) -> None:
+        """Where nobody serves with the old files any more, let all load what is there now."""
+        present = self._generation
+        if present is None or any(slot.handle for slot in self.slots):
+            return
+        changed = await asyncio.to_thread(present.changed)
+        if changed and present is self._generation and not any(each.handle for each in self.slots):
+            logger.warning(
+                "%s: %s changed on disk, and no worker is left that had loaded what was there: "
+                "all serve what is there now",
+                self.slots[0].id.model,
+                listed(changed),
+            )
+            present.close()
+            self._generation = None
+            self._forget_what_was_found_out()
+
+    def _adopt(self, generation: Generation | None) -> None:
+        """Have all later incarnations load the files of this one."""
+        if generation is None or self._is_stopping:
+            return
+        if self._generation is not None:
+            self._generation.close()
+            self._forget_what_was_found_out()
+        self._generation = generation
+        task = asyncio.create_task(asyncio.to_thread(generation.remember))
+        self._remembering.add(task)
+        task.add_done_callback(self._remembering.discard)
+
+    def _forget_what_was_found_out(self) -> None:
+        """Other files may make another network, which is to be tried and split anew."""
+        for slot in self.slots:
+            slot.config = replace(slot.config, chosen=None, known_split=None)
+
     def _tell_raised(self, slot: Slot, id: WorkerId, error: WorkerStartError) -> None:
         """Log what a model raised as it was loaded, unless it is in the log already."""
         raised = _NUMBERS.sub("", error.traceback)
@@ -276,12 +407,13 @@ class Supervisor:
         Even a model that cannot be loaded now may be mended on disk.
         """
         has_failed_enough = slot.num_failures > self._policy.max_restarts
-        if (is_permanent or has_failed_enough) and not slot.was_ever_ready:
+        may_be_given_up = not slot.was_ever_ready and slot.cause != "files"
+        if (is_permanent or has_failed_enough) and may_be_given_up:
             slot.state = "failed"
             if not is_permanent:
                 slot.reason += f" ({slot.num_failures} times in a row: given up)"
             return None  # which the watcher tells, with the reason
-        if slot.cause == "start":
+        if slot.cause in ("start", "files"):
             again = _as_told(slot, slot.id)
             logger.error("%s did not start%s: %s", slot.id, again, slot.reason)
         slot.state = "backoff"

@@ -19,7 +19,7 @@ class LastEnding:
     """How the life of a worker before this one ended."""
 
     cause: str
-    """`asked`, `canary`, `device`, `exit`, `hang`, `memory`, `signal` or `start`."""
+    """`asked`, `canary`, `device`, `exit`, `files`, `hang`, `memory`, `signal` or `start`."""
     reason: str
     age_s: float
 

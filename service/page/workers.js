@@ -6,7 +6,8 @@ import { age, bytes, number, plural, timeOfDay } from "./format.js";
 const LEVELS = { ready: "good", starting: "idle", stalled: "warn", backoff: "warn", failed: "bad", stopped: "idle" };
 const CAUSES = {
   asked: "Replaced", canary: "Failed its check", device: "Device fault", exit: "Exited",
-  hang: "Hung", memory: "Out of memory", signal: "Killed", start: "Did not start",
+  files: "Files changed", hang: "Hung", memory: "Out of memory",
+  signal: "Killed", start: "Did not start",
 };
 
 export function showWorkers(workers) {

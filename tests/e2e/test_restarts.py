@@ -1,5 +1,7 @@
 """Restarts that an operator asks for, while clients go on asking."""
 
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,11 +9,26 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
 from tests.e2e.running import Running, running, until
 
 ADMIN = "an-admin-key-of-enough-characters"
 HEADERS = {"Authorization": f"Bearer {ADMIN}"}
+READS = """
+import torch
+from models.base import Features, Item, Model
+from models.spec import Placement, TensorSpec
+
+class Net(Model):
+    outputs = (TensorSpec(name="x", dtype="float32", shape=(-1,)),)
+    def load(self, placement: Placement) -> None:
+        self.answer = torch.load("answer.pt")
+    def preprocess(self, item: Item) -> Features:
+        return {"x": torch.tensor(0.0)}
+    def forward(self, batch: Features) -> Features:
+        return {"x": batch["x"] + self.answer}
+"""
 CODE = """
 import torch
 from models.base import Features, Item, Model
@@ -49,9 +66,34 @@ def serving(folder: Path, settings: str) -> Iterator[Running]:
         yield service
 
 
+def kill(service: Running, number: int) -> None:
+    os.kill(model_of(service)["workers"][number]["pid"], signal.SIGKILL)
+
+
+def answers(service: Running) -> set[float]:
+    """What the model answers now; of several calls, which go to all workers in turn."""
+    found = set()
+    for _ in range(12):
+        answer = ask(service.url)
+        assert answer.status_code == 200, answer.text
+        found.add(answer.json()["predictions"][0])
+    return found
+
+
 def restart(service: Running, **query: object) -> httpx.Response:
     url = f"{service.url}/admin/models/net/restart"
     return httpx.post(url, headers=HEADERS, params=query, timeout=60)  # type: ignore[arg-type]
+
+
+def held_back(service: Running, number: int) -> bool:
+    """Whether a worker may not serve for the sake of its files."""
+    worker = model_of(service)["workers"][number]
+    is_told = "changed on disk after the workers that serve had loaded it" in worker["reason"]
+    return worker["state"] == "backoff" and is_told
+
+
+def are_ready(service: Running) -> bool:
+    return all(worker["state"] == "ready" for worker in model_of(service)["workers"])
 
 
 def ask(url: str) -> httpx.Response:
@@ -128,8 +170,46 @@ def test_old_worker_may_leave_first_and_what_breaks_then_mends_itself(tmp_path: 
         answer = restart(service, old_first=True)
         assert answer.json()["code"] == "restart_failed"
         assert "nothing_of_this_name" in answer.json()["detail"]
-        assert ask(service.url).status_code == 503
+        assert not model_of(service)["ready"]
         assert service.process.poll() is None
         write(tmp_path, 3)
         until(lambda: model_of(service)["ready"])
         assert "3.0" in ask(service.url).text
+
+
+def put(folder: Path, answer: float) -> None:
+    """The model's weights, which may be replaced while it is served."""
+    torch.save(torch.tensor(answer), folder / "draft")
+    (folder / "draft").replace(folder / "answer.pt")
+
+
+def test_replicas_never_differ_though_files_change_between_their_lives(tmp_path: Path):
+    (tmp_path / "net.py").write_text(READS)
+    put(tmp_path, 1.0)
+    with serving(tmp_path, "replicas = 2") as service:
+        put(tmp_path, 2.0)
+        kill(service, 0)
+        until(lambda: held_back(service, 0))
+        assert answers(service) == {1.0}
+        put(tmp_path, 1.0)
+        until(lambda: are_ready(service))
+        (tmp_path / "answer.pt").write_bytes(b"broken")
+        kill(service, 1)
+        until(lambda: held_back(service, 1))
+        assert answers(service) == {1.0}
+        alone = httpx.post(f"{service.url}/admin/models/net/workers/0/restart", headers=HEADERS)
+        assert "restart all workers of net" in alone.json()["detail"]
+        assert "serves on as it was: loading failed" in restart(service).json()["detail"]
+        assert answers(service) == {1.0}
+        put(tmp_path, 3.0)
+        kill(service, 0)
+        service.wait_for_log("no worker is left that had loaded what was there")
+        until(lambda: are_ready(service))
+        assert answers(service) == {3.0}
+        (tmp_path / "net.py").write_text(READS.replace("+ self", "- self"))
+        kill(service, 0)
+        until(lambda: held_back(service, 0))
+        assert answers(service) == {3.0}
+        assert restart(service).status_code == 200
+        assert are_ready(service)
+        assert answers(service) == {-3.0}

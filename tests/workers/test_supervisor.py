@@ -1,10 +1,13 @@
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
+import msgspec
 import pytest
 
 import workers.supervisor
+from models.opened import mark_of
 from tests.fakes import FakeEngine
 from tests.workers.contract import config_of
 from workers.engine import WorkerHandle
@@ -412,3 +415,82 @@ def test_a_worker_that_is_asked_to_leave_while_its_successor_starts_is_replaced_
         assert (slot.handle, slot.is_asked_to_leave) == (engine.started[2], False)
 
     supervise(engine, test)
+
+
+class Loading(FakeEngine):
+    """Its workers are made of one file, as it is when they start."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+        self.may_go_on = asyncio.Event()
+        self.may_go_on.set()
+
+    async def start(self, id, config, on_progress):
+        mark = mark_of(str(self.path))
+        worker = await super().start(id, config, on_progress)
+        assert mark is not None
+        worker.ready = msgspec.structs.replace(worker.ready, files=[mark])
+        await self.may_go_on.wait()
+        return worker
+
+
+def test_replicas_that_start_while_a_file_changes_all_serve_with_the_same(
+    supervise, tmp_path: Path
+):
+    path = tmp_path / "w"
+    path.write_text("old")
+    engine = Loading(path)
+    engine.may_go_on.clear()
+
+    async def test(supervisor: Supervisor, log: Log) -> None:
+        while len(engine.started) < 2:  # noqa: ASYNC110  # the fake tells nobody
+            await asyncio.sleep(0.001)
+        path.write_text("newer")
+        engine.may_go_on.set()
+        await log.until("ready", 2)
+        serving = [slot.handle.ready.files for slot in supervisor.slots if slot.handle]
+        assert serving == [[mark_of(str(path))]] * 2
+        assert all(worker.is_gone for worker in engine.started[:2])
+
+    supervise(engine, test, num_workers=2)
+
+
+def test_a_slot_is_not_given_up_for_the_sake_of_files_that_have_changed(supervise, tmp_path: Path):
+    path = tmp_path / "w"
+    path.write_text("old")
+    engine = Loading(path)
+
+    async def test(supervisor: Supervisor, log: Log) -> None:
+        first, second = supervisor.slots
+        await log.until("ready", 2)
+        await asyncio.gather(*supervisor._remembering)
+        path.write_text("newer")
+        second.was_ever_ready = False  # as one that had no luck so far
+        engine.started[1].die()
+        await log.until("down backoff", 6)
+        assert second.cause == "files"
+        assert first.handle is engine.started[0]
+        path.write_text("old")
+        assert await supervisor.replace(second, 1)
+
+    supervise(engine, test, num_workers=2)
+
+
+def test_a_file_that_changes_all_the_time_keeps_no_worker_from_serving(
+    supervise, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    path = tmp_path / "w"
+    path.write_text("")
+
+    class Restless(Loading):
+        async def start(self, id, config, on_progress):
+            worker = await super().start(id, config, on_progress)
+            path.write_text(path.read_text() + "x")
+            return worker
+
+    async def test(supervisor: Supervisor, log: Log) -> None:
+        await log.until("ready", 2)
+        assert "replicas may differ" in caplog.text
+
+    supervise(Restless(path), test, num_workers=2)

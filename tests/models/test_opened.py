@@ -1,0 +1,77 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_NOTE = """
+import json, os, sys
+from pathlib import Path
+from models.opened import OpenedFiles
+sys.path.insert(0, os.getcwd())
+opened = OpenedFiles(sys.argv[1])
+open("before").read()
+with opened.noting():
+{body}
+open("after").read()
+print(json.dumps(sorted(Path(mark.path).name for mark in opened.marks())))
+"""
+ROOT = Path(__file__).parents[2]
+
+
+def noted(folder: Path, body: str, source: str = "net:Net") -> str:
+    """What is noted of a few lines, in a process of their own."""
+    for name in ("before", "after", "weights"):
+        (folder / name).write_text("1")
+    lines = "".join(f"    {line}\n" for line in body.splitlines())
+    done = subprocess.run(
+        [sys.executable, "-c", _NOTE.format(body=lines), source],
+        cwd=folder,
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "open('weights').read()",
+        "Path('weights').read_bytes()",
+        "os.close(os.open('weights', os.O_RDONLY))",
+        "import threading as t\na = t.Thread(target=open, args=['weights'])\na.start(), a.join()",
+        "from models.opened import announce\nannounce(Path('weights'))",
+    ],
+)
+def test_what_is_opened_meanwhile_is_noted(tmp_path: Path, body: str):
+    assert noted(tmp_path, body) == '["weights"]'
+
+
+def test_modules_are_noted_by_their_source_even_if_they_are_cached(tmp_path: Path):
+    (tmp_path / "net.py").write_text("import part")
+    (tmp_path / "part.py").write_text("")
+    for _ in range(2):
+        assert noted(tmp_path, "import net") == '["net.py", "part.py"]'
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "open('weights', 'a').close()\nopen('weights').read()",
+        "open('/proc/self/stat').read()\nopen(0, closefd=False)",
+        "import wave, multipart\nimport models.spec",
+        "Path('folder').mkdir(exist_ok=True)\nos.listdir('folder')",
+    ],
+    ids=["written", "the system's", "libraries", "folders"],
+)
+def test_what_a_model_is_not_made_of_is_left_out(tmp_path: Path, body: str):
+    assert noted(tmp_path, body) == "[]"
+
+
+def test_the_models_own_package_is_noted_where_it_is_installed(tmp_path: Path):
+    assert "__init__.py" in noted(tmp_path, "import multipart", "multipart:Net") or (
+        "multipart.py" in noted(tmp_path, "import multipart", "multipart:Net")
+    )
