@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 
 from service.api.health import (
+    ForkserverHealth,
     FrontHealth,
     GpuHealth,
     HealthReport,
@@ -19,7 +20,7 @@ from service.api.health import (
 )
 from service.pool import Pool
 from service.speed_search import Progress, SpeedSearch
-from workers.engine import RankVitals
+from workers.engine import ForkserverVitals, RankVitals
 from workers.gpu_watch import GpuVitals
 from workers.supervisor import Slot
 
@@ -29,6 +30,7 @@ def report_of(
     fronts: Sequence[FrontHealth],
     gpus: Sequence[GpuVitals],
     speed_search: SpeedSearch,
+    forkserver: ForkserverVitals | None,
     *,
     is_draining: bool,
 ) -> HealthReport:
@@ -42,6 +44,7 @@ def report_of(
         models=models,
         fronts=fronts,
         gpus=[_gpu_health(gpu) for gpu in gpus],
+        forkserver=_forkserver_health(forkserver) if forkserver else None,
     )
 
 
@@ -107,6 +110,14 @@ def _worker_health(slot: Slot) -> WorkerHealth:
         decode=speed.decode if speed else None,
         reason=_reason(slot),
         last_ending=_last_ending(slot),
+    )
+
+
+def _forkserver_health(vitals: ForkserverVitals) -> ForkserverHealth:
+    return ForkserverHealth(
+        state="ready" if vitals.is_ready else "starting",
+        pid=vitals.pid,
+        incarnation=vitals.incarnation,
     )
 
 

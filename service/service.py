@@ -205,6 +205,7 @@ class Service:
             self.fronts.health(),
             self._gpu_watch.vitals(),
             self._speed_search,
+            self._engine.forkserver_vitals() if self._engine else None,
             is_draining=self.is_draining,
         )
 

@@ -34,6 +34,17 @@ class WorkerId:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ForkserverVitals:
+    """What can be seen of the forkserver from outside, now."""
+
+    pid: int
+    is_ready: bool
+    """It has imported torch, and forks at once."""
+    incarnation: int
+    """Counts its lives, from 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankVitals:
     """What can be seen of one process of a split replica from outside, now."""
 

@@ -27,6 +27,7 @@ from typing import ClassVar
 import psutil
 
 from workers.endings import describe_exit
+from workers.engine import ForkserverVitals
 from workers.errors import WorkerStartError
 from workers.forkserver_process import ANSWER, DEAF_TO, MAX_DESCRIPTORS
 from workers.orphans import Orphans, adopt_orphans, end_group
@@ -198,6 +199,7 @@ class Forkserver:
         self._extra = list(extra)
         self._orphans = Orphans()
         self._num_crashes = 0
+        self._incarnation = 0
         self._reason = ""
         self._keeping: Task[None] | None = None
         self._changed = asyncio.Event()
@@ -213,6 +215,13 @@ class Forkserver:
     def pid(self) -> int:
         """The number of its process."""
         return self.process.pid
+
+    def vitals(self) -> ForkserverVitals:
+        """Its state now."""
+        process = self.process
+        return ForkserverVitals(
+            pid=process.pid, is_ready=process.is_ready, incarnation=self._incarnation
+        )
 
     def keep(self) -> None:
         """From now on replace it where needed, as long as this event loop runs."""
@@ -263,6 +272,7 @@ class Forkserver:
             while self.process is process:
                 try:
                     self.process = self._start()
+                    self._incarnation += 1
                 except OSError as error:
                     logger.error("no forkserver can be started: %s", error)
                     await asyncio.sleep(_MAX_PAUSE_S)

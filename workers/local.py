@@ -17,7 +17,7 @@ from workers import forkserver
 from workers.arena import Arena
 from workers.config import WorkerConfig
 from workers.endings import OomKills
-from workers.engine import WorkerId
+from workers.engine import ForkserverVitals, WorkerId
 from workers.errors import WorkerStartError
 from workers.forkserver import ForkedProcess, Forkserver, ForkserverLostError, can_fork
 from workers.local_worker import EXIT_WAIT_S, LocalWorker
@@ -77,6 +77,10 @@ class LocalEngine:
         self._forkserver: Forkserver | None = None
         """Once a worker has been started; None for ever where there is none."""
         self._launches: set[Task[None]] = set()
+
+    def forkserver_vitals(self) -> ForkserverVitals | None:
+        """The state of the forkserver; None where there is none, or none yet."""
+        return self._forkserver.vitals() if self._forkserver else None
 
     async def close(self) -> None:
         """Leave no thread that waits for a forkserver which does not answer. Starts are over.

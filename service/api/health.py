@@ -160,6 +160,17 @@ class FrontHealth:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ForkserverHealth:
+    """The process that forks workers. Those outlive it."""
+
+    state: str
+    """`starting`, while it imports torch, or `ready`."""
+    pid: int
+    incarnation: int
+    """Counts its lives, from 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GpuHealth:
     """One GPU that workers may use, or one slice of it. What the driver does not say is null."""
 
@@ -193,6 +204,8 @@ class HealthReport:
     fronts: Sequence[FrontHealth] = ()
     gpus: Sequence[GpuHealth] = ()
     """None on a host without, and for a moment after the start."""
+    forkserver: ForkserverHealth | None = None
+    """Null where workers are started without, and for a moment after the start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
-"""What is done to the workers, when, and to which: all of it follows from a seed."""
+"""What is done to workers and the forkserver, when, and to which: a seed decides it all."""
 
 import asyncio
+import contextlib
 import heapq
 import os
 import random
@@ -16,7 +17,7 @@ import psutil
 from service.chaos.load import PATIENCE_S, Tally
 from service.chaos.plan import Fault
 from service.chaos.questions import Question, is_refusal, problem_code
-from service.chaos.watch import Recovery, Watch
+from service.chaos.watch import FORKSERVER, Recovery, Watch
 from service.trial.client import Address, NoAnswerError, connect
 from service.trial.health import Worker
 
@@ -114,7 +115,9 @@ class Faults:
         try:
             for moment, fault in self._schedule:
                 await asyncio.sleep(began + moment - time.monotonic())
-                if fault != "poison":
+                if fault == "forkserver":
+                    await self._strike_forkserver()
+                elif fault != "poison":
                     await self._strike(fault)
                     # What had to wait puts all else off, so that nothing comes in a burst.
                     began = max(began, time.monotonic() - moment)
@@ -140,6 +143,31 @@ class Faults:
             while not await self._well(kind):  # noqa: ASYNC110  # the service tells who asks
                 await asyncio.sleep(_WAIT_S)
             await asyncio.sleep(self._rest.uniform(0.0, self._every_s[kind]))
+
+    async def _strike_forkserver(self) -> None:
+        """Kill or stop the forkserver as soon as it is well, and whatever state the workers are in.
+
+        It is stopped every other time.
+        """
+        while True:
+            with contextlib.suppress(OSError, NoAnswerError):
+                forkserver = (await self._watch.look()).forkserver
+                if forkserver is not None and forkserver.state == "ready":
+                    break
+            await asyncio.sleep(_RETRY_S)
+        is_kill = self.counts["forkserver"] % 2 == 0
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            processes = [psutil.Process(forkserver.pid)]
+            began = time.monotonic()
+            os.kill(forkserver.pid, signal.SIGKILL if is_kill else signal.SIGSTOP)
+            recovery = Recovery(
+                kind="forkserver",
+                worker=FORKSERVER,
+                incarnation=forkserver.incarnation,
+                processes=processes,
+                began=began,
+            )
+            self._watch.add(recovery)
 
     async def _well(self, kind: Literal["kill", "stop"]) -> list[Worker]:
         """The workers that are ready, and that nothing was done to; none while it is not time."""

@@ -10,7 +10,11 @@ from math import isfinite
 from pathlib import Path
 from typing import Literal
 
-Fault = Literal["kill", "stop", "poison"]
+Fault = Literal["kill", "stop", "poison", "forkserver"]
+
+
+_SCARCE: tuple[Fault, ...] = ("stop", "poison", "forkserver")
+"""There is at least one of each, if it comes about at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +51,7 @@ class Plan:
         if self.seconds is not None:
             return f"for {self.seconds:g} s"
         kills = f" and {self.kills} kills" if self.every_s["kill"] else ""
-        others = [kind for kind in ("stop", "poison") if self.every_s[kind]]
+        others: list[str] = [kind for kind in _SCARCE if self.every_s[kind]]
         rest = f", and one {' and one '.join(others)}" if others else ""
         return f"until there are at least {self.requests:,} requests{kills}{rest}"
 
@@ -93,6 +97,7 @@ def add_flags(parser: ArgumentParser) -> None:
         ("kill", 2.0, "SIGKILL a worker"),
         ("stop", 15.0, "SIGSTOP a worker, so that it hangs"),
         ("poison", 10.0, "send an input that kills any worker that takes it"),
+        ("forkserver", 10.0, "SIGKILL or SIGSTOP the process that forks workers"),
     ):
         faults.add_argument(
             f"--{kind}-every",
@@ -120,7 +125,12 @@ def plan_of(args: Namespace) -> Plan:
         kills=args.kills,
         seconds=args.seconds,
         clients=args.clients,
-        every_s={"kill": args.kill_every, "stop": args.stop_every, "poison": args.poison_every},
+        every_s={
+            "kill": args.kill_every,
+            "stop": args.stop_every,
+            "poison": args.poison_every,
+            "forkserver": args.forkserver_every,
+        },
         seed=args.seed,
         inputs=args.inputs,
         tolerance=args.tolerance,

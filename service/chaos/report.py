@@ -16,7 +16,7 @@ from service.trial.machine import machine
 from service.versions import version_of
 
 _MIB = 2**20
-_SIGNALS: Mapping[Kind, str] = {"kill": "SIGKILL", "stop": "SIGSTOP"}
+_SIGNALS: Mapping[Kind, str] = {"kill": "SIGKILL", "stop": "SIGSTOP", "forkserver": "forkserver"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +177,8 @@ class Report:
         yield (
             "faults",
             f"{kills} SIGKILLs{planned}, {self.faults.get('stop', 0)} SIGSTOPs, "
-            f"{self.poisonings.num_sent} poisoned inputs",
+            f"{self.poisonings.num_sent} poisoned inputs, "
+            f"{self.faults.get('forkserver', 0)} signals to the forkserver",
         )
         for kind, by_rank in self._struck().items():
             text = ", ".join(f"rank {rank} {count} times" for rank, count in by_rank.items())

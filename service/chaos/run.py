@@ -112,7 +112,7 @@ class _Run:
             before = await self._settled_holdings(None)
             screen.begin(f"asking under faults, {self._plan.text}")
             chaos = Tally()
-            faults = self._faults(watch, chaos, knowledge)
+            faults = self._faults(watch, chaos, knowledge, health)
             seconds, is_complete = await self._disturb(watch, faults, chaos, knowledge, screen)
             screen.begin("looking at what is left")
             grace_s = _SETTLE_S if is_complete else 0.0
@@ -211,10 +211,12 @@ class _Run:
             tally.lost += tally.num_sent - tally.num_settled
             tally.note(f"the service is gone: {error.exceptions[0]}{self._subject.log_tail()}")
 
-    def _faults(self, watch: Watch, tally: Tally, knowledge: _Knowledge) -> Faults:
+    def _faults(self, watch: Watch, tally: Tally, knowledge: _Knowledge, health: Health) -> Faults:
         every_s = dict(self._plan.every_s)
         if not knowledge.poisonable:
             every_s["poison"] = 0.0
+        if health.forkserver is None:  # this host has none
+            every_s["forkserver"] = 0.0
         return Faults(
             self._subject.address,
             watch,
@@ -232,7 +234,7 @@ class _Run:
         """Load under faults; returns for how long, and whether that was to the end."""
         plan = self._plan
         began = time.monotonic()
-        enough: dict[Fault, int] = {"kill": plan.kills, "stop": 1, "poison": 1}
+        enough: dict[Fault, int] = {"kill": plan.kills, "stop": 1, "poison": 1, "forkserver": 1}
 
         def share(tally: Tally) -> float:
             if plan.seconds is not None:
@@ -249,7 +251,7 @@ class _Run:
                     f"{tally.num_sent:,} sent, {tally.right:,} right, {tally.wrong} wrong, "
                     f"{tally.lost} lost, {tally.duplicated} duplicated; "
                     f"{faults.counts['kill']} kills, {faults.counts['stop']} stops, "
-                    f"{faults.counts['poison']} poisons"
+                    f"{faults.counts['poison']} poisons, {faults.counts['forkserver']} forkservers"
                 )
                 screen.show(share(tally), figures)
                 await asyncio.sleep(_TICK_S)

@@ -9,10 +9,12 @@ import msgspec
 import psutil
 
 from service.trial.client import Address, Connection, NoAnswerError, connect
-from service.trial.health import Health, read_health
+from service.trial.health import Forkserver, Health, Worker, read_health
 from service.trial.subject import is_alive
 
-Kind = Literal["kill", "stop"]
+Kind = Literal["kill", "stop", "forkserver"]
+FORKSERVER = "forkserver"
+"""Its name among the workers, whose names have a slash."""
 
 _FINE_S = 0.004
 _COARSE_S = 0.05
@@ -21,7 +23,10 @@ _SOON_S = 0.5
 
 
 class Recovery(msgspec.Struct, kw_only=True):
-    """A worker that something was done to, and when what was seen. Times on CLOCK_MONOTONIC."""
+    """What was done to a worker or to the forkserver, and when what was seen of it.
+
+    Times are on CLOCK_MONOTONIC.
+    """
 
     kind: Kind
     worker: str
@@ -107,7 +112,9 @@ class Watch:
             self._connection.close()
 
     def _compare(self, pending: Sequence[Recovery], health: Health, now: float) -> None:
-        workers = {worker.name: worker for worker in health.workers}
+        workers: dict[str, Worker | Forkserver] = {each.name: each for each in health.workers}
+        if health.forkserver is not None:
+            workers[FORKSERVER] = health.forkserver
         for each in pending:
             worker = workers.get(each.worker)
             if worker is None:
@@ -116,7 +123,7 @@ class Watch:
             if each.noticed is None and is_gone:
                 each.noticed = now
         hidden = {each.worker for each in pending if each.noticed is None}
-        absent = {worker.name for worker in workers.values() if worker.state != "ready"}
+        absent = {name for name, worker in workers.items() if worker.state != "ready"}
         for each in pending:
             others = {other.worker for other in pending if other is not each}
             is_back = each.noticed is not None and each.worker not in absent | hidden

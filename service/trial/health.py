@@ -53,12 +53,21 @@ class ModelState(msgspec.Struct):
     """It reads something else than `inputs` say."""
 
 
+class Forkserver(msgspec.Struct):
+    """The process that forks workers."""
+
+    state: str
+    pid: int
+    incarnation: int
+
+
 class Health(msgspec.Struct):
     """The whole service."""
 
     models: list[ModelState]
     fronts: list[object] = []
     """The processes that take calls, where they are several."""
+    forkserver: Forkserver | None = None
 
     @property
     def workers(self) -> list[Worker]:

@@ -23,7 +23,7 @@ def chaos(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.alone
-def test_echo_keeps_the_promise_while_workers_are_killed_stopped_and_poisoned(tmp_path: Path):
+def test_echo_keeps_the_promise_while_its_processes_are_killed_stopped_and_poisoned(tmp_path: Path):
     config = tmp_path / "inferpool.toml"
     config.write_text(
         '[models.echo]\nsource = "echo"\nreplicas = 2\nbatch_timeout_s = 1.5\n'
@@ -32,7 +32,7 @@ def test_echo_keeps_the_promise_while_workers_are_killed_stopped_and_poisoned(tm
     done = chaos(
         "--config", str(config), "--json",
         "--requests", "500", "--kills", "3", "--kill-every", "0.7",
-        "--stop-every", "1.5", "--poison-every", "1.5",
+        "--stop-every", "1.5", "--poison-every", "1.5", "--forkserver-every", "3",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "The promise was kept" in done.stderr
@@ -41,6 +41,7 @@ def test_echo_keeps_the_promise_while_workers_are_killed_stopped_and_poisoned(tm
     assert report["chaos"]["right"] == report["chaos"]["sent"] >= 500
     assert report["faults"]["kill"] >= 3
     assert report["faults"]["stop"] >= 1
+    assert report["faults"]["forkserver"] >= 1
     assert report["poisonings"]["right"] == report["poisonings"]["sent"] >= 1
     assert report["ledger"]["retried"] > 0
     assert report["ledger"]["failed"] == report["poisonings"]["sent"]

@@ -76,6 +76,30 @@ def test_killed_workers_cost_no_request_and_come_back():
         assert 'inferpool_worker_restarts_total{model="faultmodel",reason="signal"} 5.0' in metrics
 
 
+def forkserver_pid(service: Running) -> int:
+    return httpx.get(f"{service.url}/health").json()["forkserver"]["pid"]
+
+
+def test_forkserver_that_is_killed_costs_no_request_and_no_worker():
+    async def go(service: Running) -> Tally:
+        is_over = asyncio.Event()
+        load = asyncio.ensure_future(
+            ask_until(service.url, lambda tally: is_over.is_set() and tally.right > 100)
+        )
+        for _ in range(2):  # the second while it imports torch
+            pid = await asyncio.to_thread(forkserver_pid, service)
+            os.kill(pid, signal.SIGKILL)
+            await asyncio.to_thread(until, lambda old=pid: forkserver_pid(service) != old)
+        is_over.set()
+        return await load
+
+    with running(FAULTY, "--replicas", "2") as service:
+        pids = service.worker_pids()
+        tally = asyncio.run(go(service))
+        assert (tally.wrong, tally.unanswered) == ([], [])
+        assert service.worker_pids() == pids
+
+
 def test_poison_fails_alone_while_its_neighbours_succeed():
     def do(n: int) -> str:
         return "kill" if n == 40 else "ok"
@@ -122,8 +146,8 @@ def test_sigterm_under_load_answers_all_that_was_accepted_and_leaves_nothing(tmp
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("act", ["ok", "spin"])
-def test_sigkill_of_the_front_end_leaves_no_process_and_no_memory(act: str):
+@pytest.mark.parametrize(("act", "has_forkserver"), [("ok", True), ("spin", True), ("spin", False)])
+def test_sigkill_of_the_front_end_leaves_no_process_and_no_memory(act: str, has_forkserver: bool):
     before = shared_memory()
 
     async def go(service: Running) -> None:
@@ -135,6 +159,8 @@ def test_sigkill_of_the_front_end_leaves_no_process_and_no_memory(act: str):
             until, lambda: re.search(begun, httpx.get(f"{service.url}/metrics").text)
         )
         await asyncio.sleep(0.2)
+        if not has_forkserver:
+            os.kill(forkserver_pid(service), signal.SIGKILL)
         service.signal(signal.SIGKILL)
         await asyncio.wait_for(load, 60)
 

@@ -63,6 +63,7 @@ _HEALTH = {
     "models": [_MODEL],
     "fronts": [_FRONT],
     "gpus": [_GPU],
+    "forkserver": {"state": "ready", "pid": 4690, "incarnation": 0},
 }
 _SAMPLE = {
     "requests_per_s": 180.0,

@@ -41,7 +41,7 @@ def test_any_rank_of_a_split_worker_is_struck_and_all_of_them_are_watched():
         watch = Watch(("127.0.0.1", 1))
         faults = Faults(
             ("127.0.0.1", 1), watch, Tally(), [],
-            seed=seed, every_s={"kill": 0, "stop": 1, "poison": 0},
+            seed=seed, every_s={"kill": 0, "stop": 1, "poison": 0, "forkserver": 0},
             timeout_s=1, keeps_quarantine=True,
         )  # fmt: skip
         assert faults._strike_one_of([worker], "stop")

@@ -36,9 +36,9 @@ def test_flags_make_a_plan():
 
 def test_plan_says_that_its_numbers_are_the_least():
     assert plan("--requests", "5000").text == (
-        "until there are at least 5,000 requests and 10 kills, and one stop and one poison"
+        "until there are at least 5,000 requests and 10 kills, and one stop and one poison "
+        "and one forkserver"
     )
-    assert plan("--kill-every", "0", "--stop-every", "0", "--poison-every", "0").text == (
-        "until there are at least 10,000 requests"
-    )
+    never = [f"--{fault}-every=0" for fault in ("kill", "stop", "poison", "forkserver")]
+    assert plan(*never).text == "until there are at least 10,000 requests"
     assert plan("--seconds", "3").text == "for 3 s"

@@ -111,10 +111,11 @@ def test_each_way_of_breaking_the_promise_is_named(changes: dict[str, object], p
 
 def test_report_says_the_figures_and_the_verdict():
     stream = io.StringIO()
-    report(planned_kills=5).write(stream)
+    report(planned_kills=5, faults={"kill": 1, "poison": 1, "forkserver": 2}).write(stream)
     text = stream.getvalue()
     for piece in (
         "1 SIGKILLs of 5 planned",
+        "2 signals to the forkserver",
         "2,000.0 / 2,000.0 / 2,000.0 ms",
         "111 accepted = 110 succeeded + 1 failed",
         "descriptors 30 -> 30",
