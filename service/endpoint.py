@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import uvicorn
-from uvicorn.config import HTTPProtocolType, LifespanType
+from uvicorn.config import LifespanType
 
 from service.api.auth import Guard
 from service.api.body import Limits
@@ -15,7 +15,9 @@ from service.api.budgets import UnfinishedBodies
 from service.api.call import Call, ModelEntry, Tracing
 from service.api.connections import EdgeLimits
 from service.api.cors import Cors
+from service.api.handshakes import Handshake
 from service.api.predict import Predict
+from service.api.protocol import PredictProtocol
 from service.listening import BACKLOG, StartError
 from service.metrics import ModelMetrics
 from service.settings import Settings
@@ -138,7 +140,7 @@ def make_predict(
 
 def server_config(
     app: Callable[..., object],
-    http: type | HTTPProtocolType,
+    http: type[PredictProtocol],
     settings: Settings,
     tls: ssl.SSLContext | None,
     lifespan: LifespanType = "on",
@@ -147,8 +149,7 @@ def server_config(
     return uvicorn.Config(
         app,
         loop="uvloop",
-        http=http,
-        ssl_context_factory=None if tls is None else lambda *_: tls,
+        http=http if tls is None else partial(Handshake, http, tls),  # type: ignore[arg-type]  # it only calls it
         ws="none",
         lifespan=lifespan,
         log_config=None,

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import signal
 import socket
-import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
@@ -19,6 +18,7 @@ from functools import partial
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from service.api.handshakes import Handshake
 from service.api.protocol import PredictProtocol
 from service.backlog import take_last
 
@@ -50,14 +50,14 @@ class DrainingServer(uvicorn.Server):
         self.flush_until = 0.0
         """The moment until which answers may be read once all is answered; `time.monotonic`."""
         self._listeners: Sequence[socket.socket] = ()
-        self._handshakes: set[asyncio.Task[None]] = set()
+        self._arrivals: set[asyncio.Task[None]] = set()
 
     def take(self, connection: socket.socket) -> None:
         """Serve a connection that was accepted by other means than uvicorn's."""
         connection.setblocking(False)
-        task = asyncio.create_task(self._shake_hands(connection), name="handshake")
-        self._handshakes.add(task)
-        task.add_done_callback(self._handshakes.discard)
+        task = asyncio.create_task(self._take_in(connection), name="arrival")
+        self._arrivals.add(task)
+        task.add_done_callback(self._arrivals.discard)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen."""
@@ -75,7 +75,7 @@ class DrainingServer(uvicorn.Server):
         # uvicorn keeps a set of connections, and no event for when it is empty.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAME_DUCK_S):
-                while self.server_state.connections or self._handshakes:  # noqa: ASYNC110
+                while self.server_state.connections or self._arrivals:  # noqa: ASYNC110
                     await asyncio.sleep(_LOOK_EVERY_S)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -122,11 +122,11 @@ class DrainingServer(uvicorn.Server):
                 return
             self.take(connection)
 
-    async def _shake_hands(self, connection: socket.socket) -> None:
+    async def _take_in(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         try:
-            await loop.connect_accepted_socket(self._make_protocol, connection, ssl=self.config.ssl)
-        except (OSError, ssl.SSLError):  # the client speaks no TLS, or has left
+            await loop.connect_accepted_socket(self._make_protocol, connection)
+        except OSError:  # the client has left
             connection.close()
 
     def _make_protocol(self) -> asyncio.Protocol:
@@ -226,7 +226,7 @@ class Server(DrainingServer):
 
 
 def _num_unread(connection: object) -> int:
-    if isinstance(connection, PredictProtocol):
+    if isinstance(connection, PredictProtocol | Handshake):
         return connection.num_unread_bytes
     assert isinstance(connection, HttpToolsProtocol)
     return connection.transport.get_write_buffer_size()

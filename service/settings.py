@@ -309,9 +309,9 @@ class Settings(_Table):
     """Whether the page at / is served; what it shows needs the keys of /events and /predict."""
     max_connections: Auto | PositiveInt = "auto"
     """Connections at once; `auto`: what the limit of open files allows, at most 10,000. Beyond, the
-    longest idle one is closed, or the newcomer is refused with 503."""
+    longest idle one is closed, or the newcomer is refused with 503 (over TLS, closed)."""
     head_timeout_s: float = Field(10.0, gt=0, allow_inf_nan=False)
-    """How long request line and headers may take to arrive."""
+    """How long request line and headers may take to arrive, and a TLS handshake before them."""
     body_gap_s: float = Field(10.0, gt=0, allow_inf_nan=False)
     """Each such time must bring 4 KiB of a body that is on its way, or the rest of it."""
     write_timeout_s: float = Field(30.0, gt=0, allow_inf_nan=False)

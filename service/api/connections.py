@@ -20,7 +20,7 @@ class EdgeLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     max_connections: int = 10_000
     head_timeout_s: float = 10.0
-    """How long request line and headers may take to arrive."""
+    """How long request line and headers may take to arrive, and a TLS handshake before them."""
     write_timeout_s: float = 30.0
     """A client that takes nothing of its answer for so long is cut off."""
     max_unfinished_bytes: int = 128 * 2**20

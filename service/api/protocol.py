@@ -62,6 +62,8 @@ class PredictProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self.default_head_closes = False
         self.idle_since = 0.0
+        self.handshake: object = None
+        """What had the connection's place before; see `service.api.handshakes`."""
         self._default_headers: list[tuple[bytes, bytes]] | None = None
         self._default_head = b""
         self._active: Exchange | None = None
@@ -165,6 +167,7 @@ class PredictProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client is here; it has as long to begin a request as between two."""
         super().connection_made(transport)
+        self.connections.discard(self.handshake)
         self.flow = Flow(transport, self.pipeline)
         transport.set_write_buffer_limits(
             _HIGH_WATER_BYTES, 0

@@ -3,11 +3,13 @@
 import contextlib
 import io
 import os
+import shutil
 import signal
 import socket
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
@@ -15,6 +17,7 @@ import numpy
 import psutil
 import pytest
 
+from tests.certificates import make_certificate
 from tests.e2e.running import Running, running, until
 
 HEAD = b"POST /predict HTTP/1.1\r\nhost: h\r\n"
@@ -64,7 +67,7 @@ def wait_until_answered(url: str) -> None:
     until = time.monotonic() + HEAD_TIMEOUT_S / 2
     while True:
         with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{url}/health/live", timeout=5).status_code == 200:
+            if httpx.get(f"{url}/health/live", timeout=5, verify=False).status_code == 200:
                 return
         assert time.monotonic() < until
         time.sleep(0.05)
@@ -142,4 +145,22 @@ def test_more_connections_than_descriptors_neither_spin_nor_stop_the_service():
             assert front_end.num_fds() <= 128
         wait_until_answered(service.url)
         assert service.worker_pids() != [worker]
+        assert not [line for line in service.log if line["level"] in ("error", "critical")]
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+@pytest.mark.parametrize("front_ends", ["1", "2"])
+def test_connections_that_never_begin_tls_keep_nobody_out(front_ends: str, tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+    flags = ("--replicas", "1", "--front-ends", front_ends)
+    tls = ("--tls-certificate", str(certificate), "--tls-key", str(key))
+    env = {"INFERPOOL_HEAD_TIMEOUT_S": str(HEAD_TIMEOUT_S)}
+    with running("echo", *flags, *tls, env=env, command=LIMITED) as service:
+        family = service.family()
+        before = sum(each.num_fds() for each in family)
+        with connections(service, 300, b""):
+            wait_until_answered(service.url)
+            assert max(each.num_fds() for each in family) <= 128
+        until(lambda: sum(each.num_fds() for each in family) <= before + 2)
+        wait_until_answered(service.url)
         assert not [line for line in service.log if line["level"] in ("error", "critical")]
