@@ -5,13 +5,11 @@ or reads none of a large answer, makes this process keep it.
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import msgspec
 
 from service.errors import OverloadedError
-from service.metrics import Reading
 
 _RETRY_AFTER_S = 1
 _MIN_AGE_S = 1.0
@@ -31,19 +29,6 @@ class EdgeUse(msgspec.Struct, frozen=True, array_like=True, gc=False):
     max_unread_bytes: int = 0
     num_cut: int = 0
     """Connections that were closed to make room, since the process began."""
-
-
-def readings_of(uses: Sequence[EdgeUse]) -> Iterator[Reading]:
-    """What `/metrics` shows of them together."""
-    for name, attribute in (
-        ("unfinished_bytes", "unfinished_bytes"),
-        ("max_unfinished_bytes", "max_unfinished_bytes"),
-        ("unread_bytes", "unread_bytes"),
-        ("max_unread_bytes", "max_unread_bytes"),
-        ("bodies_refused", "num_refused"),
-        ("readers_cut", "num_cut"),
-    ):
-        yield Reading(name=name, value=sum(getattr(use, attribute) for use in uses))
 
 
 class UnfinishedBodies:

@@ -4,8 +4,9 @@ import asyncio
 import os
 from collections.abc import Callable, Collection, Iterator
 
-from service.api.budgets import EdgeUse, readings_of
+from service.api.budgets import EdgeUse
 from service.api.health import FrontHealth
+from service.fronts.edge import readings_of
 from service.metrics import Reading
 
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from service.api.budgets import readings_of
 from service.api.call import ModelEntry
 from service.api.connections import EdgeLimits
 from service.api.health import FrontHealth
 from service.fronts.doorway import Doorway
+from service.fronts.edge import readings_of
 from service.fronts.job import Job
 from service.fronts.life import Life
 from service.fronts.messages import Counts
