@@ -54,6 +54,8 @@ class Page:
         charts = _in_package(*_CHARTS)
         self._paths[charts.name] = charts
         self._files: dict[str, asyncio.Task[PageFile]] = {}
+        self._plain: dict[str, asyncio.Task[bytes]] = {}
+        """For those who take no gzip, which no browser does."""
 
     def install(self, app: Starlette) -> None:
         """Give an application the routes."""
@@ -80,7 +82,10 @@ class Page:
         if "gzip" in request.headers.get("accept-encoding", ""):
             headers["content-encoding"] = "gzip"
         else:
-            body = await asyncio.to_thread(gzip.decompress, body)
+            if name not in self._plain:
+                unzipping = asyncio.to_thread(gzip.decompress, body)
+                self._plain[name] = asyncio.create_task(unzipping, name=f"unzip {name}")
+            body = await asyncio.shield(self._plain[name])
         return Response(body, headers={**headers, "content-type": file.content_type})
 
     def _read(self, name: str) -> PageFile:

@@ -1,16 +1,19 @@
 """The FastAPI application: `/predict` goes past it, and the rest is its routes, docs and errors."""
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
+import msgspec
 from fastapi import APIRouter, FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.routing import APIRoute
 from starlette.requests import Request
-from starlette.responses import HTMLResponse
+from starlette.responses import HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import Lifespan, Receive, Scope, Send
 
@@ -31,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _REFUSALS_PER_S = 5
 """Of administration: so many are logged, one by one."""
+_DOCUMENT_PATH = "/openapi.json"
 _ASSETS_PATH = "/docs/assets"
 _ASSETS_PACKAGE = "fastapi_offline"
 """Swagger UI comes from this package's files, so that `/docs` asks no other host for anything."""
@@ -69,7 +73,7 @@ class App(FastAPI):
             **INFO,
             version=version,
             generate_unique_id_function=_id_of,
-            openapi_url="/openapi.json" if docs else None,
+            openapi_url=None,  # `_show_document` answers there
             docs_url=None,
             redoc_url=None,
             lifespan=lifespan,
@@ -81,6 +85,7 @@ class App(FastAPI):
         """Traces calls to the other routes too, but only those with a `traceparent`: not probes."""
         self._guard = guard
         self._cors = cors
+        self._document: _Document | None = None
         self._refusals = Sparing(_log_more_refusals, most=_REFUSALS_PER_S)
         install_error_handlers(self)
         for router in routers:
@@ -134,7 +139,7 @@ class App(FastAPI):
         await super().__call__(scope, receive, send)
 
     def openapi(self) -> dict[str, object]:
-        """The OpenAPI document, `/predict` first. Made anew each time: models come and go."""
+        """Make the OpenAPI document, `/predict` first."""
         self.openapi_schema = None
         return complete(
             super().openapi(),
@@ -143,6 +148,30 @@ class App(FastAPI):
             default=None if self.predict is None else self.predict.default,
             examples=self.examples(),
         )
+
+    async def _show_document(self, request: Request) -> Response:
+        document = self._current_document(request.scope.get("root_path", "").rstrip("/"))
+        headers = {"etag": document.etag, "cache-control": "no-cache"}
+        if document.etag in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=headers)
+        return Response(document.body, media_type="application/json", headers=headers)
+
+    def _current_document(self, root: str) -> "_Document":
+        """The document as bytes, made again where what it depends on has changed.
+
+        It takes the event loop 30 ms, and no key is needed to ask for it.
+        """
+        predict = self.predict
+        models = None if predict is None else (list(predict.models), predict.default)
+        origin = (root, models, dict(self.examples()))
+        if self._document is None or self._document.origin != origin:
+            schema = self.openapi()
+            if root:  # as FastAPI has it for an application that is mounted
+                schema["servers"] = [{"url": root}]
+            body = msgspec.json.encode(schema)
+            etag = f'W/"{hashlib.sha256(body).hexdigest()[:24]}"'
+            self._document = _Document(origin, body, etag)
+        return self._document
 
     def _log_refusal(self, scope: Scope, call: Call, error: ServiceError) -> None:
         """Let an operator see that someone tries keys, which must not fill the log either."""
@@ -162,11 +191,12 @@ class App(FastAPI):
     def _install_docs(self) -> None:
         self.mount(_ASSETS_PATH, StaticFiles(directory=_assets_folder()), name="assets")
         self.add_route("/docs", self._show_docs, include_in_schema=False)
+        self.add_route(_DOCUMENT_PATH, self._show_document, include_in_schema=False)
 
     async def _show_docs(self, request: Request) -> HTMLResponse:
         root = request.scope.get("root_path", "")
         page = get_swagger_ui_html(
-            openapi_url=f"{root}{self.openapi_url}",
+            openapi_url=f"{root}{_DOCUMENT_PATH}",
             title=self.title,
             swagger_js_url=f"{root}{_ASSETS_PATH}/swagger-ui-bundle.js",
             swagger_css_url=f"{root}{_ASSETS_PATH}/swagger-ui.css",
@@ -175,6 +205,15 @@ class App(FastAPI):
         )
         page.headers[POLICY_HEADER] = policy_for(page.body)
         return page
+
+
+class _Document(NamedTuple):
+    """The OpenAPI document as it is kept."""
+
+    origin: object
+    """What it was made from, to be compared."""
+    body: bytes
+    etag: str
 
 
 def _id_of(route: APIRoute) -> str:

@@ -239,3 +239,29 @@ def test_the_headers_have_examples_that_are_taken(document: Any) -> None:
     }
     assert request_id_of(examples["X-Request-ID"].encode()) == examples["X-Request-ID"]
     assert trace_of(examples["traceparent"].encode()) is not None
+
+
+def test_the_document_is_made_once_until_something_in_it_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    app = make_app()
+    num_made = 0
+    make = App.openapi
+
+    def count(self: App) -> Any:
+        nonlocal num_made
+        num_made += 1
+        return make(self)
+
+    monkeypatch.setattr(App, "openapi", count)
+    first = call(app, "GET", "/openapi.json")
+    assert first.headers["content-type"] == JSON
+    etag = first.headers["etag"]
+    again = call(app, "GET", "/openapi.json")
+    assert (again.content, again.headers["etag"], num_made) == (first.content, etag, 1)
+    unchanged = call(app, "GET", "/openapi.json", headers={"if-none-match": etag})
+    assert (unchanged.status_code, unchanged.content) == (304, b"")
+    app.examples = lambda: {"fake": [1, 2, 3]}
+    changed = call(app, "GET", "/openapi.json", headers={"if-none-match": etag})
+    assert (changed.status_code, num_made) == (200, 2)
+    assert changed.headers["etag"] != etag
