@@ -95,6 +95,8 @@ class Pool:
         self.endings: deque[Ending] = deque(maxlen=_NUM_ENDINGS)
         """The latest, the newest last."""
         self.restart = Restart()
+        self._replacing = asyncio.Lock()
+        """One worker at a time: an operator's restart and a change of presets take turns."""
         self._configs = configs
         self._metrics = metrics
         self._announcer = announcer
@@ -220,13 +222,8 @@ class Pool:
         """
         self.restart = Restart(state="running")
         try:
-            for number, slot in enumerate(slots):
-                is_first = number == 0
-                # What the first has loaded is what the others load, and one alone is not to differ.
-                renews = is_first and len(slots) == len(self.slots)
-                await self._replace(
-                    slot, grace_s, old_first=old_first, is_first=is_first, renews=renews
-                )
+            async with self._replacing:
+                await self._replace_all(slots, grace_s, old_first=old_first)
         except RestartFailedError as error:
             self.restart = Restart(state="failed", text=error.message)
             logger.error("%s: restart failed: %s", self.name, error.message)
@@ -235,6 +232,15 @@ class Pool:
             self.restart = Restart(state="failed", text="the service was told to stop")
             raise
         self.restart = Restart(state="done", text="")
+
+    async def _replace_all(self, slots: Sequence[Slot], grace_s: float, *, old_first: bool) -> None:
+        for number, slot in enumerate(slots):
+            is_first = number == 0
+            # What the first has loaded is what the others load, and one alone is not to differ.
+            renews = is_first and len(slots) == len(self.slots)
+            await self._replace(
+                slot, grace_s, old_first=old_first, is_first=is_first, renews=renews
+            )
 
     async def _replace(
         self, slot: Slot, grace_s: float, *, old_first: bool, is_first: bool, renews: bool
@@ -287,7 +293,8 @@ class Pool:
             slot.config = config  # it will come up with it
             return True
         try:
-            await self._succeed(slot, config, grace_s)
+            async with self._replacing:
+                await self._succeed(slot, config, grace_s)
         except WorkerStartError:  # which is in the log
             return False
         return slot.handle is not None and slot.handle.ready.speed.preset == preset

@@ -1,16 +1,112 @@
 """The files that the workers of a model were made of, and whether a later one would be the same.
 
-Runs in the front end. All but `close` may take long, for files are read: threads call it.
+Runs in the front end: `FilesOfAll` in its event loop, what reads files in threads.
 """
 
+import asyncio
 import hashlib
+import logging
 import threading
-from collections.abc import Sequence
+from asyncio import Task
+from collections.abc import Callable, Sequence
 
 from models.opened import FileMark, mark_of
+from workers.engine import WorkerId
+from workers.errors import FilesChangedError, WorkerStartError
+
+logger = logging.getLogger(__name__)
 
 _PIECE_BYTES = 1 << 20
 _SHOWN = 3
+
+
+class FilesOfAll:
+    """Sees that all workers of a model serve with the same files."""
+
+    def __init__(self) -> None:
+        self._present: Generation | None = None
+        """What those serve with that are ready; None before the first, or if all are gone."""
+        self._restless: set[tuple[str, str]] = set()
+        """Workers, with files that changed while they loaded them; if that recurs, so be it."""
+        self._remembering: set[Task[None]] = set()
+
+    async def check(self, id: WorkerId, *, renews: bool) -> None:
+        """See that what is on disk is what the others serve with, unless it is to renew that.
+
+        Raises:
+            FilesChangedError: It is not.
+        """
+        present = None if renews else self._present
+        changed = await asyncio.to_thread(present.changed) if present else []
+        if changed and present is self._present:
+            raise _outdated(id, changed)
+
+    async def judge(
+        self, id: WorkerId, marks: Sequence[FileMark], *, renews: bool
+    ) -> "Generation | None":
+        """See that a worker that is ready has what the others serve with.
+
+        Returns:
+            Its files, for `adopt`, if it is the first that has them.
+
+        Raises:
+            FilesChangedError: It has others.
+            WorkerStartError: They changed while it loaded them.
+        """
+        if not marks:
+            return None
+        if torn := set(await asyncio.to_thread(_changed_since, marks)):
+            seen = {(id.worker, path) for path in torn}
+            if not seen <= self._restless:
+                self._restless |= seen
+                text = f"{_listed(sorted(torn))} changed on disk while the model was loaded"
+                raise WorkerStartError(text, permanent=False)
+            text = "%s: %s changes all the time: replicas may differ in it"
+            logger.warning(text, id.model, _listed(sorted(torn)))
+            marks = [mark for mark in marks if mark.path not in torn]
+        while (present := self._present) is not None and not renews:
+            differing = await asyncio.to_thread(present.differing, marks)
+            if present is self._present:
+                if differing:
+                    raise _outdated(id, differing)
+                return None
+        return Generation(marks)
+
+    def adopt(self, generation: "Generation") -> bool:
+        """Have all later workers load these files; whether they took the place of others."""
+        before, self._present = self._present, generation
+        if before is not None:
+            before.close()
+        task = asyncio.create_task(asyncio.to_thread(generation.remember))
+        self._remembering.add(task)
+        task.add_done_callback(self._remembering.discard)
+        return before is not None
+
+    async def give_up_if_gone(self, is_any_serving: Callable[[], bool]) -> bool:
+        """Let all load what is on disk now, if that has changed and nobody serves what was there.
+
+        Returns:
+            Whether that is how it is.
+        """
+        present = self._present
+        if present is None or is_any_serving():
+            return False
+        changed = await asyncio.to_thread(present.changed)
+        if not changed or present is not self._present or is_any_serving():
+            return False
+        present.close()
+        self._present = None
+        return True
+
+    async def until_remembered(self) -> None:
+        """Wait until the bytes of all files are known, and not their dates alone."""
+        await asyncio.gather(*self._remembering)
+
+    async def close(self) -> None:
+        """Read no more."""
+        if self._present is not None:
+            self._present.close()
+        await asyncio.gather(*self._remembering, return_exceptions=True)
 
 
 class Generation:
@@ -69,12 +165,20 @@ class Generation:
         return digest.digest() if is_same else None
 
 
-def changed_since(marks: Sequence[FileMark]) -> list[str]:
+def _changed_since(marks: Sequence[FileMark]) -> list[str]:
     """The files that were changed after they were opened."""
     return [mark.path for mark in marks if mark_of(mark.path) != mark]
 
 
-def listed(paths: Sequence[str]) -> str:
+def _outdated(id: WorkerId, changed: Sequence[str]) -> FilesChangedError:
+    return FilesChangedError(
+        f"{_listed(changed)} changed on disk after the workers that serve had loaded it, and "
+        f"replicas are not to differ: restart all workers of {id.model} to serve what is there "
+        f"now (POST /admin/models/{id.model}/restart), or put back what was there"
+    )
+
+
+def _listed(paths: Sequence[str]) -> str:
     """Files for a person."""
     more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
     return ", ".join(paths[:_SHOWN]) + more

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 from workers.config import WorkerConfig
 from workers.engine import Cause, Engine, WorkerHandle, WorkerId
 from workers.errors import FilesChangedError, WorkerStartError
-from workers.generation import Generation, changed_since, listed
+from workers.generation import FilesOfAll, Generation
 from workers.log_lines import log_line
 from workers.messages import LogLine
 
@@ -105,11 +105,7 @@ class Supervisor:
         self._leaving: list[WorkerHandle] = []
         """Those whose successors are ready already."""
         self._is_stopping = False
-        self._generation: Generation | None = None
-        """What those serve with that are ready; None before the first, or if all are gone."""
-        self._restless: set[tuple[str, str]] = set()
-        """Workers, with files that changed while they loaded them; if that recurs, so be it."""
-        self._remembering: set[Task[None]] = set()
+        self._files = FilesOfAll()
 
     def start(self, model: str, configs: Sequence[WorkerConfig]) -> None:
         """Begin to keep one worker per config."""
@@ -121,14 +117,13 @@ class Supervisor:
     async def stop(self, grace_s: float) -> None:
         """Send every worker its sentinel, and see each of them out."""
         self._is_stopping = True
-        if self._generation is not None:
-            self._generation.close()
         for slot, task in zip(self.slots, self._tasks, strict=True):
             if slot.handle is None:
                 task.cancel()  # it starts or pauses
         handles = [slot.handle for slot in self.slots if slot.handle]
         await asyncio.gather(*(handle.stop(grace_s) for handle in (*handles, *self._leaving)))
-        await asyncio.gather(*self._tasks, *self._remembering, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._files.close()
 
     async def replace(self, slot: Slot, grace_s: float, *, renews: bool = False) -> bool:
         """Let a worker finish what it holds and leave; wait for its successor.
@@ -242,7 +237,13 @@ class Supervisor:
             self._watcher.on_progress(slot)
 
         try:
-            await self._give_up_files_that_are_gone()
+            if await self._files.give_up_if_gone(lambda: any(each.handle for each in self.slots)):
+                logger.warning(
+                    "%s: files of the model changed on disk, and no worker is left that had "
+                    "loaded what was there: all serve what is there now",
+                    slot.id.model,
+                )
+                self._forget_what_was_found_out()
             handle, generation = await self._bring_up(
                 slot.id, slot.config, on_progress, renews=slot.may_renew
             )
@@ -308,82 +309,22 @@ class Supervisor:
             FilesChangedError: It would answer differently.
             WorkerStartError: It did not come up, or its files changed while it did.
         """
-        await self._check_files(id, renews=renews)
+        await self._files.check(id, renews=renews)
         try:
             handle = await self._engine.start(id, config, on_progress)
         except WorkerStartError:
-            await self._check_files(id, renews=renews)  # which says more than what they broke
+            await self._files.check(id, renews=renews)  # which says more than what they broke
             raise
-        marks = handle.ready.files
-        if not marks:
-            return handle, None
         try:
-            if torn := set(await asyncio.to_thread(changed_since, marks)):
-                seen = {(id.worker, path) for path in torn}
-                if not seen <= self._restless:
-                    self._restless |= seen
-                    text = f"{listed(sorted(torn))} changed on disk while the model was loaded"
-                    raise WorkerStartError(text, permanent=False)
-                text = "%s: %s changes all the time: replicas may differ in it"
-                logger.warning(text, id.model, listed(sorted(torn)))
-                marks = [mark for mark in marks if mark.path not in torn]
-            while (present := self._generation) is not None and not renews:
-                differing = await asyncio.to_thread(present.differing, marks)
-                if present is self._generation:
-                    if differing:
-                        raise self._outdated(id, differing)
-                    return handle, None
-        except WorkerStartError:
+            return handle, await self._files.judge(id, handle.ready.files, renews=renews)
+        except (WorkerStartError, asyncio.CancelledError):
             await handle.stop(0)
             raise
-        return handle, Generation(marks)
-
-    async def _check_files(self, id: WorkerId, *, renews: bool) -> None:
-        """See that what is on disk is what the others serve with.
-
-        Raises:
-            FilesChangedError: It is not.
-        """
-        present = None if renews else self._generation
-        changed = await asyncio.to_thread(present.changed) if present else []
-        if changed and present is self._generation:
-            raise self._outdated(id, changed)
-
-    def _outdated(self, id: WorkerId, changed: Sequence[str]) -> FilesChangedError:
-        return FilesChangedError(
-            f"{listed(changed)} changed on disk after the workers that serve had loaded it, and "
-            f"replicas are not to differ: restart all workers of {id.model} to serve what is there "
-            f"now (POST /admin/models/{id.model}/restart), or put back what was there"
-        )
-
-    async def _give_up_files_that_are_gone(self) -> None:
-        """Where nobody serves with the old files any more, let all load what is there now."""
-        present = self._generation
-        if present is None or any(slot.handle for slot in self.slots):
-            return
-        changed = await asyncio.to_thread(present.changed)
-        if changed and present is self._generation and not any(each.handle for each in self.slots):
-            logger.warning(
-                "%s: %s changed on disk, and no worker is left that had loaded what was there: "
-                "all serve what is there now",
-                self.slots[0].id.model,
-                listed(changed),
-            )
-            present.close()
-            self._generation = None
-            self._forget_what_was_found_out()
 
     def _adopt(self, generation: Generation | None) -> None:
-        """Have all later incarnations load the files of this one."""
-        if generation is None or self._is_stopping:
-            return
-        if self._generation is not None:
-            self._generation.close()
+        """Have all later incarnations load the files of this one, if it is the first with them."""
+        if generation is not None and self._files.adopt(generation):
             self._forget_what_was_found_out()
-        self._generation = generation
-        task = asyncio.create_task(asyncio.to_thread(generation.remember))
-        self._remembering.add(task)
-        task.add_done_callback(self._remembering.discard)
 
     def _forget_what_was_found_out(self) -> None:
         """Other files may make another network, which is to be tried and split anew."""

@@ -3,15 +3,18 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
 
+import service.pool
+from models.opened import mark_of
 from models.spec import Placement
 from models.speed.names import SpeedReport
 from service.admission import Admission
 from service.dispatcher import Dispatcher
-from service.errors import GivenUpError, UnavailableError
+from service.errors import GivenUpError, RestartFailedError, UnavailableError
 from service.metrics import ModelMetrics
 from service.pool import Announcer, Pool
 from service.quarantine import Quarantine
@@ -174,6 +177,102 @@ def test_worker_is_changed_over_without_a_moment_in_which_none_is_ready(
             await asyncio.sleep(0)
         assert await changing is is_changed
         assert engine.told == {"m/0#0": None, "m/0#1": None}  # it looks into the cache
+        await pool.stop(0)
+
+    run(go)
+
+
+def unlucky() -> WorkerStartError:
+    return WorkerStartError("SyntaxError", permanent=True)
+
+
+async def two_ready(engine: FakeEngine, arena: Arena) -> Pool:
+    pool = pool_over(engine, arena, configs=[CONFIG, CONFIG])
+    pool.start()
+    await until(lambda: all(slot.handle for slot in pool.slots))
+    return pool
+
+
+def test_restart_whose_first_successor_fails_changes_nothing():
+    async def go(arena: Arena) -> None:
+        engine = FakeEngine()
+        pool = await two_ready(engine, arena)
+        engine.failures = [unlucky()]
+        with pytest.raises(RestartFailedError, match=r"m/0 .* serves on as it was: SyntaxError"):
+            await pool.replace(pool.slots, 1)
+        assert [slot.handle for slot in pool.slots] == engine.started
+        assert (pool.restart.state, pool.is_ready) == ("failed", True)
+        await pool.stop(0)
+
+    run(go)
+
+
+def test_restart_goes_on_once_a_successor_is_up_even_if_the_next_must_leave_first():
+    async def go(arena: Arena) -> None:
+        engine = FakeEngine()
+        pool = await two_ready(engine, arena)
+        start = engine.start
+
+        async def fail_beside(
+            id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
+        ) -> FakeWorker:
+            if id.worker == "m/1" and not engine.started[1].is_gone:
+                raise WorkerStartError("out of memory", permanent=False)
+            return await start(id, config, on_progress)
+
+        engine.start = fail_beside  # type: ignore[method-assign]
+        await pool.replace(pool.slots, 1)
+        assert [slot.handle for slot in pool.slots] == engine.started[2:]
+        assert pool.restart.state == "done"
+        await pool.stop(0)
+
+    run(go)
+
+
+def test_restart_without_memory_for_two_is_refused_and_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(service.pool, "available_bytes", lambda: -1)
+
+    async def go(arena: Arena) -> None:
+        engine = FakeEngine()
+        pool = await two_ready(engine, arena)
+        with pytest.raises(RestartFailedError, match=r"MiB are free; .*old_first=true"):
+            await pool.replace(pool.slots, 1)
+        assert len(engine.started) == 2
+        await pool.replace(pool.slots, 1, old_first=True)
+        assert [slot.handle for slot in pool.slots] == engine.started[2:]
+        await pool.stop(0)
+
+    run(go)
+
+
+def test_stop_while_the_files_of_a_successor_are_read_leaves_no_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "w").write_text("1")
+    mark = mark_of(str(tmp_path / "w"))
+    assert mark is not None
+
+    async def go(arena: Arena) -> None:
+        engine = FakeEngine()
+        pool = await two_ready(engine, arena)
+        start = engine.start
+
+        async def with_files(
+            id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
+        ) -> FakeWorker:
+            worker = await start(id, config, on_progress)
+            worker.ready = msgspec.structs.replace(worker.ready, files=[mark])
+            restart.cancel()  # at the next await, which is for the files
+            return worker
+
+        engine.start = with_files  # type: ignore[method-assign]
+        restart = asyncio.create_task(pool.replace(pool.slots, 1))
+        with pytest.raises(asyncio.CancelledError):
+            await restart
+        assert [worker.is_gone for worker in engine.started] == [False, False, True]
+        assert (pool.restart.state, pool.is_ready) == ("failed", True)
         await pool.stop(0)
 
     run(go)

@@ -2,7 +2,7 @@ import os
 from pathlib import Path
 
 from models.opened import FileMark, mark_of
-from workers.generation import Generation, changed_since, listed
+from workers.generation import Generation, _changed_since, _listed
 
 
 def mark(path: Path) -> FileMark:
@@ -69,11 +69,11 @@ def test_a_change_while_it_is_loaded_is_seen(tmp_path: Path):
     path = tmp_path / "w"
     path.write_bytes(b"weights")
     before = mark(path)
-    assert changed_since([before]) == []
+    assert _changed_since([before]) == []
     path.write_bytes(b"more weights")
-    assert changed_since([before]) == [str(path)]
+    assert _changed_since([before]) == [str(path)]
 
 
 def test_many_files_are_listed_in_a_few_words():
-    assert listed(["a", "b"]) == "a, b"
-    assert listed(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
+    assert _listed(["a", "b"]) == "a, b"
+    assert _listed(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"

@@ -464,7 +464,7 @@ def test_a_slot_is_not_given_up_for_the_sake_of_files_that_have_changed(supervis
     async def test(supervisor: Supervisor, log: Log) -> None:
         first, second = supervisor.slots
         await log.until("ready", 2)
-        await asyncio.gather(*supervisor._remembering)
+        await supervisor._files.until_remembered()
         path.write_text("newer")
         second.was_ever_ready = False  # as one that had no luck so far
         engine.started[1].die()
