@@ -27,6 +27,7 @@ from service.metrics import Metrics, ModelMetrics
 from service.pool import Pool
 from service.settings import Settings
 from service.versions import version_of
+from workers.keep_going import KeepGoing
 
 _NUM_KEPT = 300
 """Samples: five minutes, which take some 0.5 MB per model."""
@@ -103,11 +104,13 @@ class Live:
 
     async def _run(self) -> None:
         due = self._last
+        keep_going = KeepGoing("the live feed")
         while True:
             due = max(due + self._every_s, time.monotonic())
             await asyncio.sleep(due - time.monotonic())
-            self._sample()
-            self._tick()
+            with keep_going:
+                self._sample()
+                self._tick()
 
     def _sample(self) -> None:
         now = time.monotonic()

@@ -14,6 +14,8 @@ import threading
 from collections.abc import Mapping
 from typing import TextIO
 
+from workers.keep_going import KeepGoing
+
 _LEVELS = {1: logging.INFO, 2: logging.WARNING}
 _LOGGERS = {1: logging.getLogger("stdout"), 2: logging.getLogger("stderr")}
 _MAX_LINE_BYTES = 8192
@@ -97,11 +99,13 @@ class RawOutput:
         for fd in (*self._readers.values(), self._wake):
             poll.register(fd, select.POLLIN)
         is_open = True
+        keep_going = KeepGoing("what reads our own output")
         while is_open:
             ready = {fd for fd, _ in poll.poll()}
             is_open = self._wake not in ready
             for fd in self._readers:
-                self._read(fd)
+                with keep_going:  # else a pipe would fill, and whoever prints would wait for ever
+                    self._read(fd)
         for fd, rest in self._rests.items():
             self._log(fd, rest)
 

@@ -32,7 +32,7 @@ from service.speed_search import SpeedSearch
 from workers.arena import Arena
 from workers.config import WorkerConfig
 from workers.devices import Host
-from workers.engine import Engine
+from workers.engine import Engine, ForkserverVitals
 from workers.gpu_watch import GpuWatch
 from workers.local import LocalEngine
 from workers.memory import SharedMemoryError
@@ -53,6 +53,9 @@ class ClosableEngine(Engine, Protocol):
 
     async def close(self) -> None:
         """Leave nothing behind. Starts are over."""
+
+    def forkserver_vitals(self) -> ForkserverVitals | None:
+        """The state of the process that forks workers; None where there is none."""
 
 
 class Service:

@@ -18,7 +18,6 @@ import time
 from asyncio import Task
 from collections.abc import Callable, Sequence
 from multiprocessing import popen_forkserver, reduction, resource_tracker, spawn, util
-from multiprocessing.connection import wait
 from multiprocessing.context import set_spawning_popen
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -30,6 +29,7 @@ from workers.endings import describe_exit
 from workers.engine import ForkserverVitals
 from workers.errors import WorkerStartError
 from workers.forkserver_process import ANSWER, DEAF_TO, MAX_DESCRIPTORS
+from workers.keep_going import KeepGoing
 from workers.orphans import Orphans, adopt_orphans, end_group
 
 logger = logging.getLogger(__name__)
@@ -198,6 +198,7 @@ class Forkserver:
         self._modules = list(modules)
         self._extra = list(extra)
         self._orphans = Orphans()
+        self._keep_going = KeepGoing("the watch of the forkserver")
         self._num_crashes = 0
         self._incarnation = 0
         self._reason = ""
@@ -283,10 +284,11 @@ class Forkserver:
         try:
             while not listening.done():
                 await asyncio.wait([listening], timeout=_LOOK_S)
-                self._orphans.reap()
-                if not listening.done() and (complaint := process.complaint()):
-                    logger.error("the forkserver %s: killing it", complaint)
-                    process.kill()
+                with self._keep_going:
+                    self._orphans.reap()
+                    if not listening.done() and (complaint := process.complaint()):
+                        logger.error("the forkserver %s: killing it", complaint)
+                        process.kill()
         finally:
             listening.cancel()
 
@@ -370,11 +372,12 @@ class _Popen(popen_forkserver.Popen):
     def poll(self, flag: int = os.WNOHANG) -> int | None:
         if self.returncode is None:
             assert _Holder.forkserver is not None
-            if not wait([self.sentinel], 0.0 if flag == os.WNOHANG else None):
-                return None
-            # Before it is waited for: until then its number is nobody else's.
-            end_group(self.pid)
             try:
+                # Without a descriptor, for there may be none to be had.
+                if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | flag) is None:
+                    return None
+                # Before it is waited for: until then its number is nobody else's.
+                end_group(self.pid)
                 self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
             except ChildProcessError:  # someone who waits for any process has had it
                 self.returncode = _UNKNOWN

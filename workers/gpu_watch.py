@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from workers.devices import Gpu
+from workers.keep_going import KeepGoing
 
 logger = logging.getLogger(__name__)
 
@@ -92,9 +93,11 @@ class GpuWatch:
             return
         try:
             events = self._listen()
+            keep_going = KeepGoing("the watch of the GPUs")
             while not self._over.is_set():
-                self._count_xids(events)
-                self.look()
+                with keep_going:
+                    self._count_xids(events)
+                    self.look()
                 self._over.wait(_EVERY_S)
         finally:
             self._nvml.nvmlShutdown()

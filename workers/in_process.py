@@ -62,6 +62,9 @@ class InProcessEngine:
     async def close(self) -> None:
         """Do nothing: the thread ends with the process."""
 
+    def forkserver_vitals(self) -> None:
+        """There is no forkserver."""
+
 
 class InProcessWorker:
     """One thread with a model. All but `_work` runs in the event loop."""

@@ -22,6 +22,7 @@ from workers.endings import OomKills
 from workers.engine import Cause, Ending, RankVitals, Vitals, WorkerId
 from workers.errors import WorkerLostError, WorkerStartError
 from workers.held import Held, HeldBatches, batch_timeout_s
+from workers.keep_going import KeepGoing
 from workers.log_lines import log_line
 from workers.messages import (
     Batch,
@@ -113,6 +114,7 @@ class LocalWorker:
         """It takes no more batches."""
         self._is_our_doing = False
         """It is ended for another reason than what it does with its batches."""
+        self._keep_going = KeepGoing(f"the watch of {id}")
         self._is_end_known = False
         """A process of it has ended, which is what ends it."""
         self.has_worked = False
@@ -188,7 +190,8 @@ class LocalWorker:
             self._close()
             return
         if with_stacks:
-            await self._log_stacks(reason)
+            with self._keep_going:  # or it would not be killed
+                await self._log_stacks(reason)
         self._signal(signal.SIGKILL)
         if not await self._is_gone_within(EXIT_WAIT_S):
             logger.critical("%s does not exit after SIGKILL (stuck in the kernel?)", self.id)
@@ -377,24 +380,29 @@ class LocalWorker:
             wake_at = now + max(0.001, min(_LOOK_S, self._patience_s, self._next_due_s(now)))
             await asyncio.sleep(wake_at - now)
             now = time.monotonic()
-            has_paused = now - wake_at > _PAUSE_S
-            if has_paused:
-                self._held.forgive(now - wake_at, now)
-            if self._is_ending:
-                return
-            for rank in self.ranks:
-                rank.look()
-            if not has_paused and (silent := self._silent_follower()):
-                self._cause, self._is_our_doing = "hang", True
-                await self.kill(silent, with_stacks=True)
-            elif reason := self._held.hang(now):
-                self._cause = "hang"
-                self._is_our_doing = self._held.is_oldest_canary
-                await self.kill(reason, with_stacks=True)
-            elif self._canary.is_ill:
-                await self._retire(f"it failed on a sample of its own: {self._canary.failure}")
-            elif self._is_canary_due(now) and not self._held:
-                self._give((), None, self._canary.limit_s)
+            with self._keep_going:
+                if self._is_ending:
+                    return
+                await self._look_after(now, now - wake_at)
+
+    async def _look_after(self, now: float, late_s: float) -> None:
+        """Take one look, which came so much too late."""
+        has_paused = late_s > _PAUSE_S
+        if has_paused:
+            self._held.forgive(late_s, now)
+        for rank in self.ranks:
+            rank.look()
+        if not has_paused and (silent := self._silent_follower()):
+            self._cause, self._is_our_doing = "hang", True
+            await self.kill(silent, with_stacks=True)
+        elif reason := self._held.hang(now):
+            self._cause = "hang"
+            self._is_our_doing = self._held.is_oldest_canary
+            await self.kill(reason, with_stacks=True)
+        elif self._canary.is_ill:
+            await self._retire(f"it failed on a sample of its own: {self._canary.failure}")
+        elif self._is_canary_due(now) and not self._held:
+            self._give((), None, self._canary.limit_s)
 
     def _silent_follower(self) -> str:
         """What to say of a rank that should wait for the lead's calls, and shows no sign of it."""

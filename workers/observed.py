@@ -19,10 +19,8 @@ class ObservedProcess:
         """At the look before the last one, and at the last one."""
         self._rss_bytes = 0
         self._is_gone = False
-        try:
-            self._process: psutil.Process | None = psutil.Process(pid)
-        except psutil.Error:
-            self._process = None  # it has ended already, as its owner will see
+        self._process: psutil.Process | None = None
+        """Once it could be looked at."""
 
     @property
     def rss_bytes(self) -> int:
@@ -54,7 +52,8 @@ class ObservedProcess:
         return describe_exit(exitcode, is_oom=is_oom, rss_bytes=self._rss_bytes)
 
     def _look_at_memory(self) -> None:
-        if self._process is not None and not self._is_gone:
-            with contextlib.suppress(psutil.Error):
+        if not self._is_gone:
+            with contextlib.suppress(psutil.Error, OSError):  # there is no descriptor just now
+                self._process = self._process or psutil.Process(self.pid)
                 # Of a process that has ended, and that nobody has waited for yet, it is 0.
                 self._rss_bytes = self._process.memory_info().rss or self._rss_bytes

@@ -44,7 +44,7 @@ class Stacks:
             Its state in the kernel's words, and the stacks, or nothing.
         """
         try:
-            state = psutil.Process(pid).status()
+            state = _state_of(pid)
             if state == psutil.STATUS_STOPPED:
                 return "stopped, so cannot say where", ""
             os.kill(pid, DUMP_SIGNAL)
@@ -93,6 +93,14 @@ def record(fd: int) -> None:
     faulthandler.enable(file=fd, all_threads=True)
     with contextlib.suppress(AttributeError):  # only where there are such signals
         faulthandler.register(DUMP_SIGNAL, file=fd, all_threads=True, chain=False)
+
+
+def _state_of(pid: int) -> str:
+    try:
+        state: str = psutil.Process(pid).status()
+    except OSError as error:  # there is no descriptor just now
+        return f"in a state that cannot be seen ({error.strerror})"
+    return state
 
 
 def _detach(descriptor: object) -> int:

@@ -25,6 +25,7 @@ from service.fronts.part import Part
 from service.metrics import Metrics, Reading
 from service.settings import Settings
 from workers.arena import Arena
+from workers.keep_going import KeepGoing
 from workers.supervisor import pause_after
 
 logger = logging.getLogger(__name__)
@@ -261,16 +262,18 @@ class Fronts:
         """Twice in a second: have them count, and see that they answer."""
         silent_since: dict[Life, int] = {}
         num_rounds = 0
+        keep_going = KeepGoing("the watch of the fronts")
         while True:
             await asyncio.sleep(_COUNT_EVERY_S)
             num_rounds += 1
             for life in self._open():
-                # Rounds and not seconds: a host that paused has paused us as well.
-                if life.desk.take_sign_of_life():
-                    silent_since[life] = num_rounds
-                elif num_rounds - silent_since.setdefault(life, num_rounds) > _HANG_ROUNDS:
-                    life.kill(f"it has not answered for {_HANG_S:g} s")
-                life.desk.count()
+                with keep_going:
+                    # Rounds and not seconds: a host that paused has paused us as well.
+                    if life.desk.take_sign_of_life():
+                        silent_since[life] = num_rounds
+                    elif num_rounds - silent_since.setdefault(life, num_rounds) > _HANG_ROUNDS:
+                        life.kill(f"it has not answered for {_HANG_S:g} s")
+                    life.desk.count()
             for life in [each for each in silent_since if each.is_gone]:
                 del silent_since[life]
 
