@@ -1,13 +1,13 @@
 """One call to `/predict` on a connection, from its head to the answer on the socket."""
 
-from asyncio import Future, TimerHandle
+from asyncio import Future
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from service.api.body import BodyPace, add_piece
+from service.api.body import add_piece
 from service.api.call import Call
 from service.api.predict import Predict
 from service.api.replies import CLOSE_LINE, refusal_of, reply_to
@@ -51,15 +51,13 @@ class Exchange(msgspec.Struct, eq=False):
     _num_bytes: int = 0
     _num_counted: int = 0
     """Bytes of these that `UnfinishedBodies` counts."""
-    _is_started: bool = False
-    _timer: TimerHandle | None = None
-    _pace: BodyPace | None = None
+    is_started: bool = False
 
     message_event: ClassVar = _NoEvent()
 
     def start(self) -> None:
         """It is this call's turn to be answered."""
-        self._is_started = True
+        self.is_started = True
         if self._refusal is not None:
             self._refuse(self._refusal)
             return
@@ -76,14 +74,14 @@ class Exchange(msgspec.Struct, eq=False):
 
     def begin(self, piece: Buffer) -> None:
         """Begin a call that was checked, with the first piece of its body."""
-        self._is_started = True
+        self.is_started = True
         self._chunks.append(piece)
         self._num_bytes = len(piece)
-        self.watch_body()
+        self.count()
 
     def take(self, body: Buffer) -> None:
         """Submit a call that was checked and is all there."""
-        self._is_started = self.is_complete = True
+        self.is_started = self.is_complete = True
         self._submit((body,))
 
     def feed(self, chunk: Buffer) -> None:
@@ -92,7 +90,7 @@ class Exchange(msgspec.Struct, eq=False):
             return
         add_piece(self._chunks, chunk)
         self._num_bytes += len(chunk)
-        if self._is_started:
+        if self.is_started:
             try:
                 self._check_size()
             except TooLargeError as error:
@@ -101,21 +99,8 @@ class Exchange(msgspec.Struct, eq=False):
     def complete(self) -> None:
         """The body has arrived."""
         self.is_complete = True
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self._is_started:
+        if self.is_started:
             self._submit(self._chunks or (b"",))
-
-    def watch_body(self) -> None:
-        """Count and time a body that did not come with its head."""
-        if self.is_complete or self.response_complete or not self._is_started:
-            return
-        self.count()
-        if self._timer is not None or self.response_complete:
-            return
-        self._pace = BodyPace(self.call.deadline, self.call.started, self._predict.limits)
-        self._timer = self._protocol.loop.call_at(self._pace.next_check, self._check_pace)
 
     def count(self) -> None:
         """Count what has come of a body that waits: for the rest of it, or for its turn."""
@@ -144,7 +129,7 @@ class Exchange(msgspec.Struct, eq=False):
         self.keep_alive = False
         self._refusal = error
         self.let_go()
-        if self._is_started and not self.response_complete:
+        if self.is_started and not self.response_complete:
             self._refuse(error)
 
     def give_up_body(self) -> None:
@@ -155,8 +140,6 @@ class Exchange(msgspec.Struct, eq=False):
 
     def abandon(self) -> None:
         """The client is gone."""
-        if self._timer is not None:
-            self._timer.cancel()
         self.let_go()
         if not self.response_complete:
             self.response_complete = True
@@ -167,14 +150,6 @@ class Exchange(msgspec.Struct, eq=False):
         max_bytes = self._predict.limits.max_body_bytes
         if self._num_bytes > max_bytes:
             raise self._predict.too_large()
-
-    def _check_pace(self) -> None:
-        assert self._pace is not None
-        if self._pace.has_moved_on(self._num_bytes):
-            self._timer = self._protocol.loop.call_at(self._pace.next_check, self._check_pace)
-        else:
-            self._timer = None
-            self._refuse(self._pace.error())
 
     def _submit(self, chunks: Sequence[Buffer]) -> None:
         try:
@@ -196,9 +171,6 @@ class Exchange(msgspec.Struct, eq=False):
         self._write(*reply)
 
     def _refuse(self, error: Exception) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
         self._predict.abandon(self.call)
         self.let_go()
         self._write(*refusal_of(self.call, error))

@@ -19,6 +19,7 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
+from service.api.body import BodyPace
 from service.api.connections import Connections, EdgeLimits
 from service.api.errors import LargeHeadError, LongUrlError
 from service.api.exchange import Exchange
@@ -84,6 +85,9 @@ class PredictProtocol(HttpToolsProtocol):
         """Nothing that still comes is looked at."""
         self._is_in_head = False
         self._is_in_body = False
+        self._body_timer: asyncio.TimerHandle | None = None
+        self._num_timed_bytes = 0
+        """Bytes of the body that came since it is timed."""
         self._num_missing = 0
         """Bytes of the body of a call with a known head."""
         self._head_bytes = 0
@@ -181,6 +185,8 @@ class PredictProtocol(HttpToolsProtocol):
         """The server is going: who has sent half a request is told so, the rest is answered."""
         if self._active is not None:
             self._active.give_up_body()
+        elif self._is_in_body and not self.is_idle:
+            self._on_garbage(UnavailableError("this server is shutting down", retry_after_s=1))
         if self._unended is not None:
             self.close()
         else:
@@ -218,7 +224,13 @@ class PredictProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The client hung up, or all is said."""
         super().connection_lost(exc)
-        for timer in (self._idle_timer, self._head_timer, self._write_timer, self._linger_timer):
+        for timer in (
+            self._idle_timer,
+            self._head_timer,
+            self._body_timer,
+            self._write_timer,
+            self._linger_timer,
+        ):
             if timer is not None:
                 timer.cancel()
         if self._active is not None:
@@ -276,8 +288,8 @@ class PredictProtocol(HttpToolsProtocol):
         except ServiceError as error:
             self._on_garbage(error)
             return
-        if self._active is not None:
-            self._active.watch_body()
+        if self._is_in_body:
+            self._watch_body()
         if self.pipeline:
             for waiting in self._in_line():
                 waiting.count()
@@ -362,14 +374,18 @@ class PredictProtocol(HttpToolsProtocol):
 
         Raises:
             BadRequestError: It has too many chunks. It ends the parsing at once.
+            TooLargeError: It has too many bytes. So does this.
             EOFError: Nothing more is looked at, so the parser need not go on.
         """
         if self._is_deaf:
             raise EOFError
         if self._framing is not None:
             self._framing.take_chunk(len(body))
+        self._num_timed_bytes += len(body)
         cycle: Exchange | RequestResponseCycle = self.cycle
         if not isinstance(cycle, Exchange):
+            if self._num_timed_bytes > self.predict.limits.max_body_bytes:
+                raise self.predict.too_large()
             super().on_body(body)
         elif not cycle.response_complete:
             cycle.feed(body)
@@ -378,7 +394,7 @@ class PredictProtocol(HttpToolsProtocol):
         """The newest request has arrived."""
         if self._asks_for_upgrade or self._is_deaf:
             return
-        self._is_in_body = False
+        self._end_body()
         self._framing = None
         cycle: Exchange | RequestResponseCycle = self.cycle
         if not isinstance(cycle, Exchange):
@@ -408,6 +424,7 @@ class PredictProtocol(HttpToolsProtocol):
         self._num_missing = num_missing
         self._is_in_body = True
         exchange.begin(body)
+        self._watch_body()
         return True
 
     def _take_piece(self, data: bytes) -> None:
@@ -415,6 +432,7 @@ class PredictProtocol(HttpToolsProtocol):
         # A view is five times as large as a byte, and some clients send bytes one by one.
         piece = data if len(data) <= self._num_missing else memoryview(data)[: self._num_missing]
         self._num_missing -= len(piece)
+        self._num_timed_bytes += len(piece)
         exchange: Exchange = self.cycle  # type: ignore[assignment]  # see `_take_turn`
         if not exchange.response_complete:
             exchange.feed(piece)
@@ -422,7 +440,7 @@ class PredictProtocol(HttpToolsProtocol):
                 exchange.count()
         if self._num_missing:
             return
-        self._is_in_body = False
+        self._end_body()
         if not exchange.response_complete:
             exchange.complete()
         if len(piece) < len(data) and not self.transport.is_closing():
@@ -502,6 +520,44 @@ class PredictProtocol(HttpToolsProtocol):
             self._watch_head(0)
         elif self._is_in_head:
             self.close()
+
+    def _watch_body(self) -> None:
+        """Count a body that did not come with its head, and time it, unless that is being done.
+
+        All bodies are timed, whatever answers their calls, and whether it has answered already.
+        """
+        cycle: Exchange | RequestResponseCycle = self.cycle
+        limits, now = self.predict.limits, self.loop.time()
+        deadline = now + limits.max_timeout_s
+        if isinstance(cycle, Exchange) and not cycle.response_complete:
+            if not cycle.is_started:
+                return
+            cycle.count()
+            deadline = cycle.call.deadline
+        if self._body_timer is None and not self._is_deaf:
+            self._num_timed_bytes = 0
+            self._time_body(BodyPace(deadline, now, limits))
+
+    def _time_body(self, pace: BodyPace) -> None:
+        self._body_timer = self.loop.call_at(pace.next_check, self._check_body, pace)
+
+    def _check_body(self, pace: BodyPace) -> None:
+        self._body_timer = None
+        if self._is_deaf or self.transport.is_closing():
+            return
+        if self.flow.read_paused:  # it is us who do not read on
+            self._watch_body()
+        elif pace.has_moved_on(self._num_timed_bytes):
+            self._time_body(pace)
+        else:
+            self._on_garbage(pace.error())
+
+    def _end_body(self) -> None:
+        """The body of the newest request has arrived."""
+        self._is_in_body = False
+        if self._body_timer is not None:
+            self._body_timer.cancel()
+            self._body_timer = None
 
     def _on_parser_error(self, error: httptools.HttpParserError) -> None:
         """What came is no HTTP, or we failed on it: say so, after the answers that are due."""
@@ -647,7 +703,9 @@ class PredictProtocol(HttpToolsProtocol):
         if isinstance(cycle, Exchange):
             self._active = cycle
             cycle.start()
-            cycle.watch_body()
+            newest: Any = self.cycle
+            if self._is_in_body and cycle is newest:
+                self._watch_body()
         else:
             super()._start_asgi_task(cycle, app)
 

@@ -1,12 +1,12 @@
 """What is no prediction: a front passes it on to the main process over a Unix socket, and back.
 
-Runs in a front; `service.fronts.relayed` has the other end.
+Runs in a front; `service.fronts.relayed` has the other end. No route but `/predict` reads a body,
+so none is passed on: a client that sends half of one holds up nobody.
 """
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -24,10 +24,7 @@ _OF_A_CONNECTION = frozenset(
     b"connection keep-alive proxy-connection te trailer transfer-encoding upgrade expect".split()
 )
 """Headers that end where the connection ends (RFC 9110, 7.6.1)."""
-
-
-class _HungUpError(Exception):
-    """The client went in the middle of its body."""
+_NOT_PASSED_ON = _OF_A_CONNECTION | {b"content-length", CLIENT, SCHEME}
 
 
 class Relay:
@@ -54,11 +51,9 @@ class Relay:
             return
         call = begin_call(scope["method"], path, scope["query_string"], scope["headers"])
         try:
-            answer = await self._transport.handle_async_request(_request(scope, receive))
+            answer = await self._transport.handle_async_request(_request(scope))
         except (httpx.LocalProtocolError, httpx.InvalidURL) as error:
             await _refuse(call, send, BadRequestError(f"this cannot be passed on: {error}"))
-            return
-        except _HungUpError:
             return
         except httpx.TransportError as error:
             logger.warning("the main process does not answer: %r", error)
@@ -83,36 +78,19 @@ class Relay:
         await self._transport.aclose()
 
 
-def _request(scope: Scope, receive: Receive) -> httpx.Request:
-    headers = [each for each in scope["headers"] if _is_passed_on(each[0])]
+def _request(scope: Scope) -> httpx.Request:
+    headers = [each for each in scope["headers"] if each[0] not in _NOT_PASSED_ON]
     if scope.get("client"):
         host, port = scope["client"]
         headers.append((CLIENT, f"{host} {port}".encode()))
     headers.append((SCHEME, scope["scheme"].encode()))
-    names = {name for name, _ in scope["headers"]}
-    has_body = b"content-length" in names or b"transfer-encoding" in names
     target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
     return httpx.Request(
         scope["method"],
         "http://main/",
         headers=headers,
-        content=_body(receive) if has_body else None,
         extensions={"target": target},
     )
-
-
-def _is_passed_on(name: bytes) -> bool:
-    return name not in _OF_A_CONNECTION and name not in (CLIENT, SCHEME)
-
-
-async def _body(receive: Receive) -> AsyncIterator[bytes]:
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise _HungUpError
-        yield message.get("body", b"")
-        if not message.get("more_body", False):
-            return
 
 
 async def _pass_back(answer: httpx.Response, send: Send) -> None:

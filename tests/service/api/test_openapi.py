@@ -183,6 +183,12 @@ def test_every_operation_has_a_name_of_its_own_and_says_what_it_does(document: A
         assert operation["tags"][0] in {tag["name"] for tag in document["tags"]}
 
 
+def test_no_operation_but_those_of_predict_takes_a_body(document: Any) -> None:
+    """Fronts pass none on: see `service.fronts.relay`."""
+    taking = {path for path, _, operation in operations(document) if "requestBody" in operation}
+    assert {path.split("/")[1] for path in taking} == {"predict"}
+
+
 def test_the_document_passes_a_linter(document: Any, tmp_path: Path) -> None:
     redocly = shutil.which("redocly")
     if redocly is None:
