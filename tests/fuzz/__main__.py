@@ -28,7 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a campaign, or send one input again; returns the exit status."""
     args = _parser().parse_args(argv)
     console = Console() if sys.stdout.isatty() else Console(width=160)
-    with tempfile.TemporaryDirectory() as folder, service(Path(folder), args.replicas) as target:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        service(Path(folder), args.replicas, args.front_ends) as target,
+    ):
         if args.replay:
             for outcome in replay(target, read_input(args.replay)):
                 console.print(outcome.error or "answered:", markup=False)
@@ -79,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, default=60, help="stop after (%(default)s)")
     parser.add_argument("--connections", type=int, default=48, help="default: %(default)s")
     parser.add_argument("--replicas", type=int, default=2, help="of each model (%(default)s)")
+    parser.add_argument("--front-ends", type=int, default=1, help="processes (%(default)s)")
     parser.add_argument("--out", type=Path, default=_OUT, help="for offending inputs (%(default)s)")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="send one such input again")
     return parser

@@ -19,6 +19,7 @@ from tests.fuzz.inputs import Input, make_input
 
 _CONFIG = """
 head_timeout_s = 5.0
+front_ends = {front_ends}
 default_model = "efficientnet_lite0"
 
 [models.efficientnet_lite0]
@@ -80,10 +81,10 @@ class Verdict:
 
 
 @contextmanager
-def service(folder: Path, replicas: int = 2) -> Iterator[Running]:
+def service(folder: Path, replicas: int = 2, front_ends: int = 1) -> Iterator[Running]:
     """The service that campaigns are run against."""
     config = folder / "fuzz.toml"
-    config.write_text(_CONFIG.format(replicas=replicas))
+    config.write_text(_CONFIG.format(replicas=replicas, front_ends=front_ends))
     with running("--config", str(config)) as started:
         yield started
 
