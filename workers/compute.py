@@ -24,13 +24,11 @@ from workers.checks import BrokenPromiseError, OutputChecks
 from workers.config import ErrorDetail
 from workers.messages import ItemError, ItemRef, Outcome, Stored
 from workers.outcomes import (
-    MAX_ANSWER_BYTES,
     MAX_BATCH_BYTES,
     Outgoing,
     bounded,
     check_size,
     error_of,
-    num_inline,
     plain_value,
     told,
 )
@@ -42,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 _SAMPLE_REF = ItemRef("bytes", 0, 0, math.inf, request_id="canary")
 """Of a canary's item, which is the model's own and lies elsewhere."""
+_CHEAP_BYTES = 1 << 16
+"""Answers in JSON up to this need not be counted: no batch has so many of them."""
 _POOL_PAYS_S = 0.0005
 """A preparation per item that is shorter than this is not worth a hand-over to another thread."""
 
@@ -63,7 +63,7 @@ class Prepared:
     prepare_s: float = 0.0
     is_canary: bool = False
     num_bytes: int = 0
-    """Of the answers, as far as they go in a message."""
+    """Of the answers."""
 
 
 class Computer:
@@ -347,11 +347,11 @@ class Computer:
             chosen = {name: tensor[rest] for name, tensor in outputs.items()}
             self._render(prepared, [indices[row] for row in rest], chosen)
         outgoing = Outgoing(outputs, len(indices))
+        prepared.num_bytes += outgoing.row_bytes * len(as_tensors)
         for row in as_tensors:
             i = indices[row]
             try:
-                prepared.outcomes[i] = found = outgoing.row(row, self._keep)
-                prepared.num_bytes += num_inline(found)
+                prepared.outcomes[i] = outgoing.row(row, self._keep)
             except Exception as error:
                 # It fails alone: to compute its neighbours again would keep their outputs twice.
                 prepared.outcomes[i] = self._error_of(error, "postprocess", refs[i])
@@ -365,9 +365,9 @@ class Computer:
                 continue
             try:
                 outcomes[i] = text = encode(value)
-                prepared.num_bytes += len(text)
-                if len(text) > MAX_ANSWER_BYTES:
-                    check_size(len(text))
+                if (size := len(text)) > _CHEAP_BYTES:
+                    prepared.num_bytes += size
+                    check_size(size)
             except (TypeError, ValueError, RecursionError) as error:
                 must, found = "a value that JSON can say", text_of(error)
                 wrong = bad_return(self._model, "render", must, found)

@@ -44,26 +44,23 @@ class Outgoing:
             raise BrokenPromiseError(
                 f"the model returned {len(outputs):,} outputs; at most {MAX_OUTPUTS:,} can be sent"
             )
-        self._plain = [(name, _plain_of(name, tensor)) for name, tensor in outputs.items()]
-        check_size(sum(tensor.nbytes for _, tensor in self._plain) // max(1, num_rows))
+        plain = [(name, _plain_of(name, tensor)) for name, tensor in outputs.items()]
+        self.row_bytes = sum(tensor.nbytes for _, tensor in plain) // max(1, num_rows)
+        """Of the outputs of one instance."""
+        check_size(self.row_bytes)
+        self._found = [
+            (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape[1:]), tensor)
+            for name, tensor in plain
+        ]
 
     def row(self, row: int, keep: Keep) -> list[TensorBlob]:
         """Copy the outputs of one instance."""
         # All that may fail is done before anything is kept, since that would have no reader.
-        found = [(name, each := tensor[row], _bytes_of(each)) for name, tensor in self._plain]
-        return [
-            TensorBlob(name, str(each.dtype).removeprefix("torch."), tuple(each.shape), keep(data))
-            for name, each, data in found
+        found = [
+            (name, dtype, shape, _bytes_of(tensor[row]))
+            for name, dtype, shape, tensor in self._found
         ]
-
-
-def num_inline(outcome: Outcome) -> int:
-    """The bytes of an answer that go in the message itself."""
-    if isinstance(outcome, bytes):
-        return len(outcome)
-    if isinstance(outcome, ItemError):
-        return 0
-    return sum(len(blob.data) for blob in outcome if not isinstance(blob.data, Stored))
+        return [TensorBlob(name, dtype, shape, keep(data)) for name, dtype, shape, data in found]
 
 
 def bounded(outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -71,11 +68,11 @@ def bounded(outcomes: Sequence[Outcome]) -> list[Outcome]:
     found: list[Outcome] = []
     left = MAX_BATCH_BYTES
     for outcome in outcomes:
-        left -= num_inline(outcome)
+        left -= _num_inline(outcome)
         if left >= 0:
             found.append(outcome)
             continue
-        left += num_inline(outcome)
+        left += _num_inline(outcome)
         text = "the answers of its batch are too large to be sent together; try it again"
         found.append(ItemError("exhausted", text))
     return found
@@ -133,6 +130,15 @@ def plain_value(value: object) -> object:
     if num > MAX_JSON_NUMBERS:
         raise ValueError(f"a {type(value).__name__} of {num:,} numbers, too many for JSON")
     return value.tolist()
+
+
+def _num_inline(outcome: Outcome) -> int:
+    """The bytes of an answer that go in the message itself."""
+    if isinstance(outcome, bytes):
+        return len(outcome)
+    if isinstance(outcome, ItemError):
+        return 0
+    return sum(len(blob.data) for blob in outcome if not isinstance(blob.data, Stored))
 
 
 def _plain_of(name: str, tensor: Tensor) -> Tensor:
