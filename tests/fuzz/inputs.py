@@ -352,7 +352,7 @@ def _form_input(random: Random, number: int, kind: str) -> Input:
     content_type = f"multipart/form-data; boundary={boundary}"
     if random.random() < 0.03:
         content_type = "multipart/form-data"
-    target = _target(random, "decoder", "echo", "grid")
+    target = _target(random, "decoder", "echo", "grid", "two")
     return _framed(random, number, kind, target, content_type, body, *_extra_headers(random))
 
 
