@@ -232,6 +232,7 @@ def _doctor(args: Namespace) -> int:
         return USAGE_ERROR
     from service.doctor import report
     from service.doctor.diagnosis import diagnose
+    from service.doctor.findings import grouped
     from service.settings_loader import secret_variables
     from service.trial.screen import Screen
     from workers.devices import find_host
@@ -246,7 +247,8 @@ def _doctor(args: Namespace) -> int:
 
             race = PlacementRace(loaded, screen)
         host = find_host(settings.cuda_visible_devices)
-        findings = list(diagnose(settings, host, loaded.origins, race))
+        found = diagnose(settings, host, loaded.origins, race)
+        findings = grouped(found, settings.models)
     write = report.write_json if args.format == "json" else report.write_table
     write(findings, sys.stdout)
     return FOUND_ERRORS if any(finding.level == "error" for finding in findings) else 0

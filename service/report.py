@@ -102,6 +102,7 @@ def _worker_health(slot: Slot) -> WorkerHealth:
         rss_bytes=vitals.rss_bytes if vitals else None,
         restarts=slot.num_restarts,
         placement=slot.config.placement.split or "replicate",
+        threads=slot.config.placement.num_threads,
         ranks=[_rank_health(rank) for rank in vitals.ranks] if vitals else [],
         split=SplitHealth(cuts=split.cuts, note=split.note) if split else None,
         speed=speed.preset if speed else None,

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -277,10 +277,20 @@ class Service:
 
 
 def _plan(settings: Settings, host: Host, cache_dir: str | None) -> dict[str, list[WorkerConfig]]:
-    return {
+    plans = {
         name: _configs(name, model, host, settings, cache_dir)
         for name, model in settings.models.items()
     }
+    if len(plans) > 1:
+        shares = [f"{name} {_threads_text(configs)}" for name, configs in plans.items()]
+        text = "%d models share %d cores; replicas x threads: %s"
+        logger.info(text, len(plans), host.num_cores, ", ".join(shares))
+    return plans
+
+
+def _threads_text(configs: Sequence[WorkerConfig]) -> str:
+    most = max(config.placement.num_threads * config.placement.num_ranks for config in configs)
+    return f"{len(configs)} x {most}"
 
 
 def _configs(
@@ -296,7 +306,7 @@ def _configs(
             cache_dir=cache_dir,
             error_detail="text" if settings.show_errors else "name",
         )
-        for placement in model.placements_on(host)
+        for placement in settings.placements_of(name, host)
     ]
 
 

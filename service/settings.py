@@ -22,7 +22,7 @@ from workers.config import ErrorDetail, ModelConfig, WorkerConfig
 from workers.device_names import parse_devices
 from workers.devices import Host
 from workers.mps import DEFAULT_FOLDER
-from workers.placing import Wish, place
+from workers.placing import Wish, place, share_cores
 
 DEFAULT_SOURCE = "efficientnet_lite0"
 BUILT_IN_SOURCES = (DEFAULT_SOURCE, "minilm_l6", "echo")
@@ -72,8 +72,9 @@ class ModelSettings(_Table):
     options: Mapping[str, object] = Field(default_factory=dict)
     """Keyword arguments of your class, or of a built-in source."""
     replicas: Auto | PositiveInt = "auto"
-    """Loaded copies; `auto`: one per GPU, or without a GPU one per group of CPU cores. Of a model
-    that is split, one, or as many as `devices_per_replica` makes of the GPUs."""
+    """Loaded copies; `auto`: one per GPU, or without a GPU one per group of CPU cores, which all
+    models share out. Of a model that is split, one, or as many as `devices_per_replica` makes of
+    the GPUs."""
     devices: str = "auto"
     """Where the replicas go: `auto` (every GPU, else the CPU), `cpu`, `cuda`, GPUs such as
     `cuda:0,1`, UUIDs of GPUs or of MIG slices, or several of these with commas between."""
@@ -107,7 +108,7 @@ class ModelSettings(_Table):
     """A worker that has never been ready is given up after this many restarts in a row."""
     threads_per_replica: Auto | PositiveInt = "auto"
     """Threads that torch computes with in each replica, and of a split one in each of its
-    processes; `auto`: an equal share of the cores."""
+    processes; `auto`: an equal share of the cores that the model has."""
     speed: str = "auto"
     """`exact` serves the network as it is, `auto` with the fastest preset that agrees with that; or
     name a preset: `channels_last`, `folded`, `bf16`, `fp16`, `compiled`, `compiled_bf16`,
@@ -184,7 +185,7 @@ class ModelSettings(_Table):
         return AUTO_SIZE if self.max_batch_size == "auto" else self.max_batch_size
 
     def placements_on(self, host: Host) -> list[Placement]:
-        """Where the replicas go.
+        """Where the replicas go, if this is the only model of the host.
 
         Raises:
             DeviceError: A device asked for is not on this host, or there are too few.
@@ -200,6 +201,16 @@ class ModelSettings(_Table):
             else self.gpu_memory_fraction,
         )
         return place(host, wish)
+
+    @property
+    def num_cores(self) -> int | None:
+        """What it computes with, if the settings say so whatever the host is like."""
+        if self.replicas == "auto" or self.threads_per_replica == "auto":
+            return None
+        if self.split and self.devices_per_replica == "auto":
+            return None
+        ranks = 1 if self.devices_per_replica == "auto" else self.devices_per_replica
+        return self.replicas * self.threads_per_replica * ranks
 
     def model_config_for(self, name: str) -> ModelConfig:
         """What a worker is told of the model."""
@@ -411,6 +422,15 @@ class Settings(_Table):
         if tls_key is not None and info.data.get("tls_certificate") is None:
             raise ValueError("is a key without a certificate; set tls_certificate too")
         return tls_key
+
+    def host_of(self, name: str, host: Host) -> Host:
+        """What a model may take for its host: the models share out the cores."""
+        asked = [model.num_cores for model in self.models.values()]
+        return share_cores(host, asked)[list(self.models).index(name)]
+
+    def placements_of(self, name: str, host: Host) -> list[Placement]:
+        """Where the replicas of a model go; see `ModelSettings.placements_on`."""
+        return self.models[name].placements_on(self.host_of(name, host))
 
     def cache_folder(self) -> str | None:
         """`cache_dir` as an absolute path; None for `none`, or where the user has no home."""

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from models.spec import Placement, Split
 from workers.device_names import FORMS, parse_devices
@@ -59,6 +60,34 @@ def place(host: Host, wish: Wish) -> list[Placement]:
     else:
         placements = _place_on_cores(host, wish.replicas, wish.threads)
     return _share_memory(host, placements, wish.memory_fraction)
+
+
+def share_cores(host: Host, asked: Sequence[int | None]) -> list[Host]:
+    """Divide the cores of a host among models, which are loaded side by side.
+
+    Args:
+        host: All of it.
+        asked: The cores that each model is to have by its settings; None: as many as the others
+            that do not say, of what is left, and at least one.
+
+    Returns:
+        What each model may take for its host. A model that is alone has all.
+    """
+    if len(asked) == 1:
+        return [host]
+    left = max(0, host.num_cores - sum(each for each in asked if each is not None))
+    share, rest = divmod(left, asked.count(None) or 1)
+    counts = []
+    for each in asked:
+        counts.append(max(1, share + (rest > 0)) if each is None else each)
+        rest -= each is None
+    # Near which cores a GPU is does not depend on the model.
+    has_own = not host.gpus and sum(counts) <= len(host.cpus) == host.num_cores
+    ends = accumulate(counts)
+    return [
+        replace(host, num_cores=count, cpus=host.cpus[end - count : end] if has_own else host.cpus)
+        for count, end in zip(counts, ends, strict=True)
+    ]
 
 
 def _units(host: Host, devices: str) -> list[Gpu | None]:

@@ -16,6 +16,8 @@ import psutil
 
 from workers.guard import give_way_for_memory
 
+_NO_NETWORK = "its `load` does not call `load_network`, and so it is not known before it is loaded"
+
 
 def main() -> None:
     """Follow the orders: {"models": [...], "has_gpu": whether to try the GPUs}."""
@@ -51,7 +53,18 @@ def _build(order: Mapping[str, Any]) -> Any:
 
 def _try_building(order: Mapping[str, Any]) -> dict[str, object]:
     """Build a model, short of loading its weights."""
-    return {"problem": "", "download": str(getattr(_build(order), "download", ""))}
+    model = _build(order)
+    download = str(getattr(model, "download", ""))
+    return {"problem": "", "download": download, "unsurveyed": _why_unsurveyed(model)}
+
+
+def _why_unsurveyed(model: Any) -> str:
+    """Why the network of a model cannot be measured; empty if it may be."""
+    from models.split.survey import may_have_network
+
+    if getattr(model, "download", ""):
+        return "its weights have to be downloaded first"
+    return "" if may_have_network(model) else _NO_NETWORK
 
 
 def _survey(order: Mapping[str, Any]) -> dict[str, object]:
@@ -59,7 +72,7 @@ def _survey(order: Mapping[str, Any]) -> dict[str, object]:
     import torch
 
     from models.spec import Placement
-    from models.split.survey import find_network, may_have_network, survey
+    from models.split.survey import find_network, survey
     from workers.own_process import pin
     from workers.peak import PeakMemory
 
@@ -68,12 +81,11 @@ def _survey(order: Mapping[str, Any]) -> dict[str, object]:
     give_way_for_memory()
     device = torch.device(placement.devices[0])
     model = _build(order)
-    if getattr(model, "download", ""):
-        return {"problem": "its weights have to be downloaded first", "survey": None}
-    found = find_network(model, placement) if may_have_network(model) else None
+    if why := _why_unsurveyed(model):
+        return {"problem": why, "survey": None}
+    found = find_network(model, placement)
     if found is None:
-        text = "its `load` does not call `load_network`, and so it is not known before it is loaded"
-        return {"problem": text, "survey": None}
+        return {"problem": _NO_NETWORK, "survey": None}
     result = survey(
         model,
         found,

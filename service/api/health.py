@@ -75,6 +75,8 @@ class WorkerHealth:
     restarts: int
     placement: Literal["replicate", "pipeline", "tensor"] = "replicate"
     """Whether a process has the whole model, or how it is split over several."""
+    threads: int = 1
+    """Threads that each of its processes computes with."""
     ranks: Sequence[RankHealth] = ()
     """The processes that it is split over; none if it is not, or while it is not there."""
     split: SplitHealth | None = None

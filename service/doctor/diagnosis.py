@@ -115,8 +115,10 @@ def diagnose(
     yield from check_driver(facts, nvml)
     yield from check_gpus(facts, nvml)
     broken = set()
+    looked_at = set()
     for check in (*FOUND_BY_STARTING, *QUICK, check_imports):
         for finding in check(facts, settings):
+            looked_at.add(finding.check)
             if finding.level == "error":
                 broken.add(finding.check)
             yield finding
@@ -124,6 +126,7 @@ def diagnose(
         name
         for name in known(facts, settings)
         if not {f"model {name}", f"weights of {name}"} & broken
+        and f"placement of {name}" not in looked_at
     ]
     yield from check_ways(facts, settings, names, race)
     if race:

@@ -101,9 +101,9 @@ def gather(settings: Settings, host: Host, root: Path = Path("/")) -> Facts:
     """
     placements: dict[str, Sequence[Placement]] = {}
     misplaced: dict[str, str] = {}
-    for name, model in settings.models.items():
+    for name in settings.models:
         try:
-            placements[name] = model.placements_on(host)
+            placements[name] = settings.placements_of(name, host)
         except DeviceError as error:
             misplaced[name] = str(error)
     memory = _meminfo(_read(root / "proc/meminfo"))

@@ -1,6 +1,7 @@
 """What a check has found: a value with a level, a sentence, and what to do."""
 
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Level = Literal["ok", "note", "warning", "error"]
@@ -47,6 +48,25 @@ def warning(check: str, message: str, advice: str) -> Finding:
 def error(check: str, message: str, advice: str, *, is_fatal: bool = False) -> Finding:
     """Something that will not work."""
     return Finding(check=check, level="error", message=message, advice=advice, is_fatal=is_fatal)
+
+
+def grouped(findings: Iterable[Finding], models: Collection[str]) -> list[Finding]:
+    """Have what was found alike of several models said once, with their names."""
+    groups: dict[Finding, list[str]] = {}
+    for finding in findings:
+        own = [name for name in models if finding.check.endswith(f" {name}")]
+        name = max(own, key=len, default="")
+        groups.setdefault(replace(finding, check=finding.check.removesuffix(name)), []).append(name)
+    return [
+        replace(finding, check=finding.check + names[0])
+        if len(names) == 1 or not names[0]
+        else replace(
+            finding,
+            check=f"{finding.check.removeprefix('model ')}{len(names)} models",
+            message=f"{', '.join(names)}: {finding.message}",
+        )
+        for finding, names in groups.items()
+    ]
 
 
 def in_words(num_bytes: float) -> str:

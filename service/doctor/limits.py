@@ -139,11 +139,24 @@ def check_cores(facts: Facts, settings: Settings) -> Iterator[Finding]:
     quota = facts.cgroup.num_cores
     bound = f", bound by a quota of {quota:g}" if quota is not None and quota < cores + 1 else ""
     message = f"{threads} computing threads on {cores} core{'s' if cores != 1 else ''}{bound}"
-    if threads > 2 * cores:
+    told = [
+        name
+        for name in facts.placements
+        if (settings.models[name].replicas, settings.models[name].threads_per_replica)
+        != ("auto", "auto")
+    ]
+    if threads > 2 * cores and told:
         yield warning(
             "cores",
             f"{message}: they take turns, which costs far more than it gains",
-            "lower replicas or threads_per_replica, or leave both at auto",
+            f"lower replicas or threads_per_replica of {', '.join(told)}, or leave both at auto",
+        )
+    elif threads > 2 * cores:
+        yield note(
+            "cores",
+            f"{message}, since each of {len(facts.placements)} models takes one at least: where "
+            "all are asked at once, they take turns",
+            "serve fewer models here, or on more cores",
         )
     elif threads > cores and len(facts.placements) == 1:
         yield note("cores", message, "replicas times threads_per_replica is best at the cores")

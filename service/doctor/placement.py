@@ -5,6 +5,7 @@ answers less than half of what the seconds of its layers promise. So it is measu
 """
 
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,10 +18,10 @@ from models.split.measures import Survey, Way
 from service.doctor.facts import Facts
 from service.doctor.findings import Finding, error, in_words, note, ok, warning
 from service.doctor.memory import FORKSERVER_BYTES, FRONT_END_BYTES, WORKER_BYTES
-from service.doctor.probes import PROBE_TIMEOUT_S, order_for, probe
+from service.doctor.probes import PROBE_TIMEOUT_S, may_split, order_for, probe
 from service.doctor.speeds import Race, Speed
-from service.doctor.weights import MODEL_SUFFIXES
 from service.settings import ModelSettings, Settings
+from workers.devices import Host
 
 _USUAL_RANKS = (2, 4)
 _CLIENTS_PER_ROW = 4
@@ -28,6 +29,8 @@ _CLIENTS_PER_ROW = 4
 _LOOK_S = 1.0
 _BUSY = 25.0
 """Per cent of all processors, before anything is started here."""
+_SURVEYS_S = 60.0
+"""For all models together, unless placements are measured."""
 _HEAD = ("placement", "needs", "fits", "what each process has")
 
 
@@ -50,15 +53,26 @@ def check_ways(
             "placements that have more processes",
             "measure when they are done",
         )
+    until = time.monotonic() + _SURVEYS_S
     for name in names:
         model = settings.models[name]
-        if model.source == "echo" or model.source.endswith(MODEL_SUFFIXES):
-            continue  # nothing to split
+        if not may_split(model):
+            continue
+        left_s = PROBE_TIMEOUT_S + model.load_timeout_s
+        if race is None:
+            left_s = min(left_s, until - time.monotonic())
+        if left_s <= 0:
+            yield note(
+                f"placement of {name}",
+                f"not looked at: those before it took {_SURVEYS_S:.0f} s",
+                "--measure takes the time that it takes",
+            )
+            continue
         room = room_for(name, facts, settings)
         rooms = [(num, room.has_bytes(num)) for num in room.num_ranks]
         order = order_for(facts, settings, name, "survey", rooms=rooms)
         orders = {"has_gpu": False, "models": [order]}
-        for answer in probe(orders, PROBE_TIMEOUT_S + model.load_timeout_s):
+        for answer in probe(orders, left_s):
             yield from _judge_answer(name, answer, room, race)
 
 
@@ -98,7 +112,7 @@ def room_for(name: str, facts: Facts, settings: Settings) -> Room:
     """See what there is for a model."""
     model = settings.models[name]
     chosen = facts.placements[name]
-    alone = _unsplit(model, facts)
+    alone = _unsplit(model, settings.host_of(name, facts.host))
     uuids = [uuid for placement in alone for uuid in placement.gpu_of_each_rank]
     if uuids:
         sizes = {gpu.uuid: gpu.memory_bytes for gpu in facts.host.gpus}
@@ -287,11 +301,11 @@ def _numbers_of_replicas(way: Way, room: Room) -> Sequence[int]:
     return [room.num_replicas if is_chosen else 1]
 
 
-def _unsplit(model: ModelSettings, facts: Facts) -> Sequence[Placement]:
+def _unsplit(model: ModelSettings, host: Host) -> Sequence[Placement]:
     whole = {"placement": "replicate", "devices_per_replica": "auto"}
     if model.split:
         whole["replicas"] = "auto"
-    return model.model_copy(update=whole).placements_on(facts.host)
+    return model.model_copy(update=whole).placements_on(host)
 
 
 def _reason(best: _Option | None, whole: _Option, room: Room) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 
 from service.doctor.facts import Facts
 from service.doctor.findings import Finding, error, in_words, note, ok, warning
-from service.doctor.weights import is_lost
-from service.settings import Settings
+from service.doctor.weights import MODEL_SUFFIXES, is_lost
+from service.settings import ModelSettings, Settings
 
 PROBE_TIMEOUT_S = 120.0
 """For the imports of torch and every model: torch takes 3 s, and more from a cold disk."""
@@ -26,6 +26,13 @@ def check_imports(facts: Facts, settings: Settings) -> Iterator[Finding]:
     }
     for answer in probe(orders, PROBE_TIMEOUT_S):
         yield from _judge(answer, settings)
+        if (why := answer.get("unsurveyed")) and may_split(settings.models[answer["model"]]):
+            yield note(f"placement of {answer['model']}", why)
+
+
+def may_split(model: ModelSettings) -> bool:
+    """Whether there may be a network to be split."""
+    return model.source != "echo" and not model.source.endswith(MODEL_SUFFIXES)
 
 
 def measure(facts: Facts, settings: Settings) -> Iterator[Finding]:

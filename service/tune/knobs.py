@@ -80,7 +80,7 @@ _Ways = Sequence[Sequence[Changes]]
 
 def _replicas(facts: Facts) -> _Ways:
     """How the cores are shared out; on GPUs, how many replicas share one."""
-    now = facts.own.placements_on(facts.host)
+    now = facts.settings.placements_of(facts.model, facts.host)
     num = len(now)
     if now[0].split:
         return _split_replicas(facts, now)

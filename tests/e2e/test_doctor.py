@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
+
 from tests.e2e.running import ROOT, running
 from tests.pty_screen import on_terminal
 from workers.devices import find_host
@@ -34,6 +36,26 @@ def test_model_that_is_well_is_measured():
     assert "not known before it is loaded" in found["placement of faultmodel"]["message"]
     assert found["measured faultmodel"]["level"] == "ok"
     assert "ms for a batch of 8" in found["measured faultmodel"]["message"]
+
+
+def test_several_models_share_the_cores_and_are_told_of_together(tmp_path: Path):
+    file = tmp_path / "inferpool.toml"
+    names = [f"m{number}" for number in range(3)]
+    file.write_text("".join(f'[models.{name}]\nsource = "{FAULTY}"\n' for name in names))
+    done = doctor("--port", "0", "--json", "--config", str(file))
+    assert (done.returncode, done.stderr) == (0, "")
+    found = {finding["check"]: finding for finding in json.loads(done.stdout)["findings"]}
+    for check in ("3 models", "devices of 3 models", "placement of 3 models"):
+        assert found[check]["message"].startswith("m0, m1, m2: ")
+    with running("--config", str(file)) as service:
+        health = httpx.get(f"{service.url}/health").json()
+        said = [line for line in service.log if "share" in str(line["message"])]
+    num_cores = find_host(None).num_cores
+    threads = [worker["threads"] for model in health["models"] for worker in model["workers"]]
+    assert sum(threads) == max(3, num_cores)
+    assert [str(line["message"]).partition(";")[0] for line in said] == [
+        f"3 models share {num_cores} cores"
+    ]
 
 
 def test_who_waits_at_a_terminal_sees_what_for():

@@ -14,10 +14,20 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from service.doctor import devices, limits, memory, network, probes, report, system, weights
+from service.doctor import (
+    devices,
+    limits,
+    memory,
+    network,
+    placement,
+    probes,
+    report,
+    system,
+    weights,
+)
 from service.doctor.diagnosis import FOUND_BY_STARTING, diagnose_quickly
 from service.doctor.facts import Build, Facts, Folder, gather
-from service.doctor.findings import Finding, error, note, ok, warning
+from service.doctor.findings import Finding, error, grouped, note, ok, warning
 from service.settings import Settings
 from service.settings_loader import load
 from tests.certificates import make_certificate
@@ -170,6 +180,56 @@ def test_more_threads_than_cores_take_turns(tmp_path: Path, facts: Facts):
     assert levels(limits.check_cores(facts, settings)) == [("warning", "cores")]
     half = replace(facts, cgroup=CgroupLimits(num_cores=0.5))
     assert "a quota of 0.5 cores" in words(limits.check_cores(half, settings))
+
+
+def test_models_that_leave_all_to_auto_are_not_told_to_leave_it_to_auto(tmp_path: Path):
+    file = tmp_path / "inferpool.toml"
+    file.write_text("".join(f'[models.m{n}]\nsource = "echo"\n' for n in range(6)))
+    settings = load({}, {}, tmp_path).settings
+    (found,) = limits.check_cores(gather(settings, TWO_CORES), settings)
+    assert (found.level, found.check) == ("note", "cores")
+    assert "6 computing threads on 2 cores" in found.message
+    assert "auto" not in found.advice
+    with file.open("a") as more:
+        more.write("replicas = 3\n")  # of the last one
+    settings = load({}, {}, tmp_path).settings
+    (found,) = limits.check_cores(gather(settings, TWO_CORES), settings)
+    assert found.advice == "lower replicas or threads_per_replica of m5, or leave both at auto"
+
+
+def test_what_is_alike_of_several_models_is_said_once():
+    rest = [ok("GPU", "none"), note("devices of b", "another thing"), ok("model ab", "is there")]
+    found = grouped(
+        [ok("devices of a", "1 on cpu"), *rest, ok("devices of ab", "1 on cpu"), ok("model a", "")],
+        ["a", "b", "ab"],
+    )
+    assert [str(each) for each in found] == [
+        "devices of 2 models: a, ab: 1 on cpu", "GPU: none", "devices of b: another thing",
+        "model ab: is there", "model a: ",
+    ]  # fmt: skip
+
+
+def test_surveys_end_in_time_and_say_what_they_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    clock = iter(range(0, 10_000, 40))
+    timeouts: list[float] = []
+
+    def probed(orders: object, timeout_s: float) -> list[dict[str, str]]:
+        timeouts.append(timeout_s)
+        return [{"kind": "survey", "problem": "no network"}]
+
+    monkeypatch.setattr(placement, "probe", probed)
+    monkeypatch.setattr(placement, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    file = tmp_path / "inferpool.toml"
+    file.write_text("".join(f'[models.m{n}]\nsource = "x:Y"\n' for n in range(3)))
+    settings = load({}, {}, tmp_path).settings
+    facts = gather(settings, TWO_CORES)
+    found = list(placement.check_ways(facts, settings, ["m0", "m1", "m2"], None))
+    assert timeouts == [20]
+    assert [each.message.partition(":")[0] for each in found] == ["no network"] + 2 * [
+        "not looked at"
+    ]
 
 
 def test_hang_that_would_be_found_too_late_is_warned_of(tmp_path: Path, facts: Facts):

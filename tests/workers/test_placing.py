@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from workers.devices import DeviceError, Gpu, Host
-from workers.placing import Wish, place
+from workers.placing import Wish, place, share_cores
 
 
 def gpu(index: int, cpus: tuple[int, ...] = ()) -> Gpu:
@@ -158,3 +158,36 @@ def test_processes_that_share_a_gpu_share_its_memory():
         place(gpus(1), Wish(replicas=2, memory_fraction=0.6))
     with pytest.raises(DeviceError, match=r"at most 0\.142"):
         place(gpus(1), Wish(replicas=7, memory_fraction=0.143))
+
+
+def test_models_share_out_the_cores():
+    host = Host(cpus=tuple(range(8)), num_cores=8)
+    shares = share_cores(host, [None, None, None])
+    assert [share.cpus for share in shares] == [(0, 1, 2), (3, 4, 5), (6, 7)]
+    placements = [placement for share in shares for placement in place(share, Wish())]
+    assert sum(placement.num_threads for placement in placements) == 8
+
+
+def test_model_that_says_what_it_takes_has_it_and_the_others_share_the_rest():
+    host = Host(cpus=tuple(range(8)), num_cores=8)
+    shares = share_cores(host, [None, 4, None])
+    assert [share.cpus for share in shares] == [(0, 1), (2, 3, 4, 5), (6, 7)]
+    assert [share.num_cores for share in share_cores(host, [16, None])] == [16, 1]
+
+
+def test_more_models_than_cores_take_one_each():
+    shares = share_cores(TWO_CORES, [None] * 6)
+    placements = [placement for share in shares for placement in place(share, Wish())]
+    assert [placement.num_threads for placement in placements] == [1] * 6
+    assert {placement.cpus for placement in placements} == {()}
+
+
+def test_model_that_is_alone_has_all_cores():
+    assert share_cores(TWO_CORES, [None]) == share_cores(TWO_CORES, [1]) == [TWO_CORES]
+
+
+def test_models_on_gpus_share_out_threads_and_stay_near_their_gpus():
+    first, second = share_cores(TWO_GPUS, [None, None])
+    placements = [*place(first, Wish()), *place(second, Wish())]
+    assert sum(placement.num_threads for placement in placements) == 16
+    assert {placement.cpus for placement in placements} == {tuple(range(8)), tuple(range(8, 16))}

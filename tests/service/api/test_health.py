@@ -99,6 +99,7 @@ def test_health_shows_the_workers_one_by_one() -> None:
             "rss_bytes": 1000,
             "restarts": 1,
             "placement": "pipeline",
+            "threads": 1,
             "ranks": [
                 {
                     "rank": 0,
