@@ -122,6 +122,7 @@ def _serve(args: Namespace) -> int:
     from multiprocessing import resource_tracker
 
     from service.logs import is_json
+    from service.preload import modules_to_preload
     from service.raw_output import RawOutput
     from service.settings_loader import secret_variables
     from workers.local import start_forkserver
@@ -141,7 +142,8 @@ def _serve(args: Namespace) -> int:
             resource_tracker.ensure_running()
             # What we start inherits this and is deaf to Ctrl-C at once: it is for us to end it.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            start_forkserver(loaded.settings.preload())  # it imports torch while we import the rest
+            # It imports torch while we import the rest.
+            start_forkserver(modules_to_preload(loaded.settings.sources(), Path.cwd()))
         except OSError as error:
             stack.close()
             sys.stderr.write(f"inferpool: workers cannot be started: {error}{_cure(error)}\n")

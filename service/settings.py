@@ -441,12 +441,11 @@ class Settings(_Table):
         except RuntimeError:
             return None
 
-    def preload(self) -> list[str]:
-        """What is worth importing once, before workers are forked, besides what all need."""
-        sources = [m.source for m in self.models.values()]
-        sources += [str(m.options.get("source")) for m in self.models.values()]  # of a wrapper
-        needs_torchvision = any(source.startswith("torchvision:") for source in sources)
-        return ["workers.preload_torchvision"] if needs_torchvision else []
+    def sources(self) -> list[str]:
+        """The sources of all models, and those that they wrap."""
+        wrapped = [model.options.get("source") for model in self.models.values()]
+        own = [model.source for model in self.models.values()]
+        return own + [source for source in wrapped if isinstance(source, str)]
 
     @field_validator("arena_bytes")
     @classmethod

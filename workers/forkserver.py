@@ -55,7 +55,7 @@ class ForkserverLostError(Exception):
 class ForkserverProcess:
     """One life of the forkserver."""
 
-    def __init__(self, modules: Sequence[str]) -> None:
+    def __init__(self, modules: Sequence[str], extra: Sequence[str]) -> None:
         """Start it. Main thread only: the kernel ends it with the thread that started it.
 
         Raises:
@@ -76,7 +76,8 @@ class ForkserverProcess:
         # A user's project nearly always has a package `models` of its own: ours goes first.
         code = (
             f"import sys; sys.path.insert(0, {root!r}); from workers.forkserver_process import "
-            f"main; main({theirs.fileno()}, {list(modules)!r})"
+            f"main; main({theirs.fileno()}, {list(modules)!r}, "
+            f"{list(extra)!r})"
         )
         command = [sys.executable, *util._args_from_interpreter_flags(), "-P", "-c", code]  # type: ignore[attr-defined]  # private
         before = signal.pthread_sigmask(signal.SIG_BLOCK, DEAF_TO)
@@ -190,7 +191,7 @@ class Forkserver:
 
         Args:
             modules: What it imports.
-            extra: What it also imports, unless it crashes.
+            extra: What it also imports, unless it crashes of that or can't be forked after it.
 
         Raises:
             OSError: There is no process or no descriptor to be had.
@@ -313,7 +314,7 @@ class Forkserver:
         self._changed = asyncio.Event()
 
     def _start(self) -> ForkserverProcess:
-        process = ForkserverProcess([*self._modules, *self._extra])
+        process = ForkserverProcess(self._modules, self._extra)
         self._orphans.owned.add(process.pid)
         return process
 

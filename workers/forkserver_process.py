@@ -6,6 +6,7 @@ forkserver, and the front end learns its exit code in any case.
 
 import contextlib
 import errno
+import gc
 import importlib
 import os
 import signal
@@ -30,18 +31,25 @@ closing its channel."""
 _NO_PROCESS = 0
 
 
-def main(channel_fd: int, modules: Sequence[str]) -> None:
+EXIT_UNSAFE = 75
+"""What it was told to import besides has made it unfit to be forked (EX_TEMPFAIL of sysexits.h)."""
+
+
+def main(channel_fd: int, modules: Sequence[str], extra: Sequence[str]) -> None:
     """Import modules, then fork a worker for each message, until the front end is gone."""
     for number in DEAF_TO:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, DEAF_TO)
     die_with_parent(os.getppid())
     spin_briefly()
-    for module in modules:
-        try:
-            importlib.import_module(module)
-        except Exception as error:  # the worker that needs it says more
-            sys.stderr.write(f"the forkserver cannot import {module}: {error!r}\n")
+    _import(modules)
+    num_threads = _num_threads()
+    _import(extra)
+    if _num_threads() > num_threads or _has_opened_gpu():
+        sys.stderr.write(f"the forkserver does without {', '.join(extra)}: not safe to be forked\n")
+        os._exit(EXIT_UNSAFE)
+    gc.collect()
+    gc.freeze()  # so that no collection in a worker touches, and thereby copies, the shared pages
     with socket.socket(fileno=channel_fd) as channel:
         try:
             channel.send(READY)
@@ -54,6 +62,32 @@ def main(channel_fd: int, modules: Sequence[str]) -> None:
                 _serve(channel, fds)
         except (BrokenPipeError, ConnectionResetError):
             return  # the front end is gone
+
+
+def _import(names: Sequence[str]) -> None:
+    """Import modules, and attributes of modules, which some packages import when first asked."""
+    for name in names:
+        module, _, attribute = name.partition(":")
+        try:
+            if attribute and not hasattr(importlib.import_module(module), attribute):
+                module = f"{module}.{attribute}"
+            importlib.import_module(module)
+        except Exception as error:  # the worker that needs it says more
+            sys.stderr.write(f"the forkserver cannot import {module}: {error!r}\n")
+
+
+def _num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _has_opened_gpu() -> bool:
+    """Whether CUDA was initialised, which does not survive a fork."""
+    folder = "/proc/self/fd"
+    for fd in os.listdir(folder):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"{folder}/{fd}").startswith("/dev/nvidia"):
+                return True
+    return False
 
 
 def _serve(channel: socket.socket, fds: Sequence[int]) -> None:

@@ -3,8 +3,6 @@
 CUDA is left untouched: a context does not survive a fork.
 """
 
-import gc
-
 import torch
 
 import models.base
@@ -14,5 +12,3 @@ import models.registry
 import workers.process
 
 torch.set_num_threads(1)  # no pool of threads may exist when it forks
-gc.collect()
-gc.freeze()  # so that no collection in a worker touches, and thereby copies, the shared pages

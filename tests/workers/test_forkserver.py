@@ -141,15 +141,23 @@ def test_forkserver_that_does_not_answer_does_not_hold_up_the_end_nor_leave_anyt
     run(go())
 
 
-def test_forkserver_that_crashes_of_an_extra_module_does_without(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os; os.kill(os.getpid(), 11)",
+        "import _thread, time; _thread.start_new_thread(time.sleep, (60,))",
+    ],
+)
+def test_forkserver_that_an_extra_module_makes_unfit_does_without(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str
 ):
-    (tmp_path / "crashing_module.py").write_text("import os, signal; os.kill(os.getpid(), 11)")
+    (tmp_path / "unfit_module.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     async def go():
-        server = Forkserver([], ["crashing_module"])
+        server = Forkserver([], ["unfit_module"])
         await server.ready()
+        assert server.vitals().incarnation == 1
         await server.close()
         server.process.end()
 
