@@ -43,13 +43,21 @@ class Item(msgspec.Struct, kw_only=True, eq=False, gc=False):
         Raises:
             InputError: The payload is of another kind, or is not JSON.
         """
+        value = self.plain_json()
+        return _with_bytes(value, "instance") if _B64_KEY.search(self.payload) else value
+
+    def plain_json(self) -> object:
+        """Decode a payload of kind "json", and leave what is in base64 as it is.
+
+        Raises:
+            InputError: The payload is of another kind, or is not JSON.
+        """
         if self.kind != "json":
             raise InputError(f"this model takes JSON, not {self.kind}")
         try:
-            value = msgspec.json.decode(self.payload)
+            return msgspec.json.decode(self.payload)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise InputError(str(error)) from None
-        return _with_bytes(value, "instance") if _B64_KEY.search(self.payload) else value
 
     def tensors(self) -> dict[str, Tensor]:
         """Copies of the tensors of a payload of kind "tensors", by name, on the CPU.

@@ -41,7 +41,7 @@ class Echo(Model):
         if item.kind == "tensors":
             return item.views()
         if item.kind == "json":
-            item.json()  # what is not JSON fails here, on its own
+            item.plain_json()  # what is not JSON fails here, on its own
             return {_JSON: _tensor_of(payload.tobytes())}
         return {_BYTES: _tensor_of(_HEAD.pack(payload[:8].tobytes(), len(payload)))}
 
