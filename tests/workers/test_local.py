@@ -8,11 +8,13 @@ import time
 from collections.abc import Coroutine
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import workers.canary
 import workers.local
 import workers.local_worker
+from tests.hostile_model import ACTS
 from tests.workers.contract import (
     EngineContract,
     answers,
@@ -27,7 +29,7 @@ from workers.errors import WorkerLostError, WorkerStartError
 from workers.held import batch_timeout_s
 from workers.local import LocalEngine, start_forkserver
 from workers.local_worker import LocalWorker
-from workers.messages import BatchDone, ItemError, ItemRef
+from workers.messages import BatchDone, ItemError, ItemRef, Outcome
 
 
 @pytest.fixture(scope="module")
@@ -385,6 +387,37 @@ def test_worker_killed_in_the_middle_of_an_answer_loses_that_batch_alone(
 
 def oom_score_adj(pid: object) -> int:
     return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+
+
+def test_whatever_a_model_returns_or_raises_fails_alone_and_is_cut(
+    engine: LocalEngine, put, run, caplog: pytest.LogCaptureFixture
+):
+    def code(outcome: Outcome) -> str:
+        return outcome.code if isinstance(outcome, ItemError) else "ok"
+
+    async def go():
+        worker = await started(engine, source="tests.hostile_model:HostileModel")
+        for act, expected in ACTS.items():
+            for wants_tensors in (False, True):
+                names = ("ok", act, "ok")
+                refs = [
+                    msgspec.structs.replace(put(name), wants_tensors=wants_tensors)
+                    for name in names
+                ]
+                done = await worker.run(refs)
+                codes = [code(outcome) for outcome in done.outcomes]
+                assert codes == ["ok", expected[wants_tensors], "ok"], act
+                for outcome in done.outcomes:
+                    assert not isinstance(outcome, ItemError) or len(outcome.message) < 1000
+        await worker.stop(5)
+        assert worker.vitals().num_batches == 0
+        assert (await worker.wait()).reason == "stopped"
+
+    run(go())
+    sizes = [len(each.getMessage()) + len(each.exc_text or "") for each in caplog.records]
+    assert max(sizes) < 50_000
+    assert sum(sizes) < 2_000_000
+    assert any("cannot be formatted" in each.getMessage() for each in caplog.records)
 
 
 def test_worker_gives_way_for_memory_before_the_front_end(engine: LocalEngine, run):
