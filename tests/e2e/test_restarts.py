@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tests.e2e.running import Running, running, until
 ADMIN = "an-admin-key-of-enough-characters"
 HEADERS = {"Authorization": f"Bearer {ADMIN}"}
 READS = """
+import time
 import torch
 from models.base import Features, Item, Model
 from models.spec import Placement, TensorSpec
@@ -27,6 +29,7 @@ class Net(Model):
     def preprocess(self, item: Item) -> Features:
         return {"x": torch.tensor(0.0)}
     def forward(self, batch: Features) -> Features:
+        time.sleep(0.02)  # so that calls go to all workers
         return {"x": batch["x"] + self.answer}
 """
 CODE = """
@@ -71,13 +74,15 @@ def kill(service: Running, number: int) -> None:
 
 
 def answers(service: Running) -> set[float]:
-    """What the model answers now; of several calls, which go to all workers in turn."""
-    found = set()
-    for _ in range(12):
+    """What the model answers now, of all workers that are ready."""
+
+    def one(_: int) -> float:
         answer = ask(service.url)
         assert answer.status_code == 200, answer.text
-        found.add(answer.json()["predictions"][0])
-    return found
+        return float(answer.json()["predictions"][0])
+
+    with ThreadPoolExecutor(6) as threads:
+        return set(threads.map(one, range(24)))
 
 
 def restart(service: Running, **query: object) -> httpx.Response:
@@ -186,7 +191,7 @@ def put(folder: Path, answer: float) -> None:
 def test_replicas_never_differ_though_files_change_between_their_lives(tmp_path: Path):
     (tmp_path / "net.py").write_text(READS)
     put(tmp_path, 1.0)
-    with serving(tmp_path, "replicas = 2") as service:
+    with serving(tmp_path, "replicas = 2\nmax_batch_size = 1") as service:
         put(tmp_path, 2.0)
         kill(service, 0)
         until(lambda: held_back(service, 0))
@@ -213,3 +218,4 @@ def test_replicas_never_differ_though_files_change_between_their_lives(tmp_path:
         assert restart(service).status_code == 200
         assert are_ready(service)
         assert answers(service) == {-3.0}
+        assert all(worker["num_batches"] for worker in model_of(service)["workers"])
