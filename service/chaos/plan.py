@@ -50,7 +50,7 @@ class Plan:
         """When it ends, for people."""
         if self.seconds is not None:
             return f"for {self.seconds:g} s"
-        kills = f" and {self.kills} kills" if self.every_s["kill"] else ""
+        kills = f" and {self.kills} kill{'s' * (self.kills > 1)}" if self.every_s["kill"] else ""
         others: list[str] = [kind for kind in _SCARCE if self.every_s[kind]]
         rest = f", and one {' and one '.join(others)}" if others else ""
         return f"until there are at least {self.requests:,} requests{kills}{rest}"

@@ -271,3 +271,15 @@ def test_the_document_is_made_once_until_something_in_it_changes(
     changed = call(app, "GET", "/openapi.json", headers={"if-none-match": etag})
     assert (changed.status_code, num_made) == (200, 2)
     assert changed.headers["etag"] != etag
+
+
+def test_instances_that_models_show_are_examples_of_bodies():
+    paths = predict_paths(["m", "n"], "m", {"m": [1], "n": "text"})
+
+    def shown(path: str) -> list[object]:
+        content = paths[path]["post"]["requestBody"]["content"]  # type: ignore[index]
+        examples = content["application/json"]["examples"]
+        return [each["value"] for name, each in examples.items() if name in ("m", "n")]
+
+    assert shown("/predict") == [{"instances": [[1]]}]
+    assert shown("/predict/{model}") == [{"instances": [[1]]}, {"instances": ["text"]}]
