@@ -192,7 +192,9 @@ def _turn(image: Image.Image) -> Image.Transpose | None:
     check_exif(len(image.info.get("Raw profile type exif", "")) // 2)
     try:
         orientation = image.getexif().get(ExifTags.Base.Orientation)
-    except Exception:  # damaged metadata does not make the picture unreadable
+    except Exception as error:  # damaged metadata does not make the picture unreadable
+        if lacks_resources(error):
+            raise  # or the picture would be left as it lies
         return None
     return _UPRIGHT.get(orientation) if isinstance(orientation, int) else None
 

@@ -26,13 +26,12 @@ def lacks_resources(error: BaseException) -> bool:
     Then it is the fault of neither the input nor the model's files, and another try may succeed.
     """
     return any(
-        (isinstance(each, OSError) and each.errno in _ERRNOS)
-        or (isinstance(each, Exception) and is_out_of_memory(each))
+        (isinstance(each, OSError) and each.errno in _ERRNOS) or is_out_of_memory(each)
         for each in chain_of(error)
     )
 
 
-def is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether a computation failed for memory, so that a smaller one may succeed."""
     if isinstance(error, RankError):
         return error.is_out_of_memory

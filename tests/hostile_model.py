@@ -1,5 +1,6 @@
 """A model that raises, returns and logs what no message should hold, as its input says."""
 
+import asyncio
 import logging
 import sys
 import warnings
@@ -23,6 +24,7 @@ ACTS = {
     "long note": ("model_error", "model_error"),
     "no text": ("model_error", "model_error"),
     "long input error": ("invalid_input", "invalid_input"),
+    "cancelled": ("model_error", "model_error"),
     "no memory": ("exhausted", "exhausted"),
     "no descriptors": ("exhausted", "exhausted"),
     "many outputs": ("ok", "model_error"),
@@ -115,6 +117,8 @@ class HostileModel(Model):
                 raise error
             case "no text":
                 raise NoTextError
+            case "cancelled":
+                raise asyncio.CancelledError
             case "many outputs":
                 outputs |= {f"y{n}": torch.zeros(num_rows) for n in range(20_000)}
             case "name of a number":

@@ -8,6 +8,7 @@ items at fault stand alone, so their neighbours succeed.
 import logging
 import math
 import time
+from asyncio import CancelledError
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 _SAMPLE_REF = ItemRef("bytes", 0, 0, math.inf, request_id="canary")
 """Of a canary's item, which is the model's own and lies elsewhere."""
+_RAISED = (Exception, CancelledError)
+"""What fails an instance; the latter is no Exception, and code that uses asyncio may raise it."""
 _CHEAP_BYTES = 1 << 16
 """Answers in JSON up to this need not be counted: no batch has so many of them."""
 _POOL_PAYS_S = 0.0005
@@ -212,7 +215,7 @@ class Computer:
                 features[i] = found = preprocess(items[i])
                 prepared.buckets[i] = name = bucket(found)
                 hash(name)  # what has none is this item's mistake, and not the batch's
-            except Exception as error:
+            except _RAISED as error:
                 prepared.outcomes[i] = self._error_of(error, "preprocess", refs[i])
 
     def _collate(self, prepared: Prepared, indices: Sequence[int]) -> Features:
@@ -265,7 +268,7 @@ class Computer:
                 raise  # the context is lost: this incarnation is over
             is_shortage = True
             again = self._survive(prepared, indices, error)
-        except Exception as error:
+        except _RAISED as error:
             is_shortage = is_out_of_memory(error)
             again = self._survive(prepared, indices, error)
         del batch
@@ -280,7 +283,7 @@ class Computer:
             logger.warning("from now on at most %d inputs of this shape at once", size)
         return has_fitted
 
-    def _survive(self, prepared: Prepared, indices: list[int], error: Exception) -> list[int]:
+    def _survive(self, prepared: Prepared, indices: list[int], error: BaseException) -> list[int]:
         """Settle what a failed computation leaves to settle; returns which to compute in halves.
 
         Raises:
@@ -375,7 +378,7 @@ class Computer:
             except Exception as error:  # it is too large, or what it is made of raises
                 outcomes[i] = self._error_of(error, "render", prepared.refs[i])
 
-    def _error_of(self, error: Exception, step: str, ref: ItemRef) -> ItemError:
+    def _error_of(self, error: BaseException, step: str, ref: ItemRef) -> ItemError:
         return error_of(error, step, ref, self._error_detail)
 
 

@@ -91,7 +91,7 @@ def check_size(num_bytes: int) -> None:
         )
 
 
-def error_of(error: Exception, step: str, ref: ItemRef, detail: ErrorDetail) -> ItemError:
+def error_of(error: BaseException, step: str, ref: ItemRef, detail: ErrorDetail) -> ItemError:
     """Make an error of an instance of what was raised for it, and log it if it is not its own.
 
     Args:
@@ -111,7 +111,7 @@ def error_of(error: Exception, step: str, ref: ItemRef, detail: ErrorDetail) -> 
     return ItemError("model_error", f"{step} raised {told(error, detail)}")
 
 
-def told(error: Exception, detail: ErrorDetail) -> str:
+def told(error: BaseException, detail: ErrorDetail) -> str:
     """Say an exception of the model's to a client, who may be a stranger."""
     match detail:
         case "name":

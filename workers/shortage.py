@@ -15,7 +15,7 @@ _GOOD_BATCHES = 100
 """Full batches of a safe size before a larger one is tried, which costs one batch at most."""
 
 
-def release(error: Exception) -> None:
+def release(error: BaseException) -> None:
     """Let go of what a failed computation held, also outside of this process.
 
     Args:
