@@ -245,6 +245,20 @@ def test_a_client_that_hangs_up_cancels_its_instances(instances: bytes) -> None:
     assert run(lambda: Bench(FakeModel(lambda _: None)), test).statuses == [499]
 
 
+def test_a_client_that_closes_its_sending_half_counts_as_gone() -> None:
+    """Its FIN looks like that of a client that has closed the connection and waits for nothing."""
+
+    async def test(bench: Bench) -> None:
+        async with bench.connect() as (reader, writer):
+            writer.write(POST + b"content-length: 1\r\n\r\nx")
+            await until(lambda: bench.model.futures)
+            writer.write_eof()
+            assert await reader.read() == b""
+            await until(lambda: bench.statuses and bench.model.futures[0].cancelled())
+
+    assert run(lambda: Bench(FakeModel(lambda _: None)), test).statuses == [499]
+
+
 def test_an_instance_that_failed_before_its_client_hung_up_is_not_complained_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
