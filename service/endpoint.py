@@ -11,7 +11,7 @@ from uvicorn.config import LifespanType
 
 from service.api.auth import Guard
 from service.api.body import Limits
-from service.api.budgets import UnfinishedBodies
+from service.api.budgets import UnfinishedRequests
 from service.api.call import Call, ModelEntry, Tracing
 from service.api.connections import EdgeLimits
 from service.api.cors import Cors
@@ -129,7 +129,7 @@ def make_predict(
             max_timeout_s=settings.max_timeout_s,
         ),
         # A front's share may be less than a single body.
-        unfinished=UnfinishedBodies(max(max_unfinished_bytes, settings.max_body_bytes)),
+        unfinished=UnfinishedRequests(max(max_unfinished_bytes, settings.max_body_bytes)),
         guard=guard,
         cors=make_cors(settings),
         tracing=tracer,

@@ -173,8 +173,8 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "ready": ("Whether this host should be sent requests.", ()),
     "draining": ("Whether this host takes leave of its clients.", ()),
     "connections": ("Open HTTP connections.", ()),
-    "unfinished_bytes": ("Bytes of bodies that are on their way.", ()),
-    "max_unfinished_bytes": ("Bytes that such bodies may take; more are refused.", ()),
+    "unfinished_bytes": ("Bytes of requests that are on their way.", ()),
+    "max_unfinished_bytes": ("Bytes that such requests may take; more are refused.", ()),
     "unread_bytes": ("Bytes of answers that clients have not read.", ()),
     "max_unread_bytes": ("Bytes that such answers may take; the slowest readers go.", ()),
     "gpu_up": ("Whether the driver answers for this GPU.", ("gpu", "uuid")),
@@ -190,7 +190,7 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 """What a source may report: help text and label names. Names get the prefix `inferpool_`."""
 COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpu_xid_errors": ("Critical errors that the driver reported.", ("gpu", "uuid")),
-    "bodies_refused": ("Bodies refused because too many were on their way.", ()),
+    "unfinished_refused": ("Requests refused because too many were on their way.", ()),
     "readers_cut": ("Connections closed because too many answers were not read.", ()),
     "front_restarts": ("Fronts that ended and were started again.", ("front",)),
     "traces_exported": ("Traced calls that the collector has taken.", ()),

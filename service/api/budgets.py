@@ -24,22 +24,22 @@ class EdgeUse(msgspec.Struct, frozen=True, array_like=True, gc=False):
     unfinished_bytes: int = 0
     max_unfinished_bytes: int = 0
     num_refused: int = 0
-    """Bodies for which there was no room, since the process began."""
+    """Requests for which there was no room, since the process began."""
     unread_bytes: int = 0
     max_unread_bytes: int = 0
     num_cut: int = 0
     """Connections that were closed to make room, since the process began."""
 
 
-class UnfinishedBodies:
-    """The bytes of bodies that have begun to come, until they are whole and handed on."""
+class UnfinishedRequests:
+    """The bytes of requests that have begun to come, until they are whole and it is their turn."""
 
     def __init__(self, max_bytes: int) -> None:
         """Allow so many bytes."""
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self.num_refused = 0
-        """Bodies for which there was no room."""
+        """Requests for which there was no room."""
 
     def take(self, num_bytes: int) -> None:
         """Count some more.
@@ -50,7 +50,7 @@ class UnfinishedBodies:
         if self.num_bytes + num_bytes > self.max_bytes:
             self.num_refused += 1
             raise OverloadedError(
-                f"bodies that are on their way take {self.num_bytes} bytes, and no more than "
+                f"requests that are on their way take {self.num_bytes} bytes, and no more than "
                 f"{self.max_bytes} are kept (max_unfinished_bytes)",
                 retry_after_s=_RETRY_AFTER_S,
             )

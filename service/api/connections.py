@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from service.api.budgets import EdgeUse, UnfinishedBodies, UnreadAnswers
+from service.api.budgets import EdgeUse, UnfinishedRequests, UnreadAnswers
 
 _MIN_IDLE_S = 1.0
 """A connection that has been idle for less may be about to send its request."""
@@ -24,7 +24,7 @@ class EdgeLimits(msgspec.Struct, frozen=True, kw_only=True):
     write_timeout_s: float = 30.0
     """A client that takes nothing of its answer for so long is cut off."""
     max_unfinished_bytes: int = 128 * 2**20
-    """What may be kept of bodies that are on their way, over all connections."""
+    """What may be kept of requests that are on their way, over all connections."""
     max_unread_bytes: int = 256 * 2**20
     """What may be kept of answers that are not read yet, over all connections."""
 
@@ -56,7 +56,7 @@ class Connection(Protocol):
 class Connections:
     """Bounds their number: the longest idle one goes first, then the newcomer is turned away."""
 
-    def __init__(self, limits: EdgeLimits, unfinished: UnfinishedBodies) -> None:
+    def __init__(self, limits: EdgeLimits, unfinished: UnfinishedRequests) -> None:
         self.limits = limits
         self.unfinished = unfinished
         self.unread = UnreadAnswers(limits.max_unread_bytes)

@@ -50,7 +50,7 @@ class Exchange(msgspec.Struct, eq=False):
     _chunks: list[Buffer] = []
     _num_bytes: int = 0
     _num_counted: int = 0
-    """Bytes of these that `UnfinishedBodies` counts."""
+    """Bytes of these that `UnfinishedRequests` counts."""
     is_started: bool = False
 
     message_event: ClassVar = _NoEvent()
@@ -103,17 +103,13 @@ class Exchange(msgspec.Struct, eq=False):
             self._submit(self._chunks or (b"",))
 
     def count(self) -> None:
-        """Count what has come of a body that waits: for the rest of it, or for its turn."""
+        """Count what has come of a body that is not whole."""
         num_more = self._num_bytes - self._num_counted
         if num_more and self._refusal is None:
             try:
                 self._predict.unfinished.take(num_more)
             except OverloadedError as error:
-                if not self.is_complete:
-                    self.fail(error)
-                    return
-                self._refusal = error  # told when it is its turn
-                self.let_go()
+                self.fail(error)
             else:
                 self._num_counted = self._num_bytes
 

@@ -14,7 +14,7 @@ from typing import Any
 from service.api.answers import choose_format
 from service.api.auth import Guard
 from service.api.body import BodyPace, Decoded, Head, Limits, add_piece
-from service.api.budgets import UnfinishedBodies
+from service.api.budgets import UnfinishedRequests
 from service.api.call import (
     Call,
     ModelEntry,
@@ -65,7 +65,7 @@ class Predict:
         *,
         default: str | None = None,
         limits: Limits | None = None,
-        unfinished: UnfinishedBodies | None = None,
+        unfinished: UnfinishedRequests | None = None,
         guard: Guard | None = None,
         cors: Cors | None = None,
         tracing: Tracing | None = None,
@@ -88,7 +88,7 @@ class Predict:
         self.models = models
         self.default = default
         self.limits = limits or Limits()
-        self.unfinished = unfinished or UnfinishedBodies(EdgeLimits().max_unfinished_bytes)
+        self.unfinished = unfinished or UnfinishedRequests(EdgeLimits().max_unfinished_bytes)
         self._guard = guard if guard and guard.restricts_predict else None
         self._cors = cors
         self._tracing = tracing

@@ -28,7 +28,13 @@ from service.api.framing import Framing
 from service.api.known_heads import KnownHead, KnownHeads
 from service.api.predict import Predict
 from service.api.replies import lines_of, refusal_of
-from service.errors import BadRequestError, InternalError, ServiceError, UnavailableError
+from service.errors import (
+    BadRequestError,
+    InternalError,
+    OverloadedError,
+    ServiceError,
+    UnavailableError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +46,8 @@ _MAX_URL_BYTES = 8 * 1024
 """More than the 8,000 that RFC 9110 (4.1) asks for at least."""
 _MAX_PIPELINED = 1024
 """Calls of one connection that wait for their turn; one read may bring thousands."""
+_CALL_BYTES = 4096
+"""What a call that waits for its turn takes besides its bytes."""
 _MIN_WRITTEN_BYTES = 4096
 """What a slow reader must take in each `write_timeout_s`, or else all that is left."""
 _HIGH_WATER_BYTES = 64 * 1024
@@ -79,6 +87,10 @@ class PredictProtocol(HttpToolsProtocol):
         """Bytes of that that were written."""
         self._unended: Exchange | None = None
         """The call with that answer."""
+        self._num_in_line = 0
+        """Bytes that calls which wait for their turn are taken to need."""
+        self._num_in_head = 0
+        """Bytes of a head that is not whole, as they were counted."""
         self._is_held = False
         """The client does not read its answers: the next call waits until it does."""
         self._is_deaf = False
@@ -237,6 +249,7 @@ class PredictProtocol(HttpToolsProtocol):
             self._active.abandon()
             self._active = None
         self._clear_line()
+        self._uncount_head()
         self._answer = self._unended = None
         self.others.unread.give_back(self)
 
@@ -291,8 +304,7 @@ class PredictProtocol(HttpToolsProtocol):
         if self._is_in_body:
             self._watch_body()
         if self.pipeline:
-            for waiting in self._in_line():
-                waiting.count()
+            self._count_line(len(data))
         if self._is_in_head and not self._is_deaf:
             self._watch_head(1 if self._is_mixed else len(data))  # or more than that
 
@@ -336,6 +348,7 @@ class PredictProtocol(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+            self._uncount_head()
         if len(self.pipeline) >= _MAX_PIPELINED:
             self._stop_listening()
             return
@@ -509,10 +522,21 @@ class PredictProtocol(HttpToolsProtocol):
         self._head_bytes += num_bytes
         if self._head_bytes > _MAX_HEAD_BYTES:
             self._refuse(_too_large_head())
-        elif self._head_timer is None:
+            return
+        try:
+            self.predict.unfinished.take(num_bytes)
+        except OverloadedError as error:
+            self._refuse(error)
+            return
+        self._num_in_head += num_bytes
+        if self._head_timer is None:
             self._head_timer = self.loop.call_later(
                 self.others.limits.head_timeout_s, self._on_slow_head
             )
+
+    def _uncount_head(self) -> None:
+        self.predict.unfinished.give_back(self._num_in_head)
+        self._num_in_head = 0
 
     def _on_slow_head(self) -> None:
         self._head_timer = None
@@ -601,6 +625,7 @@ class PredictProtocol(HttpToolsProtocol):
         """Answer a head that is not taken, when it is its turn, and listen to nothing after it."""
         self._is_deaf = True
         self._is_in_head = False
+        self._uncount_head()
         path = self.url[:_MAX_URL_BYTES].partition(b"?")[0].decode("ascii", "replace")
         call = self.predict.open("-", path, b"", self.headers)
         call.entry = None
@@ -635,16 +660,25 @@ class PredictProtocol(HttpToolsProtocol):
                 self.transport.write_eof()
             self._linger_timer = self.loop.call_later(_LINGER_S, self.close)
 
+    def _count_line(self, num_bytes: int) -> None:
+        """Count the calls that wait for their turn, and what was read to make them."""
+        num_bytes += len(self.pipeline) * _CALL_BYTES
+        try:
+            self.predict.unfinished.take(num_bytes)
+        except OverloadedError as error:
+            self._clear_line()
+            self._refuse(error)
+        else:
+            self._num_in_line += num_bytes
+
     def _clear_line(self) -> None:
         """Forget the calls that wait for their turn."""
-        for waiting in self._in_line():
-            waiting.let_go()
         self.pipeline.clear()
+        self._uncount_line()
 
-    def _in_line(self) -> list[Exchange]:
-        """Calls to `/predict` that wait for their turn."""
-        cycles: list[Any] = [cycle for cycle, _ in self.pipeline]  # uvicorn's, and ours
-        return [each for each in cycles if isinstance(each, Exchange)]
+    def _uncount_line(self) -> None:
+        self.predict.unfinished.give_back(self._num_in_line)
+        self._num_in_line = 0
 
     def _hold(self) -> None:
         """Take no more calls until the client has read its answers."""
@@ -700,6 +734,8 @@ class PredictProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         """Start what was pipelined, whichever kind it is."""
+        if self._num_in_line and not self.pipeline:
+            self._uncount_line()
         if isinstance(cycle, Exchange):
             self._active = cycle
             cycle.start()

@@ -13,7 +13,7 @@ def readings_of(uses: Sequence[EdgeUse]) -> Iterator[Reading]:
         ("max_unfinished_bytes", "max_unfinished_bytes"),
         ("unread_bytes", "unread_bytes"),
         ("max_unread_bytes", "max_unread_bytes"),
-        ("bodies_refused", "num_refused"),
+        ("unfinished_refused", "num_refused"),
         ("readers_cut", "num_cut"),
     ):
         yield Reading(name=name, value=sum(getattr(use, attribute) for use in uses))

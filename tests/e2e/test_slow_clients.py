@@ -116,7 +116,7 @@ def test_what_all_clients_make_the_service_keep_is_bounded(front_ends: str) -> N
         assert metric(service.url, "max_unfinished_bytes") == 16 * MIB
         assert metric(service.url, "max_unread_bytes") == 20 * MIB
         with connections(service, 12, half):
-            until(lambda: metric(service.url, "bodies_refused_total") >= 6)
+            until(lambda: metric(service.url, "unfinished_refused_total") >= 6)
             assert 3 * MIB <= metric(service.url, "unfinished_bytes") <= 16 * MIB
             ask(client)
         until(lambda: not metric(service.url, "unfinished_bytes"))

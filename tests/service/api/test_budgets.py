@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from service.api.body import add_piece
-from service.api.budgets import UnfinishedBodies, UnreadAnswers
+from service.api.budgets import UnfinishedRequests, UnreadAnswers
 from service.api.connections import EdgeLimits
 from service.api.exchange import Exchange
 from service.api.protocol import PredictProtocol
@@ -34,7 +34,7 @@ def run(test: Test, model: FakeModel | None = None, **limits: int) -> Bench:
 
     async def go() -> Bench:
         bench = Bench(model or FakeModel())
-        predict = endpoint(bench.model, unfinished=UnfinishedBodies(MAX_BYTES))
+        predict = endpoint(bench.model, unfinished=UnfinishedRequests(MAX_BYTES))
         bench.server.config.http = PredictProtocol.bound_to(predict, EdgeLimits(**limits))  # type: ignore[arg-type]  # as uvicorn takes it
         bench.server.config.app = predict
         async with bench.serving():
@@ -121,14 +121,15 @@ def test_a_body_counts_until_it_is_whole(route: str, head: bytes, is_known: bool
     run(test)
 
 
-def test_bodies_that_wait_in_line_count_too() -> None:
+@pytest.mark.parametrize("route", ROUTES)
+def test_calls_that_wait_in_line_count_and_are_refused_in_their_turn(route: str) -> None:
     first = POST + b"content-length: 1\r\n\r\nx"
-    one = POST + b"content-length: 9000\r\n\r\n" + b"x" * 9000
+    one = ROUTES[route] + b"content-length: 9000\r\n\r\n" + b"x" * 9000
 
     async def test(bench: Bench) -> None:
         async with bench.connect() as (reader, writer):
             writer.write(first + one)
-            await until(lambda: num_unfinished(bench) == 9000)
+            await until(lambda: 13_000 < num_unfinished(bench) < 14_000)
             async with (
                 half_a_body(bench, POST + LENGTH, 240_000),
                 half_a_body(bench, POST + LENGTH, 50_000),
@@ -139,15 +140,53 @@ def test_bodies_that_wait_in_line_count_too() -> None:
                 for future in bench.model.futures:
                     future.set_result(result())
                 assert (await read_answer(reader))[0] == 200
-                statuses = [(await read_answer(late_reader))[0] for _ in range(2)]
-                assert statuses == [200, 429]
-                await until(lambda: len(bench.model.futures) == 4)
-                for future in bench.model.futures[2:]:
-                    future.set_result(result())
                 assert (await read_answer(late_reader))[0] == 200
+                status, headers, _ = await read_answer(late_reader)
+                assert (status, headers["connection"]) == (429, "close")
+                await until(lambda: len(bench.model.futures) == 3)
+                bench.model.futures[2].set_result(result())
                 assert (await read_answer(reader))[0] == 200
+                assert num_unfinished(bench) == 290_000
 
     run(test, FakeModel(lambda _: None))
+
+
+def test_a_thousand_calls_in_line_count_for_what_they_take() -> None:
+    get = b"GET /health/live HTTP/1.1\r\nhost: h\r\n\r\n"
+
+    async def test(bench: Bench) -> None:
+        async with bench.connect() as (reader, writer):
+            writer.write(POST + b"content-length: 1\r\n\r\nx" + get * 70)
+            await until(lambda: num_unfinished(bench) > 70 * 4096)
+            async with bench.connect() as (late_reader, late_writer):
+                late_writer.write(POST + b"content-length: 1\r\n\r\nx" + get * 70)
+                await until(lambda: use(bench)[2])
+                for future in bench.model.futures:
+                    future.set_result(result())
+                statuses = [(await read_answer(late_reader))[0] for _ in range(2)]
+                assert statuses == [200, 429]
+                assert await late_reader.read() == b""
+            statuses = [(await read_answer(reader))[0] for _ in range(71)]
+            assert statuses == [200, *[405] * 70]
+
+    run(test, FakeModel(lambda _: None))
+
+
+def test_heads_that_are_not_whole_count_until_they_are() -> None:
+    async def test(bench: Bench) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            clients = [await stack.enter_async_context(bench.connect()) for _ in range(6)]
+            head = POST + b"x: %b" % (b"y" * 60_000)
+            for _, writer in clients[:5]:
+                writer.write(head)
+            await until(lambda: num_unfinished(bench) == 5 * len(head))
+            clients[5][1].write(head)
+            assert (await read_answer(clients[5][0]))[0] == 429
+            clients[0][1].write(b"\r\ncontent-length: 1\r\n\r\nx")
+            assert (await read_answer(clients[0][0]))[0] == 200
+            await until(lambda: num_unfinished(bench) == 4 * len(head))
+
+    run(test)
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -167,7 +206,7 @@ def test_who_hangs_up_gives_back_what_was_counted(route: str) -> None:
 
 
 def test_a_body_that_is_whole_at_once_is_not_counted() -> None:
-    unfinished = UnfinishedBodies(0)
+    unfinished = UnfinishedRequests(0)
     predict = endpoint(FakeModel(), unfinished=unfinished)
 
     async def test(bench: Bench) -> None:
