@@ -85,6 +85,8 @@ class PredictProtocol(HttpToolsProtocol):
         """The body of a large answer, until the client has read it."""
         self._num_sent = 0
         """Bytes of that that were written."""
+        self._asgi_bytes = 0
+        """Length of an application's large answer, until its last piece is to be written."""
         self._unended: Exchange | None = None
         """The call with that answer."""
         self._num_in_line = 0
@@ -698,8 +700,11 @@ class PredictProtocol(HttpToolsProtocol):
 
     def _count_unread(self) -> None:
         """Count what our answers take while the client does not read them."""
-        size = self.transport.get_write_buffer_size() if self._answer is None else len(self._answer)
-        self.others.unread.take(self, size)
+        if self._answer is not None:
+            num_bytes = len(self._answer)
+        else:
+            num_bytes = max(self._asgi_bytes, self.transport.get_write_buffer_size())
+        self.others.unread.take(self, num_bytes)
 
     def _watch_writing(self) -> None:
         """Begin to time a client that does not read, unless that is being done."""
@@ -743,7 +748,30 @@ class PredictProtocol(HttpToolsProtocol):
             if self._is_in_body and cycle is newest:
                 self._watch_body()
         else:
-            super()._start_asgi_task(cycle, app)
+            super()._start_asgi_task(cycle, self._in_pieces(app))
+
+    def _in_pieces(self, app: Any) -> Any:
+        """Have an application's large answers written in pieces too, and counted as a whole."""
+
+        async def answer(scope: Any, receive: Any, send: Any) -> None:
+            async def send_pieces(message: Any) -> None:
+                body = message.get("body", b"")
+                if len(body) <= _PIECE_BYTES:
+                    await send(message)
+                    return
+                self._asgi_bytes = len(body)
+                last = (len(body) - 1) // _PIECE_BYTES * _PIECE_BYTES
+                try:
+                    for place in range(0, last, _PIECE_BYTES):
+                        piece = body[place : place + _PIECE_BYTES]
+                        await send({**message, "body": piece, "more_body": True})
+                finally:
+                    self._asgi_bytes = 0
+                await send({**message, "body": body[last:]})
+
+            await app(scope, receive, send_pieces)
+
+        return answer
 
     def _check_idle(self) -> None:
         self._idle_timer = None

@@ -176,3 +176,23 @@ def test_answers_that_are_not_read_count_under_tls_too(server_tls: ssl.SSLContex
 
     large = result(b'"%b"' % (b"x" * num_bytes))
     run(test, server_tls, model=FakeModel(lambda _: large))
+
+
+def test_large_answers_of_other_routes_count_under_tls_too(server_tls: ssl.SSLContext) -> None:
+    num_bytes = 12 << 20
+    request = ONE.replace(b"/predict", b"/predict%2ffake")
+
+    async def test(bench: Bench) -> None:
+        unread = bench.server.config.http.args[0].others.unread  # type: ignore[union-attr]  # a partial
+        async with connect(bench, client_tls()) as (reader, writer):
+            writer.transport.pause_reading()  # type: ignore[attr-defined]  # it is a transport
+            writer.write(request)
+            await until(lambda: unread.num_bytes > num_bytes)
+            writer.transport.resume_reading()  # type: ignore[attr-defined]  # as above
+            assert len((await read_answer(reader))[2]) == num_bytes + len('{"predictions":[""]}')
+            await until(lambda: not unread.num_bytes)
+            writer.write(request)
+            assert (await read_answer(reader))[0] == 200
+
+    large = result(b'"%b"' % (b"x" * num_bytes))
+    run(test, server_tls, model=FakeModel(lambda _: large))
