@@ -7,9 +7,17 @@ Workers import this module again when they start, so nothing is imported until `
 def main() -> int:
     """Run the command line of this process; returns its exit status."""
     try:
-        from service.cli import run
+        from service.signals import SHELL_OFFSET, early_signal, end_early
 
-        return run()
+        end_early()  # before anything that takes long to import
+        try:
+            from service.cli import run
+
+            return run()
+        except Exception:  # an import may have made another exception of the signal's
+            if signum := early_signal():
+                return SHELL_OFFSET + signum
+            raise
     except KeyboardInterrupt:  # while those are imported; afterwards `run` knows what to do
         return 130
 

@@ -119,6 +119,7 @@ def _serve(args: Namespace) -> int:
         from service.debugging import run as run_debugging
 
         return run_debugging(loaded, reloads=args.reload)
+    import faulthandler
     from multiprocessing import resource_tracker
 
     from service.logs import is_json
@@ -138,6 +139,7 @@ def _serve(args: Namespace) -> int:
                 # Before anything is started that could write there.
                 raw = RawOutput.take()
                 stack.callback(raw.close)
+            faulthandler.register(signal.SIGQUIT, 2, chain=False)  # it goes on afterwards
             # First, since it lets Ctrl-C through once it has started.
             resource_tracker.ensure_running()
             # What we start inherits this and is deaf to Ctrl-C at once: it is for us to end it.

@@ -65,7 +65,8 @@ def make_parser() -> tuple[ArgumentParser, Mapping[str, ArgumentParser]]:
     serve = verbs.add_parser(
         "serve",
         help="serve models until told to stop",
-        description="Serve models over HTTP until SIGTERM or Ctrl-C.",
+        description="Serve models over HTTP until SIGTERM, SIGHUP or Ctrl-C. "
+        "SIGQUIT writes to the log what all threads do.",
         epilog=_SETTINGS,
         parents=[flags],
         formatter_class=_Formatter,

@@ -21,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from service.api.handshakes import Handshake
 from service.api.protocol import PredictProtocol
 from service.backlog import take_last
+from service.signals import early_signal, stop_signals
 
 logger = logging.getLogger(__name__)
 
@@ -176,20 +177,28 @@ class Server(DrainingServer):
         self._cut_off = cut_off
         self._move_clients_away = move_clients_away or self.see_clients_off
         self._stopped_at = 0.0
+        self._is_listening = asyncio.Event()
         self._leaving: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Turn SIGTERM and SIGINT into a shutdown; the process then exits with its own code."""
+        """Turn signals into a shutdown; the process then exits with its own code."""
         loop = asyncio.get_running_loop()
-        signals = (signal.SIGTERM, signal.SIGINT)
+        signals = stop_signals()
+        early = early_signal()
         for signum in signals:
-            loop.add_signal_handler(signum, self.stop, signal.Signals(signum).name)
+            loop.add_signal_handler(signum, self.stop, signum.name)
+        if early:
+            self.stop(signal.Signals(early).name)
         try:
             yield
         finally:
+            # All is stopped: a signal that comes now must not change the exit code.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
             for signum in signals:
                 loop.remove_signal_handler(signum)
+                signal.signal(signum, signal.SIG_IGN)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     @property
     def is_stopping(self) -> bool:
@@ -212,12 +221,14 @@ class Server(DrainingServer):
         """Listen, and say so."""
         await super().startup(sockets)
         if self.started:
+            self._is_listening.set()
             self._on_listening()
 
     def _log_started_message(self, listeners: object) -> None:
         """Our own announcement says it."""
 
     async def _leave(self) -> None:
+        await self._is_listening.wait()
         await asyncio.sleep(self._shutdown_delay_s)
         await self._move_clients_away()
         self.flush_until = time.monotonic() + self._drain_timeout_s

@@ -76,7 +76,7 @@ class ForkserverProcess:
         # A user's project nearly always has a package `models` of its own: ours goes first.
         code = (
             f"import sys; sys.path.insert(0, {root!r}); from workers.forkserver_process import "
-            f"main; main({theirs.fileno()}, {list(modules)!r}, "
+            f"main; main({theirs.fileno()}, {os.getpid()}, {list(modules)!r}, "
             f"{list(extra)!r})"
         )
         command = [sys.executable, *util._args_from_interpreter_flags(), "-P", "-c", code]  # type: ignore[attr-defined]  # private

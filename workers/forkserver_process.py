@@ -35,12 +35,12 @@ EXIT_UNSAFE = 75
 """What it was told to import besides has made it unfit to be forked (EX_TEMPFAIL of sysexits.h)."""
 
 
-def main(channel_fd: int, modules: Sequence[str], extra: Sequence[str]) -> None:
+def main(channel_fd: int, front_end_pid: int, modules: Sequence[str], extra: Sequence[str]) -> None:
     """Import modules, then fork a worker for each message, until the front end is gone."""
     for number in DEAF_TO:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, DEAF_TO)
-    die_with_parent(os.getppid())
+    die_with_parent(front_end_pid)
     spin_briefly()
     _import(modules)
     num_threads = _num_threads()

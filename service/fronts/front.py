@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import faulthandler
 import gc
 import logging
 import os
@@ -23,6 +24,7 @@ from service.metrics import ModelMetrics
 from service.server import DrainingServer
 from service.tls import server_context
 from workers.arena import Slots
+from workers.forkserver_process import DEAF_TO
 from workers.guard import die_with_front_end, die_with_parent
 from workers.log_lines import LineHandler
 from workers.messages import LogLine
@@ -40,9 +42,10 @@ def run(
     die_with_parent(job.main_pid)
     die_with_front_end()
     # Ctrl-C and a stop of the whole cgroup reach fronts too; the main process alone decides.
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    for signum in DEAF_TO:
         signal.signal(signum, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+    faulthandler.register(signal.SIGQUIT, 2, chain=False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, DEAF_TO)
     slots = Slots(memory, job.part.start, len(job.part))
     for offset, num_bytes in job.held.items():
         slots.reserve(offset, num_bytes)

@@ -25,6 +25,7 @@ from service.fronts.part import Part
 from service.metrics import Metrics, Reading
 from service.settings import Settings
 from workers.arena import Arena
+from workers.forkserver_process import DEAF_TO
 from workers.keep_going import KeepGoing
 from workers.supervisor import pause_after
 
@@ -250,13 +251,12 @@ class Fronts:
             log_level=logging.getLogger().level,
         )
         # What we start inherits this and is deaf to them at once: it is for us to end it.
-        deaf = {signal.SIGINT, signal.SIGTERM}
-        signal.pthread_sigmask(signal.SIG_BLOCK, deaf)
+        signal.pthread_sigmask(signal.SIG_BLOCK, DEAF_TO)
         try:
             models = list(self._models.values())
             return Life(job, self._memory, slot.part, models, self._take_counts)
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, deaf)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, DEAF_TO)
 
     async def _watch(self) -> None:
         """Twice in a second: have them count, and see that they answer."""
