@@ -21,6 +21,10 @@ _OCTAVES, _OCTAVE_1_S = 26, 5
 """Lengths of timeouts that are told apart, by factors of 2 from 1/32 s up; and that of 1 s."""
 _PER_OCTAVE = 8
 """Buckets are so much narrower than the shortest timeout of their kind."""
+_PER_S = tuple(_PER_OCTAVE * 2.0 ** (_OCTAVE_1_S + 1 - octave) for octave in range(_OCTAVES))
+"""Buckets per second, by the length of timeouts."""
+_KINDS = 512
+"""More than there are priorities times lengths of timeouts."""
 _LOOKS = 4
 """For each request that is taken from the end, how many may be looked at."""
 
@@ -44,19 +48,19 @@ Q = TypeVar("Q", bound=Queueable)
 class Bucket:
     """Requests of one kind and of about the same deadline."""
 
-    __slots__ = ("deadline", "end", "kind", "least_s", "priority", "requests")
+    __slots__ = ("deadline", "end", "kind", "least_s", "number", "priority", "requests")
 
     def __init__(self, kind: int, number: int) -> None:
-        octave_s = _octave_s(kind)
-        width_s = octave_s / _PER_OCTAVE
+        octave = kind % _OCTAVES
         self.kind = kind
         """Kinds have different priorities, or timeouts that differ by up to a factor of 2."""
         self.priority = kind // _OCTAVES
-        self.deadline = number * width_s
+        self.number = number
+        self.deadline = number / _PER_S[octave]
         """None of its requests has an earlier one."""
-        self.end = self.deadline + width_s
+        self.end = (number + 1) / _PER_S[octave]
         """Nor as late a one. Minus infinity once the bucket is not in use any more."""
-        self.least_s = octave_s if kind % _OCTAVES else -inf
+        self.least_s = _PER_OCTAVE / _PER_S[octave] if octave else -inf
         """None came with a shorter timeout."""
         self.requests: OrderedDict[Any, None] = OrderedDict()
 
@@ -80,16 +84,16 @@ class Batcher(Generic[Q]):
     """The queue of one model."""
 
     def __init__(self) -> None:
+        self._buckets: dict[int, Bucket] = {}
+        """Those in use, by number and kind."""
         self._by_deadline: list[Bucket] = []
-        """Those in use."""
+        """The same, in this order."""
         self._order: list[Bucket] = []
         """The same, the one that goes first in front."""
         self._is_tight = False
         """The order is by deadline alone."""
         self._newest = Bucket(0, 0)
         """The one that the last request went to."""
-        self._newest_of: dict[int, Bucket] = {}
-        """Likewise, by kind."""
         self._late = Bucket(0, 0)
         """Requests that will be late whatever is done. They go last."""
         self._kinds: dict[int, float] = {}
@@ -156,8 +160,9 @@ class Batcher(Generic[Q]):
         """Put back a request that was taken before, ahead of its equals."""
         bucket = request.bucket
         if bucket.end == -inf:
-            number = round(bucket.deadline * _PER_OCTAVE / _octave_s(bucket.kind))
-            request.bucket = bucket = self._open(Bucket(bucket.kind, number))
+            kind, number = bucket.kind, bucket.number
+            key = number * _KINDS + kind
+            request.bucket = bucket = self._buckets.get(key) or self._open(kind, number)
         bucket.requests[request] = None
         bucket.requests.move_to_end(request, last=False)
         self._length += 1
@@ -254,21 +259,20 @@ class Batcher(Generic[Q]):
 
     def _bucket(self, priority: int, deadline: float, now: float) -> Bucket:
         kind = _kind_of(priority, deadline - now)
-        bucket = self._newest_of.get(kind)
-        if bucket is None or not bucket.deadline <= deadline < bucket.end:
-            number = int(deadline // (_octave_s(kind) / _PER_OCTAVE))
-            bucket = self._newest_of[kind] = self._open(Bucket(kind, number))
+        number = int(deadline * _PER_S[kind % _OCTAVES])
+        bucket = self._buckets.get(number * _KINDS + kind)
+        if bucket is None:
+            bucket = self._open(kind, number)
             self._note_kind(kind, max(deadline, self._kinds.get(kind, 0.0)), now)
         return bucket
 
-    def _open(self, bucket: Bucket) -> Bucket:
-        """Have a bucket in use, and those that are empty no longer."""
-        for other in self._by_deadline:
-            if other.kind == bucket.kind and other.deadline == bucket.deadline:
-                return other
+    def _open(self, kind: int, number: int) -> Bucket:
+        """Have one more bucket in use, and those that are empty no longer."""
         for other in self._by_deadline:
             if not other.requests:
                 other.end = -inf
+                del self._buckets[other.number * _KINDS + other.kind]
+        bucket = self._buckets[number * _KINDS + kind] = Bucket(kind, number)
         self._by_deadline = [other for other in self._by_deadline if other.requests]
         insort(self._by_deadline, bucket, key=_DEADLINE)
         self._sort()
@@ -291,10 +295,7 @@ _PRIORITY = attrgetter("priority")
 
 
 def _kind_of(priority: int, timeout_s: float) -> int:
-    octave = frexp(timeout_s)[1]
-    return priority * _OCTAVES + min(max(octave + _OCTAVE_1_S, 0), _OCTAVES - 1)
-
-
-def _octave_s(kind: int) -> float:
-    """The least that timeouts of a kind are, unless they are shorter or longer than all kinds."""
-    return 2.0 ** (kind % _OCTAVES - _OCTAVE_1_S - 1)
+    octave = frexp(timeout_s)[1] + _OCTAVE_1_S
+    if not 0 <= octave < _OCTAVES:
+        octave = 0 if octave < 0 else _OCTAVES - 1
+    return priority * _OCTAVES + octave

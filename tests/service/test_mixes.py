@@ -84,7 +84,7 @@ def drawn(seed: int) -> tuple[int, float, float, list[Stream]]:
     [(0.0, False, 0.001), (0.3, False, 0.01), (0.0, True, 0.03)],
     ids=["steady", "varying", "worker lost"],
 )
-@pytest.mark.parametrize("seed", [1, 29, 37, 104])
+@pytest.mark.parametrize("seed", [104, 107, 119])
 def test_what_is_admitted_is_answered_in_time_and_no_kind_starves(
     monkeypatch, seed: int, noise: float, loses_worker: bool, most_missed: float
 ):
