@@ -100,6 +100,9 @@ class _Nowhere(asyncio.Transport):
     def get_write_buffer_size(self) -> int:
         return 0
 
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        return
+
 
 async def _measure(num_bytes: int, max_batch_size: int) -> list[list[float]]:
     """Microseconds of each step per call, of each turn."""
