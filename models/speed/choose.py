@@ -78,6 +78,12 @@ def _choose_network(
         return SpeedReport(note=trial.obstacle)
     if wish.speed in COMPILED:
         _compile(trial, wish, store, on_progress)
+        try:
+            return _apply_named(trial, wish.speed)
+        except ModelError:
+            if trial.package(wish.speed):
+                raise
+            _compile(trial, wish, store, on_progress)  # what could not be loaded was set aside
     if wish.speed != "auto":
         return _apply_named(trial, wish.speed)
     return _choose_best(trial, store, on_progress)

@@ -42,7 +42,7 @@ _LEAST_GAIN = 1.1
 """A preset must be faster than what we have by this factor: less may be noise."""
 
 
-class NoTimeLeftError(Exception):
+class NoTimeLeftError(TimeoutError):
     """It is past `Trial.until`."""
 
 

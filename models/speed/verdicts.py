@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 _LOCK_POLL_S = 0.05
 _LAYOUT = 2
 """Of what is kept: verdicts and packages of another one are not looked at."""
+_MAX_REASON = 200
 _OPENING, _LOADING = "-opening-", "-loading-"
 _CUT_SHORT_HOLDS_S = 3600.0
 """A verdict cut short serves the other replicas, and a service that is started over and over; a
@@ -137,7 +138,7 @@ class VerdictStore:
 
     @contextlib.contextmanager
     def loading(self, path: Path) -> Iterator[None]:
-        """Load a package and call it once: if this process dies of that, the next one knows.
+        """Load a package and call it once: if it fails or this process dies, it is set aside.
 
         Torch unpacks it into TMPDIR, and would leave that to whoever comes after a killed process.
         Meanwhile this is a folder beside the package, which is the mark of the attempt as well: it
@@ -157,6 +158,12 @@ class VerdictStore:
             scratch = scratch.rename(mark)
             os.environ["TMPDIR"] = str(scratch)
             yield
+        except TimeoutError:
+            raise  # which says nothing of the package
+        except Exception as error:
+            # It may have damaged this process's memory, which then dies of something else.
+            self._set_aside(path, f"cannot be loaded ({_reason(error)})")
+            raise
         finally:
             if before is None:
                 os.environ.pop("TMPDIR", None)
@@ -266,7 +273,8 @@ def _remove(path: Path) -> None:
 
 
 def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return str(text).splitlines()[0][:_MAX_REASON]
 
 
 def _lock(descriptor: int, timeout_s: float, on_wait: Callable[[], None]) -> None:

@@ -6,11 +6,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 
+from models.speed import trial as trying
 from models.speed.choose import choose
 from models.speed.names import SpeedReport
 from models.speed.trial import Trial
@@ -115,6 +118,7 @@ def test_a_choice_with_a_damaged_cache_answers_as_with_none(tmp_path: Path, monk
 _LOAD = """
 import os, sys, tempfile
 from pathlib import Path
+from typing import cast
 from models.speed.verdicts import VerdictStore
 store = VerdictStore(Path(sys.argv[1]))
 with store.loading(store.package("key", "compiled")):
@@ -178,3 +182,35 @@ def test_a_package_of_a_cache_that_can_only_be_read_is_loaded(tmp_path: Path, mo
         assert os.environ["TMPDIR"].startswith(str(tmp_path))
     shutil.rmtree(tmp_path / "cache")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_package_that_cannot_be_loaded_is_set_aside_but_not_for_want_of_time(tmp_path: Path):
+    store = VerdictStore(tmp_path)
+    for error, is_left in ((TimeoutError(), True), (RuntimeError("no model in it"), False)):
+        store.make_package("key", "compiled", lambda draft: draft.write_bytes(CONTENT) and None)
+        path = store.package("key", "compiled")
+        assert path is not None
+        with pytest.raises(type(error)), store.loading(path):
+            raise error
+        assert (store.package("key", "compiled") is not None) == is_left
+
+
+def test_a_compiled_preset_that_is_named_is_made_again_if_it_cannot_be_loaded(
+    tmp_path: Path, monkeypatch
+):
+    made: list[Path] = []
+
+    def compile_package(network: object, preset: str, path: Path) -> None:
+        made.append(path)
+        path.write_bytes(b"good" if len(made) > 1 else b"bad")
+
+    def load(path: Path, exact: torch.nn.Module | None) -> torch.nn.Module:
+        if path.read_bytes().startswith(b"bad"):
+            raise RuntimeError("no model in it")
+        return cast("torch.nn.Module", loaded().network)
+
+    monkeypatch.setattr(trying, "Compiled", load)
+    monkeypatch.setattr(Trial, "gain", lambda self, network: 2.0)
+    wanted = replace(wish("compiled", tmp_path), compile_package=compile_package)
+    assert choose(loaded(), wanted, quietly).preset == "compiled"
+    assert len(made) == 2
