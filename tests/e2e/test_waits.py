@@ -1,6 +1,7 @@
 """Every wait on a client has an end: a table of them, walked on each entrance, by raw sockets.
 
-A row is what a client does before it falls silent, and the setting that bounds the wait.
+A row is what a client does before it falls silent, and the setting that bounds the wait. TLS
+handshakes are in `test_slow_clients`, and answers that nobody reads there and in `test_stopping`.
 """
 
 import asyncio
