@@ -25,7 +25,7 @@ Features: TypeAlias = Mapping[str, Tensor]
 """Named tensors of one instance, or of a batch with the batch dimension first."""
 
 MAX_JSON_NUMBERS = 1 << 24
-"""As lists they take 640 MB, and as JSON more than may be sent."""
+"""So many numbers take 640 MB as lists, and more than may be sent as JSON."""
 
 
 class Item(msgspec.Struct, kw_only=True, eq=False, gc=False):

@@ -14,7 +14,7 @@ from models.errors import BadReturnError
 logger = logging.getLogger(__name__)
 
 MAX_EXAMPLE_BYTES = 16 * 1024
-"""As JSON. `/health` carries it, and people are shown it to copy."""
+"""The longest example as JSON: `/health` carries it, and people copy it."""
 _MAX_SAMPLE_BYTES = 200
 """A sample of the warm-up is shown only if it is no longer than this."""
 _MUST = "an instance that JSON can say, or (bytes, content type)"

@@ -37,8 +37,8 @@ _OPENERS: dict[bytes, type[ImageFile]] = {
     b"MM\0+": TiffImageFile,
 }
 _MAX_EDGE = 65_535
-"""As JPEG and GIF have it. Pillow keeps a pointer for each row, so that a picture of 1 x 49 million
-pixels takes 20 bytes for each."""
+"""JPEG and GIF have the same limit. Pillow keeps a pointer for each row, so a picture of 1 x 49
+million pixels takes 20 bytes for each pixel."""
 _FORMATS = "JPEG, PNG, WEBP, GIF, BMP and TIFF"
 
 _TILE_WIDTH, _TILE_LENGTH = 322, 323

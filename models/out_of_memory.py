@@ -17,7 +17,7 @@ _MESSAGES = (
 _ERRNOS = frozenset(
     (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EAGAIN)
 )
-"""Of calls to the kernel that may succeed another time."""
+"""The kernel lacks something: the same call may succeed another time."""
 
 
 def lacks_resources(error: BaseException) -> bool:

@@ -13,7 +13,7 @@ _MAX_FRAMES = 100
 _MAX_CHAIN = 10
 _LONG = str | bytes | bytearray
 _OWN_TEXT = (BaseException.__str__, KeyError.__str__)
-"""Of exceptions whose text is made of their arguments alone."""
+"""These make the text of an exception from its arguments alone."""
 
 
 def printable(text: str) -> str:

@@ -94,7 +94,7 @@ class TorchvisionClassifier(Classifier):
         return normalized
 
     def check_image_size(self, size: tuple[int, int]) -> None:
-        """As `Classifier` has it: torchvision's transforms resize as ours do."""
+        """The same rule as in `Classifier`: torchvision's transforms resize as ours do."""
         self.transform.check(size)
 
     @property

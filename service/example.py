@@ -14,7 +14,7 @@ from service.settings import Settings
 _MAX_NUMBERS = 32
 """More are no pleasure to read."""
 _MAX_SHOWN_BYTES = 1000
-"""Of a body in a command."""
+"""A longer body is not shown in a command."""
 
 
 def try_or_ask(url: str, pool: Pool, settings: Settings) -> tuple[str, str]:

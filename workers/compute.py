@@ -66,7 +66,7 @@ class Prepared:
     prepare_s: float = 0.0
     is_canary: bool = False
     num_bytes: int = 0
-    """Of the answers."""
+    """How many bytes the answers have so far."""
 
 
 class Computer:

@@ -153,7 +153,7 @@ class Generation:
             return True
 
     def _digest(self, mark: FileMark) -> bytes | None:
-        """Of a file that is still as it was; None if it is not."""
+        """Hash a file; None if it is not as it was any more."""
         digest = hashlib.sha256()
         try:
             with open(mark.path, "rb") as file:

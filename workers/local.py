@@ -119,7 +119,7 @@ class LocalEngine:
     async def _start_once(
         self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None], until: float
     ) -> LocalWorker:
-        """As `start`, until a moment of the event loop's clock.
+        """Do what `start` does, until a moment of the event loop's clock.
 
         Raises:
             WorkerStartError: See `start`.

@@ -10,11 +10,11 @@ from models.texts import described, printable, traceback_of
 from workers.messages import ID_FIELDS, LogLine
 
 _MAX_LINE_CHARS = 8192
-"""Of a longer line, several are made."""
+"""A longer line is logged as several."""
 _MAX_PRINT_CHARS = 65_536
 """Printed at once; the rest of a longer text is left out."""
 _MAX_TEXT_CHARS = 20_000
-"""Of a record: a model may log what it likes."""
+"""The longest record: a model may log what it likes."""
 
 
 class LineHandler(logging.Handler):

@@ -21,9 +21,9 @@ from workers.messages import ItemError, ItemRef, Outcome, Stored, TensorBlob
 logger = logging.getLogger(__name__)
 
 MAX_ANSWER_BYTES = 1 << 28
-"""Of one instance's answer: the front end needs room for several copies of it."""
+"""The largest answer to one instance: the front end needs room for several copies of it."""
 MAX_BATCH_BYTES = 1 << 29
-"""Of the answers of a batch that go in one message, which may have twice as many."""
+"""Answers of a batch go in messages of about so many bytes; one may have twice as many."""
 MAX_OUTPUTS = 1024
 _MAX_NAME_CHARS = 256
 
@@ -46,7 +46,7 @@ class Outgoing:
             )
         plain = [(name, _plain_of(name, tensor)) for name, tensor in outputs.items()]
         self.row_bytes = sum(tensor.nbytes for _, tensor in plain) // max(1, num_rows)
-        """Of the outputs of one instance."""
+        """How many bytes the outputs of one instance have."""
         check_size(self.row_bytes)
         self._found = [
             (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape[1:]), tensor)

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _LOCK_POLL_S = 0.05
 _LAYOUT = 2
-"""Of what is kept: verdicts and packages of another one are not looked at."""
+"""Verdicts and packages that were kept in another layout are not used."""
 _MAX_REASON = 200
 _OPENING, _LOADING = "-opening-", "-loading-"
 _CUT_SHORT_HOLDS_S = 3600.0

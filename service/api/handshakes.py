@@ -67,7 +67,7 @@ class Handshake(asyncio.Protocol):
             self._task.cancel()
 
     shutdown = shed
-    """As uvicorn calls it when the server goes."""
+    """uvicorn calls this when the server goes."""
 
     async def _shake_hands(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()

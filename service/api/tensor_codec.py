@@ -56,7 +56,7 @@ _FROM_SAFETENSORS = {theirs: ours for ours, theirs in SAFETENSORS_DTYPES.items()
 
 _MAX_RANK = 16
 _MAX_LENGTH = 1 << 40
-"""Of a dimension: a body has fewer bytes, and products of these can be written out."""
+"""The longest dimension: a body has fewer bytes, and products of these can be written out."""
 _MAX_EMPTY = 1 << 20
 """The product of the lengths other than 0 of a tensor without elements: no byte of the body pays
 for them, and what a model makes of such a tensor may be as large as they say."""

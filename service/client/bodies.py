@@ -40,7 +40,7 @@ _SUFFIXES = (
     *(".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic"),
     *(".npy", ".safetensors", ".json"),
 )
-"""Of names that nobody sends as texts."""
+"""A text that ends so is the name of a file, most likely."""
 _PNG_MODES = ("1", "L", "LA", "I", "P", "RGB", "RGBA", "I;16")
 
 
