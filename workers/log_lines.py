@@ -33,7 +33,8 @@ class LineHandler(logging.Handler):
             ids = {name: str(vars(record)[name]) for name in ID_FIELDS if name in vars(record)}
             self._send(LogLine(record.levelno, record.name, _text_of(record), ids, trace))
         except (OSError, ValueError):
-            self.handleError(record)
+            if to_stderr := logging.lastResort:
+                to_stderr.handle(record)
 
 
 class PrintedLines(io.TextIOBase):
@@ -55,7 +56,18 @@ class PrintedLines(io.TextIOBase):
         self._send = send
         self._logger = original.name.strip("<>")
         self._rest = ""
+        self._is_sent = True
         self._writing = threading.Lock()
+
+    def __getattr__(self, name: str) -> object:
+        """Whatever else a stream has, as `reconfigure` and `name`."""
+        return getattr(self._original, name)
+
+    def stop_sending(self) -> None:
+        """Write straight to the stream. For a forked process, which must not send."""
+        self._is_sent = False
+        self._rest = ""  # the parent sends it
+        self._writing = threading.Lock()  # a thread of the parent may have held it
 
     @property
     def buffer(self) -> BinaryIO:
@@ -72,6 +84,8 @@ class PrintedLines(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Send the lines that are whole now; the rest waits for its end."""
+        if not self._is_sent:
+            return self._original.write(text)
         num_chars = len(text)
         if num_chars > _MAX_PRINT_CHARS:
             more = f"({num_chars - _MAX_PRINT_CHARS:,} more characters were printed)"
@@ -87,6 +101,10 @@ class PrintedLines(io.TextIOBase):
             if shown := line.rstrip().rpartition("\r")[2].rstrip():
                 self._send_line(shown)
         return num_chars
+
+    def flush(self) -> None:
+        """Write out what the stream itself holds back."""
+        self._original.flush()
 
     def _send_line(self, line: str) -> None:
         for start in range(0, len(line), _MAX_LINE_CHARS):

@@ -45,11 +45,14 @@ def set_up(heartbeat: Heartbeat, outbox: WorkerQueue) -> None:
     _guard(heartbeat)
     outbox.send_only()
     _log_to(outbox)
+    os.register_at_fork(after_in_child=outbox.leave_to_parent)
     for name, level in (("stdout", logging.INFO), ("stderr", logging.WARNING)):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
-            setattr(sys, name, PrintedLines(stream, level, outbox.put))
+            lines = PrintedLines(stream, level, outbox.put)
+            setattr(sys, name, lines)
+            os.register_at_fork(after_in_child=lines.stop_sending)
     if "PYTHONBREAKPOINT" not in os.environ:  # as a debugger that works from afar may have it
         sys.breakpointhook = _refuse_breakpoint
 

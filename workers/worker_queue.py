@@ -50,6 +50,12 @@ class WorkerQueue(SimpleQueue):
         self._reader.close()
         return self
 
+    def leave_to_parent(self) -> None:
+        """Let go of the writing end. For a forked process: two writers would mix their frames."""
+        self._put_lock = threading.Lock()  # a thread of the parent may have held it
+        self._writer.close()
+        self._writer_fd = -1
+
     def wait(self, timeout_s: float) -> bool:
         """Wait until there is something to get, or the end of file."""
         return bool(self._arrived or self._poller.poll(timeout_s * 1000))
@@ -72,7 +78,7 @@ class WorkerQueue(SimpleQueue):
         """Send a message; any thread may.
 
         Raises:
-            BrokenPipeError: The front end is gone.
+            OSError: The front end is gone, or this end is left to the parent process.
         """
         with self._put_lock:
             buffer = self._buffer

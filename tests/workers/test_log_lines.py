@@ -54,8 +54,39 @@ def test_line_that_cannot_be_sent_is_printed_after_all():
 def test_processes_of_the_models_can_be_given_the_stream():
     stream = PrintedLines(sys.__stdout__, logging.INFO, lambda line: None)
     assert not stream.isatty()
+    assert stream.name == "<stdout>"
+    stream.reconfigure(line_buffering=True)
     stream.buffer.write(b"")
     subprocess.run(["true"], stdout=stream.fileno(), check=True)
+
+
+def test_process_that_a_model_forks_writes_to_the_stream_and_sends_nothing():
+    code = (
+        "import logging, os, signal, sys\n"
+        "from workers import own_process\n"
+        "from workers.queues import PrivateQueue\n"
+        "from workers.worker_queue import WorkerQueue\n"
+        "own_process._guard = lambda heartbeat: None\n"
+        "queue = PrivateQueue()\n"
+        "reader = os.dup(queue.reader.fileno())\n"
+        "outbox = WorkerQueue(queue.reader, queue.writer)\n"
+        "own_process.set_up(None, outbox)\n"
+        "with outbox._put_lock, sys.stdout._writing, sys.stderr._writing:\n"  # other threads do so
+        "    if (pid := os.fork()) == 0:\n"
+        "        signal.alarm(10)\n"
+        "        print('printed')\n"
+        "        print('held back', end='')\n"
+        "        sys.stdout.flush()\n"
+        "        logging.getLogger('model').warning('logged %d', 1)\n"
+        "        os._exit(0)\n"
+        "    assert os.waitpid(pid, 0)[1] == 0\n"
+        "print('sent')\n"
+        "assert b'sent' in (data := os.read(reader, 1 << 16)) and len(data) < 100, data\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "printed\nheld back", "logged 1\n")
 
 
 def test_breakpoint_in_a_worker_says_where_it_works():
