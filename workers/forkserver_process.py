@@ -13,7 +13,8 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from importlib.machinery import PathFinder
 from multiprocessing import forkserver, resource_tracker, spawn
 from typing import NoReturn
 
@@ -44,9 +45,12 @@ def main(channel_fd: int, front_end_pid: int, modules: Sequence[str], extra: Seq
     spin_briefly()
     _import(modules)
     num_threads = _num_threads()
+    before = set(sys.modules)
     _import(extra)
-    if _num_threads() > num_threads or _has_opened_gpu():
-        sys.stderr.write(f"the forkserver does without {', '.join(extra)}: not safe to be forked\n")
+    has_own = _has_own(set(sys.modules) - before)
+    if has_own or _num_threads() > num_threads or _has_opened_gpu():
+        why = "the models' folder has a module of its own" if has_own else "not safe to be forked"
+        sys.stderr.write(f"the forkserver does without {', '.join(extra)}: {why}\n")
         os._exit(EXIT_UNSAFE)
     gc.collect()
     gc.freeze()  # so that no collection in a worker touches, and thereby copies, the shared pages
@@ -74,6 +78,15 @@ def _import(names: Sequence[str]) -> None:
             importlib.import_module(module)
         except Exception as error:  # the worker that needs it says more
             sys.stderr.write(f"the forkserver cannot import {module}: {error!r}\n")
+
+
+def _has_own(names: Iterable[str]) -> bool:
+    """Whether a worker, which looks in the models' folder first, would import another of them."""
+    for name in {name.partition(".")[0] for name in names}:
+        spec = PathFinder.find_spec(name, [os.getcwd()])
+        if spec and spec.origin and spec.origin != getattr(sys.modules.get(name), "__file__", None):
+            return True
+    return False
 
 
 def _num_threads() -> int:
