@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from asyncio import Task
 from collections.abc import Callable, Sequence
@@ -41,6 +42,8 @@ _IMPORT_S = 300.0
 """torch takes 3 s, and a minute from a disk that is slow and cold."""
 _FIRST_PAUSE_S = 0.5
 _MAX_PAUSE_S = 30.0
+_RETRY_S = 1.0
+"""Until there is a process or a descriptor to be had."""
 _EXIT_S = 1.0
 _UNKNOWN = 255
 """The exit code of a process that has none any more, as multiprocessing has it."""
@@ -174,6 +177,7 @@ class ForkserverProcess:
 
     def end(self) -> int | None:
         """Give back what it has, and return its exit code; None if it does not exit."""
+        self.is_ready = False
         self.kill()
         self.channel.close()
         try:
@@ -277,7 +281,7 @@ class Forkserver:
                     self._incarnation += 1
                 except OSError as error:
                     logger.error("no forkserver can be started: %s", error)
-                    await asyncio.sleep(_MAX_PAUSE_S)
+                    await asyncio.sleep(_RETRY_S)
 
     async def _see_out(self, process: ForkserverProcess) -> None:
         """Return once it has ended; end it if it does not answer."""
@@ -295,11 +299,12 @@ class Forkserver:
 
     def _judge(self, process: ForkserverProcess) -> float:
         """Note how it ended, and return how long to wait before the next one is started."""
+        was_ready = process.is_ready
         code = process.end()
         self._orphans.owned.discard(process.pid)
         _, reason = describe_exit(code, is_oom=False, rss_bytes=0)
         logger.warning("the forkserver ended: %s; starting another, and the workers go on", reason)
-        if process.is_ready:
+        if was_ready:
             self._num_crashes = 0
             return 0.0
         if code == -signal.SIGKILL:  # someone else's doing
@@ -350,6 +355,10 @@ class ForkedProcess(BaseProcess):
         return _Popen(process)
 
 
+_polling = threading.Lock()
+"""Held to wait for a dead process: its exit code can be had once."""
+
+
 class _Popen(popen_forkserver.Popen):
     """Starts a `ForkedProcess`, and waits for it. The exit code is the kernel's."""
 
@@ -366,16 +375,25 @@ class _Popen(popen_forkserver.Popen):
         try:
             self.sentinel = os.pidfd_open(self.pid)
         except BaseException:
-            os.close(lifeline)
+            os.close(lifeline)  # the kernel ends it
+            _Holder.forkserver.forget(self.pid)  # nobody else will wait for it
             raise
         self.finalizer = util.Finalize(self, _close, (lifeline, self.sentinel))
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
+        # Without a descriptor, for there may be none to be had.
+        if self.returncode is None and not flag & os.WNOHANG:
+            with contextlib.suppress(ChildProcessError):
+                os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        # `BaseProcess.start` polls all processes, so two threads may see one exit.
+        with _polling:
+            return self._poll()
+
+    def _poll(self) -> int | None:
         if self.returncode is None:
             assert _Holder.forkserver is not None
             try:
-                # Without a descriptor, for there may be none to be had.
-                if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | flag) is None:
+                if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
                     return None
                 # Before it is waited for: until then its number is nobody else's.
                 end_group(self.pid)

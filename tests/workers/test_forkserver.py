@@ -1,11 +1,13 @@
 """Workers outlive the forkserver, which is replaced; what their models fork ends with them."""
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -162,6 +164,101 @@ def test_forkserver_that_an_extra_module_makes_unfit_does_without(
         server.process.end()
 
     asyncio.run(asyncio.wait_for(go(), 30))
+
+
+def test_forkserver_does_without_packages_that_import_what_the_models_folder_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    installed, folder = tmp_path / "installed", tmp_path / "folder"
+    for each in (installed, folder):
+        each.mkdir()
+        (each / "shared_name.py").write_text("")
+    (installed / "some_package.py").write_text("import shared_name")
+    monkeypatch.setenv("PYTHONPATH", str(installed))
+
+    async def go(num_lives: int):
+        server = Forkserver([], ["some_package"])
+        await server.ready()
+        assert server.vitals().incarnation == num_lives - 1
+        await server.close()
+        server.process.end()
+
+    for place, num_lives in ((installed, 1), (folder, 2)):
+        monkeypatch.chdir(place)
+        asyncio.run(asyncio.wait_for(go(num_lives), 30))
+
+
+def test_forkserver_that_cannot_be_replaced_yet_is_not_ready(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(workers.forkserver, "_RETRY_S", 0.01)
+    tries: list[int] = []
+
+    async def go():
+        server = Forkserver([], [])
+        await server.ready()
+        start = server._start
+
+        def refuse_twice():
+            tries.append(1)
+            assert not server.vitals().is_ready
+            if len(tries) <= 2:
+                raise OSError(errno.EMFILE, "no descriptors")
+            return start()
+
+        monkeypatch.setattr(server, "_start", refuse_twice)
+        server.process.kill()
+        await until(lambda: server.vitals().incarnation == 1)
+        await server.ready()
+        assert len(tries) == 3
+        await server.close()
+        server.process.end()
+
+    asyncio.run(asyncio.wait_for(go(), 30))
+
+
+def test_process_without_a_descriptor_to_watch_it_by_leaves_no_zombie(
+    engine: LocalEngine,  # noqa: F811
+    run,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def refuse(pid: int) -> int:
+        raise OSError(errno.EMFILE, "no descriptors")
+
+    async def go():
+        await (await started(engine)).stop(5)
+        before = {each.pid for each in psutil.Process().children()}
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pidfd_open", refuse)
+            with pytest.raises(WorkerStartError):
+                await started(engine)
+        await until(lambda: {each.pid for each in psutil.Process().children()} <= before)
+
+    run(go())
+
+
+def test_exit_that_two_threads_see_at_once_has_one_code(
+    engine: LocalEngine,  # noqa: F811
+    run,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+):
+    async def go():
+        await (await started(engine)).stop(5)
+
+    run(go())  # so that there is a forkserver
+    sleeper = os.posix_spawn("/bin/sleep", ["sleep", "60"], os.environ, setpgroup=0)
+    popen = workers.forkserver._Popen.__new__(workers.forkserver._Popen)
+    popen.pid, popen.returncode = sleeper, None
+    other = threading.Thread(target=popen.poll)
+
+    def end_group(pid: int) -> None:
+        if other.ident is None:
+            other.start()
+            other.join(0.2)  # it has waited for the process by now, unless it may not
+
+    monkeypatch.setattr(workers.forkserver, "end_group", end_group)
+    os.kill(sleeper, signal.SIGKILL)
+    assert popen.poll(0) == -signal.SIGKILL
+    other.join()
+    assert popen.poll() == -signal.SIGKILL
 
 
 def test_forkserver_that_only_crashes_fails_the_starts_that_wait(
