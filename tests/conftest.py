@@ -1,7 +1,8 @@
-"""What holds for all tests: bytecode, patience, who runs beside whom, what they may write."""
+"""What holds for all tests: bytecode, patience, signals, who runs beside whom, what they write."""
 
 import inspect
 import os
+import signal
 import sys
 from collections.abc import Generator
 
@@ -19,8 +20,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """Keep the bytecode of what is imported, also where the environment says not to.
 
     The tests start some hundred interpreters, each of which would compile torch anew, for two
-    seconds.
+    seconds. The processes that they start also hear the signals that `nohup` or a shell's `&` would
+    have them ignore.
     """
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
     default = inspect.signature(httpx.get).parameters["timeout"].default
     default.connect = default.read = default.write = default.pool = _PATIENCE_S
     if sys.dont_write_bytecode and (cache := _cache_of(config)) is not None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from models.speed.sealed import unsealed
 from tests.e2e.load import Tally, ask_until
 from tests.e2e.proxy import CONFIG, needs_nginx, proxy
 from tests.e2e.running import Running, left_over, running, until
@@ -139,7 +140,7 @@ def test_services_on_one_host_share_what_they_know_and_nothing_else(pair: Pair):
     found = [httpx.get(f"{each.url}/health").json() for each in pair.services]
     presets = {m["workers"][0]["speed"] for each in found for m in each["models"][1:]}
     (verdict,) = [p for p in pair.cache.glob("*.json") if "-decode" not in p.name]
-    assert presets == {json.loads(verdict.read_bytes())["preset"]}
+    assert presets == {json.loads(unsealed(verdict.read_bytes()))["preset"]}
     assert [len(each["fronts"]) for each in found] == [1, 2]
     families = [{process.pid for process in each.family()} for each in pair.services]
     assert not families[0] & families[1]
