@@ -18,6 +18,7 @@ from models.split.ranks import Ranks
 from models.split.report import SplitReport
 
 _B64_KEY = re.compile(rb'"b64"')
+_URL_SAFE = re.compile(r"(?=.*[_-])[A-Za-z0-9_-]+={0,2}")
 Kind: TypeAlias = Literal["image", "bytes", "json", "tensors"]
 """What a payload is: an encoded image, opaque bytes, a JSON value, or raw tensors with headers."""
 
@@ -276,7 +277,10 @@ class Model:
 
 
 def _with_bytes(value: object, where: str) -> object:
-    """JSON with bytes in the place of what is encoded in base64; `where` is its place."""
+    """JSON with bytes in the place of what is encoded in base64; `where` is its place.
+
+    Text in the URL-safe alphabet, which "-" and "_" tell, is left to the model as it is.
+    """
     if isinstance(value, list):
         return [_with_bytes(each, f"{where}[{i}]") for i, each in enumerate(value)]
     if not isinstance(value, dict):
@@ -285,6 +289,8 @@ def _with_bytes(value: object, where: str) -> object:
         try:
             return base64.b64decode(value["b64"], validate=True)
         except ValueError:
+            if _URL_SAFE.fullmatch(value["b64"]):
+                return value
             raise InputError(f"{where}.b64: not base64 in the standard alphabet") from None
     return {name: _with_bytes(each, f"{where}.{name}") for name, each in value.items()}
 

@@ -215,6 +215,11 @@ def test_what_is_not_base64_is_refused_with_its_place(text: str):
         json_item({"a": [{"b64": text}]}).json()
 
 
+def test_url_safe_base64_is_left_to_the_model():
+    value = {"a": [{"b64": "-_8="}, {"b64": "YQ-_"}]}
+    assert json_item(value).json() == value
+
+
 def test_a_tensor_may_come_as_its_bytes_in_base64():
     inputs = [spec("float32", -1, 2, name="x"), spec("bool", 2, name="ok")]
     x = np.arange(4, dtype="<f4").reshape(2, 2)
