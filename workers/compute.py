@@ -9,15 +9,17 @@ import logging
 import math
 import time
 from asyncio import CancelledError
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import msgspec
 import torch
+from torch import Tensor
 
 from models.base import Features, Item, Model
-from models.border import bad_return
+from models.border import bad_return, is_overridden
 from models.errors import InputError, ModelError
 from models.out_of_memory import is_out_of_memory
 from models.texts import described, text_of
@@ -65,6 +67,8 @@ class Prepared:
     """When its preparation began."""
     prepare_s: float = 0.0
     is_canary: bool = False
+    step: str = "collate"
+    """The model's method that its computation is in, or was in when it failed."""
     num_bytes: int = 0
     """How many bytes the answers have so far."""
 
@@ -103,6 +107,7 @@ class Computer:
         self._error_detail = error_detail
         self._is_sample_finite: bool | None = None
         self._checks = OutputChecks(model)
+        self._renders_in = "render_batch" if is_overridden(model, "render_batch") else "render"
         self._safe_sizes = SafeSizes()
         self._pool = started_pool(num_threads, "prepare") if num_threads > 1 else None
         self._item_s = 0.0
@@ -211,22 +216,21 @@ class Computer:
                     "deadline_exceeded", "the deadline passed before it was prepared"
                 )
                 continue
+            step = "preprocess"
             try:
                 features[i] = found = preprocess(items[i])
+                step = "bucket"
                 prepared.buckets[i] = name = bucket(found)
                 hash(name)  # what has none is this item's mistake, and not the batch's
             except _RAISED as error:
-                prepared.outcomes[i] = self._error_of(error, "preprocess", refs[i])
+                prepared.outcomes[i] = self._error_of(error, step, refs[i])
 
     def _collate(self, prepared: Prepared, indices: Sequence[int]) -> Features:
         chosen = [features for i in indices if (features := prepared.features[i]) is not None]
+        prepared.step = "collate"
         batch = self._model.collate(chosen)
-        if self._pin_memory:
-            # A model may have decoded on the device already.
-            return {
-                name: tensor if tensor.is_cuda else tensor.pin_memory()
-                for name, tensor in batch.items()
-            }
+        if self._pin_memory and isinstance(batch, Mapping):
+            return {name: _pinned(value) for name, value in batch.items()}
         return batch
 
     def _compute_group(self, prepared: Prepared, group: Group) -> None:
@@ -292,7 +296,7 @@ class Computer:
         is_shortage = is_out_of_memory(error)
         first = indices[0]
         if len(indices) == 1:
-            failure = self._error_of(error, "forward", prepared.refs[first])
+            failure = self._error_of(error, prepared.step, prepared.refs[first])
             if is_shortage:
                 text = f"out of memory on this input alone: {told(error, self._error_detail)}"
                 failure = ItemError("model_error", text)
@@ -311,7 +315,12 @@ class Computer:
     ) -> list[int]:
         """Compute some items together; returns which must be computed in halves."""
         model = self._model
-        outputs = model.forward(batch or self._collate(prepared, indices))
+        if batch is None:
+            batch = self._collate(prepared, indices)
+        prepared.step = "forward"
+        outputs = model.forward(batch)
+        del batch  # its room is for what follows
+        prepared.step = "postprocess"
         outputs = model.postprocess({name: out.cpu() for name, out in outputs.items()})
         self._checks.check_shapes(outputs, len(indices))
         if rows := self._checks.non_finite_rows(outputs):
@@ -361,6 +370,7 @@ class Computer:
 
     def _render(self, prepared: Prepared, indices: list[int], outputs: Features) -> None:
         items, outcomes, encode = prepared.items, prepared.outcomes, self._encode
+        prepared.step = self._renders_in
         values = self._model.render_batch(outputs, [items[i].parameters for i in indices])
         for i, value in zip(indices, values, strict=True):
             if isinstance(value, InputError):
@@ -392,6 +402,13 @@ def _prepared(id: int, refs: Sequence[ItemRef], items: Sequence[Item]) -> Prepar
         buckets=[None] * num_items,
         outcomes=[None] * num_items,
     )
+
+
+def _pinned(value: object) -> Any:
+    """A tensor that a GPU can copy by itself; a model's own `forward` may take other things."""
+    if not isinstance(value, Tensor) or value.is_cuda:  # it may have decoded on the device already
+        return value
+    return value.pin_memory()
 
 
 def _in_time(prepared: Prepared, indices: Sequence[int]) -> list[int]:

@@ -394,6 +394,23 @@ def test_value_that_json_has_no_form_for_fails_its_instance_alone(
 
 
 @pytest.mark.parametrize(
+    "method",
+    ["preprocess", "bucket", "collate", "forward", "postprocess", "render", "render_batch"],
+)
+def test_the_method_that_failed_is_named(method: str):
+    def fail(*_: object) -> object:
+        raise ValueError
+
+    failing = type("Failing", (Plain,), {method: fail})()
+    computer = Computer(failing, num_threads=1, pin_memory=False)
+    (outcome,) = computer.compute(
+        computer.prepare(1, [ItemRef("json", 0, 1, math.inf)], [memoryview(b"1")])
+    )
+    assert isinstance(outcome, ItemError)
+    assert outcome.message.startswith(f"{method} raised ValueError")
+
+
+@pytest.mark.parametrize(
     ("detail", "told"),
     [
         ("name", r"forward raised ValueError; the service's log has the rest"),
