@@ -1,14 +1,14 @@
 """The border to a user's model: checks what each of its methods returns. Worker processes only.
 
-A method that returns something else than `Model` says raises a `BadReturnError` at once, which
-names the method, what it returned and where it is defined. Without this, some later step of ours
-would fail on it and be blamed.
+A method that returns what a later step of ours would fail on raises a `BadReturnError` at once,
+which names the method, what it returned and where it is defined. What only the model's own methods
+hand to each other is not judged.
 """
 
 import inspect
-import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import wraps
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -19,36 +19,34 @@ from models.errors import BadReturnError, InputError
 from models.inputs import shape_text
 from models.spec import DTYPE_BYTES, TensorSpec, matches
 
+_TENSORS = "a dict of tensors by name"
 _SPECS = ("inputs", "outputs", "preprocessed")
 
 
 def checked(model: Model) -> Model:
     """Put checks around the methods that a model overrides, for every caller.
 
-    The object gets a subclass of its class. Methods of `Model` itself are left alone.
+    Its class gets functions in the place of its own, which check what this one object returns.
+    Methods of `Model` are left alone, and so is what is no plain function.
     """
+    own = type(model)
     checks: dict[str, Callable[..., None]] = {
-        "preprocess": _Preprocessed(),
+        "preprocess": _Preprocessed(has_own_collate=is_overridden(model, "collate")),
         "bucket": _check_hashable,
-        "collate": _check_tensors,
-        "forward": _check_tensors,
-        "postprocess": _check_tensors,
+        "collate": _check_there if is_overridden(model, "forward") else _check_tensors,
+        "forward": _check_computed,
+        "postprocess": _check_outputs,
         "render_batch": _check_rendered,
         "warmup": _check_items,
         "samples": _check_items,
         "encoded_samples": _check_items,
+        "load": _check_loaded,
     }
-    own = type(model)
-    methods = {
-        name: _checking(getattr(own, name), check, name)
-        for name, check in checks.items()
-        if is_overridden(model, name)
-    }
-    methods["load"] = _checking(own.load, _check_loaded, "load")
-    about = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
-    model.__class__ = types.new_class(
-        own.__name__, (own,), {}, lambda to: to.update(about, **methods)
-    )
+    for name, check in checks.items():
+        method = inspect.getattr_static(own, name)
+        if isinstance(method, FunctionType) and (name == "load" or is_overridden(model, name)):
+            method = getattr(method, "checked_method", method)  # of an object that was built before
+            setattr(own, name, _checking(model, method, check, name))
     return model
 
 
@@ -80,25 +78,33 @@ def bad_return(model: Model, method: str, must: str, found: str) -> BadReturnErr
 
 
 def _checking(
-    method: Callable[..., Any], check: Callable[..., None], name: str
+    checked_one: Model, method: Callable[..., Any], check: Callable[..., None], name: str
 ) -> Callable[..., Any]:
     @wraps(method)
     def call(model: Model, *args: Any, **kwargs: Any) -> object:
         result = method(model, *args, **kwargs)
-        check(model, name, result, *args)
+        if model is checked_one:
+            check(model, name, result, *args)
         return result
 
+    call.checked_method = method  # type: ignore[attr-defined]  # functions may have attributes
     return call
 
 
 class _Preprocessed:
     """Checks what `preprocess` yields against what the model declares, once it is loaded."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_own_collate: bool) -> None:
+        self._has_own_collate = has_own_collate
+        """Whether the model itself takes what `preprocess` yields, whatever that is."""
         self._specs: list[tuple[str, torch.dtype, TensorSpec]] | None = None
 
     def __call__(self, model: Model, method: str, features: object, *_: object) -> None:
-        _check_tensors(model, method, features)
+        if not self._has_own_collate:
+            _check_tensors(model, method, features)
+        elif not isinstance(features, Mapping):
+            _check_there(model, method, features)
+            return
         assert isinstance(features, Mapping)
         if self._specs is None:
             specs = model.inputs if model.preprocessed is None else model.preprocessed
@@ -108,6 +114,8 @@ class _Preprocessed:
             if tensor is None:
                 names = ", ".join(map(repr, features)) or "an empty dict"
                 raise bad_return(model, method, f"{name!r}, which `inputs` declares", names)
+            if not isinstance(tensor, Tensor):
+                continue
             if tensor.dtype is not dtype:
                 found = str(tensor.dtype).removeprefix("torch.")
                 must = f"{name!r} as {spec.dtype}, as `inputs` declares"
@@ -119,15 +127,40 @@ class _Preprocessed:
                 )
 
 
+def _check_there(model: Model, method: str, result: object, *_: object) -> None:
+    """Check what a method of the model's own takes next: nothing but that there is something."""
+    if result is None or inspect.iscoroutine(result):
+        raise bad_return(model, method, _TENSORS, _kind_of(result))
+
+
 def _check_tensors(model: Model, method: str, result: object, *_: object) -> None:
-    must = "a dict of tensors by name"
+    _check_each(model, method, result, lambda value: isinstance(value, Tensor))
+
+
+def _check_computed(model: Model, method: str, result: object, *_: object) -> None:
+    """Check what is copied to the CPU next."""
+    _check_each(model, method, result, lambda value: hasattr(value, "cpu"))
+
+
+def _check_outputs(model: Model, method: str, result: object, *_: object) -> None:
+    if model.finite_outputs or not _renders_itself(model):
+        _check_tensors(model, method, result)
+    else:  # nothing else of ours looks at more than the shapes
+        _check_each(model, method, result, lambda value: hasattr(value, "shape"))
+
+
+def _check_each(
+    model: Model, method: str, result: object, is_right: Callable[[object], bool]
+) -> None:
     if not isinstance(result, Mapping):
-        raise bad_return(model, method, must, _kind_of(result))
+        raise bad_return(model, method, _TENSORS, _kind_of(result))
     for name, value in result.items():
-        if not isinstance(value, Tensor):
-            raise bad_return(model, method, must, f"{_kind_of(value)} as {name!r}")
-        if not isinstance(name, str):
-            raise bad_return(model, method, must, f"a name of type {type(name).__name__}")
+        if not is_right(value):
+            raise bad_return(model, method, _TENSORS, f"{_kind_of(value)} as {name!r}")
+
+
+def _renders_itself(model: Model) -> bool:
+    return is_overridden(model, "render") or is_overridden(model, "render_batch")
 
 
 def _check_hashable(model: Model, method: str, result: object, *_: object) -> None:
@@ -139,18 +172,26 @@ def _check_hashable(model: Model, method: str, result: object, *_: object) -> No
 
 
 def _check_rendered(
-    model: Model, method: str, result: object, outputs: object, parameters: Sequence[object]
+    model: Model,
+    method: str,
+    result: object,
+    outputs: object = None,
+    parameters: Sequence[object] | None = None,
 ) -> None:
+    if parameters is None:
+        return  # the model's own call, with keywords
     must = f"a list of {len(parameters)} values, one for each instance"
-    if not isinstance(result, Sequence) or isinstance(result, str | bytes):
+    if not isinstance(result, Iterable) or isinstance(result, str | bytes | Mapping):
         raise bad_return(model, method, must, _kind_of(result))
-    if len(result) != len(parameters):
+    if isinstance(result, Sized) and len(result) != len(parameters):
         raise bad_return(model, method, must, f"{len(result)} of them")
 
 
 def _check_items(model: Model, method: str, result: object, *_: object) -> None:
     must = "a list of models.base.Item"
-    if not isinstance(result, Sequence) or isinstance(result, str | bytes):
+    if isinstance(result, Iterator):
+        return  # to look at it would use it up
+    if not isinstance(result, Iterable) or isinstance(result, str | bytes):
         raise bad_return(model, method, must, _kind_of(result))
     for each in result:
         if not isinstance(each, Item):
@@ -158,8 +199,8 @@ def _check_items(model: Model, method: str, result: object, *_: object) -> None:
 
 
 def _check_loaded(model: Model, method: str, result: object, *_: object) -> None:
-    """Check what `load` returned, and what the model declares now."""
-    if result is not None:
+    """Check that `load` has run, and what the model declares now."""
+    if inspect.iscoroutine(result):
         must = "None (the model keeps what it loads, as in `self.network = ...`)"
         raise bad_return(model, method, must, _kind_of(result))
     for name in _SPECS:
@@ -171,7 +212,7 @@ def _check_specs(model: Model, name: str, specs: object) -> None:
         return
     place = f"{type(model).__module__}.{type(model).__qualname__}.{name}"
     like = 'such as [TensorSpec(name="x", dtype="float32", shape=(-1, 3))]'
-    if not isinstance(specs, Sequence) or isinstance(specs, str):
+    if not isinstance(specs, Collection) or isinstance(specs, str):
         raise BadReturnError(f"{place} must be a list of specs {like}, not {_kind_of(specs)}")
     for spec in specs:
         if not isinstance(spec, TensorSpec):

@@ -10,6 +10,7 @@ import torch
 from models.base import Item, Model
 from models.border import bad_return, is_overridden
 from models.errors import BadReturnError
+from models.texts import described
 
 logger = logging.getLogger(__name__)
 
@@ -28,19 +29,21 @@ def reads_own_form(model: Model) -> bool:
 def example_of(model: Model, samples: Sequence[Item]) -> bytes:
     """The model's `example`, or else a short JSON sample of its warm-up; empty if it has neither.
 
-    An example that its own `preprocess` refuses is not shown, and the log says why.
+    An example that cannot be shown, or that the model's own `preprocess` refuses, is left out, and
+    the log says why: a model may also have an attribute of that name for itself.
 
     Args:
         model: Loaded.
         samples: What its `warmup` returned.
-
-    Raises:
-        BadReturnError: It is nothing that can be shown.
     """
-    value = model.example() if callable(model.example) else model.example
-    if value is None:
-        return _short_sample(samples)
-    item, text = _read(model, value)
+    try:
+        value = model.example() if callable(model.example) else model.example
+        if value is None:
+            return _short_sample(samples)
+        item, text = _read(model, value)
+    except Exception as error:  # the model is the user's: it may raise anything
+        logger.warning("the model's example is not shown: %s", described(error))
+        return b""
     if len(text) > MAX_EXAMPLE_BYTES:
         logger.warning(
             "the model's example takes %d bytes as JSON and is not shown; at most %d are",

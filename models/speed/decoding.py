@@ -56,7 +56,7 @@ class DecodeTrial:
         Raises:
             ModelError: It was asked for by name, and this model has no such way.
         """
-        items = self._model.encoded_samples()
+        items = list(self._model.encoded_samples())
         if not items:
             if is_wanted:
                 raise ModelError('decode = "fast" cannot be had: this model has one way to decode')

@@ -80,7 +80,7 @@ class Trial:
         self.device = tensor.device
         is_cuda = self.device.type == "cuda"
         self.device_name = torch.cuda.get_device_name(self.device) if is_cuda else "cpu"
-        self._items: Sequence[Item] = model.samples()
+        self._items: Sequence[Item] = list(model.samples())
         if not self._items:
             self.obstacle = "no sample inputs to verify presets on"
             return

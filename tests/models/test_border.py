@@ -1,5 +1,6 @@
 """What a model's methods return by mistake, and what its author is told of it."""
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,10 @@ import torch
 from models.base import Features, Item, Model
 from models.border import checked, place_of
 from models.errors import BadReturnError, InputError
+from models.example import example_of
 from models.spec import Placement, TensorSpec
+from workers.compute import Computer
+from workers.messages import ItemRef
 
 CPU = Placement(devices=("cpu",))
 X = TensorSpec(name="x", dtype="float32", shape=(-1, 3))
@@ -72,7 +76,6 @@ VALUES = {
     "a coroutine (write `def`, not `async def`)": _coroutine,
     "a generator (it has a `yield` in it)": _generator,
     "numpy.ndarray as 'x'": lambda: {"x": np.zeros(3)},
-    "a name of type int": lambda: {0: torch.zeros(3)},
 }
 TENSORS = "a dict of tensors by name"
 ITEMS = "a list of models.base.Item"
@@ -91,14 +94,18 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 WRONG = [
     *(
         (method, TENSORS, found)
-        for method in ("preprocess", "collate", "forward", "postprocess")
+        for method in ("preprocess", "forward", "postprocess")
         for found in VALUES
     ),
-    *(("render_batch", "a list of 1 values", each) for each in ("None", "str", "Tensor")),
+    *(
+        ("collate", TENSORS, each)
+        for each in ("None", "a coroutine (write `def`, not `async def`)")
+    ),
+    *(("render_batch", "a list of 1 values", each) for each in ("None", "str")),
+    ("render_batch", "a list of 1 values", "3 of them"),
     *((method, ITEMS, each) for method in ("warmup", "samples") for each in ("None", "str")),
     ("warmup", ITEMS, "Tensor in it"),
     ("encoded_samples", ITEMS, "None"),
-    ("load", "None", "Tensor"),
     ("load", "None", "a coroutine (write `def`, not `async def`)"),
     ("bucket", "something hashable", "list"),
 ]
@@ -106,10 +113,13 @@ WRONG = [
 
 @pytest.mark.parametrize(("method", "must", "found"), WRONG)
 def test_wrong_return_is_told_with_the_method_and_its_place(method: str, must: str, found: str):
-    make = VALUES["list" if found == "Tensor in it" else found]
+    make = VALUES[{"Tensor in it": "list", "3 of them": "numpy.ndarray"}.get(found, found)]
 
     class Wrong(Good):
         pass
+
+    if method == "preprocess":  # a model's own `collate` may take anything
+        Wrong.collate = Model.collate  # type: ignore[method-assign]
 
     def wrong(self: Model, *_: object) -> object:
         return make()
@@ -131,10 +141,189 @@ def test_right_returns_pass():
 
 
 def test_methods_that_a_model_does_not_override_are_left_alone():
-    plain = checked(Model())
-    assert [name for name in vars(type(plain)) if not name.startswith("__")] == ["load"]
-    assert (type(plain).__name__, type(plain).__module__) == ("Model", "models.base")
+    class Plain(Model):
+        pass
+
+    plain = checked(Plain())
+    assert type(plain) is Plain
+    assert [name for name in vars(Plain) if not name.startswith("__")] == ["load"]
     assert place_of(Good(), "forward").startswith(f"{Path(__file__)}:")
+
+
+class Sums(Model):
+    """Sums each instance; the tests below do it in other ways that have served."""
+
+    inputs = (X,)
+
+    def forward(self, batch: Any) -> Any:
+        return {"y": batch["x"].sum(1)}
+
+    def warmup(self) -> Any:
+        return [item(b"[1.0, 2.0, 3.0]")]
+
+
+class StaticPostprocess(Sums):
+    @staticmethod
+    def postprocess(outputs: Any) -> Any:  # type: ignore[override]
+        return outputs
+
+
+class ClassPreprocess(Sums):
+    @classmethod
+    def preprocess(cls, item: Item) -> Any:  # type: ignore[override]
+        return {"x": torch.tensor(item.json())}
+
+
+class StaticBucket(Sums):
+    @staticmethod
+    def bucket(features: Any) -> int:  # type: ignore[override]
+        return 0
+
+
+class CallableForward(Sums):
+    class _Sum:
+        def __call__(self, batch: Any) -> Any:
+            return {"y": batch["x"].sum(1)}
+
+    forward = _Sum()  # type: ignore[assignment]
+
+
+class GeneratedWarmup(Sums):
+    def warmup(self) -> Any:
+        yield item(b"[1.0, 2.0, 3.0]")
+
+
+class LoadsAndReturns(Sums):
+    def load(self, placement: Placement) -> Any:
+        return self
+
+
+class ShowsATensor(Sums):
+    example = torch.zeros(1, 3)
+
+
+class ShowsByItsOwnMeans(Sums):
+    def example(self, wanted: int) -> Any:  # type: ignore[override]
+        return wanted
+
+
+class RendersNumpy(Sums):
+    def render_batch(self, outputs: Any, parameters: Any) -> Any:
+        return outputs["y"].numpy()
+
+
+class RendersOneByOne(Sums):
+    def render_batch(self, outputs: Any, parameters: Any) -> Any:
+        return (float(each) for each in outputs["y"])
+
+
+class CollatesLengths(Sums):
+    def collate(self, instances: Any) -> Any:
+        return {"x": torch.stack([each["x"] for each in instances]), "n": [1] * len(instances)}
+
+
+class CollatesATensor(Sums):
+    def collate(self, instances: Any) -> Any:
+        return torch.stack([each["x"] for each in instances])
+
+    def forward(self, batch: Any) -> Any:
+        assert len(batch) == 2, "it is computed at once"
+        return {"y": batch.sum(1)}
+
+    def warmup(self) -> Any:
+        return []
+
+
+class YieldsATensor(Sums):
+    def preprocess(self, item: Item) -> Any:
+        return torch.tensor(item.json())
+
+    def collate(self, instances: Any) -> Any:
+        return {"x": torch.stack(list(instances))}
+
+
+class YieldsMore(Sums):
+    def preprocess(self, item: Item) -> Any:
+        return {"x": torch.tensor(item.json()), "scale": 5}
+
+    def collate(self, instances: Any) -> Any:
+        return {"x": torch.stack([each["x"] for each in instances])}
+
+
+class YieldsLists(YieldsMore):
+    def preprocess(self, item: Item) -> Any:
+        return {"x": item.json()}
+
+    def collate(self, instances: Any) -> Any:
+        return {"x": torch.tensor([each["x"] for each in instances])}
+
+
+class ReturnsNumpy(Sums):
+    finite_outputs = False
+
+    def postprocess(self, outputs: Any) -> Any:
+        return {"y": outputs["y"].numpy()}
+
+    def render(self, outputs: Any, parameters: Any) -> Any:
+        return float(outputs["y"])
+
+
+class NumbersItsOutputs(Sums):
+    def forward(self, batch: Any) -> Any:
+        return {0: batch["x"].sum(1)}
+
+
+class NamesItsOwnClass(Sums):
+    def preprocess(self, item: Item) -> Any:
+        return super(self.__class__, self).preprocess(item)
+
+
+class RendersByKeyword(Sums):
+    def render_batch(self, outputs: Any, parameters: Any) -> Any:
+        if len(outputs["y"]) == 1:
+            return [float(outputs["y"])]
+        return [
+            self.render_batch(outputs={"y": each[None]}, parameters=[{}])[0]
+            for each in outputs["y"]
+        ]
+
+
+class _Tagged(Sums):
+    def __init_subclass__(cls, *, tag: str) -> None:
+        super().__init_subclass__()
+
+
+class IsTagged(_Tagged, tag="a"):
+    pass
+
+
+class DeclaresByName(Sums):
+    inputs = {"x": X}.values()  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("kind", [*Sums.__subclasses__(), IsTagged, YieldsLists])
+def test_models_that_have_always_served_still_do(kind: type[Sums]):
+    if kind is _Tagged:
+        return
+    for _ in range(2):  # a class may be built more than once
+        model = checked(kind())
+        model.load(CPU)
+        samples = list(model.warmup())
+        example_of(model, samples)
+        computer = Computer(model, num_threads=1, pin_memory=False)
+        if samples:
+            computer.warm_up(samples, (1, 2))
+        payload = b"[1.0, 2.0, 3.0]"
+        refs = [ItemRef("json", 0, len(payload), math.inf)] * 2
+        assert (
+            computer.compute(computer.prepare(1, refs, [memoryview(payload)] * 2)) == [b"6.0"] * 2
+        )
+    assert type(model) is kind
+
+
+def test_example_that_cannot_be_shown_is_logged(caplog: pytest.LogCaptureFixture):
+    assert example_of(checked(ShowsATensor()), []) == b""
+    assert "example is not shown: BadReturnError: ShowsATensor.example must be" in caplog.text
 
 
 @pytest.mark.parametrize(
