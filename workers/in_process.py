@@ -147,31 +147,36 @@ class InProcessWorker:
         """Compute a batch, in the thread."""
         payloads = [self._arena[each.offset : each.offset + each.num_bytes] for each in items]
         began = time.monotonic()
-        prepared = self._computer.prepare(number, items, payloads)
-        computed_at = time.monotonic()
-        try:
-            outcomes = self._computer.compute(prepared)
-        except (Exception, SystemExit) as error:  # what would end a worker's process
-            logger.exception("this would have ended a worker")
-            text = f"the worker would have ended: {described(error)}"
-            outcomes = [ItemError("model_error", text)] * len(items)
+        with torch.inference_mode():  # not while it loads, as in a worker
+            prepared = self._computer.prepare(number, items, payloads)
+            computed_at = time.monotonic()
+            try:
+                outcomes = self._computer.compute(prepared)
+            except (Exception, SystemExit) as error:  # what would end a worker's process
+                logger.exception("this would have ended a worker")
+                text = f"the worker would have ended: {described(error)}"
+                outcomes = [ItemError("model_error", text)] * len(items)
         compute_s = time.monotonic() - computed_at
         return BatchDone(number, outcomes, prepared.prepare_s, compute_s, 0, began, computed_at)
 
     def _work(self) -> None:
-        with torch.inference_mode():
-            while (order := self._orders.get()) is not None:
-                future, work = order
-                try:
-                    result = work()
-                except BaseException as error:
-                    settle = partial(_settle, future, None, error)
-                else:
-                    settle = partial(_settle, future, result, None)
-                try:
-                    self._loop.call_soon_threadsafe(settle)
-                except RuntimeError:  # the loop is closed: the service has left
-                    return
+        while (order := self._orders.get()) is not None:
+            future, work = order
+            try:
+                result = work()
+            except (StopIteration, asyncio.CancelledError) as error:
+                # Neither can pass through a future as what it is.
+                failure = RuntimeError(f"the model raised {described(error)}")
+                failure.__cause__ = error
+                settle = partial(_settle, future, None, failure)
+            except BaseException as error:
+                settle = partial(_settle, future, None, error)
+            else:
+                settle = partial(_settle, future, result, None)
+            try:
+                self._loop.call_soon_threadsafe(settle)
+            except RuntimeError:  # the loop is closed: the service has left
+                return
 
 
 def _settle(future: Future[Any], result: object, error: BaseException | None) -> None:
