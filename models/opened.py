@@ -9,6 +9,7 @@ import os
 import stat
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,8 @@ import msgspec
 _NO_PART = ("/dev/", "/etc/", "/proc/", "/run/", "/sys/")
 """The system's own files: a model may read them, but is not made of them."""
 _OURS = tuple(f"{Path(__file__).parents[1] / name}/" for name in ("models", "service", "workers"))
+_PART = "inferpool.part"
+"""The audit event of `announce`."""
 _LIBRARIES = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib")})
 
 
@@ -41,8 +44,11 @@ def mark_of(path: str) -> FileMark | None:
 
 
 def announce(path: Path) -> None:
-    """Say that a file is about to be opened by a library that Python does not see opening files."""
-    sys.audit("open", str(path), "rb", os.O_RDONLY)
+    """Say that a file is part of the model, wherever it is, and about to be opened by a library.
+
+    Python does not see each library opening files.
+    """
+    sys.audit(_PART, str(path))
 
 
 class OpenedFiles:
@@ -50,7 +56,8 @@ class OpenedFiles:
 
     Python tells by an audit event of each file that it opens, modules among them
     (https://docs.python.org/3/library/audit_events.html). Installed libraries are left out, but for
-    the package that the model itself is in. So are files that this process writes.
+    the package that the model itself is in. So are files that this process writes, what is in
+    folders that it makes, temporary files, and files that are gone when it has loaded the model.
     """
 
     def __init__(self, source: str) -> None:
@@ -59,6 +66,8 @@ class OpenedFiles:
         self._own_parts = tuple(f"{library}{own}" for library in _LIBRARIES) if own else ()
         self._marks: dict[str, FileMark | None] = {}
         self._written: set[str] = set()
+        self._made_folders: list[str] = []
+        self._no_part = (*_NO_PART, *_temporary_folders())
         self._is_noting = False
 
     @contextlib.contextmanager
@@ -72,20 +81,34 @@ class OpenedFiles:
             self._is_noting = False
 
     def marks(self) -> list[FileMark]:
-        """Each file, as it was before it was opened first."""
+        """Each file that is there now, as it was before it was opened first."""
+        made = tuple(self._made_folders)
         return [
             mark
             for path, mark in self._marks.items()
-            if mark is not None and path not in self._written
+            if mark is not None
+            and path not in self._written
+            and not path.startswith(made)
+            and mark_of(path) is not None
         ]
 
     def _on_event(self, event: str, args: tuple[object, ...]) -> None:
-        if not self._is_noting or event != "open":
+        if not self._is_noting:
             return
-        file, _, flags = args
-        if not isinstance(file, str | bytes | os.PathLike) or not isinstance(flags, int):
-            return
-        path = os.path.abspath(os.fsdecode(file))
+        if event == "open":
+            file, _, flags = args
+            if isinstance(flags, int) and (name := _name_of(file)):
+                self._on_open(name, flags)
+        elif event == _PART:
+            path = _name_of(args[0])
+            self._marks.setdefault(path, mark_of(path))
+        elif event == "os.rename":
+            if name := _name_of(args[1]):
+                self._written.add(name)
+        elif event == "os.mkdir" and (name := _name_of(args[0])) and not os.path.lexists(name):
+            self._made_folders.append(f"{name}/")
+
+    def _on_open(self, path: str, flags: int) -> None:
         if flags & os.O_ACCMODE != os.O_RDONLY:
             self._written.add(path)
             return
@@ -96,6 +119,19 @@ class OpenedFiles:
             self._marks[path] = mark_of(path)
 
     def _is_part(self, path: str) -> bool:
-        if path.startswith((*_NO_PART, *_OURS)):
+        if path.startswith((*self._no_part, *_OURS)):
             return False
         return not path.startswith(_LIBRARIES) or path.startswith(self._own_parts)
+
+
+def _temporary_folders() -> Iterator[str]:
+    """Where temporary files are; nothing if the working folder is there, with a model to try."""
+    with contextlib.suppress(FileNotFoundError):  # no folder can be written to
+        folder = tempfile.gettempdir()
+        if not Path.cwd().is_relative_to(os.path.realpath(folder)):
+            yield from {f"{folder}/", f"{os.path.realpath(folder)}/"}
+
+
+def _name_of(path: object) -> str:
+    """The absolute path that Python was given; empty if it was given a descriptor."""
+    return os.path.abspath(os.fsdecode(path)) if isinstance(path, str | bytes | os.PathLike) else ""

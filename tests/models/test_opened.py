@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 _NOTE = """
-import json, os, sys
+import json, os, subprocess, sys, tempfile
 from pathlib import Path
 from models.opened import OpenedFiles
 sys.path.insert(0, os.getcwd())
@@ -21,13 +21,15 @@ ROOT = Path(__file__).parents[2]
 
 def noted(folder: Path, body: str, source: str = "net:Net") -> str:
     """What is noted of a few lines, in a process of their own."""
+    temporary = folder / "temporary"
+    temporary.mkdir(exist_ok=True)
     for name in ("before", "after", "weights"):
         (folder / name).write_text("1")
     lines = "".join(f"    {line}\n" for line in body.splitlines())
     done = subprocess.run(
         [sys.executable, "-c", _NOTE.format(body=lines), source],
         cwd=folder,
-        env={"PYTHONPATH": str(ROOT)},
+        env={"PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)},
         capture_output=True,
         text=True,
         timeout=60,
@@ -44,6 +46,9 @@ def noted(folder: Path, body: str, source: str = "net:Net") -> str:
         "os.close(os.open('weights', os.O_RDONLY))",
         "import threading as t\na = t.Thread(target=open, args=['weights'])\na.start(), a.join()",
         "from models.opened import announce\nannounce(Path('weights'))",
+        "from models.opened import announce\n"
+        "part = Path(tempfile.gettempdir(), 'weights')\n"
+        "subprocess.run(['cp', 'weights', part])\nannounce(part)",
     ],
 )
 def test_what_is_opened_meanwhile_is_noted(tmp_path: Path, body: str):
@@ -64,8 +69,24 @@ def test_modules_are_noted_by_their_source_even_if_they_are_cached(tmp_path: Pat
         "open('/proc/self/stat').read()\nopen(0, closefd=False)",
         "import wave, multipart\nimport models.spec",
         "Path('folder').mkdir(exist_ok=True)\nos.listdir('folder')",
+        "os.rename('weights', 'cache')\nopen('cache').read()",
+        "os.mkdir('made')\nsubprocess.run(['cp', 'weights', 'made'])\nopen('made/weights').read()",
+        "open('weights').read()\nos.unlink('weights')",
+        "with tempfile.TemporaryDirectory() as made:\n"
+        "    subprocess.run(['cp', 'weights', made])\n    open(f'{made}/weights').read()\n"
+        "part = tempfile.gettempdir() + '/part'\nsubprocess.run(['cp', 'weights', part])\n"
+        "open(part).read()",
     ],
-    ids=["written", "the system's", "libraries", "folders"],
+    ids=[
+        "written",
+        "the system's",
+        "libraries",
+        "folders",
+        "renamed",
+        "in a folder of its own",
+        "gone",
+        "temporary",
+    ],
 )
 def test_what_a_model_is_not_made_of_is_left_out(tmp_path: Path, body: str):
     assert noted(tmp_path, body) == "[]"
