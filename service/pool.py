@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 _NUM_ENDINGS = 20
 """That are kept for people to look at."""
+_NUM_TRIES = 3
+"""How often a restart tries each worker, once one has been replaced."""
 _MOMENT_S = 1.0
 """A model that loads within this is worth waiting for when all its workers are down."""
 
@@ -209,8 +211,10 @@ class Pool:
         """Replace workers one after another, each by a successor that is ready before it leaves.
 
         If it is all of them, they load what lies on disk now; one alone may not differ from the
-        others. Where the first successor does not come up, all stay as they are. Once one has come
-        up, the others follow, even if they must leave first: replicas are not to differ for long.
+        others. Where the first successor does not come up, all stay as they are. Others that do not
+        come up are tried again. If that does not help, their old workers serve on; but where their
+        files differ, those of the new version leave, or those of the old one if the new one could
+        be loaded twice: replicas are not to differ for long.
 
         Args:
             slots: The workers.
@@ -234,38 +238,57 @@ class Pool:
         self.restart = Restart(state="done", text="")
 
     async def _replace_all(self, slots: Sequence[Slot], grace_s: float, *, old_first: bool) -> None:
-        for number, slot in enumerate(slots):
-            is_first = number == 0
-            # What the first has loaded is what the others load, and one alone is not to differ.
-            renews = is_first and len(slots) == len(self.slots)
-            await self._replace(
-                slot, grace_s, old_first=old_first, is_first=is_first, renews=renews
-            )
+        # Each loads what is on disk by then; where that is not what the first loaded, the first
+        # is replaced again. One alone is not to differ.
+        renews = len(slots) == len(self.slots)
+        waiting, replaced = list(slots), set[int]()
+        for _ in range(_NUM_TRIES):
+            errors: dict[str, str] = {}
+            for slot in waiting:
+                error = await self._replace(slot, grace_s, old_first=old_first, renews=renews)
+                if error:
+                    errors[slot.id.worker] = error
+                    if not replaced:
+                        raise RestartFailedError(error)
+                    if old_first:
+                        break  # lest they all leave for a model that cannot be loaded
+                else:
+                    replaced.add(slot.id.slot)
+            current = replaced - {slot.id.slot for slot in self._supervisor.outdated()}
+            waiting = [slot for slot in slots if slot.id.slot not in current]
+            if not waiting:
+                return
+        for slot in self._supervisor.choose_files():
+            logger.warning("%s leaves: it serves with other files than the rest", slot.id)
+            self.restart.text = f"{slot.id.worker} starts again"
+            errors.pop(slot.id.worker, None)
+            if not await self._supervisor.replace(slot, grace_s):
+                errors[slot.id.worker] = (
+                    f"{slot.id.worker} served with other files than the rest, so it left, and is "
+                    f"tried again from time to time: {slot.reason}"
+                )
+        if errors:
+            raise RestartFailedError("; ".join(errors.values()))
 
-    async def _replace(
-        self, slot: Slot, grace_s: float, *, old_first: bool, is_first: bool, renews: bool
-    ) -> None:
+    async def _replace(self, slot: Slot, grace_s: float, *, old_first: bool, renews: bool) -> str:
+        """Replace a worker; why that failed, or nothing."""
         config = replace(slot.config, chosen=None)  # something may have changed
         if slot.handle is not None and not old_first:
-            shortage = _shortage(slot.handle)
             try:
-                if shortage:
+                if shortage := _shortage(slot.handle):
                     raise WorkerStartError(shortage, permanent=False)
                 await self._succeed(slot, config, grace_s, renews=renews)
-                return
             except WorkerStartError as error:
-                if is_first:
-                    raise RestartFailedError(
-                        f"{slot.id.worker} was not replaced, and serves on as it was: {error}"
-                    ) from error
-                logger.warning("%s leaves before its successor starts: %s", slot.id, error)
+                return f"{slot.id.worker} was not replaced, and serves on as it was: {error}"
+            return ""
         slot.config = config
         self.restart.text = f"{slot.id.worker} starts again"
-        if not await self._supervisor.replace(slot, grace_s, renews=renews):
-            raise RestartFailedError(
-                f"{slot.id.worker} did not come up again, and is tried again from time to time: "
-                f"{slot.reason}"
-            )
+        if await self._supervisor.replace(slot, grace_s, renews=renews):
+            return ""
+        return (
+            f"{slot.id.worker} did not come up again, and is tried again from time to time: "
+            f"{slot.reason}"
+        )
 
     async def _succeed(
         self, slot: Slot, config: WorkerConfig, grace_s: float, *, renews: bool = False

@@ -2,7 +2,7 @@
 
 WorkerError
 +-- WorkerStartError           an incarnation never became ready; `permanent` if none ever will
-|   +-- FilesChangedError      it would answer differently from those that serve
+|   +-- FilesChangedError      it would answer differently from the others
 +-- WorkerLostError            an incarnation ended while it held a batch
 """
 
@@ -26,7 +26,7 @@ class WorkerStartError(WorkerError):
 
 
 class FilesChangedError(WorkerStartError):
-    """The model's files have changed since the workers that serve were started."""
+    """The model's files have changed since it was loaded for the other workers."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, permanent=False)

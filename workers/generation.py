@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 _PIECE_BYTES = 1 << 20
 _SHOWN = 3
+_NUM_TORN = 3
+"""A file that changes during so many loads of a worker in a row does so all the time."""
 
 
 class FilesOfAll:
@@ -26,9 +28,14 @@ class FilesOfAll:
     def __init__(self) -> None:
         self._present: Generation | None = None
         """What those serve with that are ready; None before the first, or if all are gone."""
-        self._restless: set[tuple[str, str]] = set()
-        """Workers, with files that changed while they loaded them; if that recurs, so be it."""
+        self._num_torn: dict[str, dict[str, int]] = {}
+        """By worker and file: in how many loads in a row the file has changed."""
         self._remembering: set[Task[None]] = set()
+
+    @property
+    def present(self) -> "Generation | None":
+        """The files that all later workers are to load; None if any will do."""
+        return self._present
 
     async def check(self, id: WorkerId, *, renews: bool) -> None:
         """See that what is on disk is what the others serve with, unless it is to renew that.
@@ -44,7 +51,7 @@ class FilesOfAll:
     async def judge(
         self, id: WorkerId, marks: Sequence[FileMark], *, renews: bool
     ) -> "Generation | None":
-        """See that a worker that is ready has what the others serve with.
+        """See that a worker that is ready has what the others serve with, or that it may differ.
 
         Returns:
             Its files, for `adopt`, if it is the first that has them.
@@ -55,21 +62,27 @@ class FilesOfAll:
         """
         if not marks:
             return None
-        if torn := set(await asyncio.to_thread(_changed_since, marks)):
-            seen = {(id.worker, path) for path in torn}
-            if not seen <= self._restless:
-                self._restless |= seen
+        torn = set(await asyncio.to_thread(_changed_since, marks))
+        before = self._num_torn.pop(id.worker, {})
+        if torn:
+            num_torn = self._num_torn[id.worker] = {path: before.get(path, 0) + 1 for path in torn}
+            if min(num_torn.values()) < _NUM_TORN:
                 text = f"{_listed(sorted(torn))} changed on disk while the model was loaded"
                 raise WorkerStartError(text, permanent=False)
             text = "%s: %s changes all the time: replicas may differ in it"
             logger.warning(text, id.model, _listed(sorted(torn)))
             marks = [mark for mark in marks if mark.path not in torn]
-        while (present := self._present) is not None and not renews:
+        while (present := self._present) is not None:
             differing = await asyncio.to_thread(present.differing, marks)
-            if present is self._present:
-                if differing:
-                    raise _outdated(id, differing)
+            if renews and not differing:
+                differing = await asyncio.to_thread(present.changed)  # with what is not opened now
+            if present is not self._present:
+                continue
+            if not differing:
                 return None
+            if renews:
+                break
+            raise _outdated(id, differing)
         return Generation(marks)
 
     def adopt(self, generation: "Generation") -> bool:
@@ -77,6 +90,7 @@ class FilesOfAll:
         before, self._present = self._present, generation
         if before is not None:
             before.close()
+        generation.open()
         task = asyncio.create_task(asyncio.to_thread(generation.remember))
         self._remembering.add(task)
         task.add_done_callback(self._remembering.discard)
@@ -117,6 +131,10 @@ class Generation:
         self._marks = {mark.path: mark for mark in marks}
         self._digests: dict[str, bytes] = {}
         self._lock = threading.Lock()
+        self._is_closed = False
+
+    def open(self) -> None:
+        """Read again, after `close`."""
         self._is_closed = False
 
     def close(self) -> None:
@@ -172,9 +190,9 @@ def _changed_since(marks: Sequence[FileMark]) -> list[str]:
 
 def _outdated(id: WorkerId, changed: Sequence[str]) -> FilesChangedError:
     return FilesChangedError(
-        f"{_listed(changed)} changed on disk after the workers that serve had loaded it, and "
-        f"replicas are not to differ: restart all workers of {id.model} to serve what is there "
-        f"now (POST /admin/models/{id.model}/restart), or put back what was there"
+        f"{_listed(changed)} changed on disk after {id.model} was loaded, and replicas are not to "
+        f"differ: restart all workers of {id.model} to serve what is there now "
+        f"(POST /admin/models/{id.model}/restart), or put back what was there"
     )
 
 

@@ -6,6 +6,7 @@ import logging
 import random
 import re
 from asyncio import Task
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
@@ -56,6 +57,8 @@ class Slot:
     """When that was, in the loop's time; None before the first."""
     num_restarts: int = 0
     handle: WorkerHandle | None = None
+    generation: Generation | None = None
+    """The files that its incarnation serves with; None if they are not known."""
     num_failures: int = 0
     """Incarnations in a row that did not start, or ended without having been of use."""
     num_deaths_at_work: int = 0
@@ -194,14 +197,35 @@ class Supervisor:
         if slot.handle is not predecessor or slot.is_asked_to_leave or self._is_stopping:
             await successor.stop(0)
             raise WorkerStartError(f"{predecessor.id} ended meanwhile", permanent=False)
-        self._adopt(generation)
         slot.id, slot.handle, slot.config, slot.raised = id, successor, config, ""
+        self._adopt(slot, generation)
         slot.num_restarts += 1
         self._watcher.on_ready(slot)
         self._watcher.on_gone(predecessor)
         self._leaving.append(predecessor)
         await predecessor.stop(grace_s)
         self._leaving.remove(predecessor)
+
+    def outdated(self) -> list[Slot]:
+        """The slots that serve with other files than all later incarnations will."""
+        present = self._files.present
+        return [slot for slot in self.slots if slot.handle and slot.generation is not present]
+
+    def choose_files(self) -> list[Slot]:
+        """Decide which files all are to serve with, where workers differ after a restart.
+
+        It is the new ones if two workers serve with them, since they could be loaded twice. Else
+        it is those that most of the other workers have.
+
+        Returns:
+            The slots that serve with other files.
+        """
+        held = Counter(slot.generation for slot in self.slots if slot.handle)
+        if held.pop(self._files.present, 0) <= 1:
+            generation = max(held, key=held.__getitem__, default=None)
+            if generation is not None and self._files.adopt(generation):
+                self._forget_what_was_found_out()
+        return self.outdated()
 
     async def _keep(self, slot: Slot) -> None:
         try:
@@ -237,7 +261,7 @@ class Supervisor:
             self._watcher.on_progress(slot)
 
         try:
-            if await self._files.give_up_if_gone(lambda: any(each.handle for each in self.slots)):
+            if await self._files.give_up_if_gone(self._is_present_served):
                 logger.warning(
                     "%s: files of the model changed on disk, and no worker is left that had "
                     "loaded what was there: all serve what is there now",
@@ -258,8 +282,8 @@ class Supervisor:
         if self._is_stopping:
             await handle.stop(0)
             return False
-        self._adopt(generation)
         slot.handle, slot.was_ever_ready, slot.raised = handle, True, ""
+        self._adopt(slot, generation)
         slot.state, slot.stage = "ready", ""
         self._watcher.on_ready(slot)
         slot.settled.set()
@@ -321,10 +345,14 @@ class Supervisor:
             await handle.stop(0)
             raise
 
-    def _adopt(self, generation: Generation | None) -> None:
+    def _adopt(self, slot: Slot, generation: Generation | None) -> None:
         """Have all later incarnations load the files of this one, if it is the first with them."""
         if generation is not None and self._files.adopt(generation):
             self._forget_what_was_found_out()
+        slot.generation = self._files.present
+
+    def _is_present_served(self) -> bool:
+        return any(slot.handle and slot.generation is self._files.present for slot in self.slots)
 
     def _forget_what_was_found_out(self) -> None:
         """Other files may make another network, which is to be tried and split anew."""

@@ -93,7 +93,7 @@ def restart(service: Running, **query: object) -> httpx.Response:
 def held_back(service: Running, number: int) -> bool:
     """Whether a worker may not serve for the sake of its files."""
     worker = model_of(service)["workers"][number]
-    is_told = "changed on disk after the workers that serve had loaded it" in worker["reason"]
+    is_told = "changed on disk after net was loaded" in worker["reason"]
     return worker["state"] == "backoff" and is_told
 
 

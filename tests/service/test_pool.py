@@ -207,23 +207,148 @@ def test_restart_whose_first_successor_fails_changes_nothing():
     run(go)
 
 
-def test_restart_goes_on_once_a_successor_is_up_even_if_the_next_must_leave_first():
+class Loading(FakeEngine):
+    """Its workers are made of one file, as it is when they start."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+        path.write_text("old")
+        self.on_start: Callable[[WorkerId], None] = lambda id: None
+        """May raise, or change the file, before a worker starts."""
+
+    async def start(
+        self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
+    ) -> FakeWorker:
+        self.on_start(id)
+        mark = mark_of(str(self.path))
+        worker = await super().start(id, config, on_progress)
+        worker.ready = msgspec.structs.replace(worker.ready, files=[mark] if mark else [])
+        return worker
+
+
+async def all_ready(engine: FakeEngine, arena: Arena, num_workers: int = 3) -> Pool:
+    pool = pool_over(engine, arena, configs=[CONFIG] * num_workers)
+    pool.start()
+    await until(lambda: all(slot.handle for slot in pool.slots))
+    return pool
+
+
+def names_of_serving(pool: Pool) -> list[str]:
+    return [str(slot.handle.id) for slot in pool.slots if slot.handle]
+
+
+def test_restart_during_which_the_files_change_again_ends_with_the_last_for_all(tmp_path: Path):
     async def go(arena: Arena) -> None:
-        engine = FakeEngine()
-        pool = await two_ready(engine, arena)
-        start = engine.start
+        engine = Loading(tmp_path / "w")
+        pool = await all_ready(engine, arena)
 
-        async def fail_beside(
-            id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
-        ) -> FakeWorker:
-            if id.worker == "m/1" and not engine.started[1].is_gone:
-                raise WorkerStartError("out of memory", permanent=False)
-            return await start(id, config, on_progress)
+        def change(id: WorkerId) -> None:
+            if str(id) == "m/1#1":
+                engine.path.write_text("newest")
+            assert len(names_of_serving(pool)) == 3  # none leaves before its successor is ready
 
-        engine.start = fail_beside  # type: ignore[method-assign]
+        engine.path.write_text("newer")
+        engine.on_start = change
         await pool.replace(pool.slots, 1)
-        assert [slot.handle for slot in pool.slots] == engine.started[2:]
+        assert names_of_serving(pool) == ["m/0#2", "m/1#1", "m/2#1"]
+        assert {str(slot.handle.ready.files) for slot in pool.slots if slot.handle} == {
+            str([mark_of(str(engine.path))])
+        }
+        engine.on_start = lambda id: None
+        engine.started[-1].die()  # the last to start is m/0
+        await until(lambda: names_of_serving(pool)[0] == "m/0#3")
+        await pool.stop(0)
+
+    run(go)
+
+
+def test_restart_tries_again_what_did_not_come_up_once_a_successor_is_up(tmp_path: Path):
+    async def go(arena: Arena) -> None:
+        engine = Loading(tmp_path / "w")
+        pool = await all_ready(engine, arena)
+        luck = iter([True, False])
+
+        def fail_once(id: WorkerId) -> None:
+            if not next(luck, True):
+                raise unlucky()
+
+        engine.path.write_text("newer")
+        engine.on_start = fail_once
+        await pool.replace(pool.slots, 1)
+        assert names_of_serving(pool) == ["m/0#1", "m/1#1", "m/2#1"]
+        await pool.stop(0)
+
+    run(go)
+
+
+def fail_beside(engine: FakeEngine, *workers: str) -> Callable[[WorkerId], None]:
+    """Successors of these do not come up while their predecessors are there."""
+
+    def on_start(id: WorkerId) -> None:
+        if id.worker in workers and not engine.started[id.slot].is_gone:
+            raise WorkerStartError("out of memory", permanent=False)
+
+    return on_start
+
+
+def test_worker_with_old_files_leaves_first_where_two_have_loaded_the_new(tmp_path: Path):
+    async def go(arena: Arena) -> None:
+        engine = Loading(tmp_path / "w")
+        pool = await all_ready(engine, arena)
+        engine.path.write_text("newer")
+        engine.on_start = fail_beside(engine, "m/1")
+        await pool.replace(pool.slots, 1)
+        assert names_of_serving(pool) == ["m/0#1", "m/1#1", "m/2#1"]
         assert pool.restart.state == "done"
+        await pool.stop(0)
+
+    run(go)
+
+
+def test_restart_whose_new_files_load_only_once_ends_with_the_old_ones(tmp_path: Path):
+    async def go(arena: Arena) -> None:
+        engine = Loading(tmp_path / "w")
+        pool = await all_ready(engine, arena)
+        engine.path.write_text("newer")
+        engine.on_start = fail_beside(engine, "m/1", "m/2")
+        with pytest.raises(RestartFailedError, match=r"m/1 .* serves on .*m/0 served with other"):
+            await pool.replace(pool.slots, 1)
+        assert names_of_serving(pool) == ["m/1#0", "m/2#0"]
+        assert (pool.slots[0].state, pool.slots[0].cause) == ("backoff", "files")
+        engine.path.write_text("old")
+        await until(lambda: pool.slots[0].state == "ready")
+        await pool.stop(0)
+
+    run(go)
+
+
+def test_worker_that_cannot_be_replaced_stays_where_the_files_are_the_same(tmp_path: Path):
+    async def go(arena: Arena) -> None:
+        engine = Loading(tmp_path / "w")
+        pool = await all_ready(engine, arena)
+        engine.on_start = fail_beside(engine, "m/1")
+        with pytest.raises(RestartFailedError, match="m/1 was not replaced"):
+            await pool.replace(pool.slots, 1)
+        assert names_of_serving(pool) == ["m/0#1", "m/1#0", "m/2#1"]
+        await pool.stop(0)
+
+    run(go)
+
+
+def test_restart_that_lets_the_old_leave_first_stops_at_the_first_that_stays_down(tmp_path: Path):
+    async def go(arena: Arena) -> None:
+        engine = Loading(tmp_path / "w")
+        pool = await all_ready(engine, arena)
+
+        def fail(id: WorkerId) -> None:
+            if id.worker != "m/0":
+                raise unlucky()
+
+        engine.on_start = fail
+        with pytest.raises(RestartFailedError, match="m/1 did not come up again"):
+            await pool.replace(pool.slots, 1, old_first=True)
+        assert names_of_serving(pool) == ["m/0#1", "m/2#0"]
         await pool.stop(0)
 
     run(go)

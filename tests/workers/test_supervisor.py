@@ -12,6 +12,7 @@ from tests.fakes import FakeEngine
 from tests.workers.contract import config_of
 from workers.engine import WorkerHandle
 from workers.errors import WorkerStartError
+from workers.generation import Generation
 from workers.supervisor import RestartPolicy, Slot, Supervisor
 
 
@@ -492,5 +493,45 @@ def test_a_file_that_changes_all_the_time_keeps_no_worker_from_serving(
     async def test(supervisor: Supervisor, log: Log) -> None:
         await log.until("ready", 2)
         assert "replicas may differ" in caplog.text
+        assert log.events.count(("ready", "m/0#2")) == 1
 
     supervise(Restless(path), test, num_workers=2)
+
+
+def test_a_file_that_changed_during_two_loads_is_judged_after_the_third(supervise, tmp_path: Path):
+    path = tmp_path / "w"
+    path.write_text("")
+
+    class Deployed(Loading):
+        async def start(self, id, config, on_progress):
+            worker = await super().start(id, config, on_progress)
+            if len(self.started) <= 2:
+                path.write_text(path.read_text() + "x")
+            return worker
+
+    async def test(supervisor: Supervisor, log: Log) -> None:
+        await log.until("ready")
+        present = supervisor._files.present
+        path.write_text("other")
+        assert present is not None
+        assert present.changed() == [str(path)]
+
+    supervise(Deployed(path), test)
+
+
+def test_workers_with_other_files_do_not_keep_the_present_ones_from_being_given_up(
+    supervise, tmp_path: Path
+):
+    path = tmp_path / "w"
+    path.write_text("old")
+    engine = Loading(path)
+
+    async def test(supervisor: Supervisor, log: Log) -> None:
+        await log.until("ready", 2)
+        supervisor.slots[1].generation = Generation([])  # as in the midst of a restart
+        path.write_text("newer")
+        engine.started[0].die()
+        await log.until("ready", 3)
+        assert supervisor.outdated() == [supervisor.slots[1]]
+
+    supervise(engine, test, num_workers=2)
