@@ -12,7 +12,9 @@ from asyncio import Task
 from collections.abc import Callable, Sequence
 from multiprocessing.context import SpawnProcess
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
+from models.speed.attempts import take_back_load
 from workers import forkserver
 from workers.arena import Arena
 from workers.config import WorkerConfig
@@ -154,8 +156,14 @@ class LocalEngine:
             reason = f"not ready after {config.load_timeout_s:g} s"
             await _give_up(worker, launch, reason, with_stacks=True)
             raise _not_loaded(config) from None
-        except (WorkerStartError, asyncio.CancelledError):
+        except WorkerStartError:
             await _give_up(worker, launch, "the start was given up")
+            raise
+        except asyncio.CancelledError:
+            await _give_up(worker, launch, "the start was given up")
+            if config.cache_dir is not None:
+                for rank in worker.ranks:
+                    await asyncio.to_thread(take_back_load, Path(config.cache_dir), rank.pid)
             raise
         except ForkserverLostError:
             raise

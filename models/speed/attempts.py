@@ -9,6 +9,7 @@ from pathlib import Path
 
 from models.reading import read_file
 
+LOADING = "-loading-"
 _HOLDS_S = 24 * 3600.0
 
 
@@ -43,6 +44,17 @@ def take_back(folder: Path, key: str, pid: int) -> None:
         for scratch in folder.glob(f"{key}-*-compiling-*"):
             shutil.rmtree(scratch, ignore_errors=True)
         mark.unlink()
+
+
+def loading_prefix(stem: str, pid: int) -> str:
+    """How the mark begins of a process that loads a package, a folder beside it."""
+    return f"{stem}{LOADING}{pid}-"
+
+
+def take_back_load(folder: Path, pid: int) -> None:
+    """Have a package that a process was loading not be blamed for its end, which was on purpose."""
+    for mark in folder.glob(loading_prefix("*", pid) + "*"):
+        shutil.rmtree(mark, ignore_errors=True)
 
 
 def _mark(folder: Path, key: str) -> Path:

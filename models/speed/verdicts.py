@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from models.reading import read_file
-from models.speed.attempts import attempt
+from models.speed.attempts import LOADING, attempt, loading_prefix
 from models.speed.names import CHOICES, SpeedReport
 from models.speed.sealed import DamagedError, check_seal, seal, unsealed, write_sealed
 
@@ -29,7 +29,7 @@ _LOCK_POLL_S = 0.05
 _LAYOUT = 2
 """Verdicts and packages that were kept in another layout are not used."""
 _MAX_REASON = 200
-_OPENING, _LOADING = "-opening-", "-loading-"
+_OPENING = "-opening-"
 _CUT_SHORT_HOLDS_S = 3600.0
 """A verdict cut short serves the other replicas, and a service that is started over and over; a
 later start may find the machine less busy."""
@@ -154,7 +154,8 @@ class VerdictStore:
         try:
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            mark = scratch.with_name(scratch.name.replace(_OPENING, _LOADING))
+            unique = scratch.name.removeprefix(prefix)
+            mark = scratch.with_name(f"{loading_prefix(path.stem, os.getpid())}{unique}")
             scratch = scratch.rename(mark)
             os.environ["TMPDIR"] = str(scratch)
             yield
@@ -174,7 +175,7 @@ class VerdictStore:
 
     def _judge_loads(self, path: Path) -> None:
         """Move a package aside that was being loaded when a process died; clear up after that."""
-        for mark in path.parent.glob(f"{path.stem}{_LOADING}*"):
+        for mark in path.parent.glob(f"{path.stem}{LOADING}*"):
             if _is_left(mark):
                 self._set_aside(path, "was being loaded when a process died")
                 shutil.rmtree(mark, ignore_errors=True)

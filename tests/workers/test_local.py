@@ -14,6 +14,9 @@ import pytest
 import workers.canary
 import workers.local
 import workers.local_worker
+from models.base import Model
+from models.spec import Placement
+from models.speed.verdicts import VerdictStore
 from tests.hostile_model import ACTS
 from tests.workers.contract import (
     EngineContract,
@@ -441,3 +444,50 @@ def test_workers_leave_no_descriptor_open(engine: LocalEngine, put, run):
         assert len(os.listdir("/proc/self/fd")) <= before
 
     run(go())
+
+
+class LoadsAPackage(Model):
+    """Is in the midst of loading a compiled package until it is ended."""
+
+    def __init__(self, *, folder: str) -> None:
+        self._store = VerdictStore(Path(folder))
+
+    def load(self, placement: Placement) -> None:
+        path = self._store.package("key", "compiled")
+        assert path is not None
+        with self._store.loading(path):
+            signal.pause()
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_package_is_not_blamed_for_a_start_that_was_given_up(
+    engine: LocalEngine, tmp_path: Path, is_asked: bool
+):
+    store = VerdictStore(tmp_path)
+
+    def make(draft: Path) -> None:
+        draft.write_bytes(b"good")
+
+    store.make_package("key", "compiled", make)
+
+    def loads() -> list[Path]:
+        return list(tmp_path.glob("*-loading-*"))
+
+    async def give_up() -> None:
+        source, folder = f"{__name__}:LoadsAPackage", str(tmp_path)
+        start = asyncio.create_task(
+            started(engine, source=source, options={"folder": folder}, cache_dir=folder)
+        )
+        async with asyncio.timeout(60):
+            while not (marks := loads()):  # noqa: ASYNC110 - the process tells nobody else
+                await asyncio.sleep(0.01)
+        if is_asked:
+            start.cancel()
+        else:
+            os.kill(int(marks[0].name.split("-")[-2]), signal.SIGSEGV)
+        with pytest.raises((asyncio.CancelledError, WorkerStartError)):
+            await start
+
+    asyncio.run(give_up())
+    assert (store.package("key", "compiled") is not None) == is_asked
+    assert not loads()
