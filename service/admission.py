@@ -22,13 +22,16 @@ rate now."""
 _SPARE = 1.2
 """What an estimate is multiplied with: batches vary, and of those on the edge every other one would
 be late (3 in 100 of all that were admitted, at ten times the capacity)."""
-_KEPT_SPARE, _TIGHT_SPARE = 1.05, 1.1
+_ADMITTED_SPARE, _TIGHT_SPARE = 1.05, 1.1
 """Likewise, where what was admitted before must stay in time: less, so that some room is left for
 what has a nearer deadline."""
+_LOST = 1.2
+"""A request is given up that would take so many times as long as is left. Estimates vary by less;
+and one that will be late comes to this while its deadline draws near."""
 _TIMES_ROOM = 3
 """See `Admission.check_share`."""
-_KEPT_S = 0.1
-"""How long an estimate under load is kept where no batch comes back: refusals come in thousands."""
+_ESTIMATE_AGAIN_S = 0.1
+"""An estimate under load holds this long where no batch comes back: refusals come in thousands."""
 _LARGE = 0.75
 """Of the largest batch lately: from here on, one tells how long full ones take."""
 
@@ -67,7 +70,7 @@ class RateMeter:
         """
         if now >= self._kept_until:
             self._kept = self._estimate(now)
-            self._kept_until = now + _KEPT_S
+            self._kept_until = now + _ESTIMATE_AGAIN_S
         return self._kept
 
     def _estimate(self, now: float) -> tuple[float, float]:
@@ -184,7 +187,8 @@ class Admission:
         Raises:
             OverloadedError: It would be late, or make one late that was admitted before, or have
                 more than its share: its kind may have as much of the time until its deadline as
-                is left then, so that one with a higher priority need not wait for it.
+                is left then, so that one with a higher priority need not wait for it. Where one
+                that was admitted before is lost already, none is refused for the others' sake.
         """
         item_s, batch_s = self.rate.under_load(now)
         item_s /= num_workers
@@ -203,14 +207,18 @@ class Admission:
             if over_s > 0:
                 self._rejected["deadline"] += 1
                 raise _share_taken(num_kin, max(1, ceil(over_s)))
+        late_s = 0.0
         for deadline, num in position.behind:
-            late_s = ((num + 1) * item_s + batch_s) * _KEPT_SPARE - (deadline - now)
-            if late_s > 0:
-                self._rejected["deadline"] += 1
-                raise OverloadedError(
-                    "a request that was admitted before would miss its deadline",
-                    retry_after_s=max(1, ceil(late_s)),
-                )
+            other_s, other_left_s = num * item_s + batch_s, deadline - now
+            if other_s > _LOST * other_left_s:
+                return  # this one takes the place of one that will be late anyway
+            late_s = max(late_s, (other_s + item_s) * _ADMITTED_SPARE - other_left_s)
+        if late_s > 0:
+            self._rejected["deadline"] += 1
+            raise OverloadedError(
+                "a request that was admitted before would miss its deadline",
+                retry_after_s=max(1, ceil(late_s)),
+            )
 
     def are_in_time(
         self, num: int, free_s: float, num_workers: int, left_s: float, now: float

@@ -127,3 +127,14 @@ def test_one_kind_leaves_room_and_time_to_the_others():
         gate.check_time(Position(50, 50, 50, 50, ()), 0.0, num_workers=1, left_s=12.9, now=1.0)
     gate.check_time(Position(50, 50, 0, 0, ()), 0.0, num_workers=1, left_s=7.0, now=1.0)
     assert (metrics.rejected["queue_full"], metrics.rejected["deadline"]) == (1, 1)
+
+
+def test_what_is_lost_already_refuses_nobody():
+    gate, _ = admission()
+    for _ in range(4):
+        gate.rate.note(num_items=8, elapsed_s=0.8, now=1.0)
+    lost = Position(0, 0, 0, 0, [(4.0, 40)])  # 40 and a batch take 4.8 s, and 3 s are left
+    gate.check_time(lost, free_s=0.0, num_workers=1, left_s=2.0, now=1.0)
+    late = Position(0, 0, 0, 0, [(5.5, 40)])  # 4.5 s are left: too few only if estimates are right
+    with pytest.raises(OverloadedError, match="admitted before"):
+        gate.check_time(late, free_s=0.0, num_workers=1, left_s=2.0, now=1.0)
