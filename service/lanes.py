@@ -91,7 +91,8 @@ class Lanes:
         self.num_sent = 0
         """Instances that workers hold, settled or not."""
         self._free_at = 0.0
-        """See `free_in`; 0 if not computed since a worker was sent or has returned a batch."""
+        """See `free_in`; 0 if not computed since a worker came, went, was sent or returned a
+        batch."""
         self._num_learned = 0
         self._costs: dict[int, BatchCosts] = {}
         """By slot: the next incarnation of a worker is as fast as the one before."""
@@ -141,9 +142,15 @@ class Lanes:
             self._compare()
 
     def free_in(self, now: float) -> float:
-        """Seconds until workers can begin with what waits, on average."""
-        if not self._free_at and self.open:
-            self._free_at = sum(lane.begins_at(now) for lane in self.open) / len(self.open)
+        """Seconds until the leading workers can begin with what waits, on average.
+
+        It is 0 if one of them is idle: that one begins at once.
+        """
+        if not self._free_at and self.leading:
+            self._free_at = now
+            if all(lane.batches for lane in self.leading):
+                begins_at = [lane.begins_at(now) for lane in self.leading]
+                self._free_at = sum(begins_at) / len(begins_at)
         return max(0.0, self._free_at - now)
 
     def answered_by(self, num: int, most: int, now: float) -> float:
@@ -171,6 +178,7 @@ class Lanes:
 
     def _compare(self) -> None:
         """Tell those that are clearly slower than the fastest from the others."""
+        self._free_at = 0.0
         times_s = {
             id(lane): lane.costs.curve(is_idle=False).time_s(_COMPARED_AT) for lane in self.open
         }
