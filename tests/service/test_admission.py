@@ -135,6 +135,6 @@ def test_what_is_lost_already_refuses_nobody():
         gate.rate.note(num_items=8, elapsed_s=0.8, now=1.0)
     lost = Position(0, 0, 0, 0, [(4.0, 40)])  # 40 and a batch take 4.8 s, and 3 s are left
     gate.check_time(lost, free_s=0.0, num_workers=1, left_s=2.0, now=1.0)
-    late = Position(0, 0, 0, 0, [(5.5, 40)])  # 4.5 s are left: too few only if estimates are right
+    late = Position(0, 0, 0, 0, [(5.0, 40)])  # 4 s are left: too few only if estimates are right
     with pytest.raises(OverloadedError, match="admitted before"):
         gate.check_time(late, free_s=0.0, num_workers=1, left_s=2.0, now=1.0)
