@@ -9,10 +9,10 @@ from the middle too, costs the same however many wait. Whatever looks at all tha
 buckets, which are few.
 """
 
-from bisect import insort
+from bisect import bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from math import frexp, inf
 from operator import attrgetter
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -25,6 +25,13 @@ _PER_S = tuple(_PER_OCTAVE * 2.0 ** (_OCTAVE_1_S + 1 - octave) for octave in ran
 """Buckets per second, by the length of timeouts."""
 _KINDS = 512
 """More than there are priorities times lengths of timeouts."""
+_LATELY_S = 20.0
+"""A kind came lately if one was admitted within this time. With 5 s, a kind that comes in bursts
+every few seconds had half of its share of a slow model (one simulated mix)."""
+_LOOK_AGAIN_S = 0.5
+"""How often kinds are looked through for those that came lately no more."""
+_MOST_SUMS = 64
+"""Sums of what waits that are looked at one by one: of more buckets, each is over several."""
 _LOOKS = 4
 """For each request that is taken from the end, how many may be looked at."""
 
@@ -73,11 +80,44 @@ class Position(NamedTuple):
     num_by_deadline: int
     """Those with an earlier deadline, whatever their priority: what must be answered before it."""
     num_kin: int
-    """Those of its kind, where others came lately; 0 where none did."""
+    """Those of its kind, where others wait or came lately; 0 where none do."""
     num_kin_by_deadline: int
     """Those of its kind with an earlier deadline, likewise."""
     behind: Sequence[tuple[float, int]]
-    """Later deadlines, and how many that wait now have to be answered by each of them."""
+    """Later deadlines, and how many that wait now have to be answered by each of them, if not a
+    little later."""
+
+
+class Sums(NamedTuple):
+    """How many wait, by deadline."""
+
+    buckets: list[Bucket]
+    """Those that are not empty, by deadline."""
+    deadlines: list[float]
+    """Theirs."""
+    numbers: list[int]
+    """Requests in each bucket and all before it."""
+    by_priority: dict[int, tuple[int, list[int]]]
+    """Requests of better priorities, and those of this one in each bucket and all before it."""
+
+    def num_ahead(self, priority: int, index: int) -> int:
+        """How many go before one of this priority whose deadline is that of this bucket."""
+        counts = self.by_priority.get(priority)
+        if counts is None:
+            sizes = [(bucket.priority, len(bucket.requests)) for bucket in self.buckets]
+            counts = self.by_priority[priority] = (
+                sum(size for other, size in sizes if other < priority),
+                list(accumulate(size if other == priority else 0 for other, size in sizes)),
+            )
+        return counts[0] + (counts[1][index - 1] if index else 0)
+
+    def behind(self, index: int) -> list[tuple[float, int]]:
+        """Deadlines from this bucket on, and how many have to be answered by each of them."""
+        step = -(-(len(self.numbers) - index) // _MOST_SUMS) or 1
+        numbers = self.numbers[index + step - 1 :: step]
+        if (len(self.numbers) - index) % step:
+            numbers.append(self.numbers[-1])
+        return list(zip(self.deadlines[index::step], numbers, strict=True))
 
 
 class Batcher(Generic[Q]):
@@ -95,11 +135,15 @@ class Batcher(Generic[Q]):
         self._newest = Bucket(0, 0)
         """The one that the last request went to."""
         self._late = Bucket(0, 0)
-        """Requests that will be late whatever is done. They go last."""
+        """Requests that will be late whatever is done. They go last, and are counted as the others
+        are until they expire: so they take room of the queue."""
         self._kinds: dict[int, float] = {}
-        """The kinds that came lately, and until when one that came could wait."""
+        """The kinds that wait or came lately, and when one was last seen to come."""
+        self._kinds_looked_at = 0.0
         self.is_mixed = False
-        """Requests of several kinds came lately."""
+        """Requests of several kinds wait or came lately. It may stay true until the next look."""
+        self._sums: Sums | None = None
+        """None once a request was added or taken."""
         self._length = 0
 
     def __len__(self) -> int:
@@ -114,33 +158,24 @@ class Batcher(Generic[Q]):
 
     def position(self, priority: int, deadline: float, now: float) -> Position:
         """Where a request would stand if it came now."""
-        kind = _kind_of(priority, deadline - now)
-        if deadline > self._kinds.get(kind, 0.0):
-            self._note_kind(kind, deadline, now)
+        if self.is_mixed and now >= self._kinds_looked_at + _LOOK_AGAIN_S:
+            self._forget_kinds(now)
         buckets = self._by_deadline
         if not self.is_mixed and (not buckets or buckets[-1].deadline <= deadline):
             num = self._length - len(self._late.requests)
             return Position(num, num, 0, 0, ())
-        num = num_ahead = num_by_deadline = num_kin = num_kin_by_deadline = 0
-        behind: list[tuple[float, int]] = []
-        for bucket in buckets:
-            size = len(bucket.requests)
-            if not size:
-                continue
-            num += size
-            if bucket.kind == kind:
-                num_kin += size
-            if bucket.deadline > deadline:
-                behind.append((bucket.deadline, num))
-                if bucket.priority < priority:
-                    num_ahead += size
-            else:
-                num_by_deadline = num
-                num_kin_by_deadline = num_kin
-                if bucket.priority <= priority:
-                    num_ahead += size
-        if not self.is_mixed:
-            num_kin = num_kin_by_deadline = 0
+        sums = self._sums or self._sum_up()
+        index = bisect_right(sums.deadlines, deadline)
+        num_by_deadline = sums.numbers[index - 1] if index else 0
+        num_ahead = sums.num_ahead(priority, index)
+        num_kin = num_kin_by_deadline = 0
+        if self.is_mixed:
+            kind = _kind_of(priority, deadline - now)
+            for bucket in [bucket for bucket in sums.buckets if bucket.kind == kind]:
+                num_kin += len(bucket.requests)
+                if bucket.deadline <= deadline:
+                    num_kin_by_deadline = num_kin
+        behind = sums.behind(index)
         return Position(num_ahead, num_by_deadline, num_kin, num_kin_by_deadline, behind)
 
     def push(self, request: Q, now: float) -> None:
@@ -155,6 +190,7 @@ class Batcher(Generic[Q]):
         request.bucket = bucket
         bucket.requests[request] = None
         self._length += 1
+        self._sums = None
 
     def push_front(self, request: Q) -> None:
         """Put back a request that was taken before, ahead of its equals."""
@@ -166,11 +202,13 @@ class Batcher(Generic[Q]):
         bucket.requests[request] = None
         bucket.requests.move_to_end(request, last=False)
         self._length += 1
+        self._sums = None
 
     def remove(self, request: Q) -> None:
         """Take out a request that waits."""
         del request.bucket.requests[request]
         self._length -= 1
+        self._sums = None
 
     def put_last(self, alone_by: float) -> None:
         """Have those in front go last that will be late even if they are answered alone, at once.
@@ -184,9 +222,15 @@ class Batcher(Generic[Q]):
                 request = next(iter(requests))
                 if request.deadline >= alone_by or request.is_solo:
                     return
+                self._sums = None
                 del requests[request]
                 late[request] = None
                 request.bucket = self._late
+
+    @property
+    def can_be_rearranged(self) -> bool:
+        """What waits has several priorities, or goes by deadline alone: see `arrange`."""
+        return self._is_tight or self._order is not self._by_deadline
 
     def arrange(self, is_in_time: Callable[[float, int], bool]) -> None:
         """Go by priority while all that waits will be in time, or else by deadline alone.
@@ -194,17 +238,11 @@ class Batcher(Generic[Q]):
         Args:
             is_in_time: Whether so many can be answered by a moment.
         """
-        if self._order is self._by_deadline and not self._is_tight:
-            return
-        self._is_tight = False
-        num = 0
-        for bucket in self._by_deadline:
-            if bucket.requests:
-                num += len(bucket.requests)
-                if not is_in_time(bucket.deadline, num):
-                    self._is_tight = True
-                    break
-        self._sort()
+        sums = self._sums or self._sum_up()
+        is_tight = not all(is_in_time(deadline, num) for deadline, num in sums.behind(0))
+        if is_tight != self._is_tight:
+            self._is_tight = is_tight
+            self._sort()
 
     def next_batch(self, max_size: int) -> list[Q]:
         """Take the best requests, at most `max_size`; a solo request comes alone."""
@@ -222,6 +260,7 @@ class Batcher(Generic[Q]):
             if batch and (batch[-1].is_solo or requests or len(batch) == max_size):
                 break
         self._length -= len(batch)
+        self._sums = None
         return batch
 
     def last_batch(self, max_size: int, fits: Callable[[Q], bool]) -> list[Q]:
@@ -259,19 +298,16 @@ class Batcher(Generic[Q]):
 
     def _bucket(self, priority: int, deadline: float, now: float) -> Bucket:
         kind = _kind_of(priority, deadline - now)
+        self._kinds[kind] = now
+        self.is_mixed = len(self._kinds) > 1
         number = int(deadline * _PER_S[kind % _OCTAVES])
-        bucket = self._buckets.get(number * _KINDS + kind)
-        if bucket is None:
-            bucket = self._open(kind, number)
-            self._note_kind(kind, max(deadline, self._kinds.get(kind, 0.0)), now)
-        return bucket
+        return self._buckets.get(number * _KINDS + kind) or self._open(kind, number)
 
     def _open(self, kind: int, number: int) -> Bucket:
         """Have one more bucket in use, and those that are empty no longer."""
-        for other in self._by_deadline:
-            if not other.requests:
-                other.end = -inf
-                del self._buckets[other.number * _KINDS + other.kind]
+        for other in [other for other in self._by_deadline if not other.requests]:
+            other.end = -inf
+            del self._buckets[other.number * _KINDS + other.kind]
         bucket = self._buckets[number * _KINDS + kind] = Bucket(kind, number)
         self._by_deadline = [other for other in self._by_deadline if other.requests]
         insort(self._by_deadline, bucket, key=_DEADLINE)
@@ -279,14 +315,29 @@ class Batcher(Generic[Q]):
         return bucket
 
     def _sort(self) -> None:
-        self._order = self._by_deadline
-        if not self._is_tight and len({bucket.priority for bucket in self._order}) > 1:
-            self._order = sorted(self._by_deadline, key=_PRIORITY)
+        self._order = order = self._by_deadline
+        if not self._is_tight and any(bucket.priority != order[0].priority for bucket in order):
+            self._order = sorted(order, key=_PRIORITY)
 
-    def _note_kind(self, kind: int, until: float, now: float) -> None:
-        self._kinds[kind] = until
-        if min(self._kinds.values()) < now:
-            self._kinds = {each: end for each, end in self._kinds.items() if end >= now}
+    def _sum_up(self) -> "Sums":
+        buckets = [bucket for bucket in self._by_deadline if bucket.requests]
+        self._sums = Sums(
+            buckets,
+            [bucket.deadline for bucket in buckets],
+            list(accumulate([len(bucket.requests) for bucket in buckets])),
+            {},
+        )
+        return self._sums
+
+    def _forget_kinds(self, now: float) -> None:
+        """Keep those kinds of which one waits or came lately."""
+        waiting = {bucket.kind for bucket in self._by_deadline if bucket.requests}
+        self._kinds = {
+            kind: came
+            for kind, came in self._kinds.items()
+            if kind in waiting or now - came < _LATELY_S
+        }
+        self._kinds_looked_at = now
         self.is_mixed = len(self._kinds) > 1
 
 

@@ -268,7 +268,9 @@ class Dispatcher:
         num_queued = len(queue)
         left_s = options.deadline - now
         num_workers = len(lanes.open) or 1
-        num_counted = 2 * num_queued if queue.is_mixed else num_queued  # as all were of its kind
+        # Where there are several kinds, all that wait may be of its own. Its kind may take half of
+        # the time until its deadline, so each counts twice.
+        num_counted = 2 * num_queued if queue.is_mixed else num_queued
         if admission.is_welcome(num_counted, num_counted + lanes.num_sent, num_workers, left_s):
             return
         admission.check(num_queued, num_workers, left_s)
@@ -377,6 +379,8 @@ class Dispatcher:
 
     def _arrange(self, now: float) -> None:
         """Have what waits go by priority, unless some of it would miss its deadline then."""
+        if not self._queue.can_be_rearranged:
+            return
         free_s, num_workers = self._lanes.free_in(now), len(self._lanes.open) or 1
         are_in_time = self._admission.are_in_time
         self._queue.arrange(

@@ -1,3 +1,4 @@
+import random
 from dataclasses import dataclass
 
 from service.batcher import Batcher, Bucket
@@ -127,11 +128,59 @@ def test_position_counts_what_goes_before_and_what_must_be_answered_before():
     assert [num for _, num in batcher.position(5, 0.05, now=0.0).behind] == [3, 4]
 
 
-def test_kin_are_counted_only_where_other_kinds_came_lately():
+def test_kin_are_counted_only_where_other_kinds_wait_or_came_lately():
     batcher = filled(*map(Waiting, "abc"))
     assert batcher.position(5, 30.0, now=0.0).num_kin == 0
-    batcher.push(Waiting("d", priority=1), now=0.0)
+    other = Waiting("d", priority=1, deadline=300.0)
+    batcher.push(other, now=0.0)
     assert batcher.position(5, 30.0, now=0.0).num_kin == 3
     assert batcher.position(9, 30.0, now=0.0).num_kin == 0
-    batcher.push(Waiting("e", deadline=70.0), now=40.0)
-    assert batcher.position(5, 70.0, now=40.0).num_kin == 0
+    assert batcher.position(5, 50.0, now=20.0).num_kin == 3
+    batcher.remove(other)
+    assert batcher.position(5, 51.0, now=21.0).num_kin == 0
+
+
+def test_refused_request_of_another_kind_leaves_no_trace():
+    batcher = filled(*map(Waiting, "abc"))
+    batcher.position(1, 300.0, now=0.0)
+    assert not batcher.is_mixed
+    assert batcher.position(5, 30.0, now=0.0).num_kin == 0
+
+
+def test_kind_came_lately_for_seconds_whatever_its_timeout():
+    batcher = filled(Waiting("a", deadline=300.0))
+    batcher.next_batch(1)
+    batcher.push(Waiting("b", deadline=31.0), now=1.0)
+    assert batcher.position(5, 31.0, now=1.0).num_kin == 1
+    assert batcher.position(5, 55.0, now=25.0).num_kin == 0
+    assert not batcher.is_mixed
+
+
+def test_of_many_buckets_few_sums_are_looked_at_and_each_is_a_bound():
+    batcher: Batcher[Waiting] = Batcher()
+    chance = random.Random(3)
+    requests = [
+        Waiting("r", chance.randrange(1, 10), 2 ** chance.uniform(-5, 8)) for _ in range(1000)
+    ]
+    for request in requests:
+        batcher.push(request, now=0.0)
+    for priority, deadline in [(1, 0.01), (5, 1.0), (9, 40.0)]:
+        position = batcher.position(priority, deadline, now=0.0)
+        assert len(position.behind) <= 64
+        assert position.behind[-1][1] == len(batcher)
+        for due, num in position.behind:
+            assert num >= sum(request.deadline <= due for request in requests)
+        buckets = {request.bucket for request in requests}
+        assert len(buckets) > 500
+        first = [bucket for bucket in buckets if bucket.deadline <= deadline]
+        assert position.num_by_deadline == sum(len(bucket.requests) for bucket in first)
+        assert position.num_ahead == sum(
+            len(bucket.requests) * (bucket.priority < priority or bucket in first)
+            for bucket in buckets
+            if bucket.priority <= priority
+        )
+    looks = []
+    batcher.arrange(lambda deadline, num: looks.append(num) or True)
+    assert len(looks) <= 64
+    ranks = [(r.bucket.priority, r.bucket.deadline) for r in batcher]
+    assert ranks == sorted(ranks)
