@@ -49,11 +49,13 @@ class BodyPace:
 
     __slots__ = ("_deadline", "_gap_s", "_num_bytes", "next_check")
 
-    def __init__(self, deadline: float, started: float, limits: Limits) -> None:
-        """Begin to time a body whose call has a deadline."""
+    def __init__(
+        self, deadline: float, started: float, limits: Limits, num_bytes: int = 0
+    ) -> None:
+        """Begin to time a body whose call has a deadline, and of which some bytes have come."""
         self._deadline = deadline
         self._gap_s = limits.body_gap_s
-        self._num_bytes = 0
+        self._num_bytes = num_bytes
         self.next_check = min(deadline, started + self._gap_s)
         """The moment at which to look again."""
 

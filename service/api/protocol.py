@@ -100,8 +100,8 @@ class PredictProtocol(HttpToolsProtocol):
         self._is_in_head = False
         self._is_in_body = False
         self._body_timer: asyncio.TimerHandle | None = None
-        self._num_timed_bytes = 0
-        """Bytes of the body that came since it is timed."""
+        self._num_body_bytes = 0
+        """Bytes that have come of the newest body."""
         self._num_missing = 0
         """Bytes of the body of a call with a known head."""
         self._head_bytes = 0
@@ -345,6 +345,7 @@ class PredictProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Take the call, or hand it to uvicorn."""
         self._is_in_head = False
+        self._num_body_bytes = 0
         self._is_behind_others = True
         head, self._new_head = self._new_head, b""
         if self._head_timer is not None:
@@ -396,10 +397,10 @@ class PredictProtocol(HttpToolsProtocol):
             raise EOFError
         if self._framing is not None:
             self._framing.take_chunk(len(body))
-        self._num_timed_bytes += len(body)
+        self._num_body_bytes += len(body)
         cycle: Exchange | RequestResponseCycle = self.cycle
         if not isinstance(cycle, Exchange):
-            if self._num_timed_bytes > self.predict.limits.max_body_bytes:
+            if self._num_body_bytes > self.predict.limits.max_body_bytes:
                 raise self.predict.too_large()
             super().on_body(body)
         elif not cycle.response_complete:
@@ -437,6 +438,7 @@ class PredictProtocol(HttpToolsProtocol):
             exchange.take(body)
             return True
         self._num_missing = num_missing
+        self._num_body_bytes = len(body)
         self._is_in_body = True
         exchange.begin(body)
         self._watch_body()
@@ -447,7 +449,7 @@ class PredictProtocol(HttpToolsProtocol):
         # A view is five times as large as a byte, and some clients send bytes one by one.
         piece = data if len(data) <= self._num_missing else memoryview(data)[: self._num_missing]
         self._num_missing -= len(piece)
-        self._num_timed_bytes += len(piece)
+        self._num_body_bytes += len(piece)
         exchange: Exchange = self.cycle  # type: ignore[assignment]  # see `_take_turn`
         if not exchange.response_complete:
             exchange.feed(piece)
@@ -561,8 +563,7 @@ class PredictProtocol(HttpToolsProtocol):
             cycle.count()
             deadline = cycle.call.deadline
         if self._body_timer is None and not self._is_deaf:
-            self._num_timed_bytes = 0
-            self._time_body(BodyPace(deadline, now, limits))
+            self._time_body(BodyPace(deadline, now, limits, self._num_body_bytes))
 
     def _time_body(self, pace: BodyPace) -> None:
         self._body_timer = self.loop.call_at(pace.next_check, self._check_body, pace)
@@ -573,7 +574,7 @@ class PredictProtocol(HttpToolsProtocol):
             return
         if self.flow.read_paused:  # it is us who do not read on
             self._watch_body()
-        elif pace.has_moved_on(self._num_timed_bytes):
+        elif pace.has_moved_on(self._num_body_bytes):
             self._time_body(pace)
         else:
             self._on_garbage(pace.error())

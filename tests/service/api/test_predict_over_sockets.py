@@ -208,6 +208,23 @@ def test_a_chunked_body_is_refused_as_soon_as_it_passes_the_limit() -> None:
     assert run(lambda: Bench(FakeModel(), max_body_bytes=1000), test).statuses == [413]
 
 
+def test_the_bodies_of_a_connection_are_each_held_to_the_limit() -> None:
+    length = b"content-length: 400\r\n\r\n"
+    others = POST.replace(b"/predict", b"/predict%2ffake")
+
+    async def test(bench: Bench) -> None:
+        async with bench.connect() as (reader, writer):
+            for head in [POST + b"x-request-id: a\r\n"] * 4 + [others] * 2 + [POST] * 4:
+                writer.write(head + length + b"x" * 400)
+                assert (await read_answer(reader))[0] == 200
+            writer.write(others + length)
+            await asyncio.sleep(0)
+            writer.write(b"x" * 400)
+            assert (await read_answer(reader))[0] == 200
+
+    run(lambda: Bench(FakeModel(), max_body_bytes=1000), test)
+
+
 def test_the_connection_lives_on_after_a_short_refused_body() -> None:
     async def test(bench: Bench) -> None:
         async with bench.connect() as (reader, writer):
