@@ -48,6 +48,7 @@ class Doorway:
         self._is_open = False
         self._is_closed = False
         self._timer: asyncio.TimerHandle | None = None
+        """Ends a pause, while there is one."""
         self._in_hand: socket.socket | None = None
         """Accepted, and no front has taken it yet."""
         listener.setblocking(False)
@@ -56,11 +57,12 @@ class Doorway:
         """Begin to accept, unless it does; what came before has waited in the backlog."""
         if not self._is_open and not self._is_closed:
             self._is_open = True
+            self._timer = None
             asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
 
     async def see_last_in(self) -> None:
         """Give out all who have connected, and let no more come."""
-        if self._is_open:
+        if self._is_open or self._timer is not None:
             await take_last(self._listener, self._accept)
         self.close()
 
@@ -68,7 +70,7 @@ class Doorway:
         """Give out what has come by now, and let no more come."""
         if self._is_closed:
             return
-        if self._is_open or self._in_hand is not None:
+        if self._is_open or self._timer is not None:
             self._accept()
         self._pause()
         self._is_closed = True
@@ -106,5 +108,6 @@ class Doorway:
             asyncio.get_running_loop().remove_reader(self._listener.fileno())
 
     def _pause_for(self, seconds: float) -> None:
-        self._pause()
-        self._timer = asyncio.get_running_loop().call_later(seconds, self.open)
+        if self._is_open:
+            self._pause()
+            self._timer = asyncio.get_running_loop().call_later(seconds, self.open)

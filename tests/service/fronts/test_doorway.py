@@ -104,3 +104,22 @@ def test_connections_wait_while_nobody_is_there_and_none_is_lost(listener):
             client.close()
 
     asyncio.run(go())
+
+
+def test_the_last_are_seen_in_though_the_doorway_pauses(listener):
+    async def go() -> None:
+        taker = FakeTaker(takes=False)
+        doorway = Doorway(listener, lambda: [taker])
+        doorway.open()
+        clients = await connect(listener, 1)
+        await until(lambda: not doorway._is_open)
+        clients += await connect(listener, 99)
+        taker.takes = True
+        await doorway.see_last_in()
+        assert taker.num_open == 100
+        with pytest.raises(ConnectionError):
+            socket.create_connection(clients[0].getpeername())
+        for client in clients:
+            client.close()
+
+    asyncio.run(go())
