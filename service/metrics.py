@@ -174,7 +174,7 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "draining": ("Whether this host takes leave of its clients.", ()),
     "connections": ("Open HTTP connections.", ()),
     "unfinished_bytes": ("Bytes of requests that are on their way.", ()),
-    "max_unfinished_bytes": ("Bytes that such requests may take; more are refused.", ()),
+    "max_unfinished_bytes": ("Bytes that such requests may take; the slowest are refused.", ()),
     "unread_bytes": ("Bytes of answers that clients have not read.", ()),
     "max_unread_bytes": ("Bytes that such answers may take; the slowest readers go.", ()),
     "gpu_up": ("Whether the driver answers for this GPU.", ("gpu", "uuid")),

@@ -334,8 +334,9 @@ class Settings(_Table):
     9 ms, and 21 ms at worst."""
     max_unfinished_bytes: int = Field(128 * _MIB, ge=1024)
     """What may be kept of requests that are on their way, over all connections: bodies and heads
-    that are not whole, and calls that wait behind others of their connection. More are refused with
-    429; one body of `max_body_bytes` may always be kept. Whole bodies are in the arena instead."""
+    that are not whole, and calls that wait behind others of their connection. Without room the
+    slowest that began more than a second ago are refused with 429, or else the newcomer; one body
+    of `max_body_bytes` may always be kept. Whole bodies are in the arena instead."""
     max_unread_bytes: int = Field(256 * _MIB, ge=1024)
     """What may be kept of answers that clients have not read, over all connections; beyond, the
     slowest readers are cut off."""

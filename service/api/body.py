@@ -49,9 +49,7 @@ class BodyPace:
 
     __slots__ = ("_deadline", "_gap_s", "_num_bytes", "next_check")
 
-    def __init__(
-        self, deadline: float, started: float, limits: Limits, num_bytes: int = 0
-    ) -> None:
+    def __init__(self, deadline: float, started: float, limits: Limits, num_bytes: int = 0) -> None:
         """Begin to time a body whose call has a deadline, and of which some bytes have come."""
         self._deadline = deadline
         self._gap_s = limits.body_gap_s

@@ -9,13 +9,13 @@ from typing import Protocol
 
 import msgspec
 
-from service.errors import OverloadedError
+from service.errors import OverloadedError, ServiceError
 
 _RETRY_AFTER_S = 1
 _MIN_AGE_S = 1.0
-"""A client that has had its answer for less has had no time to show how fast it reads."""
-_KEPT = 7 / 8
-"""Share of the limit to go down to: to look through ten thousand readers takes milliseconds."""
+"""A client that has had less time cannot have shown how fast it sends or reads."""
+_SHARE_LEFT = 7 / 8
+"""Share of the limit to go down to: to look through ten thousand clients takes milliseconds."""
 
 
 class EdgeUse(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -31,8 +31,29 @@ class EdgeUse(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Connections that were closed to make room, since the process began."""
 
 
+class Sender(Protocol):
+    """Holds what has come of a client's requests."""
+
+    def give_way(self, error: ServiceError) -> None:
+        """Refuse what is not whole, and forget its bytes."""
+
+
+class _Unfinished:
+    """What one sender holds."""
+
+    __slots__ = ("num_bytes", "since")
+
+    def __init__(self, since: float) -> None:
+        self.since = since
+        self.num_bytes = 0
+
+
 class UnfinishedRequests:
-    """The bytes of requests that have begun to come, until they are whole and it is their turn."""
+    """The bytes of requests that have begun to come, until they are whole and it is their turn.
+
+    The slowest senders go when there is no room. Who has sent for less than a second stays, so that
+    a few bodies that are held back cannot shut the others out.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         """Allow so many bytes."""
@@ -40,25 +61,54 @@ class UnfinishedRequests:
         self.num_bytes = 0
         self.num_refused = 0
         """Requests for which there was no room."""
+        self._senders: dict[Sender, _Unfinished] = {}
+        """The longest there first."""
 
-    def take(self, num_bytes: int) -> None:
-        """Count some more.
+    def hold(self, sender: Sender, num_bytes: int) -> None:
+        """Count what a sender holds now, and make room if that is too much.
 
         Raises:
-            OverloadedError: There is no room for them; none of them is counted.
+            OverloadedError: There is no room for it, and nobody slower; it counts as before.
         """
+        held = self._senders.get(sender)
+        num_more = num_bytes - (held.num_bytes if held is not None else 0)
+        if num_more > 0 and self.num_bytes + num_more > self.max_bytes:
+            self._make_room(sender, num_more)
+        if held is None:
+            held = self._senders[sender] = _Unfinished(asyncio.get_running_loop().time())
+        held.num_bytes = num_bytes
+        self.num_bytes += num_more
+
+    def give_back(self, sender: Sender) -> None:
+        """Count a sender no longer."""
+        held = self._senders.pop(sender, None)
+        if held is not None:
+            self.num_bytes -= held.num_bytes
+
+    def _make_room(self, newcomer: Sender, num_bytes: int) -> None:
+        now = asyncio.get_running_loop().time()
+        paces: dict[Sender, float] = {}
+        for sender, held in self._senders.items():
+            if now - held.since < _MIN_AGE_S:
+                break
+            paces[sender] = held.num_bytes / (now - held.since)
+        num_before, num_left = self.num_bytes, self.max_bytes * _SHARE_LEFT
+        for slowest in sorted(paces, key=paces.__getitem__):
+            if slowest is newcomer or self.num_bytes + num_bytes <= num_left:
+                break
+            self.give_back(slowest)
+            self.num_refused += 1
+            slowest.give_way(self._error(num_before))
         if self.num_bytes + num_bytes > self.max_bytes:
             self.num_refused += 1
-            raise OverloadedError(
-                f"requests that are on their way take {self.num_bytes} bytes, and no more than "
-                f"{self.max_bytes} are kept (max_unfinished_bytes)",
-                retry_after_s=_RETRY_AFTER_S,
-            )
-        self.num_bytes += num_bytes
+            raise self._error(num_before)
 
-    def give_back(self, num_bytes: int) -> None:
-        """Count no longer what was taken."""
-        self.num_bytes -= num_bytes
+    def _error(self, num_bytes: int) -> OverloadedError:
+        return OverloadedError(
+            f"requests that are on their way take {num_bytes} bytes, and no more than "
+            f"{self.max_bytes} are kept (max_unfinished_bytes): the slowest are refused",
+            retry_after_s=_RETRY_AFTER_S,
+        )
 
 
 class SlowReader(Protocol):
@@ -127,7 +177,7 @@ class UnreadAnswers:
             return age_s < _MIN_AGE_S, num_read / max(age_s, _MIN_AGE_S), unread.since
 
         for slowest in sorted(self._readers, key=rank):
-            if len(self._readers) == 1 or self.num_bytes <= self.max_bytes * _KEPT:
+            if len(self._readers) == 1 or self.num_bytes <= self.max_bytes * _SHARE_LEFT:
                 return
             self.give_back(slowest)
             self.num_cut += 1

@@ -49,8 +49,8 @@ class Exchange(msgspec.Struct, eq=False):
     _refusal: ServiceError | None = None
     _chunks: list[Buffer] = []
     _num_bytes: int = 0
-    _num_counted: int = 0
-    """Bytes of these that `UnfinishedRequests` counts."""
+    _is_counted: bool = False
+    """`UnfinishedRequests` counts these."""
     is_started: bool = False
 
     message_event: ClassVar = _NoEvent()
@@ -104,21 +104,24 @@ class Exchange(msgspec.Struct, eq=False):
 
     def count(self) -> None:
         """Count what has come of a body that is not whole."""
-        num_more = self._num_bytes - self._num_counted
-        if num_more and self._refusal is None:
+        if self._num_bytes and self._refusal is None:
             try:
-                self._predict.unfinished.take(num_more)
+                self._predict.unfinished.hold(self, self._num_bytes)
             except OverloadedError as error:
                 self.fail(error)
             else:
-                self._num_counted = self._num_bytes
+                self._is_counted = True
 
     def let_go(self) -> None:
         """Drop the body."""
         self._chunks = []
-        if self._num_counted:
-            self._predict.unfinished.give_back(self._num_counted)
-            self._num_counted = 0
+        if self._is_counted:
+            self._is_counted = False
+            self._predict.unfinished.give_back(self)
+
+    def give_way(self, error: ServiceError) -> None:
+        """Refuse the call, since its body came more slowly than those that need the room."""
+        self.fail(error)
 
     def fail(self, error: ServiceError) -> None:
         """What arrives is no body: refuse the call, when it is its turn."""

@@ -281,13 +281,15 @@ class Predict:
         timer: asyncio.Timeout,
     ) -> Sequence[Buffer]:
         chunks: list[Buffer] = [chunk]
-        num_bytes, num_counted = len(chunk), 0
+        num_bytes = len(chunk)
+        sender = _Sender(timer)
         try:
             while num_bytes <= self.limits.max_body_bytes:
                 if not message.get("more_body", False):
                     return chunks
-                self.unfinished.take(num_bytes - num_counted)
-                num_counted = num_bytes
+                if sender.refusal is not None:
+                    raise sender.refusal
+                self.unfinished.hold(sender, num_bytes)
                 if pace.has_moved_on(num_bytes):
                     timer.reschedule(pace.next_check)
                 message = await receive()
@@ -297,8 +299,12 @@ class Predict:
                 num_bytes += len(chunk)
                 add_piece(chunks, chunk)
             raise self.too_large()
+        except asyncio.CancelledError:
+            if sender.refusal is not None and timer.expired():
+                raise sender.refusal from None
+            raise
         finally:
-            self.unfinished.give_back(num_counted)
+            self.unfinished.give_back(sender)
 
     async def _wait(self, call: Call, future: "asyncio.Future[Any]", receive: Receive) -> None:
         waiting = Waiting(future, receive)
@@ -358,6 +364,19 @@ class Predict:
         return TooLargeError(
             f"the body has more than {self.limits.max_body_bytes} bytes, which is the limit"
         )
+
+
+class _Sender:
+    """A client whose body is being read."""
+
+    def __init__(self, timer: asyncio.Timeout) -> None:
+        self._timer = timer
+        self.refusal: ServiceError | None = None
+
+    def give_way(self, error: ServiceError) -> None:
+        """Stop reading, since the body came more slowly than those that need the room."""
+        self.refusal = error
+        self._timer.reschedule(asyncio.get_running_loop().time())
 
 
 def route_path(scope: Scope) -> str:

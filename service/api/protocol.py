@@ -108,14 +108,14 @@ class PredictProtocol(HttpToolsProtocol):
         self._chunk_bytes = 0
         self._is_behind_others = False
         """The newest data has more before what begins next."""
-        self._is_mixed = False
-        """The newest head has begun in the newest data, behind others."""
+        self._head_has_others_before = False
+        """The newest head began in the newest data, and something else came before it there."""
         self._asks_for_upgrade = False
         self._framing: Framing | None = None
         """Counts the newest message, if its body is chunked."""
         self._last_head: KnownHead | None = None
         self._new_head = b""
-        """Of the first request in the newest data, if no other has begun since."""
+        """Raw head of the first request in the newest data, if no other has begun since."""
 
     @classmethod
     def bound_to(
@@ -228,6 +228,11 @@ class PredictProtocol(HttpToolsProtocol):
         self._answer = None
         self.transport.abort()
 
+    def give_way(self, error: ServiceError) -> None:
+        """Refuse a head that is not whole, and the calls that wait for their turn."""
+        self._clear_line()
+        self._refuse(error)
+
     def shed(self) -> None:
         """Close the connection at once: its place is needed."""
         if self.transport.get_write_buffer_size():
@@ -289,7 +294,7 @@ class PredictProtocol(HttpToolsProtocol):
             self._take_piece(data)
             return
         self._chunk_bytes = len(data)
-        self._is_behind_others, self._is_mixed = self._is_in_body, False
+        self._is_behind_others, self._head_has_others_before = self._is_in_body, False
         framing = self._framing
         try:
             rest: bytes | memoryview = data
@@ -308,7 +313,8 @@ class PredictProtocol(HttpToolsProtocol):
         if self.pipeline:
             self._count_line(len(data))
         if self._is_in_head and not self._is_deaf:
-            self._watch_head(1 if self._is_mixed else len(data))  # or more than that
+            # Of a head behind others we know only that it has begun.
+            self._watch_head(1 if self._head_has_others_before else len(data))
 
     def on_message_begin(self) -> None:
         """Begin a request; uvicorn's scope is made when it turns out to be needed.
@@ -320,7 +326,7 @@ class PredictProtocol(HttpToolsProtocol):
             raise EOFError
         self._is_in_head = True
         self._head_bytes = 0
-        self._is_mixed = self._is_behind_others
+        self._head_has_others_before = self._is_behind_others
         self.url = b""
         self.expect_100_continue = False
         self.headers = []
@@ -515,7 +521,8 @@ class PredictProtocol(HttpToolsProtocol):
             return LongUrlError(f"the URL has more than {_MAX_URL_BYTES} bytes")
         if num_hosts != 1 and (num_hosts or self.parser.get_http_version() != "1.0"):
             return BadRequestError(f"there must be one Host header, and there are {num_hosts}")
-        if self._head_bytes or self._chunk_bytes > _MAX_HEAD_BYTES:  # or else it is short enough
+        # A head that came in one short read needs no count.
+        if self._head_bytes or self._chunk_bytes > _MAX_HEAD_BYTES:
             num_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
             if num_bytes > _MAX_HEAD_BYTES:
                 return _too_large_head()
@@ -528,19 +535,18 @@ class PredictProtocol(HttpToolsProtocol):
             self._refuse(_too_large_head())
             return
         try:
-            self.predict.unfinished.take(num_bytes)
+            self._count(self._num_in_head + num_bytes, self._num_in_line)
         except OverloadedError as error:
             self._refuse(error)
             return
-        self._num_in_head += num_bytes
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(
                 self.others.limits.head_timeout_s, self._on_slow_head
             )
 
     def _uncount_head(self) -> None:
-        self.predict.unfinished.give_back(self._num_in_head)
-        self._num_in_head = 0
+        if self._num_in_head:
+            self._count(0, self._num_in_line)
 
     def _on_slow_head(self) -> None:
         self._head_timer = None
@@ -667,12 +673,17 @@ class PredictProtocol(HttpToolsProtocol):
         """Count the calls that wait for their turn, and what was read to make them."""
         num_bytes += len(self.pipeline) * _CALL_BYTES
         try:
-            self.predict.unfinished.take(num_bytes)
+            self._count(self._num_in_head, self._num_in_line + num_bytes)
         except OverloadedError as error:
-            self._clear_line()
-            self._refuse(error)
+            self.give_way(error)
+
+    def _count(self, num_in_head: int, num_in_line: int) -> None:
+        unfinished = self.predict.unfinished
+        if num_in_head or num_in_line:
+            unfinished.hold(self, num_in_head + num_in_line)
         else:
-            self._num_in_line += num_bytes
+            unfinished.give_back(self)
+        self._num_in_head, self._num_in_line = num_in_head, num_in_line
 
     def _clear_line(self) -> None:
         """Forget the calls that wait for their turn."""
@@ -680,8 +691,8 @@ class PredictProtocol(HttpToolsProtocol):
         self._uncount_line()
 
     def _uncount_line(self) -> None:
-        self.predict.unfinished.give_back(self._num_in_line)
-        self._num_in_line = 0
+        if self._num_in_line:
+            self._count(self._num_in_head, 0)
 
     def _hold(self) -> None:
         """Take no more calls until the client has read its answers."""

@@ -65,9 +65,11 @@ def num_unread(bench: Bench) -> int:
 
 
 @contextlib.asynccontextmanager
-async def half_a_body(bench: Bench, head: bytes, num_bytes: int) -> AsyncIterator[None]:
+async def half_a_body(
+    bench: Bench, head: bytes, num_bytes: int, before: int | None = None
+) -> AsyncIterator[None]:
     """A client that has sent so much of its body, all of which is counted."""
-    before = num_unfinished(bench)
+    before = num_unfinished(bench) if before is None else before
     async with bench.connect() as (_, writer):
         writer.write(head + b"x" * num_bytes)
         await until(lambda: num_unfinished(bench) == before + num_bytes)
@@ -97,6 +99,52 @@ def test_bodies_on_their_way_are_refused_where_there_is_no_room_for_them(route: 
         assert use(bench)[2] == 1
 
     run(test)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_the_slowest_body_makes_room_for_a_new_one(route: str) -> None:
+    head = ROUTES[route] + LENGTH
+
+    async def test(bench: Bench) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            clients = []
+            for num_bytes in (60 * KIB, 120 * KIB, 110 * KIB):
+                client = await stack.enter_async_context(bench.connect())
+                client[1].write(head + b"x" * num_bytes)
+                clients.append(client)
+            await until(lambda: num_unfinished(bench) == 290 * KIB)
+            await asyncio.sleep(1.05)
+            async with bench.connect() as (reader, writer):
+                writer.write(ROUTES[route] + b"content-length: 100000\r\n\r\n" + b"x" * 50_000)
+                status, headers, body = await read_answer(clients[0][0])
+                assert (status, headers["connection"]) == (429, "close")
+                assert "the slowest are refused" in json.loads(body)["detail"]
+                writer.write(b"x" * 50_000)
+                assert (await read_answer(reader))[0] == 200
+            assert (await read_answer(clients[2][0]))[0] == 429  # there is some room to spare
+            assert num_unfinished(bench) == 120 * KIB
+            assert use(bench)[2] == 2
+            await is_well(bench)
+        await until(lambda: not num_unfinished(bench))
+
+    run(test)
+
+
+def test_a_head_and_calls_in_line_make_room_when_they_are_slow() -> None:
+    one = POST + b"content-length: 1\r\n\r\nx"
+
+    async def test(bench: Bench) -> None:
+        async with bench.connect() as (reader, writer), bench.connect() as (_, in_line):
+            writer.write(POST + b"x: %b" % (b"y" * 50_000))
+            in_line.write(one + POST + b"content-length: 50000\r\n\r\n" + b"x" * 50_000)
+            await until(lambda: num_unfinished(bench) > 100_000)
+            await asyncio.sleep(1.05)
+            async with half_a_body(bench, POST + LENGTH, 240_000, before=0):
+                assert (await read_answer(reader))[0] == 429
+                assert use(bench)[2] == 2
+        bench.model.futures[0].set_result(result())  # only then is what follows looked at
+
+    run(test, FakeModel(lambda _: None))
 
 
 @pytest.mark.parametrize("route", ROUTES)
