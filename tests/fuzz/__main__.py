@@ -21,6 +21,8 @@ from tests.fuzz.campaign import Verdict, campaign, keep, read_input, replay, ser
 
 _REQUEST_ID = re.compile(r'"request_id":"[^"]*"')
 _MAX_REASONS = 30
+_REST_S = 10.0
+"""After each half: workers give back what they keep once they have been idle for 5 s."""
 _OUT = Path(__file__).with_name("out")
 
 
@@ -47,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 seed=args.seed,
                 max_s=args.minutes * 60,
                 num_connections=args.connections,
+                rest_s=_REST_S,
                 on_progress=lambda done: progress.update(task, completed=done),
             )
     _report(console, verdict)
