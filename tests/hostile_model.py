@@ -28,7 +28,7 @@ ACTS = {
     "no memory": ("exhausted", "exhausted"),
     "no descriptors": ("exhausted", "exhausted"),
     "many outputs": ("ok", "model_error"),
-    "name of a number": ("model_error", "model_error"),
+    "name of a number": ("ok", "model_error"),
     "long name": ("ok", "model_error"),
     "surrogate name": ("ok", "model_error"),
     "huge output": ("model_error", "model_error"),

@@ -231,6 +231,7 @@ async def all_ready(engine: FakeEngine, arena: Arena, num_workers: int = 3) -> P
     pool = pool_over(engine, arena, configs=[CONFIG] * num_workers)
     pool.start()
     await until(lambda: all(slot.handle for slot in pool.slots))
+    await pool._supervisor._files.until_remembered()
     return pool
 
 
@@ -317,6 +318,7 @@ def test_restart_whose_new_files_load_only_once_ends_with_the_old_ones(tmp_path:
         assert names_of_serving(pool) == ["m/1#0", "m/2#0"]
         assert (pool.slots[0].state, pool.slots[0].cause) == ("backoff", "files")
         engine.path.write_text("old")
+        pool.slots[0].is_asked_to_start.set()  # or its pause would have to end first
         await until(lambda: pool.slots[0].state == "ready")
         await pool.stop(0)
 
