@@ -9,6 +9,7 @@ import contextlib
 import faulthandler
 import os
 import signal
+import weakref
 from multiprocessing import reduction
 
 import psutil
@@ -30,12 +31,13 @@ class Stacks:
     """The front end's side; pass it to the process whose stacks it is to hold."""
 
     def __init__(self) -> None:
-        self._file = os.fdopen(open_anonymous("stacks"), "rb", buffering=0)
+        self._fd = open_anonymous("stacks")
+        self._closing = weakref.finalize(self, os.close, self._fd)  # a start may fail
         self._taken = 0
 
     def __reduce__(self) -> tuple[object, ...]:
         """In a worker it is a descriptor for `record`."""
-        return _detach, (reduction.DupFd(self._file.fileno()),)
+        return _detach, (reduction.DupFd(self._fileno()),)
 
     async def ask(self, pid: int) -> tuple[str, str]:
         """Have a process write its stacks, if it can do so within a moment.
@@ -53,7 +55,7 @@ class Stacks:
         size = num_quiet = 0
         for _ in range(_NUM_STEPS):
             await asyncio.sleep(_STEP_S)
-            if self._file.closed:
+            if not self._closing.alive:
                 return "gone", ""
             before, size = size, self.num_new_bytes
             num_quiet = num_quiet + 1 if size and size == before else 0
@@ -64,7 +66,7 @@ class Stacks:
     @property
     def num_new_bytes(self) -> int:
         """What was written since the last `take`."""
-        return os.fstat(self._file.fileno()).st_size - self._taken
+        return os.fstat(self._fileno()).st_size - self._taken
 
     def take(self) -> str:
         """What was written since the last call; of very much, its beginning and its end."""
@@ -77,10 +79,14 @@ class Stacks:
 
     def close(self) -> None:
         """Give the memory back."""
-        self._file.close()
+        self._closing()
+
+    def _fileno(self) -> int:
+        assert self._closing.alive, "the stacks are closed"
+        return self._fd
 
     def _text(self, start: int, size: int) -> str:
-        data = os.pread(self._file.fileno(), size, start)
+        data = os.pread(self._fileno(), size, start)
         return data.decode(errors="replace").strip()
 
 
