@@ -54,7 +54,8 @@ async def take_last(listener: socket.socket, accept: Callable[[], object]) -> No
     accept()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_LAST_IN_S):
-            while arrivals.poll(0) or _num_half_open(listener):
+            # In this order: who ends a handshake between the two looks waits to be accepted.
+            while _num_half_open(listener) or arrivals.poll(0):
                 await asyncio.sleep(_PAUSE_S)
                 accept()
 
