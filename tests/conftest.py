@@ -1,10 +1,13 @@
-"""What holds for all tests: bytecode, patience, signals, who runs beside whom, what they write."""
+"""What holds for all tests: bytecode, patience, signals, second runs, who runs beside whom."""
 
+import contextlib
+import gc
 import inspect
 import os
 import signal
 import sys
-from collections.abc import Generator
+import warnings
+from collections.abc import Generator, Iterable
 
 import httpx
 import pytest
@@ -14,6 +17,12 @@ from tests.turns import turn
 _PATIENCE_S = 30.0
 """For an answer, where a test does not say how much: httpx has 5 s, and a busy machine may need
 more."""
+_RERUN = "rerun"
+"""The outcome of a first run that failed; the run as a whole does not fail by it."""
+_RUN = pytest.StashKey[int]()
+"""Which run of a test this is: the first, or the second."""
+_HAS_FAILED = pytest.StashKey[bool]()
+"""Whether this run of it has failed."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -35,25 +44,94 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)  # waiting is no part of the time that a test may take
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Take turns with the tests that other processes run."""
-    cache = _cache_of(item.config)
-    if cache is None:
-        return (yield)
-    is_alone = item.get_closest_marker("alone") is not None
-    with turn(cache.mkdir("turns"), item.nodeid, alone=is_alone):
-        return (yield)
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
+    """Count those that run alone among those that measure."""
+    for item in items:
+        if item.get_closest_marker("alone"):
+            item.add_marker("measures")
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Have what tests wrote in a form that can be sent from process to process."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # so that no test's timeout covers the waiting
+def pytest_runtest_protocol(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
+    """Take turns with other processes' tests, and run a failed test that measures once more."""
+    item.stash[_RUN] = run = item.stash.get(_RUN, 0) + 1
+    item.stash[_HAS_FAILED] = False
+    with _turn(item, is_alone=run > 1 or item.get_closest_marker("alone") is not None):
+        result = yield
+    if item.stash[_HAS_FAILED]:
+        _collect_what_it_left()
+        if _runs_again(item):
+            return item.ihook.pytest_runtest_protocol(item=item, nextitem=nextitem)
+    return result
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # so that it has the last word on the outcome
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Note a failure, and have what tests wrote in a form that can be sent between processes."""
     report = yield
     report.sections = [
         (name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections
     ]
+    if report.failed:
+        item.stash[_HAS_FAILED] = True
+        if _runs_again(item):
+            vars(report)["outcome"] = _RERUN
     return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
+    """End the fixtures that a failed test shares with others: they may be spoilt."""
+    try:
+        yield
+    finally:
+        if item.stash[_HAS_FAILED]:
+            item.session._setupstate.teardown_exact(None)
+
+
+def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
+    """Show a first run that failed as an R."""
+    return (_RERUN, "R", "RERUN") if vars(report)["outcome"] == _RERUN else None
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Report the first runs that failed; the second ones are reported like any other."""
+    for report in terminalreporter.stats.get(_RERUN, []):
+        terminalreporter.section(f"first run of {report.nodeid}")
+        terminalreporter.write_line(report.longreprtext)
+        for title, text in report.sections:
+            terminalreporter.write_line(f"{title}:\n{text}")
+
+
+def _runs_again(item: pytest.Item) -> bool:
+    """Whether a test that fails is given another run."""
+    return item.stash[_RUN] == 1 and item.get_closest_marker("measures") is not None
+
+
+def _collect_what_it_left() -> None:
+    """Collect what a failed test left open, so that no later test is blamed for it.
+
+    The interpreter keeps the last error for debuggers, and with it all that its frames hold.
+    """
+    for name in ("last_exc", "last_type", "last_value", "last_traceback"):
+        vars(sys).pop(name, None)
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("ignore")
+        patch.setattr(sys, "unraisablehook", lambda _: None)
+        gc.collect()
+
+
+def _turn(item: pytest.Item, *, is_alone: bool) -> contextlib.AbstractContextManager[None]:
+    """A turn for one run of a test; nobody to share with where pytest keeps no cache."""
+    cache = _cache_of(item.config)
+    if cache is None:
+        return contextlib.nullcontext()
+    return turn(cache.mkdir("turns"), item.nodeid, alone=is_alone)
 
 
 def _cache_of(config: pytest.Config) -> pytest.Cache | None:
