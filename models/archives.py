@@ -15,9 +15,9 @@ from torch.export import ExportedProgram
 from torch.export.passes import move_to_device_pass
 from torch.utils import _pytree as pytree
 
-from models.base import Features
 from models.checkpoint import archive_kind
 from models.errors import ModelError, SourceError
+from models.item import Features
 from models.modules import TensorModel, dtype_name, named_outputs
 from models.spec import Placement, TensorSpec
 

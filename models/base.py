@@ -1,89 +1,23 @@
 """What a user writes to serve a model: a subclass of `Model`. Runs in worker processes only."""
 
-import base64
-import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal
 
-import msgspec
 import torch
 from torch import Tensor, nn
 
 from models.agreement import Tolerance, ValueTolerance
-from models.errors import InputError
-from models.spec import MAX_IMAGE_PIXELS, Placement, TensorHeader, TensorSpec
-from models.split.network import SplitNetwork, load_network
+from models.errors import InputError, ModelError
+from models.inputs import features_of
+from models.item import Features, Item
+from models.spec import MAX_IMAGE_PIXELS, Placement, TensorSpec
+from models.split.network import LoadIsOver, SplitNetwork, load_part, load_whole
 from models.split.ranks import Ranks
 from models.split.report import SplitReport
 
-_B64_KEY = re.compile(rb'"b64"')
-_URL_SAFE = re.compile(r"(?=.*[_-])[A-Za-z0-9_-]+={0,2}")
-Kind: TypeAlias = Literal["image", "bytes", "json", "tensors"]
-"""What a payload is: an encoded image, opaque bytes, a JSON value, or raw tensors with headers."""
-
-Features: TypeAlias = Mapping[str, Tensor]
-"""Named tensors of one instance, or of a batch with the batch dimension first."""
-
 MAX_JSON_NUMBERS = 1 << 24
 """So many numbers take 640 MB as lists, and more than may be sent as JSON."""
-
-
-class Item(msgspec.Struct, kw_only=True, eq=False, gc=False):
-    """One instance as a model sees it, valid until the batch that it belongs to is answered."""
-
-    kind: Kind
-    payload: memoryview
-    """A read-only view of shared memory: copy what must be changed."""
-    headers: Sequence[TensorHeader] = ()
-    parameters: Mapping[str, object] = {}
-
-    def json(self) -> object:
-        """Decode a payload of kind "json"; each object `{"b64": "..."}` in it becomes bytes.
-
-        Raises:
-            InputError: The payload is of another kind, or is not JSON.
-        """
-        value = self.plain_json()
-        return _with_bytes(value, "instance") if _B64_KEY.search(self.payload) else value
-
-    def plain_json(self) -> object:
-        """Decode a payload of kind "json", and leave what is in base64 as it is.
-
-        Raises:
-            InputError: The payload is of another kind, or is not JSON.
-        """
-        if self.kind != "json":
-            raise InputError(f"this model takes JSON, not {self.kind}")
-        try:
-            return msgspec.json.decode(self.payload)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise InputError(str(error)) from None
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Copies of the tensors of a payload of kind "tensors", by name, on the CPU.
-
-        Raises:
-            InputError: The payload is of another kind.
-        """
-        return {name: view.clone() for name, view in self.views().items()}
-
-    def views(self) -> dict[str, Tensor]:
-        """The tensors of a payload of kind "tensors" in place: writing to one ends the process.
-
-        Raises:
-            InputError: The payload is of another kind.
-        """
-        if self.kind != "tensors":
-            raise InputError(f"this model takes tensors, not {self.kind}")
-        return {header.name: self._view(header) for header in self.headers}
-
-    def _view(self, header: TensorHeader) -> Tensor:
-        dtype = getattr(torch, header.dtype)
-        if header.num_bytes == 0:
-            return torch.empty(header.shape, dtype=dtype)
-        end = header.offset + header.num_bytes
-        return torch.frombuffer(self.payload[header.offset : end], dtype=dtype).view(header.shape)
 
 
 class Model:
@@ -178,7 +112,25 @@ class Model:
         Raises:
             ModelError: It cannot be had, or cannot be split.
         """
-        return load_network(self, build, weights, placement, example)
+        if self.ranks is None:
+            return load_whole(build, weights, placement)
+        if self.split_network is not None:
+            raise ModelError(
+                "a replica that is split has one network: `load_network` is called twice"
+            )
+        self.split_network = load_part(
+            self.ranks,
+            build,
+            weights,
+            example,
+            split_points=self.split_points,
+            tensor_plan=self.tensor_plan,
+            known=self.known_split,
+            room_bytes=self.room_bytes,
+        )
+        if self.ranks.rank:
+            raise LoadIsOver
+        return self.split_network
 
     def preprocess(self, item: Item) -> Features:
         """Turn one instance into CPU tensors without the batch dimension, checked against `inputs`.
@@ -186,8 +138,6 @@ class Model:
         Raises:
             InputError: The instance does not fit this model.
         """
-        from models.inputs import features_of
-
         return features_of(item, self.inputs)
 
     def bucket(self, features: Features) -> Hashable:
@@ -276,23 +226,21 @@ class Model:
         return ()
 
 
-def _with_bytes(value: object, where: str) -> object:
-    """JSON with bytes in the place of what is encoded in base64; `where` is its place.
+def load_model(model: Model, placement: Placement) -> None:
+    """Load a model, or this rank's part of it if `model.ranks` is set.
 
-    Text in the URL-safe alphabet, which "-" and "_" tell, is left to the model as it is.
+    Raises:
+        ModelError: It cannot be had, or cannot be split.
+        EOFError: Another rank has failed.
     """
-    if isinstance(value, list):
-        return [_with_bytes(each, f"{where}[{i}]") for i, each in enumerate(value)]
-    if not isinstance(value, dict):
-        return value
-    if value.keys() == {"b64"} and isinstance(value["b64"], str):
-        try:
-            return base64.b64decode(value["b64"], validate=True)
-        except ValueError:
-            if _URL_SAFE.fullmatch(value["b64"]):
-                return value
-            raise InputError(f"{where}.b64: not base64 in the standard alphabet") from None
-    return {name: _with_bytes(each, f"{where}.{name}") for name, each in value.items()}
+    try:
+        model.load(placement)
+    except LoadIsOver:
+        return
+    if model.ranks is not None and model.split_network is None:
+        raise ModelError(
+            f"{type(model).__name__} cannot be split: only what `load` loads by `load_network` can"
+        )
 
 
 def _stacked(tensors: list[Tensor]) -> Tensor:

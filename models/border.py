@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.base import Item, Model
+from models.base import Model
 from models.errors import BadReturnError, InputError
 from models.inputs import shape_text
+from models.item import Item
 from models.spec import DTYPE_BYTES, TensorSpec, matches
 
 _TENSORS = "a dict of tensors by name"

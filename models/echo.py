@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from models.base import Features, Item, Model
+from models.base import Model
+from models.item import Features, Item
 
 # Names that no client's tensor has by chance.
 _BYTES = "echo.bytes"

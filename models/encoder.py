@@ -21,11 +21,12 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from models.base import Features, Item, Model
+from models.base import Model
 from models.bert import Bert
 from models.encoder_folder import read_folder
 from models.errors import InputError, ModelError
 from models.inputs import json_place, json_string, json_texts
+from models.item import Features, Item
 from models.prose import PROSE, excerpts
 from models.spec import Placement, TensorSpec
 from models.tokens import Tokenizer

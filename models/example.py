@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from models.base import Item, Model
+from models.base import Model
 from models.border import bad_return, is_overridden
 from models.errors import BadReturnError
+from models.item import Item
 from models.texts import described
 
 logger = logging.getLogger(__name__)

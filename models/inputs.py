@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.base import Features, Item
 from models.errors import InputError
+from models.item import Features, Item
 from models.spec import TensorSpec, matches
 
 _MAX_RANK = 16

@@ -7,8 +7,9 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from models.base import Features, Item, Model
+from models.base import Model
 from models.errors import ModelError, SourceError
+from models.item import Features, Item
 from models.spec import DTYPE_BYTES, Placement, TensorHeader, TensorSpec
 
 _ANY_INPUT = TensorSpec(name="input", dtype="float32", shape=())

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from models.base import Features, Item, Model
+from models.base import Model
 from models.example import reads_own_form
+from models.item import Features, Item
 from models.registry import build
 
 PARAMETER = "inferpool_chaos"

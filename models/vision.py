@@ -19,11 +19,12 @@ from PIL import Image
 from torch import Tensor, nn
 
 from models.agreement import LabelTolerance, Tolerance
-from models.base import Features, Item, Model
+from models.base import Model
 from models.errors import InputError, ModelError
 from models.gpu_jpegs import GpuJpegs, nvjpeg
 from models.images import check_size, decode_image, decode_scaled
 from models.inputs import json_array, json_bytes, json_place, json_texts
+from models.item import Features, Item
 from models.photos import sample_jpegs, sample_views
 from models.spec import Placement, TensorHeader, TensorSpec
 from models.transforms import ImageTransform, Normalize

@@ -6,7 +6,7 @@ import logging
 import multiprocessing
 import socket
 import ssl
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -38,15 +38,15 @@ from service.listening import StartError, edge_limits, listen, tls_context, url_
 from service.metrics import Metrics, Reading
 from service.raw_output import RawOutput
 from service.server import Server
-from service.service import Service
+from service.service import ClosableEngine, Service
 from service.settings import Settings
 from service.tls import TlsError
 from service.versions import version_of
+from workers.arena import Arena
 from workers.devices import DeviceError, Host, find_host
 from workers.local import LocalEngine
 
 if TYPE_CHECKING:
-    from service.debugging import Debugging
     from service.tracing.tracer import Tracer
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,8 @@ def run(
     origins: Mapping[str, str] | None = None,
     raw: RawOutput | None = None,
     warnings: Sequence[str] = (),
-    debugging: "Debugging | None" = None,
+    make_engine: Callable[[Arena], ClosableEngine] = LocalEngine,
+    until_changed: Callable[[], Awaitable[str]] | None = None,
 ) -> int:
     """Serve until a signal, and return the process's exit code. Called in the main thread.
 
@@ -73,7 +74,8 @@ def run(
         origins: Who set each of them, for /admin/settings; see `Loaded`.
         raw: What was taken of stdout and stderr, to be logged, and given back at the end.
         warnings: What to log of them first.
-        debugging: Has the model computed in this process.
+        make_engine: Makes what computes the batches.
+        until_changed: Waits for a reason to stop, if there may be one, and returns it.
     """
     with _logging(settings, raw) as logs:
         for warning in warnings:
@@ -92,7 +94,6 @@ def run(
             num_fronts, why = number_of_fronts(settings, host.num_cores)
             origin = (origins or {}).get("trace_endpoint", "default")
             settings, tracer = set_up_tracing(settings, origin, metrics.model)
-            make_engine = debugging.make_engine if debugging else LocalEngine
             service = Service(settings, host, metrics, console, origins, make_engine)
             tls = tls_context(settings)
         except (StartError, DeviceError, TlsError) as error:
@@ -102,7 +103,7 @@ def run(
         try:
             about = {"version": version_of(), "front ends": f"{num_fronts} ({why})"}
             console.started(about, host.describe(), service.plan)
-            return _serve(service, console, listener, tls, num_fronts, tracer, debugging)
+            return _serve(service, console, listener, tls, num_fronts, tracer, until_changed)
         finally:
             for process in multiprocessing.active_children():
                 process.kill()  # only those that a hurried shutdown has left
@@ -180,7 +181,7 @@ def _serve(
     tls: ssl.SSLContext | None,
     num_fronts: int,
     tracer: "Tracer | None",
-    debugging: "Debugging | None" = None,
+    until_changed: Callable[[], Awaitable[str]] | None,
 ) -> int:
     settings = service.settings
     url = url_of(listener, is_tls=tls is not None)
@@ -274,8 +275,8 @@ def _serve(
         fail("no model could be loaded", EXIT_NEVER_SERVED)
 
     async def leave_when_changed() -> None:
-        if debugging is not None:
-            server.stop(await debugging.until_changed())
+        if until_changed is not None:
+            server.stop(await until_changed())
 
     async def main() -> None:
         tasks = [asyncio.create_task(announce()), asyncio.create_task(leave_when_lost())]

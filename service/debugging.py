@@ -9,14 +9,12 @@ import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from service.app import run as run_app
 from service.settings import Settings
 from service.settings_loader import Loaded
-from workers.arena import Arena
-
-if TYPE_CHECKING:
-    from workers.in_process import InProcessEngine
+from workers.in_process import InProcessEngine
 
 USAGE_ERROR = 2
 _PATIENCE_S = 3600.0
@@ -43,8 +41,6 @@ def run(loaded: Loaded, *, reloads: bool) -> int:
         choice = " | ".join(names)
         sys.stderr.write(f"inferpool serve: --debug serves one model: name it ({choice})\n")
         return USAGE_ERROR
-    from service.app import run as run_app
-
     files = Files(Path.cwd()) if reloads else None
     terminal = _terminal()
     if terminal is None:
@@ -52,9 +48,9 @@ def run(loaded: Loaded, *, reloads: bool) -> int:
     code = run_app(
         settings_for(loaded.settings),
         loaded.origins,
-        None,
-        loaded.warnings,
-        Debugging(files),
+        warnings=loaded.warnings,
+        make_engine=InProcessEngine,
+        until_changed=files.until_changed if files else None,
     )
     if terminal is not None:  # a debugger that was left at its prompt has changed it
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, terminal)
@@ -67,26 +63,6 @@ def run(loaded: Loaded, *, reloads: bool) -> int:
     if files is not None and files.changed:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     os._exit(code)  # the model's thread may be at a prompt, and would hold up an ordinary exit
-
-
-class Debugging:
-    """What a service that is debugged does otherwise."""
-
-    def __init__(self, files: "Files | None") -> None:
-        self._files = files
-
-    def make_engine(self, arena: Arena) -> "InProcessEngine":
-        """The engine that computes in this process; imports torch."""
-        from workers.in_process import InProcessEngine
-
-        return InProcessEngine(arena)
-
-    async def until_changed(self) -> str:
-        """Wait until a file has changed, for ever if none is watched; the reason to stop."""
-        if self._files is None:
-            await asyncio.Event().wait()
-        assert self._files is not None
-        return await self._files.until_changed()
 
 
 def settings_for(settings: Settings) -> Settings:

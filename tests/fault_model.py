@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 
-from models.base import Features, Item, Model
+from models.base import Model
 from models.errors import InputError, ModelError
+from models.item import Features, Item
 from models.spec import Placement, TensorSpec
 
 ACTS = (

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 
 import torch
 
-from models.base import Features, Item, Model
+from models.base import Model
 from models.errors import InputError
+from models.item import Features, Item
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ import os
 import sys
 import warnings
 
-from models.base import Features, Item
+from models.item import Features, Item
 from tests.fault_model import FaultModel
 
 SAID = {

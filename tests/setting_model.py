@@ -6,7 +6,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from models.base import Features, Item, Model
+from models.base import Model
+from models.item import Features, Item
 from models.spec import Placement, TensorSpec
 
 

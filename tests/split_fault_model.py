@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from models.base import Features, Item
+from models.item import Features, Item
 from models.spec import Placement
 from models.split.network import LoadIsOver
 from models.split.ranks import Ranks

@@ -18,9 +18,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from models.base import Features, Item, Model
+from models.base import Model
 from models.border import bad_return, is_overridden
 from models.errors import InputError, ModelError
+from models.item import Features, Item
 from models.out_of_memory import is_out_of_memory
 from models.texts import described, text_of
 from workers.checks import BrokenPromiseError, OutputChecks

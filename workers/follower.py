@@ -11,7 +11,8 @@ from mmap import mmap
 
 import torch
 
-from models.split.network import load_model, serve
+from models.base import load_model
+from models.split.network import serve
 from models.texts import described
 from workers.allocator import give_back
 from workers.config import WorkerConfig
@@ -41,15 +42,16 @@ def main(config: WorkerConfig, outbox: WorkerQueue, row: mmap, ends: RankEnds) -
         group = Group(ends, config.placement)
         model = build_model(config, group)
         load_model(model, config.placement)
-        assert model.split_network is not None
+        network = model.split_network
+        assert network is not None
         device = config.placement.devices[ends.rank]
-        ready = RankReady(name_of(device), model.split_network.part)
+        ready = RankReady(name_of(device), network.part)
     give_back()
     gc.freeze()  # what is loaded now stays: later collections need not walk through it
     heartbeat.beat()
     try:
         outbox.put(ready)
-        serve(model, heartbeat.beat)
+        serve(network, heartbeat.beat)
         group.let_go()  # the next stage of a pipeline listens to this one
         os._exit(0)
     except BrokenPipeError:

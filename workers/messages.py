@@ -14,7 +14,7 @@ from models.speed.names import SpeedReport
 from models.split.report import Part, SplitReport
 
 Kind = Literal["image", "bytes", "json", "tensors"]
-"""As `models.base.Kind`, which the front end cannot import without torch."""
+"""As `models.item.Kind`, which the front end cannot import without torch."""
 
 
 ID_FIELDS = ("request_id", "trace_id", "span_id")

@@ -20,10 +20,10 @@ from pathlib import Path
 
 import torch
 
+from models.base import load_model
 from models.example import example_of, reads_own_form
 from models.opened import OpenedFiles
 from models.speed.choose import SpeedWish, choose
-from models.split.network import load_model
 from models.split.own_time import OwnTime
 from workers.allocator import SpareMemory, give_back
 from workers.compiling import compile_package

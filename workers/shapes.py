@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from models.base import Features
+from models.item import Features
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from models.agreement import Agreement
-from models.base import Features, Item, Model
+from models.base import Model
 from models.errors import ModelError
+from models.item import Features, Item
 from models.speed.names import SpeedReport
 from models.speed.serving import serving
 from models.speed.verdicts import VerdictStore, fingerprint

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from models.agreement import Agreement
-from models.base import Features, Item, Model
+from models.base import Model
+from models.item import Features, Item
 from models.speed.compiled import Compiled
 from models.speed.names import COMPILED, SpeedReport
 from models.speed.presets import can_be_changed, prepare

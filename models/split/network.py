@@ -4,24 +4,21 @@ The lead's `load` gets a callable, which has the other ranks compute their parts
 where its part is loaded: it serves the lead's calls from then on.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from models.checkpoint import load_weights
-from models.errors import ModelError
 from models.spec import Placement
+from models.split.own_plan import OwnPlan
 from models.split.pipeline import load_pipeline
 from models.split.ranks import Ranks
 from models.split.rehearsal import Example
 from models.split.report import Part, SplitReport
 from models.split.tensor import load_tensor_parallel
-
-if TYPE_CHECKING:
-    from models.base import Model
 
 _POLL_S = 1.0
 
@@ -59,93 +56,67 @@ class LoadIsOver(BaseException):
     """A follower has loaded its part: what `load` does after that is the lead's."""
 
 
-def load_model(model: "Model", placement: Placement) -> None:
-    """Load a model, or this rank's part of it if `model.ranks` is set.
+def load_whole(
+    build: Callable[[], nn.Module], weights: Path | str | None, placement: Placement
+) -> nn.Module:
+    """Build a network, read its weights and lay it on one device, to infer.
 
     Raises:
-        ModelError: It cannot be had, or cannot be split.
-        EOFError: Another rank has failed.
+        ModelError: The weights cannot be had, or don't fit.
     """
-    try:
-        model.load(placement)
-    except LoadIsOver:
-        return
-    if model.ranks is not None and model.split_network is None:
-        raise ModelError(
-            f"{type(model).__name__} cannot be split: only what `load` loads by `load_network` can"
-        )
+    network = build()
+    if weights is not None:
+        load_weights(network, weights)
+    return network.eval().requires_grad_(False).to(torch.device(placement.devices[0]))
 
 
-def load_network(
-    model: "Model",
-    build: Callable[[], nn.Module],
-    weights: Path | str | None,
-    placement: Placement,
-    example: Example,
-) -> Callable[..., object]:
-    """Do what `Model.load_network` says.
-
-    Raises:
-        ModelError: The network cannot be had, or cannot be split.
-        LoadIsOver: This rank follows, and has loaded its part.
-        EOFError: Another rank has failed.
-    """
-    if model.ranks is None:
-        network = build()
-        if weights is not None:
-            load_weights(network, weights)
-        return network.eval().requires_grad_(False).to(torch.device(placement.devices[0]))
-    if model.split_network is not None:
-        raise ModelError("a replica that is split has one network: `load_network` is called twice")
-    model.split_network = _load_split(model, model.ranks, build, weights, example)
-    if model.ranks.rank:
-        raise LoadIsOver
-    return model.split_network
-
-
-def serve(model: "Model", on_beat: Callable[[], None]) -> None:
-    """Compute this rank's part of what the lead calls, until the lead lets go. On followers.
-
-    Args:
-        model: Loaded by `load_model`.
-        on_beat: Called after each call, and every second without one.
-
-    Raises:
-        torch.AcceleratorError: The device's context is lost.
-    """
-    assert model.split_network is not None
-    while True:
-        try:
-            model.split_network.serve_next(_POLL_S)
-        except TimeoutError:
-            pass
-        except EOFError:
-            return
-        on_beat()
-
-
-def _load_split(
-    model: "Model",
+def load_part(
     ranks: Ranks,
     build: Callable[[], nn.Module],
     weights: Path | str | None,
     example: Example,
+    *,
+    split_points: Sequence[str],
+    tensor_plan: OwnPlan | None,
+    known: SplitReport | None,
+    room_bytes: int,
 ) -> SplitNetwork:
+    """Load this rank's part of a network; see `load_pipeline` and `load_tensor_parallel`.
+
+    Raises:
+        ModelError: The network cannot be had, or cannot be split.
+        EOFError: Another rank has failed.
+    """
     if ranks.split == "tensor":
         return load_tensor_parallel(
-            ranks,
-            build,
-            weights,
-            example,
-            tensor_plan=model.tensor_plan,
-            known=model.known_split,
+            ranks, build, weights, example, tensor_plan=tensor_plan, known=known
         )
     return load_pipeline(
         ranks,
         build,
         weights,
         example,
-        split_points=model.split_points,
-        known=model.known_split,
-        room_bytes=model.room_bytes,
+        split_points=split_points,
+        known=known,
+        room_bytes=room_bytes,
     )
+
+
+def serve(network: SplitNetwork, on_beat: Callable[[], None]) -> None:
+    """Compute this rank's part of what the lead calls, until the lead lets go. On followers.
+
+    Args:
+        network: This rank's part.
+        on_beat: Called after each call, and every second without one.
+
+    Raises:
+        torch.AcceleratorError: The device's context is lost.
+    """
+    while True:
+        try:
+            network.serve_next(_POLL_S)
+        except TimeoutError:
+            pass
+        except EOFError:
+            return
+        on_beat()

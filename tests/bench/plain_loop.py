@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from models.base import Item
+from models.item import Item
 from models.registry import build
 from models.spec import Placement
 

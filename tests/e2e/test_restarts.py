@@ -19,7 +19,8 @@ HEADERS = {"Authorization": f"Bearer {ADMIN}"}
 READS = """
 import time
 import torch
-from models.base import Features, Item, Model
+from models.base import Model
+from models.item import Features, Item
 from models.spec import Placement, TensorSpec
 
 class Net(Model):
@@ -34,7 +35,8 @@ class Net(Model):
 """
 CODE = """
 import torch
-from models.base import Features, Item, Model
+from models.base import Model
+from models.item import Features, Item
 from models.spec import Placement, TensorSpec
 
 class Net(Model):

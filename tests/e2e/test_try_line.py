@@ -13,7 +13,8 @@ import pathlib
 import time
 
 import torch
-from models.base import Features, Item, Model
+from models.base import Model
+from models.item import Features, Item
 from models.spec import TensorSpec
 
 

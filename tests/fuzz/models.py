@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from models.base import Features, Model
+from models.base import Model
+from models.item import Features
 from models.spec import TensorSpec
 from models.transforms import ImageTransform
 from models.vision import Classifier

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
-from models.base import Item
 from models.errors import InputError
 from models.inputs import features_of
+from models.item import Item
 from models.spec import TensorSpec
 from service.api.body import Decoded
 from service.api.codecs import TYPES, decode

@@ -2,7 +2,8 @@
 
 import torch
 
-from models.base import Features, Item, Model
+from models.base import Model
+from models.item import Features, Item
 from models.spec import Placement, TensorSpec
 
 

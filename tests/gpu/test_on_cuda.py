@@ -34,7 +34,7 @@ def test_worker_is_on_the_device_and_the_front_end_is_not(service: Running):
 def test_scores_are_those_of_the_cpu(service: Running):
     import torch
 
-    from models.base import Item
+    from models.item import Item
     from models.registry import build
     from models.spec import Placement
 

@@ -11,7 +11,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from models.base import Item, Model
+from models.base import Model
+from models.item import Item
 from models.spec import Placement, TensorHeader
 
 CPU = Placement(devices=("cpu",))

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from models.base import Features, Item, Model
+from models.base import Model
 from models.border import checked, place_of
 from models.errors import BadReturnError, InputError
 from models.example import example_of
+from models.item import Features, Item
 from models.spec import Placement, TensorSpec
 from workers.compute import Computer
 from workers.messages import ItemRef

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from models.base import Item, Model
+from models.base import Model
 from models.errors import InputError
 from models.inputs import features_of
+from models.item import Item
 from models.spec import TensorHeader, TensorSpec
 from tests.models.items import bytes_item, image_item, json_item, tensor_item
 

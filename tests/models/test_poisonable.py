@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from models import poisonable
-from models.base import Features, Item, Model
+from models.base import Model
 from models.errors import InputError, SourceError
+from models.item import Features, Item
 from models.registry import build
 
 

@@ -13,8 +13,9 @@ import torch
 
 import workers.compute
 import workers.shortage
-from models.base import Features, Item, Model
+from models.base import Model
 from models.errors import ModelError
+from models.item import Features, Item
 from models.spec import TensorSpec
 from workers.checks import BrokenPromiseError
 from workers.compute import Computer

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from models.base import Features, Model
+from models.base import Model
+from models.item import Features
 from models.spec import Placement, TensorSpec
 from tests.workers.contract import config_of
 from workers.engine import WorkerId

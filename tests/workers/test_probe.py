@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from models.base import Features, Item, Model
+from models.base import Model
+from models.item import Features, Item
 from models.spec import Placement
 from tests.models.items import bytes_item
 

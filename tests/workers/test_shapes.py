@@ -8,7 +8,8 @@ from collections.abc import Hashable, Iterator, Sequence
 import pytest
 import torch
 
-from models.base import Features, Item, Model
+from models.base import Model
+from models.item import Features, Item
 from workers.compute import Computer
 from workers.messages import ItemError, ItemRef
 from workers.shapes import grouped

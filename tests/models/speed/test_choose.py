@@ -11,9 +11,10 @@ from msgspec.structs import replace as replace_report
 from torch import nn
 
 from models.agreement import LabelTolerance
-from models.base import Item, Model
+from models.base import Model
 from models.echo import Echo
 from models.errors import ModelError
+from models.item import Item
 from models.modules import ModuleModel
 from models.spec import TensorSpec
 from models.speed import choose as choosing

@@ -9,12 +9,12 @@ from multiprocessing import Pipe
 import pytest
 import torch
 
-from models.base import Model
+from models.base import Model, load_model
 from models.checkpoint import StoredWeights
 from models.errors import ModelError, OutOfStepError, RankError
 from models.out_of_memory import is_out_of_memory
 from models.spec import Placement
-from models.split.network import load_model, serve
+from models.split.network import serve
 from models.split.report import Part, SplitReport
 from workers.forkserver import ForkedProcess
 from workers.group import Group
@@ -235,7 +235,7 @@ def _call(state, args, kwargs):
 
 def _serve(state):
     if state.model is not None:
-        serve(state.model, lambda: None)
+        serve(state.model.split_network, lambda: None)
     state.group.let_go()
 
 

@@ -2,7 +2,8 @@
 
 import torch
 
-from models.base import Features, Model
+from models.base import Model
+from models.item import Features
 from models.spec import TensorSpec
 
 
