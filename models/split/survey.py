@@ -17,9 +17,9 @@ from models.base import Model
 from models.errors import ModelError
 from models.spec import Placement
 from models.split.balance import run_steps, sizes_of, times_of
+from models.split.cuts import cut_positions, largest_share_for
 from models.split.measures import Survey, Way
 from models.split.packing import num_rows
-from models.split.pipeline import cut_positions, largest_share_for
 from models.split.rehearsal import Example
 from models.split.sketch import Sketch, num_bytes
 from models.split.stages import Course

@@ -24,34 +24,32 @@ collectives are not counted: there the errors must be the same word by word.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
 from pathlib import Path
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from models.checkpoint import StoredWeights, check_fit
 from models.errors import ModelError, OutOfStepError
 from models.out_of_memory import is_out_of_memory
-from models.split.collectives import Collectives, widths_of
+from models.split.collectives import Collectives
 from models.split.own_plan import OwnPlan, own_plan
 from models.split.packing import pack, unpack
+from models.split.parts import (
+    BuiltWeights,
+    Weights,
+    cut_layers,
+    fill_part,
+    origins_of,
+    part_bytes,
+)
 from models.split.ranks import Ranks
 from models.split.rehearsal import Example, Origin, Rehearsal, copied, made_up
 from models.split.report import Part, SplitReport
-from models.split.shards import (
-    ColumnEmbedding,
-    ColumnLinear,
-    Piece,
-    RowLinear,
-    Shard,
-    SplitAttention,
-)
 from models.split.sketch import Sketch
-from models.split.tensor_plan import Cut, Plan
+from models.split.tensor_plan import Plan
 from models.split.tensor_search import find_plan
-from models.split.tracing import EncoderByLayers
 
 _LEAD = 0
 _CALL = True
@@ -61,8 +59,6 @@ _PRECISE = (torch.float32, torch.float64)
 _TOLERANCE = 1e-3
 """Of the largest output: sums are made in another order, and a wrong plan is off by far more."""
 _LOOSE_TOLERANCE = 0.05
-_KEPT_SHARE = 0.25
-"""Of a network's bytes: what is kept at a time of one that is built with its weights."""
 _LEAST_SHARE = 0.2
 """Of a network's bytes: where less can be split, two ranks hold nine tenths of it each."""
 
@@ -194,7 +190,7 @@ def load_tensor_parallel(
     """
     sketch = Sketch(build)
     network = sketch.network
-    source: _Source = _BuiltWeights(sketch)
+    source: Weights = BuiltWeights(sketch)
     if weights is not None:
         source = StoredWeights(weights)
         check_fit(network, source.shapes, weights)
@@ -205,7 +201,7 @@ def load_tensor_parallel(
         rehearsal = Rehearsal(network, example, ranks.device)
     shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     collectives = Collectives(ranks.rank, ranks.size)
-    network = _cut(network, plan, collectives)
+    network = cut_layers(network, plan, collectives)
     if plan.styles:
         from models.split.dtensors import apply_styles
 
@@ -214,14 +210,14 @@ def load_tensor_parallel(
         network,
         ranks,
         collectives,
-        part=Part(ranks.rank, _num_bytes(network), text),
+        part=Part(ranks.rank, part_bytes(network), text),
         report=known or SplitReport(note="; ".join([text, *plan.notes])),
         uses_dtensor=bool(plan.styles),
     )
     if is_rehearsed:
         has_own_plan = bool(tensor_plan or getattr(network, "tensor_plan", None))
-        _rehearse(parallel, ranks, rehearsal, _origins(network, shapes), has_own_plan)
-    _fill(network, source, ranks.device)
+        _rehearse(parallel, ranks, rehearsal, origins_of(network, shapes), has_own_plan)
+    fill_part(network, source, ranks.device)
     network.requires_grad_(requires_grad=False).to(ranks.device)
     return parallel
 
@@ -272,27 +268,6 @@ def _rehearse(
         raise ModelError(f"{difference}; {advice}")
 
 
-def _origins(network: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> list[Origin]:
-    """Where each parameter of a network that is cut lies in the whole one."""
-    origins: dict[int, Origin] = {}
-    for prefix, module in network.named_modules():
-        start = f"{prefix}." if prefix else ""
-        pieces = module.pieces if isinstance(module, Shard) else {}
-        for name, parameter in module._parameters.items():
-            if parameter is None or id(parameter) in origins:
-                continue
-            piece = pieces.get(name, Piece(source=name))
-            whole = start + piece.source
-            origins[id(parameter)] = Origin(
-                tensor=parameter,
-                name=whole,
-                shape=shapes[whole],
-                dim=piece.dim,
-                ranges=piece.ranges,
-            )
-    return list(origins.values())
-
-
 def choose_plan(
     network: nn.Module, size: int, tensor_plan: OwnPlan | None = None
 ) -> tuple[Plan, str]:
@@ -304,7 +279,7 @@ def choose_plan(
     wishes = tensor_plan or getattr(network, "tensor_plan", None)
     plan = find_plan(network, size) if wishes is None else own_plan(network, wishes, size)
     cut = cut_parameters(network, plan)
-    share = sum(each.nbytes for each in cut) / max(1, _num_bytes(network))
+    share = sum(each.nbytes for each in cut) / max(1, part_bytes(network))
     if share < _LEAST_SHARE and wishes is None:
         raise ModelError(
             f"{type(network).__name__} is no network for tensor parallelism: of its bytes "
@@ -333,128 +308,3 @@ def _raise_if_lost(error: Exception) -> None:
     """Raise an error that leaves nothing to settle: the end of the process is near."""
     if isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error):
         raise error
-
-
-class _BuiltWeights:
-    """The weights that a network is built with, to be read as those of a checkpoint are.
-
-    They have numbers at the end of a build only. So that they never lie here all at once, the
-    network is built several times, and some of them are kept each time.
-    """
-
-    def __init__(self, sketch: Sketch) -> None:
-        self._sketch = sketch
-        self._empty = dict(sketch.network.named_parameters(remove_duplicate=False))
-        self._room_bytes = _KEPT_SHARE * sum(each.nbytes for each in sketch.network.parameters())
-        self._kept: dict[str, Tensor] = {}
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in self._empty.items()}
-
-    def read(self, name: str, *index: slice) -> Tensor:
-        """As `StoredWeights.read`; quick if they are read in the order of the network."""
-        if name not in self._kept:
-            self._kept = {}
-            self._kept = self._sketch.built(self._beginning_with(name))
-        part: Tensor = self._kept[name][index or ...]
-        return part.detach().clone(memory_format=torch.contiguous_format)
-
-    def _beginning_with(self, name: str) -> dict[str, Tensor]:
-        """As many as are kept at a time, and that one in any case."""
-        names = list(self._empty)
-        kept: dict[str, Tensor] = {name: self._empty[name]}
-        num_bytes = self._empty[name].nbytes
-        for each in names[names.index(name) + 1 :]:
-            num_bytes += self._empty[each].nbytes
-            if num_bytes > self._room_bytes:
-                break
-            kept[each] = self._empty[each]
-        return kept
-
-
-_Source = StoredWeights | _BuiltWeights
-
-
-def _cut(network: nn.Module, plan: Plan, collectives: Collectives) -> nn.Module:
-    """Put shards in the place of the layers that are cut."""
-    for cut in plan.cuts:
-        shard = _shard_of(network.get_submodule(cut.name), cut, collectives)
-        if not cut.name:
-            return shard
-        network.set_submodule(cut.name, shard)
-    for count in plan.counts:
-        share = widths_of(count.units, collectives.size, count.per_unit)[collectives.rank]
-        setattr(network.get_submodule(count.module), count.attribute, share)
-    for module in network.modules():
-        if isinstance(module, nn.TransformerEncoderLayer):
-            module.activation_relu_or_gelu = 0  # its fast path reads weights past the modules
-        elif type(module) is nn.TransformerEncoder:
-            module.__class__ = EncoderByLayers  # it makes nested tensors for that fast path
-    return network
-
-
-def _shard_of(whole: nn.Module, cut: Cut, collectives: Collectives) -> Shard:
-    if isinstance(whole, nn.MultiheadAttention):
-        return SplitAttention(whole, collectives)
-    if isinstance(whole, nn.Embedding):
-        return ColumnEmbedding(whole, collectives)
-    assert isinstance(whole, nn.Linear)
-    if cut.how == "row":
-        return RowLinear(whole, collectives, units=cut.units)
-    return ColumnLinear(
-        whole,
-        collectives,
-        units=cut.units,
-        gathers=cut.how == "gather",
-        num_dims=cut.num_dims,
-    )
-
-
-def _fill(network: nn.Module, stored: _Source, device: torch.device) -> None:
-    """Read what this rank holds, tensor by tensor."""
-    filled: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # with the empty ones, to be kept
-    shapes = stored.shapes
-    for prefix, module in network.named_modules():
-        start = f"{prefix}." if prefix else ""
-        pieces = module.pieces if isinstance(module, Shard) else {}
-        for name, empty in module._parameters.items():  # also what was met before
-            if empty is None:
-                continue
-            if id(empty) not in filled:
-                piece = pieces.get(name, Piece(source=name))
-                filled[id(empty)] = (
-                    empty,
-                    _read(stored, start + piece.source, piece, empty, device),
-                )
-            module._parameters[name] = filled[id(empty)][1]
-        for name, buffer in module.named_buffers(recurse=False):
-            if start + name in shapes:
-                buffer.copy_(stored.read(start + name))
-
-
-def _read(
-    stored: _Source, name: str, piece: Piece, empty: nn.Parameter, device: torch.device
-) -> nn.Parameter:
-    if type(empty.data) is not Tensor:
-        from models.split.dtensors import read_local
-
-        local = read_local(empty.data, partial(stored.read, name), device)
-        return nn.Parameter(local, requires_grad=False)
-    before = (slice(None),) * piece.dim
-    parts = [stored.read(name, *before, slice(*each)) for each in piece.ranges]
-    if len(parts) > 1:
-        value = torch.cat(parts, piece.dim)
-    else:  # to copy a single one would leave gaps in the heap as large as all that is loaded
-        value = parts[0] if parts else stored.read(name)
-    return nn.Parameter(value.to(device, empty.dtype), requires_grad=False)
-
-
-def _num_bytes(network: nn.Module) -> int:
-    """What this rank holds."""
-    tensors = [each.data for each in (*network.parameters(), *network.buffers())]
-    if all(type(each) is Tensor for each in tensors):
-        return sum(each.nbytes for each in tensors)
-    from models.split.dtensors import local_bytes
-
-    return sum(map(local_bytes, tensors))
