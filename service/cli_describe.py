@@ -15,7 +15,8 @@ from pydantic.fields import FieldInfo
 
 from service.cli_config import cell
 from service.cli_parser import nearest
-from service.settings import ModelSettings, Settings
+from service.model_settings import ModelSettings
+from service.settings import Settings
 from service.settings_names import FLAGS, PREFIX
 from service.settings_types import expected
 

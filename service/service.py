@@ -20,12 +20,13 @@ from service.gpu_gauges import gpu_gauges
 from service.listening import StartError
 from service.live import Live
 from service.metrics import Metrics, Reading
+from service.model_settings import ModelSettings
 from service.objective import Objective, ObjectiveAdmission
 from service.operations import Operations
 from service.pool import Pool
 from service.quarantine import Quarantine
 from service.report import is_host_ready, report_of
-from service.settings import ModelSettings, Settings
+from service.settings import Settings
 from service.settings_loader import Loaded
 from service.speed_cache import SpeedCache
 from service.speed_search import SpeedSearch

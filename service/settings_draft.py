@@ -11,16 +11,8 @@ from pydantic_core import ErrorDetails
 
 from models.reading import read_file
 from service.keys import Keys, read_keys
-from service.settings import (
-    BUILT_IN_SOURCES,
-    DEFAULT_SOURCE,
-    ModelSettings,
-    Settings,
-    did_you_mean,
-    is_source,
-    slug,
-    source_hint,
-)
+from service.model_settings import ModelSettings
+from service.settings import Settings
 from service.settings_names import FLAGS, KEY_SETTINGS, PREFIX, Key, dotted, is_foreign
 from service.settings_types import expected
 from service.settings_words import (
@@ -30,6 +22,14 @@ from service.settings_words import (
     unknown,
     unknown_variable,
     unreadable,
+)
+from service.sources import (
+    BUILT_IN_SOURCES,
+    DEFAULT_SOURCE,
+    did_you_mean,
+    is_source,
+    slug,
+    source_hint,
 )
 from service.trace_settings import (
     HEADER_VARIABLES,

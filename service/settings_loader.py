@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from models.reading import read_file
-from service.settings import ModelSettings, Settings
+from service.model_settings import ModelSettings
+from service.settings import Settings
 from service.settings_draft import Draft
 from service.settings_names import CONFIG_VARIABLE, KEY_SETTINGS, PREFIX, Key, dotted
 from service.settings_words import PIPE_WAIT_S, SettingsError

@@ -4,8 +4,10 @@ import errno
 import os
 from collections.abc import Sequence
 
-from service.settings import ModelSettings, Settings, did_you_mean
+from service.model_settings import ModelSettings
+from service.settings import Settings
 from service.settings_names import PREFIX, Key, dotted
+from service.sources import did_you_mean
 from service.urls import without_password
 
 PIPE_WAIT_S = 10.0

@@ -7,7 +7,8 @@ from service.doctor.findings import Finding, error, in_words, note, ok, warning
 from service.doctor.weights import weights_file
 from service.fronts.number import number_of_fronts
 from service.listening import StartError
-from service.settings import ModelSettings, Settings
+from service.model_settings import ModelSettings
+from service.settings import Settings
 
 # From /proc/PID/smaps_rollup on x86-64 with torch 2.15, two workers, efficientnet_lite0.
 FRONT_END_BYTES = 70 << 20

@@ -20,7 +20,8 @@ from service.doctor.findings import Finding, error, in_words, note, ok, warning
 from service.doctor.memory import FORKSERVER_BYTES, FRONT_END_BYTES, WORKER_BYTES
 from service.doctor.probes import PROBE_TIMEOUT_S, may_split, order_for, probe
 from service.doctor.speeds import Race, Speed
-from service.settings import ModelSettings, Settings
+from service.model_settings import ModelSettings
+from service.settings import Settings
 from workers.devices import Host
 
 _USUAL_RANKS = (2, 4)

@@ -10,7 +10,8 @@ from typing import Any
 from service.doctor.facts import Facts
 from service.doctor.findings import Finding, error, in_words, note, ok, warning
 from service.doctor.weights import MODEL_SUFFIXES, is_lost
-from service.settings import ModelSettings, Settings
+from service.model_settings import ModelSettings
+from service.settings import Settings
 
 PROBE_TIMEOUT_S = 120.0
 """For the imports of torch and every model: torch takes 3 s, and more from a cold disk."""

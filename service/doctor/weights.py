@@ -9,7 +9,8 @@ from pathlib import Path
 
 from service.doctor.facts import Facts
 from service.doctor.findings import Finding, error, in_words, ok
-from service.settings import ModelSettings, Settings
+from service.model_settings import ModelSettings
+from service.settings import Settings
 
 MODEL_SUFFIXES = (".pt2", ".pt", ".ts", ".torchscript")
 _WEIGHT_SUFFIXES = (".pth", ".pt", ".safetensors")

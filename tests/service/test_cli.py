@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from service.settings import ModelSettings, Settings
+from service.model_settings import ModelSettings
+from service.settings import Settings
 from service.settings_names import FLAGS
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,8 @@ import httpx
 import pytest
 
 from service.debugging import Files, settings_for
-from service.settings import ModelSettings, Settings
+from service.model_settings import ModelSettings
+from service.settings import Settings
 from tests.e2e.running import ROOT
 from tests.pty_screen import on_terminal
 

@@ -6,7 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from service.settings import ModelSettings, Settings
+from service.model_settings import ModelSettings
+from service.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 PREFIX = "INFERPOOL_"

@@ -8,7 +8,8 @@ from service.api.events import HostState
 from service.api.health import HealthReport
 from service.live import Live
 from service.metrics import Metrics, ModelMetrics
-from service.settings import ModelSettings, Settings
+from service.model_settings import ModelSettings
+from service.settings import Settings
 from tests.fakes import FakeEngine
 from tests.service.test_pool import pool_over, run, until
 from workers.arena import Arena

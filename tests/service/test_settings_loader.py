@@ -12,7 +12,8 @@ import service.settings_draft
 import service.settings_loader
 from service.cli_config import write_json, write_table, write_toml
 from service.keys import read_keys
-from service.settings import ModelSettings, Settings
+from service.model_settings import ModelSettings
+from service.settings import Settings
 from service.settings_loader import Loaded, load, secret_variables
 from service.settings_names import FLAGS
 from service.settings_words import SettingsError

@@ -10,7 +10,8 @@ import pytest
 from service.endpoint import make_tracer, set_up_tracing
 from service.listening import StartError
 from service.metrics import ModelMetrics
-from service.settings import ModelSettings, Settings
+from service.model_settings import ModelSettings
+from service.settings import Settings
 from service.tracing import exporter
 from service.tracing.recorder import MAX_BATCH
 from service.tracing.tracer import Tracer
