@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Literal, Protocol, get_args
+from typing import Protocol, get_args
 
 import msgspec
 
@@ -16,14 +16,13 @@ from models.spec import TensorSpec
 from models.speed.names import SpeedReport
 from models.split.report import SplitReport
 from service.dispatcher import Dispatcher
-from service.errors import GivenUpError, RestartFailedError, ServiceError, UnavailableError
+from service.errors import GivenUpError, ServiceError, UnavailableError
 from service.instance import Instance
 from service.metrics import ModelMetrics, Reading
+from service.replacing import Replacing, Restart
 from service.request import CallOptions, Payload
 from workers.config import WorkerConfig
 from workers.engine import Cause, Engine, RankVitals, WorkerHandle, WorkerId
-from workers.errors import WorkerStartError
-from workers.memory import available_bytes
 from workers.messages import UNREADABLE
 from workers.supervisor import RestartPolicy, Slot, State, Supervisor
 
@@ -31,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 _NUM_ENDINGS = 20
 """That are kept for people to look at."""
-_NUM_TRIES = 3
-"""How often a restart tries each worker, once one has been replaced."""
 _MOMENT_S = 1.0
 """A model that loads within this is worth waiting for when all its workers are down."""
 
@@ -46,18 +43,6 @@ class Ending:
     """Seconds of the Unix epoch."""
     cause: Cause
     reason: str
-
-
-RestartState = Literal["none", "running", "done", "failed"]
-
-
-@dataclass(slots=True, kw_only=True)
-class Restart:
-    """How the last restart goes that was asked for."""
-
-    state: RestartState = "none"
-    text: str = ""
-    """What is being done, or why it failed; for a person."""
 
 
 class Announcer(Protocol):
@@ -96,9 +81,6 @@ class Pool:
         """What clients send is not what `inputs` say, so nobody can make an instance up."""
         self.endings: deque[Ending] = deque(maxlen=_NUM_ENDINGS)
         """The latest, the newest last."""
-        self.restart = Restart()
-        self._replacing = asyncio.Lock()
-        """One worker at a time: an operator's restart and a change of presets take turns."""
         self._configs = configs
         self._metrics = metrics
         self._announcer = announcer
@@ -112,6 +94,7 @@ class Pool:
         self._is_expecting = False
         """None is ready, but one will be within a moment: what comes may wait for it."""
         self._supervisor = Supervisor(engine, self, policy)
+        self._replacing = Replacing(name, self._supervisor, self._note_successor)
 
     @property
     def inputs(self) -> Sequence[TensorSpec]:
@@ -205,122 +188,20 @@ class Pool:
         """Answer all that is in flight now, and admit nothing more."""
         self.dispatcher.cut_off(reason)
 
+    @property
+    def restart(self) -> Restart:
+        """How the last restart goes that was asked for."""
+        return self._replacing.restart
+
     async def replace(
         self, slots: Sequence[Slot], grace_s: float, *, old_first: bool = False
     ) -> None:
-        """Replace workers one after another, each by a successor that is ready before it leaves.
-
-        If it is all of them, they load what lies on disk now; one alone may not differ from the
-        others. Where the first successor does not come up, all stay as they are. Others that do not
-        come up are tried again. If that does not help, their old workers serve on; but where their
-        files differ, those of the new version leave, or those of the old one if the new one could
-        be loaded twice: replicas are not to differ for long.
-
-        Args:
-            slots: The workers.
-            grace_s: How long each may take to finish what it holds.
-            old_first: Let each leave before its successor starts, for want of memory for both.
-
-        Raises:
-            RestartFailedError: A successor did not come up; says why, and what goes on serving.
-        """
-        self.restart = Restart(state="running")
-        try:
-            async with self._replacing:
-                await self._replace_all(slots, grace_s, old_first=old_first)
-        except RestartFailedError as error:
-            self.restart = Restart(state="failed", text=error.message)
-            logger.error("%s: restart failed: %s", self.name, error.message)
-            raise
-        except asyncio.CancelledError:
-            self.restart = Restart(state="failed", text="the service was told to stop")
-            raise
-        self.restart = Restart(state="done", text="")
-
-    async def _replace_all(self, slots: Sequence[Slot], grace_s: float, *, old_first: bool) -> None:
-        # Each loads what is on disk by then; where that is not what the first loaded, the first
-        # is replaced again. One alone is not to differ.
-        renews = len(slots) == len(self.slots)
-        waiting, replaced = list(slots), set[int]()
-        for _ in range(_NUM_TRIES):
-            errors: dict[str, str] = {}
-            for slot in waiting:
-                error = await self._replace(slot, grace_s, old_first=old_first, renews=renews)
-                if error:
-                    errors[slot.id.worker] = error
-                    if not replaced:
-                        raise RestartFailedError(error)
-                    if old_first:
-                        break  # lest they all leave for a model that cannot be loaded
-                else:
-                    replaced.add(slot.id.slot)
-            current = replaced - {slot.id.slot for slot in self._supervisor.outdated()}
-            waiting = [slot for slot in slots if slot.id.slot not in current]
-            if not waiting:
-                return
-        for slot in self._supervisor.choose_files():
-            logger.warning("%s leaves: it serves with other files than the rest", slot.id)
-            self.restart.text = f"{slot.id.worker} starts again"
-            errors.pop(slot.id.worker, None)
-            if not await self._supervisor.replace(slot, grace_s):
-                errors[slot.id.worker] = (
-                    f"{slot.id.worker} served with other files than the rest, so it left, and is "
-                    f"tried again from time to time: {slot.reason}"
-                )
-        if errors:
-            raise RestartFailedError("; ".join(errors.values()))
-
-    async def _replace(self, slot: Slot, grace_s: float, *, old_first: bool, renews: bool) -> str:
-        """Replace a worker; why that failed, or nothing."""
-        config = replace(slot.config, chosen=None)  # something may have changed
-        if slot.handle is not None and not old_first:
-            try:
-                if shortage := _shortage(slot.handle):
-                    raise WorkerStartError(shortage, permanent=False)
-                await self._succeed(slot, config, grace_s, renews=renews)
-            except WorkerStartError as error:
-                return f"{slot.id.worker} was not replaced, and serves on as it was: {error}"
-            return ""
-        slot.config = config
-        self.restart.text = f"{slot.id.worker} starts again"
-        if await self._supervisor.replace(slot, grace_s, renews=renews):
-            return ""
-        return (
-            f"{slot.id.worker} did not come up again, and is tried again from time to time: "
-            f"{slot.reason}"
-        )
-
-    async def _succeed(
-        self, slot: Slot, config: WorkerConfig, grace_s: float, *, renews: bool = False
-    ) -> None:
-        """See `Supervisor.succeed`; what it is doing is shown meanwhile."""
-        predecessor = slot.id
-
-        def on_progress(stage: str) -> None:
-            self.restart.text = f"{predecessor.next_life()}: {stage}"
-
-        await self._supervisor.succeed(slot, config, grace_s, on_progress, renews=renews)
-        self._metrics.restarts["asked"] += 1
-        self._note_ending(predecessor, "asked", "its successor took over")
+        """Restart workers; see `Replacing.replace`."""
+        await self._replacing.replace(slots, grace_s, old_first=old_first)
 
     async def change_over(self, slot: Slot, preset: str, grace_s: float) -> bool:
-        """Replace a worker by one that serves with another preset, which it finds in the cache.
-
-        The new one is ready before the old one leaves, so that no request waits for it.
-
-        Returns:
-            Whether that is how it came up; otherwise the old one stays, where it can.
-        """
-        config = replace(slot.config, chosen=None)
-        if slot.handle is None:
-            slot.config = config  # it will come up with it
-            return True
-        try:
-            async with self._replacing:
-                await self._succeed(slot, config, grace_s)
-        except WorkerStartError:  # which is in the log
-            return False
-        return slot.handle is not None and slot.handle.ready.speed.preset == preset
+        """Serve with another preset; see `Replacing.change_over`."""
+        return await self._replacing.change_over(slot, preset, grace_s)
 
     async def stop(self, grace_s: float) -> None:
         """See every worker out."""
@@ -370,6 +251,10 @@ class Pool:
         if self.is_lost:
             self.dispatcher.abandon(self._nobody)
         self._on_change()
+
+    def _note_successor(self, predecessor: WorkerId) -> None:
+        self._metrics.restarts["asked"] += 1
+        self._note_ending(predecessor, "asked", "its successor took over")
 
     def _note_ending(self, id: WorkerId, cause: Cause, reason: str) -> None:
         self.endings.append(Ending(id=id, time=time.time(), cause=cause, reason=reason))
@@ -442,18 +327,6 @@ def _rank_gauges(labels: tuple[str, str], ranks: Sequence[RankVitals]) -> Iterat
             yield Reading(
                 name="worker_rank_parameter_bytes", value=rank.part.num_bytes, labels=named
             )
-
-
-def _shortage(worker: WorkerHandle) -> str:
-    """Why there is no room for a successor beside a worker; empty if there is."""
-    needed, free = worker.vitals().rss_bytes, available_bytes()
-    if needed <= free:
-        return ""
-    return (
-        f"its successor needs {needed / 2**20:,.0f} MiB of memory beside it, and "
-        f"{free / 2**20:,.0f} MiB are free; free some, or restart with old_first=true, which lets "
-        "the old one leave first"
-    )
 
 
 def _part_text(rank: RankVitals) -> str:
