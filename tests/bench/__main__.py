@@ -8,6 +8,7 @@ from pathlib import Path
 from types import FrameType
 
 from tests.bench import (
+    entries,
     front,
     loss,
     model,
@@ -33,6 +34,7 @@ _BENCHMARKS = {
     "overload": overload,
     "presets": presets,
     "front": front,
+    "entries": entries,
     "soak": soak,
     "outputs": outputs,
     "trace": trace,

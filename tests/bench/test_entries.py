@@ -1,0 +1,18 @@
+"""How many of our own files one call enters: who wants to follow a call has to read them."""
+
+import pytest
+
+from tests.bench.entries import count
+from tests.bench.processes import INFERPOOL
+from tests.ports import free_port
+
+_MOST = {1: (31, 82), 2: (34, 103)}
+"""Files and entries, by the number of fronts."""
+
+
+@pytest.mark.parametrize("num_fronts", _MOST)
+def test_a_call_enters_few_files(num_fronts: int) -> None:
+    entries = count(INFERPOOL, num_fronts, free_port())
+    most_files, most_entries = _MOST[num_fronts]
+    assert len({entered for _, entered in entries}) <= most_files, entries
+    assert len(entries) <= most_entries, entries
