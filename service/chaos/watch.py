@@ -9,8 +9,8 @@ import msgspec
 import psutil
 
 from service.trial.client import Address, Connection, NoAnswerError, connect
+from service.trial.family import is_alive
 from service.trial.health import Forkserver, Health, Worker, read_health
-from service.trial.subject import is_alive
 
 Kind = Literal["kill", "stop", "forkserver"]
 FORKSERVER = "forkserver"

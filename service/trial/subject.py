@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import tempfile
@@ -11,7 +10,6 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import msgspec
 import psutil
 
 import service
@@ -22,17 +20,16 @@ from service.settings_names import KEY_SETTINGS, PREFIX
 from service.trial.bound import bound_command
 from service.trial.client import Address, NoAnswerError, connect
 from service.trial.errors import TrialError
+from service.trial.family import Family
 from service.trial.health import read_health
+from service.trial.said import Said
 
 HOST = "127.0.0.1"
-_NUM_TAIL_LINES = 15
 _HINT = "\n`inferpool serve` tells more of it"
 _POLL_S = 0.05
 _STOP_S = 30.0
 _LINGER_S = 2.0
 """For the other processes of a service that has left."""
-_TOLD_TO_PEOPLE = "service.console"
-"""The logger of what each worker comes to."""
 _TELEMETRY = "OTEL_"
 """How the standard variables of OpenTelemetry begin."""
 _LEFT_OUT = (
@@ -45,14 +42,6 @@ _LEFT_OUT = (
     "log_format",
     *(name for name in Settings.model_fields if name.startswith("trace_")),
 )
-
-
-class _Line(msgspec.Struct):
-    """Of its log."""
-
-    level: str
-    logger: str
-    message: str
 
 
 class Subject:
@@ -74,7 +63,7 @@ class Subject:
         self._folder = tempfile.TemporaryDirectory(prefix="inferpool-trial-")
         self._log = Path(self._folder.name, "service.log")
         self._process: subprocess.Popen[bytes] | None = None
-        self._family: set[psutil.Process] = set()
+        self._family: Family | None = None
 
     def __enter__(self) -> "Subject":
         """Start the service."""
@@ -91,13 +80,13 @@ class Subject:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        self._family = Family(self._process)
         return self
 
     def __exit__(self, *_: object) -> None:
         """Kill what is left of it."""
-        for process in self.family():
-            _signal(process, signal.SIGKILL)
-        if self._process is not None:
+        if self._process is not None and self._family is not None:
+            self._family.kill()
             self._process.wait()
         self._folder.cleanup()
 
@@ -114,14 +103,7 @@ class Subject:
 
     def family(self) -> list[psutil.Process]:
         """All processes of it that are alive, now or when this was asked before."""
-        if self._process is not None and self._process.poll() is None:
-            try:
-                front_end = psutil.Process(self._process.pid)
-                self._family |= {front_end, *front_end.children(recursive=True)}
-            except psutil.NoSuchProcess:
-                pass
-        self._family = {process for process in self._family if is_alive(process)}
-        return sorted(self._family, key=lambda process: process.pid)
+        return [] if self._family is None else self._family.alive()
 
     async def until_ready(self, timeout_s: float) -> None:
         """Wait until every worker of every model is ready.
@@ -133,7 +115,7 @@ class Subject:
         while True:
             if not self.is_running:
                 assert self._process is not None
-                if reason := self._last_words():
+                if reason := self._said().last_words():
                     raise TrialError(f"{reason}{_HINT}")
                 code = self._process.returncode
                 raise TrialError(f"the service ended with exit code {code}{self.log_tail()}")
@@ -173,26 +155,16 @@ class Subject:
             await asyncio.sleep(_POLL_S)
         return self._process.returncode, len(alive)
 
-    def _last_words(self) -> str:
-        """Why it gave up, if it said so: what the first worker failed of, and what that led to."""
-        first_failure = end = ""
-        with contextlib.suppress(OSError):
-            for line in self._log.read_bytes().splitlines():
-                with contextlib.suppress(msgspec.MsgspecError):
-                    said = msgspec.json.decode(line, type=_Line)
-                    if said.level == "critical":
-                        end = said.message
-                    elif said.level == "error" and said.logger == _TOLD_TO_PEOPLE:
-                        first_failure = first_failure or said.message
-        return "; ".join(filter(None, [first_failure, end])) if end else ""
-
     def log_tail(self) -> str:
         """The last lines of its log, to go behind a message."""
-        try:
-            lines = self._log.read_text(errors="replace").splitlines()[-_NUM_TAIL_LINES:]
-        except OSError:
-            return ""
-        return "".join(f"\n    {line}" for line in ["the end of its log:", *lines])
+        return self._said().tail()
+
+    def _said(self) -> Said:
+        said = Said()
+        with contextlib.suppress(OSError):
+            for line in self._log.read_bytes().splitlines():
+                said.take(line)
+        return said
 
 
 def rows_of(loaded: Loaded) -> list[Row]:
@@ -218,22 +190,3 @@ def _free_port() -> int:
         probe.bind((HOST, 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-def is_alive(process: psutil.Process) -> bool:
-    """Whether a process has not ended; its number may be another's by now.
-
-    One that has ended is there until its parent looks, and an orphan's, the host's first process,
-    may take its time.
-    """
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _signal(process: psutil.Process, number: signal.Signals) -> None:
-    try:
-        process.send_signal(number)
-    except psutil.NoSuchProcess:
-        return

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 import workers.forkserver
-from service.trial.subject import is_alive
+from service.trial.family import is_alive
 from tests.workers.contract import answers, config_of, pid_of, started, suspend
 from tests.workers.test_group import PairEngine
 from tests.workers.test_local import arena, engine, put, run, until_begun  # noqa: F401  # fixtures
