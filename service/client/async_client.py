@@ -48,7 +48,8 @@ class AsyncClient:
             transport=transport,
             limits=self._calls.limits,
             verify=self._calls.verify,
-            proxy=self._calls.proxy,
+            proxy=self._calls.proxy or None,
+            trust_env=self._calls.proxy != "",
         )
         # As many as there are connections: what waits for one in httpx, it looks at whenever any
         # request begins or ends, so that a thousand predictions at once cost five times as much.

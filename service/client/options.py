@@ -33,7 +33,8 @@ class ClientOptions(TypedDict, total=False):
     headers: Mapping[str, str]
     """Sent along with each request."""
     proxy: str | None
-    """The URL of a proxy; by default those of the environment count (`HTTP_PROXY`, ...)."""
+    """The URL of a proxy; by default those of the environment count (`HTTP_PROXY`, ...), and "" is
+    for none."""
 
 
 class PredictOptions(TypedDict, total=False):

@@ -218,7 +218,8 @@ class Client:
             transport=self._transport,
             limits=self._calls.limits,
             verify=self._calls.verify,
-            proxy=self._calls.proxy,
+            proxy=self._calls.proxy or None,
+            trust_env=self._calls.proxy != "",
         )
         self._process = os.getpid()
 
