@@ -20,6 +20,7 @@ from service.settings_words import (
     SettingsError,
     shown,
     unknown,
+    unknown_argument,
     unknown_variable,
     unreadable,
 )
@@ -213,11 +214,32 @@ class Draft:
         if self._values.get(("default_model",), model) != model:
             self._set(("default_model",), model, "argument MODEL")
 
+    def add_arguments(self, arguments: Mapping[str, object]) -> None:
+        """Take keyword arguments of Python.
+
+        One that belongs to models goes to each of them, but for those that have their own in
+        `models`.
+        """
+        if "models" in arguments:
+            self._add_models(arguments["models"], "argument", "argument")
+        self._add_default_model()
+        own = {key[:3] for key, place in self._places.items() if place == "argument"}
+        for name, value in arguments.items():
+            if name in KEY_SETTINGS:
+                text = value if isinstance(value, str) else "\n".join(_words(value))
+                self._add_keys(name, text, name, "argument")
+            elif name in ModelSettings.model_fields:
+                for model in self._models:
+                    if ("models", model, name) not in own:
+                        self._add_model(model, {name: value}, "argument", "argument")
+            elif name not in Settings.model_fields:
+                self._problems.append(unknown_argument(name))
+            elif name != "models":
+                self._set((name,), value, "argument")
+
     def add_flags(self, flags: Mapping[str, str]) -> None:
         """Take the flags; one that belongs to models goes to each of them."""
-        if not self._models:
-            self._models[slug(DEFAULT_SOURCE)] = "default"
-            self._set(("models", slug(DEFAULT_SOURCE), "source"), DEFAULT_SOURCE, "default")
+        self._add_default_model()
         for field, flag in FLAGS.items():
             if field not in flags:
                 continue
@@ -232,6 +254,11 @@ class Draft:
                 value = _from_text(ModelSettings.model_fields[field], text)
                 for name in self._models:
                     self._set(("models", name, field), value, origin)
+
+    def _add_default_model(self) -> None:
+        if not self._models:
+            self._models[slug(DEFAULT_SOURCE)] = "default"
+            self._set(("models", slug(DEFAULT_SOURCE), "source"), DEFAULT_SOURCE, "default")
 
     def complete(self) -> None:
         """Fill in what follows from the rest."""
@@ -367,6 +394,13 @@ def _toml_value(text: str) -> object:
     except tomllib.TOMLDecodeError:
         return text
     return table["value"] if len(table) == 1 else text
+
+
+def _words(value: object) -> list[str]:
+    """The keys of a sequence; of anything else what is no key."""
+    if isinstance(value, Sequence):
+        return [each if isinstance(each, str) else "" for each in value]
+    return []
 
 
 def _field(key: Key) -> FieldInfo:

@@ -69,6 +69,43 @@ def load(flags: Mapping[str, str], environ: Mapping[str, str], cwd: Path) -> Loa
     return Loaded(settings=settings, origins=origins, warnings=warnings)
 
 
+def load_arguments(
+    arguments: Mapping[str, object],
+    environ: Mapping[str, str],
+    cwd: Path,
+    *,
+    model: str | None = None,
+    file: str | os.PathLike[str] | None = None,
+) -> Loaded:
+    """Read settings that Python code gives: keyword arguments, over a file if it names one.
+
+    Neither `inferpool.toml` nor the variables of the environment that are ours count, so that a
+    program means the same wherever it runs.
+
+    Args:
+        arguments: By setting. `models` is a table for each model, by name, as a file has them.
+        environ: The environment, for what others say there: CUDA_VISIBLE_DEVICES and the like.
+        cwd: The current folder.
+        model: The source to serve, or the name of a model in the file; None: all models.
+        file: A file of settings, from `cwd`.
+
+    Raises:
+        SettingsError: Something is misspelt, or has a value that cannot be.
+    """
+    draft = Draft()
+    if file is not None:
+        path = Path(file)
+        draft.add_table(_read_file(path, cwd, "config"), f"file {path}")
+    draft.add_environment({k: v for k, v in environ.items() if not k.startswith(PREFIX)})
+    if model is not None:
+        draft.choose(model)
+    draft.add_arguments(arguments)
+    draft.complete()
+    draft.add_key_files(cwd)
+    settings, origins, warnings = draft.finish()
+    return Loaded(settings=settings, origins=origins, warnings=warnings)
+
+
 def secret_variables(environ: Mapping[str, str]) -> list[str]:
     """The variables of an environment that hold keys, which no worker needs to see."""
     return [

@@ -38,6 +38,13 @@ def unknown(key: Key) -> str:
     return f"{dotted(key)}: there is no such setting{_or_nearest(name, list(here))}"
 
 
+def unknown_argument(name: str) -> str:
+    """What to say of a keyword argument that is no setting."""
+    fields = [*Settings.model_fields, *ModelSettings.model_fields]
+    hint = did_you_mean(name, fields).rstrip()
+    return f"{name}: there is no such setting; {hint or 'inferpool config --describe lists all'}"
+
+
 def unknown_variable(parts: Sequence[str]) -> str:
     """What to say of a variable, split at the double underscores, that is no setting."""
     if parts[0] == "models" and len(parts) == 3:

@@ -14,7 +14,7 @@ from service.cli_config import write_json, write_table, write_toml
 from service.keys import read_keys
 from service.model_settings import ModelSettings
 from service.settings import Settings
-from service.settings_loader import Loaded, load, secret_variables
+from service.settings_loader import Loaded, load, load_arguments, secret_variables
 from service.settings_names import FLAGS
 from service.settings_words import SettingsError
 from service.tls import TlsError, server_context
@@ -626,3 +626,25 @@ def test_keys_and_settings_may_come_through_a_pipe(tmp_path: Path):
         writer.start()
     loaded = load({"config": "config", "admin_keys_file": "keys"}, {}, tmp_path)
     assert (loaded.settings.port, len(loaded.settings.admin_keys)) == (1234, 1)
+
+
+def test_python_code_gives_settings_without_the_environment_but_over_a_file(tmp_path: Path):
+    (tmp_path / "own.toml").write_text("port = 9\nlog_level = 'error'\n[models.echo]\nreplicas = 3")
+    arguments = {
+        "port": 7,
+        "replicas": 2,
+        "options": {"a": 1},
+        "models": {"mine": {"source": "nets:Net", "replicas": 1}},
+        "admin_keys": ["0123456789abcdef"],
+    }
+    environ = {"INFERPOOL_PORT": "8", "CUDA_VISIBLE_DEVICES": "2"}
+    settings = load_arguments(arguments, environ, tmp_path, file="own.toml").settings
+    assert (settings.port, settings.log_level, settings.cuda_visible_devices) == (7, "error", "2")
+    assert len(settings.admin_keys) == 1
+    assert {name: model.replicas for name, model in settings.models.items()} == {
+        "echo": 2,
+        "mine": 1,
+    }
+    assert settings.models["mine"].options == {"a": 1}
+    alone = load_arguments({}, {}, tmp_path, model="mine:Net", file="own.toml").settings
+    assert list(alone.models) == ["net"]
