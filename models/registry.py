@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from models import importing
 from models.base import Model
 from models.border import checked
 from models.errors import ModelError, SourceError
@@ -140,7 +141,7 @@ def _import(name: str) -> ModuleType:
         sys.path.insert(0, folder)
     importlib.invalidate_caches()
     try:
-        return importlib.import_module(name)
+        return importing.import_for_model(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise SourceError(f"module {name!r} fails on import: {_last_line(error)}") from error
@@ -235,5 +236,6 @@ def _last_line(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename and os.path.isfile(error.filename):
         return f"{text} ({error.filename}:{error.lineno})"  # no frame runs what cannot be parsed
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if f.filename != __file__ and "importlib" not in f.filename]
+    ours = (__file__, importing.__file__)
+    own = [f for f in frames if f.filename not in ours and "importlib" not in f.filename]
     return f"{text} ({own[-1].filename}:{own[-1].lineno})" if own else text

@@ -121,7 +121,7 @@ class Console:
             "metrics": f"{url}/metrics",
         }
         if not self._is_terminal:
-            logger.info("serving %s at %s", names, url)
+            logger.info("serving %s at %s", names, url, extra={"url": url})
             if still_loading:
                 logger.info("not ready yet: %s", ", ".join(still_loading))
             for each in to_try:

@@ -1,0 +1,224 @@
+"""`inferpool.serve` as scripts, notebooks and tests use it."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from models.base import Features, Model
+from models.spec import Placement, TensorSpec
+from service.client.errors import UnauthorizedError
+from service.embedded import RunningService, ServeError, serve
+from service.settings_words import SettingsError
+from tests.e2e.running import ROOT, left_over, until
+from tests.ports import free_port
+from tests.small_classifier import SmallClassifier
+
+_KEY = "0123456789abcdef"
+_MODEL = """
+import sys, time
+from models.base import Model
+from models.spec import TensorSpec
+from service.embedded import serve
+
+class Doubler(Model):
+    inputs = [TensorSpec(name="x", dtype="float32", shape=(-1, 3))]
+    outputs = [TensorSpec(name="y", dtype="float32", shape=(-1, 3))]
+    def forward(self, batch):
+        return {"y": batch["x"] * 2}
+"""
+_SERVE = """
+with serve(Doubler, replicas=2, speed="exact") as service:
+    print(service.url, flush=True)
+    print(service.client.predict([1, 2, 3]).value, flush=True)
+    IN_BLOCK
+"""
+_NOTEBOOK = """
+import asyncio, linecache, threading
+
+CELL = CELL_TEXT
+name = "/tmp/ipykernel_1/1.py"
+linecache.cache[name] = (len(CELL), None, CELL.splitlines(keepends=True), name)
+exec(compile(CELL, name, "exec"))
+
+async def run_cell():
+    service = serve(Doubler, speed="exact")
+    print(service.client.predict([1, 2, 3]).value)
+    service.close()
+
+thread = threading.Thread(target=asyncio.run, args=[run_cell()])
+thread.start()
+thread.join()
+"""
+
+
+class Echoing(Model):
+    inputs = (TensorSpec(name="x", dtype="float32", shape=(-1, 2)),)
+
+    def forward(self, batch: Features) -> Features:
+        return {"y": batch["x"]}
+
+
+class Broken(Echoing):
+    def load(self, placement: Placement) -> None:
+        raise FileNotFoundError("weights.bin")
+
+
+class Slow(Echoing):
+    def load(self, placement: Placement) -> None:
+        time.sleep(600)
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[RunningService]:
+    models = {
+        "small": {"source": SmallClassifier, "replicas": 2},
+        "echoing": Echoing,
+    }
+    with serve(models, speed="exact", replicas=1, predict_keys=[_KEY], page=False) as service:
+        yield service
+
+
+def start(tmp_path: Path, text: str) -> "subprocess.Popen[str]":
+    script = tmp_path / "my_script.py"
+    script.write_text(text)
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "INFERPOOL_PORT": "1",
+        "HTTP_PROXY": "http://[::]",
+    }
+    return subprocess.Popen(
+        [sys.executable, str(script)],
+        cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def first_line(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    line = process.stdout.readline().strip()
+    assert line, process.communicate(timeout=60)
+    return line
+
+
+def is_listening(url: str) -> bool:
+    with socket.socket() as probe:
+        parsed = httpx.URL(url)
+        return probe.connect_ex((parsed.host, parsed.port or 0)) == 0
+
+
+def test_several_models_are_served_by_name_with_any_settings(service: RunningService):
+    client = service.client
+    assert {model.name: len(model.workers) for model in client.models()} == {
+        "small": 2,
+        "echoing": 1,
+    }
+    assert client.predict([1, 2], model="echoing").value == [1.0, 2.0]
+    assert httpx.get(f"{service.url}/").status_code == 404  # page=False
+    from service.client import Client
+
+    with Client(service.url, proxy="") as other, pytest.raises(UnauthorizedError):
+        other.predict([1, 2])
+
+
+def test_second_service_beside_it_is_served_by_another_thread(service: RunningService):
+    answers = []
+
+    def run() -> None:
+        with serve("echo") as other:
+            answers.append(other.client.predict([1]).value)
+            answers.append(other.url != service.url)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(100)
+    assert answers == [[1], True]
+    assert service.client.predict([1, 2], model="echoing").value == [1.0, 2.0]
+
+
+def test_model_that_cannot_be_loaded_is_told_with_its_own_error(
+    caplog: pytest.LogCaptureFixture,
+):
+    with pytest.raises(ServeError, match=r"FileNotFoundError: weights\.bin"):
+        serve(Broken, speed="exact", max_restarts=0)
+    assert "weights.bin" in caplog.text
+
+
+def test_service_that_takes_too_long_is_given_up(tmp_path: Path):
+    before = psutil.Process().children(recursive=True)
+    with pytest.raises(ServeError, match=r"not ready within 4 s \(ready_timeout_s\)"):
+        serve(Slow, ready_timeout_s=4.0)
+    new = set(psutil.Process().children(recursive=True)) - set(before)
+    assert left_over(list(new)) == []
+
+
+def test_port_that_is_taken_is_told():
+    with socket.create_server(("127.0.0.1", free_port())) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ServeError, match=rf"cannot listen on 127.0.0.1:{port}.*in use"):
+            serve("echo", port=port)
+
+
+def test_setting_that_there_is_not_is_told_at_once():
+    with pytest.raises(SettingsError, match=r"^prot: there is no such setting; did you mean port"):
+        serve("echo", prot=1)
+    with pytest.raises(SettingsError, match=r"replicas: 0 is not .*whole number of at least 1"):
+        serve("echo", replicas=0)
+    with pytest.raises(SettingsError, match=r"models\.e\.replicsa: .* did you mean replicas"):
+        serve({"e": {"source": "echo", "replicsa": 1}})
+    with pytest.raises(TypeError, match="a Echoing cannot be served: give its class"):
+        serve(Echoing())  # type: ignore[arg-type]  # what a user may do
+
+
+def test_script_without_a_guard_serves_its_own_class(tmp_path: Path):
+    end = "end = Undefined"  # an exception in the block
+    process = start(tmp_path, _MODEL + _SERVE.replace("IN_BLOCK", end))
+    url = first_line(process)
+    family = psutil.Process(process.pid).children(recursive=True)
+    out, err = process.communicate(timeout=60)
+    assert out == "[2.0, 4.0, 6.0]\n"
+    assert "NameError: name 'Undefined'" in err
+    assert process.returncode == 1
+    assert left_over(family) == []
+    assert not is_listening(url)
+
+
+def test_service_ends_with_a_script_that_is_killed(tmp_path: Path):
+    process = start(tmp_path, _MODEL + _SERVE.replace("IN_BLOCK", "time.sleep(60)"))
+    url = first_line(process)
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.communicate()
+    assert left_over(family) == []
+    assert not is_listening(url)
+
+
+def test_ctrl_c_ends_a_script_and_its_service(tmp_path: Path):
+    process = start(tmp_path, _MODEL + "print('starts', flush=True)\nserve(Doubler)\n")
+    first_line(process)
+    children = psutil.Process(process.pid).children
+    until(lambda: len(children(recursive=True)) > 1)  # while it starts
+    family = children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert err.splitlines()[-1] == "KeyboardInterrupt"
+    assert left_over(family) == []
+
+
+def test_class_of_a_notebook_is_served_from_a_running_loop():
+    text = _NOTEBOOK.replace("CELL_TEXT", repr(_MODEL))
+    done = subprocess.run(
+        [sys.executable, "-c", text],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.stdout == "[2.0, 4.0, 6.0]\n", done.stderr
