@@ -2,57 +2,28 @@
 
 import asyncio
 import json
+import os
 import sys
 import warnings
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from service.cli_address import FlagError, add_access_flags, add_url_flag, key_of, url_of
+from service.cli_address import key_of, url_of
+from service.cli_flags import PREDICT_KEY_VARIABLE
+from service.client import AsyncClient, ConnectError, InferpoolError, Prediction
+from service.client.results import Json
+from service.client.retries import Retry
 from service.urls import without_password
+from service.usage import FlagError
 
-if TYPE_CHECKING:
-    from service.client import InferpoolError, Prediction
-    from service.client.results import Json
-
-KEY_VARIABLE = "INFERPOOL_PREDICT_KEYS"
 _FAILED = 1
 """The exit status where an input has no prediction."""
 _STDIN = "-"
 _NUM_LABELS = 3
 
 
-def add_flags(parser: ArgumentParser) -> None:
-    """The flags of the verb."""
-    parser.add_argument(
-        "inputs",
-        nargs="*",
-        metavar="FILE",
-        help="an image, .npy, .safetensors, .json or .txt file, or - for standard input",
-    )
-    parser.add_argument(
-        "--text", action="append", default=[], metavar="TEXT", help="a text; may be repeated"
-    )
-    add_url_flag(parser)
-    parser.add_argument("--model", metavar="NAME", help="another model than the default one")
-    parser.add_argument(
-        "--parameter",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="for the model; the value is JSON or else a text; may be repeated",
-    )
-    parser.add_argument(
-        "--timeout-s", type=float, default=30.0, metavar="N", help="for each input (default: 30)"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print a line of JSON for each input, with its timing"
-    )
-    add_access_flags(parser, "predictions", KEY_VARIABLE)
-
-
-def run(args: Namespace, environ: Mapping[str, str]) -> int:
+def run(args: Namespace) -> int:
     """Ask for predictions on all inputs, and print them in order; returns the exit status.
 
     Raises:
@@ -69,12 +40,10 @@ def run(args: Namespace, environ: Mapping[str, str]) -> int:
     if not args.timeout_s > 0:
         raise FlagError("--timeout-s: must be more than 0")
     warnings.filterwarnings("ignore", message="a str is sent as a text")  # as --text says
-    return asyncio.run(_run(args, environ))  # Ctrl-C waits for no answer so
+    return asyncio.run(_run(args))  # Ctrl-C waits for no answer so
 
 
-async def _run(args: Namespace, environ: Mapping[str, str]) -> int:
-    from service.client import AsyncClient, ConnectError, InferpoolError
-
+async def _run(args: Namespace) -> int:
     names = [*args.inputs, *args.text]
     inputs = [
         sys.stdin.buffer.read() if name == _STDIN else Path(name) for name in args.inputs
@@ -84,7 +53,7 @@ async def _run(args: Namespace, environ: Mapping[str, str]) -> int:
     try:
         client = AsyncClient(
             url_of(args.url),
-            key=key_of(args.key_file, environ, KEY_VARIABLE),
+            key=key_of(args.key_file, os.environ, PREDICT_KEY_VARIABLE),
             timeout_s=args.timeout_s,
             on_retry=_teller(args.timeout_s),
             verify=not args.insecure and (str(args.ca_file) if args.ca_file else True),
@@ -117,13 +86,11 @@ async def _run(args: Namespace, environ: Mapping[str, str]) -> int:
     return status
 
 
-def _teller(timeout_s: float) -> "Callable[[InferpoolError, float], None]":
+def _teller(timeout_s: float) -> Callable[[InferpoolError, float], None]:
     """Tells a person why there is no answer yet, each kind of reason once."""
-    from service.client.retries import Retry
-
     told = set()
 
-    def tell(error: "InferpoolError", _: float) -> None:
+    def tell(error: InferpoolError, _: float) -> None:
         if error.code not in told:
             told.add(error.code)
             sys.stderr.write(
@@ -147,9 +114,7 @@ def _parameters(texts: Sequence[str]) -> dict[str, object]:
     return parameters
 
 
-def _document(name: str, result: "Prediction | InferpoolError") -> dict[str, object]:
-    from service.client import InferpoolError
-
+def _document(name: str, result: Prediction | InferpoolError) -> dict[str, object]:
     if isinstance(result, InferpoolError):
         return {"input": name, "error": _error(result), "request_id": result.request_id}
     timing = result.timing
@@ -171,11 +136,11 @@ def _document(name: str, result: "Prediction | InferpoolError") -> dict[str, obj
     }
 
 
-def _error(error: "InferpoolError") -> dict[str, object]:
+def _error(error: InferpoolError) -> dict[str, object]:
     return {"code": error.code, "message": error.detail, "status": error.status}
 
 
-def _told(value: "Json") -> str:
+def _told(value: Json) -> str:
     """A prediction for people: the best labels of a classifier, or else its JSON."""
     match value:
         case [{"label": str(), "score": float()}, *_]:

@@ -14,9 +14,9 @@ from typing import Any
 from service.app import run as run_app
 from service.settings import Settings
 from service.settings_loader import Loaded
+from service.usage import FlagError
 from workers.in_process import InProcessEngine
 
-USAGE_ERROR = 2
 _PATIENCE_S = 3600.0
 """How long a call may take: as long as somebody looks at it in a debugger."""
 _DRAIN_S = 1.0
@@ -35,12 +35,14 @@ def run(loaded: Loaded, *, reloads: bool) -> int:
 
     Returns:
         The exit status. It does not return where it starts anew.
+
+    Raises:
+        FlagError: Several models are to be served.
     """
     names = list(loaded.settings.models)
     if len(names) > 1:
         choice = " | ".join(names)
-        sys.stderr.write(f"inferpool serve: --debug serves one model: name it ({choice})\n")
-        return USAGE_ERROR
+        raise FlagError(f"--debug serves one model: name it ({choice})")
     files = Files(Path.cwd()) if reloads else None
     terminal = _terminal()
     if terminal is None:

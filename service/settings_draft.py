@@ -17,7 +17,6 @@ from service.settings_names import FLAGS, KEY_SETTINGS, PREFIX, Key, dotted, is_
 from service.settings_types import expected
 from service.settings_words import (
     PIPE_WAIT_S,
-    SettingsError,
     shown,
     unknown,
     unknown_argument,
@@ -40,6 +39,7 @@ from service.trace_settings import (
     parted,
     told_by,
 )
+from service.usage import SettingsError
 
 _MODEL_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 

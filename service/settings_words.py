@@ -14,19 +14,6 @@ PIPE_WAIT_S = 10.0
 """How long a file that a setting names may have nothing to read, if it is a pipe."""
 
 
-class SettingsError(Exception):
-    """The settings cannot be used.
-
-    Attributes:
-        problems: One line each: the place, what is there, and what would be right.
-    """
-
-    def __init__(self, problems: Sequence[str]) -> None:
-        """Keep the problems apart, so that each can have its line."""
-        super().__init__("\n".join(problems))
-        self.problems = tuple(problems)
-
-
 def unknown(key: Key) -> str:
     """What to say of a key in the file that is no setting."""
     name = key[-1]

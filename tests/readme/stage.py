@@ -11,7 +11,7 @@ from pathlib import Path
 
 from service.cli_parser import make_parser
 from service.settings_loader import load
-from service.settings_words import SettingsError
+from service.usage import SettingsError
 from tests.ports import free_port
 from tests.readme import command
 from tests.readme.blocks import LANGUAGES, Block
@@ -189,12 +189,13 @@ class Stage:
 
 def _check_command_lines(text: str) -> None:
     """See that each `inferpool ...` of a block is a command line that there is."""
-    parser, verbs = make_parser()
-    for action in [each for verb in verbs.values() for each in verb._actions]:
-        action.type = None  # files that are named need not be there
     for found in _OUR_COMMAND.finditer(text.replace("\\\n", " ")):
+        words = shlex.split(found[1], comments=True)
+        parser, verbs = make_parser(words[0] if words else "")
+        for action in [each for verb in verbs.values() for each in verb._actions]:
+            action.type = None  # files that are named need not be there
         try:
-            _, rest = parser.parse_known_args(shlex.split(found[1], comments=True))
+            _, rest = parser.parse_known_args(words)
         except SystemExit as left:
             if left.code:
                 raise ExampleError(f"inferpool {found[1]}: is no command line") from None

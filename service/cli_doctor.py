@@ -1,0 +1,38 @@
+"""The verb `doctor`: what on this machine would go wrong."""
+
+import os
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from service.cli_flags import settings_in
+from service.doctor import report
+from service.doctor.diagnosis import diagnose
+from service.doctor.findings import grouped
+from service.settings_loader import load, secret_variables
+from service.trial.screen import Screen
+from service.tune.race import PlacementRace
+from workers.devices import find_host
+
+FOUND_ERRORS = 1
+"""The exit status where something will not work."""
+
+
+def run(args: Namespace) -> int:
+    """Look at this machine, and print what was found; returns the exit status.
+
+    Raises:
+        SettingsError: The settings cannot be used.
+    """
+    loaded = load(settings_in(args), os.environ, Path.cwd())
+    for name in secret_variables(os.environ):  # as when it serves
+        del os.environ[name]
+    settings = loaded.settings
+    with Screen(sys.stderr, "looking at this machine and these models") as screen:
+        race = PlacementRace(loaded, screen) if args.measure else None
+        host = find_host(settings.cuda_visible_devices)
+        found = diagnose(settings, host, loaded.origins, race)
+        findings = grouped(found, settings.models)
+    write = report.write_json if args.format == "json" else report.write_table
+    write(findings, sys.stdout)
+    return FOUND_ERRORS if any(finding.level == "error" for finding in findings) else 0

@@ -1,0 +1,31 @@
+"""The verb `tune`: the settings that serve a model best here."""
+
+import os
+from argparse import Namespace
+from pathlib import Path
+
+from service.cli_flags import settings_in
+from service.settings_loader import load
+from service.tune.plan import plan_of, problem_with
+from service.tune.run import run as search
+from service.usage import FlagError
+
+
+def run(args: Namespace) -> int:
+    """Measure settings, and write the best to a file; returns the exit status.
+
+    Raises:
+        FlagError: The flags make no sense.
+        SettingsError: The settings cannot be used.
+    """
+    plan = plan_of(args)
+    if problem := problem_with(plan, may_replace=args.force):
+        raise FlagError(problem)
+    given, cwd = settings_in(args), Path.cwd()
+    loaded = load(given, os.environ, cwd)
+    names = list(loaded.settings.models)
+    if len(names) > 1:
+        raise FlagError(f"which of the models? inferpool tune {' | '.join(names)}")
+    # MODEL leaves the other models out: the file is to keep them.
+    whole = load({"config": given["config"]} if "config" in given else {}, os.environ, cwd)
+    return search(loaded, whole, plan)
