@@ -4,15 +4,18 @@ import os
 import sys
 from argparse import Namespace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from service.cli_flags import settings_in
 from service.doctor import report
 from service.doctor.diagnosis import diagnose
 from service.doctor.findings import grouped
-from service.settings_loader import load, secret_variables
+from service.settings_loader import Loaded, load, secret_variables
 from service.trial.screen import Screen
-from service.tune.race import PlacementRace
 from workers.devices import find_host
+
+if TYPE_CHECKING:
+    from service.tune.race import PlacementRace
 
 FOUND_ERRORS = 1
 """The exit status where something will not work."""
@@ -29,10 +32,16 @@ def run(args: Namespace) -> int:
         del os.environ[name]
     settings = loaded.settings
     with Screen(sys.stderr, "looking at this machine and these models") as screen:
-        race = PlacementRace(loaded, screen) if args.measure else None
+        race = _race(loaded, screen) if args.measure else None
         host = find_host(settings.cuda_visible_devices)
         found = diagnose(settings, host, loaded.origins, race)
         findings = grouped(found, settings.models)
     write = report.write_json if args.format == "json" else report.write_table
     write(findings, sys.stdout)
     return FOUND_ERRORS if any(finding.level == "error" for finding in findings) else 0
+
+
+def _race(loaded: Loaded, screen: Screen) -> "PlacementRace":
+    from service.tune.race import PlacementRace  # with clients, for which few ask
+
+    return PlacementRace(loaded, screen)
