@@ -18,7 +18,7 @@ from models.base import Features, Model
 from models.spec import Placement, TensorSpec
 from service.client.errors import UnauthorizedError
 from service.embedded import RunningService, ServeError, serve
-from service.settings_words import SettingsError
+from service.usage import SettingsError
 from tests.e2e.running import ROOT, left_over, until
 from tests.ports import free_port
 from tests.small_classifier import SmallClassifier
