@@ -23,8 +23,9 @@ from service.replacing import Replacing, Restart
 from service.request import CallOptions, Payload
 from workers.config import WorkerConfig
 from workers.engine import Cause, Engine, RankVitals, WorkerHandle, WorkerId
+from workers.generation import FilesOfAll
 from workers.messages import UNREADABLE
-from workers.supervisor import RestartPolicy, Slot, State, Supervisor
+from workers.supervisor import RestartPolicy, State, WorkerSlot, WorkerSupervisor
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +94,8 @@ class Pool:
         """What the last incarnation took to load."""
         self._is_expecting = False
         """None is ready, but one will be within a moment: what comes may wait for it."""
-        self._supervisor = Supervisor(engine, self, policy)
+        files = FilesOfAll[WorkerHandle](lambda worker: worker.ready.files, self._forget_found_out)
+        self._supervisor = WorkerSupervisor(engine.start, self, policy, files)
         self._replacing = Replacing(name, self._supervisor, self._note_successor)
 
     @property
@@ -102,7 +104,7 @@ class Pool:
         return self.dispatcher.inputs
 
     @property
-    def slots(self) -> Sequence[Slot]:
+    def slots(self) -> Sequence[WorkerSlot]:
         """The workers."""
         return self._supervisor.slots
 
@@ -194,12 +196,12 @@ class Pool:
         return self._replacing.restart
 
     async def replace(
-        self, slots: Sequence[Slot], grace_s: float, *, old_first: bool = False
+        self, slots: Sequence[WorkerSlot], grace_s: float, *, old_first: bool = False
     ) -> None:
         """Restart workers; see `Replacing.replace`."""
         await self._replacing.replace(slots, grace_s, old_first=old_first)
 
-    async def change_over(self, slot: Slot, preset: str, grace_s: float) -> bool:
+    async def change_over(self, slot: WorkerSlot, preset: str, grace_s: float) -> bool:
         """Serve with another preset; see `Replacing.change_over`."""
         return await self._replacing.change_over(slot, preset, grace_s)
 
@@ -207,12 +209,12 @@ class Pool:
         """See every worker out."""
         await self._supervisor.stop(grace_s)
 
-    def on_progress(self, slot: Slot) -> None:
+    def on_progress(self, slot: WorkerSlot) -> None:
         """See `Watcher`."""
         self._started_at.setdefault(slot.id.worker, asyncio.get_running_loop().time())
         self._announcer.progress(slot.id.worker, slot.stage)
 
-    def on_ready(self, slot: Slot) -> None:
+    def on_ready(self, slot: WorkerSlot) -> None:
         """See `Watcher`."""
         assert slot.handle is not None
         self.dispatcher.attach(slot.handle)
@@ -239,7 +241,7 @@ class Pool:
         self.dispatcher.detach(handle)
         self._expect()
 
-    def on_down(self, slot: Slot) -> None:
+    def on_down(self, slot: WorkerSlot) -> None:
         """See `Watcher`."""
         self._started_at.pop(slot.id.worker, None)
         self._note_ending(slot.id, slot.cause, slot.reason)
@@ -252,6 +254,11 @@ class Pool:
             self.dispatcher.abandon(self._nobody)
         self._on_change()
 
+    def _forget_found_out(self) -> None:
+        """Other files may make another network, which is to be tried and split anew."""
+        for slot in self.slots:
+            slot.config = replace(slot.config, chosen=None, known_split=None)
+
     def _note_successor(self, predecessor: WorkerId) -> None:
         self._metrics.restarts["asked"] += 1
         self._note_ending(predecessor, "asked", "its successor took over")
@@ -259,7 +266,7 @@ class Pool:
     def _note_ending(self, id: WorkerId, cause: Cause, reason: str) -> None:
         self.endings.append(Ending(id=id, time=time.time(), cause=cause, reason=reason))
 
-    def _tell_speed(self, slot: Slot, speed: SpeedReport) -> None:
+    def _tell_speed(self, slot: WorkerSlot, speed: SpeedReport) -> None:
         """Log which preset it serves with, once per model for as long as that is the same."""
         told = (speed.preset, speed.decode)
         level = logging.DEBUG if told in self._told_speeds else logging.INFO
@@ -267,7 +274,7 @@ class Pool:
         logger.log(level, "%s speed: %s", self.name, speed.text())
         logger.debug("%s tried: %s", slot.id, speed.note)
 
-    def _tell_split(self, slot: Slot, split: SplitReport) -> None:
+    def _tell_split(self, slot: WorkerSlot, split: SplitReport) -> None:
         """Log which rank holds what, once per model for as long as that is the same."""
         assert slot.handle is not None
         ranks = slot.handle.vitals().ranks

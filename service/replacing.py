@@ -11,7 +11,7 @@ from workers.config import WorkerConfig
 from workers.engine import WorkerHandle, WorkerId
 from workers.errors import WorkerStartError
 from workers.memory import available_bytes
-from workers.supervisor import Slot, Supervisor
+from workers.supervisor import WorkerSlot, WorkerSupervisor
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class Replacing:
     """Replaces the workers of one model, one at a time."""
 
     def __init__(
-        self, name: str, supervisor: Supervisor, on_succession: Callable[[WorkerId], None]
+        self, name: str, supervisor: WorkerSupervisor, on_succession: Callable[[WorkerId], None]
     ) -> None:
         """Replace none yet.
 
@@ -51,7 +51,7 @@ class Replacing:
         """One worker at a time: an operator's restart and a change of presets take turns."""
 
     async def replace(
-        self, slots: Sequence[Slot], grace_s: float, *, old_first: bool = False
+        self, slots: Sequence[WorkerSlot], grace_s: float, *, old_first: bool = False
     ) -> None:
         """Replace workers one after another, each by a successor that is ready before it leaves.
 
@@ -82,7 +82,9 @@ class Replacing:
             raise
         self.restart = Restart(state="done", text="")
 
-    async def _replace_all(self, slots: Sequence[Slot], grace_s: float, *, old_first: bool) -> None:
+    async def _replace_all(
+        self, slots: Sequence[WorkerSlot], grace_s: float, *, old_first: bool
+    ) -> None:
         # Each loads what is on disk by then; where that is not what the first loaded, the first
         # is replaced again. One alone is not to differ.
         renews = len(slots) == len(self._supervisor.slots)
@@ -115,7 +117,9 @@ class Replacing:
         if errors:
             raise RestartFailedError("; ".join(errors.values()))
 
-    async def _replace(self, slot: Slot, grace_s: float, *, old_first: bool, renews: bool) -> str:
+    async def _replace(
+        self, slot: WorkerSlot, grace_s: float, *, old_first: bool, renews: bool
+    ) -> str:
         """Replace a worker; why that failed, or nothing."""
         config = replace(slot.config, chosen=None)  # something may have changed
         if slot.handle is not None and not old_first:
@@ -136,7 +140,7 @@ class Replacing:
         )
 
     async def _succeed(
-        self, slot: Slot, config: WorkerConfig, grace_s: float, *, renews: bool = False
+        self, slot: WorkerSlot, config: WorkerConfig, grace_s: float, *, renews: bool = False
     ) -> None:
         """See `Supervisor.succeed`; what it is doing is shown meanwhile."""
         predecessor = slot.id
@@ -147,7 +151,7 @@ class Replacing:
         await self._supervisor.succeed(slot, config, grace_s, on_progress, renews=renews)
         self._on_succession(predecessor)
 
-    async def change_over(self, slot: Slot, preset: str, grace_s: float) -> bool:
+    async def change_over(self, slot: WorkerSlot, preset: str, grace_s: float) -> bool:
         """Replace a worker by one that serves with another preset, which it finds in the cache.
 
         The new one is ready before the old one leaves, so that no request waits for it.

@@ -22,7 +22,7 @@ from service.pool import Pool
 from service.speed_search import Progress, SpeedSearch
 from workers.engine import ForkserverVitals, RankVitals
 from workers.gpu_watch import GpuVitals
-from workers.supervisor import Slot
+from workers.supervisor import WorkerSlot
 
 
 def report_of(
@@ -86,7 +86,7 @@ def _model_health(pool: Pool, search: Progress) -> ModelHealth:
     )
 
 
-def _worker_health(slot: Slot) -> WorkerHealth:
+def _worker_health(slot: WorkerSlot) -> WorkerHealth:
     vitals = slot.handle.vitals() if slot.handle else None
     speed = slot.handle.ready.speed if slot.handle else None
     split = slot.handle.ready.split if slot.handle else None
@@ -151,7 +151,7 @@ def _rank_health(rank: RankVitals) -> RankHealth:
     )
 
 
-def _reason(slot: Slot) -> str:
+def _reason(slot: WorkerSlot) -> str:
     match slot.state:
         case "starting":
             return slot.stage
@@ -161,7 +161,7 @@ def _reason(slot: Slot) -> str:
             return slot.reason
 
 
-def _last_ending(slot: Slot) -> LastEnding | None:
+def _last_ending(slot: WorkerSlot) -> LastEnding | None:
     if slot.ended_at is None:
         return None
     age_s = asyncio.get_running_loop().time() - slot.ended_at

@@ -18,7 +18,7 @@ from models.speed.names import SpeedReport
 from workers.cgroups import read_limits
 from workers.config import WorkerConfig
 from workers.searching import SearchFailedError
-from workers.supervisor import Slot
+from workers.supervisor import WorkerSlot
 
 logger = logging.getLogger(__name__)
 
@@ -37,10 +37,10 @@ class SearchedPool(Protocol):
     name: str
 
     @property
-    def slots(self) -> Sequence[Slot]:
+    def slots(self) -> Sequence[WorkerSlot]:
         """The workers."""
 
-    async def change_over(self, slot: Slot, preset: str, grace_s: float) -> bool:
+    async def change_over(self, slot: WorkerSlot, preset: str, grace_s: float) -> bool:
         """Replace one by one that serves with another preset; whether it does."""
 
 
@@ -110,7 +110,7 @@ class SpeedSearch:
 
     async def _improve(self, pool: SearchedPool, progress: Progress) -> None:
         progress.state = "off"
-        present: dict[str, list[Slot]] = {}
+        present: dict[str, list[WorkerSlot]] = {}
         for slot in pool.slots:
             speed = slot.handle.ready.speed if slot.handle else SpeedReport()
             if not speed.is_final:
@@ -126,7 +126,7 @@ class SpeedSearch:
             await self._improve_some(pool, key, slots, progress)
 
     async def _improve_some(
-        self, pool: SearchedPool, key: str, slots: Sequence[Slot], progress: Progress
+        self, pool: SearchedPool, key: str, slots: Sequence[WorkerSlot], progress: Progress
     ) -> None:
         """Search for workers that serve the same in the same way."""
         preset = _preset_of(slots[0])
@@ -172,11 +172,11 @@ def find_compiler() -> str | None:
     return shutil.which(compiler_name())
 
 
-def _preset_of(slot: Slot) -> str:
+def _preset_of(slot: WorkerSlot) -> str:
     return slot.handle.ready.speed.preset if slot.handle else "exact"
 
 
-def _obstacle(slot: Slot) -> str:
+def _obstacle(slot: WorkerSlot) -> str:
     """Why nothing can be compiled here and now."""
     if find_compiler() is None:
         return f"there is no C++ compiler ({compiler_name()})"

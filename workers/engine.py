@@ -95,12 +95,26 @@ class Ending:
     """It held a batch that it had begun, which may be what ended it."""
 
 
-class WorkerHandle(Protocol):
-    """One ready incarnation of a worker."""
+class Incarnation(Protocol):
+    """One life of a worker, or of a front, that is ready."""
 
     @property
     def id(self) -> WorkerId:
-        """Which worker, and which of its lives."""
+        """Which process, and which of its lives."""
+
+    @property
+    def has_worked(self) -> bool:
+        """It has been of use: a worker has answered a batch."""
+
+    async def wait(self) -> Ending:
+        """Wait until it is gone, and say how it ended; one that hangs is killed and so gone."""
+
+    async def stop(self, grace_s: float) -> None:
+        """Let it finish and leave, then terminate, then kill; wait for the exit."""
+
+
+class WorkerHandle(Incarnation, Protocol):
+    """One ready incarnation of a worker."""
 
     @property
     def credit(self) -> int:
@@ -114,21 +128,11 @@ class WorkerHandle(Protocol):
     def is_stalled(self) -> bool:
         """It is not at work, and shows no sign of life: no work would be taken up now."""
 
-    @property
-    def has_worked(self) -> bool:
-        """It has answered a batch."""
-
     def run(self, items: Sequence[ItemRef]) -> Future[BatchDone]:
         """Give it a batch. The arena's slots may be used again once the future is done.
 
         The future raises `WorkerLostError` after the exit of the incarnation is confirmed.
         """
-
-    async def wait(self) -> Ending:
-        """Wait until it is gone, and say how it ended; a hung worker is killed and so gone."""
-
-    async def stop(self, grace_s: float) -> None:
-        """Send the sentinel, wait for the exit, then terminate, then kill."""
 
     def vitals(self) -> Vitals:
         """How it is doing."""

@@ -9,9 +9,10 @@ import logging
 import threading
 from asyncio import Task
 from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 from models.opened import FileMark, mark_of
-from workers.engine import WorkerId
+from workers.engine import Incarnation, WorkerId
 from workers.errors import FilesChangedError, WorkerStartError
 
 logger = logging.getLogger(__name__)
@@ -22,10 +23,25 @@ _NUM_TORN = 3
 """A file that changes during so many loads of a worker in a row does so all the time."""
 
 
-class FilesOfAll:
+L = TypeVar("L", bound=Incarnation)
+
+
+class FilesOfAll(Generic[L]):
     """Sees that all workers of a model serve with the same files."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        files_of: Callable[[L], Sequence[FileMark]],
+        on_others: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Know of no files yet.
+
+        Args:
+            files_of: The files that a worker has loaded.
+            on_others: Called when later workers are to load other files than those before.
+        """
+        self._files_of = files_of
+        self._on_others = on_others
         self._present: Generation | None = None
         """What those serve with that are ready; None before the first, or if all are gone."""
         self._num_torn: dict[str, dict[str, int]] = {}
@@ -48,9 +64,7 @@ class FilesOfAll:
         if changed and present is self._present:
             raise _outdated(id, changed)
 
-    async def judge(
-        self, id: WorkerId, marks: Sequence[FileMark], *, renews: bool
-    ) -> "Generation | None":
+    async def judge(self, worker: L, *, renews: bool) -> "Generation | None":
         """See that a worker that is ready has what the others serve with, or that it may differ.
 
         Returns:
@@ -60,6 +74,7 @@ class FilesOfAll:
             FilesChangedError: It has others.
             WorkerStartError: They changed while it loaded them.
         """
+        id, marks = worker.id, self._files_of(worker)
         if not marks:
             return None
         torn = set(await asyncio.to_thread(_changed_since, marks))
@@ -85,32 +100,38 @@ class FilesOfAll:
             raise _outdated(id, differing)
         return Generation(marks)
 
-    def adopt(self, generation: "Generation") -> bool:
-        """Have all later workers load these files; whether they took the place of others."""
+    def adopt(self, generation: "Generation") -> None:
+        """Have all later workers load these files."""
         before, self._present = self._present, generation
         if before is not None:
             before.close()
+            self._on_others()
         generation.open()
         task = asyncio.create_task(asyncio.to_thread(generation.remember))
         self._remembering.add(task)
         task.add_done_callback(self._remembering.discard)
-        return before is not None
 
-    async def give_up_if_gone(self, is_any_serving: Callable[[], bool]) -> bool:
+    async def give_up_if_gone(self, id: WorkerId, is_any_serving: Callable[[], bool]) -> None:
         """Let all load what is on disk now, if that has changed and nobody serves what was there.
 
-        Returns:
-            Whether that is how it is.
+        Args:
+            id: The worker that is about to load it.
+            is_any_serving: Whether a worker has what was there.
         """
         present = self._present
         if present is None or is_any_serving():
-            return False
+            return
         changed = await asyncio.to_thread(present.changed)
         if not changed or present is not self._present or is_any_serving():
-            return False
+            return
         present.close()
         self._present = None
-        return True
+        logger.warning(
+            "%s: files of the model changed on disk, and no worker is left that had loaded what "
+            "was there: all serve what is there now",
+            id.model,
+        )
+        self._on_others()
 
     async def until_remembered(self) -> None:
         """Wait until the bytes of all files are known, and not their dates alone."""

@@ -1,4 +1,7 @@
-"""Keeps each worker slot filled: start, announce, wait for the end, back off, start again."""
+"""Keeps each slot filled: start, announce, wait for the end, back off, start again.
+
+Workers and fronts are kept alike. Runs in the main process's event loop.
+"""
 
 import asyncio
 import contextlib
@@ -7,12 +10,12 @@ import random
 import re
 from asyncio import Task
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Literal, Protocol, TypeVar
 
 from workers.config import WorkerConfig
-from workers.engine import Cause, Engine, WorkerHandle, WorkerId
+from workers.engine import Cause, Incarnation, WorkerHandle, WorkerId
 from workers.errors import FilesChangedError, WorkerStartError
 from workers.generation import FilesOfAll, Generation
 from workers.log_lines import log_line
@@ -32,19 +35,24 @@ _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
 """What differs between an error and the same one again: addresses, bytes, seconds."""
 
 
+C = TypeVar("C")
+"""What an incarnation is told: a `WorkerConfig`, or a front's `Part`."""
+L = TypeVar("L", bound=Incarnation)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """How often a worker may fail before it is given up (OTP calls this the restart intensity)."""
+    """How often a process may fail before it is given up (OTP calls this the restart intensity)."""
 
     max_restarts: int = 5
     """Restarts in a row that came to nothing."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Slot:
-    """What is known of one worker over all its incarnations. Written by its task alone."""
+class Slot(Generic[C, L]):
+    """What is known of one process over all its incarnations. Written by its task alone."""
 
-    config: WorkerConfig
+    config: C
     id: WorkerId
     state: State = "starting"
     stage: str = "waiting to start"
@@ -56,7 +64,7 @@ class Slot:
     ended_at: float | None = None
     """When that was, in the loop's time; None before the first."""
     num_restarts: int = 0
-    handle: WorkerHandle | None = None
+    handle: L | None = None
     generation: Generation | None = None
     """The files that its incarnation serves with; None if they are not known."""
     num_failures: int = 0
@@ -80,45 +88,60 @@ class Slot:
     """It is known whether the newest incarnation came up."""
 
 
-class Watcher(Protocol):
-    """Who is told of what happens to the workers."""
+class Watcher(Protocol[C, L]):
+    """Who is told of what happens to the slots."""
 
-    def on_progress(self, slot: Slot) -> None:
+    def on_progress(self, slot: Slot[C, L]) -> None:
         """It is doing something else now (`slot.stage`)."""
 
-    def on_ready(self, slot: Slot) -> None:
-        """`slot.handle` takes batches."""
+    def on_ready(self, slot: Slot[C, L]) -> None:
+        """`slot.handle` takes work."""
 
-    def on_gone(self, handle: WorkerHandle) -> None:
-        """This incarnation takes no more batches."""
+    def on_gone(self, handle: L) -> None:
+        """This incarnation takes no more work."""
 
-    def on_down(self, slot: Slot) -> None:
+    def on_down(self, slot: Slot[C, L]) -> None:
         """It ended, or did not start: `slot.state` and `slot.reason` say how it goes on."""
 
 
-class Supervisor:
+class Supervisor(Generic[C, L]):
     """Runs one task per slot until told to stop."""
 
-    def __init__(self, engine: Engine, watcher: Watcher, policy: RestartPolicy) -> None:
-        self.slots: list[Slot] = []
-        self._engine = engine
+    def __init__(
+        self,
+        start: Callable[[WorkerId, C, Callable[[str], None]], Awaitable[L]],
+        watcher: Watcher[C, L],
+        policy: RestartPolicy,
+        files: FilesOfAll[L] | None = None,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            start: Starts an incarnation and waits until it is ready, as `Engine.start` does. It
+                raises `WorkerStartError` where that fails.
+            watcher: Told of what happens.
+            policy: When a slot is given up.
+            files: Sees that all of them serve with the same files, if they load any.
+        """
+        self.slots: list[Slot[C, L]] = []
+        self._start = start
         self._watcher = watcher
         self._policy = policy
         self._tasks: list[Task[None]] = []
-        self._leaving: list[WorkerHandle] = []
+        self._leaving: list[L] = []
         """Those whose successors are ready already."""
         self._is_stopping = False
-        self._files = FilesOfAll()
+        self._files = files or FilesOfAll[L](lambda _: ())
 
-    def start(self, model: str, configs: Sequence[WorkerConfig]) -> None:
-        """Begin to keep one worker per config."""
+    def start(self, model: str, configs: Sequence[C]) -> None:
+        """Begin to keep one process per config."""
         for number, config in enumerate(configs):
-            slot = Slot(config=config, id=WorkerId(model=model, slot=number))
+            slot = Slot[C, L](config=config, id=WorkerId(model=model, slot=number))
             self.slots.append(slot)
             self._tasks.append(asyncio.create_task(self._keep(slot), name=f"keep {slot.id}"))
 
     async def stop(self, grace_s: float) -> None:
-        """Send every worker its sentinel, and see each of them out."""
+        """Tell all of them to leave, and see each of them out."""
         self._is_stopping = True
         for slot, task in zip(self.slots, self._tasks, strict=True):
             if slot.handle is None:
@@ -128,7 +151,7 @@ class Supervisor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._files.close()
 
-    async def replace(self, slot: Slot, grace_s: float, *, renews: bool = False) -> bool:
+    async def replace(self, slot: Slot[C, L], grace_s: float, *, renews: bool = False) -> bool:
         """Let a worker finish what it holds and leave; wait for its successor.
 
         A worker that pauses is started at once, and one that was given up is tried again.
@@ -161,8 +184,8 @@ class Supervisor:
 
     async def succeed(
         self,
-        slot: Slot,
-        config: WorkerConfig,
+        slot: Slot[C, L],
+        config: C,
         grace_s: float,
         on_progress: Callable[[str], None] = lambda stage: None,
         *,
@@ -206,12 +229,12 @@ class Supervisor:
         await predecessor.stop(grace_s)
         self._leaving.remove(predecessor)
 
-    def outdated(self) -> list[Slot]:
+    def outdated(self) -> list[Slot[C, L]]:
         """The slots that serve with other files than all later incarnations will."""
         present = self._files.present
         return [slot for slot in self.slots if slot.handle and slot.generation is not present]
 
-    def choose_files(self) -> list[Slot]:
+    def choose_files(self) -> list[Slot[C, L]]:
         """Decide which files all are to serve with, where workers differ after a restart.
 
         It is the new ones if two workers serve with them, since they could be loaded twice. Else
@@ -223,11 +246,11 @@ class Supervisor:
         held = Counter(slot.generation for slot in self.slots if slot.handle)
         if held.pop(self._files.present, 0) <= 1:
             generation = max(held, key=held.__getitem__, default=None)
-            if generation is not None and self._files.adopt(generation):
-                self._forget_what_was_found_out()
+            if generation is not None:
+                self._files.adopt(generation)
         return self.outdated()
 
-    async def _keep(self, slot: Slot) -> None:
+    async def _keep(self, slot: Slot[C, L]) -> None:
         try:
             while True:
                 is_permanent = await self._live_once(slot)
@@ -252,7 +275,7 @@ class Supervisor:
                 slot.state = "stopped"
             slot.settled.set()
 
-    async def _live_once(self, slot: Slot) -> bool:
+    async def _live_once(self, slot: Slot[C, L]) -> bool:
         """One incarnation, from start to end; whether its failure to start is permanent."""
         slot.state = "starting"
 
@@ -261,13 +284,7 @@ class Supervisor:
             self._watcher.on_progress(slot)
 
         try:
-            if await self._files.give_up_if_gone(self._is_present_served):
-                logger.warning(
-                    "%s: files of the model changed on disk, and no worker is left that had "
-                    "loaded what was there: all serve what is there now",
-                    slot.id.model,
-                )
-                self._forget_what_was_found_out()
+            await self._files.give_up_if_gone(slot.id, self._is_present_served)
             handle, generation = await self._bring_up(
                 slot.id, slot.config, on_progress, renews=slot.may_renew
             )
@@ -319,11 +336,11 @@ class Supervisor:
     async def _bring_up(
         self,
         id: WorkerId,
-        config: WorkerConfig,
+        config: C,
         on_progress: Callable[[str], None],
         *,
         renews: bool,
-    ) -> tuple[WorkerHandle, Generation | None]:
+    ) -> tuple[L, Generation | None]:
         """Start an incarnation that answers as those do that serve, unless it is to renew them.
 
         Returns:
@@ -335,31 +352,26 @@ class Supervisor:
         """
         await self._files.check(id, renews=renews)
         try:
-            handle = await self._engine.start(id, config, on_progress)
+            handle = await self._start(id, config, on_progress)
         except WorkerStartError:
             await self._files.check(id, renews=renews)  # which says more than what they broke
             raise
         try:
-            return handle, await self._files.judge(id, handle.ready.files, renews=renews)
+            return handle, await self._files.judge(handle, renews=renews)
         except (WorkerStartError, asyncio.CancelledError):
             await handle.stop(0)
             raise
 
-    def _adopt(self, slot: Slot, generation: Generation | None) -> None:
+    def _adopt(self, slot: Slot[C, L], generation: Generation | None) -> None:
         """Have all later incarnations load the files of this one, if it is the first with them."""
-        if generation is not None and self._files.adopt(generation):
-            self._forget_what_was_found_out()
+        if generation is not None:
+            self._files.adopt(generation)
         slot.generation = self._files.present
 
     def _is_present_served(self) -> bool:
         return any(slot.handle and slot.generation is self._files.present for slot in self.slots)
 
-    def _forget_what_was_found_out(self) -> None:
-        """Other files may make another network, which is to be tried and split anew."""
-        for slot in self.slots:
-            slot.config = replace(slot.config, chosen=None, known_split=None)
-
-    def _tell_raised(self, slot: Slot, id: WorkerId, error: WorkerStartError) -> None:
+    def _tell_raised(self, slot: Slot[C, L], id: WorkerId, error: WorkerStartError) -> None:
         """Log what a model raised as it was loaded, unless it is in the log already."""
         raised = _NUMBERS.sub("", error.traceback)
         told = (each.told_with for each in self.slots if each.raised == raised)
@@ -369,7 +381,7 @@ class Supervisor:
             line = LogLine(logging.ERROR, __name__, text, traceback=error.traceback)
             log_line(line, {"worker": str(id)})
 
-    def _judge(self, slot: Slot, *, is_permanent: bool) -> float | None:
+    def _judge(self, slot: Slot[C, L], *, is_permanent: bool) -> float | None:
         """How long to wait before the next incarnation; None gives the slot up.
 
         A worker that was ready once is never given up: its pauses grow, and it is tried again.
@@ -388,15 +400,19 @@ class Supervisor:
         slot.state = "backoff"
         # Inputs that kill are sent again at once; a worker that dies of all of them is no use.
         num_in_row = max(slot.num_failures, slot.num_deaths_at_work - 1)
-        return pause_after(num_in_row)
+        return _pause_after(num_in_row)
 
 
-def _as_told(slot: Slot, id: WorkerId) -> str:
+WorkerSlot = Slot[WorkerConfig, WorkerHandle]
+WorkerSupervisor = Supervisor[WorkerConfig, WorkerHandle]
+
+
+def _as_told(slot: Slot[C, L], id: WorkerId) -> str:
     """To go behind "did not start": that of whom the log says why at length; empty if it is new."""
     return f", as {slot.told_with} did not" if slot.raised and slot.told_with != str(id) else ""
 
 
-def pause_after(num_in_row: int) -> float:
+def _pause_after(num_in_row: int) -> float:
     """Seconds to wait before the next start, after so many ends in a row that came to nothing."""
     if num_in_row <= 1:
         return 0.0

@@ -1,4 +1,4 @@
-"""All fronts of a service: started, restarted, given connections, counted and seen out.
+"""All fronts of a service: kept by a supervisor, given connections, counted and seen out.
 
 Lives in the main process's event loop.
 """
@@ -10,8 +10,6 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
 
 from service.api.call import ModelEntry
 from service.api.connections import EdgeLimits
@@ -25,42 +23,24 @@ from service.fronts.part import Part
 from service.metrics import Metrics, Reading
 from service.settings import Settings
 from workers.arena import Arena
+from workers.engine import WorkerId
+from workers.errors import WorkerStartError
 from workers.forkserver_process import DEAF_TO
 from workers.keep_going import KeepGoing
-from workers.supervisor import pause_after
+from workers.supervisor import RestartPolicy, Slot, Supervisor
 
 logger = logging.getLogger(__name__)
 
 _START_S = 60.0
-_STABLE_S = 60.0
-"""A life that lasted so long was of use."""
 _COUNT_EVERY_S = 0.5
 _COUNT_S = 0.5
 """How long a scrape waits for fronts that do not answer."""
 _HANG_S = 10.0
 """A front that has not said anything for so long hangs: it is asked twice in a second."""
 _HANG_ROUNDS = int(_HANG_S / _COUNT_EVERY_S)
-_MAX_FAILURES = 5
-"""A front that has never been up is given up after so many starts."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Slot:
-    """One front over all its lives."""
-
-    number: int
-    part: Part
-    state: str = "starting"
-    reason: str = ""
-    num_failures: int = 0
-    num_restarts: int = 0
-    was_ever_up: bool = False
-    life: Life | None = None
-    """Its life now; None between two."""
-
-    @property
-    def name(self) -> str:
-        return f"front {self.number}"
+_POLICY = RestartPolicy(max_restarts=4)
+_STATES = {"ready": "up", "failed": "stopped"}
+"""The supervisor's words that `/health` has others for."""
 
 
 class Fronts:
@@ -100,30 +80,23 @@ class Fronts:
         self._models = models
         self._metrics = metrics
         self._on_lost = on_lost
-        self._slots = [
-            _Slot(number=number, part=Part(arena.memory.map, where))
-            for number, where in enumerate(arena.give_away(num))
-        ]
+        self._parts = [Part(arena.memory.map, where) for where in arena.give_away(num)]
+        self._supervisor = Supervisor[Part, Life](self._bring_up, self, _POLICY)
         self._doorway = Doorway(listener, self._open)
-        self._tasks: list[asyncio.Task[None]] = []
-        self._is_stopping = False
+        self._watching: asyncio.Task[None] | None = None
         self.traced = (0, 0)
         """Calls that they have traced: exported, and dropped."""
-        self._is_hurried = False
-        self._leaving: list[Life] = []
-        """Those that were told to go."""
         self._up = asyncio.Event()
 
     @property
     def used_bytes(self) -> int:
         """Of the arena."""
-        return sum(slot.part.used_bytes for slot in self._slots)
+        return sum(part.used_bytes for part in self._parts)
 
     def start(self) -> None:
         """Begin to keep them."""
-        for slot in self._slots:
-            self._tasks.append(asyncio.create_task(self._keep(slot), name=f"keep {slot.name}"))
-        self._tasks.append(asyncio.create_task(self._watch(), name="watch fronts"))
+        self._supervisor.start("front", self._parts)
+        self._watching = asyncio.create_task(self._watch(), name="watch fronts")
 
     async def until_up(self) -> None:
         """Wait until one takes connections."""
@@ -143,13 +116,11 @@ class Fronts:
     async def move_clients_away(self) -> None:
         """Accept no more connections, and have answers close those that there are."""
         await self._doorway.see_last_in()
-        self._is_stopping = True
         await asyncio.gather(*(life.move_clients_away() for life in self._open()))
 
     def hurry(self) -> None:
         """Wait for no client when they are stopped, or no longer where that has begun."""
-        self._is_hurried = True
-        for life in self._leaving:
+        for life in self._open():
             life.hurry()
 
     async def stop(self, flush_until: float = 0.0) -> None:
@@ -159,104 +130,91 @@ class Fronts:
             flush_until: The moment until which clients may read their answers.
         """
         self._doorway.close()
-        self._is_stopping = True
-        self._leaving = [slot.life for slot in self._slots if slot.life is not None]
-        leave = partial(Life.leave, is_hurried=self._is_hurried, flush_until=flush_until)
-        await asyncio.gather(*map(leave, self._leaving))
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for slot in self._slots:
-            slot.part.close()
+        await self._supervisor.stop(max(0.0, flush_until - time.monotonic()))
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
+        for part in self._parts:
+            part.close()
 
     def health(self) -> list[FrontHealth]:
         """Each of them now."""
         return [
             FrontHealth(
-                name=slot.name,
-                state=slot.state,
-                pid=slot.life.pid if slot.life else None,
-                num_connections=slot.life.num_open if slot.life else 0,
+                name=f"front {slot.id.slot}",
+                state=_STATES.get(slot.state, slot.state),
+                pid=slot.handle.pid if slot.handle else None,
+                num_connections=slot.handle.num_open if slot.handle else 0,
                 restarts=slot.num_restarts,
-                reason="" if slot.state == "up" else slot.reason,
+                reason="" if slot.handle else slot.reason,
             )
-            for slot in self._slots
+            for slot in self._supervisor.slots
         ]
 
     def read_gauges(self) -> Iterator[Reading]:
         """What `/metrics` shows of them now."""
         total = 0
-        for slot in self._slots:
-            labels = (str(slot.number),)
-            num_open = slot.life.num_open if slot.life else 0
+        for slot in self._supervisor.slots:
+            labels = (str(slot.id.slot),)
+            num_open = slot.handle.num_open if slot.handle else 0
             total += num_open
-            yield Reading(name="front_up", value=slot.state == "up", labels=labels)
+            yield Reading(name="front_up", value=slot.handle is not None, labels=labels)
             yield Reading(name="front_connections", value=num_open, labels=labels)
             yield Reading(name="front_restarts", value=slot.num_restarts, labels=labels)
         yield Reading(name="connections", value=total)
-        yield from readings_of([slot.life.edge for slot in self._slots if slot.life])
+        yield from readings_of([life.edge for life in self._open()])
+
+    def on_progress(self, slot: Slot[Part, Life]) -> None:
+        """See `Watcher`."""
+
+    def on_ready(self, slot: Slot[Part, Life]) -> None:
+        """See `Watcher`."""
+        self._up.set()
+        self._doorway.open()
+
+    def on_gone(self, handle: Life) -> None:
+        """See `Watcher`."""
+
+    def on_down(self, slot: Slot[Part, Life]) -> None:
+        """See `Watcher`."""
+        if all(each.state == "failed" for each in self._supervisor.slots):
+            self._on_lost()
 
     def _open(self) -> list[Life]:
         """Those that take connections."""
-        return [slot.life for slot in self._slots if slot.life and slot.state == "up"]
+        return [slot.handle for slot in self._supervisor.slots if slot.handle]
 
-    async def _keep(self, slot: _Slot) -> None:
-        try:
-            while True:
-                began = time.monotonic()
-                slot.reason = await self._live_once(slot)
-                slot.life = None
-                if self._is_stopping:
-                    break
-                is_of_use = slot.state == "up" and time.monotonic() - began > _STABLE_S
-                slot.num_failures = 0 if is_of_use else slot.num_failures + 1
-                logger.error("%s ended: %s", slot.name, slot.reason)
-                if not slot.was_ever_up and slot.num_failures >= _MAX_FAILURES:
-                    self._on_lost()
-                    break
-                slot.state = "backoff"
-                await asyncio.sleep(pause_after(slot.num_failures))
-                slot.num_restarts += 1
-        except Exception as error:
-            slot.reason = f"it is no longer watched: {error!r}"
-            logger.critical("%s: %s", slot.name, slot.reason, exc_info=error)
-        finally:
-            slot.state = "stopped"
+    async def _bring_up(
+        self, id: WorkerId, part: Part, _on_progress: Callable[[str], None]
+    ) -> Life:
+        """Start a front, and wait until it takes connections.
 
-    async def _live_once(self, slot: _Slot) -> str:
-        """One life of a front, from its start to its end; why it ended."""
-        slot.state = "starting"
-        try:
-            slot.life = life = self._launch(slot)
-        except OSError as error:
-            return f"it could not be started: {error}"
-        if not await life.until_up(_START_S):
-            life.kill(f"it was not up within {_START_S:g} s")
-            return await life.wait()
-        slot.state, slot.was_ever_up = "up", True
-        self._up.set()
-        self._doorway.open()
-        return await life.wait()
-
-    def _launch(self, slot: _Slot) -> Life:
+        Raises:
+            WorkerStartError: It does not.
+        """
         job = Job(
-            name=slot.name,
+            name=f"front {id.slot}",
             main_pid=os.getpid(),
             settings=self._settings,
             limits=self._limits,
-            part=slot.part.where,
-            held=dict(slot.part.held),
+            part=part.where,
+            held=dict(part.held),
             relay_path=self.relay_path,
             family=self._family,
             log_level=logging.getLogger().level,
         )
+        models = list(self._models.values())
         # What we start inherits this and is deaf to them at once: it is for us to end it.
         signal.pthread_sigmask(signal.SIG_BLOCK, DEAF_TO)
         try:
-            models = list(self._models.values())
-            return Life(job, self._memory, slot.part, models, self._take_counts)
+            life = Life(id, job, self._memory, part, models, self._take_counts)
+        except OSError as error:
+            text = f"it could not be started: {error}"
+            raise WorkerStartError(text, permanent=False) from error
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, DEAF_TO)
+        await life.until_up(_START_S)
+        return life
 
     async def _watch(self) -> None:
         """Twice in a second: have them count, and see that they answer."""
@@ -272,7 +230,7 @@ class Fronts:
                     if life.desk.take_sign_of_life():
                         silent_since[life] = num_rounds
                     elif num_rounds - silent_since.setdefault(life, num_rounds) > _HANG_ROUNDS:
-                        life.kill(f"it has not answered for {_HANG_S:g} s")
+                        life.kill("hang", f"it has not answered for {_HANG_S:g} s")
                     life.desk.count()
             for life in [each for each in silent_since if each.is_gone]:
                 del silent_since[life]

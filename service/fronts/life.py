@@ -16,6 +16,9 @@ from service.fronts.desk import Desk
 from service.fronts.job import Job
 from service.fronts.messages import Counts, Leave, MoveAway
 from service.fronts.part import Part
+from workers.endings import describe_exit
+from workers.engine import Cause, Ending, WorkerId
+from workers.errors import WorkerStartError
 from workers.memory import WritableMemory
 
 _LEAVE_S = 4.0
@@ -29,8 +32,12 @@ _ENDING_S = 0.5
 class Life:
     """A front from its start to its end. Lives in the event loop."""
 
+    has_worked = False
+    """Answers prove nothing: a call that ends this life may end the next one as soon."""
+
     def __init__(
         self,
+        id: WorkerId,
         job: Job,
         memory: WritableMemory,
         part: Part,
@@ -40,6 +47,7 @@ class Life:
         """Start the process. Main thread only: the kernel ends it with the thread that started it.
 
         Args:
+            id: Which front, and which of its lives.
             job: What the front is to do.
             memory: The arena.
             part: Its part of that.
@@ -49,6 +57,7 @@ class Life:
         Raises:
             OSError: There is no process or no descriptor to be had.
         """
+        self.id = id
         self.num_open = 0
         """Connections that it had when it last said so, and has been given since."""
         self.edge = EdgeUse()
@@ -56,8 +65,10 @@ class Life:
         self._num_given = 0
         self._loop = asyncio.get_running_loop()
         self._on_counts = on_counts
-        self._reason = ""
-        self._gone: asyncio.Future[str] = self._loop.create_future()
+        self._is_hurried = False
+        self._ending: Ending | None = None
+        """Why we end it, if we do."""
+        self._gone: asyncio.Future[Ending] = self._loop.create_future()
         self._process, self._channel, reader, writer = _launch(job, memory)
         self.pid = self._process.pid
         """Of its process."""
@@ -77,13 +88,23 @@ class Life:
         """Its process has ended."""
         return self._gone.done()
 
-    async def until_up(self, timeout_s: float) -> bool:
-        """Wait until it takes connections; False where it does not by then, or has ended."""
-        await _first_of(self.desk.is_up, self._gone, timeout_s=timeout_s)
-        return self.desk.is_up.done()
+    async def until_up(self, timeout_s: float) -> None:
+        """Wait until it takes connections; end it where it does not, or nobody waits any more.
 
-    async def wait(self) -> str:
-        """Wait until the process has ended, and say why."""
+        Raises:
+            WorkerStartError: It has ended.
+        """
+        try:
+            await _first_of(self.desk.is_up, self._gone, timeout_s=timeout_s)
+        finally:
+            if not self.desk.is_up.done():
+                self.kill("start", f"it was not up within {timeout_s:g} s")
+                await _first_of(self._gone, timeout_s=_KILL_S)
+        if not self.desk.is_up.done():
+            raise WorkerStartError((await self.wait()).reason, permanent=False)
+
+    async def wait(self) -> Ending:
+        """Wait until the process has ended, and say how."""
         return await asyncio.shield(self._gone)
 
     def give(self, connection: socket.socket) -> bool:
@@ -101,36 +122,35 @@ class Life:
         self.desk.link.send(MoveAway())
         await _first_of(self.desk.has_moved, self._gone)
 
-    async def leave(self, *, is_hurried: bool, flush_until: float) -> None:
+    async def stop(self, grace_s: float) -> None:
         """Let it send its last answers and end; kill it if that takes too long.
 
         Args:
-            is_hurried: Not to wait for clients.
-            flush_until: The moment until which they may read their answers.
+            grace_s: How long clients may take to read their answers.
         """
+        flush_until = time.monotonic() + grace_s
         while self.desk.has_unsettled and not self.is_gone:  # noqa: ASYNC110  # settled, not sent
             await asyncio.sleep(0)
         if self.is_gone:
             return
-        if self.desk.is_up.done():
-            self.desk.flush()
-            self._reason = self._reason or "it was told to leave"
-            self.desk.link.send(Leave(is_hurried, flush_until))
-            grace_s = _LEAVE_S + max(0.0, flush_until - time.monotonic())
-            await _first_of(self._gone, timeout_s=grace_s)
+        self.desk.flush()
+        self._ending = self._ending or Ending(cause="asked", reason="it was told to leave")
+        self.desk.link.send(Leave(self._is_hurried, flush_until))
+        await _first_of(self._gone, timeout_s=_LEAVE_S + grace_s)
         if not self.is_gone:
-            self.kill("it did not leave in time")
+            self.kill("asked", "it did not leave in time")
             await _first_of(self._gone, timeout_s=_KILL_S)
 
     def hurry(self) -> None:
-        """Have it wait for no client any more."""
-        if not self.is_gone:
+        """Have it wait for no client when it is told to leave, or no longer."""
+        self._is_hurried = True
+        if self._ending is not None:
             self.desk.link.send(Leave(True, 0.0))
 
-    def kill(self, reason: str) -> None:
+    def kill(self, cause: Cause, reason: str) -> None:
         """End it now."""
         if not self.is_gone:
-            self._reason = self._reason or reason
+            self._ending = self._ending or Ending(cause=cause, reason=reason)
             self._process.kill()
 
     def _take_counts(self, counts: Counts) -> None:
@@ -140,16 +160,16 @@ class Life:
 
     def _on_end(self, reason: str) -> None:
         """Nothing more will be read: it is ending, or has gone mad."""
-        self._loop.call_later(_ENDING_S, self.kill, reason)
+        self._loop.call_later(_ENDING_S, self.kill, "exit", reason)
 
     def _on_exit(self) -> None:
         self._loop.remove_reader(self._process.sentinel)
         self._process.join()
-        exit_code = self._process.exitcode
+        cause, reason = describe_exit(self._process.exitcode, is_oom=False, rss_bytes=0)
         self._process.close()
         self.desk.close()
         self._channel.close()
-        self._gone.set_result(self._reason or _ending(exit_code))
+        self._gone.set_result(self._ending or Ending(cause=cause, reason=reason))
 
 
 def _launch(
@@ -177,9 +197,3 @@ def _launch(
 
 async def _first_of(*futures: "asyncio.Future[Any]", timeout_s: float | None = None) -> None:
     await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-
-
-def _ending(exit_code: int | None) -> str:
-    if exit_code is not None and exit_code < 0:
-        return f"a signal ended it ({-exit_code})"
-    return f"it exited with {exit_code}"

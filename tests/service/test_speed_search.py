@@ -12,7 +12,7 @@ from tests.service.test_pool import CONFIG, until
 from workers.config import WorkerConfig
 from workers.engine import WorkerId
 from workers.searching import SearchFailedError
-from workers.supervisor import Slot
+from workers.supervisor import WorkerSlot
 
 QUICK = SpeedReport(preset="bf16", gain=2.0, is_final=False, key="key")
 FOUND = SpeedReport(preset="compiled_bf16", gain=3.0, note="bf16 2.00 x; compiled_bf16 3.00 x")
@@ -25,7 +25,7 @@ class FakePool:
 
     def __init__(self, num_workers: int = 2, comes_up: bool = True) -> None:
         self.slots = [
-            Slot(config=CONFIG, id=WorkerId(model="m", slot=number))
+            WorkerSlot(config=CONFIG, id=WorkerId(model="m", slot=number))
             for number in range(num_workers)
         ]
         self.changed: list[tuple[str, str]] = []
@@ -36,7 +36,7 @@ class FakePool:
             slot.handle, slot.state = FakeWorker(slot.id), "ready"
             slot.handle.ready = msgspec.structs.replace(slot.handle.ready, speed=speed)
 
-    async def change_over(self, slot: Slot, preset: str, grace_s: float) -> bool:
+    async def change_over(self, slot: WorkerSlot, preset: str, grace_s: float) -> bool:
         self.changed.append((slot.id.worker, preset))
         return self._comes_up
 

@@ -12,8 +12,8 @@ from tests.fakes import FakeEngine
 from tests.workers.contract import config_of
 from workers.engine import WorkerHandle
 from workers.errors import WorkerStartError
-from workers.generation import Generation
-from workers.supervisor import RestartPolicy, Slot, Supervisor
+from workers.generation import FilesOfAll, Generation
+from workers.supervisor import RestartPolicy, WorkerSlot, WorkerSupervisor
 
 
 class Log:
@@ -23,16 +23,16 @@ class Log:
         self.events: list[tuple[str, str]] = []
         self._changed = asyncio.Event()
 
-    def on_progress(self, slot: Slot) -> None:
+    def on_progress(self, slot: WorkerSlot) -> None:
         self._note("progress", slot)
 
-    def on_ready(self, slot: Slot) -> None:
+    def on_ready(self, slot: WorkerSlot) -> None:
         self._note("ready", slot)
 
     def on_gone(self, handle: WorkerHandle) -> None:
         self.events.append(("gone", str(handle.id)))
 
-    def on_down(self, slot: Slot) -> None:
+    def on_down(self, slot: WorkerSlot) -> None:
         self._note(f"down {slot.state}", slot)
 
     async def until(self, event: str, times: int = 1) -> None:
@@ -40,7 +40,7 @@ class Log:
             self._changed.clear()
             await asyncio.wait_for(self._changed.wait(), 5)
 
-    def _note(self, event: str, slot: Slot) -> None:
+    def _note(self, event: str, slot: WorkerSlot) -> None:
         self.events.append((event, str(slot.id)))
         self._changed.set()
 
@@ -55,13 +55,18 @@ def supervise(monkeypatch: pytest.MonkeyPatch):
 
     def supervise(
         engine: FakeEngine,
-        test: Callable[[Supervisor, Log], Awaitable[None]],
+        test: Callable[[WorkerSupervisor, Log], Awaitable[None]],
         num_workers: int = 1,
     ) -> None:
         async def go() -> None:
             log = Log()
             policy = RestartPolicy(max_restarts=3)
-            supervisor = Supervisor(engine, log, policy)
+            supervisor = WorkerSupervisor(
+                lambda *told: engine.start(*told),  # which tests replace
+                log,
+                policy,
+                FilesOfAll(lambda worker: worker.ready.files),
+            )
             supervisor.start("m", [config_of()] * num_workers)
             await test(supervisor, log)
             await supervisor.stop(1)
@@ -73,7 +78,7 @@ def supervise(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_every_slot_comes_up_and_is_announced(supervise):
-    async def test(supervisor: Supervisor, log: Log) -> None:
+    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
         await log.until("ready", 2)
         assert [slot.state for slot in supervisor.slots] == ["ready", "ready"]
         assert ("progress", "m/1#0") in log.events
@@ -84,7 +89,7 @@ def test_every_slot_comes_up_and_is_announced(supervise):
 def test_dead_worker_is_replaced_by_its_next_incarnation_and_the_others_go_on(supervise):
     engine = FakeEngine()
 
-    async def test(supervisor: Supervisor, log: Log) -> None:
+    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
         await log.until("ready", 2)
         assert supervisor.slots[0].ended_at is None
         engine.started[0].die()
@@ -99,7 +104,7 @@ def test_dead_worker_is_replaced_by_its_next_incarnation_and_the_others_go_on(su
 
 
 def test_failed_starts_are_tried_again(supervise):
-    async def test(supervisor: Supervisor, log: Log) -> None:
+    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
         await log.until("ready")
         assert [name for name, _ in log.events] == [
             "down backoff",
@@ -118,7 +123,7 @@ def test_what_a_model_raises_is_logged_once_until_it_raises_something_else(
         trace = f"at {number:#x}\n{text}"
         return WorkerStartError(f"{text} {number}", permanent=False, traceback=trace)
 
-    async def test(supervisor: Supervisor, log: Log) -> None:
+    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
         await log.until("ready")
 
     supervise(FakeEngine([raised("no disk", 1), raised("no disk", 23), raised("no net", 1)]), test)
@@ -133,7 +138,7 @@ def test_what_a_model_raises_is_logged_once_until_it_raises_something_else(
 
 
 def test_permanent_failure_gives_the_worker_up_at_once(supervise):
-    async def test(supervisor: Supervisor, log: Log) -> None:
+    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
         await log.until("down failed")
         assert supervisor.slots[0].reason == "wrong weights"
 
@@ -141,7 +146,7 @@ def test_permanent_failure_gives_the_worker_up_at_once(supervise):
 
 
 def test_crash_loop_is_given_up_visibly(supervise):
-    async def test(supervisor: Supervisor, log: Log) -> None:
+    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
         await log.until("down failed")
         assert "4 times in a row: given up" in supervisor.slots[0].reason
 
@@ -151,7 +156,7 @@ def test_crash_loop_is_given_up_visibly(supervise):
 def test_deaths_with_work_done_between_them_are_no_crash_loop(supervise):
     engine = FakeEngine()
 
-    async def test(supervisor: Supervisor, log: Log) -> None:
+    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
         for life in range(8):
             await log.until("ready", life + 1)
             engine.started[-1].has_worked = True
@@ -164,7 +169,7 @@ def test_deaths_with_work_done_between_them_are_no_crash_loop(supervise):
 def test_stop_during_a_backoff_ends_it(supervise, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(workers.supervisor, "_FIRST_BACKOFF_S", 100.0)
 
-    async def test(supervisor: Supervisor, log: Log) -> None:
+    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
         await log.until("down backoff", 2)
 
     supervise(FakeEngine([unlucky(), unlucky()]), test)
@@ -173,7 +178,7 @@ def test_stop_during_a_backoff_ends_it(supervise, monkeypatch: pytest.MonkeyPatc
 def test_worker_that_dies_at_work_is_not_to_blame(supervise):
     engine = FakeEngine()
 
-    async def test(supervisor: Supervisor, log: Log) -> None:
+    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
         for life in range(8):
             await log.until("ready", life + 1)
             engine.started[-1].run([])
@@ -189,7 +194,7 @@ def test_worker_that_dies_of_all_its_work_is_not_started_again_and_again_at_once
     monkeypatch.setattr(workers.supervisor, "_FIRST_BACKOFF_S", 100.0)
     engine = FakeEngine()
 
-    async def test(supervisor: Supervisor, log: Log) -> None:
+    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
         (slot,) = supervisor.slots
         for life in range(3):
             await log.until("ready", life + 1)
@@ -205,7 +210,7 @@ def test_an_answer_between_deaths_at_work_ends_the_row(supervise, monkeypatch: p
     monkeypatch.setattr(workers.supervisor, "_FIRST_BACKOFF_S", 100.0)
     engine = FakeEngine()
 
-    async def test(supervisor: Supervisor, log: Log) -> None:
+    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
         for life in range(5):
             await log.until("ready", life + 1)
             worker = engine.started[-1]
@@ -222,7 +227,7 @@ def test_an_answer_between_deaths_at_work_ends_the_row(supervise, monkeypatch: p
 def test_worker_that_was_ready_once_is_never_given_up(supervise):
     engine = FakeEngine()
 
-    async def test(supervisor: Supervisor, log: Log) -> None:
+    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
         for life in range(6):
             await log.until("ready", life + 1)
             engine.started[-1].die()
@@ -235,7 +240,7 @@ def test_worker_that_was_ready_once_is_never_given_up(supervise):
 def test_worker_that_was_ready_once_is_tried_again_though_its_model_cannot_be_loaded_now(supervise):
     engine = FakeEngine()
 
-    async def test(supervisor: Supervisor, log: Log) -> None:
+    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
         await log.until("ready")
         engine.failures = [WorkerStartError("SyntaxError", permanent=True) for _ in range(6)]
         engine.started[0].die()
@@ -250,7 +255,7 @@ def test_worker_that_pauses_starts_at_once_when_asked_to(
 ):
     monkeypatch.setattr(workers.supervisor, "_FIRST_BACKOFF_S", 100.0)
 
-    async def test(supervisor: Supervisor, log: Log) -> None:
+    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
         await log.until("down backoff", 2)
         assert await asyncio.wait_for(supervisor.replace(supervisor.slots[0], 1), 5)
 
@@ -260,7 +265,7 @@ def test_worker_that_pauses_starts_at_once_when_asked_to(
 def test_dead_worker_is_announced_before_it_is_replaced(supervise):
     engine = FakeEngine()
 
-    async def test(supervisor: Supervisor, log: Log) -> None:
+    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
         await log.until("ready")
         engine.started[0].die()
         await log.until("ready", 2)
@@ -275,7 +280,7 @@ def test_start_that_raises_anything_else_is_said_and_gives_the_slot_up(supervise
         async def start(self, id, config, on_progress):
             raise ZeroDivisionError("a mistake")
 
-    async def test(supervisor: Supervisor, log: Log) -> None:
+    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
         await log.until("down failed")
 
     supervise(Broken(), test)
@@ -292,7 +297,7 @@ def test_worker_that_comes_up_during_the_stop_is_stopped(supervise):
                 await asyncio.sleep(1)
             return await engine.start(id, config, on_progress)
 
-    async def test(supervisor: Supervisor, log: Log) -> None:
+    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
         await is_starting.wait()
 
     supervise(Slow(), test)
@@ -300,7 +305,7 @@ def test_worker_that_comes_up_during_the_stop_is_stopped(supervise):
 
 
 def test_a_worker_that_is_replaced_finishes_first_and_counts_no_failure(supervise):
-    async def test(supervisor: Supervisor, log: Log) -> None:
+    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
         await log.until("ready", 2)
         for _ in range(5):  # more often than failures would be allowed
             assert await supervisor.replace(supervisor.slots[0], 1)
@@ -317,7 +322,7 @@ def test_a_worker_that_is_replaced_finishes_first_and_counts_no_failure(supervis
 def test_a_successor_that_does_not_come_up_is_told(supervise):
     engine = FakeEngine()
 
-    async def test(supervisor: Supervisor, log: Log) -> None:
+    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
         await log.until("ready")
         engine.failures = [unlucky()]
         assert not await supervisor.replace(supervisor.slots[0], 1)
@@ -329,7 +334,7 @@ def test_a_successor_that_does_not_come_up_is_told(supervise):
 def test_a_successor_takes_over_before_the_old_one_leaves_and_is_looked_after(supervise):
     engine = FakeEngine()
 
-    async def test(supervisor: Supervisor, log: Log) -> None:
+    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
         await log.until("ready")
         slot = supervisor.slots[0]
         for _ in range(2):
@@ -347,7 +352,7 @@ def test_a_successor_takes_over_before_the_old_one_leaves_and_is_looked_after(su
 def test_a_worker_whose_successor_does_not_come_up_stays(supervise):
     engine = FakeEngine()
 
-    async def test(supervisor: Supervisor, log: Log) -> None:
+    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
         await log.until("ready")
         slot = supervisor.slots[0]
         engine.failures = [unlucky()]
@@ -362,7 +367,7 @@ def test_a_worker_whose_successor_does_not_come_up_stays(supervise):
 def test_a_successor_leaves_again_where_the_worker_came_to_an_end_meanwhile(supervise):
     engine = FakeEngine()
 
-    async def test(supervisor: Supervisor, log: Log) -> None:
+    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
         await log.until("ready")
         slot = supervisor.slots[0]
         start = engine.start
@@ -386,7 +391,7 @@ def test_a_successor_leaves_again_where_the_worker_came_to_an_end_meanwhile(supe
 def test_a_worker_that_is_asked_to_leave_while_its_successor_starts_is_replaced_once(supervise):
     engine = FakeEngine()
 
-    async def test(supervisor: Supervisor, log: Log) -> None:
+    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
         await log.until("ready")
         slot = supervisor.slots[0]
         start, first = engine.start, engine.started[0]
@@ -444,7 +449,7 @@ def test_replicas_that_start_while_a_file_changes_all_serve_with_the_same(
     engine = Loading(path)
     engine.may_go_on.clear()
 
-    async def test(supervisor: Supervisor, log: Log) -> None:
+    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
         while len(engine.started) < 2:  # noqa: ASYNC110  # the fake tells nobody
             await asyncio.sleep(0.001)
         path.write_text("newer")
@@ -462,7 +467,7 @@ def test_a_slot_is_not_given_up_for_the_sake_of_files_that_have_changed(supervis
     path.write_text("old")
     engine = Loading(path)
 
-    async def test(supervisor: Supervisor, log: Log) -> None:
+    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
         first, second = supervisor.slots
         await log.until("ready", 2)
         await supervisor._files.until_remembered()
@@ -490,7 +495,7 @@ def test_a_file_that_changes_all_the_time_keeps_no_worker_from_serving(
             path.write_text(path.read_text() + "x")
             return worker
 
-    async def test(supervisor: Supervisor, log: Log) -> None:
+    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
         await log.until("ready", 2)
         assert "replicas may differ" in caplog.text
         assert log.events.count(("ready", "m/0#2")) == 1
@@ -509,7 +514,7 @@ def test_a_file_that_changed_during_two_loads_is_judged_after_the_third(supervis
                 path.write_text(path.read_text() + "x")
             return worker
 
-    async def test(supervisor: Supervisor, log: Log) -> None:
+    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
         await log.until("ready")
         present = supervisor._files.present
         path.write_text("other")
@@ -526,7 +531,7 @@ def test_workers_with_other_files_do_not_keep_the_present_ones_from_being_given_
     path.write_text("old")
     engine = Loading(path)
 
-    async def test(supervisor: Supervisor, log: Log) -> None:
+    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
         await log.until("ready", 2)
         supervisor.slots[1].generation = Generation([])  # as in the midst of a restart
         path.write_text("newer")
