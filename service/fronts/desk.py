@@ -125,12 +125,7 @@ class Desk:
         if self._answers or self._freed:
             answers, freed = self._answers, self._freed
             self._answers, self._freed, self._num_bytes = [], [], 0
-            try:
-                self.link.send(Settled(answers, freed))
-            except Exception:
-                for answer in answers:
-                    self._send_alone(answer)
-                self.link.send(Settled([], freed))
+            self.link.send_turn(Settled, answers, freed, self._send_failure)
 
     def close(self) -> None:
         """Give up all that the front waited for: it is gone."""
@@ -218,14 +213,10 @@ class Desk:
         else:
             self._flush_soon()
 
-    def _send_alone(self, answer: Answer) -> None:
-        """Send one of several answers that could not be sent together, or say that it cannot be."""
-        try:
-            self.link.send(Settled([answer], []))
-        except Exception:
-            logger.exception("an answer cannot be sent to %s", self._name)
-            failure = failure_of(InternalError("its answer cannot be sent on; see the log"))
-            self.link.send(Settled([Answer(answer.id, failure)], []))
+    def _send_failure(self, answer: Answer) -> None:
+        """Tell the front that an answer cannot be sent."""
+        failure = failure_of(InternalError("its answer cannot be sent on; see the log"))
+        self.link.send(Settled([Answer(answer.id, failure)], []))
 
     def _on_freed(self, offset: int) -> None:
         self._freed.append(offset)

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from service.fronts.messages import Answer, Ask
 from workers.messages import UNREADABLE
 from workers.queues import FrameError, FrameReader, FrameWriter
 
@@ -17,6 +18,7 @@ logger = logging.getLogger(__name__)
 _encode = msgspec.msgpack.Encoder().encode
 
 M = TypeVar("M")
+T = TypeVar("T", Ask, Answer)
 
 
 class Link(Generic[M]):
@@ -56,6 +58,32 @@ class Link(Generic[M]):
         """
         if self._is_open and not self._writer.write(_encode(message)):
             self._loop.add_writer(self._writer.fd, self._on_writable)
+
+    def send_turn(
+        self,
+        kind: Callable[[list[T], list[int]], msgspec.Struct],
+        items: list[T],
+        ids: list[int],
+        on_failure: Callable[[T], None],
+    ) -> None:
+        """Send what came up in one turn, and one by one what cannot be encoded together.
+
+        Args:
+            kind: Makes the message.
+            items: What may not be encodable.
+            ids: The numbers that go with them.
+            on_failure: Called with each item that cannot be sent; the log says why.
+        """
+        try:
+            self.send(kind(items, ids))
+        except Exception:
+            for item in items:
+                try:
+                    self.send(kind([item], []))
+                except Exception:
+                    logger.exception("%s %d cannot be sent", type(item).__name__, item.id)
+                    on_failure(item)
+            self.send(kind([], ids))
 
     def flush(self) -> None:
         """Write what waits and fits, outside of the loop's turn."""

@@ -1,7 +1,6 @@
 """A front's way to the dispatchers: its models, and what it has asked of them. Runs in a front."""
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Protocol
@@ -28,8 +27,6 @@ from workers.arena import Slots
 
 if TYPE_CHECKING:
     from models.spec import TensorSpec
-
-logger = logging.getLogger(__name__)
 
 _decode = msgspec.msgpack.Decoder(FromMain).decode
 
@@ -174,25 +171,16 @@ class Uplink:
         self._is_flush_due = False
         asks, cancelled = self._asks, self._cancelled
         self._asks, self._cancelled = [], []
-        try:
-            self.link.send(Turn(asks, cancelled))
-        except Exception:
-            for ask in asks:
-                self._send_alone(ask)
-            self.link.send(Turn([], cancelled))
+        self.link.send_turn(Turn, asks, cancelled, self._fail)
 
-    def _send_alone(self, ask: Ask) -> None:
-        """Send an instance of a turn that could not be sent as a whole, or fail it."""
-        try:
-            self.link.send(Turn([ask], []))
-        except Exception:
-            logger.exception("an instance cannot be sent to the main process")
-            self._slots.free(ask.offset)
-            self._given_up.pop(ask.id, None)
-            asked = self._open.pop(ask.id, None)
-            if asked is not None:
-                text = "this input cannot be sent to the main process; see the log"
-                asked.set_exception(InternalError(text))
+    def _fail(self, ask: Ask) -> None:
+        """Settle an instance that cannot be sent."""
+        self._slots.free(ask.offset)
+        self._given_up.pop(ask.id, None)
+        asked = self._open.pop(ask.id, None)
+        if asked is not None:
+            text = "this input cannot be sent to the main process; see the log"
+            asked.set_exception(InternalError(text))
 
     def _take(self, message: FromMain) -> None:
         match message:
