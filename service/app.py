@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from service import logs as log_setup
 from service.api.admin import admin_router
 from service.api.auth import Guard
+from service.api.connections import EdgeLimits
 from service.api.events import events_router
 from service.api.health import health_router
 from service.api.metrics import metrics_router
@@ -29,12 +30,13 @@ from service.endpoint import (
     server_config,
     set_up_tracing,
 )
+from service.errors import StartError
 from service.example import try_or_ask
 from service.fronts.alone import OnlyFront
 from service.fronts.fronts import Fronts
 from service.fronts.number import number_of_fronts
 from service.fronts.relayed import relay_path, relayed_config
-from service.listening import StartError, edge_limits, listen, tls_context, url_of, warn_if_open
+from service.listening import edge_limits, listen, tls_context, url_of, warn_if_open
 from service.metrics import Metrics, Reading
 from service.raw_output import RawOutput
 from service.server import Server
@@ -83,18 +85,13 @@ def run(
         try:
             listener = listen(settings.host, settings.port)
             host = find_host(settings.cuda_visible_devices)
-            _look_around(settings, host)
-            metrics = Metrics(
-                settings.models, {"version": version_of(), "torch": version_of("torch")}
-            )
+            look_around(settings, host)
             console = Console(logs, is_colored=settings.color == "auto")
-            metrics.gauge_source(
+            num_fronts, why = number_of_fronts(settings, host.num_cores)
+            service, tracer = make_service(settings, host, console, origins, make_engine)
+            service.metrics.gauge_source(
                 lambda: [Reading(name="log_lines_dropped", value=logs.num_dropped)]
             )
-            num_fronts, why = number_of_fronts(settings, host.num_cores)
-            origin = (origins or {}).get("trace_endpoint", "default")
-            settings, tracer = set_up_tracing(settings, origin, metrics.model)
-            service = Service(settings, host, metrics, console, origins, make_engine)
             tls = tls_context(settings)
         except (StartError, DeviceError, TlsError) as error:
             logger.critical("%s", error)
@@ -129,7 +126,7 @@ def _logging(settings: Settings, raw: RawOutput | None) -> Iterator[log_setup.Lo
         logs.close()
 
 
-def _look_around(settings: Settings, host: Host) -> None:
+def look_around(settings: Settings, host: Host) -> None:
     """Log what the quick checks of `inferpool doctor` find wrong with this machine.
 
     Raises:
@@ -140,6 +137,36 @@ def _look_around(settings: Settings, host: Host) -> None:
             raise StartError(str(finding))
         if finding.level in ("warning", "error"):
             logger.log(logging.getLevelNamesMapping()[finding.level.upper()], "%s", finding)
+
+
+def make_service(
+    settings: Settings,
+    host: Host,
+    console: Console,
+    origins: Mapping[str, str] | None = None,
+    make_engine: Callable[[Arena], ClosableEngine] = LocalEngine,
+) -> "tuple[Service, Tracer | None]":
+    """A service that has not been started, and who traces its calls, if that is wanted.
+
+    Raises:
+        StartError: It could not start on this host.
+    """
+    metrics = Metrics(settings.models, {"version": version_of(), "torch": version_of("torch")})
+    origin = (origins or {}).get("trace_endpoint", "default")
+    settings, tracer = set_up_tracing(settings, origin, metrics.model)
+    return Service(settings, host, metrics, console, origins, make_engine), tracer
+
+
+def make_whole_app(service: Service, tracer: "Tracer | None") -> tuple[App, Predict, EdgeLimits]:
+    """The HTTP application over a service with all that its settings say, and its parts."""
+    settings, metrics = service.settings, service.metrics.model
+    guard = make_guard(settings)
+    recorder = None if tracer is None else tracer.recorder
+    limits = edge_limits(settings, service.num_processes)
+    predict = make_predict(service.pools, settings, guard, recorder, metrics, limits)
+    app = make_app(service, predict, guard)
+    app.tracing = recorder
+    return app, predict, limits
 
 
 def make_app(service: Service, predict: Predict, guard: Guard) -> App:
@@ -185,12 +212,7 @@ def _serve(
 ) -> int:
     settings = service.settings
     url = url_of(listener, is_tls=tls is not None)
-    guard = make_guard(settings)
-    recorder = None if tracer is None else tracer.recorder
-    limits = edge_limits(settings, service.num_processes)
-    predict = make_predict(service.pools, settings, guard, recorder, service.metrics.model, limits)
-    app = make_app(service, predict, guard)
-    app.tracing = recorder
+    app, predict, limits = make_whole_app(service, tracer)
     exit_code = 0
 
     def on_stopping(reason: str) -> None:
@@ -287,14 +309,19 @@ def _serve(
             task.cancel()
 
     if tracer is not None:
-        service.metrics.gauge_source(partial(_read_traces, tracer, service))
-        tracer.start()
+        start_tracing(tracer, service)
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
         runner.run(main())
     if tracer is not None:
         tracer.stop()
     console.stopped()
     return exit_code
+
+
+def start_tracing(tracer: "Tracer", service: Service) -> None:
+    """Begin to export what is traced, and count it."""
+    service.metrics.gauge_source(partial(_read_traces, tracer, service))
+    tracer.start()
 
 
 def _read_traces(tracer: "Tracer", service: Service) -> Iterator[Reading]:

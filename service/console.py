@@ -20,19 +20,19 @@ class Console:
     """Tells whoever started the service how it goes."""
 
     def __init__(
-        self, logs: Logs, stream: TextIO | None = None, *, is_colored: bool = True
+        self, logs: Logs | None, stream: TextIO | None = None, *, is_colored: bool = True
     ) -> None:
         """Choose between lines for people and log records.
 
         Args:
             logs: Where both go: its thread does the writing, so that a terminal that is held
-                (Ctrl-S) holds nothing else.
+                (Ctrl-S) holds nothing else. None: log records alone, for whoever handles them.
             stream: The one that `logs` writes to, by default stderr.
             is_colored: Whether to use colours on a terminal.
         """
         stream = sys.stderr if stream is None else stream
         self._logs = logs
-        self._is_terminal = logs.is_human and stream.isatty()
+        self._is_terminal = logs is not None and logs.is_human and stream.isatty()
         self._rich = RichConsole(
             force_terminal=True, no_color=not is_colored or None, highlight=False, soft_wrap=True
         )
@@ -178,6 +178,7 @@ class Console:
     def _print(self, *lines: Text) -> None:
         with self._rich.capture() as capture:
             self._rich.print(*lines, sep="\n")
+        assert self._logs is not None, "only a terminal gets lines"
         self._logs.write(capture.get())
 
 

@@ -24,6 +24,7 @@ from service.arguments import ServedModels, read_arguments
 from service.cli_config import Row, write_toml
 from service.client.errors import InferpoolError
 from service.client.sync_client import Client
+from service.errors import StartError
 from service.keys import first_key
 from service.model_source import FoundSource
 from service.settings_loader import Loaded
@@ -38,10 +39,6 @@ _LEAVE_S = 15.0
 _LAST_LINES_S = 2.0
 _LEVELS = logging.getLevelNamesMapping()
 _OWN_KEYS = ("predict_keys", "metrics_keys")
-
-
-class ServeError(Exception):
-    """The service did not come up; says why."""
 
 
 def serve(
@@ -74,7 +71,7 @@ def serve(
     Raises:
         SettingsError: A setting is misspelt, or has a value that cannot be.
         SourceError: Worker processes cannot import the class.
-        ServeError: The service did not come up in time, or a model could not be loaded.
+        StartError: The service did not come up in time, or a model could not be loaded.
     """
     end_import_for_model()
     if config is None:
@@ -122,7 +119,7 @@ class RunningService:
         """Start it, and wait until its workers are ready.
 
         Raises:
-            ServeError: It did not come up.
+            StartError: It did not come up.
         """
         try:
             self._thread.start()
@@ -173,16 +170,16 @@ class RunningService:
     def _wait_until_ready(self, until: float, timeout_s: float) -> None:
         self._has_begun.wait(timeout_s)
         if self._failure is not None:
-            raise ServeError(f"the service cannot be started: {self._failure}") from self._failure
+            raise StartError(f"the service cannot be started: {self._failure}") from self._failure
         assert self._process is not None
         while not self._is_ready():
             if self._process.poll() is not None:
                 self._thread.join(_LAST_LINES_S)
                 reason = self._said.last_words()
                 reason = reason or f"it ended with code {self._process.returncode}"
-                raise ServeError(f"the service did not come up: {reason}{self._tail(reason)}")
+                raise StartError(f"the service did not come up: {reason}{self._tail(reason)}")
             if time.monotonic() > until:
-                raise ServeError(
+                raise StartError(
                     f"the service is not ready within {timeout_s:g} s (ready_timeout_s)"
                     f"{self._said.tail()}"
                 )
@@ -196,7 +193,7 @@ class RunningService:
         """Whether all workers are ready.
 
         Raises:
-            ServeError: One never will be.
+            StartError: One never will be.
         """
         if not self.url:
             return False
@@ -207,7 +204,7 @@ class RunningService:
         workers = [worker for model in models for worker in model.workers]
         for worker in workers:
             if worker.state == "failed":
-                raise ServeError(f"the worker {worker.name} failed: {worker.reason}")
+                raise StartError(f"the worker {worker.name} failed: {worker.reason}")
         return all(worker.state == "ready" for worker in workers)
 
     def _run(self) -> None:

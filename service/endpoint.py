@@ -18,7 +18,8 @@ from service.api.cors import Cors
 from service.api.handshakes import Handshake
 from service.api.predict import Predict
 from service.api.protocol import PredictProtocol
-from service.listening import BACKLOG, StartError
+from service.errors import StartError
+from service.listening import BACKLOG
 from service.metrics import ModelMetrics
 from service.settings import Settings
 from service.sparing import Sparing

@@ -19,7 +19,12 @@ ServiceError
 +-- DeadlineExceededError      the deadline passed first: 504
 +-- InternalError              a mistake of this service: 500
 CancelledByClientError         the client hung up; nobody is left to be told
+StartError                     the service cannot start, or did not come up
 """
+
+
+class StartError(Exception):
+    """The service cannot start, or did not come up; the message says why and what to do."""
 
 
 class ServiceError(Exception):

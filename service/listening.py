@@ -8,6 +8,7 @@ from ipaddress import ip_address
 
 from service.api.connections import EdgeLimits
 from service.descriptors import max_connections, raise_limit
+from service.errors import StartError
 from service.settings import Settings
 from service.tls import expiry_warning, server_context
 
@@ -15,10 +16,6 @@ logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
 """Connections that the kernel accepts for us before we do."""
-
-
-class StartError(Exception):
-    """The service cannot start; the message says why and what to do."""
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -15,9 +15,9 @@ from service.api.health import HealthReport
 from service.cli_config import json_of
 from service.console import Console
 from service.dispatcher import Dispatcher
+from service.errors import StartError
 from service.fronts.alone import OnlyFront
 from service.gpu_gauges import gpu_gauges
-from service.listening import StartError
 from service.live import Live
 from service.metrics import Metrics, Reading
 from service.model_settings import ModelSettings

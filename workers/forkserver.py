@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from asyncio import Task
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import popen_forkserver, reduction, resource_tracker, spawn, util
 from multiprocessing.context import set_spawning_popen
 from multiprocessing.process import BaseProcess
@@ -190,19 +190,22 @@ class ForkserverProcess:
 class Forkserver:
     """The forkserver of this process, which is replaced whenever it ends or does not answer."""
 
-    def __init__(self, modules: Sequence[str], extra: Sequence[str]) -> None:
+    def __init__(
+        self, modules: Sequence[str], extra: Sequence[str], *, is_guest: bool = False
+    ) -> None:
         """Start it. Main thread only.
 
         Args:
             modules: What it imports.
             extra: What it also imports, unless it crashes of that or can't be forked after it.
+            is_guest: See `Orphans`.
 
         Raises:
             OSError: There is no process or no descriptor to be had.
         """
         self._modules = list(modules)
         self._extra = list(extra)
-        self._orphans = Orphans()
+        self._orphans = Orphans(is_guest=is_guest)
         self._keep_going = KeepGoing("the watch of the forkserver")
         self._num_crashes = 0
         self._incarnation = 0
@@ -258,10 +261,15 @@ class Forkserver:
             logger.error("the forkserver does not answer: killing it")
             self.process.kill()
 
+    def end(self) -> None:
+        """End it for good; all that it has forked has ended."""
+        self.process.end()
+        adopt_orphans(adopts=False)
+
     def fork(self, body: bytes, fds: Sequence[int]) -> tuple[int, int]:
         """See `ForkserverProcess.fork`."""
         pid, lifeline = self.process.fork(body, fds)
-        self._orphans.owned.add(pid)
+        self._orphans.own(pid)
         return pid, lifeline
 
     def forget(self, pid: int) -> None:
@@ -320,7 +328,7 @@ class Forkserver:
 
     def _start(self) -> ForkserverProcess:
         process = ForkserverProcess(self._modules, self._extra)
-        self._orphans.owned.add(process.pid)
+        self._orphans.own(process.pid)
         return process
 
 
@@ -328,6 +336,7 @@ class _Holder:
     """Holds the one forkserver that this process has."""
 
     forkserver: Forkserver | None = None
+    num_guests = 0
 
 
 def start_forkserver(modules: Sequence[str], extra: Sequence[str]) -> Forkserver:
@@ -343,6 +352,31 @@ def start_forkserver(modules: Sequence[str], extra: Sequence[str]) -> Forkserver
     if _Holder.forkserver is None:
         _Holder.forkserver = Forkserver(modules, extra)
     return _Holder.forkserver
+
+
+@contextlib.contextmanager
+def guest_forkserver(modules: Sequence[str], extra: Sequence[str]) -> Iterator[None]:
+    """Have a forkserver in a process of the user's, as long as the block and this thread last.
+
+    Several may have it at the same time, and the last one ends it.
+
+    Args:
+        modules: See `Forkserver`.
+        extra: See `Forkserver`.
+
+    Raises:
+        OSError: There is no process or no descriptor to be had.
+    """
+    if _Holder.forkserver is None:
+        _Holder.forkserver = Forkserver(modules, extra, is_guest=True)
+    _Holder.num_guests += 1
+    try:
+        yield
+    finally:
+        _Holder.num_guests -= 1
+        if not _Holder.num_guests:
+            _Holder.forkserver.end()
+            _Holder.forkserver = None
 
 
 class ForkedProcess(BaseProcess):
@@ -367,7 +401,7 @@ class _Popen(popen_forkserver.Popen):
         body = io.BytesIO()
         set_spawning_popen(self)
         try:
-            reduction.dump(spawn.get_preparation_data(process.name), body)
+            reduction.dump(_preparation_for(process), body)
             reduction.dump(process, body)
         finally:
             set_spawning_popen(None)
@@ -402,6 +436,12 @@ class _Popen(popen_forkserver.Popen):
                 self.returncode = _UNKNOWN
             _Holder.forkserver.forget(self.pid)
         return self.returncode
+
+
+def _preparation_for(process: BaseProcess) -> dict[str, object]:
+    """What a new process is told of this one; not its main module, which it would run again."""
+    told = spawn.get_preparation_data(process.name)
+    return {name: value for name, value in told.items() if not name.startswith("init_main")}
 
 
 def _close(*fds: int) -> None:

@@ -4,12 +4,15 @@ It runs in the front end's event loop, which never waits for a worker.
 """
 
 import asyncio
+import atexit
+import contextlib
 import errno
 import logging
 import os
 import traceback
 from asyncio import Task
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import active_children
 from multiprocessing.context import SpawnProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -51,6 +54,26 @@ def start_forkserver(extra: Sequence[str] = ()) -> None:
     """
     if can_fork():
         forkserver.start_forkserver(_PRELOAD, extra)
+
+
+@contextlib.contextmanager
+def guest_forkserver(extra: Sequence[str] = ()) -> Iterator[None]:
+    """Have a forkserver in a process that is not only ours; see `workers.forkserver`.
+
+    Workers that are left when the interpreter exits are killed: it would wait for them for ever.
+    """
+    with contextlib.ExitStack() as stack:
+        if can_fork():
+            stack.enter_context(forkserver.guest_forkserver(_PRELOAD, extra))
+        atexit.register(_kill_forked)  # after multiprocessing's own, so it runs before that
+        stack.callback(atexit.unregister, _kill_forked)
+        yield
+
+
+def _kill_forked() -> None:
+    for process in active_children():
+        if isinstance(process, ForkedProcess | SpawnProcess):
+            process.kill()
 
 
 def _require_descriptors(num_ranks: int) -> None:

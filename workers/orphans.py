@@ -17,24 +17,46 @@ _PR_SET_CHILD_SUBREAPER = 36
 class Orphans:
     """Waits for the dead processes that nobody else waits for, so that none stays a zombie."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_guest: bool = False) -> None:
+        """Know of none yet.
+
+        Args:
+            is_guest: Other code of this process has children too, and may wait for them later.
+        """
         self.owned: set[int] = set()
         """Someone waits for these however long it takes. Any thread adds."""
+        self._groups: set[int] | None = set() if is_guest else None
+        """Where only those are ours that belong to one of these process groups."""
         self._dead: set[int] = set()
         """Those that were dead already at the last look."""
 
     def reap(self) -> None:
         """Wait for what has been dead since the last look: its owner, if any, had that long."""
-        dead = {pid for pid in _children() if pid not in self.owned and _is_dead(pid)}
+        dead = {pid for pid in _children() if self._is_ours(pid) and _is_dead(pid)}
         for pid in dead & self._dead:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
         self._dead = dead - self._dead
 
+    def own(self, pid: int) -> None:
+        """Leave a process, which leads a process group, to who started it. Any thread."""
+        self.owned.add(pid)
+        if self._groups is not None:
+            self._groups.add(pid)
 
-def adopt_orphans() -> None:
+    def _is_ours(self, pid: int) -> bool:
+        """Whether nobody else waits for a child of this process."""
+        if pid in self.owned or self._groups is None:
+            return pid not in self.owned
+        try:
+            return os.getpgid(pid) in self._groups
+        except ProcessLookupError:
+            return False
+
+
+def adopt_orphans(*, adopts: bool = True) -> None:
     """Have this process, and not the host's first, inherit the orphans among its descendants."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(adopts), 0, 0, 0)
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or the kernel forgets all exit codes
 

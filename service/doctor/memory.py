@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from service.doctor.facts import Facts
 from service.doctor.findings import Finding, error, in_words, note, ok, warning
 from service.doctor.weights import weights_file
+from service.errors import StartError
 from service.fronts.number import number_of_fronts
-from service.listening import StartError
 from service.model_settings import ModelSettings
 from service.settings import Settings
 

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from service.doctor.facts import Facts
 from service.doctor.findings import Finding, error, note, ok, warning
+from service.errors import StartError
 from service.keys import Keys, fingerprint_of
-from service.listening import StartError, listen
+from service.listening import listen
 from service.settings import Settings
 from service.tls import TlsError, expiry_warning, server_context
 

@@ -2,7 +2,7 @@
 
 import logging
 
-from service.listening import StartError
+from service.errors import StartError
 from service.settings import Settings
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,8 @@ import pytest
 from models.base import Features, Model
 from models.spec import Placement, TensorSpec
 from service.client.errors import UnauthorizedError
-from service.embedded import RunningService, ServeError, serve
+from service.embedded import RunningService, serve
+from service.errors import StartError
 from service.usage import SettingsError
 from tests.e2e.running import ROOT, left_over, until
 from tests.ports import free_port
@@ -149,14 +150,14 @@ def test_second_service_beside_it_is_served_by_another_thread(service: RunningSe
 def test_model_that_cannot_be_loaded_is_told_with_its_own_error(
     caplog: pytest.LogCaptureFixture,
 ):
-    with pytest.raises(ServeError, match=r"FileNotFoundError: weights\.bin"):
+    with pytest.raises(StartError, match=r"FileNotFoundError: weights\.bin"):
         serve(Broken, speed="exact", max_restarts=0)
     assert "weights.bin" in caplog.text
 
 
 def test_service_that_takes_too_long_is_given_up(tmp_path: Path):
     before = psutil.Process().children(recursive=True)
-    with pytest.raises(ServeError, match=r"not ready within 4 s \(ready_timeout_s\)"):
+    with pytest.raises(StartError, match=r"not ready within 4 s \(ready_timeout_s\)"):
         serve(Slow, ready_timeout_s=4.0)
     new = set(psutil.Process().children(recursive=True)) - set(before)
     assert left_over(list(new)) == []
@@ -165,7 +166,7 @@ def test_service_that_takes_too_long_is_given_up(tmp_path: Path):
 def test_port_that_is_taken_is_told():
     with socket.create_server(("127.0.0.1", free_port())) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ServeError, match=rf"cannot listen on 127.0.0.1:{port}.*in use"):
+        with pytest.raises(StartError, match=rf"cannot listen on 127.0.0.1:{port}.*in use"):
             serve("echo", port=port)
 
 

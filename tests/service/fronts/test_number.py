@@ -1,7 +1,7 @@
 import pytest
 
+from service.errors import StartError
 from service.fronts.number import number_of_fronts
-from service.listening import StartError
 from service.settings_loader import load
 
 

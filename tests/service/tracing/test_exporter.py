@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from service.endpoint import make_tracer, set_up_tracing
-from service.listening import StartError
+from service.errors import StartError
 from service.metrics import ModelMetrics
 from service.model_settings import ModelSettings
 from service.settings import Settings
