@@ -1,7 +1,8 @@
 """An engine for debugging: the worker is a thread of this process, so a debugger has the terminal.
 
 Nothing here outlives what a model does: there is no process to kill, nor memory of its own. It is
-for `inferpool serve --debug`, and passes no contract of engines that survive their workers.
+for `inferpool serve --debug` and for unit tests of models, and passes no contract of engines that
+survive their workers.
 """
 
 import asyncio
@@ -36,8 +37,15 @@ logger = logging.getLogger(__name__)
 class InProcessEngine:
     """Starts a worker as a thread."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, *, pins: bool = True) -> None:
+        """Start nothing yet.
+
+        Args:
+            arena: The payloads.
+            pins: Whether to bind this process to the worker's cores and devices.
+        """
         self._arena = arena
+        self._pins = pins
 
     async def start(
         self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
@@ -50,7 +58,7 @@ class InProcessEngine:
         config = replace(config, error_detail="traceback")
         worker = InProcessWorker(id, memoryview(self._arena.memory.map))
         try:
-            await worker.load(config, on_progress)
+            await worker.load(config, on_progress, pins=self._pins)
         except ModelError as error:
             raise WorkerStartError(str(error), permanent=True) from error
         except (Exception, SystemExit) as error:
@@ -88,14 +96,17 @@ class InProcessWorker:
         self._thread = threading.Thread(target=self._work, name="model", daemon=True)
         self._thread.start()
 
-    async def load(self, config: WorkerConfig, on_progress: Callable[[str], None]) -> None:
+    async def load(
+        self, config: WorkerConfig, on_progress: Callable[[str], None], *, pins: bool
+    ) -> None:
         """Load the model in the thread."""
 
         def tell(stage: str) -> None:
             self._loop.call_soon_threadsafe(on_progress, stage)
 
         def load_here() -> tuple[Computer, Ready]:
-            pin(config.placement)
+            if pins:
+                pin(config.placement)
             return load(config, None, tell)
 
         self._computer, self.ready = await self._order(load_here)
