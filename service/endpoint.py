@@ -135,7 +135,7 @@ def make_predict(
         cors=make_cors(settings),
         tracing=tracer,
         on_done=recorder(metrics),
-        on_access=failure_log(),
+        on_failure=failure_log(),
     )
 
 
@@ -174,8 +174,6 @@ def failure_log() -> Callable[[Call, int, float], None]:
         logger.warning("%d more answers of %d in the last second", num, status)
 
     def log_failure(call: Call, status: int, duration_s: float) -> None:
-        if status < 400:
-            return
         level = logging.DEBUG
         if status >= 500:
             if status not in warnings:

@@ -1,13 +1,18 @@
-"""What every codec of the request side takes and gives, and the limits that it keeps."""
+"""Bodies of requests: how they come, the limits that they keep, and what codecs make of them."""
 
+import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
 from models.spec import TensorSpec
 from service.api.errors import SlowBodyError
+from service.errors import BadRequestError, ServiceError, TooLargeError
 from service.request import Buffer, Payload
+
+_MAX_DIGITS = 18
+"""Of a number that is worth reading; Python reads 4,300 at most."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,6 +26,36 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_timeout_s: float = 300.0
     body_gap_s: float = 10.0
     """Each such time must bring some of a body: `MIN_PROGRESS_BYTES`, or the rest of it."""
+
+    def timeout_s(self, header: bytes) -> float:
+        """How long a caller will wait, by its `X-Timeout-Ms`: not longer than anyone may.
+
+        Raises:
+            BadRequestError: It is no number.
+        """
+        digits = header.lstrip(b"0")
+        if not digits.isdigit():
+            raise BadRequestError("X-Timeout-Ms: must be a whole number of milliseconds, from 1")
+        longest_s = self.max_timeout_s
+        return min(int(digits) / 1e3, longest_s) if len(digits) < _MAX_DIGITS else longest_s
+
+    def check_length(self, header: bytes) -> None:
+        """See whether a body may be as long as its `Content-Length` says.
+
+        Raises:
+            BadRequestError: It is no number.
+            TooLargeError: It is too long.
+        """
+        if not header.isdigit():
+            raise BadRequestError("Content-Length: is not a number")
+        if len(header) > _MAX_DIGITS or int(header) > self.max_body_bytes:
+            raise self.too_large()
+
+    def too_large(self) -> TooLargeError:
+        """The error for a body over the limit."""
+        return TooLargeError(
+            f"the body has more than {self.max_body_bytes} bytes, which is the limit"
+        )
 
 
 MIN_PROGRESS_BYTES = 4096
@@ -41,38 +76,73 @@ def add_piece(pieces: list[Buffer], piece: Buffer) -> None:
         pieces.append(bytearray(piece))
 
 
-class BodyPace:
-    """Tells a body that is slow to come from one that is held back, whoever reads it.
+class BodyTimer:
+    """Ends a body that is held back, or comes too slowly. Lives in the event loop."""
 
-    All moments are seconds of CLOCK_MONOTONIC, which the event loop counts too.
-    """
+    __slots__ = (
+        "_count", "_deadline", "_gap_s", "_is_paused", "_num_bytes", "_on_slow", "_timer",
+    )  # fmt: skip
 
-    __slots__ = ("_deadline", "_gap_s", "_num_bytes", "next_check")
+    def __init__(
+        self,
+        limits: Limits,
+        count: Callable[[], int],
+        on_slow: Callable[[ServiceError], None],
+        is_paused: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Time nothing yet.
 
-    def __init__(self, deadline: float, started: float, limits: Limits, num_bytes: int = 0) -> None:
-        """Begin to time a body whose call has a deadline, and of which some bytes have come."""
-        self._deadline = deadline
+        Args:
+            limits: How slow a body may be.
+            count: Tells how many bytes of it have come.
+            on_slow: Told why it is not waited for any longer.
+            is_paused: Tells whether it is us who do not read on.
+        """
         self._gap_s = limits.body_gap_s
-        self._num_bytes = num_bytes
-        self.next_check = min(deadline, started + self._gap_s)
-        """The moment at which to look again."""
+        self._count = count
+        self._on_slow = on_slow
+        self._is_paused = is_paused
+        self._timer: asyncio.TimerHandle | None = None
+        self._deadline = 0.0
+        self._num_bytes = 0
 
-    def has_moved_on(self, num_bytes: int) -> bool:
-        """Whether enough has come since the last time to wait longer; moves `next_check` then."""
-        now = time.monotonic()
-        if num_bytes - self._num_bytes < MIN_PROGRESS_BYTES or now >= self._deadline:
-            return False
-        self._num_bytes = num_bytes
-        self.next_check = min(self._deadline, now + self._gap_s)
-        return True
+    def start(self, deadline: float) -> None:
+        """Begin to time a body, unless that is being done.
 
-    def error(self) -> SlowBodyError:
-        """What to answer at `next_check`, when the body is still not there."""
-        if self.next_check >= self._deadline:
-            return SlowBodyError("the body was not complete before the deadline")
-        return SlowBodyError(
-            f"the body came too slowly: less than {MIN_PROGRESS_BYTES} bytes in {self._gap_s:g} s"
-        )
+        Args:
+            deadline: Of its call: a moment of the event loop's clock (CLOCK_MONOTONIC).
+        """
+        if self._timer is None:
+            self._deadline = deadline
+            self._num_bytes = self._count()
+            self._look_at(min(deadline, time.monotonic() + self._gap_s))
+
+    def stop(self) -> None:
+        """The body has arrived, or is not waited for."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look_at(self, moment: float) -> None:
+        self._timer = asyncio.get_running_loop().call_at(moment, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        now, num_bytes = time.monotonic(), self._count()
+        if self._is_paused():
+            self._look_at(now + self._gap_s)
+        elif now >= self._deadline:
+            self._on_slow(SlowBodyError("the body was not complete before the deadline"))
+        elif num_bytes - self._num_bytes < MIN_PROGRESS_BYTES:
+            self._on_slow(
+                SlowBodyError(
+                    f"the body came too slowly: less than {MIN_PROGRESS_BYTES} bytes in "
+                    f"{self._gap_s:g} s"
+                )
+            )
+        else:
+            self._num_bytes = num_bytes
+            self._look_at(min(self._deadline, now + self._gap_s))
 
 
 class Head(msgspec.Struct, frozen=True, gc=False):

@@ -163,5 +163,5 @@ def options_of(call: Call, parameters: bytes) -> CallOptions:
 
 OnDone = Callable[[str, int, float], None]
 """Told the model, the status and the seconds of each call."""
-OnAccess = Callable[[Call, int, float], None]
-"""Told each call with its status and seconds, for the access log."""
+OnFailure = Callable[[Call, int, float], None]
+"""Told each call that was refused or failed, with its status and seconds; for the log."""

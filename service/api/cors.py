@@ -4,13 +4,12 @@ Off unless `cors_origins` is set. `Access-Control-Allow-Credentials` is never se
 header of the call, not in cookies, so that `*` gives nobody the rights of whoever looks at a page.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-_ALLOWED_METHODS = b"GET, POST, PUT"
+_ALLOWED_METHODS = "GET, POST, PUT"
 _ALLOWED_HEADERS = (
-    b"Authorization, Content-Type, X-API-Key, X-Request-ID, X-Timeout-Ms, X-Priority, "
-    b"X-Tensor-Dtype, X-Tensor-Shape, traceparent, tracestate"
+    "Authorization, Content-Type, X-API-Key, X-Request-ID, X-Timeout-Ms, X-Priority, "
+    "X-Tensor-Dtype, X-Tensor-Shape, traceparent, tracestate"
 )
 _EXPOSED_HEADERS = (
     "X-Request-ID, traceparent, tracestate, Server-Timing, Retry-After, X-Tensor-Name, "
@@ -20,8 +19,11 @@ _EXPOSED_HEADERS = (
 _MAX_AGE_S = 600
 """How long a browser need not ask again before it asks; Chromium takes up to two hours."""
 
-Pairs = list[tuple[bytes, bytes]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+_PREFLIGHT_LINES = (
+    f"access-control-allow-methods: {_ALLOWED_METHODS}\r\n"
+    f"access-control-allow-headers: {_ALLOWED_HEADERS}\r\n"
+    f"access-control-max-age: {_MAX_AGE_S}\r\n"
+)
 
 
 class Cors:
@@ -42,32 +44,19 @@ class Cors:
             allowed = f"access-control-allow-origin: {origin.decode()}\r\nvary: Origin\r\n"
         return f"{allowed}access-control-expose-headers: {_EXPOSED_HEADERS}\r\n"
 
-    def pairs_for(self, origin: bytes | None) -> Pairs:
-        """The same, as ASGI has them."""
-        lines = self.lines_for(origin).encode().splitlines()
-        return [(name, value) for name, _, value in (line.partition(b": ") for line in lines)]
-
-    async def answer_preflight(
-        self, method: str, headers: Mapping[bytes, bytes], send: Send
-    ) -> bool:
-        """Answer a browser that asks whether it may; False if the call is something else.
+    def preflight_lines(self, method: str, headers: Mapping[bytes, bytes]) -> str | None:
+        """What an answer needs besides `lines_for`, to a browser that asks whether a page may call.
 
         Args:
             method: Of the call.
             headers: Names in lower case.
-            send: As ASGI has it.
+
+        Returns:
+            None if the call asks for something else.
         """
         origin = headers.get(b"origin")
-        is_preflight = origin is not None and b"access-control-request-method" in headers
-        if method != "OPTIONS" or not is_preflight:
-            return False
-        pairs = self.pairs_for(origin)
-        if len(pairs) > 1:  # allowed; where it is not, the answer says so by what it lacks
-            pairs += [
-                (b"access-control-allow-methods", _ALLOWED_METHODS),
-                (b"access-control-allow-headers", _ALLOWED_HEADERS),
-                (b"access-control-max-age", b"%d" % _MAX_AGE_S),
-            ]
-        await send({"type": "http.response.start", "status": 204, "headers": pairs})
-        await send({"type": "http.response.body", "body": b""})
-        return True
+        if method != "OPTIONS" or origin is None or b"access-control-request-method" not in headers:
+            return None
+        if not self._is_open and origin not in self._origins:
+            return ""  # the answer says so by what it lacks
+        return _PREFLIGHT_LINES

@@ -1,27 +1,48 @@
-"""One call to `/predict` on a connection, from its head to the answer on the socket."""
+"""One call to `/predict`, from its head to its answer, with no input or output of its own.
 
-from asyncio import Future
+Who has the connection tells an exchange what has come of the call, and when the client hangs up.
+The exchange gives its answer to a `Wire`. `service.api.protocol` is the wire of our own server,
+`service.api.asgi` that of any ASGI server. All run in the event loop.
+"""
+
+import asyncio
+import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from service.api.body import add_piece
-from service.api.call import Call
-from service.api.predict import Predict
-from service.api.replies import CLOSE_LINE, refusal_of, reply_to
-from service.errors import OverloadedError, ServiceError, TooLargeError, UnavailableError
-from service.request import Buffer
-
-if TYPE_CHECKING:
-    from service.api.protocol import PredictProtocol
+from service.api.answers import choose_format
+from service.api.body import Decoded, Head, add_piece
+from service.api.call import Call, ModelEntry, WholeBody, begin_call, options_of
+from service.api.codecs import decode
+from service.api.errors import MethodNotAllowedError
+from service.api.predict import PREFIX, Predict
+from service.api.replies import Reply, preflight_reply, refusal_of, reply_to
+from service.api.trace import new_ids
+from service.errors import (
+    BadRequestError,
+    OverloadedError,
+    ServiceError,
+    TooLargeError,
+    UnavailableError,
+)
+from service.request import Buffer, CallOptions, Payload, Result
 
 _CLIENT_GONE = 499
-_COPIED_BODY_BYTES = 64 * 1024
-"""Up to this, head and body go out as one piece of bytes."""
-_CLOSE_AND_END = CLOSE_LINE + b"\r\n"
-_OK = 200
+_FIRST_ERROR = 400
+_PREFLIGHT = 204
+_PRIORITIES = {b"%d" % priority: priority for priority in range(1, 10)}
+
+
+class Wire(Protocol):
+    """What an exchange writes to."""
+
+    def send_continue(self) -> None:
+        """Tell the client to send its body."""
+
+    def send_answer(self, exchange: "Exchange", reply: Reply) -> None:
+        """Send the answer, and close the exchange with the status that came of it."""
 
 
 class _NoEvent:
@@ -32,64 +53,113 @@ class _NoEvent:
 
 
 class Exchange(msgspec.Struct, eq=False):
-    """One call to `/predict` on a connection, in the place of uvicorn's RequestResponseCycle.
+    """One call to `/predict`. On our own connections it has the place of uvicorn's cycle.
 
     A struct, because that fills its defaults in C.
     """
 
-    _protocol: "PredictProtocol"
-    _predict: Predict
+    wire: Wire
+    predict: Predict
     call: Call
-    keep_alive: bool
+    keep_alive: bool = True
+    """The client may send another call on this connection."""
     is_complete: bool = False
     """The whole call has arrived."""
+    is_started: bool = False
     expects_continue: bool = False
     disconnected: bool = False
     response_complete: bool = False
+    num_bytes: int = 0
+    """Bytes of the body that have come."""
     _refusal: ServiceError | None = None
     _chunks: list[Buffer] = []
-    _num_bytes: int = 0
     _is_counted: bool = False
     """`UnfinishedRequests` counts these."""
-    is_started: bool = False
 
     message_event: ClassVar = _NoEvent()
+
+    @classmethod
+    def open(
+        cls,
+        wire: Wire,
+        predict: Predict,
+        method: str,
+        path: str,
+        query: bytes,
+        headers: Sequence[tuple[bytes, bytes]],
+    ) -> "Exchange":
+        """Begin a call. Raises nothing, so that whatever follows has an id to be answered under.
+
+        Args:
+            wire: Where the answer goes.
+            predict: The endpoint.
+            method: In upper case.
+            path: Decoded, and without what the server is mounted under.
+            query: Without the "?".
+            headers: Names in lower case.
+        """
+        call = begin_call(method, path, query, headers)
+        name = path[len(PREFIX) + 1 :] or predict.default
+        if name is not None:
+            call.entry = predict.models.get(name)
+        if predict.cors is not None:
+            call.cors_lines = predict.cors.lines_for(call.headers.get(b"origin"))
+        if predict.tracing is not None:
+            predict.tracing.begin(call)
+        return cls(wire, predict, call)
+
+    @classmethod
+    def again(cls, wire: Wire, predict: Predict, earlier: Call) -> "Exchange":
+        """Begin a call whose head is that of an earlier one that was checked, byte for byte.
+
+        Args:
+            wire: Where the answer goes.
+            predict: The endpoint.
+            earlier: Checked, and not submitted.
+        """
+        call: Call = earlier.__copy__()  # type: ignore[attr-defined]  # its stubs lack it
+        call.started = started = time.monotonic()
+        call.deadline = started + (earlier.deadline - earlier.started)
+        call.trace_id, call.span_id = new_ids()
+        call.request_id = call.trace_id
+        call.outcomes = []
+        call.earlier = earlier
+        if predict.tracing is not None:
+            predict.tracing.begin(call)
+        return cls(wire, predict, call, is_started=True)
 
     def start(self) -> None:
         """It is this call's turn to be answered."""
         self.is_started = True
-        if self._refusal is not None:
-            self._refuse(self._refusal)
-            return
         try:
-            self._predict.check(self.call)
+            if self._refusal is not None:
+                raise self._refusal
+            if self.call.method == "OPTIONS" and self._answer_preflight():
+                return
+            self._check()
             self._check_size()
         except Exception as error:
             self._refuse(error)
             return
-        if self.expects_continue and not self.is_complete:
-            self._protocol.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if self.is_complete:
             self._submit(self._chunks or (b"",))
-
-    def begin(self, piece: Buffer) -> None:
-        """Begin a call that was checked, with the first piece of its body."""
-        self.is_started = True
-        self._chunks.append(piece)
-        self._num_bytes = len(piece)
-        self.count()
+        elif self.expects_continue:
+            self.wire.send_continue()
 
     def take(self, body: Buffer) -> None:
-        """Submit a call that was checked and is all there."""
-        self.is_started = self.is_complete = True
+        """Take the whole body of a call that has begun again."""
+        self.is_complete = True
         self._submit((body,))
 
     def feed(self, chunk: Buffer) -> None:
         """Take a piece of the body."""
         if self._refusal is not None:
             return
-        add_piece(self._chunks, chunk)
-        self._num_bytes += len(chunk)
+        if self._chunks:
+            add_piece(self._chunks, chunk)
+        else:
+            self._chunks.append(chunk)
+        self.num_bytes += len(chunk)
         if self.is_started:
             try:
                 self._check_size()
@@ -104,20 +174,13 @@ class Exchange(msgspec.Struct, eq=False):
 
     def count(self) -> None:
         """Count what has come of a body that is not whole."""
-        if self._num_bytes and self._refusal is None:
+        if self.num_bytes and self._refusal is None:
             try:
-                self._predict.unfinished.hold(self, self._num_bytes)
+                self.predict.unfinished.hold(self, self.num_bytes)
             except OverloadedError as error:
                 self.fail(error)
             else:
                 self._is_counted = True
-
-    def let_go(self) -> None:
-        """Drop the body."""
-        self._chunks = []
-        if self._is_counted:
-            self._is_counted = False
-            self._predict.unfinished.give_back(self)
 
     def give_way(self, error: ServiceError) -> None:
         """Refuse the call, since its body came more slowly than those that need the room."""
@@ -127,7 +190,7 @@ class Exchange(msgspec.Struct, eq=False):
         """What arrives is no body: refuse the call, when it is its turn."""
         self.keep_alive = False
         self._refusal = error
-        self.let_go()
+        self._let_go()
         if self.is_started and not self.response_complete:
             self._refuse(error)
 
@@ -139,27 +202,146 @@ class Exchange(msgspec.Struct, eq=False):
 
     def abandon(self) -> None:
         """The client is gone."""
-        self.let_go()
+        self._let_go()
         if not self.response_complete:
             self.response_complete = True
-            self._predict.abandon(self.call)
-            self._predict.close(self.call, _CLIENT_GONE)
+            self._give_up()
+            self.close(_CLIENT_GONE)
+
+    def close(self, status: int) -> None:
+        """Record a call that is over; 499 says that the client did not wait.
+
+        A preflight is not recorded: it asks for no prediction.
+        """
+        call, predict = self.call, self.predict
+        call.outcomes.clear()  # they may hold large outputs, and others may hold the call
+        if status == _PREFLIGHT:
+            return
+        duration_s = time.monotonic() - call.started
+        if predict.on_done is not None:
+            predict.on_done(call.label, status, duration_s)
+        if status >= _FIRST_ERROR and predict.on_failure is not None:
+            predict.on_failure(call, status, duration_s)
+        if call.steps is not None and predict.tracing is not None:
+            predict.tracing.take(call, status, duration_s)
+
+    def _answer_preflight(self) -> bool:
+        """Answer a browser that asks whether a page may call; False if it asks for something else.
+
+        No key is needed for that: browsers send none.
+        """
+        cors, call = self.predict.cors, self.call
+        lines = None if cors is None else cors.preflight_lines(call.method, call.headers)
+        if lines is None:
+            return False
+        self._answer(preflight_reply(call, lines))
+        return True
+
+    def _check(self) -> None:
+        """See, before its body is read, whether a call can be answered.
+
+        Raises:
+            UnauthorizedError: It has no key that is known.
+            ForbiddenError: Its key is for something else.
+            MethodNotAllowedError: It is no POST.
+            UnknownModelError: The model is not there.
+            TooLargeError: Its body is going to be too large.
+            BadRequestError: A header is malformed.
+            NotAcceptableError: It accepts no form that there is.
+        """
+        call, predict = self.call, self.predict
+        headers = call.headers
+        if predict.guard is not None:
+            predict.guard.check("predict", headers)
+        if call.method != "POST":
+            raise MethodNotAllowedError(f"{call.path} takes POST, not {call.method}")
+        if call.entry is None:
+            raise predict.unknown(call.path)
+        length = headers.get(b"content-length")
+        if length is not None:
+            predict.limits.check_length(length)
+        timeout = headers.get(b"x-timeout-ms")
+        limits = predict.limits
+        timeout_s = limits.default_timeout_s if timeout is None else limits.timeout_s(timeout)
+        call.deadline = call.started + timeout_s
+        priority = headers.get(b"x-priority")
+        if priority is not None:
+            if priority not in _PRIORITIES:
+                raise BadRequestError("X-Priority: must be 1 (first) to 9 (last)")
+            call.priority = _PRIORITIES[priority]
+        accept = headers.get(b"accept")
+        if accept is not None:
+            call.chosen = choose_format(accept)
 
     def _check_size(self) -> None:
-        max_bytes = self._predict.limits.max_body_bytes
-        if self._num_bytes > max_bytes:
-            raise self._predict.too_large()
+        if self.num_bytes > self.predict.limits.max_body_bytes:
+            raise self.predict.limits.too_large()
 
     def _submit(self, chunks: Sequence[Buffer]) -> None:
+        """Submit all instances of the body, and answer when each has its outcome."""
         try:
-            future = self._predict.submit(self.call, chunks)
+            future = self._submitted(chunks)
         except Exception as error:
             self._refuse(error)
             return
-        self.let_go()
+        self._let_go()
         future.add_done_callback(self._on_done)
 
-    def _on_done(self, future: Future[Any]) -> None:
+    def _submitted(self, chunks: Sequence[Buffer]) -> "asyncio.Future[Any]":
+        """A future that is done when each instance has its answer.
+
+        For a single instance it is the instance's, and may raise its `ServiceError`.
+
+        Raises:
+            ServiceError: The body cannot be taken, or its only instance is refused.
+        """
+        call = self.call
+        call.is_read = True
+        entry, form = call.entry, call.form
+        assert entry is not None
+        if form is not None and form.inputs is entry.inputs:
+            payload, parameters = Payload(form.kind, chunks), form.parameters
+        else:
+            decoded = self._decode(entry, chunks)
+            parameters = decoded.parameters
+            if len(decoded.payloads) > 1:
+                return self._submit_several(entry, decoded.payloads, parameters)
+            payload = decoded.payloads[0]
+        future = entry.submit(payload, options_of(call, parameters), call.request_id)
+        call.num_instances = 1
+        call.outcomes.append(future)
+        return future
+
+    def _decode(self, entry: ModelEntry, chunks: Sequence[Buffer]) -> Decoded:
+        call = self.call
+        head = Head(call.headers, call.query, entry.inputs, self.predict.limits)
+        decoded = decode(call.headers.get(b"content-type", b""), list(map(bytes, chunks)), head)
+        call.is_batch = decoded.is_batch
+        if decoded.is_whole and call.earlier is not None:
+            kind = decoded.payloads[0].kind
+            call.earlier.form = WholeBody(kind, decoded.parameters, entry.inputs)
+        return decoded
+
+    def _submit_several(
+        self, entry: ModelEntry, payloads: Sequence[Payload], parameters: bytes
+    ) -> "asyncio.Future[Any]":
+        """Submit several instances; one that is refused is an error in its place."""
+        call = self.call
+        outcomes = call.outcomes
+        call.num_instances = len(payloads)
+        options: CallOptions | None = None
+        for payload in payloads:
+            if options is None or options.steps is not None:  # which are of one alone
+                options = options_of(call, parameters)
+            try:
+                outcomes.append(entry.submit(payload, options, call.request_id))
+            except ServiceError as error:
+                outcomes.append(error)
+                if options.steps is not None:
+                    options.steps.code, options.steps.message = error.code, error.message
+        return _all_done([each for each in outcomes if not isinstance(each, ServiceError)])
+
+    def _on_done(self, _: object) -> None:
         if self.response_complete:
             return
         try:
@@ -167,28 +349,48 @@ class Exchange(msgspec.Struct, eq=False):
         except Exception as error:
             self._refuse(error)
             return
-        self._write(*reply)
+        self._answer(reply)
 
     def _refuse(self, error: Exception) -> None:
-        self._predict.abandon(self.call)
-        self.let_go()
-        self._write(*refusal_of(self.call, error))
+        self._give_up()
+        self._let_go()
+        self._answer(refusal_of(self.call, error))
 
-    def _write(self, status: int, lines: bytes, body: bytes) -> None:
-        protocol = self._protocol
+    def _answer(self, reply: Reply) -> None:
         self.response_complete = True
-        if protocol.transport.is_closing():
-            self._predict.close(self.call, _CLIENT_GONE)
-            return
-        end = b"\r\n"
-        if protocol.default_head_closes or (status != _OK and CLOSE_LINE in lines):
-            self.keep_alive = False
-        elif not self.keep_alive:
-            end = _CLOSE_AND_END
-        head = b"%b%b%b%b" % (STATUS_LINE[status], protocol.default_head(), lines, end)
-        if len(body) <= _COPIED_BODY_BYTES:
-            protocol.transport.write(head + body)
-        else:
-            protocol.send(head, body)
-        self._predict.close(self.call, status)
-        protocol.on_exchange_complete(self)
+        self.wire.send_answer(self, reply)
+
+    def _give_up(self) -> None:
+        """Give up all instances: nobody waits for them any more."""
+        for outcome in self.call.outcomes:
+            if isinstance(outcome, ServiceError):
+                continue
+            if not outcome.done():
+                outcome.cancel()
+            elif not outcome.cancelled():
+                outcome.exception()  # asyncio complains of exceptions that nobody looks at
+
+    def _let_go(self) -> None:
+        """Drop the body."""
+        self._chunks = []
+        if self._is_counted:
+            self._is_counted = False
+            self.predict.unfinished.give_back(self)
+
+
+def _all_done(futures: Sequence["asyncio.Future[Result]"]) -> "asyncio.Future[None]":
+    """A future that is done with the last of several; unlike `asyncio.gather`, it keeps nothing."""
+    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    left = len(futures)
+    if not left:
+        done.set_result(None)
+
+    def count_down(_: object) -> None:
+        nonlocal left
+        left -= 1
+        if not left and not done.done():
+            done.set_result(None)
+
+    for future in futures:
+        future.add_done_callback(count_down)
+    return done

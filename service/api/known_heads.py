@@ -1,7 +1,7 @@
 """Heads of calls that were seen before, so that the same bytes are not parsed and checked again.
 
 A client sends the same head with every call of a connection, and a load balancer much the same.
-What is remembered went through the parser and through `Predict.check`; what it depends on (keys,
+What is remembered went through the parser and was checked; what it depends on (keys,
 limits, models) does not change while the service runs. Used by the event loop alone.
 """
 
@@ -52,7 +52,7 @@ class KnownHeads:
         return known, length
 
     def remember(self, head: bytes, call: Call) -> None:
-        """Keep the head of a call that was checked, if it may come again."""
+        """Keep the head of a call that was checked and not submitted, if it may come again."""
         num_body_bytes = call.headers.get(b"content-length")
         if num_body_bytes is None or not head.endswith(_END):
             return
@@ -62,5 +62,5 @@ class KnownHeads:
             return
         if len(self._heads) >= _MAX_HEADS:
             self._heads.clear()
-        call.earlier = None  # which has its answer, and is needed no longer
+        call = call.__copy__()  # type: ignore[attr-defined]  # its stubs lack it
         self._heads[head] = KnownHead(head, call, int(num_body_bytes))

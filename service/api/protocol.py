@@ -1,111 +1,57 @@
-"""`POST /predict` straight off the socket: a uvicorn protocol class that needs no ASGI for it.
+"""`/predict` straight off the socket: a uvicorn protocol class that needs no ASGI for it.
 
-The ASGI endpoint is the reference, and the way under any other server; both run the steps of
-`Predict` and give the same answers. Here a call costs no task, no scope, no events, and one write.
-Everything else goes to the application as uvicorn has it. What a connection may cost is bounded
-here for all calls: the size and time of heads, the calls that wait in line, the time that a client
-takes to read its answers, and (in `service.api.connections`) the number of connections.
+It reads calls for `Exchange`, and is its wire: here a call costs no task, no scope, no events, and
+one write. Calls to other paths go to the application as uvicorn has it. What a connection may cost
+is bounded for all of them: by `Intake` (heads, and calls in line), `BodyTimer`, `AnswerWriter`
+(answers that nobody reads) and `Connections` (their number).
 """
 
 import asyncio
-import contextlib
 import logging
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import (
-    STATUS_LINE,
-    HttpToolsProtocol,
-    RequestResponseCycle,
-)
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from service.api.body import BodyPace
+from service.api.body import BodyTimer
+from service.api.connection import HttpConnection
 from service.api.connections import Connections, EdgeLimits
-from service.api.errors import LargeHeadError, LongUrlError
+from service.api.errors import LargeHeadError
 from service.api.exchange import Exchange
-from service.api.flow import UNREAD, Flow
 from service.api.framing import Framing
+from service.api.intake import MAX_HEADERS, MAX_PIPELINED, MAX_URL_BYTES, Intake, target_of
 from service.api.known_heads import KnownHead, KnownHeads
-from service.api.predict import Predict
-from service.api.replies import lines_of, refusal_of
-from service.errors import (
-    BadRequestError,
-    InternalError,
-    OverloadedError,
-    ServiceError,
-    UnavailableError,
-)
+from service.api.predict import Predict, is_predict
+from service.errors import BadRequestError, InternalError, ServiceError, UnavailableError
 
 logger = logging.getLogger(__name__)
 
-_PATH = b"/predict"
-_MAX_HEAD_BYTES = 64 * 1024
-"""Of request line and headers."""
-_MAX_HEADERS = 100
-_MAX_URL_BYTES = 8 * 1024
-"""More than the 8,000 that RFC 9110 (4.1) asks for at least."""
-_MAX_PIPELINED = 1024
-"""Calls of one connection that wait for their turn; one read may bring thousands."""
-_CALL_BYTES = 4096
-"""What a call that waits for its turn takes besides its bytes."""
-_MIN_WRITTEN_BYTES = 4096
-"""What a slow reader must take in each `write_timeout_s`, or else all that is left."""
-_HIGH_WATER_BYTES = 64 * 1024
-_PIECE_BYTES = 256 * 1024
-"""Large answers are written in such pieces: uvloop's TLS takes whatever is written to it first, and
-does not tell that the client has not read it."""
-_LINGER_S = 2.0
-"""How long a client that is still sending may take to read that it was refused.
-
-A socket that is closed while data arrives is reset, and what the client has not read is lost."""
+_OF_AN_UPGRADE = (b"connection", b"upgrade", b"http2-settings")
 
 
-class PredictProtocol(HttpToolsProtocol):
+class _UnreadAnswer:
+    """Stands for an answer that is given and not read: what comes behind it waits for its turn."""
+
+    response_complete = False
+
+
+_UNREAD = _UnreadAnswer()
+
+
+class PredictProtocol(HttpConnection):
     """uvicorn's protocol, with the calls to `/predict` taken out. Bind it with `bound_to`."""
 
-    predict: Predict
-    others: Connections
     known_heads: KnownHeads
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.default_head_closes = False
-        self.idle_since = 0.0
-        self.handshake: object = None
-        """What had the connection's place before; see `service.api.handshakes`."""
-        self._default_headers: list[tuple[bytes, bytes]] | None = None
-        self._default_head = b""
-        self._active: Exchange | None = None
-        self._idle_timer: asyncio.TimerHandle | None = None
-        self._head_timer: asyncio.TimerHandle | None = None
-        self._write_timer: asyncio.TimerHandle | None = None
-        self._linger_timer: asyncio.TimerHandle | None = None
-        self._num_unwritten = 0
-        self._answer: bytes | None = None
-        """The body of a large answer, until the client has read it."""
-        self._num_sent = 0
-        """Bytes of that that were written."""
-        self._asgi_bytes = 0
-        """Length of an application's large answer, until its last piece is to be written."""
-        self._unended: Exchange | None = None
-        """The call with that answer."""
-        self._num_in_line = 0
-        """Bytes that calls which wait for their turn are taken to need."""
-        self._num_in_head = 0
-        """Bytes of a head that is not whole, as they were counted."""
-        self._is_held = False
-        """The client does not read its answers: the next call waits until it does."""
-        self._is_deaf = False
-        """Nothing that still comes is looked at."""
-        self._is_in_head = False
         self._is_in_body = False
-        self._body_timer: asyncio.TimerHandle | None = None
         self._num_body_bytes = 0
         """Bytes that have come of the newest body."""
         self._num_missing = 0
         """Bytes of the body of a call with a known head."""
-        self._head_bytes = 0
-        self._chunk_bytes = 0
+        self._num_read = 0
+        """Bytes of the newest data."""
         self._is_behind_others = False
         """The newest data has more before what begins next."""
         self._head_has_others_before = False
@@ -126,74 +72,29 @@ class PredictProtocol(HttpToolsProtocol):
         bound = {"predict": predict, "others": others, "known_heads": KnownHeads()}
         return type(cls.__name__, (cls,), bound)
 
-    @property
-    def is_idle(self) -> bool:
-        """No call of it is being answered."""
-        return (self.cycle is None or self.cycle.response_complete) and self._answer is None
-
-    @property
-    def num_unread_bytes(self) -> int:
-        """Bytes of its answers that the kernel has not taken yet."""
-        num_bytes = self.transport.get_write_buffer_size()
-        return num_bytes if self._answer is None else num_bytes + len(self._answer) - self._num_sent
-
-    def default_head(self) -> bytes:
-        """The header lines that every answer begins with; uvicorn renews them each second."""
-        headers = self.server_state.default_headers
-        if headers is not self._default_headers:
-            self._default_headers = headers
-            self._default_head = lines_of(headers)
-            self.default_head_closes = any(
-                name == b"connection" and value == b"close" for name, value in headers
-            )
-        return self._default_head
-
-    def on_exchange_complete(self, exchange: Exchange) -> None:
-        """An answer is written: close, go on with what is pipelined, or wait for the next call."""
-        self._active = None
-        if self._answer is not None:  # all but what the client has not read; see `resume_writing`
-            self._unended = exchange
-            self._hold()
-            return
-        if not exchange.keep_alive:
-            self._leave(is_more_to_come=self._is_deaf or not exchange.is_complete)
-            return
-        if self.flow.write_paused:  # it does not read its answers: take no more calls till it does
-            self._hold()
-            return
-        if self.pipeline:  # soon and not now: a thousand refusals in a row must not be nested
-            self.loop.call_soon(self.on_response_complete)
-            return
-        if self.flow.read_paused or self.transport.is_closing():
-            self.on_response_complete()
-            return
-        self.server_state.total_requests += 1
-        self._be_idle()
-
-    def on_response_complete(self) -> None:
-        """As uvicorn has it, for the calls that it answers."""
-        if self._linger_timer is not None:
-            return
-        super().on_response_complete()
-        if not self._is_held and not self.transport.is_closing():
-            self.flow.resume_reading()  # the last in line may have been taken out
-        self._unset_keepalive_if_required()  # its timer would be put off by each byte that comes
-        self._be_idle()
-        if self.transport.get_write_buffer_size():
-            self._watch_writing()
-
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client is here; it has as long to begin a request as between two."""
+        """A client is here."""
         super().connection_made(transport)
-        self.connections.discard(self.handshake)
-        self.flow = Flow(transport, self.pipeline)
-        transport.set_write_buffer_limits(
-            _HIGH_WATER_BYTES, 0
-        )  # an answer is kept to its last byte
-        self._be_idle()
-        everyone: Any = self.connections  # which are all of this class
-        if not self.others.have_room(everyone):
-            self._turn_away()
+        self._intake = Intake(
+            self.flow,
+            self.predict.unfinished,
+            self.others.limits.head_timeout_s,
+            refuse=self._refuse,
+            give_way=self._give_way,
+            on_late=self._on_late_head,
+        )
+        self._body_timer = BodyTimer(
+            self.predict.limits,
+            lambda: self._num_body_bytes,
+            self._on_garbage,
+            lambda: self.flow.read_paused,
+        )
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client hung up, or all is said."""
+        self._body_timer.stop()
+        self._intake.end_head()
+        super().connection_lost(exc)
 
     def shutdown(self) -> None:
         """The server is going: who has sent half a request is told so, the rest is answered."""
@@ -206,86 +107,11 @@ class PredictProtocol(HttpToolsProtocol):
         else:
             super().shutdown()
 
-    def close(self) -> None:
-        """Close the connection, and do not wait for ever for the client to read the rest."""
-        if self._unended is not None:
-            self._unended.keep_alive = False
-            return
-        self.transport.close()
-        if self.transport.get_write_buffer_size():
-            self._watch_writing()
-
-    def send(self, head: bytes, body: bytes) -> None:
-        """Write a large answer as far as the client takes it; the rest follows as it reads."""
-        self.transport.write(head)
-        self._answer, self._num_sent = body, 0
-        self._send_on()
-        if self._answer is not None:
-            self._count_unread()
-
-    def cut_off(self) -> None:
-        """Close the connection at once, and forget what the client has not read."""
-        self._answer = None
-        self.transport.abort()
-
-    def give_way(self, error: ServiceError) -> None:
-        """Refuse a head that is not whole, and the calls that wait for their turn."""
-        self._clear_line()
-        self._refuse(error)
-
-    def shed(self) -> None:
-        """Close the connection at once: its place is needed."""
-        if self.transport.get_write_buffer_size():
-            self.transport.abort()
-        else:
-            self.transport.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """The client hung up, or all is said."""
-        super().connection_lost(exc)
-        for timer in (
-            self._idle_timer,
-            self._head_timer,
-            self._body_timer,
-            self._write_timer,
-            self._linger_timer,
-        ):
-            if timer is not None:
-                timer.cancel()
-        if self._active is not None:
-            self._active.abandon()
-            self._active = None
-        self._clear_line()
-        self._uncount_head()
-        self._answer = self._unended = None
-        self.others.unread.give_back(self)
-
-    def pause_writing(self) -> None:
-        """The client does not read as fast as it is answered."""
-        super().pause_writing()
-        self._watch_writing()
-        self._count_unread()
-
-    def resume_writing(self) -> None:
-        """The client has read what was written."""
-        super().resume_writing()
-        self._send_on()
-        if self.flow.write_paused:
-            return
-        self.others.unread.give_back(self)
-        if self._unended is not None:
-            exchange, self._unended = self._unended, None
-            self._is_held = False
-            self.on_exchange_complete(exchange)
-        elif self._is_held:
-            self._is_held = False
-            self.on_response_complete()
-
     def data_received(self, data: bytes) -> None:
         """Feed the parser."""
         if self._is_deaf:
             return
-        if self.is_idle and not (self._is_in_head or self._is_in_body or self._is_held):
+        if not (self._is_in_head or self._is_in_body or self._is_held) and self.is_idle:
             known, length = self.known_heads.find(data, self._last_head)
             if known is not None and self._take_known(known, data, length):
                 return
@@ -293,7 +119,7 @@ class PredictProtocol(HttpToolsProtocol):
         elif self._num_missing:
             self._take_piece(data)
             return
-        self._chunk_bytes = len(data)
+        self._num_read = len(data)
         self._is_behind_others, self._head_has_others_before = self._is_in_body, False
         framing = self._framing
         try:
@@ -311,10 +137,10 @@ class PredictProtocol(HttpToolsProtocol):
         if self._is_in_body:
             self._watch_body()
         if self.pipeline:
-            self._count_line(len(data))
+            self._intake.take_line(len(self.pipeline), len(data))
         if self._is_in_head and not self._is_deaf:
             # Of a head behind others we know only that it has begun.
-            self._watch_head(1 if self._head_has_others_before else len(data))
+            self._intake.take_head(1 if self._head_has_others_before else len(data))
 
     def on_message_begin(self) -> None:
         """Begin a request; uvicorn's scope is made when it turns out to be needed.
@@ -325,7 +151,7 @@ class PredictProtocol(HttpToolsProtocol):
         if self._is_deaf:
             raise EOFError
         self._is_in_head = True
-        self._head_bytes = 0
+        self._intake.begin_head()
         self._head_has_others_before = self._is_behind_others
         self.url = b""
         self.expect_100_continue = False
@@ -341,8 +167,8 @@ class PredictProtocol(HttpToolsProtocol):
             if self._framing is not None:
                 self._framing.take_trailer(len(name) + len(value))
             return
-        if len(self.headers) >= _MAX_HEADERS:
-            raise LargeHeadError(f"there are more than {_MAX_HEADERS} headers")
+        if len(self.headers) >= MAX_HEADERS:
+            raise LargeHeadError(f"there are more than {MAX_HEADERS} headers")
         name, value = name.lower(), value.rstrip(b" \t")  # the parser strips its beginning
         if name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = True
@@ -354,42 +180,37 @@ class PredictProtocol(HttpToolsProtocol):
         self._num_body_bytes = 0
         self._is_behind_others = True
         head, self._new_head = self._new_head, b""
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
-            self._uncount_head()
-        if len(self.pipeline) >= _MAX_PIPELINED:
+        self._intake.end_head()
+        if len(self.pipeline) >= MAX_PIPELINED:
             self._stop_listening()
             return
         names = [name for name, _ in self.headers]
         self._framing = Framing() if b"transfer-encoding" in names else None
-        refusal = self._refusal_of_head(names.count(b"host"))
-        if refusal is not None:
-            self._refuse(refusal)
-            return
-        path, _, query = self.url.partition(b"?")
         parser = self.parser
+        is_old = parser.get_http_version() == "1.0"
+        num_hosts, num_read = names.count(b"host"), self._num_read
+        try:
+            self._intake.check_head(
+                self.url, self.headers, num_hosts, is_old=is_old, num_read=num_read
+            )
+        except ServiceError as error:
+            self._refuse(error)
+            return
         if parser.should_upgrade():
             self._asks_for_upgrade = True
             return
         self._is_in_body = True
-        if (
-            not path.startswith(_PATH)
-            or path[8:9] not in (b"", b"/")
-            or b"%" in path
-            or b"#" in self.url
-            or parser.get_method() != b"POST"
-            or self.root_path
-        ):
+        path, query = target_of(self.url)
+        if not is_predict(path):
             self._hand_on()
             return
-        call = self.predict.open("POST", path.decode("ascii"), query, self.headers)
-        keep_alive = parser.get_http_version() != "1.0" and parser.should_keep_alive()
-        exchange = Exchange(self, self.predict, call, keep_alive)
+        method = parser.get_method().decode("ascii")
+        exchange = Exchange.open(self, self.predict, method, path, query, self.headers)
+        exchange.keep_alive = not is_old and parser.should_keep_alive()
         exchange.expects_continue = self.expect_100_continue
         self._take_turn(exchange)
-        if self._active is exchange and keep_alive and not exchange.response_complete:
-            self.known_heads.remember(head, self.predict.again(call))
+        if self._active is exchange and exchange.keep_alive and not exchange.response_complete:
+            self.known_heads.remember(head, exchange.call)
 
     def on_body(self, body: bytes) -> None:
         """Take a piece of the newest request's body.
@@ -407,7 +228,7 @@ class PredictProtocol(HttpToolsProtocol):
         cycle: Exchange | RequestResponseCycle = self.cycle
         if not isinstance(cycle, Exchange):
             if self._num_body_bytes > self.predict.limits.max_body_bytes:
-                raise self.predict.too_large()
+                raise self.predict.limits.too_large()
             super().on_body(body)
         elif not cycle.response_complete:
             cycle.feed(body)
@@ -424,21 +245,14 @@ class PredictProtocol(HttpToolsProtocol):
         elif not cycle.response_complete:
             cycle.complete()
 
-    def timeout_keep_alive_handler(self) -> None:
-        """It was idle for too long."""
-        if not self.transport.is_closing():
-            self.close()
-
     def _take_known(self, known: KnownHead, data: bytes, length: int) -> bool:
         """Begin a call with a head that is known; False if its body wants the parser."""
-        predict = self.predict
         self._last_head = known
         earlier = known.call
         num_missing = length + known.num_body_bytes - len(data)
         if num_missing and earlier.form is None:
             return False
-        exchange = Exchange(self, predict, predict.again(earlier), True)
-        self.cycle = self._active = exchange  # type: ignore[assignment]  # see `_take_turn`
+        self.cycle = self._active = exchange = Exchange.again(self, self.predict, earlier)
         body = data[length:] if earlier.form is None else memoryview(data)[length:]
         if not num_missing:
             exchange.take(body)
@@ -446,7 +260,7 @@ class PredictProtocol(HttpToolsProtocol):
         self._num_missing = num_missing
         self._num_body_bytes = len(body)
         self._is_in_body = True
-        exchange.begin(body)
+        exchange.feed(body)
         self._watch_body()
         return True
 
@@ -456,7 +270,7 @@ class PredictProtocol(HttpToolsProtocol):
         piece = data if len(data) <= self._num_missing else memoryview(data)[: self._num_missing]
         self._num_missing -= len(piece)
         self._num_body_bytes += len(piece)
-        exchange: Exchange = self.cycle  # type: ignore[assignment]  # see `_take_turn`
+        exchange: Exchange = self.cycle
         if not exchange.response_complete:
             exchange.feed(piece)
             if self._num_missing:
@@ -472,7 +286,7 @@ class PredictProtocol(HttpToolsProtocol):
     def _take_turn(self, exchange: Exchange) -> None:
         """Start a call, or put it behind those that came before it."""
         before = self.cycle
-        self.cycle = exchange  # type: ignore[assignment]  # what uvicorn uses of a cycle, it has
+        self.cycle = exchange
         if (before is None or before.response_complete) and not self._is_held:
             self._active = exchange
             exchange.start()
@@ -507,52 +321,13 @@ class PredictProtocol(HttpToolsProtocol):
             self._refuse(BadRequestError("CONNECT is not served here"))
             return
         version = self.parser.get_http_version().encode()
-        lines = [b"%b %b HTTP/%b\r\n" % (method, self.url, version)]
-        lines += [
-            b"%b: %b\r\n" % (name, value)
-            for name, value in self.headers
-            if name not in (b"connection", b"upgrade", b"http2-settings")
-        ]
+        lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
+        lines += [b"%b: %b" % each for each in self.headers if each[0] not in _OF_AN_UPGRADE]
         self.parser = httptools.HttpRequestParser(self)
-        self.parser.feed_data(b"".join([*lines, b"\r\n"]))
+        self.parser.feed_data(b"\r\n".join([*lines, b"", b""]))
 
-    def _refusal_of_head(self, num_hosts: int) -> ServiceError | None:
-        if len(self.url) > _MAX_URL_BYTES:
-            return LongUrlError(f"the URL has more than {_MAX_URL_BYTES} bytes")
-        if num_hosts != 1 and (num_hosts or self.parser.get_http_version() != "1.0"):
-            return BadRequestError(f"there must be one Host header, and there are {num_hosts}")
-        # A head that came in one short read needs no count.
-        if self._head_bytes or self._chunk_bytes > _MAX_HEAD_BYTES:
-            num_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
-            if num_bytes > _MAX_HEAD_BYTES:
-                return _too_large_head()
-        return None
-
-    def _watch_head(self, num_bytes: int) -> None:
-        """Bound what a head that has not come in one piece may take."""
-        self._head_bytes += num_bytes
-        if self._head_bytes > _MAX_HEAD_BYTES:
-            self._refuse(_too_large_head())
-            return
-        try:
-            self._count(self._num_in_head + num_bytes, self._num_in_line)
-        except OverloadedError as error:
-            self._refuse(error)
-            return
-        if self._head_timer is None:
-            self._head_timer = self.loop.call_later(
-                self.others.limits.head_timeout_s, self._on_slow_head
-            )
-
-    def _uncount_head(self) -> None:
-        if self._num_in_head:
-            self._count(0, self._num_in_line)
-
-    def _on_slow_head(self) -> None:
-        self._head_timer = None
-        if self.flow.read_paused:  # it is us who do not read on
-            self._watch_head(0)
-        elif self._is_in_head:
+    def _on_late_head(self) -> None:
+        if self._is_in_head:
             self.close()
 
     def _watch_body(self) -> None:
@@ -561,36 +336,19 @@ class PredictProtocol(HttpToolsProtocol):
         All bodies are timed, whatever answers their calls, and whether it has answered already.
         """
         cycle: Exchange | RequestResponseCycle = self.cycle
-        limits, now = self.predict.limits, self.loop.time()
-        deadline = now + limits.max_timeout_s
+        deadline = self.loop.time() + self.predict.limits.max_timeout_s
         if isinstance(cycle, Exchange) and not cycle.response_complete:
             if not cycle.is_started:
                 return
             cycle.count()
             deadline = cycle.call.deadline
-        if self._body_timer is None and not self._is_deaf:
-            self._time_body(BodyPace(deadline, now, limits, self._num_body_bytes))
-
-    def _time_body(self, pace: BodyPace) -> None:
-        self._body_timer = self.loop.call_at(pace.next_check, self._check_body, pace)
-
-    def _check_body(self, pace: BodyPace) -> None:
-        self._body_timer = None
-        if self._is_deaf or self.transport.is_closing():
-            return
-        if self.flow.read_paused:  # it is us who do not read on
-            self._watch_body()
-        elif pace.has_moved_on(self._num_body_bytes):
-            self._time_body(pace)
-        else:
-            self._on_garbage(pace.error())
+        if not self._is_deaf:
+            self._body_timer.start(deadline)
 
     def _end_body(self) -> None:
         """The body of the newest request has arrived."""
         self._is_in_body = False
-        if self._body_timer is not None:
-            self._body_timer.cancel()
-            self._body_timer = None
+        self._body_timer.stop()
 
     def _on_parser_error(self, error: httptools.HttpParserError) -> None:
         """What came is no HTTP, or we failed on it: say so, after the answers that are due."""
@@ -634,11 +392,12 @@ class PredictProtocol(HttpToolsProtocol):
         """Answer a head that is not taken, when it is its turn, and listen to nothing after it."""
         self._is_deaf = True
         self._is_in_head = False
-        self._uncount_head()
-        path = self.url[:_MAX_URL_BYTES].partition(b"?")[0].decode("ascii", "replace")
-        call = self.predict.open("-", path, b"", self.headers)
-        call.entry = None
-        self._take_turn(Exchange(self, self.predict, call, False, _refusal=error))
+        self._intake.end_head()
+        path = self.url[:MAX_URL_BYTES].partition(b"?")[0].decode("ascii", "replace")
+        exchange = Exchange.open(self, self.predict, "-", path, b"", self.headers)
+        exchange.call.entry = None
+        exchange.fail(error)
+        self._take_turn(exchange)
 
     def _stop_listening(self) -> None:
         """Let the newest call that was taken be the last one."""
@@ -646,99 +405,15 @@ class PredictProtocol(HttpToolsProtocol):
             self._is_deaf = True
             self.pipeline[0][0].keep_alive = False
 
-    def _turn_away(self) -> None:
-        """There are too many connections: say so and go."""
-        error = UnavailableError("there are too many connections", retry_after_s=1)
-        status, lines, body = refusal_of(self.predict.open("-", "/", b"", ()), error)
-        self.transport.write(
-            b"%b%b%bconnection: close\r\n\r\n%b"
-            % (STATUS_LINE[status], self.default_head(), lines, body)
-        )
-        self._is_deaf = True
-        self.close()
-
-    def _leave(self, *, is_more_to_come: bool) -> None:
-        """Close the connection; where the client is still sending, only once it may have read."""
-        if not is_more_to_come or not self.transport.can_write_eof():
-            self.close()
-        elif self._linger_timer is None and not self.transport.is_closing():
-            self._is_deaf = True
-            self._clear_line()
-            self.flow.resume_reading()
-            with contextlib.suppress(OSError):  # of asyncio's loop, if it hung up this moment
-                self.transport.write_eof()
-            self._linger_timer = self.loop.call_later(_LINGER_S, self.close)
-
-    def _count_line(self, num_bytes: int) -> None:
-        """Count the calls that wait for their turn, and what was read to make them."""
-        num_bytes += len(self.pipeline) * _CALL_BYTES
-        try:
-            self._count(self._num_in_head, self._num_in_line + num_bytes)
-        except OverloadedError as error:
-            self.give_way(error)
-
-    def _count(self, num_in_head: int, num_in_line: int) -> None:
-        unfinished = self.predict.unfinished
-        if num_in_head or num_in_line:
-            unfinished.hold(self, num_in_head + num_in_line)
-        else:
-            unfinished.give_back(self)
-        self._num_in_head, self._num_in_line = num_in_head, num_in_line
+    def _give_way(self, error: ServiceError) -> None:
+        """Refuse a head that is not whole, and the calls that wait for their turn."""
+        self._clear_line()
+        self._refuse(error)
 
     def _clear_line(self) -> None:
         """Forget the calls that wait for their turn."""
-        self.pipeline.clear()
-        self._uncount_line()
-
-    def _uncount_line(self) -> None:
-        if self._num_in_line:
-            self._count(self._num_in_head, 0)
-
-    def _hold(self) -> None:
-        """Take no more calls until the client has read its answers."""
-        self._is_held = True
-        if not self.transport.is_closing():
-            self.flow.pause_reading()
-
-    def _send_on(self) -> None:
-        """Write as much of a large answer as the client takes now."""
-        while self._answer is not None and not self.flow.write_paused:
-            piece = memoryview(self._answer)[self._num_sent : self._num_sent + _PIECE_BYTES]
-            if not piece:
-                self._answer = None
-                return
-            self._num_sent += len(piece)
-            self.transport.write(piece)
-
-    def _count_unread(self) -> None:
-        """Count what our answers take while the client does not read them."""
-        if self._answer is not None:
-            num_bytes = len(self._answer)
-        else:
-            num_bytes = max(self._asgi_bytes, self.transport.get_write_buffer_size())
-        self.others.unread.take(self, num_bytes)
-
-    def _watch_writing(self) -> None:
-        """Begin to time a client that does not read, unless that is being done."""
-        if self._write_timer is None:
-            self._num_unwritten = self.num_unread_bytes
-            self._write_timer = self.loop.call_later(
-                self.others.limits.write_timeout_s, self._check_writing
-            )
-
-    def _check_writing(self) -> None:
-        self._write_timer = None
-        num_left = self.num_unread_bytes
-        if num_left and num_left > self._num_unwritten - _MIN_WRITTEN_BYTES:
-            self.transport.abort()
-        elif num_left:
-            self._watch_writing()
-
-    def _be_idle(self) -> None:
-        """One timer per connection that looks when it fires, rather than one per call."""
-        self.idle_since = self.loop.time()
-        if self._idle_timer is None:
-            self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._check_idle)
+        super()._clear_line()
+        self._intake.end_line()
 
     def _hand_on(self) -> None:
         url, headers, expect = self.url, self.headers, self.expect_100_continue
@@ -746,13 +421,13 @@ class PredictProtocol(HttpToolsProtocol):
         self.url, self.expect_100_continue = url, expect
         self.headers.extend(headers)  # the scope holds this list
         if self._is_held and self.is_idle:
-            self.cycle = UNREAD  # type: ignore[assignment]  # uvicorn looks whether it is complete
+            self.cycle = _UNREAD  # uvicorn looks whether it is complete
         super().on_headers_complete()
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         """Start what was pipelined, whichever kind it is."""
-        if self._num_in_line and not self.pipeline:
-            self._uncount_line()
+        if not self.pipeline:
+            self._intake.end_line()
         if isinstance(cycle, Exchange):
             self._active = cycle
             cycle.start()
@@ -760,41 +435,4 @@ class PredictProtocol(HttpToolsProtocol):
             if self._is_in_body and cycle is newest:
                 self._watch_body()
         else:
-            super()._start_asgi_task(cycle, self._in_pieces(app))
-
-    def _in_pieces(self, app: Any) -> Any:
-        """Have an application's large answers written in pieces too, and counted as a whole."""
-
-        async def answer(scope: Any, receive: Any, send: Any) -> None:
-            async def send_pieces(message: Any) -> None:
-                body = message.get("body", b"")
-                if len(body) <= _PIECE_BYTES:
-                    await send(message)
-                    return
-                self._asgi_bytes = len(body)
-                last = (len(body) - 1) // _PIECE_BYTES * _PIECE_BYTES
-                try:
-                    for place in range(0, last, _PIECE_BYTES):
-                        piece = body[place : place + _PIECE_BYTES]
-                        await send({**message, "body": piece, "more_body": True})
-                finally:
-                    self._asgi_bytes = 0
-                await send({**message, "body": body[last:]})
-
-            await app(scope, receive, send_pieces)
-
-        return answer
-
-    def _check_idle(self) -> None:
-        self._idle_timer = None
-        if not self.is_idle or self._is_in_head:
-            return  # the end of that call sets the timer again; heads have one of their own
-        left_s = self.idle_since + self.timeout_keep_alive - self.loop.time()
-        if left_s <= 0:
-            self.timeout_keep_alive_handler()
-        else:
-            self._idle_timer = self.loop.call_later(left_s, self._check_idle)
-
-
-def _too_large_head() -> LargeHeadError:
-    return LargeHeadError(f"the request line and headers have more than {_MAX_HEAD_BYTES} bytes")
+            super()._start_asgi_task(cycle, self._writer.in_pieces(app))

@@ -11,6 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
+from starlette.types import Send
+
 from service.api.answers import Outcome, encode
 from service.api.call import Call
 from service.api.errors import MethodNotAllowedError, SlowBodyError, problem
@@ -51,6 +53,11 @@ def reply_to(call: Call) -> Reply:
     return _reply_with_any([_outcome_of(call, *each) for each in enumerate(outcomes)], call)
 
 
+def preflight_reply(call: Call, lines: str) -> Reply:
+    """Reply to a browser that asks whether a page may call; see `Cors.preflight_lines`."""
+    return 204, (lines + common_lines(call, None)).encode(), b""
+
+
 def refusal_of(call: Call, error: Exception) -> Reply:
     """Reply to a call that failed as a whole."""
     if not isinstance(error, ServiceError):
@@ -62,6 +69,8 @@ def refusal_of(call: Call, error: Exception) -> Reply:
     call.error = error.code, error.message
     status, headers, body = problem(error, call.request_id, call.path)
     lines = lines_of(headers)
+    if call.method == "HEAD":  # the same head, and no body (RFC 9110, 9.3.2)
+        body = b""
     if isinstance(error, MethodNotAllowedError):
         lines += b"allow: POST\r\n"
     is_slow = isinstance(error, SlowBodyError)
@@ -89,6 +98,13 @@ def pairs_of(lines: bytes) -> list[tuple[bytes, bytes]]:
         name, _, value = line.partition(b": ")
         pairs.append((name, value))
     return pairs
+
+
+async def send_reply(send: Send, reply: Reply) -> None:
+    """Send a whole reply by ASGI."""
+    status, lines, body = reply
+    await send({"type": "http.response.start", "status": status, "headers": pairs_of(lines)})
+    await send({"type": "http.response.body", "body": body})
 
 
 def _reply_with_any(outcomes: Sequence[Outcome], call: Call) -> Reply:

@@ -17,6 +17,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import Lifespan, Receive, Scope, Send
 
+from service.api.asgi import answer, route_path
 from service.api.auth import Guard, policy_of
 from service.api.call import Call, Tracing, begin_call
 from service.api.call_headers import with_call_headers
@@ -26,7 +27,8 @@ from service.api.events import WAS_HEAD
 from service.api.openapi.document import INFO, complete
 from service.api.page import Page
 from service.api.page_headers import POLICY_HEADER, policy_for, with_page_headers
-from service.api.predict import Predict, is_predict, route_path
+from service.api.predict import Predict, is_predict
+from service.api.replies import preflight_reply, send_reply
 from service.errors import ServiceError
 from service.sparing import Sparing
 
@@ -102,14 +104,15 @@ class App(FastAPI):
             return
         path = route_path(scope)
         if self.predict is not None and is_predict(path):
-            await self.predict(scope, receive, send)
+            await answer(self.predict, scope, receive, send)
             return
         call = begin_call(scope["method"], path, scope["query_string"], scope["headers"])
         if self._cors is not None:
-            sending = with_call_headers(call, send)
-            if await self._cors.answer_preflight(call.method, call.headers, sending):
-                return
             call.cors_lines = self._cors.lines_for(call.headers.get(b"origin"))
+            lines = self._cors.preflight_lines(call.method, call.headers)
+            if lines is not None:
+                await send_reply(send, preflight_reply(call, lines))
+                return
         scope = {**scope, CALL_KEY: call}
         send = with_call_headers(call, with_page_headers(send))
         if self.tracing is None or not call.parent_id:

@@ -97,7 +97,7 @@ class Front:
             self._metrics.__getitem__,
             job.limits,
         )
-        self._relay = Relay(predict, job.relay_path)
+        self._relay = Relay(job.relay_path)
         http = PredictProtocol.bound_to(predict, job.limits)
         self._edge = http.others
         tls = None

@@ -13,8 +13,7 @@ import httpx
 from starlette.types import Receive, Scope, Send
 
 from service.api.call import Call, begin_call
-from service.api.predict import Predict, is_predict, route_path
-from service.api.replies import pairs_of, refusal_of
+from service.api.replies import refusal_of, send_reply
 from service.errors import BadRequestError, ServiceError, UnavailableError
 from service.fronts.relayed import CLIENT, IDLE_S, SCHEME
 
@@ -28,16 +27,10 @@ _NOT_PASSED_ON = _OF_A_CONNECTION | {b"content-length", CLIENT, SCHEME}
 
 
 class Relay:
-    """Answers predictions here, and has everything else answered by the main process."""
+    """Has all that is no prediction answered by the main process."""
 
-    def __init__(self, predict: Predict, path: str) -> None:
-        """Relay to a socket.
-
-        Args:
-            predict: For predictions that come by ASGI.
-            path: Of the main process's Unix socket.
-        """
-        self._predict = predict
+    def __init__(self, path: str) -> None:
+        """Relay to the main process's Unix socket."""
         limits = httpx.Limits(
             max_connections=None, max_keepalive_connections=8, keepalive_expiry=IDLE_S
         )
@@ -45,11 +38,7 @@ class Relay:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one ASGI call."""
-        path = route_path(scope)
-        if is_predict(path):
-            await self._predict(scope, receive, send)
-            return
-        call = begin_call(scope["method"], path, scope["query_string"], scope["headers"])
+        call = begin_call(scope["method"], scope["path"], scope["query_string"], scope["headers"])
         try:
             answer = await self._transport.handle_async_request(_request(scope))
         except (httpx.LocalProtocolError, httpx.InvalidURL) as error:
@@ -115,8 +104,5 @@ async def _cancel_when_gone(receive: Receive, task: "asyncio.Task[Any]") -> None
 
 
 async def _refuse(call: Call, send: Send, error: ServiceError) -> None:
-    status, lines, body = refusal_of(call, error)
-    headers = pairs_of(lines)
     with contextlib.suppress(OSError):
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        await send_reply(send, refusal_of(call, error))

@@ -156,9 +156,13 @@ async def _measure(num_bytes: int, max_batch_size: int) -> list[list[float]]:
     return turns
 
 
+async def _no_app(scope: Any, receive: Any, send: Any) -> None:
+    """No call comes by ASGI."""
+
+
 def _connections(predict: Predict) -> list[PredictProtocol]:
     config = uvicorn.Config(
-        predict,
+        _no_app,
         http=PredictProtocol.bound_to(predict),
         ws="none",
         log_config=None,

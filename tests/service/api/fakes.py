@@ -1,15 +1,19 @@
 """A model that answers at once, or when told, and a client that speaks to it over ASGI."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from multiprocessing import Pipe
+from typing import Any
 
 import httpx
 
 from models.spec import TensorSpec
+from service.api.asgi import answer
 from service.api.body import Decoded, Head, Limits
 from service.api.call import ModelEntry
+from service.api.exchange import Exchange
 from service.api.predict import Predict
+from service.api.replies import Reply as Answered
 from service.errors import ServiceError
 from service.fronts.desk import Desk
 from service.fronts.messages import Count
@@ -19,6 +23,8 @@ from service.request import CallOptions, Payload, Result, Timing
 from workers.arena import Arena, Slots
 
 Reply = Result | Exception | None
+MOUNTED = "/mounted"
+"""Before the path of a call that reaches the endpoint by ASGI whatever the server is."""
 TIMING = Timing(0.001, 0.002, 0.003)
 
 
@@ -96,6 +102,20 @@ class NoCommands:
         pass
 
 
+class NoWire:
+    """Nobody reads the answers, but for a function that is told each."""
+
+    def __init__(self, on_answer: Callable[[Answered], object] = lambda reply: None) -> None:
+        self._on_answer = on_answer
+
+    def send_continue(self) -> None:
+        pass
+
+    def send_answer(self, exchange: Exchange, reply: Answered) -> None:
+        self._on_answer(reply)
+        exchange.close(reply[0])
+
+
 def in_front(model: FakeModel, arena: Arena) -> RemoteModel:
     """A model as a front knows it: what it is asked crosses two pipes, and the answers too."""
     (where,) = arena.give_away(1)
@@ -137,12 +157,26 @@ def endpoint(model: ModelEntry, **options: object) -> Predict:
     return Predict({model.name: model}, default=model.name, **options)  # type: ignore[arg-type]
 
 
+def as_app(predict: Predict) -> Callable[..., Awaitable[None]]:
+    """An endpoint under any ASGI server, where `MOUNTED` leads to it too."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"].startswith(MOUNTED):
+            scope = {**scope, "root_path": MOUNTED}
+        await answer(predict, scope, receive, send)
+
+    return app
+
+
 def post(app: object, path: str = "/predict", **request: object) -> httpx.Response:
     """One call to an ASGI application, in a loop of its own."""
     return call(app, "POST", path, **request)
 
 
 def call(app: object, method: str, path: str, **request: object) -> httpx.Response:
+    if isinstance(app, Predict):
+        app = as_app(app)
+
     async def go() -> httpx.Response:
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=transport, base_url="http://host") as client:

@@ -13,7 +13,7 @@ from service.api.budgets import UnfinishedRequests, UnreadAnswers
 from service.api.connections import EdgeLimits
 from service.api.exchange import Exchange
 from service.api.protocol import PredictProtocol
-from tests.service.api.fakes import FakeModel, endpoint, result
+from tests.service.api.fakes import FakeModel, as_app, endpoint, result
 from tests.service.api.test_predict_over_sockets import POST, read_answer, until
 from tests.service.api.test_protocol import Bench, is_well
 
@@ -21,7 +21,7 @@ KIB, MIB = 1 << 10, 1 << 20
 MAX_BYTES = 300 * KIB
 ROUTES = {
     "straight": POST,
-    "asgi": POST.replace(b"/predict", b"/predict%2ffake"),
+    "asgi": POST.replace(b"/predict", b"/mounted/predict"),
 }
 """Calls that the protocol answers itself, and those that uvicorn's cycle answers."""
 CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
@@ -36,7 +36,7 @@ def run(test: Test, model: FakeModel | None = None, **limits: int) -> Bench:
         bench = Bench(model or FakeModel())
         predict = endpoint(bench.model, unfinished=UnfinishedRequests(MAX_BYTES))
         bench.server.config.http = PredictProtocol.bound_to(predict, EdgeLimits(**limits))  # type: ignore[arg-type]  # as uvicorn takes it
-        bench.server.config.app = predict
+        bench.server.config.app = as_app(predict)
         async with bench.serving():
             await test(bench)
             await until(lambda: not bench.server.server_state.connections)
@@ -270,7 +270,7 @@ def test_a_body_that_is_whole_at_once_is_not_counted() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 100, 5000])
 def test_a_body_in_small_pieces_costs_about_as_much_as_it_is_long(size: int) -> None:
-    exchange = Exchange(None, None, None, True)  # type: ignore[arg-type]  # of which it asks nothing
+    exchange = Exchange(None, None, None)  # type: ignore[arg-type]  # of which it asks nothing
     pieces: list[bytes | bytearray | memoryview] = []
     count = 20_000
     tracemalloc.start()

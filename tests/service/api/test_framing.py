@@ -13,8 +13,8 @@ from tests.service.api.test_protocol import Bench, is_well, run
 
 ROUTES = {
     "straight": POST,
-    "asgi": POST.replace(b"/predict", b"/predict%2ffake"),
-    "refused": POST.replace(b"/predict", b"/predict%2fnobody"),
+    "asgi": POST.replace(b"/predict", b"/mounted/predict"),
+    "refused": POST.replace(b"/predict", b"/mounted/predict/nobody"),
 }
 """Calls that the protocol answers itself, and those that uvicorn's cycle answers."""
 CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
@@ -168,7 +168,9 @@ def test_spaces_around_values_of_headers_are_no_part_of_them() -> None:
     assert len(options) == 2 * 4 * 4
 
 
-@pytest.mark.parametrize("path", ["/predict", "/predict%2ffake", "/health/live"])
+@pytest.mark.parametrize(
+    "path", ["/predict", "/predict%2ffake", "/mounted/predict", "/health/live"]
+)
 @pytest.mark.parametrize(
     ("version", "hosts", "is_taken"),
     [

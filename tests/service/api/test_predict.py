@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from service.api.body import Limits
+from service.api.exchange import Exchange
 from service.api.predict import Predict, is_predict
 from service.errors import (
     DeadlineExceededError,
@@ -22,7 +23,7 @@ from service.errors import (
     WorkerCrashedError,
 )
 from service.request import Result, Timing
-from tests.service.api.fakes import FakeModel, call, endpoint, post, result, spec
+from tests.service.api.fakes import FakeModel, NoWire, as_app, call, endpoint, post, result, spec
 from tests.service.api.test_json_codec import JPEG
 from tests.service.api.test_tensor_codec import npy
 from workers.messages import TensorBlob
@@ -173,13 +174,13 @@ def test_an_error_of_the_only_instance_is_that_of_the_call(
 
 
 def test_call_that_is_over_holds_no_outputs() -> None:
-    predict = endpoint(FakeModel())
-    call = predict.open("POST", "/predict", b"", [(b"content-type", b"image/jpeg")])
+    headers = [(b"content-type", b"image/jpeg")]
+    exchange = Exchange.open(NoWire(), endpoint(FakeModel()), "POST", "/predict", b"", headers)
     loop = asyncio.new_event_loop()
-    call.outcomes.append(loop.create_future())
-    predict.close(call, 200)
+    exchange.call.outcomes.append(loop.create_future())
+    exchange.close(200)
     loop.close()
-    assert not call.outcomes
+    assert not exchange.call.outcomes
 
 
 @pytest.mark.parametrize("refusal", [OverloadedError("full"), TooLargeError("big")])
@@ -243,13 +244,12 @@ def test_each_call_is_recorded_once() -> None:
     predict = endpoint(
         FakeModel(),
         on_done=lambda model, status, _: done.append((model, status)),
-        on_access=lambda call, status, _: seen.append((call, status)),
+        on_failure=lambda call, status, _: seen.append((call, status)),
     )
     post(predict, content=b"x", headers=IMAGE)
     post(predict, "/predict/none", content=b"x", headers=IMAGE)
     assert done == [("fake", 200), ("unknown", 404)]
     assert [(each.path, each.num_instances, status) for each, status in seen] == [
-        ("/predict", 1, 200),
         ("/predict/none", 0, 404),
     ]
 
@@ -311,7 +311,7 @@ def test_many_calls_at_once_get_their_own_answers() -> None:
             return super().submit(payload, options, request_id)
 
     async def go() -> None:
-        transport = httpx.ASGITransport(app=endpoint(Mirror()))
+        transport = httpx.ASGITransport(app=as_app(endpoint(Mirror())))
         async with httpx.AsyncClient(transport=transport, base_url="http://host") as client:
             responses = await asyncio.gather(
                 *(client.post("/predict", content=b"%d" % n, headers=IMAGE) for n in range(200))

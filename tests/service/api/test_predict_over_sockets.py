@@ -17,7 +17,7 @@ from service.api.cors import Cors
 from service.api.protocol import PredictProtocol
 from service.errors import InvalidInputError
 from service.keys import read_keys
-from tests.service.api.fakes import FakeModel, endpoint, in_front, result
+from tests.service.api.fakes import FakeModel, as_app, endpoint, in_front, result
 from workers.arena import Arena
 
 Test = Callable[["Bench"], Awaitable[None]]
@@ -50,7 +50,7 @@ class Bench:
             on_done=lambda _, status, __: self.statuses.append(status),
         )
         http = PredictProtocol.bound_to(predict) if self.is_direct else "httptools"
-        config = uvicorn.Config(predict, port=0, log_config=None, lifespan="off", http=http)
+        config = uvicorn.Config(as_app(predict), port=0, log_config=None, lifespan="off", http=http)
         self.server = uvicorn.Server(config)
 
     @contextlib.asynccontextmanager
@@ -210,7 +210,7 @@ def test_a_chunked_body_is_refused_as_soon_as_it_passes_the_limit() -> None:
 
 def test_the_bodies_of_a_connection_are_each_held_to_the_limit() -> None:
     length = b"content-length: 400\r\n\r\n"
-    others = POST.replace(b"/predict", b"/predict%2ffake")
+    others = POST.replace(b"/predict", b"/mounted/predict")
 
     async def test(bench: Bench) -> None:
         async with bench.connect() as (reader, writer):

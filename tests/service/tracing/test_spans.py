@@ -1,13 +1,14 @@
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import ScopeSpans, Span, Status
 
+from service.api.exchange import Exchange
 from service.api.predict import Predict
 from service.errors import OverloadedError, ServiceError, UnavailableError
 from service.metrics import ModelMetrics
 from service.tracing.recorder import Ended, Recorder
 from service.tracing.spans import SpanMaker
 from tests.collector import attributes
-from tests.service.api.fakes import FakeModel, endpoint, post
+from tests.service.api.fakes import FakeModel, NoWire, endpoint, post
 
 
 def spans_of(ended: Ended) -> list[Span]:
@@ -43,7 +44,7 @@ def test_a_refusal_is_an_event_of_the_call(
 
 def test_a_call_that_its_client_left_has_no_status() -> None:
     recorder, predict = traced(FakeModel())
-    predict.close(predict.open("POST", "/predict", b"", [(b"host", b"[::1]:80")]), 499)
+    Exchange.open(NoWire(), predict, "POST", "/predict", b"", [(b"host", b"[::1]:80")]).close(499)
     (root,) = spans_of(recorder.waiting.pop())
     found = attributes(iter(root.attributes))
     assert "http.response.status_code" not in found
@@ -54,9 +55,9 @@ def test_a_call_that_its_client_left_has_no_status() -> None:
 
 def test_a_request_that_was_no_http_has_no_route() -> None:
     recorder, predict = traced(FakeModel())
-    call = predict.open("-", "what", b"", [])
-    call.entry = None
-    predict.close(call, 400)
+    exchange = Exchange.open(NoWire(), predict, "-", "what", b"", [])
+    exchange.call.entry = None
+    exchange.close(400)
     (root,) = spans_of(recorder.waiting.pop())
     found = attributes(iter(root.attributes))
     assert root.name == "HTTP"
