@@ -36,7 +36,7 @@ _MOMENT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class PastLife:
     """How one life of a worker ended, or that it did not start."""
 
     id: WorkerId
@@ -80,7 +80,7 @@ class Pool:
         """An instance that the model takes, as JSON; None until a worker has shown one."""
         self.reads_own_form = False
         """What clients send is not what `inputs` say, so nobody can make an instance up."""
-        self.endings: deque[Ending] = deque(maxlen=_NUM_ENDINGS)
+        self.endings: deque[PastLife] = deque(maxlen=_NUM_ENDINGS)
         """The latest, the newest last."""
         self._configs = configs
         self._metrics = metrics
@@ -264,7 +264,7 @@ class Pool:
         self._note_ending(predecessor, "asked", "its successor took over")
 
     def _note_ending(self, id: WorkerId, cause: Cause, reason: str) -> None:
-        self.endings.append(Ending(id=id, time=time.time(), cause=cause, reason=reason))
+        self.endings.append(PastLife(id=id, time=time.time(), cause=cause, reason=reason))
 
     def _tell_speed(self, slot: WorkerSlot, speed: SpeedReport) -> None:
         """Log which preset it serves with, once per model for as long as that is the same."""

@@ -19,7 +19,7 @@ from service.api.health import (
     WorkerHealth,
 )
 from service.pool import Pool
-from service.speed_search import Progress, SpeedSearch
+from service.speed_search import SearchProgress, SpeedSearch
 from workers.engine import ForkserverVitals, RankVitals
 from workers.gpu_watch import GpuVitals
 from workers.supervisor import WorkerSlot
@@ -68,7 +68,7 @@ def _status(models: list[ModelHealth], *, is_ready: bool, is_draining: bool) -> 
     return "starting" if is_first_life else "unavailable"
 
 
-def _model_health(pool: Pool, search: Progress) -> ModelHealth:
+def _model_health(pool: Pool, search: SearchProgress) -> ModelHealth:
     return ModelHealth(
         name=pool.name,
         ready=pool.is_ready,

@@ -45,7 +45,7 @@ class SearchedPool(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class Progress:
+class SearchProgress:
     """How the search for one model goes."""
 
     state: SearchState = "waiting"
@@ -69,13 +69,13 @@ class SpeedSearch:
         self._pools = pools
         self._search = search
         self._grace_s = grace_s
-        self._progress: dict[str, Progress] = {}
+        self._progress: dict[str, SearchProgress] = {}
         self._changed = asyncio.Event()
         self._task: Task[None] | None = None
 
     def start(self) -> None:
         """Begin to wait for the workers."""
-        self._progress = {name: Progress() for name in self._pools}
+        self._progress = {name: SearchProgress() for name in self._pools}
         self._task = asyncio.create_task(self._run(), name="search for speed")
 
     async def stop(self) -> None:
@@ -88,9 +88,9 @@ class SpeedSearch:
         """A worker has come up or gone down."""
         self._changed.set()
 
-    def progress(self, model: str) -> Progress:
+    def progress(self, model: str) -> SearchProgress:
         """How it goes."""
-        return self._progress.get(model, Progress(state="off"))
+        return self._progress.get(model, SearchProgress(state="off"))
 
     async def _run(self) -> None:
         for pool in self._pools.values():
@@ -108,7 +108,7 @@ class SpeedSearch:
             self._changed.clear()
             await self._changed.wait()
 
-    async def _improve(self, pool: SearchedPool, progress: Progress) -> None:
+    async def _improve(self, pool: SearchedPool, progress: SearchProgress) -> None:
         progress.state = "off"
         present: dict[str, list[WorkerSlot]] = {}
         for slot in pool.slots:
@@ -126,7 +126,7 @@ class SpeedSearch:
             await self._improve_some(pool, key, slots, progress)
 
     async def _improve_some(
-        self, pool: SearchedPool, key: str, slots: Sequence[WorkerSlot], progress: Progress
+        self, pool: SearchedPool, key: str, slots: Sequence[WorkerSlot], progress: SearchProgress
     ) -> None:
         """Search for workers that serve the same in the same way."""
         preset = _preset_of(slots[0])

@@ -9,7 +9,7 @@ from models.item import Features, Item
 from models.spec import Placement
 from models.split.network import LoadIsOver
 from models.split.ranks import Ranks
-from models.split.report import Part, SplitReport
+from models.split.report import RankPart, SplitReport
 from tests.fault_model import ACTS, FaultModel
 
 
@@ -43,7 +43,7 @@ class FaultNetwork:
     def __init__(self, ranks: Ranks, act: Callable[[str], None]) -> None:
         self._ranks = ranks
         self._act = act
-        self.part = Part(ranks.rank, 4 * ranks.rank, f"part {ranks.rank}")
+        self.part = RankPart(ranks.rank, 4 * ranks.rank, f"part {ranks.rank}")
         self.report = SplitReport(("here",), "as told")
 
     def __call__(self, *args: object) -> object:

@@ -37,7 +37,7 @@ from workers.outcomes import (
     told,
 )
 from workers.pools import started_pool
-from workers.shapes import Group, grouped, signature_of
+from workers.shapes import ShapeGroup, grouped, signature_of
 from workers.shortage import SafeSizes, release
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class Prepared:
     buckets: list[Hashable]
     """What the model says of which go together."""
     outcomes: list[Outcome | None]
-    groups: list[Group] = field(default_factory=list)
+    groups: list[ShapeGroup] = field(default_factory=list)
     began: float = 0.0
     """When its preparation began."""
     prepare_s: float = 0.0
@@ -234,7 +234,7 @@ class Computer:
             return {name: _pinned(value) for name, value in batch.items()}
         return batch
 
-    def _compute_group(self, prepared: Prepared, group: Group) -> None:
+    def _compute_group(self, prepared: Prepared, group: ShapeGroup) -> None:
         live = _in_time(prepared, group.indices)
         if not live:
             return
@@ -244,7 +244,9 @@ class Computer:
             if self._compute_some(prepared, piece, group if is_whole else None):
                 self._safe_sizes.note_good(piece, prepared.features)
 
-    def _compute_some(self, prepared: Prepared, indices: list[int], whole: Group | None) -> bool:
+    def _compute_some(
+        self, prepared: Prepared, indices: list[int], whole: ShapeGroup | None
+    ) -> bool:
         """Compute some items; halve them for as long as they fail together.
 
         Args:

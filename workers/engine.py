@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from models.split.report import Part
+from models.split.report import RankPart
 from workers.config import WorkerConfig
 from workers.messages import BatchDone, ItemRef, Ready
 
@@ -56,7 +56,7 @@ class RankVitals:
     """What it is: "NVIDIA H100 80GB HBM3", "cpu"; empty while it loads."""
     rss_bytes: int
     last_beat_age_s: float
-    part: Part | None
+    part: RankPart | None
     """What it holds of the model; None while it loads."""
 
 

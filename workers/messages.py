@@ -11,7 +11,7 @@ import msgspec
 from models.opened import FileMark
 from models.spec import TensorHeader, TensorSpec
 from models.speed.names import SpeedReport
-from models.split.report import Part, SplitReport
+from models.split.report import RankPart, SplitReport
 
 Kind = Literal["image", "bytes", "json", "tensors"]
 """As `models.item.Kind`, which the front end cannot import without torch."""
@@ -132,7 +132,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     """The process was forked from a server that had torch in memory already."""
     speed: SpeedReport
     """Which preset it serves with."""
-    part: Part | None = None
+    part: RankPart | None = None
     """What its lead holds, if it is split."""
     split: SplitReport | None = None
     """How it is split, if it is."""
@@ -149,7 +149,7 @@ class RankReady(msgspec.Struct, frozen=True, array_like=True, tag="rank ready"):
 
     device: str
     """As in `Ready`."""
-    part: Part
+    part: RankPart
     """What it holds."""
 
 

@@ -25,7 +25,7 @@ from workers.compute import Prepared
 from workers.pools import started_pool
 
 
-class Turn:
+class ModelTurn:
     """Whose turn it is to run the model's code, and what each batch has taken of its own."""
 
     def __init__(self, tell: Callable[[float], None]) -> None:
@@ -98,7 +98,7 @@ class Overlap:
     def __init__(
         self,
         num_at_once: int,
-        turn: Turn,
+        turn: ModelTurn,
         answer: Callable[[Prepared, OwnTime], None],
     ) -> None:
         """Start the threads.

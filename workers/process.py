@@ -33,7 +33,7 @@ from workers.group import Group
 from workers.heartbeat import Heartbeat
 from workers.messages import BatchDone, ItemRef, Progress, Ready, Stored
 from workers.outputs import OutputStore
-from workers.overlap import Overlap, Turn
+from workers.overlap import ModelTurn, Overlap
 from workers.own_process import build_model, failing_as_told, leave_device, name_of, pin, set_up
 from workers.pools import started_pool
 from workers.wiring import RankEnds
@@ -90,7 +90,7 @@ def main(
         if group is None or num_at_once == 1:
             loop.run()
         else:
-            turn = Turn(heartbeat.at_work_since)
+            turn = ModelTurn(heartbeat.at_work_since)
             group.giving_way = turn.given_up
             computer.on_progress = turn.progressed
             loop.run_overlapping(num_at_once, turn)
@@ -149,7 +149,7 @@ class Loop:
                 if not prepared.is_canary:
                     self._spare_memory.worked(time.monotonic())
 
-    def run_overlapping(self, num_at_once: int, turn: Turn) -> None:
+    def run_overlapping(self, num_at_once: int, turn: ModelTurn) -> None:
         """As `run`, with several batches under way at once.
 
         Args:

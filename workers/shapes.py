@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Group:
+class ShapeGroup:
     """Instances of a batch that are computed together."""
 
     indices: list[int]
@@ -25,7 +25,7 @@ def grouped(
     features: Sequence[Features | None],
     buckets: Sequence[Hashable],
     collate: Callable[[Sequence[int]], Features],
-) -> list[Group]:
+) -> list[ShapeGroup]:
     """Collate instances: all of a bucket if they go together, else those that look alike.
 
     First those with the same names, dtypes and ranks, since a model may pad shapes; where that will
@@ -48,16 +48,16 @@ def _collated(
     indices: list[int],
     features: Sequence[Features | None],
     collate: Callable[[Sequence[int]], Features],
-) -> list[Group]:
+) -> list[ShapeGroup]:
     try:
-        return [Group(indices, collate(indices))]
+        return [ShapeGroup(indices, collate(indices))]
     except Exception:
         logger.debug("%d instances could not be collated", len(indices), exc_info=True)
     for look_of in (_layout_of, signature_of):
         parts = _alike(indices, lambda i: look_of(features[i]))  # noqa: B023 - called at once
         if len(parts) > 1:
             return [group for part in parts for group in _collated(part, features, collate)]
-    return [Group(indices, None)]
+    return [ShapeGroup(indices, None)]
 
 
 def _alike(indices: Iterable[int], name_of: Callable[[int], object]) -> list[list[int]]:

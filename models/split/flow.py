@@ -65,7 +65,7 @@ class Spread:
         return dim - self.num_dims
 
 
-class Flow:
+class PartedValues:
     """The values of a traced network that lie in parts, if some Linears leave theirs in parts.
 
     Args:
@@ -348,25 +348,25 @@ def _argument(node: Node, position: int, name: str, default: object) -> object:
     return node.kwargs.get(name, default)
 
 
-_HANDLERS: dict[object, Callable[[Flow, Node], Spread | None]] = {
-    "view": Flow._viewed,
-    "reshape": Flow._viewed,
-    torch.reshape: Flow._viewed,
-    "flatten": Flow._flattened,
-    torch.flatten: Flow._flattened,
-    "unflatten": Flow._unflattened,
-    "transpose": Flow._transposed,
-    torch.transpose: Flow._transposed,
-    "permute": Flow._permuted,
-    torch.permute: Flow._permuted,
-    "softmax": Flow._softmaxed,
-    torch.softmax: Flow._softmaxed,
-    functional.softmax: Flow._softmaxed,
-    torch.matmul: Flow._multiplied,
-    operator.matmul: Flow._multiplied,
-    "matmul": Flow._multiplied,
-    functional.scaled_dot_product_attention: Flow._attended,
-    "masked_fill": Flow._masked,
-    "size": Flow._sized,
-    getattr: Flow._sized,
+_HANDLERS: dict[object, Callable[[PartedValues, Node], Spread | None]] = {
+    "view": PartedValues._viewed,
+    "reshape": PartedValues._viewed,
+    torch.reshape: PartedValues._viewed,
+    "flatten": PartedValues._flattened,
+    torch.flatten: PartedValues._flattened,
+    "unflatten": PartedValues._unflattened,
+    "transpose": PartedValues._transposed,
+    torch.transpose: PartedValues._transposed,
+    "permute": PartedValues._permuted,
+    torch.permute: PartedValues._permuted,
+    "softmax": PartedValues._softmaxed,
+    torch.softmax: PartedValues._softmaxed,
+    functional.softmax: PartedValues._softmaxed,
+    torch.matmul: PartedValues._multiplied,
+    operator.matmul: PartedValues._multiplied,
+    "matmul": PartedValues._multiplied,
+    functional.scaled_dot_product_attention: PartedValues._attended,
+    "masked_fill": PartedValues._masked,
+    "size": PartedValues._sized,
+    getattr: PartedValues._sized,
 }

@@ -17,7 +17,7 @@ from models.split.own_plan import OwnPlan
 from models.split.pipeline import load_pipeline
 from models.split.ranks import Ranks
 from models.split.rehearsal import Example
-from models.split.report import Part, SplitReport
+from models.split.report import RankPart, SplitReport
 from models.split.tensor import load_tensor_parallel
 
 _POLL_S = 1.0
@@ -27,7 +27,7 @@ class SplitNetwork(Protocol):
     """One rank's part of a network."""
 
     @property
-    def part(self) -> Part:
+    def part(self) -> RankPart:
         """What this rank holds."""
 
     @property

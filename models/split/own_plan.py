@@ -19,7 +19,7 @@ from typing import TypeAlias, cast
 from torch import nn
 
 from models.errors import ModelError
-from models.split.tensor_plan import Cut, How, Plan, attention_complaint
+from models.split.tensor_plan import Cut, How, TensorPlan, attention_complaint
 from models.split.tensor_search import find_attention
 
 _WORDS = ("column", "row", "gather", "embedding", "attention")
@@ -28,13 +28,13 @@ OwnPlan: TypeAlias = Mapping[str, object]
 """As a user writes it: words, or styles of torch's own."""
 
 
-def own_plan(network: nn.Module, wishes: OwnPlan, size: int) -> Plan:
+def own_plan(network: nn.Module, wishes: OwnPlan, size: int) -> TensorPlan:
     """Apply a user's plan to a network.
 
     Raises:
         ModelError: It names what the network has not, or what cannot be cut so.
     """
-    plan = Plan()
+    plan = TensorPlan()
     modules = dict(network.named_modules())
     for pattern, wish in wishes.items():
         for name in _matching(modules, pattern):

@@ -22,7 +22,7 @@ from models.split.shards import (
     SplitAttention,
 )
 from models.split.sketch import Sketch
-from models.split.tensor_plan import Cut, Plan
+from models.split.tensor_plan import Cut, TensorPlan
 from models.split.tracing import EncoderByLayers
 
 _KEPT_SHARE = 0.25
@@ -72,7 +72,7 @@ Weights: TypeAlias = StoredWeights | BuiltWeights
 """Where the numbers of a network come from."""
 
 
-def cut_layers(network: nn.Module, plan: Plan, collectives: Collectives) -> nn.Module:
+def cut_layers(network: nn.Module, plan: TensorPlan, collectives: Collectives) -> nn.Module:
     """Put shards in the place of the layers that are cut."""
     for each in plan.cuts:
         shard = _shard_of(network.get_submodule(each.name), each, collectives)

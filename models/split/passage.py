@@ -36,10 +36,10 @@ class FairLock:
                 self._is_held = False
 
 
-class Call:
+class Transit:
     """One call's way through the pipeline."""
 
-    def __init__(self, before: "Call | None", own_time: OwnTime) -> None:
+    def __init__(self, before: "Transit | None", own_time: OwnTime) -> None:
         self._is_out = threading.Event()
         self.is_alone = before is None or before.is_out
         """No other was inside when it entered."""
@@ -92,14 +92,14 @@ class Passage:
 
     def __init__(self) -> None:
         self._entrance = FairLock()
-        self._last: Call | None = None
+        self._last: Transit | None = None
 
     @property
     def is_empty(self) -> bool:
         """No call is inside."""
         return self._last is None or self._last.is_out
 
-    def enter(self, own_time: OwnTime) -> Call:
+    def enter(self, own_time: OwnTime) -> Transit:
         """Wait until the call before has sent all that it has to send.
 
         Args:
@@ -107,7 +107,7 @@ class Passage:
         """
         with own_time.stopped():
             self._entrance.acquire()
-        self._last = call = Call(self._last, own_time)
+        self._last = call = Transit(self._last, own_time)
         return call
 
     def let_next_in(self) -> None:

@@ -36,10 +36,10 @@ from models.split.packing import (
     split_rows,
     unpack,
 )
-from models.split.passage import Call, Passage
+from models.split.passage import Passage, Transit
 from models.split.ranks import Ranks
 from models.split.rehearsal import Example, copied, deviation
-from models.split.report import Part, SplitReport
+from models.split.report import RankPart, SplitReport
 from models.split.sketch import Sketch, fill, num_bytes
 from models.split.stages import Course
 from models.texts import described
@@ -63,7 +63,7 @@ class Pipeline:
     """
 
     def __init__(
-        self, ranks: Ranks, stage: nn.Module, course: Course, part: Part, report: SplitReport
+        self, ranks: Ranks, stage: nn.Module, course: Course, part: RankPart, report: SplitReport
     ) -> None:
         self.part = part
         self.report = report
@@ -140,7 +140,7 @@ class Pipeline:
             message, tensors = self._computed(unpack(said, tensors, ranks.device), held_up_s)
         ranks.send((ranks.rank + 1) % ranks.size, message, tensors)
 
-    def _sent(self, pieces: Sequence[Any]) -> tuple[Call, list[Any]]:
+    def _sent(self, pieces: Sequence[Any]) -> tuple[Transit, list[Any]]:
         """Send pieces through all stages, while the caller's thread gives way to others."""
         with self._ranks.giving_way() as own_time:
             call = self._passage.enter(own_time)
@@ -151,7 +151,7 @@ class Pipeline:
         return call, [self._output(message, tensors) for message, tensors in replies]
 
     def _run(
-        self, call: Call, pieces: Sequence[Any]
+        self, call: Transit, pieces: Sequence[Any]
     ) -> tuple[list[tuple[object, list[Tensor]]], Exception | None]:
         """Compute the first stage of each piece while the other ranks have those before it.
 
@@ -180,7 +180,7 @@ class Pipeline:
             replies.append(self._reply(call))
         return replies, failed
 
-    def _reply(self, call: Call) -> tuple[object, list[Tensor]]:
+    def _reply(self, call: Transit) -> tuple[object, list[Tensor]]:
         call.wait_for_others()
         message, tensors = self._ranks.receive(self._ranks.size - 1)
         assert isinstance(message, list)
@@ -324,7 +324,7 @@ def _load_stage(
         fill(stage, lambda name: stored.read(name) if name in shapes else None, ranks.device)
     else:
         fill(stage, sketch.built_for(stage).get, ranks.device)
-    part = Part(ranks.rank, num_bytes(stage), course.describe(begin, end))
+    part = RankPart(ranks.rank, num_bytes(stage), course.describe(begin, end))
     return Pipeline(ranks, stage, course, part, report)
 
 

@@ -3,7 +3,7 @@
 import msgspec
 
 
-class Part(msgspec.Struct, frozen=True):
+class RankPart(msgspec.Struct, frozen=True):
     """What one rank holds of a network."""
 
     rank: int

@@ -46,9 +46,9 @@ from models.split.parts import (
 )
 from models.split.ranks import Ranks
 from models.split.rehearsal import Example, Origin, Rehearsal, copied, made_up
-from models.split.report import Part, SplitReport
+from models.split.report import RankPart, SplitReport
 from models.split.sketch import Sketch
-from models.split.tensor_plan import Plan
+from models.split.tensor_plan import TensorPlan
 from models.split.tensor_search import find_plan
 
 _LEAD = 0
@@ -72,7 +72,7 @@ class TensorParallel:
         ranks: Ranks,
         collectives: Collectives,
         *,
-        part: Part,
+        part: RankPart,
         report: SplitReport,
         uses_dtensor: bool,
     ) -> None:
@@ -210,7 +210,7 @@ def load_tensor_parallel(
         network,
         ranks,
         collectives,
-        part=Part(ranks.rank, part_bytes(network), text),
+        part=RankPart(ranks.rank, part_bytes(network), text),
         report=known or SplitReport(note="; ".join([text, *plan.notes])),
         uses_dtensor=bool(plan.styles),
     )
@@ -270,7 +270,7 @@ def _rehearse(
 
 def choose_plan(
     network: nn.Module, size: int, tensor_plan: OwnPlan | None = None
-) -> tuple[Plan, str]:
+) -> tuple[TensorPlan, str]:
     """What is split of a network, as the user says or as is found; and that, for a person.
 
     Raises:
@@ -294,7 +294,7 @@ def choose_plan(
     return plan, text
 
 
-def cut_parameters(network: nn.Module, plan: Plan) -> list[nn.Parameter]:
+def cut_parameters(network: nn.Module, plan: TensorPlan) -> list[nn.Parameter]:
     """The matrices that a plan cuts."""
     cut = {
         id(parameter)

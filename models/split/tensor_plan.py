@@ -23,7 +23,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Count:
+class Share:
     """A number that a module keeps and that must be this rank's share: of heads, or of features."""
 
     module: str
@@ -33,11 +33,11 @@ class Count:
 
 
 @dataclass(slots=True, kw_only=True)
-class Plan:
+class TensorPlan:
     """All that is cut in a network; the rest is whole on every rank."""
 
     cuts: list[Cut] = field(default_factory=list)
-    counts: list[Count] = field(default_factory=list)
+    counts: list[Share] = field(default_factory=list)
     styles: dict[str, object] = field(default_factory=dict)
     """Left to DTensor, by the names of the modules."""
     notes: list[str] = field(default_factory=list)

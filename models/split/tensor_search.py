@@ -13,8 +13,8 @@ import torch
 from torch import fx, nn
 from torch.fx import Node
 
-from models.split.flow import Flow, LostTrackError, Spread, is_elementwise
-from models.split.tensor_plan import Count, Cut, Plan, attention_complaint
+from models.split.flow import LostTrackError, PartedValues, Spread, is_elementwise
+from models.split.tensor_plan import Cut, Share, TensorPlan, attention_complaint
 
 _LARGE_BYTES = 1 << 20
 _LARGE_SHARE = 0.005
@@ -39,19 +39,19 @@ class _Group:
     units: int
     num_dims: int | None
     has_heads: bool = False
-    counts: tuple[Count, ...] = ()
+    counts: tuple[Share, ...] = ()
 
     @property
     def names(self) -> set[str]:
         return {*self.columns, self.row}
 
 
-def find_plan(network: nn.Module, size: int) -> Plan:
+def find_plan(network: nn.Module, size: int) -> TensorPlan:
     """Find what can be cut into as many parts as there are ranks.
 
     The plan is a matter of the network's code and shapes: all ranks find the same.
     """
-    plan = Plan()
+    plan = TensorPlan()
     modules = dict(_known(network, ""))
     shared = _shared_parameters(network)
     enough = min(_LARGE_BYTES, _LARGE_SHARE * _num_bytes(network))
@@ -97,21 +97,21 @@ def find_plan(network: nn.Module, size: int) -> Plan:
     return plan
 
 
-def find_attention(module: nn.Module, name: str) -> Plan:
+def find_attention(module: nn.Module, name: str) -> TensorPlan:
     """Find an attention whose heads a module shows; nothing is cut if there is none.
 
     Args:
         module: Which calls the Linears.
         name: Of the module, in its network.
     """
-    plan = Plan()
+    plan = TensorPlan()
     for group in _traced_groups(module, f"{name}.", set()):
         if group.has_heads:
             _add(plan, group)
     return plan
 
 
-def _add(plan: Plan, group: _Group) -> None:
+def _add(plan: TensorPlan, group: _Group) -> None:
     plan.counts += group.counts
     plan.cuts += [
         Cut(name=name, how="column", units=group.units, num_dims=group.num_dims)
@@ -273,7 +273,7 @@ def _group_of(
         return None
     order = [node for node in graph.nodes if node in between]
     for num_dims in (None, _ASSUMED_DIMS):
-        flow = Flow(modules, columns, num_dims)
+        flow = PartedValues(modules, columns, num_dims)
         try:
             flow.follow(order)
         except LostTrackError:
@@ -314,7 +314,7 @@ def _before(row: Node, linears: set[Node]) -> tuple[set[Node], list[Node]]:
     return between, sorted(columns)
 
 
-def _ends_in(flow: Flow, between: set[Node], columns: Sequence[Node], row: Node) -> bool:
+def _ends_in(flow: PartedValues, between: set[Node], columns: Sequence[Node], row: Node) -> bool:
     """Whether nothing else reads a value that lies in parts."""
     spread = [*columns, *(node for node in between if flow.spread_of(node) is not None)]
     allowed = {*between, row}
@@ -325,11 +325,11 @@ def _counts(
     root: nn.Module,
     graph: fx.Graph,
     variant: _Variant,
-    flow: Flow,
+    flow: PartedValues,
     spread: Spread,
     columns: Sequence[Node],
     row: Node,
-) -> tuple[Count, ...] | None:
+) -> tuple[Share, ...] | None:
     """The numbers that the code must find changed, so that it counts this rank's heads only.
 
     Tried out: with the numbers of a rank the code must trace to the same operations, with nothing
@@ -342,10 +342,10 @@ def _counts(
     module = root.get_submodule(owner)
     numbers = {name: n for name, n in vars(module).items() if type(n) is int}
     by_heads = [
-        Count(module=owner, attribute=n, units=heads) for n in numbers if numbers[n] == heads
+        Share(module=owner, attribute=n, units=heads) for n in numbers if numbers[n] == heads
     ]
     by_width = [
-        Count(module=owner, attribute=n, units=heads, per_unit=per_head)
+        Share(module=owner, attribute=n, units=heads, per_unit=per_head)
         for n in numbers
         if numbers[n] == spread.width and per_head > 1
     ]

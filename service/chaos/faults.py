@@ -19,7 +19,7 @@ from service.chaos.plan import Fault
 from service.chaos.questions import Question, is_refusal, problem_code
 from service.chaos.watch import FORKSERVER, Recovery, Watch
 from service.trial.client import Address, NoAnswerError, connect
-from service.trial.health import Worker
+from service.trial.health import WorkerState
 
 PLACES = ("preprocess", "forward", "render")
 """Where a poisoned input kills its worker: see `models.poisonable`."""
@@ -169,7 +169,7 @@ class Faults:
             )
             self._watch.add(recovery)
 
-    async def _well(self, kind: Literal["kill", "stop"]) -> list[Worker]:
+    async def _well(self, kind: Literal["kill", "stop"]) -> list[WorkerState]:
         """The workers that are ready, and that nothing was done to; none while it is not time."""
         if any(each.kind in ("kill", kind) for each in self._watch.pending):
             return []
@@ -180,7 +180,7 @@ class Faults:
         struck = {each.worker for each in self._watch.pending}
         return [w for w in health.workers if w.state == "ready" and w.pids and w.name not in struck]
 
-    def _strike_one_of(self, well: Sequence[Worker], kind: Literal["kill", "stop"]) -> bool:
+    def _strike_one_of(self, well: Sequence[WorkerState], kind: Literal["kill", "stop"]) -> bool:
         worker = self._rng.choice(well)
         rank, pid = self._rng.choice(list(worker.pids.items()))
         number = signal.SIGKILL if kind == "kill" else signal.SIGSTOP

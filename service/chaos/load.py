@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from service.chaos.questions import Question, is_refusal, problem_code
-from service.trial.client import Address, Answer, Connection, NoAnswerError, connect
+from service.trial.client import Address, NoAnswerError, TrialAnswer, TrialConnection, connect
 
 _PAUSE_S = 0.05
 """After a refusal."""
@@ -92,7 +92,7 @@ class Load:
                 group.create_task(self._be_client(numbers))
 
     async def _be_client(self, numbers: Iterator[int]) -> None:
-        connection: Connection | None = None
+        connection: TrialConnection | None = None
         try:
             while not self._is_over():
                 number = next(numbers)
@@ -102,7 +102,9 @@ class Load:
             if connection is not None:
                 connection.close()
 
-    async def _settle(self, number: int, connection: Connection | None) -> Connection | None:
+    async def _settle(
+        self, number: int, connection: TrialConnection | None
+    ) -> TrialConnection | None:
         """Ask until there is an answer or none is to be had; returns the connection to go on with.
 
         A refused request was never accepted, so nothing is owed: it is asked again.
@@ -133,7 +135,9 @@ class Load:
         self._judge(number, question, answer, now - began)
         return connection
 
-    def _judge(self, number: int, question: Question, answer: Answer, latency_s: float) -> None:
+    def _judge(
+        self, number: int, question: Question, answer: TrialAnswer, latency_s: float
+    ) -> None:
         tally = self._tally
         if answer.status == 200 and answer.request_id == b"%d" % number:
             complaint = question.complaint(number, answer.body)

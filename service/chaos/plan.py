@@ -18,7 +18,7 @@ _SCARCE: tuple[Fault, ...] = ("stop", "poison", "forkserver")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class ChaosPlan:
     """How much, how often, and by whom."""
 
     requests: int = 10_000
@@ -118,9 +118,9 @@ def add_flags(parser: ArgumentParser) -> None:
     )
 
 
-def plan_of(args: Namespace) -> Plan:
+def plan_of(args: Namespace) -> ChaosPlan:
     """What the flags say."""
-    return Plan(
+    return ChaosPlan(
         requests=args.requests,
         kills=args.kills,
         seconds=args.seconds,

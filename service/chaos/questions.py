@@ -7,9 +7,9 @@ from typing import Protocol
 import msgspec
 
 from service.chaos.answers import Expected
-from service.trial.client import Connection, head_of
+from service.trial.client import TrialConnection, head_of
 from service.trial.errors import TrialError
-from service.trial.inputs import Input, echo_texts
+from service.trial.inputs import TrialInput, echo_texts
 
 _ASK_ALONE_S = 120.0
 _REFUSALS = (429, 503)
@@ -31,7 +31,9 @@ class Question(Protocol):
 class KnownQuestion:
     """An input whose answer is known, since the model was asked before anything was broken."""
 
-    def __init__(self, path: str, given: Input, expected: Expected, num_instances: int) -> None:
+    def __init__(
+        self, path: str, given: TrialInput, expected: Expected, num_instances: int
+    ) -> None:
         self.given = given
         self.expected = expected
         self.num_instances = num_instances
@@ -82,7 +84,9 @@ class EchoQuestion:
         return b'{"n":%d,"text":"%s"}' % (number, text.encode("ascii"))
 
 
-async def learn(connection: Connection, path: str, given: Input, tolerance: float) -> KnownQuestion:
+async def learn(
+    connection: TrialConnection, path: str, given: TrialInput, tolerance: float
+) -> KnownQuestion:
     """Ask a healthy service for an answer, twice, and take it for the right one.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import TextIO
 from service.chaos.faults import Poisonings
 from service.chaos.load import Tally
 from service.chaos.plan import Fault
-from service.chaos.resources import Holdings, Ledger
+from service.chaos.resources import Holdings, LedgerReading
 from service.chaos.watch import Kind, Recovery
 from service.trial.machine import machine
 from service.versions import version_of
@@ -20,7 +20,7 @@ _SIGNALS: Mapping[Kind, str] = {"kill": "SIGKILL", "stop": "SIGSTOP", "forkserve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
+class LatencySpread:
     """Milliseconds."""
 
     median: float
@@ -33,7 +33,7 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class ChaosReport:
     """All that there is to say of a run."""
 
     models: Sequence[str]
@@ -56,7 +56,7 @@ class Report:
     recoveries: Sequence[Recovery]
     indistinct: int
     """Pairs of inputs with the same answer."""
-    ledger: Ledger | None
+    ledger: LedgerReading | None
     """Of the service, since the quiet part began; None if it could not be read."""
     before: Holdings
     after: Holdings | None
@@ -233,8 +233,8 @@ class Report:
             ),
         )
 
-    def _recovery(self) -> dict[Kind, tuple[Spread | None, Spread | None]]:
-        found: dict[Kind, tuple[Spread | None, Spread | None]] = {}
+    def _recovery(self) -> dict[Kind, tuple[LatencySpread | None, LatencySpread | None]]:
+        found: dict[Kind, tuple[LatencySpread | None, LatencySpread | None]] = {}
         for kind in _SIGNALS:
             those = [each for each in self.recoveries if each.kind == kind]
             if those:
@@ -287,16 +287,16 @@ class Report:
             yield f"{unrecovered} workers did not come back"
 
 
-def spread(seconds: Sequence[float]) -> Spread | None:
+def spread(seconds: Sequence[float]) -> LatencySpread | None:
     """Median, 99th percentile and worst of some times; None if there are none."""
     if not seconds:
         return None
     ordered = sorted(1000 * each for each in seconds)
     p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
-    return Spread(median=statistics.median(ordered), p99=p99, worst=ordered[-1])
+    return LatencySpread(median=statistics.median(ordered), p99=p99, worst=ordered[-1])
 
 
-def asdict_or_none(value: Spread | None) -> dict[str, float] | None:
+def asdict_or_none(value: LatencySpread | None) -> dict[str, float] | None:
     """A spread as JSON has it."""
     return asdict(value) if value is not None else None
 

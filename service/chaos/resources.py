@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from service.trial.client import Connection
+from service.trial.client import TrialConnection
 from service.trial.memory import pss_of
 
 _TIMEOUT_S = 10.0
@@ -42,7 +42,7 @@ class Holdings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ledger:
+class LedgerReading:
     """What /metrics says of the instances of all models."""
 
     accepted: int
@@ -61,14 +61,14 @@ class Ledger:
         """Accepted, and without an end."""
         return self.accepted - self.succeeded - self.failed - self.expired - self.cancelled
 
-    def since(self, before: "Ledger") -> "Ledger":
+    def since(self, before: "LedgerReading") -> "LedgerReading":
         """What has been added since; what is used is as it is now."""
         changes = {
             each.name: getattr(self, each.name) - getattr(before, each.name)
             for each in fields(self)
             if each.name != "arena_used_bytes"
         }
-        return Ledger(**changes, arena_used_bytes=self.arena_used_bytes)
+        return LedgerReading(**changes, arena_used_bytes=self.arena_used_bytes)
 
 
 def holdings_of(front_end_pid: int, family: Sequence[psutil.Process]) -> Holdings:
@@ -99,7 +99,7 @@ def num_dev_shm_files() -> int:
         return 0
 
 
-async def read_ledger(connection: Connection) -> Ledger:
+async def read_ledger(connection: TrialConnection) -> LedgerReading:
     """Ask for the counters.
 
     Raises:
@@ -112,7 +112,7 @@ async def read_ledger(connection: Connection) -> Ledger:
             outcome = sample.labels.get("outcome", "")
             totals[f"{sample.name} {outcome}".strip()] += int(sample.value)
     instances = "inferpool_instances_total"
-    return Ledger(
+    return LedgerReading(
         accepted=totals[f"{instances} accepted"],
         succeeded=totals[f"{instances} succeeded"],
         failed=totals[f"{instances} failed"],

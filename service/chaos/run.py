@@ -14,17 +14,17 @@ import uvloop
 
 from service.chaos.faults import Faults
 from service.chaos.load import Load, Tally
-from service.chaos.plan import Fault, Plan
+from service.chaos.plan import ChaosPlan, Fault
 from service.chaos.questions import EchoQuestion, KnownQuestion, Question, indistinct, learn
-from service.chaos.report import Report
-from service.chaos.resources import Holdings, Ledger, holdings_of, read_ledger
+from service.chaos.report import ChaosReport
+from service.chaos.resources import Holdings, LedgerReading, holdings_of, read_ledger
 from service.chaos.subject import rows_for
 from service.chaos.watch import Watch
 from service.settings_loader import Loaded
 from service.trial import inputs
-from service.trial.client import Connection, NoAnswerError, connect
+from service.trial.client import NoAnswerError, TrialConnection, connect
 from service.trial.errors import TrialError
-from service.trial.health import Health, ModelState
+from service.trial.health import ModelState, ServiceHealth
 from service.trial.screen import Screen
 from service.trial.subject import Subject
 
@@ -48,7 +48,7 @@ _ECHO_S = 0.5
 what the terminal has sent us already. A later one ends the run at once."""
 
 
-def run(loaded: Loaded, plan: Plan) -> int:
+def run(loaded: Loaded, plan: ChaosPlan) -> int:
     """Test the promise on a service with these settings; returns the exit status."""
     try:
         with Subject(rows_for(loaded, can_be_poisoned=plan.every_s["poison"] > 0)) as subject:
@@ -81,14 +81,14 @@ class _Knowledge:
 class _Run:
     """One run, from a service that starts to a report. Lives in the event loop."""
 
-    def __init__(self, subject: Subject, loaded: Loaded, plan: Plan) -> None:
+    def __init__(self, subject: Subject, loaded: Loaded, plan: ChaosPlan) -> None:
         self._subject = subject
         self._settings = loaded.settings
         self._plan = plan
         self._numbers = itertools.count()
         self._is_interrupted = False
 
-    async def run(self) -> Report:
+    async def run(self) -> ChaosReport:
         """Do all of it.
 
         Raises:
@@ -121,7 +121,7 @@ class _Run:
             after = await self._settled_holdings(before) if self._subject.is_running else None
             last = await self._ledger()
             exit_code, left_over = await self._subject.stop()
-        return Report(
+        return ChaosReport(
             models=[f"{name} ({m.source})" for name, m in self._settings.models.items()],
             workers=len(health.workers),
             clients=self._plan.clients,
@@ -151,7 +151,7 @@ class _Run:
             loop = asyncio.get_running_loop()
             loop.call_later(_ECHO_S, loop.remove_signal_handler, signal.SIGINT)
 
-    async def _learn(self, health: Health) -> _Knowledge:
+    async def _learn(self, health: ServiceHealth) -> _Knowledge:
         questions: list[Question] = []
         num_indistinct = 0
         notes = []
@@ -184,7 +184,7 @@ class _Run:
         return _Knowledge(questions, poisonable, num_indistinct, notes)
 
     async def _known(
-        self, connection: Connection, path: str, model: ModelState
+        self, connection: TrialConnection, path: str, model: ModelState
     ) -> list[KnownQuestion]:
         plan = self._plan
         given = (
@@ -211,7 +211,9 @@ class _Run:
             tally.lost += tally.num_sent - tally.num_settled
             tally.note(f"the service is gone: {error.exceptions[0]}{self._subject.log_tail()}")
 
-    def _faults(self, watch: Watch, tally: Tally, knowledge: _Knowledge, health: Health) -> Faults:
+    def _faults(
+        self, watch: Watch, tally: Tally, knowledge: _Knowledge, health: ServiceHealth
+    ) -> Faults:
         every_s = dict(self._plan.every_s)
         if not knowledge.poisonable:
             every_s["poison"] = 0.0
@@ -293,7 +295,7 @@ class _Run:
             last = now
             await asyncio.sleep(2 * _TICK_S)
 
-    async def _ledger(self) -> Ledger | None:
+    async def _ledger(self) -> LedgerReading | None:
         try:
             connection = await connect(self._subject.address, lambda: None)
             try:

@@ -8,9 +8,9 @@ from typing import Literal
 import msgspec
 import psutil
 
-from service.trial.client import Address, Connection, NoAnswerError, connect
+from service.trial.client import Address, NoAnswerError, TrialConnection, connect
 from service.trial.family import is_alive
-from service.trial.health import Forkserver, Health, Worker, read_health
+from service.trial.health import ForkserverState, ServiceHealth, WorkerState, read_health
 
 Kind = Literal["kill", "stop", "forkserver"]
 FORKSERVER = "forkserver"
@@ -50,7 +50,7 @@ class Watch:
     def __init__(self, address: Address) -> None:
         self.recoveries: list[Recovery] = []
         self._address = address
-        self._connection: Connection | None = None
+        self._connection: TrialConnection | None = None
         self._is_asking = asyncio.Lock()
         self._is_wanted = asyncio.Event()
 
@@ -59,7 +59,7 @@ class Watch:
         """The faults that are not over."""
         return [each for each in self.recoveries if each.recovered is None]
 
-    async def look(self) -> Health:
+    async def look(self) -> ServiceHealth:
         """The state of all workers now.
 
         Raises:
@@ -111,8 +111,10 @@ class Watch:
         if self._connection is not None:
             self._connection.close()
 
-    def _compare(self, pending: Sequence[Recovery], health: Health, now: float) -> None:
-        workers: dict[str, Worker | Forkserver] = {each.name: each for each in health.workers}
+    def _compare(self, pending: Sequence[Recovery], health: ServiceHealth, now: float) -> None:
+        workers: dict[str, WorkerState | ForkserverState] = {
+            each.name: each for each in health.workers
+        }
         if health.forkserver is not None:
             workers[FORKSERVER] = health.forkserver
         for each in pending:

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 import httpx
 import msgspec
 
-from service.top.plan import KEY_VARIABLE, Plan
+from service.top.plan import KEY_VARIABLE, TopPlan
 
 _CONNECT_S = 5.0
 _SILENCE_S = 10.0
@@ -30,10 +30,10 @@ class LostError(FeedError):
     """The service is there no more, or not yet."""
 
 
-class Feed:
+class EventFeed:
     """The events of one service, which may be listened to again and again."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: TopPlan) -> None:
         """Prepare to connect.
 
         Raises:
@@ -114,7 +114,7 @@ class Feed:
         return LostError(f"the connection to {self._place} was lost ({text})")
 
 
-def _context(plan: Plan) -> ssl.SSLContext:
+def _context(plan: TopPlan) -> ssl.SSLContext:
     try:
         context = ssl.create_default_context(cafile=plan.ca_file)
     except (OSError, ssl.SSLError) as error:

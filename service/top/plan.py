@@ -15,7 +15,7 @@ KEY_VARIABLE = "INFERPOOL_METRICS_KEYS"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class TopPlan:
     """Which service, and how it is shown."""
 
     url: str
@@ -54,13 +54,13 @@ def add_flags(parser: ArgumentParser) -> None:
     )
 
 
-def plan_of(args: Namespace, environ: Mapping[str, str]) -> Plan:
+def plan_of(args: Namespace, environ: Mapping[str, str]) -> TopPlan:
     """What the flags and the environment say.
 
     Raises:
         FlagError: They make no sense.
     """
-    return Plan(
+    return TopPlan(
         url=url_of(args.url),
         key=key_of(args.key_file, environ, KEY_VARIABLE),
         ca_file=args.ca_file,

@@ -5,10 +5,10 @@ import contextlib
 import sys
 from collections.abc import AsyncGenerator
 
-from service.top.feed import Feed, FeedError, LostError
-from service.top.plan import Plan
+from service.top.feed import EventFeed, FeedError, LostError
+from service.top.plan import TopPlan
 from service.top.screen import page_lines
-from service.top.state import State, as_json, read_state
+from service.top.state import StateSeen, as_json, read_state
 from service.top.terminal import Terminal, console_of, print_lines
 from service.top.view import View
 
@@ -20,7 +20,7 @@ _SIGNALLED = 128
 """What shells add to the number of a signal."""
 
 
-def run(plan: Plan) -> int:
+def run(plan: TopPlan) -> int:
     """Show the service until the person leaves; returns the exit status."""
     try:
         if plan.is_json or plan.is_once or not sys.stdout.isatty():
@@ -32,8 +32,8 @@ def run(plan: Plan) -> int:
         return NO_FEED
 
 
-async def _show_once(plan: Plan) -> None:
-    feed = Feed(plan)
+async def _show_once(plan: TopPlan) -> None:
+    feed = EventFeed(plan)
     try:
         async with contextlib.aclosing(feed.events()) as events:
             _print(plan, await _first(plan, events))
@@ -41,7 +41,7 @@ async def _show_once(plan: Plan) -> None:
         await feed.close()
 
 
-def _print(plan: Plan, data: bytes) -> None:
+def _print(plan: TopPlan, data: bytes) -> None:
     view = View(plan.place)
     view.take(_read(plan, data))
     if plan.is_json:
@@ -52,8 +52,8 @@ def _print(plan: Plan, data: bytes) -> None:
     print_lines(console, lines)
 
 
-async def _show(plan: Plan) -> int:
-    feed = Feed(plan)
+async def _show(plan: TopPlan) -> int:
+    feed = EventFeed(plan)
     view = View(plan.place)
     terminal = Terminal(console_of(is_colored=plan.is_colored), view)
     events = feed.events()
@@ -72,7 +72,7 @@ async def _show(plan: Plan) -> int:
 
 
 async def _listen(
-    plan: Plan, feed: Feed, events: AsyncGenerator[bytes, None], terminal: Terminal
+    plan: TopPlan, feed: EventFeed, events: AsyncGenerator[bytes, None], terminal: Terminal
 ) -> None:
     """Follow the events, of one connection after another.
 
@@ -97,7 +97,7 @@ async def _listen(
         events = feed.events()
 
 
-async def _first(plan: Plan, events: AsyncGenerator[bytes, None]) -> bytes:
+async def _first(plan: TopPlan, events: AsyncGenerator[bytes, None]) -> bytes:
     """The first event.
 
     Raises:
@@ -108,7 +108,7 @@ async def _first(plan: Plan, events: AsyncGenerator[bytes, None]) -> bytes:
     raise LostError(f"{plan.place} ends its feed at once: it shuts down")
 
 
-def _read(plan: Plan, data: bytes) -> State:
+def _read(plan: TopPlan, data: bytes) -> StateSeen:
     try:
         return read_state(data)
     except ValueError as error:

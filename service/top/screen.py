@@ -9,7 +9,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from service.logs import escape
-from service.top.state import Ending, Gpu, Model, Percentiles, Sample, State
+from service.top.state import EndingSeen, GpuSeen, ModelSeen, PercentilesSeen, SampleSeen, StateSeen
 from service.top.table import worker_lines
 from service.top.view import Scene, View
 from service.top.words import bars, duration, rate, size, span
@@ -79,7 +79,7 @@ def _body(view: View, on: Size, room: int) -> list[Text]:
     return lines + _model(scene, models[chosen], on, room - len(lines))
 
 
-def _head(url: str, state: State, on: Size, *, is_lost: bool = False) -> list[Text]:
+def _head(url: str, state: StateSeen, on: Size, *, is_lost: bool = False) -> list[Text]:
     host, status = state.host, "lost" if is_lost else state.health.status
     badge = (f" {status} ", f"reverse {HOST_STYLES.get(status, _NOTICE)}")
     first = Text.assemble((f"inferpool {escape(state.version)}", "bold"), " ", badge, " ", url)
@@ -101,7 +101,7 @@ def _head(url: str, state: State, on: Size, *, is_lost: bool = False) -> list[Te
     return [first, second, _gpu_line(gpus)] if gpus else [first, second]
 
 
-def _gpu_line(gpus: Sequence[Gpu]) -> Text:
+def _gpu_line(gpus: Sequence[GpuSeen]) -> Text:
     """All of them in one, with those that are in trouble by name."""
     lost = [str(gpu.index) for gpu in gpus if not gpu.up]
     parts = [f"{len(gpus) - len(lost)} GPU{'s' if len(gpus) - len(lost) != 1 else ''}"]
@@ -123,7 +123,7 @@ def _gpu_line(gpus: Sequence[Gpu]) -> Text:
     return line
 
 
-def _tabs(models: Sequence[Model], chosen: int) -> Text:
+def _tabs(models: Sequence[ModelSeen], chosen: int) -> Text:
     line = Text()
     for number, model in enumerate(models, 1):
         is_chosen = number == chosen + 1
@@ -133,10 +133,10 @@ def _tabs(models: Sequence[Model], chosen: int) -> Text:
     return line
 
 
-def _model(scene: Scene, model: Model, on: Size, room: int) -> list[Text]:
+def _model(scene: Scene, model: ModelSeen, on: Size, room: int) -> list[Text]:
     """One model in so many lines at most: of its workers those that fit."""
     assert scene.state is not None
-    now = scene.state.models.get(model.name, Sample())
+    now = scene.state.models.get(model.name, SampleSeen())
     lines = [_title(model, now), *_figures(scene.samples(model), now, on)]
     if model.speed_search.state in ("searching", "changing"):
         lines.append(_line("speed", escape(model.speed_search.text)))
@@ -151,7 +151,7 @@ def _model(scene: Scene, model: Model, on: Size, room: int) -> list[Text]:
     return lines[: max(0, room)]
 
 
-def _title(model: Model, now: Sample) -> Text:
+def _title(model: ModelSeen, now: SampleSeen) -> Text:
     state = ("ready", "green") if model.ready else (model.reason or "not ready", "bold red")
     line = Text.assemble((escape(model.name), "bold"), " ", (escape(state[0]), state[1]))
     if now.source and now.source != model.name:
@@ -159,7 +159,7 @@ def _title(model: Model, now: Sample) -> Text:
     return line
 
 
-def _figures(past: Sequence[Sample], now: Sample, on: Size) -> list[Text]:
+def _figures(past: Sequence[SampleSeen], now: SampleSeen, on: Size) -> list[Text]:
     ended = now.instances_per_s
     p99s = [sample.latency_ms.p99 if sample.latency_ms else None for sample in past]
     waits = f"{now.queue_depth:,}" + (f" of {now.queue_limit:,}" if now.queue_limit else "")
@@ -205,13 +205,13 @@ def _charted(label: str, value: str, values: Sequence[float | None], on: Size) -
     return line
 
 
-def _percentiles(of: Percentiles | None) -> str:
+def _percentiles(of: PercentilesSeen | None) -> str:
     if of is None:
         return "no answers in the last second"
     return f"{duration(of.p50)} p50, {duration(of.p95)} p95"
 
 
-def _parts(now: Sample) -> str:
+def _parts(now: SampleSeen) -> str:
     parts = [
         f"{what} {duration(of.p50)} p50, {duration(of.p99)} p99"
         for what, of in (("queue", now.queue_ms), ("inference", now.inference_ms))
@@ -228,7 +228,7 @@ def _reasons(per_s: dict[str, float]) -> str:
     return text if len(parts) == 1 else f"{rate(sum(per_s.values()))}: {text}"
 
 
-def _batches(past: Sequence[Sample], now: Sample, on: Size) -> str:
+def _batches(past: Sequence[SampleSeen], now: SampleSeen, on: Size) -> str:
     counts: Counter[str] = Counter()
     for sample in past[-_BATCHES_OF:]:
         counts.update(sample.batch_sizes)
@@ -241,7 +241,7 @@ def _batches(past: Sequence[Sample], now: Sample, on: Size) -> str:
     return f"{shown}  {limit}".strip()
 
 
-def _endings(endings: Sequence[Ending], on: Size) -> list[Text]:
+def _endings(endings: Sequence[EndingSeen], on: Size) -> list[Text]:
     lines = []
     for ending in endings[:_MAX_ENDINGS]:
         at = datetime.fromtimestamp(ending.time).astimezone().strftime("%H:%M:%S")

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 
-class Outcomes(msgspec.Struct):
+class OutcomesSeen(msgspec.Struct):
     """Instances by the second: how many came in, and how the others ended."""
 
     accepted: float = 0.0
@@ -18,7 +18,7 @@ class Outcomes(msgspec.Struct):
     cancelled: float = 0.0
 
 
-class Percentiles(msgspec.Struct):
+class PercentilesSeen(msgspec.Struct):
     """Of durations in milliseconds."""
 
     p50: float
@@ -26,7 +26,7 @@ class Percentiles(msgspec.Struct):
     p99: float
 
 
-class Ending(msgspec.Struct):
+class EndingSeen(msgspec.Struct):
     """The end of one life of a worker."""
 
     worker: str
@@ -36,15 +36,15 @@ class Ending(msgspec.Struct):
     incarnation: int = 0
 
 
-class Sample(msgspec.Struct):
+class SampleSeen(msgspec.Struct):
     """What a model did in one interval, and where it stood at its end."""
 
     requests_per_s: float = 0.0
-    instances_per_s: Outcomes = msgspec.field(default_factory=Outcomes)
+    instances_per_s: OutcomesSeen = msgspec.field(default_factory=OutcomesSeen)
     rejected_per_s: dict[str, float] = {}
-    latency_ms: Percentiles | None = None
-    queue_ms: Percentiles | None = None
-    inference_ms: Percentiles | None = None
+    latency_ms: PercentilesSeen | None = None
+    queue_ms: PercentilesSeen | None = None
+    inference_ms: PercentilesSeen | None = None
     batch_sizes: dict[str, int] = {}
     """Batches by the upper edge of their size."""
     queue_depth: int = 0
@@ -53,11 +53,11 @@ class Sample(msgspec.Struct):
     queue_limit: int = 0
     max_batch_size: int = 0
     quarantined: int = 0
-    endings: list[Ending] = []
+    endings: list[EndingSeen] = []
     """The newest first."""
 
 
-class Worker(msgspec.Struct):
+class WorkerSeen(msgspec.Struct):
     """One worker, as /health has it."""
 
     name: str
@@ -71,31 +71,31 @@ class Worker(msgspec.Struct):
     reason: str = ""
 
 
-class SpeedSearch(msgspec.Struct):
+class SpeedSearchSeen(msgspec.Struct):
     """The search for a faster speed preset."""
 
     state: str = "off"
     text: str = ""
 
 
-class Model(msgspec.Struct):
+class ModelSeen(msgspec.Struct):
     """One model and its workers, as /health has it."""
 
     name: str
     ready: bool
     reason: str = ""
-    speed_search: SpeedSearch = msgspec.field(default_factory=SpeedSearch)
-    workers: list[Worker] = []
+    speed_search: SpeedSearchSeen = msgspec.field(default_factory=SpeedSearchSeen)
+    workers: list[WorkerSeen] = []
 
 
-class Front(msgspec.Struct):
+class FrontSeen(msgspec.Struct):
     """One process that takes connections."""
 
     name: str
     state: str
 
 
-class Gpu(msgspec.Struct):
+class GpuSeen(msgspec.Struct):
     """One GPU."""
 
     index: int
@@ -107,16 +107,16 @@ class Gpu(msgspec.Struct):
     last_xid: int = 0
 
 
-class Health(msgspec.Struct):
+class HealthSeen(msgspec.Struct):
     """The whole service, as /health has it."""
 
     status: str
-    models: list[Model]
-    fronts: list[Front] = []
-    gpus: list[Gpu] = []
+    models: list[ModelSeen]
+    fronts: list[FrontSeen] = []
+    gpus: list[GpuSeen] = []
 
 
-class Host(msgspec.Struct):
+class HostSeen(msgspec.Struct):
     """What all models share."""
 
     connections: int = 0
@@ -124,30 +124,30 @@ class Host(msgspec.Struct):
     arena_used_bytes: int = 0
 
 
-class Moment(msgspec.Struct):
+class MomentSeen(msgspec.Struct):
     """A second that has passed."""
 
     time: float
-    models: dict[str, Sample] = {}
+    models: dict[str, SampleSeen] = {}
 
 
-class State(msgspec.Struct):
+class StateSeen(msgspec.Struct):
     """One event."""
 
     time: float
-    health: Health
-    models: dict[str, Sample]
+    health: HealthSeen
+    models: dict[str, SampleSeen]
     version: str = ""
     uptime_s: float = 0.0
-    host: Host = msgspec.field(default_factory=Host)
-    history: list[Moment] = []
+    host: HostSeen = msgspec.field(default_factory=HostSeen)
+    history: list[MomentSeen] = []
     """The last minutes, the oldest first: in the first event alone."""
 
 
-_decode = msgspec.json.Decoder(State).decode
+_decode = msgspec.json.Decoder(StateSeen).decode
 
 
-def read_state(data: bytes) -> State:
+def read_state(data: bytes) -> StateSeen:
     """An event's data.
 
     Raises:

@@ -7,7 +7,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
 from service.logs import escape
-from service.top.state import Model, Worker
+from service.top.state import ModelSeen, WorkerSeen
 from service.top.words import rate, size
 
 STATE_STYLES = {
@@ -43,7 +43,7 @@ class _Column:
 
 
 def worker_lines(
-    model: Model, batches_per_s: Mapping[str, float], width: int, num_lines: int
+    model: ModelSeen, batches_per_s: Mapping[str, float], width: int, num_lines: int
 ) -> list[Text]:
     """A head and a line per worker; if there are too many, those that are not ready come first."""
     workers = model.workers
@@ -72,7 +72,7 @@ def worker_lines(
     return lines
 
 
-def _columns(workers: list[Worker], batches_per_s: Mapping[str, float]) -> list[_Column]:
+def _columns(workers: list[WorkerSeen], batches_per_s: Mapping[str, float]) -> list[_Column]:
     memory = [size(each.rss_bytes) if each.rss_bytes is not None else "-" for each in workers]
     batches = [
         rate(batches_per_s[each.name]) if each.name in batches_per_s else "-" for each in workers
@@ -92,7 +92,7 @@ def _width(columns: list[_Column]) -> int:
     return sum(column.width + len(_GAP) for column in columns)
 
 
-def _doing(worker: Worker, batches_per_s: Mapping[str, float]) -> str:
+def _doing(worker: WorkerSeen, batches_per_s: Mapping[str, float]) -> str:
     if worker.reason:
         return escape(worker.reason)
     if worker.state != "ready" or worker.name not in batches_per_s:

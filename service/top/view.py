@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from service.top.state import Model, Moment, Sample, State, Worker
+from service.top.state import ModelSeen, MomentSeen, SampleSeen, StateSeen, WorkerSeen
 
 _MAX_PAST = 300
 
@@ -14,30 +14,30 @@ _MAX_PAST = 300
 class Scene:
     """What the events have said until a moment."""
 
-    state: State | None = None
+    state: StateSeen | None = None
     """The newest; None until there was one."""
-    past: deque[Moment] = field(default_factory=lambda: deque(maxlen=_MAX_PAST))
+    past: deque[MomentSeen] = field(default_factory=lambda: deque(maxlen=_MAX_PAST))
     batches_per_s: Mapping[str, float] = field(default_factory=dict)
     """Of each worker, by name."""
 
     @property
-    def models(self) -> Sequence[Model]:
+    def models(self) -> Sequence[ModelSeen]:
         """Those that are served."""
         return self.state.health.models if self.state else ()
 
-    def take(self, state: State) -> None:
+    def take(self, state: StateSeen) -> None:
         """The next event."""
         if state.history:
             self.past.clear()
             self.past.extend(state.history)
         if not self.past or self.past[-1].time < state.time - 1e-3:
-            self.past.append(Moment(time=state.time, models=state.models))
+            self.past.append(MomentSeen(time=state.time, models=state.models))
         self.batches_per_s = _rates(self.state, state)
         self.state = state
 
-    def samples(self, model: Model) -> list[Sample]:
+    def samples(self, model: ModelSeen) -> list[SampleSeen]:
         """The past of a model, the oldest first."""
-        none = Sample()
+        none = SampleSeen()
         return [moment.models.get(model.name, none) for moment in self.past]
 
     def copy(self) -> "Scene":
@@ -71,7 +71,7 @@ class View:
         """What is shown."""
         return self._then or self._now
 
-    def take(self, state: State) -> None:
+    def take(self, state: StateSeen) -> None:
         """The next event."""
         self._now.take(state)
         self.trouble = ""
@@ -90,7 +90,7 @@ class View:
         self.chosen = (self.chosen + by) % max(1, len(self.scene.models))
 
 
-def _rates(before: State | None, now: State) -> dict[str, float]:
+def _rates(before: StateSeen | None, now: StateSeen) -> dict[str, float]:
     """Batches per second of each worker that was there before."""
     if before is None or now.time <= before.time:
         return {}
@@ -103,5 +103,5 @@ def _rates(before: State | None, now: State) -> dict[str, float]:
     }
 
 
-def _workers(state: State) -> list[Worker]:
+def _workers(state: StateSeen) -> list[WorkerSeen]:
     return [worker for model in state.health.models for worker in model.workers]

@@ -15,7 +15,7 @@ Address = tuple[str, int]
 
 
 @dataclass(slots=True)
-class Answer:
+class TrialAnswer:
     """What came back."""
 
     status: int
@@ -28,7 +28,7 @@ class NoAnswerError(Exception):
     """The request was sent, and the connection ended, or the time did, without an answer."""
 
 
-class Connection(asyncio.Protocol):
+class TrialConnection(asyncio.Protocol):
     """A connection to the service. Lives in the event loop."""
 
     def __init__(self, on_stray: Callable[[], None]) -> None:
@@ -42,13 +42,13 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
-        self._waiter: asyncio.Future[Answer] | None = None
+        self._waiter: asyncio.Future[TrialAnswer] | None = None
         self._asked_id = b""
         self._answered_id = b""
         self._request_id = b""
         self._chunks: list[bytes] = []
 
-    async def ask(self, request: bytes, timeout_s: float, request_id: bytes = b"") -> Answer:
+    async def ask(self, request: bytes, timeout_s: float, request_id: bytes = b"") -> TrialAnswer:
         """Send a whole request and await its answer.
 
         Args:
@@ -64,7 +64,7 @@ class Connection(asyncio.Protocol):
         assert self._transport is not None
         if not self.is_open:
             raise NoAnswerError("the connection was closed before the request")
-        waiter: asyncio.Future[Answer] = self._loop.create_future()
+        waiter: asyncio.Future[TrialAnswer] = self._loop.create_future()
         self._waiter = waiter
         self._asked_id = request_id
         timer = self._loop.call_later(timeout_s, self._fail, f"no answer in {timeout_s:.3g} s")
@@ -150,7 +150,7 @@ class Connection(asyncio.Protocol):
             return
         self._answered_id = self._asked_id
         status = self._parser.get_status_code()
-        self._waiter.set_result(Answer(status, self._request_id, b"".join(self._chunks)))
+        self._waiter.set_result(TrialAnswer(status, self._request_id, b"".join(self._chunks)))
         if not self._parser.should_keep_alive():
             self.close()
 
@@ -159,14 +159,14 @@ class Connection(asyncio.Protocol):
             self._waiter.set_exception(NoAnswerError(reason))
 
 
-async def connect(address: Address, on_stray: Callable[[], None]) -> Connection:
+async def connect(address: Address, on_stray: Callable[[], None]) -> TrialConnection:
     """Open a connection.
 
     Raises:
         OSError: Nobody listens.
     """
     loop = asyncio.get_running_loop()
-    _, connection = await loop.create_connection(lambda: Connection(on_stray), *address)
+    _, connection = await loop.create_connection(lambda: TrialConnection(on_stray), *address)
     return connection
 
 

@@ -3,7 +3,7 @@
 import msgspec
 
 from models.spec import TensorSpec
-from service.trial.client import Connection
+from service.trial.client import TrialConnection
 
 _TIMEOUT_S = 10.0
 _NO_WORKER = "failed"
@@ -16,7 +16,7 @@ class Rank(msgspec.Struct):
     pid: int
 
 
-class Worker(msgspec.Struct):
+class WorkerState(msgspec.Struct):
     """One worker, as /health has it."""
 
     name: str
@@ -45,7 +45,7 @@ class ModelState(msgspec.Struct):
     """One model and its workers."""
 
     name: str
-    workers: list[Worker]
+    workers: list[WorkerState]
     inputs: list[TensorSpec] = []
     example: object = None
     """An instance that it takes."""
@@ -53,7 +53,7 @@ class ModelState(msgspec.Struct):
     """It reads something else than `inputs` say."""
 
 
-class Forkserver(msgspec.Struct):
+class ForkserverState(msgspec.Struct):
     """The process that forks workers."""
 
     state: str
@@ -61,16 +61,16 @@ class Forkserver(msgspec.Struct):
     incarnation: int
 
 
-class Health(msgspec.Struct):
+class ServiceHealth(msgspec.Struct):
     """The whole service."""
 
     models: list[ModelState]
     fronts: list[object] = []
     """The processes that take calls, where they are several."""
-    forkserver: Forkserver | None = None
+    forkserver: ForkserverState | None = None
 
     @property
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[WorkerState]:
         """Of all models."""
         return [worker for model in self.models for worker in model.workers]
 
@@ -86,10 +86,10 @@ class Health(msgspec.Struct):
         return f"{failed[0].name}: {failed[0].reason}" if failed else ""
 
 
-_decode = msgspec.json.Decoder(Health).decode
+_decode = msgspec.json.Decoder(ServiceHealth).decode
 
 
-async def read_health(connection: Connection) -> Health:
+async def read_health(connection: TrialConnection) -> ServiceHealth:
     """Ask for the state of all workers.
 
     Raises:

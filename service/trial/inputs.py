@@ -44,7 +44,7 @@ _CONTENT_TYPES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Input:
+class TrialInput:
     """The body of a request that can be asked again and again."""
 
     name: str
@@ -52,7 +52,7 @@ class Input:
     content_type: str
 
 
-def made_up(model: ModelState, seed: int, count: int) -> list[Input]:
+def made_up(model: ModelState, seed: int, count: int) -> list[TrialInput]:
     """Inputs for a model that declares what it takes, or shows an example of it.
 
     Args:
@@ -68,7 +68,7 @@ def made_up(model: ModelState, seed: int, count: int) -> list[Input]:
         return [_text(f"input {i}", random.Random(f"{seed} {i}")) for i in range(count)]
     if example is not None and (model.reads_own_form or not specs):
         body = json.dumps({"instances": [example]}).encode()
-        return [Input(name="its example", body=body, content_type="application/json")]
+        return [TrialInput(name="its example", body=body, content_type="application/json")]
     if model.reads_own_form or not specs:
         raise TrialError(
             "nobody can know what the model takes, so nothing can be made up for it: give its "
@@ -77,7 +77,7 @@ def made_up(model: ModelState, seed: int, count: int) -> list[Input]:
     return [_made_up(specs, f"input {i}", np.random.default_rng((seed, i))) for i in range(count)]
 
 
-def read_inputs(path: Path) -> list[Input]:
+def read_inputs(path: Path) -> list[TrialInput]:
     """A file that is a request, or those of a folder: images, .npy, .safetensors, .json, .bin.
 
     Raises:
@@ -86,7 +86,7 @@ def read_inputs(path: Path) -> list[Input]:
     try:
         files = [path] if path.is_file() else sorted(path.iterdir())
         inputs = [
-            Input(
+            TrialInput(
                 name=file.name,
                 body=file.read_bytes(),
                 content_type=_CONTENT_TYPES[file.suffix.lower()],
@@ -121,20 +121,22 @@ def is_image(specs: Sequence[TensorSpec]) -> bool:
     return len(specs) == 1 and specs[0].name == "image" and specs[0].dtype == "uint8"
 
 
-def _made_up(specs: Sequence[TensorSpec], name: str, rng: np.random.Generator) -> Input:
+def _made_up(specs: Sequence[TensorSpec], name: str, rng: np.random.Generator) -> TrialInput:
     if is_image(specs):
-        return Input(name=name, body=_photo(rng), content_type="image/jpeg")
+        return TrialInput(name=name, body=_photo(rng), content_type="image/jpeg")
     arrays = {spec.name: (spec.dtype, _array(spec, rng)) for spec in specs}
-    return Input(name=name, body=safetensors_of(arrays), content_type="application/safetensors")
+    return TrialInput(
+        name=name, body=safetensors_of(arrays), content_type="application/safetensors"
+    )
 
 
-def _text(name: str, rng: random.Random) -> Input:
+def _text(name: str, rng: random.Random) -> TrialInput:
     """A piece of prose: most are short, as most texts are."""
     words = PROSE.split()
     num_words = min(int(rng.lognormvariate(_LOG_WORDS, 1)) + 2, _MAX_WORDS)
     start = rng.randrange(len(words) - num_words)
     body = json.dumps({"instances": [" ".join(words[start : start + num_words])]}).encode()
-    return Input(name=name, body=body, content_type="application/json")
+    return TrialInput(name=name, body=body, content_type="application/json")
 
 
 def _array(spec: TensorSpec, rng: np.random.Generator) -> NDArray[np.generic]:

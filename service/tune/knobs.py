@@ -30,7 +30,7 @@ class Knob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class KnobFacts:
     """What the knobs depend on."""
 
     settings: Settings
@@ -55,7 +55,7 @@ class Facts:
         return bool(self.host.gpus) and self.own.devices != "cpu"
 
 
-def knobs_for(facts: Facts, fixed: frozenset[str]) -> list[Knob]:
+def knobs_for(facts: KnobFacts, fixed: frozenset[str]) -> list[Knob]:
     """The knobs that there are for a model on this host.
 
     Args:
@@ -79,7 +79,7 @@ def key_of(name: str, model: str) -> tuple[str, ...]:
 _Ways = Sequence[Sequence[Changes]]
 
 
-def _replicas(facts: Facts) -> _Ways:
+def _replicas(facts: KnobFacts) -> _Ways:
     """How the cores are shared out; on GPUs, how many replicas share one."""
     now = facts.settings.placements_of(facts.model, facts.host)
     num = len(now)
@@ -97,7 +97,7 @@ def _replicas(facts: Facts) -> _Ways:
     return [spared, fewer, more] if spared != fewer[:1] else [fewer, more]
 
 
-def _split_replicas(facts: Facts, now: Sequence[Placement]) -> _Ways:
+def _split_replicas(facts: KnobFacts, now: Sequence[Placement]) -> _Ways:
     """The same devices to more replicas of fewer parts each, as far as their memory goes."""
     num_devices = sum(placement.num_ranks for placement in now)
     sizes = [size for size in _halves(now[0].num_ranks) if size > 1]
@@ -116,39 +116,39 @@ def _halves(number: int) -> list[int]:
     return found
 
 
-def _batch_size(facts: Facts) -> _Ways:
+def _batch_size(facts: KnobFacts) -> _Ways:
     size = facts.own.batch_size
     up = [{"max_batch_size": size * factor} for factor in (2, 4, 8)]
     down = [{"max_batch_size": size // factor} for factor in (2, 4, 8) if size >= factor]
     return [up, down]
 
 
-def _credit(facts: Facts) -> _Ways:
+def _credit(facts: KnobFacts) -> _Ways:
     credit = facts.own.credit
     up = [{"credit": credit + step} for step in (1, 2)]
     return [up, [{"credit": credit - 1}] if credit > 1 else []]
 
 
-def _front_ends(facts: Facts) -> _Ways:
+def _front_ends(facts: KnobFacts) -> _Ways:
     now = facts.num_fronts
     up = [{"front_ends": now + step} for step in (1, 2) if now + step <= facts.host.num_cores]
     return [up, [{"front_ends": now - 1}] if now > 1 else []]
 
 
-def _objective(facts: Facts) -> _Ways:
+def _objective(facts: KnobFacts) -> _Ways:
     """Batches that are kept small for the objective, where there is one."""
     wanted = facts.goal.p99_ms
     is_new = wanted is not None and facts.own.objective_p99_ms != wanted
     return [[{"objective_p99_ms": wanted}]] if is_new else []
 
 
-def _batch_wait(facts: Facts) -> _Ways:
+def _batch_wait(facts: KnobFacts) -> _Ways:
     now = facts.own.batch_wait_ms
     up = [{"batch_wait_ms": wait} for wait in (1.0, 2.0, 5.0) if wait > now]
     return [up, [{"batch_wait_ms": 0.0}] if now else []]
 
 
-def _prepare_threads(facts: Facts) -> _Ways:
+def _prepare_threads(facts: KnobFacts) -> _Ways:
     now = facts.own.prepare_threads
     if now == "auto":
         up = (12, 16) if facts.is_on_gpus else (2, 4)
@@ -156,13 +156,13 @@ def _prepare_threads(facts: Facts) -> _Ways:
     return [[{"prepare_threads": 2 * now}], [{"prepare_threads": count} for count in _halves(now)]]
 
 
-def _decode(facts: Facts) -> _Ways:
+def _decode(facts: KnobFacts) -> _Ways:
     """Whether what `auto` has chosen pays here; what the user has chosen stays."""
     is_chosen = facts.own.decode == "auto" and facts.decode != "exact"
     return [[{"decode": "exact"}]] if is_chosen else []
 
 
-def _speed(facts: Facts) -> _Ways:
+def _speed(facts: KnobFacts) -> _Ways:
     """Presets that change answers by no more than rounding, where the choice is open.
 
     The others are for `auto` to try, which verifies them; and where it found nothing to gain, or
@@ -174,7 +174,7 @@ def _speed(facts: Facts) -> _Ways:
     return [[{"speed": name}] for name in names if name != facts.preset]
 
 
-_KNOBS: Mapping[str, Callable[[Facts], _Ways]] = {
+_KNOBS: Mapping[str, Callable[[KnobFacts], _Ways]] = {
     "replicas x threads": _replicas,
     "batch size": _batch_size,
     "processes that take calls": _front_ends,

@@ -25,7 +25,7 @@ _PATIENCE_S = 60.0
 
 
 @dataclass(slots=True, kw_only=True)
-class Sample:
+class LoadSample:
     """What some seconds of load have shown."""
 
     seconds: float = 0.0
@@ -54,7 +54,7 @@ class Sample:
         ordered = sorted(self.latencies_s)
         return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
-    def add(self, other: "Sample") -> None:
+    def add(self, other: "LoadSample") -> None:
         """Take another one's figures to these."""
         self.seconds += other.seconds
         self.num_answers += other.num_answers
@@ -64,7 +64,7 @@ class Sample:
         self.errors.update(other.errors)
 
 
-class Load:
+class LoadClients:
     """Clients of one service, who keep their connections between rounds. Lives in the loop."""
 
     def __init__(self, address: Address, requests: Sequence[bytes]) -> None:
@@ -78,7 +78,7 @@ class Load:
         self._requests = requests
         self._clients: list[_Client] = []
 
-    async def run(self, num_clients: int, least_s: float) -> Sample:
+    async def run(self, num_clients: int, least_s: float) -> LoadSample:
         """Ask for so long at least, and until each client has had two answers.
 
         The first answers, while the queue fills, do not count.
@@ -124,7 +124,7 @@ class _Course:
     """One round: what is asked next, and what has come of it."""
 
     def __init__(self, requests: Sequence[bytes], num_clients: int, least_s: float) -> None:
-        self.sample = Sample()
+        self.sample = LoadSample()
         self.is_over = False
         """Nothing more is asked."""
         self.num_settled = 0

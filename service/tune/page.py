@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from html import escape
 
 from service.tune.charts import svg_chart
-from service.tune.report import Report
+from service.tune.report import TuneReport
 
 _STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --text: #24292f; --faint: #6e7781;
@@ -25,7 +25,7 @@ td:nth-child(2), th:nth-child(2), td:last-child, th:last-child { text-align: lef
 """
 
 
-def page(report: Report, settings: str) -> str:
+def page(report: TuneReport, settings: str) -> str:
     """The whole page.
 
     Args:

@@ -26,7 +26,7 @@ class Goal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class TunePlan:
     """Under which load, for how long, and where the result goes."""
 
     goal: Goal
@@ -96,9 +96,9 @@ def add_flags(parser: ArgumentParser) -> None:
     )
 
 
-def plan_of(args: Namespace) -> Plan:
+def plan_of(args: Namespace) -> TunePlan:
     """What the flags say."""
-    return Plan(
+    return TunePlan(
         goal=Goal(connections=args.connections, p99_ms=args.p99_ms),
         secs=args.secs,
         budget_s=args.budget,
@@ -109,7 +109,7 @@ def plan_of(args: Namespace) -> Plan:
     )
 
 
-def problem_with(plan: Plan, *, may_replace: bool) -> str:
+def problem_with(plan: TunePlan, *, may_replace: bool) -> str:
     """Why a result could not be written, if so: better said before minutes of measuring."""
     if plan.output is not None and plan.output.exists() and not may_replace:
         return f"{plan.output} is there already; --force replaces it, --output names another"

@@ -11,7 +11,7 @@ from service.settings_loader import Loaded
 from service.trial.errors import TrialError
 from service.trial.screen import Screen
 from service.tune.knobs import Changes
-from service.tune.plan import Goal, Plan
+from service.tune.plan import Goal, TunePlan
 from service.tune.search import Contender, Stage
 from service.tune.stage import NUM_ROUNDS, ServiceStage
 
@@ -37,7 +37,7 @@ class PlacementRace:
         is_side_by_side: bool,
     ) -> Mapping[str, Speed]:
         """See `service.doctor.speeds.Race`."""
-        plan = Plan(
+        plan = TunePlan(
             goal=Goal(connections=num_clients),
             secs=_SECS,
             budget_s=_MAX_S * len(ways),

@@ -18,7 +18,7 @@ _BUSY_CORES = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class TuneReport:
     """All that there is to say."""
 
     model: str

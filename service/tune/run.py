@@ -15,10 +15,10 @@ from service.settings_loader import Loaded
 from service.trial.errors import TrialError
 from service.trial.screen import Screen
 from service.tune.charts import figure
-from service.tune.knobs import Facts, knobs_for
+from service.tune.knobs import KnobFacts, knobs_for
 from service.tune.page import page
-from service.tune.plan import Plan
-from service.tune.report import Report
+from service.tune.plan import TunePlan
+from service.tune.report import TuneReport
 from service.tune.search import BestLostError, Search
 from service.tune.settings_file import settings_text
 from service.tune.stage import ServiceStage
@@ -37,7 +37,7 @@ _ECHO_S = 0.5
 what the terminal has sent us already. A later one ends the run at once."""
 
 
-def run(loaded: Loaded, whole: Loaded, plan: Plan) -> int:
+def run(loaded: Loaded, whole: Loaded, plan: TunePlan) -> int:
     """Tune the one model of some settings; returns the exit status.
 
     Args:
@@ -80,7 +80,7 @@ def run(loaded: Loaded, whole: Loaded, plan: Plan) -> int:
     return EXIT_INTERRUPTED if report.is_interrupted else EXIT_TUNED
 
 
-def _write_files(plan: Plan, report: Report, text: str, *, has_settings: bool) -> str:
+def _write_files(plan: TunePlan, report: TuneReport, text: str, *, has_settings: bool) -> str:
     """Write what is wanted as files; why that cannot be, or nothing."""
     try:
         if plan.html is not None:
@@ -95,7 +95,7 @@ def _write_files(plan: Plan, report: Report, text: str, *, has_settings: bool) -
 class _Run:
     """One run. Lives in the event loop."""
 
-    def __init__(self, loaded: Loaded, plan: Plan) -> None:
+    def __init__(self, loaded: Loaded, plan: TunePlan) -> None:
         (self._model,) = loaded.settings.models
         self._loaded = loaded
         self._plan = plan
@@ -103,7 +103,7 @@ class _Run:
         self._is_interrupted = False
         self._began = time.monotonic()
 
-    async def run(self) -> Report:
+    async def run(self) -> TuneReport:
         """Do all of it; what was found until an interruption or a failure is in the report, too."""
         loop = asyncio.get_running_loop()
         task = asyncio.current_task()
@@ -127,7 +127,7 @@ class _Run:
                 showing.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await showing
-        return Report(
+        return TuneReport(
             model=self._model,
             source=self._loaded.settings.models[self._model].source,
             preset=self._stage.preset,
@@ -146,9 +146,9 @@ class _Run:
             loop.call_later(_ECHO_S, loop.remove_signal_handler, signal.SIGINT)
             task.cancel()
 
-    def _facts(self) -> Facts:
+    def _facts(self) -> KnobFacts:
         settings = self._loaded.settings
-        return Facts(
+        return KnobFacts(
             settings=settings,
             model=self._model,
             host=find_host(settings.cuda_visible_devices),

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 from service.trial.errors import TrialError
 from service.tune.knobs import Changes, Knob
-from service.tune.load import Sample
+from service.tune.load import LoadSample
 from service.tune.plan import Goal
 
 LEAST_GAIN = 1.03
@@ -36,7 +36,7 @@ class Contender(Protocol):
 
     memory_bytes: int
 
-    async def measure(self, connections: int) -> Sample:
+    async def measure(self, connections: int) -> LoadSample:
         """One round of load.
 
         Raises:
@@ -68,7 +68,7 @@ class Tried:
     changes: Changes
     """Against the user's settings; none for these themselves."""
     connections: int
-    sample: Sample = field(default_factory=Sample)
+    sample: LoadSample = field(default_factory=LoadSample)
     memory_bytes: int = 0
     ratio: float = 1.0
     """To the best at that time, in turns with it: of requests per second, or where the objective
@@ -112,8 +112,8 @@ class _Comparison:
 
     ratio: float
     is_better: bool
-    best: Sample
-    challenger: Sample
+    best: LoadSample
+    challenger: LoadSample
 
 
 class BestLostError(Exception):
@@ -269,7 +269,7 @@ class Search:
     ) -> _Comparison:
         """Rounds in turns: A B, B A, A B, so that a machine that drifts favours neither."""
         least, most = (_NUM_FINAL_PAIRS,) * 2 if is_final else (_NUM_PAIRS, _MAX_PAIRS)
-        ours, theirs = Sample(), Sample()
+        ours, theirs = LoadSample(), LoadSample()
         ratios: list[float] = []
         while len(ratios) < most:
             order = (best, challenger) if len(ratios) % 2 == 0 else (challenger, best)
@@ -293,13 +293,13 @@ class Search:
             is_better = False
         return _Comparison(ratio=ratio, is_better=is_better, best=ours, challenger=theirs)
 
-    def _ratio(self, best: Sample, challenger: Sample) -> float:
+    def _ratio(self, best: LoadSample, challenger: LoadSample) -> float:
         """By how much the challenger is better."""
         if self.outcome.is_out_of_reach:
             return best.percentile_s(99) / max(challenger.percentile_s(99), 1e-9)
         return challenger.rate / max(best.rate, 1e-9)
 
-    async def _measure(self, contender: Contender) -> Sample:
+    async def _measure(self, contender: Contender) -> LoadSample:
         began = self._stage.now()
         try:
             sample = await contender.measure(self.outcome.connections)
@@ -321,7 +321,7 @@ class Search:
             return "late"
         return "worse" if found.ratio < 1 / LEAST_GAIN else "no better"
 
-    async def _find_load(self, contender: Contender, connections: int) -> Sample:
+    async def _find_load(self, contender: Contender, connections: int) -> LoadSample:
         """As many clients as keep the objective, at most those that were asked for."""
         self.outcome.connections = connections
         sample = await self._measure(contender)
@@ -339,7 +339,7 @@ class Search:
         )
         return sample
 
-    def _raised(self, sample: Sample) -> int:
+    def _raised(self, sample: LoadSample) -> int:
         """How many clients a service may bear that has shown this."""
         assert self._goal.p99_ms is not None
         room = self._goal.p99_ms / (sample.percentile_s(99) * 1e3 * _SPARE)

@@ -9,14 +9,14 @@ from service.cli_config import Row
 from service.settings_loader import Loaded
 from service.trial.client import NoAnswerError, connect, head_of
 from service.trial.errors import TrialError
-from service.trial.health import Health, read_health
-from service.trial.inputs import Input
+from service.trial.health import ServiceHealth, read_health
+from service.trial.inputs import TrialInput
 from service.trial.memory import pss_of
 from service.trial.subject import Subject, rows_of
 from service.tune.inputs import choose_inputs
 from service.tune.knobs import Changes, key_of
-from service.tune.load import Load, Sample
-from service.tune.plan import Plan
+from service.tune.load import LoadClients, LoadSample
+from service.tune.plan import TunePlan
 from workers.memory import available_bytes
 
 if TYPE_CHECKING:
@@ -47,9 +47,9 @@ class ServiceContender:
         self._subject = subject
         self._warm_s = warm_s
         self._round_s = round_s
-        self._load: Load | None = None
+        self._load: LoadClients | None = None
 
-    async def health(self) -> Health:
+    async def health(self) -> ServiceHealth:
         """What it says of itself."""
         connection = await connect(self._subject.address, lambda: None)
         try:
@@ -74,11 +74,11 @@ class ServiceContender:
             raise TrialError(f"an input has no answer: {error}") from error
         finally:
             connection.close()
-        self._load = Load(self._subject.address, requests)
+        self._load = LoadClients(self._subject.address, requests)
         await self._load.run(connections, self._warm_s)
         self.memory_bytes = sum(pss_of(each.pid).total for each in self._subject.family())
 
-    async def measure(self, connections: int) -> Sample:
+    async def measure(self, connections: int) -> LoadSample:
         """See `search.Contender`."""
         assert self._load is not None
         return await self._load.run(connections, self._round_s)
@@ -96,7 +96,7 @@ class ServiceContender:
 class ServiceStage:
     """Starts services with the user's settings, changed. See `search.Stage`."""
 
-    def __init__(self, loaded: Loaded, model: str, plan: Plan) -> None:
+    def __init__(self, loaded: Loaded, model: str, plan: TunePlan) -> None:
         """Start nothing yet.
 
         Args:
@@ -148,7 +148,7 @@ class ServiceStage:
         self._most_bytes = max(self._most_bytes, contender.memory_bytes)
         return contender
 
-    def _learn(self, health: Health) -> None:
+    def _learn(self, health: ServiceHealth) -> None:
         (model,) = health.models
         inputs = choose_inputs(self._plan.inputs, self._source, model)
         self._requests = [request_of(self._model, each) for each in inputs]
@@ -165,7 +165,7 @@ class ServiceStage:
         ]
 
 
-def request_of(model: str, given: Input) -> bytes:
+def request_of(model: str, given: TrialInput) -> bytes:
     """The whole HTTP request."""
     head = head_of(
         "POST",

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import uvloop
 
-from service.chaos.resources import Holdings, Ledger
+from service.chaos.resources import Holdings, LedgerReading
 from service.trial.client import NoAnswerError
 from tests.bench import plots, rounds
 from tests.bench.peers import conclude
@@ -91,7 +91,7 @@ def failures_of(
     trends: Mapping[str, Trend | None],
     before: Holdings,
     after: Holdings,
-    ledger: Ledger,
+    ledger: LedgerReading,
     *,
     max_slope: float,
 ) -> list[str]:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import psutil
 
 from service.chaos.questions import EchoQuestion
-from service.chaos.resources import Holdings, Ledger, holdings_of, read_ledger
-from service.trial.client import Connection, NoAnswerError, connect, head_of
+from service.chaos.resources import Holdings, LedgerReading, holdings_of, read_ledger
+from service.trial.client import NoAnswerError, TrialConnection, connect, head_of
 from service.trial.memory import pss_of
 from service.trial.screen import Screen
 from tests.bench.processes import HOST, Server
@@ -73,7 +73,7 @@ class Soak:
         self._address = (HOST, server.port)
         self._began = 0.0
 
-    async def run(self) -> tuple[Holdings, Holdings, Ledger]:
+    async def run(self) -> tuple[Holdings, Holdings, LedgerReading]:
         """Load and sample; what the service held before and after, and its counters."""
         await self._ask_for(2.0)
         before = await self._settled(None)
@@ -123,7 +123,7 @@ class Soak:
             for _ in range(self._args.clients):
                 group.create_task(ask())
 
-    async def _ask(self, number: int, connection: Connection) -> None:
+    async def _ask(self, number: int, connection: TrialConnection) -> None:
         counts = self.counts
         kind = self._kinds[number % len(self._kinds)]
         try:
@@ -156,7 +156,7 @@ class Soak:
         connection.close()
         self.counts.hung_up += 1
 
-    async def _ask_badly(self, number: int, connection: Connection) -> None:
+    async def _ask_badly(self, number: int, connection: TrialConnection) -> None:
         path, content_type, body, status = _BAD[number % len(_BAD)]
         head = head_of("POST", path, content_type=content_type, num_bytes=len(body))
         request = b"%sX-Request-ID: %d\r\n\r\n%s" % (head, number, body)
@@ -166,7 +166,7 @@ class Soak:
         else:
             self.counts.unexpected[f"status {answer.status} instead of {status}"] += 1
 
-    async def _ask_late(self, number: int, connection: Connection) -> None:
+    async def _ask_late(self, number: int, connection: TrialConnection) -> None:
         request = self._question.request(number).replace(
             b"X-Request-ID", b"X-Timeout-Ms: 1\r\nX-Request-ID", 1
         )

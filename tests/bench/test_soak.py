@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from service.chaos.resources import Holdings, Ledger
+from service.chaos.resources import Holdings, LedgerReading
 from tests.bench.__main__ import main
 from tests.bench.soak import failures_of
 from tests.bench.soak_load import Counts, kinds
@@ -21,7 +21,7 @@ _HOLDINGS = Holdings(
     shared_files=3,
     dev_shm_files=0,
 )
-_LEDGER = Ledger(
+_LEDGER = LedgerReading(
     accepted=3,
     succeeded=1,
     failed=0,

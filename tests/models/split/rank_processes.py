@@ -15,7 +15,7 @@ from models.errors import ModelError, OutOfStepError, RankError
 from models.out_of_memory import is_out_of_memory
 from models.spec import Placement
 from models.split.network import serve
-from models.split.report import Part, SplitReport
+from models.split.report import RankPart, SplitReport
 from workers.forkserver import ForkedProcess
 from workers.group import Group
 from workers.local import start_forkserver
@@ -42,7 +42,7 @@ class Loaded:
     """A network that the ranks have loaded: called here, computed by them."""
 
     processes: "RankProcesses"
-    parts: list[Part]
+    parts: list[RankPart]
     report: SplitReport
     num_bytes_read: list[int]
     """Of the checkpoint, by rank."""

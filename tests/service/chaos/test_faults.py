@@ -7,7 +7,7 @@ from itertools import islice
 from service.chaos.faults import Faults, schedule
 from service.chaos.load import Tally
 from service.chaos.watch import Watch
-from service.trial.health import Rank, Worker
+from service.trial.health import Rank, WorkerState
 
 
 def test_the_seed_decides_what_happens_when():
@@ -35,7 +35,7 @@ def test_any_rank_of_a_split_worker_is_struck_and_all_of_them_are_watched():
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) for _ in range(2)
     ]
     ranks = [Rank(rank=rank, pid=process.pid) for rank, process in enumerate(sleepers)]
-    worker = Worker(name="m/0", state="ready", incarnation=0, pid=ranks[0].pid, ranks=ranks)
+    worker = WorkerState(name="m/0", state="ready", incarnation=0, pid=ranks[0].pid, ranks=ranks)
     struck: Counter[int | None] = Counter()
     for seed in range(12):
         watch = Watch(("127.0.0.1", 1))

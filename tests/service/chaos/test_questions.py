@@ -6,10 +6,10 @@ import pytest
 from service.chaos.questions import EchoQuestion, KnownQuestion, indistinct, is_refusal, learn
 from service.trial.client import connect
 from service.trial.errors import TrialError
-from service.trial.inputs import Input
+from service.trial.inputs import TrialInput
 from tests.service.chaos.fake_service import answering
 
-_GIVEN = Input(name="one.json", body=b'{"instances": [1, 2]}', content_type="application/json")
+_GIVEN = TrialInput(name="one.json", body=b'{"instances": [1, 2]}', content_type="application/json")
 
 
 def taught(*bodies: object, status: int = 200) -> KnownQuestion:

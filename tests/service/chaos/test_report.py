@@ -7,8 +7,8 @@ from msgspec.structs import replace as replace_struct
 
 from service.chaos.faults import Poisonings
 from service.chaos.load import Tally
-from service.chaos.report import Report, spread
-from service.chaos.resources import Holdings, Ledger
+from service.chaos.report import ChaosReport, spread
+from service.chaos.resources import Holdings, LedgerReading
 from service.chaos.watch import Recovery
 
 _HOLDINGS = Holdings(
@@ -21,7 +21,7 @@ _HOLDINGS = Holdings(
     shared_files=3,
     dev_shm_files=0,
 )
-_LEDGER = Ledger(
+_LEDGER = LedgerReading(
     accepted=111,
     succeeded=110,
     failed=1,
@@ -44,8 +44,8 @@ def tally(count: int, **changes: int) -> Tally:
     return made
 
 
-def report(**changes: object) -> Report:
-    whole = Report(
+def report(**changes: object) -> ChaosReport:
+    whole = ChaosReport(
         models=["echo"],
         workers=2,
         clients=4,

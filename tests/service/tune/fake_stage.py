@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from math import sin
 
 from service.trial.errors import TrialError
-from service.tune.load import Sample
+from service.tune.load import LoadSample
 
 START_S, ROUND_S = 10.0, 1.0
 
@@ -21,14 +21,14 @@ class FakeContender:
         self._stage = stage
         self._rate = rate
 
-    async def measure(self, connections: int) -> Sample:
+    async def measure(self, connections: int) -> LoadSample:
         stage = self._stage
         assert self in stage.alive
         stage.time_s += ROUND_S
         drift = 1 + stage.drift * sin(stage.time_s / 40)
         rate = self._rate * drift * stage.random.gauss(1, stage.noise)
         latency_s = connections / rate  # Little's law
-        return Sample(
+        return LoadSample(
             seconds=ROUND_S,
             num_answers=int(rate),
             latencies_s=array("d", [latency_s] * max(1, int(rate) // 100)),

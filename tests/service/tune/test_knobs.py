@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from service.settings_loader import load
-from service.tune.knobs import Facts, Knob, knobs_for
+from service.tune.knobs import Knob, KnobFacts, knobs_for
 from service.tune.plan import Goal
 from workers.devices import Gpu, Host
 
@@ -27,7 +27,7 @@ def knobs(
     file.write_text(f'[models.net]\nsource = "torchvision:resnet18"\n{model}')
     settings = load({}, {}, tmp_path).settings
     host = Host(cpus=tuple(range(cores)), num_cores=cores, gpus=gpus)
-    facts = Facts(
+    facts = KnobFacts(
         settings=settings,
         model="net",
         host=host,

@@ -6,7 +6,7 @@ from contextlib import AbstractAsyncContextManager
 import pytest
 
 from service.trial.errors import TrialError
-from service.tune.load import Load, Sample
+from service.tune.load import LoadClients, LoadSample
 from tests.service.chaos.fake_service import serving
 
 _REQUEST = b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nhi"
@@ -33,10 +33,10 @@ def serving_with(answer: Answer) -> AbstractAsyncContextManager[tuple[str, int]]
     return serving(serve)
 
 
-def ask(answer: Answer, *, num_clients: int = 3, least_s: float = 0.05) -> Sample:
-    async def go() -> Sample:
+def ask(answer: Answer, *, num_clients: int = 3, least_s: float = 0.05) -> LoadSample:
+    async def go() -> LoadSample:
         async with serving_with(answer) as address:
-            load = Load(address, [_REQUEST])
+            load = LoadClients(address, [_REQUEST])
             try:
                 return await load.run(num_clients, least_s)
             finally:
@@ -85,4 +85,4 @@ def test_service_that_answers_nothing_well_is_an_error():
 
 def test_service_that_is_gone_is_an_error():
     with pytest.raises(TrialError, match="takes no connection"):
-        asyncio.run(Load(("127.0.0.1", 1), [_REQUEST]).run(1, 0.1))
+        asyncio.run(LoadClients(("127.0.0.1", 1), [_REQUEST]).run(1, 0.1))

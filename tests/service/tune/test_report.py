@@ -4,10 +4,10 @@ from array import array
 from xml.etree import ElementTree
 
 from service.tune.charts import Point, front, svg_chart, text_chart
-from service.tune.load import Sample
+from service.tune.load import LoadSample
 from service.tune.page import page
 from service.tune.plan import Goal
-from service.tune.report import Report
+from service.tune.report import TuneReport
 from service.tune.search import Outcome, Tried
 
 
@@ -18,11 +18,11 @@ def point(mark: str, p99_ms: float, rate: float) -> Point:
 POINTS = [point("0", 50, 1000), point("1", 20, 900), point("2", 60, 950), point("3", 80, 1500)]
 
 
-def sample(rate: float, p99_s: float) -> Sample:
-    return Sample(seconds=1.0, num_answers=int(rate), latencies_s=array("d", [p99_s] * 10))
+def sample(rate: float, p99_s: float) -> LoadSample:
+    return LoadSample(seconds=1.0, num_answers=int(rate), latencies_s=array("d", [p99_s] * 10))
 
 
-def report(*, is_confirmed: bool = True, **more: bool | str) -> Report:
+def report(*, is_confirmed: bool = True, **more: bool | str) -> TuneReport:
     base = Tried(changes={}, connections=64, sample=sample(1000, 0.05))
     better = Tried(
         changes={"replicas": 1},
@@ -40,7 +40,7 @@ def report(*, is_confirmed: bool = True, **more: bool | str) -> Report:
         connections=64,
         untried=["credit"],
     )
-    return Report(
+    return TuneReport(
         model="net",
         source="torchvision:resnet18",
         preset="folded",
@@ -52,7 +52,7 @@ def report(*, is_confirmed: bool = True, **more: bool | str) -> Report:
     )
 
 
-def written(what: Report) -> str:
+def written(what: TuneReport) -> str:
     stream = io.StringIO()
     what.write(stream)
     return stream.getvalue()

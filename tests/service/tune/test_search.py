@@ -5,7 +5,7 @@ import pytest
 
 from service.trial.errors import TrialError
 from service.tune.knobs import Knob
-from service.tune.load import Sample
+from service.tune.load import LoadSample
 from service.tune.plan import Goal
 from service.tune.search import BestLostError, Outcome, Search
 from tests.service.tune.fake_stage import ROUND_S, START_S, FakeContender, FakeStage, Surface
@@ -150,7 +150,7 @@ def test_objective_that_all_clients_keep_changes_nothing():
 
 def test_candidate_that_breaks_the_objective_loses_however_fast_it_is():
     class Uneven(FakeContender):
-        async def measure(self, connections: int) -> Sample:
+        async def measure(self, connections: int) -> LoadSample:
             sample = await super().measure(connections)
             if self.changes:
                 sample.num_answers *= 2
@@ -189,7 +189,7 @@ def test_settings_that_do_not_serve_at_all_are_an_error():
 
 def test_best_that_stops_answering_ends_the_search_and_is_not_held_against_others():
     class Dying(FakeContender):
-        async def measure(self, connections: int) -> Sample:
+        async def measure(self, connections: int) -> LoadSample:
             if self._stage.now() > 2 * START_S:
                 raise TrialError("no answer has come for 60 s")
             return await super().measure(connections)
