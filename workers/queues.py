@@ -9,7 +9,7 @@ ends need none, and a process that is killed while it holds one takes the queue 
 import os
 import struct
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection, Pipe
 
 _READ_BYTES = 1 << 18
@@ -59,16 +59,18 @@ class Frames:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        """The frames that are whole now.
+    def feed(self, data: bytes) -> Iterable[bytes]:
+        """The frames that are whole now, to be gone through at once.
 
         Raises:
             FrameError: A length is out of bounds.
         """
+        if not self._buffer and len(data) >= 4 and int.from_bytes(data[:4], "big") == len(data) - 4:
+            return (data[4:],)  # the usual case: exactly one frame
+        return self._cut(data)
+
+    def _cut(self, data: bytes) -> Iterator[bytes]:
         buffer = self._buffer
-        if not buffer and len(data) >= 4 and int.from_bytes(data[:4], "big") == len(data) - 4:
-            yield data[4:]  # the usual case: exactly one frame
-            return
         buffer += data
         while len(buffer) >= 4:
             start, length = _parse_head(buffer)
@@ -90,7 +92,7 @@ class FrameReader:
         self.is_dry = False
         """The last look found nothing to read."""
 
-    def frames(self) -> Iterator[bytes]:
+    def frames(self) -> Iterable[bytes]:
         """The frames that have arrived whole.
 
         Raises:
@@ -101,7 +103,7 @@ class FrameReader:
             data = os.read(self.fd, _READ_BYTES)
         except BlockingIOError:
             self.is_dry = True
-            return iter(())
+            return ()
         except OSError as error:
             raise EOFError from error
         self.is_dry = False

@@ -1,12 +1,11 @@
-"""The main process as the only front that there is."""
+"""The main process as the only front that there is, and what is shown of any fronts."""
 
 import asyncio
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from service.api.budgets import EdgeUse
 from service.api.health import FrontHealth
-from service.fronts.edge import readings_of
 from service.metrics import Reading
 
 
@@ -47,9 +46,28 @@ class OnlyFront:
 
     def read_gauges(self) -> Iterator[Reading]:
         """What `/metrics` shows of it now."""
-        num = len(self.connections)
-        yield Reading(name="front_up", value=self.up.is_set(), labels=("0",))
-        yield Reading(name="front_connections", value=num, labels=("0",))
-        yield Reading(name="front_restarts", value=0, labels=("0",))
-        yield Reading(name="connections", value=num)
-        yield from readings_of([self.use()])
+        return read_fronts(self.health(), [self.use()])
+
+
+def read_fronts(fronts: Sequence[FrontHealth], uses: Sequence[EdgeUse]) -> Iterator[Reading]:
+    """What `/metrics` shows of fronts.
+
+    Args:
+        fronts: Each of them, in order.
+        uses: What their connections hold.
+    """
+    for number, front in enumerate(fronts):
+        labels = (str(number),)
+        yield Reading(name="front_up", value=front.state == "up", labels=labels)
+        yield Reading(name="front_connections", value=front.num_connections, labels=labels)
+        yield Reading(name="front_restarts", value=front.restarts, labels=labels)
+    yield Reading(name="connections", value=sum(front.num_connections for front in fronts))
+    for name, attribute in (
+        ("unfinished_bytes", "unfinished_bytes"),
+        ("max_unfinished_bytes", "max_unfinished_bytes"),
+        ("unread_bytes", "unread_bytes"),
+        ("max_unread_bytes", "max_unread_bytes"),
+        ("unfinished_refused", "num_refused"),
+        ("readers_cut", "num_cut"),
+    ):
+        yield Reading(name=name, value=sum(getattr(use, attribute) for use in uses))

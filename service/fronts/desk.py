@@ -5,6 +5,7 @@ Runs in the main process's event loop; there is one for each life of a front.
 
 import asyncio
 import logging
+import mmap
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
@@ -30,9 +31,9 @@ from service.fronts.messages import (
     Turn,
     failure_of,
 )
-from service.fronts.part import Part
 from service.request import CallOptions, Payload, Result
 from service.steps import Steps
+from workers.arena import slot_bytes
 from workers.log_lines import log_line
 from workers.messages import LogLine
 from workers.queues import FrameError
@@ -57,7 +58,7 @@ class Desk:
         reader: Connection,
         writer: Connection,
         *,
-        part: Part,
+        part: "Part",
         models: Sequence[ModelEntry],
         on_counts: Callable[[Counts], None],
         on_end: Callable[[str], None],
@@ -241,3 +242,51 @@ class Desk:
         self._on_counts(counts)
         if future is not None and not future.done():
             future.set_result(None)
+
+
+class Part:
+    """Knows which slots are in use, whichever life of the front gave them out.
+
+    A front that dies leaves slots that workers read yet; its successor begins with those taken.
+    """
+
+    def __init__(self, memory: mmap.mmap, where: range) -> None:
+        """Begin with all of it free.
+
+        Args:
+            memory: The arena.
+            where: The part of it.
+        """
+        self.where = where
+        self.held: dict[int, int] = {}
+        """Offsets of the slots in use, and the lengths of their payloads."""
+        self.on_freed: Callable[[int], None] | None = None
+        """Told of each slot that comes back, while there is a front to be told."""
+        self._memory = memoryview(memory)
+
+    @property
+    def used_bytes(self) -> int:
+        """Of the slots in use, rounding included."""
+        return sum(map(slot_bytes, self.held.values()))
+
+    def take(self, offset: int, num_bytes: int) -> memoryview:
+        """Note that a slot is in use, and show what lies in it.
+
+        Raises:
+            FrameError: There can be no such slot.
+        """
+        end = offset + num_bytes
+        if offset < self.where.start or end > self.where.stop or offset in self.held:
+            raise FrameError(f"a slot at {offset} that cannot be")
+        self.held[offset] = num_bytes
+        return self._memory[offset:end]
+
+    def free(self, offset: int) -> None:
+        """No worker reads this slot any more."""
+        del self.held[offset]
+        if self.on_freed is not None:
+            self.on_freed(offset)
+
+    def close(self) -> None:
+        """Let go of the memory, so that it can be unmapped."""
+        self._memory.release()

@@ -6,7 +6,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from service.fronts.job import Job
+    from service.fronts.messages import Job
 
 
 def run(

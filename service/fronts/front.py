@@ -16,8 +16,7 @@ from multiprocessing.connection import Connection
 
 from service.api.protocol import PredictProtocol
 from service.endpoint import make_guard, make_predict, make_tracer, server_config
-from service.fronts.job import Job
-from service.fronts.messages import Count, Counts, Listening, MovedAway
+from service.fronts.messages import Count, Counts, Job, Listening, MovedAway
 from service.fronts.relay import Relay
 from service.fronts.uplink import Uplink
 from service.metrics import ModelMetrics

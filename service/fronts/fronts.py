@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator, Mapping
 from service.api.call import ModelEntry
 from service.api.connections import EdgeLimits
 from service.api.health import FrontHealth
+from service.fronts.alone import read_fronts
+from service.fronts.desk import Part
 from service.fronts.doorway import Doorway
-from service.fronts.edge import readings_of
-from service.fronts.job import Job
 from service.fronts.life import Life
-from service.fronts.messages import Counts
-from service.fronts.part import Part
+from service.fronts.messages import Counts, Job
 from service.metrics import Metrics, Reading
 from service.settings import Settings
 from workers.arena import Arena
@@ -153,16 +152,7 @@ class Fronts:
 
     def read_gauges(self) -> Iterator[Reading]:
         """What `/metrics` shows of them now."""
-        total = 0
-        for slot in self._supervisor.slots:
-            labels = (str(slot.id.slot),)
-            num_open = slot.handle.num_open if slot.handle else 0
-            total += num_open
-            yield Reading(name="front_up", value=slot.handle is not None, labels=labels)
-            yield Reading(name="front_connections", value=num_open, labels=labels)
-            yield Reading(name="front_restarts", value=slot.num_restarts, labels=labels)
-        yield Reading(name="connections", value=total)
-        yield from readings_of([life.edge for life in self._open()])
+        return read_fronts(self.health(), [life.edge for life in self._open()])
 
     def on_progress(self, slot: Slot[Part, Life]) -> None:
         """See `Watcher`."""

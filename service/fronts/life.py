@@ -12,10 +12,8 @@ from typing import Any
 from service.api.budgets import EdgeUse
 from service.api.call import ModelEntry
 from service.fronts import entry
-from service.fronts.desk import Desk
-from service.fronts.job import Job
-from service.fronts.messages import Counts, Leave, MoveAway
-from service.fronts.part import Part
+from service.fronts.desk import Desk, Part
+from service.fronts.messages import Counts, Job, Leave, MoveAway
 from workers.endings import describe_exit
 from workers.engine import Cause, Ending, WorkerId
 from workers.errors import WorkerStartError

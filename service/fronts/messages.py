@@ -1,14 +1,41 @@
-"""What crosses between a front and the main process: one msgpack value per turn of a loop."""
+"""All that crosses between a front and the main process.
+
+A front is started with a `Job`. After that it is one msgpack value per turn of a loop.
+"""
+
+from dataclasses import dataclass
 
 import msgspec
 
 from models.spec import TensorHeader, TensorSpec
 from service import errors
 from service.api.budgets import EdgeUse
+from service.api.connections import EdgeLimits
 from service.errors import ServiceError
 from service.exemplars import Exemplar
+from service.settings import Settings
 from service.steps import Steps
 from workers.messages import Kind, LogLine, TensorBlob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """All that a front needs to know; pickled into its process."""
+
+    name: str
+    """For the log: "front 0"."""
+    main_pid: int
+    settings: Settings
+    limits: EdgeLimits
+    part: range
+    """Where in the arena it puts payloads."""
+    held: dict[int, int]
+    """Slots there that workers still read on behalf of an earlier life, and their lengths."""
+    relay_path: str
+    """The socket on which the main process answers what is no prediction."""
+    family: int
+    """Of the connections' addresses."""
+    log_level: int
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, gc=False):

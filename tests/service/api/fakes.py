@@ -15,9 +15,8 @@ from service.api.exchange import Exchange
 from service.api.predict import Predict
 from service.api.replies import Reply as Answered
 from service.errors import ServiceError
-from service.fronts.desk import Desk
+from service.fronts.desk import Desk, Part
 from service.fronts.messages import Count
-from service.fronts.part import Part
 from service.fronts.uplink import RemoteModel, Uplink
 from service.request import CallOptions, Payload, Result, Timing
 from workers.arena import Arena, Slots

@@ -22,9 +22,8 @@ from service.errors import (
     UnavailableError,
 )
 from service.fronts import link
-from service.fronts.desk import Desk
+from service.fronts.desk import Desk, Part
 from service.fronts.messages import Settled, Turn
-from service.fronts.part import Part
 from service.fronts.uplink import RemoteModel, Uplink
 from service.instance import Instance
 from service.metrics import ModelMetrics
