@@ -1,4 +1,4 @@
-"""Where requests become batches and results answers: the ledger of one model, in the event loop.
+"""Where requests become batches and results answers, for one model, in the event loop.
 
 The states of an instance, who owns its slot of the arena, and what ends each:
 
@@ -7,8 +7,7 @@ The states of an instance, who owns its slot of the arena, and what ends each:
     settled   nobody            (an instance that ends otherwise while it is sent is settled at
                                 once, and its slot stays the worker's until either of the former)
 
-An instance is settled exactly once, and the counters of `ModelMetrics` say at every instant that
-accepted = succeeded + failed + expired + cancelled + in flight.
+Each instance is settled exactly once: see `Books`.
 """
 
 import asyncio
@@ -16,22 +15,17 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
-from math import ceil, inf
+from math import inf
 from typing import TYPE_CHECKING
 
 from models.speed.names import ANY_SIZE
 from service.admission import Admission
 from service.batch_sizes import SPARE, SizeLimit, fitting
 from service.batcher import Batcher
-from service.deadlines import NO_TICK, Deadlines
+from service.books import Books
 from service.errors import (
-    DeadlineExceededError,
     InternalError,
-    InvalidInputError,
-    ModelFailedError,
-    NonFiniteOutputError,
     OverloadedError,
-    QuarantinedError,
     ServiceError,
     UnavailableError,
     WorkerCrashedError,
@@ -40,10 +34,10 @@ from service.instance import QUEUED, SENT, SETTLED, Instance
 from service.lanes import Lane, Lanes
 from service.metrics import ModelMetrics
 from service.objective import Objective
-from service.quarantine import MAX_CRASHES, Input, Quarantine
-from service.request import CallOptions, Payload, Result, Timing
+from service.quarantine import MAX_CRASHES, Quarantine
+from service.request import CallOptions, Payload
 from service.schedule import Schedule
-from service.steps import Traced
+from service.suspects import Suspects
 from workers.arena import Arena
 from workers.engine import WorkerHandle
 from workers.errors import WorkerLostError
@@ -84,14 +78,13 @@ class Dispatcher:
         self.loop = asyncio.get_running_loop()
         self._arena = arena
         self._admission = admission
-        self._quarantine = quarantine
         self._metrics = metrics
+        self._suspects = Suspects(quarantine, arena, metrics)
         self._limit = SizeLimit(max_batch_size)
         self._objective = objective
         self._queue: Batcher[Instance] = Batcher()
-        self._deadlines: Deadlines[Instance] = Deadlines(self._on_deadline, self._unsettled)
-        self._traced: Traced[Instance] = Traced()
         self._lanes = Lanes()
+        self._books = Books(metrics, self._on_deadline, self._unsettled)
         self._schedule = Schedule(
             self._queue,
             self._lanes,
@@ -100,7 +93,6 @@ class Dispatcher:
             self._send,
             self._send_last,
         )
-        self._drained: asyncio.Event = asyncio.Event()
 
     @property
     def num_queued(self) -> int:
@@ -125,7 +117,7 @@ class Dispatcher:
     @property
     def num_quarantined(self) -> int:
         """Inputs that are refused because they have killed workers."""
-        return self._quarantine.num_inputs(time.monotonic())
+        return self._suspects.num_quarantined
 
     @property
     def num_unsettled(self) -> int:
@@ -163,10 +155,7 @@ class Dispatcher:
         """
         now = time.monotonic()
         num_bytes = payload.num_bytes
-        quarantine = self._quarantine
-        is_suspect = (
-            num_bytes in quarantine.lengths or num_bytes in quarantine.suspect_lengths
-        ) and self._check_record(payload, options, now)
+        is_suspect = self._suspects.check(payload, num_bytes, options, now)
         self._check_admission(options, now)
         owner, offset = payload.owner, payload.offset
         if owner is None:
@@ -187,15 +176,10 @@ class Dispatcher:
             options.trace,
         )
         instance = Instance(self, ref, owner, now, options)
-        if options.steps is not None:
-            self._traced.add(instance, options.steps)
         if is_suspect:
             instance.is_solo = True
             instance.num_crashes = 1
-        metrics = self._metrics
-        metrics.accepted += 1
-        metrics.in_flight += 1
-        self._deadlines.add(instance, now)
+        self._books.open(instance, now, options.steps)
         self._queue.push(instance, now)
         self._schedule.soon()
         return instance
@@ -221,10 +205,10 @@ class Dispatcher:
         while self._queue:
             for instance in self._queue.next_batch(self._limit.now):
                 instance.owner.free(instance.ref.offset)
-                self._fail(instance, error())
+                self._books.fail(instance, error())
         for instance in self._lanes.held():
             if instance.state != SETTLED:
-                self._fail(instance, error())
+                self._books.fail(instance, error())
 
     def cut_off(self, reason: str) -> None:
         """Admit nothing more, and answer all that is in flight."""
@@ -234,21 +218,16 @@ class Dispatcher:
     async def drain(self, grace_s: float) -> None:
         """Admit nothing more, and wait until all is settled; after the grace the rest is failed."""
         self._admission.is_draining = True
-        if self._metrics.in_flight:
-            self._drained.clear()
-            try:
-                await asyncio.wait_for(self._drained.wait(), grace_s)
-            except TimeoutError:
-                logger.warning("%s: %d requests cut off", self.name, self._metrics.in_flight)
-                self.cut_off("this server is shutting down and ran out of time")
+        try:
+            await self._books.drained(grace_s)
+        except TimeoutError:
+            logger.warning("%s: %d requests cut off", self.name, self._metrics.in_flight)
+            self.cut_off("this server is shutting down and ran out of time")
 
     def on_cancelled(self, instance: Instance) -> None:
         """The caller of an instance has gone."""
-        self._metrics.cancelled += 1
-        if self._traced:
-            self._traced.fail(instance, "cancelled", "nobody waits for it any more")
         self._unqueue(instance)
-        self._settle(instance)
+        self._books.cancel(instance)
 
     def _unsettled(self) -> "Iterator[Instance]":
         yield from self._queue
@@ -261,7 +240,7 @@ class Dispatcher:
             return
         where = "in the queue" if instance.state == QUEUED else "in a worker"
         self._unqueue(instance)
-        self._expire(instance, f"the deadline passed {where}")
+        self._books.expire(instance, f"the deadline passed {where}")
 
     def _check_admission(self, options: CallOptions, now: float) -> None:
         admission, queue, lanes = self._admission, self._queue, self._lanes
@@ -313,8 +292,7 @@ class Dispatcher:
             instance.state = SENT
         self._lanes.give(lane, batch)
         future.add_done_callback(partial(self._on_batch_done, lane, batch))
-        if self._traced:
-            self._traced.send(batch, lane.worker, now)
+        self._books.note_sent(batch, lane.worker, now)
         if len(lane.batches) == 1:
             lane.begin(now, was_idle=True)
         if self._objective:
@@ -335,47 +313,41 @@ class Dispatcher:
             extra=instance.ref.log_ids(),
         )
         instance.owner.free(instance.ref.offset)
-        self._fail(instance, InternalError("this input cannot be sent to a worker; see the log"))
+        self._books.fail(
+            instance, InternalError("this input cannot be sent to a worker; see the log")
+        )
 
     def _on_batch_done(
         self, lane: Lane, batch: list[Instance], future: "asyncio.Future[BatchDone]"
     ) -> None:
         now = time.monotonic()
         error = future.exception()
-        if isinstance(error, WorkerLostError) and error.started:
-            self._blame(batch, now)  # of those, too, that nobody waits for, while they have a slot
-        elif error is None and batch[0].is_solo:
-            self._acquit(batch[0], future.result())
-        for instance in batch:
-            if instance.state == SETTLED:
-                instance.owner.free(instance.ref.offset)
-        self._lanes.take(lane, batch)
         if error is None:
-            slot = lane.worker.id.slot
-            self._admission.rate.note(len(batch), now - lane.busy_since, now, slot)
-            done = future.result()
-            if not isinstance(done.outcomes[0], ItemError):  # or it may not have been computed
-                self._lanes.learn(lane, len(batch), now)
-                if not lane.is_lagging:
-                    self._limit.note(len(batch), done.prepare_s + done.compute_s)
-                    self._schedule.prepare_s = done.prepare_s
-            if lane.batches:
-                lane.begin(now, was_idle=False)
-            if self._objective:
-                self._objective.note(batch, now)
-                self._plan(self._objective, now)
-            if self._traced:
-                self._traced.compute(batch, done)
-            self._settle_batch(batch, done, now)
+            self._take_answers(lane, batch, future.result(), now)
         elif isinstance(error, WorkerLostError):
-            self._lanes.detach(lane.worker)
-            if self._traced:
-                self._traced.lose(batch, str(error), now)
-            self._take_back(batch, error)
+            self._take_back(lane, batch, error, now)
         else:
             raise error
         self._arrange(now)
         self._schedule.soon()
+
+    def _take_answers(self, lane: Lane, batch: list[Instance], done: BatchDone, now: float) -> None:
+        """Learn how fast a worker is from a batch that has come back, and answer its instances."""
+        num, took_s = len(batch), now - lane.busy_since
+        self._lanes.take(lane, batch)
+        self._admission.rate.note(num, took_s, now, lane.worker.id.slot)
+        if not isinstance(done.outcomes[0], ItemError):  # or it may not have been computed
+            self._lanes.learn(lane, num, now)
+            if not lane.is_lagging:
+                self._limit.note(num, done.prepare_s + done.compute_s)
+                self._schedule.prepare_s = done.prepare_s
+        if lane.batches:
+            lane.begin(now, was_idle=False)
+        if self._objective:
+            self._objective.note(batch, now)
+            self._plan(self._objective, now)
+        self._suspects.note_answers(batch, done.outcomes)
+        self._books.settle_batch(batch, done, now)
 
     def _arrange(self, now: float) -> None:
         """Have what waits go by priority, unless some of it would miss its deadline then."""
@@ -393,155 +365,39 @@ class Dispatcher:
         objective.plan(lanes.leading, lanes.num_sent, self._limit.own, now)
         self._limit.bound(objective.max_size)
 
-    def _settle_batch(self, batch: list[Instance], done: BatchDone, now: float) -> None:
-        metrics = self._metrics
-        if self._quarantine.recent and not all(
-            isinstance(outcome, ItemError) for outcome in done.outcomes
-        ):
-            self._quarantine.note_success()
-        metrics.batch_size.observe(len(batch))
-        metrics.prepare_duration.observe(done.prepare_s)
-        metrics.inference_duration.observe(done.compute_s)
-        # All that was neither preparing nor computing was waiting, here or in the worker.
-        began = now - done.prepare_s - done.compute_s
-        for instance, outcome in zip(batch, done.outcomes, strict=True):
-            if instance.state == SETTLED:
-                continue
-            instance.owner.free(instance.ref.offset)
-            queue_s = max(0.0, began - instance.arrived)
-            metrics.queue_wait.observe(queue_s)
-            if isinstance(outcome, ItemError):
-                self._fail_item(instance, outcome)
-            else:
-                metrics.succeeded += 1
-                self._settle(instance)
-                timing = Timing(queue_s, done.prepare_s, done.compute_s)
-                instance.set_result(Result(outcome, timing))
+    def _refuse_quarantined(self) -> None:
+        """See to it that no more workers die of an input, whoever waits for its answer."""
+        for instance in list(self._queue):
+            if refusal := self._suspects.refusal(instance):
+                self._unqueue(instance)
+                self._books.fail(instance, refusal)
 
-    def _fail_item(self, instance: Instance, error: ItemError) -> None:
-        if error.code == "deadline_exceeded":
-            self._expire(instance, error.message)
-        elif error.code == "invalid_input":
-            self._fail(instance, InvalidInputError(error.message))
-        elif error.code == "non_finite_output":
-            self._fail(instance, NonFiniteOutputError(error.message))
-        elif error.code == "exhausted":
-            self._fail(instance, UnavailableError(error.message, retry_after_s=1))
-        else:
-            self._fail(instance, ModelFailedError(error.message))
-
-    def _blame(self, batch: list[Instance], now: float) -> None:
-        """Hold a worker's death against what it was at: for good, if that was one input twice."""
-        for instance in batch:
-            input = self._input_of(instance)
-            if instance.is_solo:
-                instance.num_crashes, digest = self._quarantine.note_death_alone(
-                    input, instance.num_crashes, now
-                )
-                if instance.num_crashes >= MAX_CRASHES:
-                    self._convict(instance, digest)
-            else:
-                self._quarantine.note_death(input, now)
-                instance.num_crashes = 1
-                instance.is_solo = True
-
-    def _acquit(self, instance: Instance, done: BatchDone) -> None:
-        """Hold nothing more against an input that was computed alone, and well."""
-        if not isinstance(done.outcomes[0], ItemError):
-            self._quarantine.acquit(self._input_of(instance))
-
-    def _convict(self, instance: Instance, digest: str) -> None:
-        """See to it that no more workers die of an input, for whomever that waits."""
-        logger.error(
-            "%s: an input has killed %d workers: not trying it again (digest %s)",
-            self.name,
-            instance.num_crashes,
-            digest,
-            extra=instance.ref.log_ids(),
-        )
-        for other in [each for each in self._queue if self._is_quarantined(each)]:
-            self._unqueue(other)
-            self._fail(other, _quarantined(self._quarantine.duration_s))
-
-    def _take_back(self, batch: list[Instance], error: WorkerLostError) -> None:
+    def _take_back(
+        self, lane: Lane, batch: list[Instance], error: WorkerLostError, now: float
+    ) -> None:
         """Queue again what a lost worker held, and is not settled nor guilty of its death."""
+        # Those are blamed, too, that nobody waits for: they still have their slots.
+        if error.started and self._suspects.blame(batch, now):
+            self._refuse_quarantined()
+        self._lanes.take(lane, batch)
+        self._lanes.detach(lane.worker)
+        self._books.note_lost(batch, str(error), now)
         for instance in reversed(batch):
             if instance.state == SETTLED:
-                continue
-            if instance.num_crashes >= MAX_CRASHES:
                 instance.owner.free(instance.ref.offset)
-                self._fail(
+            elif instance.num_crashes >= MAX_CRASHES:
+                instance.owner.free(instance.ref.offset)
+                self._books.fail(
                     instance,
                     WorkerCrashedError(
                         f"{instance.num_crashes} workers died while they computed this input "
                         f"(the last: {error})"
                     ),
                 )
-            elif self._is_quarantined(instance):
+            elif refusal := self._suspects.refusal(instance):
                 instance.owner.free(instance.ref.offset)
-                self._fail(instance, _quarantined(self._quarantine.duration_s))
+                self._books.fail(instance, refusal)
             else:
                 self._metrics.retried += 1
                 instance.state = QUEUED
                 self._queue.push_front(instance)
-
-    def _input_of(self, instance: Instance) -> Input:
-        """What an instance asks for, as it lies in its slot; not to be kept."""
-        ref = instance.ref
-        arena = memoryview(self._arena.memory.map)
-        payload = arena[ref.offset : ref.offset + ref.num_bytes]
-        return Input(ref.kind, ref.headers, ref.parameters, payload)
-
-    def _is_quarantined(self, instance: Instance) -> bool:
-        """Whether an instance that was admitted has the input of one that has killed workers."""
-        if instance.ref.num_bytes not in self._quarantine.lengths:
-            return False
-        return self._quarantine.left_s(self._input_of(instance), time.monotonic()) > 0
-
-    def _check_record(self, payload: Payload, options: CallOptions, now: float) -> bool:
-        """Whether an input is to be computed alone, since a worker has died with it.
-
-        Raises:
-            QuarantinedError: It is not to be computed at all.
-        """
-        chunks = payload.chunks
-        whole = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-        input = Input(payload.kind, payload.headers, options.parameters, whole)
-        left_s = self._quarantine.left_s(input, now)
-        if left_s > 0:
-            self._metrics.rejected["quarantined"] += 1
-            raise _quarantined(left_s)
-        return self._quarantine.is_suspect(input, now)
-
-    def _expire(self, instance: Instance, message: str) -> None:
-        self._metrics.expired += 1
-        after_s = instance.deadline - instance.arrived
-        self._end(instance, DeadlineExceededError(f"{message}, {after_s:.2f} s after it came"))
-
-    def _fail(self, instance: Instance, error: ServiceError) -> None:
-        self._metrics.failed += 1
-        self._end(instance, error)
-
-    def _end(self, instance: Instance, error: ServiceError) -> None:
-        if self._traced:
-            self._traced.fail(instance, error.code, error.message)
-        self._settle(instance)
-        instance.set_exception(error)
-
-    def _settle(self, instance: Instance) -> None:
-        instance.state = SETTLED
-        if self._traced:
-            self._traced.settle(instance)
-        if instance.tick != NO_TICK:
-            self._deadlines.discard(instance)
-        metrics = self._metrics
-        metrics.in_flight -= 1
-        if not metrics.in_flight:
-            self._drained.set()
-
-
-def _quarantined(left_s: float) -> QuarantinedError:
-    return QuarantinedError(
-        "workers have died while they computed this very input; "
-        f"it is not tried again within the next {ceil(left_s)} s"
-    )
