@@ -21,6 +21,7 @@ from workers.config import WorkerConfig
 from workers.endings import OomKills
 from workers.engine import Cause, Ending, RankVitals, Vitals, WorkerId
 from workers.errors import WorkerLostError, WorkerStartError
+from workers.frames import FrameError
 from workers.held import Held, HeldBatches, batch_timeout_s
 from workers.keep_going import KeepGoing
 from workers.log_lines import log_line
@@ -38,7 +39,7 @@ from workers.messages import (
     StartFailed,
 )
 from workers.outputs import OutputRegion
-from workers.queues import FrameError, FrameWriter, PrivateQueue
+from workers.queues import FrameWriter, PrivateQueue
 from workers.rank_process import RankProcess
 from workers.wiring import Wiring
 

@@ -7,21 +7,17 @@ ends need none, and a process that is killed while it holds one takes the queue 
 """
 
 import os
-import struct
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from multiprocessing.connection import Connection, Pipe
+
+from workers.frames import Frames
 
 _READ_BYTES = 1 << 18
 _PIPE_BYTES = 1 << 20
 """Asked of the kernel; an unprivileged process may get less once many pipes are open."""
-MAX_FRAME_BYTES = 1 << 30
 _F_SETPIPE_SZ = 1031
 """linux/fcntl.h; the fcntl module has it on Linux from Python 3.10 on."""
-
-
-class FrameError(Exception):
-    """The other end wrote something that is no frame."""
 
 
 class PrivateQueue:
@@ -47,38 +43,6 @@ def _in_worker(reader: Connection, writer: Connection) -> object:
     from workers.worker_queue import WorkerQueue
 
     return WorkerQueue(reader, writer)
-
-
-class Frames:
-    """Makes frames of what is read, and keeps what is half a frame.
-
-    The framing is that of multiprocessing.connection: a signed 32-bit length, big-endian, or -1 and
-    an unsigned 64-bit one.
-    """
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> Iterable[bytes]:
-        """The frames that are whole now, to be gone through at once.
-
-        Raises:
-            FrameError: A length is out of bounds.
-        """
-        if not self._buffer and len(data) >= 4 and int.from_bytes(data[:4], "big") == len(data) - 4:
-            return (data[4:],)  # the usual case: exactly one frame
-        return self._cut(data)
-
-    def _cut(self, data: bytes) -> Iterator[bytes]:
-        buffer = self._buffer
-        buffer += data
-        while len(buffer) >= 4:
-            start, length = _parse_head(buffer)
-            if length is None or len(buffer) < start + length:
-                return
-            frame = bytes(memoryview(buffer)[start : start + length])
-            del buffer[: start + length]
-            yield frame
 
 
 class FrameReader:
@@ -114,20 +78,6 @@ class FrameReader:
     def close(self) -> None:
         """Close the end."""
         self._connection.close()
-
-
-def _parse_head(buffer: bytearray) -> tuple[int, int | None]:
-    """Where the first frame's body starts, and its length if that has arrived."""
-    (length,) = struct.unpack_from("!i", buffer)
-    start = 4
-    if length == -1:
-        if len(buffer) < 12:
-            return 12, None
-        (length,) = struct.unpack_from("!Q", buffer, 4)
-        start = 12
-    if not 0 <= length <= MAX_FRAME_BYTES:
-        raise FrameError(f"a frame of {length} bytes")
-    return start, length
 
 
 class FrameWriter:

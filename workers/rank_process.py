@@ -14,12 +14,13 @@ import msgspec
 
 from workers.endings import OomKills
 from workers.engine import Cause, WorkerId
+from workers.frames import FrameError
 from workers.heartbeat import HeartbeatReader
 from workers.log_lines import log_line
 from workers.messages import UNREADABLE, FromWorker, LogLine
 from workers.observed import ObservedProcess
 from workers.outputs import StoredError
-from workers.queues import FrameError, FrameReader, PrivateQueue
+from workers.queues import FrameReader, PrivateQueue
 from workers.stacks import Stacks
 
 logger = logging.getLogger(__name__)

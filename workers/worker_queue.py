@@ -9,8 +9,8 @@ from multiprocessing.connection import Connection
 import msgspec
 from torch.multiprocessing.queue import ConnectionWrapper, SimpleQueue
 
+from workers.frames import Frames
 from workers.messages import Batch, FromWorker
-from workers.queues import Frames
 
 _READ_BYTES = 1 << 16
 _KEPT_BYTES = 1 << 20

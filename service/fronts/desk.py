@@ -34,9 +34,9 @@ from service.fronts.messages import (
 from service.request import CallOptions, Payload, Result
 from service.steps import Steps
 from workers.arena import slot_bytes
+from workers.frames import FrameError
 from workers.log_lines import log_line
 from workers.messages import LogLine
-from workers.queues import FrameError
 
 if TYPE_CHECKING:
     from models.spec import TensorSpec

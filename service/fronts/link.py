@@ -10,8 +10,9 @@ from typing import Generic, TypeVar
 import msgspec
 
 from service.fronts.messages import Answer, Ask
+from workers.frames import FrameError
 from workers.messages import UNREADABLE
-from workers.queues import FrameError, FrameReader, FrameWriter
+from workers.queues import FrameReader, FrameWriter
 
 logger = logging.getLogger(__name__)
 

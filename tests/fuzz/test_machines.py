@@ -20,8 +20,9 @@ from service.batcher import Batcher, Bucket
 from service.deadlines import NO_TICK, TICK_S, Deadlines
 from tests.properties import untimed
 from workers.arena import MIN_BLOCK_BYTES, Arena
+from workers.frames import FrameError
 from workers.messages import UNREADABLE, BatchDone, FromWorker
-from workers.queues import FrameError, FrameReader, PrivateQueue
+from workers.queues import FrameReader, PrivateQueue
 
 NUM_BLOCKS = 96
 

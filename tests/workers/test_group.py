@@ -28,11 +28,11 @@ from workers.arena import Arena
 from workers.config import WorkerConfig
 from workers.engine import WorkerHandle, WorkerId
 from workers.errors import WorkerLostError, WorkerStartError
+from workers.frames import FrameError
 from workers.group import Group, backend_for
 from workers.local import LocalEngine
 from workers.local_worker import LocalWorker
 from workers.messages import RankReady
-from workers.queues import FrameError
 from workers.wiring import Wiring
 
 PAIR = Placement(devices=("cpu", "cpu"), split="pipeline")

@@ -3,7 +3,8 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from workers.queues import FrameError, FrameReader, FrameWriter, PrivateQueue
+from workers.frames import FrameError
+from workers.queues import FrameReader, FrameWriter, PrivateQueue
 
 
 def frames_of(reader: FrameReader) -> list[bytes]:
