@@ -6,9 +6,10 @@ import os
 import sys
 from collections.abc import Sequence
 
+from service.cli_address import FlagError
 from service.cli_parser import USAGE_ERROR, make_parser, nearest, unrecognised
 from service.cli_verbs import VERBS
-from service.usage import FlagError, SettingsError
+from service.settings_names import SettingsError
 
 NOT_INSTALLED = 1
 """The exit status where there is only the client, and a verb takes more."""

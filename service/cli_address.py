@@ -10,9 +10,12 @@ from pathlib import Path
 from models.reading import read_file
 from service.keys import first_key
 from service.urls import DEFAULT_URL, problem_of_address, without_password
-from service.usage import FlagError
 
 _PIPE_WAIT_S = 10.0
+
+
+class FlagError(ValueError):
+    """The flags make no sense; the message says why."""
 
 
 def add_url_flag(parser: ArgumentParser) -> None:

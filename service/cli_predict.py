@@ -9,13 +9,12 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from service.cli_address import key_of, url_of
+from service.cli_address import FlagError, key_of, url_of
 from service.cli_flags import PREDICT_KEY_VARIABLE
 from service.client import AsyncClient, ConnectError, InferpoolError, Prediction
 from service.client.results import Json
 from service.client.retries import Retry
 from service.urls import without_password
-from service.usage import FlagError
 
 _FAILED = 1
 """The exit status where an input has no prediction."""

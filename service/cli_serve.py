@@ -10,14 +10,15 @@ from argparse import Namespace
 from multiprocessing import resource_tracker
 from pathlib import Path
 
+from service.cli_address import FlagError
 from service.cli_flags import settings_in
 from service.logs import is_json
 from service.preload import modules_to_preload
 from service.raw_output import RawOutput
 from service.settings import Settings
 from service.settings_loader import Loaded, load, secret_variables
+from service.settings_names import SettingsError
 from service.tls import TlsError, server_context
-from service.usage import FlagError, SettingsError
 from workers.local import start_forkserver
 
 CANNOT_START = 1

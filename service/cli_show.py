@@ -7,9 +7,9 @@ from pathlib import Path
 
 from service import cli_config as in_force
 from service import cli_describe as describe
+from service.cli_address import FlagError
 from service.cli_flags import settings_in
 from service.settings_loader import load
-from service.usage import FlagError
 
 
 def run(args: Namespace) -> int:

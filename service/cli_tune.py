@@ -4,11 +4,11 @@ import os
 from argparse import Namespace
 from pathlib import Path
 
+from service.cli_address import FlagError
 from service.cli_flags import settings_in
 from service.settings_loader import load
 from service.tune.plan import plan_of, problem_with
 from service.tune.run import run as search
-from service.usage import FlagError
 
 
 def run(args: Namespace) -> int:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from service.app import run as run_app
+from service.cli_address import FlagError
 from service.settings import Settings
 from service.settings_loader import Loaded
-from service.usage import FlagError
 from workers.in_process import InProcessEngine
 
 _PATIENCE_S = 3600.0

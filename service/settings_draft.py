@@ -13,7 +13,15 @@ from models.reading import read_file
 from service.keys import Keys, read_keys
 from service.model_settings import ModelSettings
 from service.settings import Settings
-from service.settings_names import FLAGS, KEY_SETTINGS, PREFIX, Key, dotted, is_foreign
+from service.settings_names import (
+    FLAGS,
+    KEY_SETTINGS,
+    PREFIX,
+    Key,
+    SettingsError,
+    dotted,
+    is_foreign,
+)
 from service.settings_types import expected
 from service.settings_words import (
     PIPE_WAIT_S,
@@ -39,7 +47,6 @@ from service.trace_settings import (
     parted,
     told_by,
 )
-from service.usage import SettingsError
 
 _MODEL_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 

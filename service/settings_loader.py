@@ -15,11 +15,10 @@ from models.reading import read_file
 from service.model_settings import ModelSettings
 from service.settings import Settings
 from service.settings_draft import Draft
-from service.settings_names import CONFIG_VARIABLE, KEY_SETTINGS, PREFIX, Key, dotted
+from service.settings_names import CONFIG_VARIABLE, KEY_SETTINGS, PREFIX, Key, SettingsError, dotted
 from service.settings_words import PIPE_WAIT_S
 from service.trace_settings import ENDPOINT_VARIABLES, HEADER_VARIABLES
 from service.urls import without_password
-from service.usage import SettingsError
 
 FILE_NAME = "inferpool.toml"
 

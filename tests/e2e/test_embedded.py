@@ -19,7 +19,7 @@ from models.spec import Placement, TensorSpec
 from service.client.errors import UnauthorizedError
 from service.embedded import RunningService, serve
 from service.errors import StartError
-from service.usage import SettingsError
+from service.settings_names import SettingsError
 from tests.e2e.running import ROOT, left_over, until
 from tests.ports import free_port
 from tests.small_classifier import SmallClassifier

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from service.cli_parser import make_parser
 from service.settings_loader import load
-from service.usage import SettingsError
+from service.settings_names import SettingsError
 from tests.ports import free_port
 from tests.readme import command
 from tests.readme.blocks import LANGUAGES, Block

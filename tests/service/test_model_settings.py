@@ -2,7 +2,7 @@ import pytest
 
 from models.spec import Placement
 from service.settings_loader import load
-from service.usage import SettingsError
+from service.settings_names import SettingsError
 from workers.devices import Host
 
 

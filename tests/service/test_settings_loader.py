@@ -15,9 +15,8 @@ from service.keys import read_keys
 from service.model_settings import ModelSettings
 from service.settings import Settings
 from service.settings_loader import Loaded, load, load_arguments, secret_variables
-from service.settings_names import FLAGS
+from service.settings_names import FLAGS, SettingsError
 from service.tls import TlsError, server_context
-from service.usage import SettingsError
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from models.errors import InputError
 from models.spec import Placement, TensorSpec
 from service.client.errors import InvalidInputError, ModelFailedError, NonFiniteOutputError
 from service.errors import StartError
+from service.settings_names import SettingsError
 from service.testing import client, predict
-from service.usage import SettingsError
 from tests.small_classifier import SmallClassifier
 
 
