@@ -68,7 +68,10 @@ def client(model: Served, /, **settings: object) -> Iterator[Client]:
     """
     with _importable(model) as source:
         loaded = load_arguments(settings, os.environ, Path.cwd(), model=source)
-        loaded = replace(loaded, settings=settings_for(loaded.settings))
+        chosen = settings_for(loaded.settings)
+        if "arena_bytes" not in settings:  # to reserve more takes longer than all the rest
+            chosen = chosen.model_copy(update={"arena_bytes": 2 * chosen.max_body_bytes})
+        loaded = replace(loaded, settings=chosen)
         app = MountedApp(loaded, partial(InProcessEngine, pins=False))
         with _alive(app) as loop:
             transport = _InLoop(app, loop)

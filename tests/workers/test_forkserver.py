@@ -332,6 +332,23 @@ def test_orphans_are_waited_for_but_not_those_that_have_an_owner():
     assert mine.wait() == 3
 
 
+def test_guest_waits_for_its_own_orphans_alone():
+    """What other code of the process has started may be waited for at any time."""
+    command = [sys.executable, "-c", "raise SystemExit(3)"]
+    ours = subprocess.Popen(command, process_group=0)
+    forked = subprocess.Popen(command, process_group=ours.pid)
+    users = subprocess.Popen(command)
+    orphans = Orphans(is_guest=True)
+    orphans.own(ours.pid)
+    for each in (ours, forked, users):
+        os.waitid(os.P_PID, each.pid, os.WEXITED | os.WNOWAIT)
+    orphans.reap()
+    orphans.reap()
+    assert not psutil.pid_exists(forked.pid)
+    forked.wait()
+    assert (ours.wait(), users.wait()) == (3, 3)
+
+
 def test_no_folder_is_made_to_start_workers(tmp_path: Path):
     code = (
         "import asyncio, os, tempfile\n"
