@@ -11,25 +11,21 @@ import signal
 import time
 from asyncio import Future, Task
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count
 from multiprocessing.process import BaseProcess
 
-import msgspec
-
-from workers.canary import PATIENCE_S, Canary
+from workers.canary import PATIENCE_S
+from workers.carrier import Carrier
 from workers.config import WorkerConfig
 from workers.endings import OomKills
 from workers.engine import Cause, Ending, RankVitals, Vitals, WorkerId
 from workers.errors import WorkerLostError, WorkerStartError
 from workers.frames import FrameError
-from workers.held import Held, HeldBatches, batch_timeout_s
+from workers.held import batch_timeout_s
 from workers.keep_going import KeepGoing
 from workers.log_lines import log_line
 from workers.messages import (
-    Batch,
     BatchDone,
     FromWorker,
-    ItemError,
     ItemRef,
     Leaving,
     LogLine,
@@ -39,7 +35,7 @@ from workers.messages import (
     StartFailed,
 )
 from workers.outputs import OutputRegion
-from workers.queues import FrameWriter, PrivateQueue
+from workers.queues import PrivateQueue
 from workers.rank_process import RankProcess
 from workers.wiring import Wiring
 
@@ -47,8 +43,6 @@ logger = logging.getLogger(__name__)
 
 EXIT_WAIT_S = 5.0
 """How long a SIGKILLed process may take to go before its device is given up."""
-_encode = msgspec.msgpack.Encoder().encode
-_SENTINEL = _encode(None)
 _LOOK_S = 2.0
 """How often each process is looked at, which costs some 0.1 ms."""
 _STALLED_S = 3.0
@@ -59,9 +53,8 @@ _RETIRE_S = 5.0
 """How long a worker that is to be replaced may take to finish what it holds."""
 _FOLLOW_OUT_S = 1.0
 """How long the other ranks may take to leave after one has left as it was told to."""
-_MAX_NAMED_REQUESTS = 8
-_OF_ALL = LogLine | Leaving | StartFailed
-_OF_LEAD = BatchDone | Progress | Ready
+_OF_LEAD = BatchDone | Progress | Ready | LogLine | Leaving | StartFailed
+_OF_FOLLOWER = RankReady | LogLine | Leaving | StartFailed
 
 
 class LocalWorker:
@@ -91,12 +84,12 @@ class LocalWorker:
         self.lead = self.ranks[0]
         self.wiring = Wiring(num_ranks)
         self._device_names = config.placement.names
-        self._wanted_timeout_s = config.batch_timeout_s
-        timeout_s = batch_timeout_s(config.batch_timeout_s, None)
-        self._patience_s = min(PATIENCE_S, timeout_s)
-        self._canary = Canary(timeout_s)
-        self._held = HeldBatches(
-            self.lead.heartbeat, batch_timeout_s=timeout_s, patience_s=self._patience_s
+        self._patience_s = min(PATIENCE_S, batch_timeout_s(config.batch_timeout_s, None))
+        self.carrier = Carrier(
+            self.lead.heartbeat,
+            self.outputs,
+            wanted_timeout_s=config.batch_timeout_s,
+            patience_s=self._patience_s,
         )
         self._on_progress = on_progress
         self._loop = asyncio.get_running_loop()
@@ -106,8 +99,6 @@ class LocalWorker:
         self._ready: Ready | None = None
         self._followers: dict[int, RankReady] = {}
         """What those said that are ready."""
-        self._ids = count(1)
-        self._proven_at = 0.0
         self._watching: Task[None] | None = None
         self._cause: Cause | None = None
         self._reason = ""
@@ -118,7 +109,6 @@ class LocalWorker:
         self._keep_going = KeepGoing(f"the watch of {id}")
         self._is_end_known = False
         """A process of it has ended, which is what ends it."""
-        self.has_worked = False
         self.is_given_up = False
         """Nobody waits for its start any more."""
 
@@ -128,9 +118,14 @@ class LocalWorker:
         return self.started.result()
 
     @property
+    def has_worked(self) -> bool:
+        """It has answered a batch that was no canary."""
+        return self.carrier.has_worked
+
+    @property
     def is_stalled(self) -> bool:
         """It is not at work, and one of its processes shows no sign of life."""
-        if self._gone.done() or self._held.is_any_begun:
+        if self._gone.done() or self.carrier.held.is_any_begun:
             return False
         return self._silence_s > _STALLED_S
 
@@ -138,7 +133,7 @@ class LocalWorker:
         """Take charge of the started processes: keep our ends of their queues, and listen."""
         self.inbox.reader.close()
         self.wiring.close()
-        self._writer = FrameWriter(self.inbox.writer)
+        self.carrier.attach(self.inbox.writer)
         for rank, process in zip(self.ranks, processes, strict=True):
             rank.attach(process, self)
         self._watching = self._loop.create_task(self._watch(), name=f"watch {self.id}")
@@ -146,13 +141,11 @@ class LocalWorker:
 
     def run(self, items: Sequence[ItemRef]) -> "Future[BatchDone]":
         """Send a batch; see `WorkerHandle.run`."""
-        assert items, "a batch without items is a canary"
-        future: Future[BatchDone] = self._loop.create_future()
         if self._is_ending:
+            future: Future[BatchDone] = self._loop.create_future()
             future.set_exception(WorkerLostError(self._reason, started=False))
             return future
-        self._give(items, future, self._held.batch_timeout_s)
-        return future
+        return self.carrier.give(items)
 
     async def wait(self) -> Ending:
         """Wait until the process is gone, and say how it ended."""
@@ -167,7 +160,7 @@ class LocalWorker:
             await self.kill("stopped in a hurry")
             return
         self._reason = self._reason or "stopped"
-        self._send(_SENTINEL)
+        self.carrier.send_sentinel()
         if await self._is_gone_within(grace_s):
             return
         logger.warning("%s did not stop within %g s: terminating it", self.id, grace_s)
@@ -201,14 +194,15 @@ class LocalWorker:
         """The processes as seen from here."""
         is_gone = self._gone.done()
         now = time.monotonic()
+        proven_at = self.carrier.proven_at
         ranks = [self._vitals_of(rank) for rank in self.ranks]
         return Vitals(
             pid=self.lead.pid,
             rss_bytes=sum(rank.rss_bytes for rank in ranks),
             last_beat_age_s=ranks[0].last_beat_age_s,
             num_batches=0 if is_gone else self.lead.heartbeat.num_batches,
-            last_answer_age_s=now - self._proven_at if self._proven_at else 0.0,
-            batch_age_s=0.0 if is_gone else self._held.oldest_age_s(now),
+            last_answer_age_s=now - proven_at if proven_at else 0.0,
+            batch_age_s=0.0 if is_gone else self.carrier.held.oldest_age_s(now),
             ranks=ranks if len(ranks) > 1 else (),
         )
 
@@ -229,21 +223,14 @@ class LocalWorker:
         """How long ago the last sign of life was of that process where it is the longest."""
         return max(rank.heartbeat.age_s for rank in self.ranks)
 
-    def _give(
-        self, items: Sequence[ItemRef], future: "Future[BatchDone] | None", limit_s: float
-    ) -> None:
-        id = next(self._ids)
-        body = _encode(Batch(id, list(items)))  # before it is held: what cannot be said, is not
-        self._held.add(id, Held(items, future, limit_s), time.monotonic())
-        self._send(body)
-
     def on_message(self, rank: RankProcess, message: FromWorker) -> None:
         """See `Owner`."""
-        if not isinstance(message, _OF_ALL | (_OF_LEAD if rank is self.lead else RankReady)):
+        if not isinstance(message, _OF_LEAD if rank is self.lead else _OF_FOLLOWER):
             raise FrameError(f"{type(message).__name__}, which is not its to say")
         match message:
             case BatchDone():
-                self._take_answer(message)
+                if self.carrier.take(message):
+                    self._judge_canary()
             case Progress():
                 self._on_progress(message.stage)
             case LogLine():
@@ -276,7 +263,7 @@ class LocalWorker:
             self._is_end_known = True
             self._note_end(rank, cause, reason)
             self._see_others_out(_FOLLOW_OUT_S if rank.has_left else 0.0)
-        rank.log_last_stacks(self._reason, self._at_work_on())
+        rank.log_last_stacks(self._reason, self.carrier.at_work_on())
         if all(each.is_gone for each in self.ranks):
             self._settle()
 
@@ -285,57 +272,22 @@ class LocalWorker:
         ready = self._ready
         if ready is None or len(self._followers) < len(self.ranks) - 1:
             return
-        timeout_s = batch_timeout_s(self._wanted_timeout_s, ready.warmup_s)
-        self._held.batch_timeout_s = timeout_s
-        self._canary = Canary(timeout_s)
-        self._give((), None, self._canary.limit_s)
+        self.carrier.prove(ready.warmup_s)
 
     def _said(self, rank: RankProcess, text: str) -> str:
         """What is said of one process, and of which where there are several."""
         return f"rank {rank.number}: {text}" if len(self.ranks) > 1 else text
 
-    def _take_answer(self, done: BatchDone) -> None:
-        batch = self._held.get(done.id)
-        if batch is None:
-            raise FrameError(f"an answer to batch {done.id}, which it does not hold")
-        outcomes = done.outcomes
-        if batch.future is not None and len(batch.items) != len(outcomes):
-            raise FrameError(f"{len(outcomes)} outcomes for {len(batch.items)} items")
-        if done.num_stored:
-            done = self.outputs.find(done)
-        now = time.monotonic()
-        self._held.remove(done.id, now)
-        if batch.future is None:
-            self._take_canary(done, now)
-            return
-        if not all(isinstance(outcome, ItemError) for outcome in outcomes):
-            self._proven_at = now
-            self._canary.forget_failures()
-        elif self._is_canary_due(now) and not self._held.has_canary:
-            # A busy worker is asked only if all its answers are errors, and then has all the time.
-            self._give((), None, self._held.batch_timeout_s)
-        self.has_worked = True
-        batch.future.set_result(done)
-
-    def _take_canary(self, done: BatchDone, now: float) -> None:
-        if self._canary.note(done):
-            self._proven_at = now
+    def _judge_canary(self) -> None:
+        failure = self.carrier.canary.failure
+        if not failure:
             if not self.started.done():
                 assert self._ready is not None
                 self.started.set_result(self._ready)
         elif not self.started.done():
-            failure = self._canary.failure
             self._fail_start(f"it failed on a sample of its own: {failure}")
         else:
-            logger.warning("%s failed on a sample of its own: %s", self.id, self._canary.failure)
-
-    def _send(self, body: bytes) -> None:
-        if not self._writer.write(body):
-            self._loop.add_writer(self._writer.fd, self._on_writable)
-
-    def _on_writable(self) -> None:
-        if self._writer.flush():
-            self._loop.remove_writer(self._writer.fd)
+            logger.warning("%s failed on a sample of its own: %s", self.id, failure)
 
     def _note_end(self, rank: RankProcess, cause: Cause, reason: str) -> None:
         if self._reason:  # it or we have said why
@@ -356,14 +308,8 @@ class LocalWorker:
     def _settle(self) -> None:
         """All processes are gone, so nobody reads what the batches lie in: settle all of them."""
         assert self._cause is not None
-        last_received = self.lead.heartbeat.last_received
+        was_at_work = self.carrier.lose_all(self._reason, is_our_doing=self._is_our_doing)
         self._close()
-        was_at_work = False
-        for id, batch in self._held.take_all().items():
-            if batch.future is not None:
-                is_started = id <= last_received and not self._is_our_doing
-                was_at_work = was_at_work or is_started
-                batch.future.set_exception(WorkerLostError(self._reason, started=is_started))
         self._gone.set_result(
             Ending(cause=self._cause, reason=self._reason, was_at_work=was_at_work)
         )
@@ -378,7 +324,7 @@ class LocalWorker:
         """Look at the processes now and then: have them prove themselves, or end them."""
         while True:
             now = time.monotonic()
-            wake_at = now + max(0.001, min(_LOOK_S, self._patience_s, self._next_due_s(now)))
+            wake_at = now + max(0.001, min(_LOOK_S, self._patience_s, self.carrier.next_due_s(now)))
             await asyncio.sleep(wake_at - now)
             now = time.monotonic()
             with self._keep_going:
@@ -390,39 +336,30 @@ class LocalWorker:
         """Take one look, which came so much too late."""
         has_paused = late_s > _PAUSE_S
         if has_paused:
-            self._held.forgive(late_s, now)
+            self.carrier.held.forgive(late_s, now)
         for rank in self.ranks:
             rank.look()
         if not has_paused and (silent := self._silent_follower()):
             self._cause, self._is_our_doing = "hang", True
             await self.kill(silent, with_stacks=True)
-        elif reason := self._held.hang(now):
+        elif reason := self.carrier.held.hang(now):
             self._cause = "hang"
-            self._is_our_doing = self._held.is_oldest_canary
+            self._is_our_doing = self.carrier.held.is_oldest_canary
             await self.kill(reason, with_stacks=True)
-        elif self._canary.is_ill:
-            await self._retire(f"it failed on a sample of its own: {self._canary.failure}")
-        elif self._is_canary_due(now) and not self._held:
-            self._give((), None, self._canary.limit_s)
+        elif self.carrier.canary.is_ill:
+            await self._retire(f"it failed on a sample of its own: {self.carrier.canary.failure}")
+        elif self.carrier.is_canary_due(now) and not self.carrier.held:
+            self.carrier.give_canary(self.carrier.canary.limit_s)
 
     def _silent_follower(self) -> str:
         """What to say of a rank that should wait for the lead's calls, and shows no sign of it."""
-        if not self.started.done() or self._held.is_any_begun:
+        if not self.started.done() or self.carrier.held.is_any_begun:
             return ""
         for rank in self.ranks[1:]:
             if rank.heartbeat.age_s > self._patience_s:
                 text = f"hung: it was idle, and showed no sign of life for {self._patience_s:g} s"
                 return self._said(rank, text)
         return ""
-
-    def _is_canary_due(self, now: float) -> bool:
-        return self.started.done() and now - self._proven_at >= self._canary.every_s
-
-    def _next_due_s(self, now: float) -> float:
-        """How soon the watch may have something to do."""
-        if self._held or not self.started.done():
-            return self._held.next_due_s(now)
-        return self._proven_at + self._canary.every_s - now
 
     def _take_blame(self) -> None:
         """What ends it from now on is no batch, unless one of them has hung already."""
@@ -436,29 +373,20 @@ class LocalWorker:
         """Have it finish what it holds, in the time of batches, and leave to be replaced."""
         logger.error("%s: %s; replacing it", self.id, reason)
         self._cause, self._reason, self._is_ending = "canary", reason, True
-        self._send(_SENTINEL)
-        while self._held and not self._held.hang(now := time.monotonic()):
-            if await self._is_gone_within(max(0.001, self._held.next_due_s(now))):
+        self.carrier.send_sentinel()
+        while self.carrier.held and not self.carrier.held.hang(now := time.monotonic()):
+            if await self._is_gone_within(max(0.001, self.carrier.held.next_due_s(now))):
                 return
-        if self._held or not await self._is_gone_within(_RETIRE_S):
+        if self.carrier.held or not await self._is_gone_within(_RETIRE_S):
             self._is_our_doing = True
             await self.kill(reason, with_stacks=True)
 
     async def _log_stacks(self, reason: str) -> None:
-        at_work_on = self._at_work_on()
+        at_work_on = self.carrier.at_work_on()
         await asyncio.gather(*(rank.log_stacks(reason, at_work_on) for rank in self._living()))
 
     def _living(self) -> Iterator[RankProcess]:
         return (rank for rank in self.ranks if not rank.is_gone)
-
-    def _at_work_on(self) -> str:
-        """The requests that it is computing, for a log line."""
-        ids = self._held.request_ids()
-        if not ids:
-            return ""
-        named = ", ".join(ids[:_MAX_NAMED_REQUESTS])
-        more = len(ids) - _MAX_NAMED_REQUESTS
-        return f", at work on {named}" + (f" and {more} more" if more > 0 else "")
 
     def _signal(self, signum: int) -> None:
         for rank in self._living():
@@ -471,8 +399,7 @@ class LocalWorker:
     def _close(self) -> None:
         if self._watching is not None:
             self._watching.cancel()
-        if self.lead.is_attached:
-            self._loop.remove_writer(self._writer.fd)
+        self.carrier.close()
         for rank in self.ranks:
             rank.close()
         self.inbox.close()

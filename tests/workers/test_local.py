@@ -278,9 +278,9 @@ def test_good_answers_to_requests_keep_a_worker_whose_sample_fails_now_and_then(
         worker = await started(engine)
         failed = BatchDone(1, [ItemError("model_error", "no")], 0.0, 0.0)
         for _ in range(3):
-            worker._canary.note(failed)
+            worker.carrier.canary.note(failed)
             assert answers(await worker.run([put({"n": 1})])) == [2]
-            assert not worker._canary.is_ill
+            assert not worker.carrier.canary.is_ill
         await worker.stop(5)
 
     run(go())
@@ -302,7 +302,7 @@ def test_batch_is_not_blamed_for_an_end_that_others_cause(engine: LocalEngine, p
 
 async def until_begun(worker: LocalWorker) -> None:
     until = time.monotonic() + 20
-    while not worker._held.is_any_begun or worker._held.is_oldest_canary:
+    while not worker.carrier.held.is_any_begun or worker.carrier.held.is_oldest_canary:
         assert time.monotonic() < until
         await asyncio.sleep(0.01)
 
@@ -319,7 +319,7 @@ def test_worker_that_is_to_be_replaced_may_take_the_time_of_a_batch(
         await until_begun(worker)
         failed = BatchDone(1, [ItemError("model_error", "no")], 0.0, 0.0)
         for _ in range(2):
-            worker._canary.note(failed)
+            worker.carrier.canary.note(failed)
         assert answers(await batch) == [2]
         assert (await worker.wait()).cause == "canary"
 
@@ -353,7 +353,7 @@ def test_worker_tells_how_long_its_warm_up_took(engine: LocalEngine, run):
         worker = await started(engine, options=options, max_batch_size=8, batch_timeout_s=None)
         found_s = worker.ready.warmup_s
         assert found_s is not None
-        assert worker._held.batch_timeout_s == batch_timeout_s(None, found_s)
+        assert worker.carrier.held.batch_timeout_s == batch_timeout_s(None, found_s)
         assert found_s > 0.9 * longest_s
         await worker.stop(5)
         return found_s

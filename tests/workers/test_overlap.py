@@ -189,9 +189,9 @@ def test_canary_that_is_due_while_idle_is_answered(
         worker = await started(engine)
         assert worker.vitals().last_answer_age_s > 0
         await asyncio.sleep(0)
-        worker._give((), None, 5.0)
+        worker.carrier.give_canary(5.0)
         assert answers(await worker.run([put({"n": 4})])) == [8]
-        assert not worker._held
+        assert not worker.carrier.held
         await worker.stop(5)
 
     run(go())
