@@ -11,6 +11,8 @@ from tests.bench.soak_load import Counts, kinds
 from tests.bench.trend import Trend
 from tests.ports import free_port
 
+pytestmark = pytest.mark.measures
+
 _HOLDINGS = Holdings(
     descriptors=30,
     threads=5,

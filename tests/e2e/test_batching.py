@@ -11,6 +11,8 @@ import pytest
 from tests.bench.open_loop import Answer, Load
 from tests.e2e.running import Running, running
 
+pytestmark = pytest.mark.measures
+
 FORWARD_S = 0.02
 OBJECTIVE_S = 0.25
 

@@ -10,6 +10,8 @@ import pytest
 
 from tests.e2e.running import ROOT
 
+pytestmark = pytest.mark.measures
+
 
 def chaos(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(

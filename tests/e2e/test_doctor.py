@@ -9,10 +9,13 @@ import sys
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.e2e.running import ROOT, running
 from tests.pty_screen import on_terminal
 from workers.devices import find_host
+
+pytestmark = pytest.mark.measures
 
 FAULTY = "tests.fault_model:FaultModel"
 

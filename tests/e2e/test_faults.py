@@ -16,6 +16,8 @@ import pytest
 from tests.e2e.load import Tally, ask_until, ask_until_stopped
 from tests.e2e.running import Running, left_over, running, until
 
+pytestmark = pytest.mark.measures
+
 FAULTY = "tests.fault_model:FaultModel"
 
 

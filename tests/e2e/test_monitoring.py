@@ -132,6 +132,7 @@ def test_the_dashboard_finds_its_data_source_and_shows_every_metric_of_the_servi
     }
 
 
+@pytest.mark.measures
 @needs_prometheus
 def test_every_query_and_every_rule_runs_and_sees_a_worker_that_is_killed(
     service: Running, watching: Prometheus

@@ -7,9 +7,12 @@ import signal
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.e2e.load import Tally, after, ask_until
 from tests.e2e.running import Running, running, until
+
+pytestmark = pytest.mark.measures
 
 FAULTY = "tests.fault_model:FaultModel"
 BODY = {"instances": [{"n": 21}]}

@@ -8,6 +8,8 @@ import pytest
 from tests.bench.overload import Phase, measure
 from tests.e2e.running import running
 
+pytestmark = pytest.mark.measures
+
 MAX_BATCH_SIZE = 4
 MAX_QUEUE_LENGTH = 48
 """Half a second of work: longer than the deadlines below, and shorter than the default ones."""

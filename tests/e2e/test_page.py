@@ -273,6 +273,7 @@ def test_the_keyboard_reaches_everything_in_order(browser, service):
         assert page.get_attribute("html", "data-theme") == "dark"
 
 
+@pytest.mark.measures
 def test_an_open_page_does_not_hold_up_the_end_and_says_that_it_is_over(browser, service):
     with live(browser, service) as page:
         page.wait_for_selector("body[data-link=live]")

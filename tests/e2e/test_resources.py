@@ -19,6 +19,8 @@ from tests.e2e.photos import jpeg
 from tests.e2e.running import ROOT, Running, running, until
 from tests.groups import control_group, with_mounts
 
+pytestmark = pytest.mark.measures
+
 FAULTY = "tests.fault_model:FaultModel"
 SERVICE = (sys.executable, "-m", "service")
 MIB = 1 << 20

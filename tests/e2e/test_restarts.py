@@ -14,6 +14,8 @@ import torch
 
 from tests.e2e.running import Running, running, until
 
+pytestmark = pytest.mark.measures
+
 ADMIN = "an-admin-key-of-enough-characters"
 HEADERS = {"Authorization": f"Bearer {ADMIN}"}
 READS = """

@@ -15,6 +15,8 @@ import pytest
 
 from tests.e2e.running import ROOT, running, until
 
+pytestmark = pytest.mark.measures
+
 MOMENTS_S = [0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.3, 1.7, 2.2, 3.0]
 """After the first instruction, at which SIGTERM is handled."""
 PID_1 = ("unshare", "--pid", "--fork", "--kill-child")

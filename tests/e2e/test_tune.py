@@ -15,6 +15,8 @@ import pytest
 from service.settings_loader import load
 from tests.e2e.running import ROOT, left_over
 
+pytestmark = pytest.mark.measures
+
 _COMMAND = (sys.executable, "-m", "service", "tune")
 _TIMEOUT_S = 90.0
 

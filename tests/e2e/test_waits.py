@@ -15,6 +15,8 @@ import pytest
 
 from tests.e2e.running import Running, running
 
+pytestmark = pytest.mark.measures
+
 KEY = "k" * 40
 BODY_GAP_S, HEAD_TIMEOUT_S, KEEP_ALIVE_S = 0.5, 0.5, 9
 LINGER_S = 2.0

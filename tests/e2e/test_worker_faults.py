@@ -14,6 +14,8 @@ import pytest
 from tests.e2e.running import Running, running, until
 from tests.groups import control_group
 
+pytestmark = pytest.mark.measures
+
 FAULTY = "tests.fault_model:FaultModel"
 SPLIT = "tests.split_fault_model:SplitFaultModel"
 MIB = 1 << 20

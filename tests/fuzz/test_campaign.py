@@ -9,6 +9,8 @@ from tests.fuzz.campaign import Verdict, campaign, judge, keep, read_input
 from tests.fuzz.client import Answer, Outcome
 from tests.fuzz.inputs import KINDS, Input, make_input
 
+pytestmark = pytest.mark.measures
+
 SEED = 20261121
 
 

@@ -14,6 +14,8 @@ import pytest
 from tests.load.__main__ import main
 from tests.load.small_server import small_server
 
+pytestmark = pytest.mark.measures
+
 _ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -44,6 +44,7 @@ async def next_of(live: Live) -> Any:
     return json.loads(await live.next())
 
 
+@pytest.mark.measures
 def test_an_event_tells_what_was_counted_in_its_interval():
     async def go(live: Live, metrics: ModelMetrics, engine: FakeEngine) -> None:
         await live.next()

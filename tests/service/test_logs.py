@@ -189,6 +189,7 @@ def pipe():
     os.close(reader)
 
 
+@pytest.mark.measures
 def test_a_reader_that_stops_costs_lines_and_no_time(pipe):
     reader, stream = pipe
     logs = configure("json", "info", stream)
@@ -219,6 +220,7 @@ def test_a_reader_that_stops_costs_lines_and_no_time(pipe):
     assert len(messages) - len(losses) + logs.num_dropped == MAX_QUEUED + 5000
 
 
+@pytest.mark.measures
 def test_closing_does_not_wait_for_a_reader_that_never_comes_back(pipe):
     _, stream = pipe
     logs = configure("json", "info", stream)

@@ -27,6 +27,8 @@ from workers.forkserver import Forkserver
 from workers.local import LocalEngine
 from workers.orphans import Orphans
 
+pytestmark = pytest.mark.measures
+
 
 @pytest.fixture
 def pair_engine(arena: Arena):  # noqa: F811

@@ -117,6 +117,7 @@ def test_end_of_any_rank_ends_all_at_once_and_settles_what_they_held(
     run(go())
 
 
+@pytest.mark.measures
 def test_hung_follower_is_a_hang_of_the_worker_and_every_rank_shows_its_stacks(
     engine: PairEngine,
     put,  # noqa: F811

@@ -17,6 +17,8 @@ from workers.errors import WorkerLostError
 from workers.local import LocalEngine
 from workers.local_worker import LocalWorker
 
+pytestmark = pytest.mark.measures
+
 
 async def started(engine: LocalEngine, **changes: object) -> LocalWorker:  # noqa: F811
     return await serving(config_of("tests.acting_stages:ActingStages", **changes), 2, engine)

@@ -75,6 +75,7 @@ def process_of(stacks: Stacks) -> Iterator:
         process.close()
 
 
+@pytest.mark.measures
 def test_process_that_holds_the_gil_in_c_still_writes_its_stacks(stacks: Stacks, process_of):
     process = process_of(stuck_in_c_with_the_gil)
     until_it_runs(process)

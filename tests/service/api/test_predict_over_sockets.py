@@ -527,6 +527,7 @@ def test_a_silent_connection_is_closed() -> None:
     run(lambda: Bench(FakeModel()), test)
 
 
+@pytest.mark.measures
 def test_a_head_that_has_begun_is_not_idle() -> None:
     async def test(bench: Bench) -> None:
         bench.server.config.timeout_keep_alive = 0.2  # type: ignore[assignment]

@@ -207,6 +207,7 @@ def test_garbage_at_any_place_is_an_answer_or_an_end_and_never_a_failure() -> No
     assert all(status < 500 for status in run(test).statuses)
 
 
+@pytest.mark.measures
 def test_half_a_head_is_not_waited_for() -> None:
     async def test(bench: Bench) -> None:
         async with bench.connect() as (reader, writer):

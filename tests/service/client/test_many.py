@@ -44,6 +44,7 @@ def test_no_more_inputs_are_drawn_than_there_is_room_for(client):
     assert next(drawn) <= 20 + 3 * 4 + 1
 
 
+@pytest.mark.measures
 def test_loop_that_is_left_gives_up_what_waits(client):
     asked = [{"n": 1}, *[{"n": 2, "do": "sleep"}] * 100]
     started = time.monotonic()

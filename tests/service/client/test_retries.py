@@ -173,6 +173,7 @@ def test_service_is_told_what_is_left_of_the_time():
     assert "x-timeout-ms" not in transport.requests[-1].headers
 
 
+@pytest.mark.measures
 def test_retry_after_is_kept_and_never_past_the_deadline():
     late = refusal(429, **{"Retry-After": "20"})
     transport = transport_of(late, GOOD)
@@ -272,6 +273,7 @@ def test_number_of_attempts_is_bounded_and_each_further_one_is_told():
     assert [(error.status, pause_s < 0.01) for error, pause_s in told] == [(503, True)] * 2
 
 
+@pytest.mark.measures
 def test_silent_and_trickling_servers_are_left_at_the_deadline(kind):
     answer = b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"
     for trickle in (b"", answer):

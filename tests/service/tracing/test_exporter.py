@@ -93,6 +93,7 @@ def test_what_a_collector_does_not_take_is_lost_with_one_line_in_the_log(
     assert ["401" in record.getMessage() for record in caplog.records] == [True]
 
 
+@pytest.mark.measures
 def test_a_collector_that_is_not_there_or_silent_does_not_hold_up_the_end(
     collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:

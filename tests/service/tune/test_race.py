@@ -19,6 +19,8 @@ from service.tune.race import PlacementRace, measured
 from tests.service.tune.fake_stage import FakeStage
 from workers.devices import Host
 
+pytestmark = pytest.mark.measures
+
 RATES = {"replicate": 1000.0, "pipeline": 700.0, "tensor": 0.0}
 
 
