@@ -18,7 +18,7 @@ from workers.frames import FrameError
 from workers.heartbeat import HeartbeatReader
 from workers.log_lines import log_line
 from workers.messages import UNREADABLE, FromWorker, LogLine
-from workers.observed import ObservedProcess
+from workers.observed import EXIT_AFTER_EOF_S, ObservedProcess
 from workers.outputs import StoredError
 from workers.queues import FrameReader, PrivateQueue
 from workers.stacks import Stacks
@@ -26,8 +26,6 @@ from workers.stacks import Stacks
 logger = logging.getLogger(__name__)
 
 _decode = msgspec.msgpack.Decoder(FromWorker).decode
-_EXIT_AFTER_EOF_S = 0.5
-"""At the end of file of its queue a process is exiting; a moment later it has no excuse."""
 
 
 class Owner(Protocol):
@@ -83,7 +81,6 @@ class RankProcess:
         """It has ended of its own accord, as it was told to."""
         self._oom_kills = oom_kills
         self._loop = asyncio.get_running_loop()
-        self._process: BaseProcess | None = None
         self._observed: ObservedProcess | None = None
         self._ending: tuple[Cause, str] = "start", "never started"
         self._is_unread = True
@@ -92,7 +89,7 @@ class RankProcess:
     @property
     def is_attached(self) -> bool:
         """There is a process."""
-        return self._process is not None
+        return self._observed is not None
 
     @property
     def pid(self) -> int:
@@ -111,13 +108,11 @@ class RankProcess:
 
     def attach(self, process: BaseProcess, owner: Owner) -> None:
         """Take charge of the started process: keep our end of its queue, and listen."""
-        assert process.pid is not None
-        self._process, self._owner = process, owner
-        self._observed = ObservedProcess(process.pid, self._oom_kills)
+        self._owner = owner
+        self._observed = ObservedProcess(process, self._oom_kills, self._on_exit)
         self.outbox.writer.close()
         self._reader = FrameReader(self.outbox.reader)
         self._loop.add_reader(self._reader.fd, self._on_readable)
-        self._loop.add_reader(process.sentinel, self._on_exit)
 
     def look(self) -> None:
         """Take note of what will be asked for when it is too late to look; some 0.1 ms."""
@@ -141,7 +136,7 @@ class RankProcess:
 
     def close(self) -> None:
         """Give back what it wrote to; it is gone, or was never started."""
-        if self._process is not None:
+        if self._observed is not None:
             self._loop.remove_reader(self._reader.fd)
         self.outbox.close()
         self.stacks.close()
@@ -169,19 +164,14 @@ class RankProcess:
         self._is_unread = False
         self._loop.remove_reader(self._reader.fd)
         self._owner.on_mute(self, reason)
-        self._loop.call_later(_EXIT_AFTER_EOF_S, self.signal, signal.SIGKILL)
+        self._loop.call_later(EXIT_AFTER_EOF_S, self.signal, signal.SIGKILL)
 
     def _on_exit(self) -> None:
-        process = self._process
-        assert process is not None
         assert self._observed is not None
-        self._loop.remove_reader(process.sentinel)
-        process.join()
         self._reader.is_dry = False
         while self._is_unread and not self._reader.is_dry:
             self._on_readable()  # a process that it forked may keep the pipe open
         self.is_gone = True
-        self.has_left = process.exitcode == 0
-        self._ending = self._observed.end(process.exitcode)
-        process.close()
+        self.has_left = self._observed.exit_code == 0
+        self._ending = self._observed.ending.cause, self._observed.ending.reason
         self._owner.on_exit(self)

@@ -22,6 +22,7 @@ from service.fronts.messages import Counts, Job
 from service.metrics import Metrics, Reading
 from service.settings import Settings
 from workers.arena import Arena
+from workers.endings import OomKills
 from workers.engine import WorkerId
 from workers.errors import WorkerStartError
 from workers.forkserver_process import DEAF_TO
@@ -86,6 +87,7 @@ class Fronts:
         self.traced = (0, 0)
         """Calls that they have traced: exported, and dropped."""
         self._up = asyncio.Event()
+        self._oom_kills = OomKills()
 
     @property
     def used_bytes(self) -> int:
@@ -142,7 +144,7 @@ class Fronts:
             FrontHealth(
                 name=f"front {slot.id.slot}",
                 state=_STATES.get(slot.state, slot.state),
-                pid=slot.handle.pid if slot.handle else None,
+                pid=slot.handle.process.pid if slot.handle else None,
                 num_connections=slot.handle.num_open if slot.handle else 0,
                 restarts=slot.num_restarts,
                 reason="" if slot.handle else slot.reason,
@@ -197,7 +199,7 @@ class Fronts:
         # What we start inherits this and is deaf to them at once: it is for us to end it.
         signal.pthread_sigmask(signal.SIG_BLOCK, DEAF_TO)
         try:
-            life = Life(id, job, self._memory, part, models, self._take_counts)
+            life = Life(id, job, self._memory, part, models, self._oom_kills, self._take_counts)
         except OSError as error:
             text = f"it could not be started: {error}"
             raise WorkerStartError(text, permanent=False) from error
@@ -222,6 +224,7 @@ class Fronts:
                     elif num_rounds - silent_since.setdefault(life, num_rounds) > _HANG_ROUNDS:
                         life.kill("hang", f"it has not answered for {_HANG_S:g} s")
                     life.desk.count()
+                    life.process.look()
             for life in [each for each in silent_since if each.is_gone]:
                 del silent_since[life]
 

@@ -1,6 +1,7 @@
 """One life of a front, as the main process sees it: its process, its desk, its connections."""
 
 import asyncio
+import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -14,17 +15,16 @@ from service.api.call import ModelEntry
 from service.fronts import entry
 from service.fronts.desk import Desk, Part
 from service.fronts.messages import Counts, Job, Leave, MoveAway
-from workers.endings import describe_exit
+from workers.endings import OomKills
 from workers.engine import Cause, Ending, WorkerId
 from workers.errors import WorkerStartError
 from workers.memory import WritableMemory
+from workers.observed import EXIT_AFTER_EOF_S, ObservedProcess
 
 _LEAVE_S = 4.0
 """How long a front may take to see its connections off, once nobody has anything left to read; half
 a request holds it up for 2 s."""
 _KILL_S = 1.0
-_ENDING_S = 0.5
-"""How long after the end of its pipe a process may take to end."""
 
 
 class Life:
@@ -40,6 +40,7 @@ class Life:
         memory: WritableMemory,
         part: Part,
         models: Sequence[ModelEntry],
+        oom_kills: OomKills,
         on_counts: Callable[[Counts], None],
     ) -> None:
         """Start the process. Main thread only: the kernel ends it with the thread that started it.
@@ -50,6 +51,7 @@ class Life:
             memory: The arena.
             part: Its part of that.
             models: In the order of the settings.
+            oom_kills: Where the kernel's kills for memory are counted.
             on_counts: Told what the front has counted.
 
         Raises:
@@ -67,9 +69,8 @@ class Life:
         self._ending: Ending | None = None
         """Why we end it, if we do."""
         self._gone: asyncio.Future[Ending] = self._loop.create_future()
-        self._process, self._channel, reader, writer = _launch(job, memory)
-        self.pid = self._process.pid
-        """Of its process."""
+        process, self._channel, reader, writer = _launch(job, memory)
+        self.process = ObservedProcess(process, oom_kills, self._on_exit)
         self.desk = Desk(
             job.name,
             reader,
@@ -79,7 +80,6 @@ class Life:
             on_counts=self._take_counts,
             on_end=self._on_end,
         )
-        self._loop.add_reader(self._process.sentinel, self._on_exit)
 
     @property
     def is_gone(self) -> bool:
@@ -148,8 +148,8 @@ class Life:
     def kill(self, cause: Cause, reason: str) -> None:
         """End it now."""
         if not self.is_gone:
-            self._ending = self._ending or Ending(cause=cause, reason=reason)
-            self._process.kill()
+            self._ending = self._ending or self.process.ending
+            self.process.signal(signal.SIGKILL)
 
     def _take_counts(self, counts: Counts) -> None:
         self.num_open = counts.num_open + self._num_given - counts.num_taken
@@ -158,16 +158,12 @@ class Life:
 
     def _on_end(self, reason: str) -> None:
         """Nothing more will be read: it is ending, or has gone mad."""
-        self._loop.call_later(_ENDING_S, self.kill, "exit", reason)
+        self._loop.call_later(EXIT_AFTER_EOF_S, self.kill, "exit", reason)
 
     def _on_exit(self) -> None:
-        self._loop.remove_reader(self._process.sentinel)
-        self._process.join()
-        cause, reason = describe_exit(self._process.exitcode, is_oom=False, rss_bytes=0)
-        self._process.close()
         self.desk.close()
         self._channel.close()
-        self._gone.set_result(self._ending or Ending(cause=cause, reason=reason))
+        self._gone.set_result(self._ending or self.process.ending)
 
 
 def _launch(

@@ -26,12 +26,18 @@ class FakeDesk:
         return asyncio.get_running_loop().create_future()
 
 
+class FakeProcess:
+    pid = 1
+
+    def look(self) -> None:
+        pass
+
+
 class FakeLife:
     """A front that takes connections at once, and never says anything more."""
 
     has_worked = False
     num_open = 0
-    pid = 1
     fails = False
 
     def __init__(self, id: WorkerId, *told: object) -> None:
@@ -39,6 +45,7 @@ class FakeLife:
             raise OSError("no process is to be had")
         self.id = id
         self.desk = FakeDesk()
+        self.process = FakeProcess()
         self.ending: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
 
     @property
