@@ -144,11 +144,12 @@ class Batcher(Generic[Q]):
         """Requests of several kinds wait or came lately. It may stay true until the next look."""
         self._sums: Sums | None = None
         """None once a request was added or taken."""
-        self._length = 0
+        self.num_waiting = 0
+        """Requests that wait: as `len`, which costs a call."""
 
     def __len__(self) -> int:
         """Requests that wait."""
-        return self._length
+        return self.num_waiting
 
     def __iter__(self) -> Iterator[Q]:
         """Those that wait, the best first."""
@@ -162,7 +163,7 @@ class Batcher(Generic[Q]):
             self._forget_kinds(now)
         buckets = self._by_deadline
         if not self.is_mixed and (not buckets or buckets[-1].deadline <= deadline):
-            num = self._length - len(self._late.requests)
+            num = self.num_waiting - len(self._late.requests)
             return Position(num, num, 0, 0, ())
         sums = self._sums or self._sum_up()
         index = bisect_right(sums.deadlines, deadline)
@@ -189,7 +190,7 @@ class Batcher(Generic[Q]):
             self._newest = bucket = self._bucket(priority, deadline, now)
         request.bucket = bucket
         bucket.requests[request] = None
-        self._length += 1
+        self.num_waiting += 1
         self._sums = None
 
     def push_front(self, request: Q) -> None:
@@ -201,13 +202,13 @@ class Batcher(Generic[Q]):
             request.bucket = bucket = self._buckets.get(key) or self._open(kind, number)
         bucket.requests[request] = None
         bucket.requests.move_to_end(request, last=False)
-        self._length += 1
+        self.num_waiting += 1
         self._sums = None
 
     def remove(self, request: Q) -> None:
         """Take out a request that waits."""
         del request.bucket.requests[request]
-        self._length -= 1
+        self.num_waiting -= 1
         self._sums = None
 
     def put_last(self, alone_by: float) -> None:
@@ -259,7 +260,7 @@ class Batcher(Generic[Q]):
                     break
             if batch and (batch[-1].is_solo or requests or len(batch) == max_size):
                 break
-        self._length -= len(batch)
+        self.num_waiting -= len(batch)
         self._sums = None
         return batch
 

@@ -95,18 +95,20 @@ class Books:
         metrics.inference_duration.observe(compute_s)
         # All that was neither preparing nor computing was waiting, here or in the worker.
         began = now - prepare_s - compute_s
+        waits_s: list[float] = []
         for instance, outcome in zip(batch, done.outcomes, strict=True):
             instance.owner.free(instance.ref.offset)
             if instance.state == SETTLED:
                 continue
             queue_s = max(0.0, began - instance.arrived)
-            metrics.queue_wait.observe(queue_s)
+            waits_s.append(queue_s)
             if isinstance(outcome, ItemError):
                 self._fail_item(instance, outcome)
             else:
                 metrics.succeeded += 1
                 self._settle(instance)
                 instance.set_result(Result(outcome, Timing(queue_s, prepare_s, compute_s)))
+        metrics.queue_wait.observe_all(waits_s)
 
     def cancel(self, instance: Instance) -> None:
         """Nobody waits for an instance any more."""

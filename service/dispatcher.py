@@ -79,6 +79,7 @@ class Dispatcher:
         self._arena = arena
         self._admission = admission
         self._metrics = metrics
+        self._quarantine = quarantine
         self._suspects = Suspects(quarantine, arena, metrics)
         self._limit = SizeLimit(max_batch_size)
         self._objective = objective
@@ -97,7 +98,7 @@ class Dispatcher:
     @property
     def num_queued(self) -> int:
         """Instances that wait for a worker."""
-        return len(self._queue)
+        return self._queue.num_waiting
 
     @property
     def max_queue_length(self) -> int:
@@ -155,7 +156,10 @@ class Dispatcher:
         """
         now = time.monotonic()
         num_bytes = payload.num_bytes
-        is_suspect = self._suspects.check(payload, num_bytes, options, now)
+        quarantine = self._quarantine
+        is_suspect = (
+            num_bytes in quarantine.lengths or num_bytes in quarantine.suspect_lengths
+        ) and self._suspects.check(payload, options, now)
         self._check_admission(options, now)
         owner, offset = payload.owner, payload.offset
         if owner is None:
@@ -181,7 +185,8 @@ class Dispatcher:
             instance.num_crashes = 1
         self._books.open(instance, now, options.steps)
         self._queue.push(instance, now)
-        self._schedule.soon()
+        if not self._schedule.is_due:
+            self._schedule.soon()
         return instance
 
     def attach(self, worker: WorkerHandle) -> None:
@@ -244,7 +249,7 @@ class Dispatcher:
 
     def _check_admission(self, options: CallOptions, now: float) -> None:
         admission, queue, lanes = self._admission, self._queue, self._lanes
-        num_queued = len(queue)
+        num_queued = queue.num_waiting
         left_s = options.deadline - now
         num_workers = len(lanes.open) or 1
         # Where there are several kinds, all that wait may be of its own. Its kind may take half of
@@ -263,7 +268,7 @@ class Dispatcher:
             instance.owner.free(instance.ref.offset)
 
     def _send(self, lane: Lane, most: int, now: float) -> None:
-        most = min(most, len(self._queue), self._limit.now)
+        most = min(most, self._queue.num_waiting, self._limit.now)
         if self._queue.soonest() - now < _NEAR_BATCHES * self._admission.rate.batch_s:
             begin, curve = lane.begins_at(now), lane.next_curve
             self._queue.put_last(begin + curve.time_s(1))

@@ -38,6 +38,12 @@ class Distribution:
         if len(pending) >= _MAX_PENDING:
             self._fold()
 
+    def observe_all(self, values: Sequence[float]) -> None:
+        """Count several."""
+        self._pending += values
+        if len(self._pending) >= _MAX_PENDING:
+            self._fold()
+
     def take(self) -> tuple[list[int], float]:
         """The values in each part and what they add up to; begins again at zero."""
         self._fold()

@@ -57,25 +57,26 @@ class Schedule:
         self._send = send
         self._send_last = send_last
         self._loop = asyncio.get_running_loop()
-        self._is_pump_due = False
+        self.is_due = False
+        """It looks once more in the next turn of the loop anyway."""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0
 
     def soon(self) -> None:
         """Send what can be sent, once all that arrived in this turn of the loop is queued."""
-        if not self._is_pump_due:
-            self._is_pump_due = True
+        if not self.is_due and self._queue.num_waiting:
+            self.is_due = True
             self._loop.call_soon(self._pump)
 
     def _pump(self) -> None:
-        self._is_pump_due = False
-        while self._queue:
+        self.is_due = False
+        while self._queue.num_waiting:
             now = time.monotonic()
             idle = [lane for lane in self._lanes.leading if not lane.batches]
             if idle:
                 if self._waits_for_more(now):
                     return
-                self._send(idle[0], -(-len(self._queue) // len(idle)), now)
+                self._send(idle[0], -(-self._queue.num_waiting // len(idle)), now)
                 continue
             if self._lanes.lagging and self._give_rest(now):
                 continue
@@ -91,7 +92,7 @@ class Schedule:
         overdue: little, if they were only held up, and more and more if they do not come back.
         """
         lanes, most = self._lanes, self._limit.now
-        num = len(self._queue)
+        num = self._queue.num_waiting
         by = lanes.answered_by(num, most, now)
         for lane in lanes.lagging:
             if not lane.has_credit:
@@ -116,7 +117,7 @@ class Schedule:
 
     def _waits_for_more(self, now: float) -> bool:
         """Whether `batch_wait_ms` still holds the next batch back."""
-        if not self._batch_wait_s or len(self._queue) >= self._limit.now:
+        if not self._batch_wait_s or self._queue.num_waiting >= self._limit.now:
             return False
         oldest = self._queue.oldest()
         assert oldest is not None
@@ -133,7 +134,7 @@ class Schedule:
         if not lanes or oldest is None or oldest.is_solo:  # which waits for an idle worker
             return None
         lane = min(lanes, key=lambda lane: (len(lane.batches), lane.ends_at))
-        if len(self._queue) >= self._limit.now:
+        if self._queue.num_waiting >= self._limit.now:
             return lane
         if len(lane.batches) > 1 or lane.ends_at - lane.busy_since < _OVERLAP_PAYS_S:
             return None

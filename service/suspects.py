@@ -40,15 +40,13 @@ class Suspects:
         """Inputs that are refused."""
         return self._quarantine.num_inputs(time.monotonic())
 
-    def check(self, payload: Payload, num_bytes: int, options: CallOptions, now: float) -> bool:
+    def check(self, payload: Payload, options: CallOptions, now: float) -> bool:
         """Tell whether an input must be computed alone, since a worker has died with it.
 
         Raises:
             QuarantinedError: It must not be computed at all.
         """
         quarantine = self._quarantine
-        if num_bytes not in quarantine.lengths and num_bytes not in quarantine.suspect_lengths:
-            return False
         chunks = payload.chunks
         whole = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         input = Input(payload.kind, payload.headers, options.parameters, whole)

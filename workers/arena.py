@@ -53,7 +53,7 @@ class Slots:
         Returns:
             The slot's offset, or None where no slot of that size is free.
         """
-        order = _order_of(num_bytes)
+        order = ((num_bytes - 1) >> 10).bit_length() if num_bytes else 0  # as `_order_of`, sooner
         if order >= len(self._recent):
             return None
         recent = self._recent[order]
