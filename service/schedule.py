@@ -1,10 +1,11 @@
 """When the next batch goes, and to which worker.
 
-An idle worker gets what there is, at once; a busy one gets its next batch when that is full, or
-just before it is done with the one that it has. A worker that is clearly slower than others (a CPU
-beside a GPU) gets of what would be answered last, as much as it has answered by the time when the
-others would have answered everything: so it never makes a request wait, and is as busy as it can be
-where there is a lot to do.
+An idle worker gets what there is, at once. Several idle ones share it, unless one alone is done
+with it so soon that a second batch would cost more than it gains. A busy one gets its next batch
+when that is full, or just before it is done with the one that it has. A worker that is clearly
+slower than others (a CPU beside a GPU) gets of what would be answered last, as much as it has
+answered by the time when the others would have answered everything: so it never makes a request
+wait, and is as busy as it can be where there is a lot to do.
 """
 
 import asyncio
@@ -21,6 +22,9 @@ _EARLY_S = 0.001
 """How long before the end of a batch the next one is sent, beyond what its preparation takes."""
 _LEAST_WAIT_S = 0.001
 """A shorter one may be over by the clock's own rounding before it has begun, again and again."""
+_SHARING_PAYS_S = 0.0005
+"""What a worker has done in less time is not divided among idle ones. With an echo, whose batches
+of 16 take 0.12 ms, each batch costs the front end 80 µs and a worker 45 µs whatever its size."""
 _OVERLAP_PAYS_S = 0.002
 """Below this, a worker is back for more before a timer could be of use."""
 
@@ -50,6 +54,8 @@ class Schedule:
         """
         self.prepare_s = 0.0
         """What it took to prepare the last batch."""
+        self.item_s = inf
+        """Seconds of a worker for each instance of the last batch."""
         self._queue = queue
         self._lanes = lanes
         self._limit = limit
@@ -76,7 +82,9 @@ class Schedule:
             if idle:
                 if self._waits_for_more(now):
                     return
-                self._send(idle[0], -(-self._queue.num_waiting // len(idle)), now)
+                num = self._queue.num_waiting
+                share = num if num * self.item_s < _SHARING_PAYS_S else -(-num // len(idle))
+                self._send(idle[0], share, now)
                 continue
             if self._lanes.lagging and self._give_rest(now):
                 continue

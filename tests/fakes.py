@@ -38,12 +38,12 @@ class FakeWorker:
     def sizes(self) -> list[int]:
         return [len(items) for items, _ in self.batches]
 
-    def answer(self, outcomes: Sequence[Outcome] | None = None) -> None:
+    def answer(self, outcomes: Sequence[Outcome] | None = None, compute_s: float = 0.002) -> None:
         """Return the oldest batch: by default each item's offset, as JSON."""
         items, future = self.batches.pop(0)
         self.has_worked = True
         values = outcomes or [b"%d" % item.offset for item in items]
-        future.set_result(BatchDone(0, list(values), 0.001, 0.002))
+        future.set_result(BatchDone(0, list(values), compute_s / 2, compute_s))
 
     def die(self, *, started: bool = True) -> None:
         """Lose everything that it holds."""

@@ -100,6 +100,28 @@ def test_each_instance_gets_the_answer_to_its_own_payload(bench):
     run(go())
 
 
+def test_idle_workers_share_what_waits_unless_one_is_soon_done_with_all_of_it(bench):
+    async def go():
+        b = bench()
+        workers = [b.worker(), b.worker()]
+        for compute_s, shares in ((20e-6, [4, 0]), (0.002, [2, 2])):
+            b.submit()
+            await turn()
+            next(worker for worker in workers if worker.batches).answer(compute_s=compute_s)
+            await turn()
+            for _ in range(4):
+                b.submit()
+            await turn()
+            assert [sum(worker.sizes) for worker in workers] == shares
+            for worker in workers:
+                while worker.batches:
+                    worker.answer(compute_s=compute_s)
+            await turn()
+        b.check_books()
+
+    run(go())
+
+
 def test_idle_worker_starts_at_once_and_a_busy_one_gets_a_full_batch_in_advance(bench):
     async def go():
         b = bench(max_batch_size=4)
