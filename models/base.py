@@ -7,14 +7,14 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from models.agreement import Tolerance, ValueTolerance
-from models.errors import InputError, ModelError
-from models.inputs import features_of
-from models.item import Features, Item
-from models.spec import MAX_IMAGE_PIXELS, Placement, TensorSpec
-from models.split.network import LoadIsOver, SplitNetwork, load_part, load_whole
-from models.split.ranks import Ranks
-from models.split.report import SplitReport
+from inferpool.models.agreement import Tolerance, ValueTolerance
+from inferpool.models.errors import InputError, ModelError
+from inferpool.models.inputs import features_of
+from inferpool.models.item import Features, Item
+from inferpool.models.spec import MAX_IMAGE_PIXELS, Placement, TensorSpec
+from inferpool.models.split.network import LoadIsOver, SplitNetwork, load_part, load_whole
+from inferpool.models.split.ranks import Ranks
+from inferpool.models.split.report import SplitReport
 
 MAX_JSON_NUMBERS = 1 << 24
 """So many numbers take 640 MB as lists, and more than may be sent as JSON."""
@@ -65,8 +65,8 @@ class Model:
     """Submodules of the network in front of which a pipeline is cut, one fewer than its stages; by
     default the cuts are found. The class of the network may have this attribute instead."""
     tensor_plan: Mapping[str, object] | None = None
-    """Which submodules of the network are tensor-parallel, and how (`models.split.own_plan` has the
-    words); by default that is found. The class of the network may have this attribute instead."""
+    """Which submodules of the network are tensor-parallel, and how; `models.split.own_plan` has the
+    words. By default that is found. The class of the network may have this attribute instead."""
     ranks: Ranks | None = None
     """The processes that this replica is split over, if it is; set by the worker before `load`."""
     known_split: SplitReport | None = None

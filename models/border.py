@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.base import Model
-from models.errors import BadReturnError, InputError
-from models.inputs import shape_text
-from models.item import Item
-from models.spec import DTYPE_BYTES, TensorSpec, matches
+from inferpool.models.base import Model
+from inferpool.models.errors import BadReturnError, InputError
+from inferpool.models.inputs import shape_text
+from inferpool.models.item import Item
+from inferpool.models.spec import DTYPE_BYTES, TensorSpec, matches
 
 _TENSORS = "a dict of tensors by name"
 _SPECS = ("inputs", "outputs", "preprocessed")
@@ -189,7 +189,7 @@ def _check_rendered(
 
 
 def _check_items(model: Model, method: str, result: object, *_: object) -> None:
-    must = "a list of models.base.Item"
+    must = "a list of inferpool.models.base.Item"
     if isinstance(result, Iterator):
         return  # to look at it would use it up
     if not isinstance(result, Iterable) or isinstance(result, str | bytes):

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from models.base import Model
-from models.border import bad_return, is_overridden
-from models.errors import BadReturnError
-from models.item import Item
-from models.texts import described
+from inferpool.models.base import Model
+from inferpool.models.border import bad_return, is_overridden
+from inferpool.models.errors import BadReturnError
+from inferpool.models.item import Item
+from inferpool.models.texts import described
 
 logger = logging.getLogger(__name__)
 

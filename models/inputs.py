@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.errors import InputError
-from models.item import Features, Item
-from models.spec import TensorSpec, matches
+from inferpool.models.errors import InputError
+from inferpool.models.item import Features, Item
+from inferpool.models.spec import TensorSpec, matches
 
 _MAX_RANK = 16
 

@@ -9,8 +9,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from models.errors import InputError
-from models.spec import TensorHeader
+from inferpool.models.errors import InputError
+from inferpool.models.spec import TensorHeader
 
 _B64_KEY = re.compile(rb'"b64"')
 _URL_SAFE = re.compile(r"(?=.*[_-])[A-Za-z0-9_-]+={0,2}")

@@ -4,8 +4,8 @@ import errno
 
 import torch
 
-from models.errors import RankError
-from models.texts import chain_of
+from inferpool.models.errors import RankError
+from inferpool.models.texts import chain_of
 
 _MESSAGES = (
     "DefaultCPUAllocator: ",  # c10/core/impl/alloc_cpu.cpp: can't allocate, not enough memory

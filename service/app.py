@@ -11,45 +11,51 @@ from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from service import logs as log_setup
-from service.api.admin import admin_router
-from service.api.auth import Guard
-from service.api.connections import EdgeLimits
-from service.api.events import events_router
-from service.api.health import health_router
-from service.api.metrics import metrics_router
-from service.api.predict import Predict
-from service.api.protocol import PredictProtocol
-from service.api.web import App
-from service.console import Console
-from service.doctor.diagnosis import diagnose_quickly
-from service.endpoint import (
+from inferpool.service.api.auth import Guard
+from inferpool.service.api.predict import Predict
+from inferpool.service.api.routes.admin import admin_router
+from inferpool.service.api.routes.events import events_router
+from inferpool.service.api.routes.health import health_router
+from inferpool.service.api.routes.metrics import metrics_router
+from inferpool.service.api.web import App
+from inferpool.service.api.wire.connections import EdgeLimits
+from inferpool.service.api.wire.listening import (
+    edge_limits,
+    listen,
+    tls_context,
+    url_of,
+    warn_if_open,
+)
+from inferpool.service.api.wire.protocol import PredictProtocol
+from inferpool.service.api.wire.server import Server
+from inferpool.service.endpoint import (
     make_cors,
     make_guard,
     make_predict,
     server_config,
     set_up_tracing,
 )
-from service.errors import StartError
-from service.example import try_or_ask
-from service.fronts.alone import OnlyFront
-from service.fronts.fronts import Fronts
-from service.fronts.number import number_of_fronts
-from service.fronts.relayed import relay_path, relayed_config
-from service.listening import edge_limits, listen, tls_context, url_of, warn_if_open
-from service.metrics import Metrics, Reading
-from service.raw_output import RawOutput
-from service.server import Server
-from service.service import ClosableEngine, Service
-from service.settings import Settings
-from service.tls import TlsError
-from service.versions import version_of
-from workers.arena import Arena
-from workers.devices import DeviceError, Host, find_host
-from workers.local import LocalEngine
+from inferpool.service.errors import StartError
+from inferpool.service.example import try_or_ask
+from inferpool.service.fronts.alone import OnlyFront
+from inferpool.service.fronts.fronts import Fronts
+from inferpool.service.fronts.number import number_of_fronts
+from inferpool.service.fronts.relayed import relay_path, relayed_config
+from inferpool.service.service import ClosableEngine, Service
+from inferpool.service.settings.settings import Settings
+from inferpool.service.settings.tls import TlsError
+from inferpool.service.telemetry import logs as log_setup
+from inferpool.service.telemetry.console import Console
+from inferpool.service.telemetry.metrics import Metrics, Reading
+from inferpool.service.telemetry.raw_output import RawOutput
+from inferpool.service.telemetry.versions import version_of
+from inferpool.service.tools.doctor.diagnosis import diagnose_quickly
+from inferpool.workers.arena import Arena
+from inferpool.workers.host.devices import DeviceError, Host, find_host
+from inferpool.workers.host.local import LocalEngine
 
 if TYPE_CHECKING:
-    from service.tracing.tracer import Tracer
+    from inferpool.service.tracing.tracer import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +74,8 @@ def run(
 ) -> int:
     """Serve until a signal, and return the process's exit code. Called in the main thread.
 
-    Workers start sooner if `workers.local.start_forkserver` was called before, which it can be
-    before this module is imported.
+    Workers start sooner if `workers.host.local.start_forkserver` was called before, which it
+    can be before this module is imported.
 
     Args:
         settings: What to serve and how.

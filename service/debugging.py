@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from service.app import run as run_app
-from service.cli_address import FlagError
-from service.settings import Settings
-from service.settings_loader import Loaded
-from workers.in_process import InProcessEngine
+from inferpool.service.app import run as run_app
+from inferpool.service.settings.address import FlagError
+from inferpool.service.settings.loader import Loaded
+from inferpool.service.settings.settings import Settings
+from inferpool.workers.host.in_process import InProcessEngine
 
 _PATIENCE_S = 3600.0
 """How long a call may take: as long as somebody looks at it in a debugger."""

@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING
 import uvicorn
 from uvicorn.config import LifespanType
 
-from service.api.auth import Guard
-from service.api.body import Limits
-from service.api.budgets import UnfinishedRequests
-from service.api.call import Call, ModelEntry, Tracing
-from service.api.connections import EdgeLimits
-from service.api.cors import Cors
-from service.api.handshakes import Handshake
-from service.api.predict import Predict
-from service.api.protocol import PredictProtocol
-from service.errors import StartError
-from service.listening import BACKLOG
-from service.metrics import ModelMetrics
-from service.settings import Settings
-from service.sparing import Sparing
+from inferpool.service.api.auth import Guard
+from inferpool.service.api.call import Call, ModelEntry, Tracing
+from inferpool.service.api.codecs.body import Limits
+from inferpool.service.api.cors import Cors
+from inferpool.service.api.predict import Predict
+from inferpool.service.api.wire.budgets import UnfinishedRequests
+from inferpool.service.api.wire.connections import EdgeLimits
+from inferpool.service.api.wire.handshakes import Handshake
+from inferpool.service.api.wire.listening import BACKLOG
+from inferpool.service.api.wire.protocol import PredictProtocol
+from inferpool.service.errors import StartError
+from inferpool.service.settings.settings import Settings
+from inferpool.service.telemetry.metrics import ModelMetrics
+from inferpool.service.telemetry.sparing import Sparing
 
 if TYPE_CHECKING:
-    from service.tracing.tracer import Tracer
+    from inferpool.service.tracing.tracer import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ def make_tracer(settings: Settings, metrics: Callable[[str], ModelMetrics]) -> "
     if settings.trace_endpoint is None:
         return None
     try:
-        from service.tracing.tracer import Tracer
+        from inferpool.service.tracing.tracer import Tracer
     except ModuleNotFoundError as error:
         raise TraceError(
             f"traces are to go to {settings.trace_endpoint} (trace_endpoint), and what that takes "

@@ -5,11 +5,11 @@ import shlex
 from collections.abc import Sequence
 from math import prod
 
-from models.spec import DTYPE_BYTES, TensorSpec
-from service.api.openapi.predict import PIXEL
-from service.api.predict import PREFIX
-from service.pool import Pool
-from service.settings import Settings
+from inferpool.models.spec import DTYPE_BYTES, TensorSpec
+from inferpool.service.api.openapi.predict import PIXEL
+from inferpool.service.api.predict import PREFIX
+from inferpool.service.queue.pool import Pool
+from inferpool.service.settings.settings import Settings
 
 _MAX_NUMBERS = 32
 """More are no pleasure to read."""

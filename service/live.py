@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from service.api.events import (
+from inferpool.service.api.routes.events import (
     EndingEvent,
     HostState,
     LiveSample,
@@ -21,13 +21,13 @@ from service.api.events import (
     Sample,
     State,
 )
-from service.api.health import HealthReport
-from service.distribution import Distribution, Recent
-from service.metrics import Metrics, ModelMetrics
-from service.pool import Pool
-from service.settings import Settings
-from service.versions import version_of
-from workers.keep_going import KeepGoing
+from inferpool.service.api.routes.health import HealthReport
+from inferpool.service.queue.pool import Pool
+from inferpool.service.settings.settings import Settings
+from inferpool.service.telemetry.distribution import Distribution, Recent
+from inferpool.service.telemetry.metrics import Metrics, ModelMetrics
+from inferpool.service.telemetry.versions import version_of
+from inferpool.workers.host.keep_going import KeepGoing
 
 _NUM_KEPT = 300
 """Samples: five minutes, which take some 0.5 MB per model."""
@@ -35,7 +35,7 @@ _OUTCOMES = ("accepted", "succeeded", "failed", "expired", "cancelled")
 
 
 class Live:
-    """Keeps the past, and makes the events of the present; see `service.api.events.Feed`."""
+    """Keeps the past, and makes the events of the present; see `service.api.routes.events.Feed`."""
 
     def __init__(
         self,

@@ -4,14 +4,14 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-from service.api.errors import NotFoundError
-from service.errors import (
+from inferpool.service.api.errors import NotFoundError
+from inferpool.service.errors import (
     ConflictError,
     RestartFailedError,
     UnavailableError,
     UnknownModelError,
 )
-from service.pool import Pool
+from inferpool.service.queue.pool import Pool
 
 logger = logging.getLogger(__name__)
 

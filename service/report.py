@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 
-from service.api.health import (
+from inferpool.service.api.routes.health import (
     ForkserverHealth,
     FrontHealth,
     GpuHealth,
@@ -18,11 +18,11 @@ from service.api.health import (
     SplitHealth,
     WorkerHealth,
 )
-from service.pool import Pool
-from service.speed_search import SearchProgress, SpeedSearch
-from workers.engine import ForkserverVitals, RankVitals
-from workers.gpu_watch import GpuVitals
-from workers.supervisor import WorkerSlot
+from inferpool.service.queue.pool import Pool
+from inferpool.service.speed.search import SearchProgress, SpeedSearch
+from inferpool.workers.host.engine import ForkserverVitals, RankVitals
+from inferpool.workers.host.gpu_watch import GpuVitals
+from inferpool.workers.host.supervisor import WorkerSlot
 
 
 def report_of(

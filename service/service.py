@@ -8,40 +8,40 @@ from typing import TYPE_CHECKING, Protocol
 
 import pynvml
 
-from models.spec import Placement
-from service.admission import Admission
-from service.api.events import HostState
-from service.api.health import HealthReport
-from service.cli_config import json_of
-from service.console import Console
-from service.dispatcher import Dispatcher
-from service.errors import StartError
-from service.fronts.alone import OnlyFront
-from service.gpu_gauges import gpu_gauges
-from service.live import Live
-from service.metrics import Metrics, Reading
-from service.model_settings import ModelSettings
-from service.objective import Objective, ObjectiveAdmission
-from service.operations import Operations
-from service.pool import Pool
-from service.quarantine import Quarantine
-from service.report import is_host_ready, report_of
-from service.settings import Settings
-from service.settings_loader import Loaded
-from service.speed_cache import SpeedCache
-from service.speed_search import SpeedSearch
-from workers.arena import Arena
-from workers.config import WorkerConfig
-from workers.devices import Host
-from workers.engine import Engine, ForkserverVitals
-from workers.gpu_watch import GpuWatch
-from workers.local import LocalEngine
-from workers.memory import SharedMemoryError
-from workers.searching import search
-from workers.supervisor import RestartPolicy
+from inferpool.models.spec import Placement
+from inferpool.service.api.routes.events import HostState
+from inferpool.service.api.routes.health import HealthReport
+from inferpool.service.errors import StartError
+from inferpool.service.fronts.alone import OnlyFront
+from inferpool.service.live import Live
+from inferpool.service.operations import Operations
+from inferpool.service.queue.admission import Admission
+from inferpool.service.queue.dispatcher import Dispatcher
+from inferpool.service.queue.objective import Objective, ObjectiveAdmission
+from inferpool.service.queue.pool import Pool
+from inferpool.service.queue.quarantine import Quarantine
+from inferpool.service.report import is_host_ready, report_of
+from inferpool.service.settings.formats import json_of
+from inferpool.service.settings.loader import Loaded
+from inferpool.service.settings.model import ModelSettings
+from inferpool.service.settings.settings import Settings
+from inferpool.service.speed.cache import SpeedCache
+from inferpool.service.speed.search import SpeedSearch
+from inferpool.service.telemetry.console import Console
+from inferpool.service.telemetry.gpu_gauges import gpu_gauges
+from inferpool.service.telemetry.metrics import Metrics, Reading
+from inferpool.workers.arena import Arena
+from inferpool.workers.beside.searching import search
+from inferpool.workers.config import WorkerConfig
+from inferpool.workers.host.devices import Host
+from inferpool.workers.host.engine import Engine, ForkserverVitals
+from inferpool.workers.host.gpu_watch import GpuWatch
+from inferpool.workers.host.local import LocalEngine
+from inferpool.workers.host.supervisor import RestartPolicy
+from inferpool.workers.memory import SharedMemoryError
 
 if TYPE_CHECKING:
-    from service.fronts.fronts import Fronts
+    from inferpool.service.fronts.fronts import Fronts
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from models.base import Model
-from models.item import Features, Item
-from models.spec import Placement, TensorSpec
+from inferpool.models.base import Model
+from inferpool.models.item import Features, Item
+from inferpool.models.spec import Placement, TensorSpec
 
 _ACTS = ("ok", "sleep", "raise", "kill", "hang")
 STAGE_S = 0.1

@@ -3,11 +3,11 @@
 import asyncio
 from collections.abc import Callable, Sequence
 
-from models.speed.names import SpeedReport
-from workers.config import WorkerConfig
-from workers.engine import Ending, Vitals, WorkerId
-from workers.errors import WorkerLostError, WorkerStartError
-from workers.messages import BatchDone, ItemRef, Outcome, Ready
+from inferpool.models.speed.names import SpeedReport
+from inferpool.workers.config import WorkerConfig
+from inferpool.workers.errors import WorkerLostError, WorkerStartError
+from inferpool.workers.host.engine import Ending, Vitals, WorkerId
+from inferpool.workers.messages import BatchDone, ItemRef, Outcome, Ready
 
 
 class FakeWorker:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from models.base import Model
-from models.errors import InputError, ModelError
-from models.item import Features, Item
-from models.spec import Placement, TensorSpec
+from inferpool.models.base import Model
+from inferpool.models.errors import InputError, ModelError
+from inferpool.models.item import Features, Item
+from inferpool.models.spec import Placement, TensorSpec
 
 ACTS = (
     *("ok", "raise", "kill", "hang", "exit", "sleep", "rows", "leave"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch.utils.data import DataLoader
 
-from models.spec import Placement
+from inferpool.models.spec import Placement
 from tests.fault_model import FaultModel
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from models.vision import Classifier, ImageTransform
+from inferpool.models.vision.classifier import Classifier, ImageTransform
 
 
 class Steps(nn.Module):

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 import torch
 
-from models.base import Model
-from models.errors import InputError
-from models.item import Features, Item
+from inferpool.models.base import Model
+from inferpool.models.errors import InputError
+from inferpool.models.item import Features, Item
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ import os
 import sys
 import warnings
 
-from models.item import Features, Item
+from inferpool.models.item import Features, Item
 from tests.fault_model import FaultModel
 
 SAID = {

@@ -15,7 +15,7 @@ from tests.page_states import Scenario, scenarios
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-PHOTO = Path(__file__).resolve().parents[1] / "models/photos/chelsea.jpg"
+PHOTO = Path(__file__).resolve().parents[1] / "models/vision/photos/chelsea.jpg"
 _SIZES = {"wide": (1280, 900), "narrow": (360, 760)}
 _SETTLE_MS = 700
 

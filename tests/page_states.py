@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from service.api.events import (
+from inferpool.service.api.routes.events import (
     EndingEvent,
     HostState,
     LiveSample,
@@ -18,7 +18,7 @@ from service.api.events import (
     Sample,
     State,
 )
-from service.api.health import (
+from inferpool.service.api.routes.health import (
     FrontHealth,
     GpuHealth,
     HealthReport,

@@ -100,7 +100,7 @@ def on_terminal(
         environ.pop(name, None)
     before = termios.tcgetattr(ours)
     process = subprocess.Popen(
-        [sys.executable, "-m", "service", *arguments],
+        [sys.executable, "-m", "inferpool", *arguments],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,

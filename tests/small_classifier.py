@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from models.transforms import ImageTransform
-from models.vision import Classifier
+from inferpool.models.vision.classifier import Classifier
+from inferpool.models.vision.transforms import ImageTransform
 
 
 class SmallClassifier(Classifier):

@@ -5,11 +5,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from models.item import Features, Item
-from models.spec import Placement
-from models.split.network import LoadIsOver
-from models.split.ranks import Ranks
-from models.split.report import RankPart, SplitReport
+from inferpool.models.item import Features, Item
+from inferpool.models.spec import Placement
+from inferpool.models.split.network import LoadIsOver
+from inferpool.models.split.ranks import Ranks
+from inferpool.models.split.report import RankPart, SplitReport
 from tests.fault_model import ACTS, FaultModel
 
 

@@ -1,1 +1,7 @@
 """Batches: which process computes one, on which devices, and who is alive. Knows no HTTP."""
+
+if __name__ == "workers":
+    raise ImportError(
+        "write `inferpool.workers` to import this. If you have a package `workers` of your own, "
+        "give it an __init__.py, so that Python takes yours"
+    )

@@ -9,7 +9,7 @@ region is divided among them, and each has an allocator of its own over its part
 import mmap
 from collections.abc import Sequence
 
-from workers.memory import SharedMemory
+from inferpool.workers.memory import SharedMemory
 
 MIN_BLOCK_BYTES = 1024
 """Slots are aligned to this, which is enough for every dtype and for vector loads."""

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from models.spec import MAX_IMAGE_PIXELS, Placement
-from models.speed.names import SpeedReport
-from models.split.report import SplitReport
+from inferpool.models.spec import MAX_IMAGE_PIXELS, Placement
+from inferpool.models.speed.names import SpeedReport
+from inferpool.models.split.report import SplitReport
 
 ErrorDetail = Literal["name", "text", "traceback"]
 """How much of an exception of a model's clients are told: its type alone, its text, or all."""
@@ -18,7 +18,8 @@ class ModelConfig:
 
     name: str
     source: str
-    """`efficientnet_lite0`, `torchvision:NAME` and so on: what `models.registry.build` takes."""
+    """`efficientnet_lite0`, `torchvision:NAME` and so on, as
+    `models.sources.registry.build` takes it."""
     weights: str | None = "DEFAULT"
     """"DEFAULT", a named weight, a .pth or .safetensors path, or None for random weights."""
     options: Mapping[str, object] = field(default_factory=dict)

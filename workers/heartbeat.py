@@ -7,7 +7,7 @@ processes of one boot share.
 import mmap
 import time
 
-from workers.memory import SharedMemory
+from inferpool.workers.memory import SharedMemory
 
 _BEAT_NS, _RECEIVED, _NUM_BATCHES, _LEAVE, _PROGRESS_NS, _AT_WORK_NS = range(6)
 _ROW_BYTES = mmap.PAGESIZE

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import BinaryIO, TextIO
 
-from models.texts import described, printable, traceback_of
-from workers.messages import ID_FIELDS, LogLine
+from inferpool.models.texts import described, printable, traceback_of
+from inferpool.workers.messages import ID_FIELDS, LogLine
 
 _MAX_LINE_CHARS = 8192
 """A longer line is logged as several."""

@@ -13,7 +13,7 @@ from multiprocessing import reduction
 
 import psutil
 
-from workers.cgroups import read_limits
+from inferpool.workers.cgroups import read_limits
 
 _CHECKED_BYTES = 1 << 20
 """Smaller regions are not worth a look at how much is free."""

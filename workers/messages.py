@@ -8,10 +8,10 @@ from typing import Literal
 
 import msgspec
 
-from models.opened import FileMark
-from models.spec import TensorHeader, TensorSpec
-from models.speed.names import SpeedReport
-from models.split.report import RankPart, SplitReport
+from inferpool.models.files.opened import FileMark
+from inferpool.models.spec import TensorHeader, TensorSpec
+from inferpool.models.speed.names import SpeedReport
+from inferpool.models.split.report import RankPart, SplitReport
 
 Kind = Literal["image", "bytes", "json", "tensors"]
 """As `models.item.Kind`, which the front end cannot import without torch."""

@@ -13,8 +13,8 @@ import weakref
 
 import msgspec
 
-from workers.memory import SharedMemory
-from workers.messages import BatchDone, Outcome, Stored, TensorBlob
+from inferpool.workers.memory import SharedMemory
+from inferpool.workers.messages import BatchDone, Outcome, Stored, TensorBlob
 
 MIN_STORED_BYTES = 1 << 16
 """What is shorter is cheaper to send inline (`python -m tests.bench outputs`)."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from multiprocessing import Pipe, reduction
 from multiprocessing.connection import Connection
 
-from workers.memory import open_anonymous
+from inferpool.workers.memory import open_anonymous
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from models.reading import read_file
+from inferpool.models.files.reading import read_file
 
 LOADING = "-loading-"
 _HOLDS_S = 24 * 3600.0

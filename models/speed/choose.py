@@ -9,14 +9,14 @@ from pathlib import Path
 import msgspec
 from torch import nn
 
-from models.base import Model
-from models.errors import ModelError
-from models.speed.compiled import can_compile
-from models.speed.decoding import DecodeTrial
-from models.speed.names import COMPILED, GRAPHED, SpeedReport
-from models.speed.presets import presets_for
-from models.speed.trial import Contest, NoTimeLeftError, Trial, first_line
-from models.speed.verdicts import VerdictStore
+from inferpool.models.base import Model
+from inferpool.models.errors import ModelError
+from inferpool.models.speed.compiled import can_compile
+from inferpool.models.speed.decoding import DecodeTrial
+from inferpool.models.speed.names import COMPILED, GRAPHED, SpeedReport
+from inferpool.models.speed.presets import presets_for
+from inferpool.models.speed.trial import Contest, NoTimeLeftError, Trial, first_line
+from inferpool.models.speed.verdicts import VerdictStore
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from models.speed.presets import prepare
+from inferpool.models.speed.presets import prepare
 
 _MADE_OF = {"compiled": "folded", "compiled_bf16": "bf16"}
 """The preset whose network is compiled."""

@@ -17,13 +17,13 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from models.agreement import Agreement
-from models.base import Model
-from models.errors import ModelError
-from models.item import Features, Item
-from models.speed.names import SpeedReport
-from models.speed.serving import serving
-from models.speed.verdicts import VerdictStore, fingerprint
+from inferpool.models.agreement import Agreement
+from inferpool.models.base import Model
+from inferpool.models.errors import ModelError
+from inferpool.models.item import Features, Item
+from inferpool.models.speed.names import SpeedReport
+from inferpool.models.speed.serving import serving
+from inferpool.models.speed.verdicts import VerdictStore, fingerprint
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from models.speed.correction import correct_biases
-from models.speed.folding import fold_batch_norms
-from models.speed.graphs import Graphed
-from models.speed.names import GRAPHED
+from inferpool.models.speed.correction import correct_biases
+from inferpool.models.speed.folding import fold_batch_norms
+from inferpool.models.speed.graphs import Graphed
+from inferpool.models.speed.names import GRAPHED
 
 _LOW_BITS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -1,17 +1,17 @@
 """Judges the presets that take minutes to make, while workers serve with another one.
 
-Runs in a process of its own, at idle priority (`workers.search_process`).
+Runs in a process of its own, at idle priority (`workers.beside.search_process`).
 """
 
 import time
 from collections.abc import Callable
 
-from models.base import Model
-from models.speed.choose import SpeedWish
-from models.speed.names import COMPILED, SpeedReport
-from models.speed.presets import presets_for
-from models.speed.trial import Contest, Trial, first_line
-from models.speed.verdicts import VerdictStore
+from inferpool.models.base import Model
+from inferpool.models.speed.choose import SpeedWish
+from inferpool.models.speed.names import COMPILED, SpeedReport
+from inferpool.models.speed.presets import presets_for
+from inferpool.models.speed.trial import Contest, Trial, first_line
+from inferpool.models.speed.verdicts import VerdictStore
 
 _HOST_WAIT_S = 11 * 3600.0
 _PATIENCE = 4.0

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from models.base import Model
+from inferpool.models.base import Model
 
 
 @contextmanager

@@ -14,14 +14,14 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from models.agreement import Agreement
-from models.base import Model
-from models.item import Features, Item
-from models.speed.compiled import Compiled
-from models.speed.names import COMPILED, SpeedReport
-from models.speed.presets import can_be_changed, prepare
-from models.speed.serving import serving
-from models.speed.verdicts import VerdictStore, fingerprint
+from inferpool.models.agreement import Agreement
+from inferpool.models.base import Model
+from inferpool.models.item import Features, Item
+from inferpool.models.speed.compiled import Compiled
+from inferpool.models.speed.names import COMPILED, SpeedReport
+from inferpool.models.speed.presets import can_be_changed, prepare
+from inferpool.models.speed.serving import serving
+from inferpool.models.speed.verdicts import VerdictStore, fingerprint
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ import msgspec
 import torch
 from torch import nn
 
-from models.reading import read_file
-from models.speed.attempts import LOADING, attempt, loading_prefix
-from models.speed.names import CHOICES, SpeedReport
-from models.speed.sealed import DamagedError, check_seal, seal, unsealed, write_sealed
+from inferpool.models.files.reading import read_file
+from inferpool.models.speed.attempts import LOADING, attempt, loading_prefix
+from inferpool.models.speed.names import CHOICES, SpeedReport
+from inferpool.models.speed.sealed import DamagedError, check_seal, seal, unsealed, write_sealed
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from models.errors import ModelError
-from models.split.sketch import fill
-from models.split.stages import Course
+from inferpool.models.errors import ModelError
+from inferpool.models.split.sketch import fill
+from inferpool.models.split.stages import Course
 
 SPREAD = 1.25
 """Times an even share of the bytes: what the largest part may have of them."""

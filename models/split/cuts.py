@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import torch
 
-from models.errors import ModelError
-from models.split.balance import SPREAD, balanced, sizes_of, times_of
-from models.split.ranks import Ranks
-from models.split.rehearsal import EXACT, Example, Rehearsal, copied
-from models.split.report import SplitReport
-from models.split.stages import Course
-from models.split.tracing import asks_for_types
+from inferpool.models.errors import ModelError
+from inferpool.models.split.balance import SPREAD, balanced, sizes_of, times_of
+from inferpool.models.split.ranks import Ranks
+from inferpool.models.split.rehearsal import EXACT, Example, Rehearsal, copied
+from inferpool.models.split.report import SplitReport
+from inferpool.models.split.stages import Course
+from inferpool.models.split.tracing import asks_for_types
 
 logger = logging.getLogger(__name__)
 

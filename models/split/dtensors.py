@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from models.errors import ModelError
+from inferpool.models.errors import ModelError
 
 
 def word_for(style: object, module: nn.Module) -> str | None:

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from models.spec import Split
+from inferpool.models.spec import Split
 
 
 class Way(msgspec.Struct, frozen=True, kw_only=True):

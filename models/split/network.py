@@ -11,14 +11,14 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from models.checkpoint import load_weights
-from models.spec import Placement
-from models.split.own_plan import OwnPlan
-from models.split.pipeline import load_pipeline
-from models.split.ranks import Ranks
-from models.split.rehearsal import Example
-from models.split.report import RankPart, SplitReport
-from models.split.tensor import load_tensor_parallel
+from inferpool.models.files.checkpoint import load_weights
+from inferpool.models.spec import Placement
+from inferpool.models.split.own_plan import OwnPlan
+from inferpool.models.split.pipeline import load_pipeline
+from inferpool.models.split.ranks import Ranks
+from inferpool.models.split.rehearsal import Example
+from inferpool.models.split.report import RankPart, SplitReport
+from inferpool.models.split.tensor import load_tensor_parallel
 
 _POLL_S = 1.0
 

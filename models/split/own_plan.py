@@ -18,9 +18,9 @@ from typing import TypeAlias, cast
 
 from torch import nn
 
-from models.errors import ModelError
-from models.split.tensor_plan import Cut, How, TensorPlan, attention_complaint
-from models.split.tensor_search import find_attention
+from inferpool.models.errors import ModelError
+from inferpool.models.split.tensor_plan import Cut, How, TensorPlan, attention_complaint
+from inferpool.models.split.tensor_search import find_attention
 
 _WORDS = ("column", "row", "gather", "embedding", "attention")
 
@@ -72,7 +72,7 @@ def _word(wish: object, module: nn.Module) -> How | None:
     """The word of a wish; None for a style that no word stands for."""
     word = wish
     if not isinstance(wish, str):  # a style is said by a word where that means the same: faster
-        from models.split.dtensors import word_for
+        from inferpool.models.split.dtensors import word_for
 
         word = word_for(wish, module)
         if word is None:

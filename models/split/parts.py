@@ -10,10 +10,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from models.checkpoint import StoredWeights
-from models.split.collectives import Collectives, widths_of
-from models.split.rehearsal import Origin
-from models.split.shards import (
+from inferpool.models.files.checkpoint import StoredWeights
+from inferpool.models.split.collectives import Collectives, widths_of
+from inferpool.models.split.rehearsal import Origin
+from inferpool.models.split.shards import (
     ColumnEmbedding,
     ColumnLinear,
     Piece,
@@ -21,9 +21,9 @@ from models.split.shards import (
     Shard,
     SplitAttention,
 )
-from models.split.sketch import Sketch
-from models.split.tensor_plan import Cut, TensorPlan
-from models.split.tracing import EncoderByLayers
+from inferpool.models.split.sketch import Sketch
+from inferpool.models.split.tensor_plan import Cut, TensorPlan
+from inferpool.models.split.tracing import EncoderByLayers
 
 _KEPT_SHARE = 0.25
 """Of a network's bytes: what is kept at a time of one that is built with its weights."""
@@ -154,7 +154,7 @@ def _read(
     stored: Weights, name: str, piece: Piece, empty: nn.Parameter, device: torch.device
 ) -> nn.Parameter:
     if type(empty.data) is not Tensor:
-        from models.split.dtensors import read_local
+        from inferpool.models.split.dtensors import read_local
 
         local = read_local(empty.data, partial(stored.read, name), device)
         return nn.Parameter(local, requires_grad=False)
@@ -172,6 +172,6 @@ def part_bytes(network: nn.Module) -> int:
     tensors = [each.data for each in (*network.parameters(), *network.buffers())]
     if all(type(each) is Tensor for each in tensors):
         return sum(each.nbytes for each in tensors)
-    from models.split.dtensors import local_bytes
+    from inferpool.models.split.dtensors import local_bytes
 
     return sum(map(local_bytes, tensors))

@@ -4,7 +4,7 @@ import threading
 import time
 from collections import deque
 
-from models.split.own_time import OwnTime
+from inferpool.models.split.own_time import OwnTime
 
 
 class FairLock:

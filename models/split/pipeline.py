@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from models.checkpoint import StoredWeights, check_fit
-from models.errors import ModelError, RankError
-from models.out_of_memory import is_out_of_memory
-from models.split.cuts import choose_cuts, rehearsed
-from models.split.micro_batches import MicroBatches
-from models.split.packing import (
+from inferpool.models.errors import ModelError, RankError
+from inferpool.models.files.checkpoint import StoredWeights, check_fit
+from inferpool.models.out_of_memory import is_out_of_memory
+from inferpool.models.split.cuts import choose_cuts, rehearsed
+from inferpool.models.split.micro_batches import MicroBatches
+from inferpool.models.split.packing import (
     have_different_rows,
     join_rows,
     num_rows,
@@ -36,13 +36,13 @@ from models.split.packing import (
     split_rows,
     unpack,
 )
-from models.split.passage import Passage, Transit
-from models.split.ranks import Ranks
-from models.split.rehearsal import Example, copied, deviation
-from models.split.report import RankPart, SplitReport
-from models.split.sketch import Sketch, fill, num_bytes
-from models.split.stages import Course
-from models.texts import described
+from inferpool.models.split.passage import Passage, Transit
+from inferpool.models.split.ranks import Ranks
+from inferpool.models.split.rehearsal import Example, copied, deviation
+from inferpool.models.split.report import RankPart, SplitReport
+from inferpool.models.split.sketch import Sketch, fill, num_bytes
+from inferpool.models.split.stages import Course
+from inferpool.models.texts import described
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from models.spec import Split
-from models.split.own_time import OwnTime
+from inferpool.models.spec import Split
+from inferpool.models.split.own_time import OwnTime
 
 
 class Ranks(Protocol):

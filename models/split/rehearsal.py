@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from models.split.packing import num_rows
+from inferpool.models.split.packing import num_rows
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.split.collectives import Collectives, bounds_of, widths_of
+from inferpool.models.split.collectives import Collectives, bounds_of, widths_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.errors import ModelError
-from models.split.building import Filling, replacing_parameters, without_values
+from inferpool.models.errors import ModelError
+from inferpool.models.split.building import Filling, replacing_parameters, without_values
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from typing import cast
 
 from torch import fx, nn
 
-from models.errors import ModelError
-from models.split.tracing import trace
+from inferpool.models.errors import ModelError
+from inferpool.models.split.tracing import trace
 
 
 class Course:

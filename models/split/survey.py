@@ -13,17 +13,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx, nn
 
-from models.base import Model
-from models.errors import ModelError
-from models.spec import Placement
-from models.split.balance import run_steps, sizes_of, times_of
-from models.split.cuts import cut_positions, largest_share_for
-from models.split.measures import Survey, Way
-from models.split.packing import num_rows
-from models.split.rehearsal import Example
-from models.split.sketch import Sketch, num_bytes
-from models.split.stages import Course
-from models.split.tensor import choose_plan, cut_parameters
+from inferpool.models.base import Model
+from inferpool.models.errors import ModelError
+from inferpool.models.spec import Placement
+from inferpool.models.split.balance import run_steps, sizes_of, times_of
+from inferpool.models.split.cuts import cut_positions, largest_share_for
+from inferpool.models.split.measures import Survey, Way
+from inferpool.models.split.packing import num_rows
+from inferpool.models.split.rehearsal import Example
+from inferpool.models.split.sketch import Sketch, num_bytes
+from inferpool.models.split.stages import Course
+from inferpool.models.split.tensor import choose_plan, cut_parameters
 
 
 class Peak(Protocol):

@@ -30,13 +30,13 @@ import msgspec
 import torch
 from torch import nn
 
-from models.checkpoint import StoredWeights, check_fit
-from models.errors import ModelError, OutOfStepError
-from models.out_of_memory import is_out_of_memory
-from models.split.collectives import Collectives
-from models.split.own_plan import OwnPlan, own_plan
-from models.split.packing import pack, unpack
-from models.split.parts import (
+from inferpool.models.errors import ModelError, OutOfStepError
+from inferpool.models.files.checkpoint import StoredWeights, check_fit
+from inferpool.models.out_of_memory import is_out_of_memory
+from inferpool.models.split.collectives import Collectives
+from inferpool.models.split.own_plan import OwnPlan, own_plan
+from inferpool.models.split.packing import pack, unpack
+from inferpool.models.split.parts import (
     BuiltWeights,
     Weights,
     cut_layers,
@@ -44,12 +44,12 @@ from models.split.parts import (
     origins_of,
     part_bytes,
 )
-from models.split.ranks import Ranks
-from models.split.rehearsal import Example, Origin, Rehearsal, copied, made_up
-from models.split.report import RankPart, SplitReport
-from models.split.sketch import Sketch
-from models.split.tensor_plan import TensorPlan
-from models.split.tensor_search import find_plan
+from inferpool.models.split.ranks import Ranks
+from inferpool.models.split.rehearsal import Example, Origin, Rehearsal, copied, made_up
+from inferpool.models.split.report import RankPart, SplitReport
+from inferpool.models.split.sketch import Sketch
+from inferpool.models.split.tensor_plan import TensorPlan
+from inferpool.models.split.tensor_search import find_plan
 
 _LEAD = 0
 _CALL = True
@@ -203,7 +203,7 @@ def load_tensor_parallel(
     collectives = Collectives(ranks.rank, ranks.size)
     network = cut_layers(network, plan, collectives)
     if plan.styles:
-        from models.split.dtensors import apply_styles
+        from inferpool.models.split.dtensors import apply_styles
 
         apply_styles(network, plan.styles, ranks.device.type, ranks.size)
     parallel = TensorParallel(

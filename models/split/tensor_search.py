@@ -13,8 +13,8 @@ import torch
 from torch import fx, nn
 from torch.fx import Node
 
-from models.split.flow import LostTrackError, PartedValues, Spread, is_elementwise
-from models.split.tensor_plan import Cut, Share, TensorPlan, attention_complaint
+from inferpool.models.split.flow import LostTrackError, PartedValues, Spread, is_elementwise
+from inferpool.models.split.tensor_plan import Cut, Share, TensorPlan, attention_complaint
 
 _LARGE_BYTES = 1 << 20
 _LARGE_SHARE = 0.005

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from models.errors import ModelError
+from inferpool.models.errors import ModelError
 
 _TYPE_QUESTIONS = frozenset({"isinstance", "is_tensor", "type"})
 _CONSTANTS = (bool, int, float, str, type(None))

@@ -1,13 +1,13 @@
-"""`/predict` under any ASGI server, as a wire of `Exchange`; our own has `service.api.protocol`."""
+"""`/predict` under any ASGI server, as a wire of `Exchange`."""
 
 import asyncio
 
 from starlette.types import Receive, Scope, Send
 
-from service.api.body import BodyTimer
-from service.api.exchange import Exchange
-from service.api.predict import Predict
-from service.api.replies import Reply, send_reply
+from inferpool.service.api.codecs.body import BodyTimer
+from inferpool.service.api.exchange import Exchange
+from inferpool.service.api.predict import Predict
+from inferpool.service.api.replies import Reply, send_reply
 
 _CLIENT_GONE = 499
 

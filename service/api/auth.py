@@ -8,8 +8,8 @@ import logging
 from collections.abc import Mapping
 from typing import Literal
 
-from service.api.errors import ForbiddenError, NotFoundError, UnauthorizedError
-from service.keys import Keys, digest_of, fingerprint_of, is_same
+from inferpool.service.api.errors import ForbiddenError, NotFoundError, UnauthorizedError
+from inferpool.service.settings.keys import Keys, digest_of, fingerprint_of, is_same
 
 logger = logging.getLogger(__name__)
 

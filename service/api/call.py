@@ -7,14 +7,14 @@ from typing import Protocol
 
 import msgspec
 
-from models.spec import TensorSpec
-from service.api.answers import AnswerFormat
-from service.api.body import joined
-from service.api.trace import new_ids, request_id_of, trace_of, trace_state_of
-from service.errors import ServiceError
-from service.request import CallOptions, Payload, Result
-from service.steps import Steps
-from workers.messages import Kind
+from inferpool.models.spec import TensorSpec
+from inferpool.service.api.codecs.answers import AnswerFormat
+from inferpool.service.api.codecs.body import joined
+from inferpool.service.api.trace import new_ids, request_id_of, trace_of, trace_state_of
+from inferpool.service.errors import ServiceError
+from inferpool.service.queue.request import CallOptions, Payload, Result
+from inferpool.service.queue.steps import Steps
+from inferpool.workers.messages import Kind
 
 UNKNOWN_MODEL = "unknown"
 """The label of calls for models that are not there: any other would let clients make up labels."""

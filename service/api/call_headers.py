@@ -5,8 +5,8 @@ from typing import Any
 
 from starlette.types import Send
 
-from service.api.call import Call
-from service.api.replies import common_lines, lines_of, pairs_of
+from inferpool.service.api.call import Call
+from inferpool.service.api.replies import common_lines, lines_of, pairs_of
 
 _ADDS_UP = b"vary"
 """May be there several times (RFC 9110, 12.5.5)."""

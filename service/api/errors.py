@@ -24,8 +24,8 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from service.api.trace import new_ids, request_id_of
-from service.errors import (
+from inferpool.service.api.trace import new_ids, request_id_of
+from inferpool.service.errors import (
     BadRequestError,
     CancelledByClientError,
     ConflictError,

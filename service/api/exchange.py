@@ -1,7 +1,7 @@
 """One call to `/predict`, from its head to its answer, with no input or output of its own.
 
 Who has the connection tells an exchange what has come of the call, and when the client hangs up.
-The exchange gives its answer to a `Wire`. `service.api.protocol` is the wire of our own server,
+The exchange gives its answer to a `Wire`: `service.api.wire.protocol` is that of our own server,
 `service.api.asgi` that of any ASGI server. All run in the event loop.
 """
 
@@ -12,22 +12,22 @@ from typing import Any, ClassVar, Protocol
 
 import msgspec
 
-from service.api.answers import choose_format
-from service.api.body import Decoded, Head, add_piece
-from service.api.call import Call, ModelEntry, WholeBody, begin_call, options_of
-from service.api.codecs import decode
-from service.api.errors import MethodNotAllowedError
-from service.api.predict import PREFIX, Predict
-from service.api.replies import Reply, preflight_reply, refusal_of, reply_to
-from service.api.trace import new_ids
-from service.errors import (
+from inferpool.service.api.call import Call, ModelEntry, WholeBody, begin_call, options_of
+from inferpool.service.api.codecs.answers import choose_format
+from inferpool.service.api.codecs.body import Decoded, Head, add_piece
+from inferpool.service.api.codecs.requests import decode
+from inferpool.service.api.errors import MethodNotAllowedError
+from inferpool.service.api.predict import PREFIX, Predict
+from inferpool.service.api.replies import Reply, preflight_reply, refusal_of, reply_to
+from inferpool.service.api.trace import new_ids
+from inferpool.service.errors import (
     BadRequestError,
     OverloadedError,
     ServiceError,
     TooLargeError,
     UnavailableError,
 )
-from service.request import Buffer, CallOptions, Payload, Result
+from inferpool.service.queue.request import Buffer, CallOptions, Payload, Result
 
 _CLIENT_GONE = 499
 _FIRST_ERROR = 400

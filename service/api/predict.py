@@ -5,13 +5,13 @@
 
 from collections.abc import Mapping
 
-from service.api.auth import Guard
-from service.api.body import Limits
-from service.api.budgets import UnfinishedRequests
-from service.api.call import ModelEntry, OnDone, OnFailure, Tracing
-from service.api.connections import EdgeLimits
-from service.api.cors import Cors
-from service.errors import UnknownModelError
+from inferpool.service.api.auth import Guard
+from inferpool.service.api.call import ModelEntry, OnDone, OnFailure, Tracing
+from inferpool.service.api.codecs.body import Limits
+from inferpool.service.api.cors import Cors
+from inferpool.service.api.wire.budgets import UnfinishedRequests
+from inferpool.service.api.wire.connections import EdgeLimits
+from inferpool.service.errors import UnknownModelError
 
 PREFIX = "/predict"
 

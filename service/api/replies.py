@@ -13,12 +13,17 @@ from functools import lru_cache
 
 from starlette.types import Send
 
-from service.api.answers import Outcome, encode
-from service.api.call import Call
-from service.api.errors import MethodNotAllowedError, SlowBodyError, problem
-from service.api.parameters import OUTPUT_KEY, read_query
-from service.errors import InternalError, InvalidInputError, ServiceError, UnavailableError
-from service.request import Result, Timing
+from inferpool.service.api.call import Call
+from inferpool.service.api.codecs.answers import Outcome, encode
+from inferpool.service.api.codecs.parameters import OUTPUT_KEY, read_query
+from inferpool.service.api.errors import MethodNotAllowedError, SlowBodyError, problem
+from inferpool.service.errors import (
+    InternalError,
+    InvalidInputError,
+    ServiceError,
+    UnavailableError,
+)
+from inferpool.service.queue.request import Result, Timing
 
 logger = logging.getLogger(__name__)
 

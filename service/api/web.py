@@ -17,20 +17,25 @@ from starlette.responses import HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import Lifespan, Receive, Scope, Send
 
-from service.api.asgi import answer, route_path
-from service.api.auth import Guard, policy_of
-from service.api.call import Call, Tracing, begin_call
-from service.api.call_headers import with_call_headers
-from service.api.cors import Cors
-from service.api.errors import CALL_KEY, NotFoundError, install_error_handlers, problem_response
-from service.api.events import WAS_HEAD
-from service.api.openapi.document import INFO, complete
-from service.api.page import Page
-from service.api.page_headers import POLICY_HEADER, policy_for, with_page_headers
-from service.api.predict import Predict, is_predict
-from service.api.replies import preflight_reply, send_reply
-from service.errors import ServiceError
-from service.sparing import Sparing
+from inferpool.service.api.asgi import answer, route_path
+from inferpool.service.api.auth import Guard, policy_of
+from inferpool.service.api.call import Call, Tracing, begin_call
+from inferpool.service.api.call_headers import with_call_headers
+from inferpool.service.api.cors import Cors
+from inferpool.service.api.errors import (
+    CALL_KEY,
+    NotFoundError,
+    install_error_handlers,
+    problem_response,
+)
+from inferpool.service.api.openapi.document import INFO, complete
+from inferpool.service.api.predict import Predict, is_predict
+from inferpool.service.api.replies import preflight_reply, send_reply
+from inferpool.service.api.routes.events import WAS_HEAD
+from inferpool.service.api.routes.page import Page
+from inferpool.service.api.routes.page_headers import POLICY_HEADER, policy_for, with_page_headers
+from inferpool.service.errors import ServiceError
+from inferpool.service.telemetry.sparing import Sparing
 
 logger = logging.getLogger(__name__)
 

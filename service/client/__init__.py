@@ -4,8 +4,8 @@ They know the service by HTTP alone and import nothing of what serves; numpy, to
 imported only for who hands in or asks for theirs. `service.client.errors` draws the tree of errors.
 """
 
-from service.client.async_client import AsyncClient
-from service.client.errors import (
+from inferpool.service.client.async_client import AsyncClient
+from inferpool.service.client.errors import (
     AnswerError,
     ConnectError,
     DeadlineExceededError,
@@ -16,11 +16,11 @@ from service.client.errors import (
     ProtocolError,
     UnavailableError,
 )
-from service.client.health import Health, ModelInfo
-from service.client.options import Progress
-from service.client.results import Label, Prediction, Timing
-from service.client.retries import Retry
-from service.client.sync_client import Client
+from inferpool.service.client.health import Health, ModelInfo
+from inferpool.service.client.options import Progress
+from inferpool.service.client.results import Label, Prediction, Timing
+from inferpool.service.client.retries import Retry
+from inferpool.service.client.sync_client import Client
 
 __all__ = [
     "AnswerError",

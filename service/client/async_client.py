@@ -7,13 +7,13 @@ from typing import Literal, Self, TypeVar, Unpack, overload
 
 import httpx
 
-from service.client.calls import Calls, Came, Send, Steps
-from service.client.errors import InferpoolError
-from service.client.health import Health, ModelInfo
-from service.client.options import ClientOptions, ManyOptions, PredictOptions
-from service.client.results import Prediction, Reply
-from service.client.window import Outcome, Window
-from service.urls import DEFAULT_URL
+from inferpool.service.client.calls import Calls, Came, Send, Steps
+from inferpool.service.client.errors import InferpoolError
+from inferpool.service.client.health import Health, ModelInfo
+from inferpool.service.client.options import ClientOptions, ManyOptions, PredictOptions
+from inferpool.service.client.results import Prediction, Reply
+from inferpool.service.client.window import Outcome, Window
+from inferpool.service.settings.urls import DEFAULT_URL
 
 _T = TypeVar("_T")
 

@@ -14,9 +14,9 @@ from typing import IO, Any, cast
 
 import httpx
 
-from service.client.errors import InputError
-from service.client.safetensors import safetensors_parts
-from service.client.tensors import is_tensor, tensor_of
+from inferpool.service.client.errors import InputError
+from inferpool.service.client.safetensors import safetensors_parts
+from inferpool.service.client.tensors import is_tensor, tensor_of
 
 _PIECE_BYTES = 1 << 20
 """Of a body, held in memory beside it while it is sent."""

@@ -18,8 +18,8 @@ from urllib.parse import quote
 
 import httpx
 
-from service.client.bodies import Body, body_of, file_question, names_file
-from service.client.errors import (
+from inferpool.service.client.bodies import Body, body_of, file_question, names_file
+from inferpool.service.client.errors import (
     AnswerError,
     ConnectError,
     DeadlineExceededError,
@@ -29,9 +29,9 @@ from service.client.errors import (
     UnavailableError,
     error_class,
 )
-from service.client.health import Health, health_of
-from service.client.options import ClientOptions, ManyOptions, PredictOptions, check_names
-from service.client.results import (
+from inferpool.service.client.health import Health, health_of
+from inferpool.service.client.options import ClientOptions, ManyOptions, PredictOptions, check_names
+from inferpool.service.client.results import (
     Json,
     Prediction,
     Reply,
@@ -40,8 +40,8 @@ from service.client.results import (
     prediction_of,
     stages_of,
 )
-from service.client.retries import Retry, RetryBudget, pause_before_retry, retry_after_s
-from service.urls import DEFAULT_URL, problem_of_address, without_password
+from inferpool.service.client.retries import Retry, RetryBudget, pause_before_retry, retry_after_s
+from inferpool.service.settings.urls import DEFAULT_URL, problem_of_address, without_password
 
 _T = TypeVar("_T")
 

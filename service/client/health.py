@@ -4,8 +4,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from service.client.errors import ProtocolError
-from service.client.results import Json, Reply
+from inferpool.service.client.errors import ProtocolError
+from inferpool.service.client.results import Json, Reply
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

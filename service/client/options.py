@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypedDict
 
-from service.client.errors import InferpoolError
-from service.client.retries import Retry
+from inferpool.service.client.errors import InferpoolError
+from inferpool.service.client.retries import Retry
 
 
 class ClientOptions(TypedDict, total=False):

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import httpx
 
-from service.client.errors import InferpoolError, ProtocolError, error_class
-from service.client.safetensors import Tensor, read_safetensors
-from service.client.tensors import to_numpy, to_torch
+from inferpool.service.client.errors import InferpoolError, ProtocolError, error_class
+from inferpool.service.client.safetensors import Tensor, read_safetensors
+from inferpool.service.client.tensors import to_numpy, to_torch
 
 if TYPE_CHECKING:
     import numpy as np

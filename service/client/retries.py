@@ -9,11 +9,7 @@ from dataclasses import dataclass
 
 import httpx
 
-from service.client.errors import (
-    ConnectError,
-    DeadlineExceededError,
-    InferpoolError,
-)
+from inferpool.service.client.errors import ConnectError, DeadlineExceededError, InferpoolError
 
 _MAX_PAUSE_S = 3600.0
 """Where nothing else ends the waiting: who asks for more of it is not busy, but wrong."""

@@ -6,8 +6,8 @@ numpy and torch are imported only where someone has handed theirs in, or asks fo
 import sys
 from typing import TYPE_CHECKING, Any
 
-from service.client.errors import InputError
-from service.client.safetensors import SAFETENSORS_DTYPES, Tensor
+from inferpool.service.client.errors import InputError
+from inferpool.service.client.safetensors import SAFETENSORS_DTYPES, Tensor
 
 if TYPE_CHECKING:
     import numpy as np

@@ -2,9 +2,9 @@
 
 from collections import deque
 
-from service.client.errors import InferpoolError
-from service.client.options import ManyOptions, Progress, check_names
-from service.client.results import Prediction
+from inferpool.service.client.errors import InferpoolError
+from inferpool.service.client.options import ManyOptions, Progress, check_names
+from inferpool.service.client.results import Prediction
 
 Outcome = Prediction | InferpoolError
 

@@ -4,9 +4,9 @@ import asyncio
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from service.api.budgets import EdgeUse
-from service.api.health import FrontHealth
-from service.metrics import Reading
+from inferpool.service.api.routes.health import FrontHealth
+from inferpool.service.api.wire.budgets import EdgeUse
+from inferpool.service.telemetry.metrics import Reading
 
 
 class OnlyFront:

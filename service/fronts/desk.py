@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from service.api.call import ModelEntry
-from service.errors import InternalError, ServiceError
-from service.fronts.link import Link
-from service.fronts.messages import (
+from inferpool.service.api.call import ModelEntry
+from inferpool.service.errors import InternalError, ServiceError
+from inferpool.service.fronts.link import Link
+from inferpool.service.fronts.messages import (
     Answer,
     Ask,
     Count,
@@ -31,15 +31,15 @@ from service.fronts.messages import (
     Turn,
     failure_of,
 )
-from service.request import CallOptions, Payload, Result
-from service.steps import Steps
-from workers.arena import slot_bytes
-from workers.frames import FrameError
-from workers.log_lines import log_line
-from workers.messages import LogLine
+from inferpool.service.queue.request import CallOptions, Payload, Result
+from inferpool.service.queue.steps import Steps
+from inferpool.workers.arena import slot_bytes
+from inferpool.workers.inside.frames import FrameError
+from inferpool.workers.log_lines import log_line
+from inferpool.workers.messages import LogLine
 
 if TYPE_CHECKING:
-    from models.spec import TensorSpec
+    from inferpool.models.spec import TensorSpec
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from service.backlog import take_last
+from inferpool.service.api.wire.backlog import take_last
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from service.fronts.messages import Job
+    from inferpool.service.fronts.messages import Job
 
 
 def run(
@@ -21,6 +21,6 @@ def run(
         writer: What it is told.
         channel: Where connections come from.
     """
-    from service.fronts import front
+    from inferpool.service.fronts import front
 
     front.run(job, memory, reader, writer, channel)

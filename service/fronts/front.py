@@ -14,19 +14,19 @@ from collections.abc import Iterator
 from mmap import mmap
 from multiprocessing.connection import Connection
 
-from service.api.protocol import PredictProtocol
-from service.endpoint import make_guard, make_predict, make_tracer, server_config
-from service.fronts.messages import Count, Counts, Job, Listening, MovedAway
-from service.fronts.relay import Relay
-from service.fronts.uplink import Uplink
-from service.metrics import ModelMetrics
-from service.server import DrainingServer
-from service.tls import server_context
-from workers.arena import Slots
-from workers.forkserver_process import DEAF_TO
-from workers.guard import die_with_front_end, die_with_parent
-from workers.log_lines import LineHandler
-from workers.messages import LogLine
+from inferpool.service.api.wire.protocol import PredictProtocol
+from inferpool.service.api.wire.server import DrainingServer
+from inferpool.service.endpoint import make_guard, make_predict, make_tracer, server_config
+from inferpool.service.fronts.messages import Count, Counts, Job, Listening, MovedAway
+from inferpool.service.fronts.relay import Relay
+from inferpool.service.fronts.uplink import Uplink
+from inferpool.service.settings.tls import server_context
+from inferpool.service.telemetry.metrics import ModelMetrics
+from inferpool.workers.arena import Slots
+from inferpool.workers.beside.forkserver_process import DEAF_TO
+from inferpool.workers.guard import die_with_front_end, die_with_parent
+from inferpool.workers.log_lines import LineHandler
+from inferpool.workers.messages import LogLine
 
 logger = logging.getLogger(__name__)
 

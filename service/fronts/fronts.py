@@ -11,23 +11,23 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-from service.api.call import ModelEntry
-from service.api.connections import EdgeLimits
-from service.api.health import FrontHealth
-from service.fronts.alone import read_fronts
-from service.fronts.desk import Part
-from service.fronts.doorway import Doorway
-from service.fronts.life import Life
-from service.fronts.messages import Counts, Job
-from service.metrics import Metrics, Reading
-from service.settings import Settings
-from workers.arena import Arena
-from workers.endings import OomKills
-from workers.engine import WorkerId
-from workers.errors import WorkerStartError
-from workers.forkserver_process import DEAF_TO
-from workers.keep_going import KeepGoing
-from workers.supervisor import RestartPolicy, Slot, Supervisor
+from inferpool.service.api.call import ModelEntry
+from inferpool.service.api.routes.health import FrontHealth
+from inferpool.service.api.wire.connections import EdgeLimits
+from inferpool.service.fronts.alone import read_fronts
+from inferpool.service.fronts.desk import Part
+from inferpool.service.fronts.doorway import Doorway
+from inferpool.service.fronts.life import Life
+from inferpool.service.fronts.messages import Counts, Job
+from inferpool.service.settings.settings import Settings
+from inferpool.service.telemetry.metrics import Metrics, Reading
+from inferpool.workers.arena import Arena
+from inferpool.workers.beside.forkserver_process import DEAF_TO
+from inferpool.workers.errors import WorkerStartError
+from inferpool.workers.host.endings import OomKills
+from inferpool.workers.host.engine import WorkerId
+from inferpool.workers.host.keep_going import KeepGoing
+from inferpool.workers.host.supervisor import RestartPolicy, Slot, Supervisor
 
 logger = logging.getLogger(__name__)
 

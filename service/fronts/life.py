@@ -10,16 +10,16 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from service.api.budgets import EdgeUse
-from service.api.call import ModelEntry
-from service.fronts import entry
-from service.fronts.desk import Desk, Part
-from service.fronts.messages import Counts, Job, Leave, MoveAway
-from workers.endings import OomKills
-from workers.engine import Cause, Ending, WorkerId
-from workers.errors import WorkerStartError
-from workers.memory import WritableMemory
-from workers.observed import EXIT_AFTER_EOF_S, ObservedProcess
+from inferpool.service.api.call import ModelEntry
+from inferpool.service.api.wire.budgets import EdgeUse
+from inferpool.service.fronts import entry
+from inferpool.service.fronts.desk import Desk, Part
+from inferpool.service.fronts.messages import Counts, Job, Leave, MoveAway
+from inferpool.workers.errors import WorkerStartError
+from inferpool.workers.host.endings import OomKills
+from inferpool.workers.host.engine import Cause, Ending, WorkerId
+from inferpool.workers.host.observed import EXIT_AFTER_EOF_S, ObservedProcess
+from inferpool.workers.memory import WritableMemory
 
 _LEAVE_S = 4.0
 """How long a front may take to see its connections off, once nobody has anything left to read; half

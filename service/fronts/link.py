@@ -9,10 +9,10 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from service.fronts.messages import Answer, Ask
-from workers.frames import FrameError
-from workers.messages import UNREADABLE
-from workers.queues import FrameReader, FrameWriter
+from inferpool.service.fronts.messages import Answer, Ask
+from inferpool.workers.host.queues import FrameReader, FrameWriter
+from inferpool.workers.inside.frames import FrameError
+from inferpool.workers.messages import UNREADABLE
 
 logger = logging.getLogger(__name__)
 

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import msgspec
 
-from models.spec import TensorHeader, TensorSpec
-from service import errors
-from service.api.budgets import EdgeUse
-from service.api.connections import EdgeLimits
-from service.errors import ServiceError
-from service.exemplars import Exemplar
-from service.settings import Settings
-from service.steps import Steps
-from workers.messages import Kind, LogLine, TensorBlob
+from inferpool.models.spec import TensorHeader, TensorSpec
+from inferpool.service import errors
+from inferpool.service.api.wire.budgets import EdgeUse
+from inferpool.service.api.wire.connections import EdgeLimits
+from inferpool.service.errors import ServiceError
+from inferpool.service.queue.steps import Steps
+from inferpool.service.settings.settings import Settings
+from inferpool.service.telemetry.exemplars import Exemplar
+from inferpool.workers.messages import Kind, LogLine, TensorBlob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 import logging
 
-from service.errors import StartError
-from service.settings import Settings
+from inferpool.service.errors import StartError
+from inferpool.service.settings.settings import Settings
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 from starlette.types import Receive, Scope, Send
 
-from service.api.call import Call, begin_call
-from service.api.replies import refusal_of, send_reply
-from service.errors import BadRequestError, ServiceError, UnavailableError
-from service.fronts.relayed import CLIENT, IDLE_S, SCHEME
+from inferpool.service.api.call import Call, begin_call
+from inferpool.service.api.replies import refusal_of, send_reply
+from inferpool.service.errors import BadRequestError, ServiceError, UnavailableError
+from inferpool.service.fronts.relayed import CLIENT, IDLE_S, SCHEME
 
 logger = logging.getLogger(__name__)
 

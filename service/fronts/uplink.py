@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from service.errors import InternalError, OverloadedError
-from service.fronts.link import Link
-from service.fronts.messages import (
+from inferpool.service.errors import InternalError, OverloadedError
+from inferpool.service.fronts.link import Link
+from inferpool.service.fronts.messages import (
     Ask,
     Count,
     Failure,
@@ -21,12 +21,12 @@ from service.fronts.messages import (
     Turn,
     error_of,
 )
-from service.request import CallOptions, Payload, Result, Timing
-from service.steps import Steps
-from workers.arena import Slots
+from inferpool.service.queue.request import CallOptions, Payload, Result, Timing
+from inferpool.service.queue.steps import Steps
+from inferpool.workers.arena import Slots
 
 if TYPE_CHECKING:
-    from models.spec import TensorSpec
+    from inferpool.models.spec import TensorSpec
 
 _decode = msgspec.msgpack.Decoder(FromMain).decode
 

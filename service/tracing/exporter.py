@@ -19,8 +19,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 
-from service.tracing.recorder import MAX_BATCH, Ended, Recorder
-from service.tracing.spans import Attributes, SpanMaker, describe
+from inferpool.service.tracing.recorder import MAX_BATCH, Ended, Recorder
+from inferpool.service.tracing.spans import Attributes, SpanMaker, describe
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from collections import deque
 from collections.abc import Callable
 from threading import Event
 
-from service.api.call import Call
-from service.metrics import ModelMetrics
+from inferpool.service.api.call import Call
+from inferpool.service.telemetry.metrics import ModelMetrics
 
 MAX_WAITING = 2048
 """Calls that wait to be exported, with some KB each; more are dropped."""

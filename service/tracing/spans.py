@@ -13,10 +13,10 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ScopeSpans, Span, Status
 
-from service.api.call import Call
-from service.api.predict import is_predict
-from service.steps import Steps, Try
-from service.tracing.recorder import Ended
+from inferpool.service.api.call import Call
+from inferpool.service.api.predict import is_predict
+from inferpool.service.queue.steps import Steps, Try
+from inferpool.service.tracing.recorder import Ended
 
 _METHODS = frozenset(
     ("GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH", "QUERY")

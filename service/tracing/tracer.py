@@ -5,13 +5,13 @@ import socket
 import uuid
 from collections.abc import Callable
 
-from service.metrics import ModelMetrics
-from service.settings import Settings
-from service.trace_settings import pairs_of
-from service.tracing.exporter import Collector, Exporter
-from service.tracing.recorder import Recorder
-from service.tracing.spans import SpanMaker
-from service.versions import version_of
+from inferpool.service.settings.settings import Settings
+from inferpool.service.settings.tracing import pairs_of
+from inferpool.service.telemetry.metrics import ModelMetrics
+from inferpool.service.telemetry.versions import version_of
+from inferpool.service.tracing.exporter import Collector, Exporter
+from inferpool.service.tracing.recorder import Recorder
+from inferpool.service.tracing.spans import SpanMaker
 
 _FLUSH_S = 2.0
 """How long a collector may hold up the end."""

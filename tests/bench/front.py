@@ -17,18 +17,18 @@ import uvicorn
 import uvloop
 from uvicorn.server import ServerState
 
-from service.admission import Admission
-from service.api.predict import Predict
-from service.api.protocol import PredictProtocol
-from service.dispatcher import Dispatcher
-from service.endpoint import recorder
-from service.metrics import Metrics
-from service.quarantine import Quarantine
+from inferpool.service.api.predict import Predict
+from inferpool.service.api.wire.protocol import PredictProtocol
+from inferpool.service.endpoint import recorder
+from inferpool.service.queue.admission import Admission
+from inferpool.service.queue.dispatcher import Dispatcher
+from inferpool.service.queue.quarantine import Quarantine
+from inferpool.service.telemetry.metrics import Metrics
+from inferpool.workers.arena import Arena
+from inferpool.workers.host.engine import WorkerId
 from tests.bench import rounds
 from tests.bench.report import save, table
 from tests.fakes import FakeWorker
-from workers.arena import Arena
-from workers.engine import WorkerId
 
 HELP = "the front end's own work on a call, step by step, without sockets"
 _NUM_CONNECTIONS = 64

@@ -11,7 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
-from models.spec import Placement
+from inferpool.models.spec import Placement
+from inferpool.workers.host.devices import find_host
+from inferpool.workers.host.placing import Wish, place
 from tests.bench import rounds
 from tests.bench.load import Bodies, Cell, measure, require_wrk, warm
 from tests.bench.peers import conclude
@@ -30,8 +32,6 @@ from tests.bench.processes import (
     signals_held,
 )
 from tests.bench.report import Spread, Steps, paired, save, spread, table
-from workers.devices import find_host
-from workers.placing import Wish, place
 
 HELP = "the model under load, against plain processes that do the same with no service"
 _LOAD_TIMEOUT_S = 180

@@ -15,12 +15,12 @@ from multiprocessing.connection import Connection
 
 import msgspec
 
+from inferpool.workers.host.queues import FrameReader, PrivateQueue
+from inferpool.workers.inside.worker_queue import WorkerQueue
+from inferpool.workers.messages import BatchDone, FromWorker, Stored, TensorBlob
+from inferpool.workers.outputs import OutputRegion, OutputStore
 from tests.bench.report import Spread, Steps, paired, save, spread, table
 from tests.bench.rounds import Plan
-from workers.messages import BatchDone, FromWorker, Stored, TensorBlob
-from workers.outputs import OutputRegion, OutputStore
-from workers.queues import FrameReader, PrivateQueue
-from workers.worker_queue import WorkerQueue
 
 HELP = "large outputs by the pipe and by shared memory"
 _SIZES = (16 << 10, 64 << 10, 256 << 10, 4 << 20)

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from models.item import Item
-from models.registry import build
-from models.spec import Placement
+from inferpool.models.item import Item
+from inferpool.models.sources.registry import build
+from inferpool.models.spec import Placement
 
 
 def main(told: dict[str, Any]) -> None:

@@ -16,16 +16,16 @@ from PIL import Image
 from skimage import data
 from torch import nn
 
-from models.agreement import LabelTolerance, expected_agreement
-from models.registry import build
-from models.spec import Placement
-from models.speed.choose import SpeedWish, choose
-from models.speed.presets import prepare, presets_for
-from models.vision import Classifier
+from inferpool.models.agreement import LabelTolerance, expected_agreement
+from inferpool.models.sources.registry import build
+from inferpool.models.spec import Placement
+from inferpool.models.speed.choose import SpeedWish, choose
+from inferpool.models.speed.presets import prepare, presets_for
+from inferpool.models.vision.classifier import Classifier
+from inferpool.workers.inside.own_process import pin
 from tests.bench.processes import BenchError
 from tests.bench.report import Spread, Steps, save, spread, table
 from tests.bench.rounds import Plan
-from workers.own_process import pin
 
 HELP = "exact against each speed preset, in speed and in answers"
 _SOURCES = "efficientnet_lite0,torchvision:resnet18,torchvision:mobilenet_v3_small"

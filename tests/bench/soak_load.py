@@ -11,11 +11,16 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from service.chaos.questions import EchoQuestion
-from service.chaos.resources import Holdings, LedgerReading, holdings_of, read_ledger
-from service.trial.client import NoAnswerError, TrialConnection, connect, head_of
-from service.trial.memory import pss_of
-from service.trial.screen import Screen
+from inferpool.service.tools.chaos.questions import EchoQuestion
+from inferpool.service.tools.chaos.resources import (
+    Holdings,
+    LedgerReading,
+    holdings_of,
+    read_ledger,
+)
+from inferpool.service.tools.trial.client import NoAnswerError, TrialConnection, connect, head_of
+from inferpool.service.tools.trial.memory import pss_of
+from inferpool.service.tools.trial.screen import Screen
 from tests.bench.processes import HOST, Server
 
 PATH = "/predict/echo"

@@ -48,7 +48,7 @@ def stack_bodies() -> Bodies:
 
 
 def _texts() -> Bodies:
-    from models.prose import PROSE
+    from inferpool.models.text.prose import PROSE
 
     words = PROSE.split()
     files = [OUT / "bodies" / f"text-{number}.json" for number in range(_NUM_TEXTS)]

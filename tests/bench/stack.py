@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.checkpoint import StoredWeights
-from models.modules import ModuleModel
-from models.spec import Placement, TensorSpec
+from inferpool.models.files.checkpoint import StoredWeights
+from inferpool.models.sources.modules import ModuleModel
+from inferpool.models.spec import Placement, TensorSpec
 
 WIDTH = 2048
 HIDDEN = 4 * WIDTH

@@ -23,8 +23,8 @@ _POLL_S = 0.01
 
 PARTS: Mapping[str, str] = {
     "an empty interpreter": "pass",
-    "the front end's imports": "import service.app",
-    "the forkserver's imports": "import workers.preload",
+    "the front end's imports": "import inferpool.service.app",
+    "the forkserver's imports": "import inferpool.workers.inside.preload",
     "import torch alone": "import torch",
     "import torchvision alone": "import torchvision",
 }

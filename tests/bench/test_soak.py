@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from service.chaos.resources import Holdings, LedgerReading
+from inferpool.service.tools.chaos.resources import Holdings, LedgerReading
 from tests.bench.__main__ import main
 from tests.bench.soak import failures_of
 from tests.bench.soak_load import Counts, kinds

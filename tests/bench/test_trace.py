@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from service.request import Payload
+from inferpool.service.queue.request import Payload
+from inferpool.workers.host.local import start_forkserver
 from tests.bench.trace import Span, busy, events, overlap, picture, traced
 from tests.workers.contract import config_of
-from workers.local import start_forkserver
 
 
 @pytest.fixture(scope="module")

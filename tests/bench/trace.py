@@ -15,22 +15,22 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, cast
 
-from models.spec import Placement
-from service.admission import Admission
-from service.dispatcher import Dispatcher
-from service.metrics import ModelMetrics
-from service.quarantine import Quarantine
-from service.request import CallOptions, Payload
+from inferpool.models.spec import Placement
+from inferpool.service.queue.admission import Admission
+from inferpool.service.queue.dispatcher import Dispatcher
+from inferpool.service.queue.quarantine import Quarantine
+from inferpool.service.queue.request import CallOptions, Payload
+from inferpool.service.telemetry.metrics import ModelMetrics
+from inferpool.workers.arena import Arena
+from inferpool.workers.config import ModelConfig, WorkerConfig
+from inferpool.workers.host.engine import WorkerHandle, WorkerId
+from inferpool.workers.host.local import LocalEngine, start_forkserver
+from inferpool.workers.messages import BatchDone, ItemRef
 from tests.bench.photos import photos
 from tests.bench.processes import OUT
 from tests.bench.report import console, table
 from tests.bench.rounds import Plan
 from tests.load.page import Note, Picture, write_page
-from workers.arena import Arena
-from workers.config import ModelConfig, WorkerConfig
-from workers.engine import WorkerHandle, WorkerId
-from workers.local import LocalEngine, start_forkserver
-from workers.messages import BatchDone, ItemRef
 
 if TYPE_CHECKING:
     from pathlib import Path

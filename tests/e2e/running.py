@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from service.trial.family import is_alive
+from inferpool.service.tools.trial.family import is_alive
 
 ROOT = Path(__file__).resolve().parents[2]
 _START_TIMEOUT_S = 60.0
@@ -111,10 +111,10 @@ def running(
     cwd: Path = ROOT,
     port: int = 0,
     ready: bool = True,
-    command: Sequence[str] = (sys.executable, "-m", "service"),
+    command: Sequence[str] = (sys.executable, "-m", "inferpool"),
     preexec_fn: Callable[[], None] | None = None,
 ) -> Iterator[Running]:
-    """Start `python -m service serve`, and end it however the test left it."""
+    """Start `python -m inferpool serve`, and end it however the test left it."""
     speed = [] if "--speed" in arguments else ["--speed", "exact"]  # to choose takes seconds
     process = subprocess.Popen(
         [*command, "serve", *arguments, *speed, "--port", str(port), "--log-format", "json"],

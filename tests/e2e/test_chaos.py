@@ -15,7 +15,7 @@ pytestmark = pytest.mark.measures
 
 def chaos(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "service", "chaos", *arguments],
+        [sys.executable, "-m", "inferpool", "chaos", *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from models.speed.sealed import unsealed
+from inferpool.models.speed.sealed import unsealed
 from tests.e2e.load import Tally, ask_until
 from tests.e2e.proxy import CONFIG, needs_nginx, proxy
 from tests.e2e.running import Running, left_over, running, until

@@ -11,9 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from inferpool.workers.host.devices import find_host
 from tests.e2e.running import ROOT, running
 from tests.pty_screen import on_terminal
-from workers.devices import find_host
 
 pytestmark = pytest.mark.measures
 
@@ -22,7 +22,7 @@ FAULTY = "tests.fault_model:FaultModel"
 
 def doctor(*arguments: str, cwd: Path = ROOT) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, "-m", "service", "doctor", *arguments],
+        [sys.executable, "-m", "inferpool", "doctor", *arguments],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

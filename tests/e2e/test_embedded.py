@@ -14,12 +14,12 @@ import httpx
 import psutil
 import pytest
 
-from models.base import Features, Model
-from models.spec import Placement, TensorSpec
-from service.client.errors import UnauthorizedError
-from service.embedded import RunningService, serve
-from service.errors import StartError
-from service.settings_names import SettingsError
+from inferpool.models.base import Features, Model
+from inferpool.models.spec import Placement, TensorSpec
+from inferpool.service.client.errors import UnauthorizedError
+from inferpool.service.embedded.serve import RunningService, serve
+from inferpool.service.errors import StartError
+from inferpool.service.settings.names import SettingsError
 from tests.e2e.running import ROOT, left_over, until
 from tests.ports import free_port
 from tests.small_classifier import SmallClassifier
@@ -27,9 +27,9 @@ from tests.small_classifier import SmallClassifier
 _KEY = "0123456789abcdef"
 _MODEL = """
 import sys, time
-from models.base import Model
-from models.spec import TensorSpec
-from service.embedded import serve
+from inferpool.models.base import Model
+from inferpool.models.spec import TensorSpec
+from inferpool.service.embedded.serve import serve
 
 class Doubler(Model):
     inputs = [TensorSpec(name="x", dtype="float32", shape=(-1, 3))]
@@ -40,7 +40,7 @@ class Doubler(Model):
 _SERVE = """
 with serve(Doubler, replicas=2, speed="exact") as service:
     print(service.url, flush=True)
-    print(service.client.predict([1, 2, 3]).value, flush=True)
+    print(inferpool.service.client.predict([1, 2, 3]).value, flush=True)
     IN_BLOCK
 """
 _NOTEBOOK = """
@@ -53,7 +53,7 @@ exec(compile(CELL, name, "exec"))
 
 async def run_cell():
     service = serve(Doubler, speed="exact")
-    print(service.client.predict([1, 2, 3]).value)
+    print(inferpool.service.client.predict([1, 2, 3]).value)
     service.close()
 
 thread = threading.Thread(target=asyncio.run, args=[run_cell()])
@@ -126,7 +126,7 @@ def test_several_models_are_served_by_name_with_any_settings(service: RunningSer
     }
     assert client.predict([1, 2], model="echoing").value == [1.0, 2.0]
     assert httpx.get(f"{service.url}/").status_code == 404  # page=False
-    from service.client import Client
+    from inferpool.service.client import Client
 
     with Client(service.url, proxy="") as other, pytest.raises(UnauthorizedError):
         other.predict([1, 2])

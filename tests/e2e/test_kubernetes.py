@@ -9,7 +9,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from service.settings_loader import load
+from inferpool.service.settings.loader import load
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "docker" / "kubernetes").glob("*.yaml"))

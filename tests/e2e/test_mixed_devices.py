@@ -4,16 +4,16 @@ import asyncio
 import time
 from dataclasses import replace
 
-from service.admission import Admission
-from service.dispatcher import Dispatcher
-from service.metrics import ModelMetrics
-from service.quarantine import Quarantine
-from service.request import CallOptions, Payload
+from inferpool.service.queue.admission import Admission
+from inferpool.service.queue.dispatcher import Dispatcher
+from inferpool.service.queue.quarantine import Quarantine
+from inferpool.service.queue.request import CallOptions, Payload
+from inferpool.service.telemetry.metrics import ModelMetrics
+from inferpool.workers.arena import Arena
+from inferpool.workers.config import ModelConfig
+from inferpool.workers.host.engine import WorkerId
+from inferpool.workers.host.local import LocalEngine, start_forkserver
 from tests.workers.contract import config_of
-from workers.arena import Arena
-from workers.config import ModelConfig
-from workers.engine import WorkerId
-from workers.local import LocalEngine, start_forkserver
 
 _NUM = 400
 _BATCH = 4

@@ -17,7 +17,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from service.metrics import COUNTERS, GAUGES
+from inferpool.service.telemetry.metrics import COUNTERS, GAUGES
 from tests.e2e.prometheus import FOLDER, Prometheus, prometheus
 from tests.e2e.running import ROOT, Running, running, until
 from tests.pty_screen import on_terminal

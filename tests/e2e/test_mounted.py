@@ -18,9 +18,9 @@ from tests.ports import free_port
 _APP = """
 import os
 import fastapi, torch
-from models.base import Model
-from models.spec import TensorSpec
-from service.mounted import asgi_app
+from inferpool.models.base import Model
+from inferpool.models.spec import TensorSpec
+from inferpool.service.embedded.mounted import asgi_app
 
 class Doubler(Model):
     inputs = [TensorSpec(name="x", dtype="float32", shape=(-1, 3))]

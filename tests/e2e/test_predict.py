@@ -87,9 +87,9 @@ def test_every_form_of_the_same_picture_has_the_same_answer(client: httpx.Client
 def test_answer_equals_the_model_called_in_process(client: httpx.Client):
     import torch
 
-    from models.item import Item
-    from models.registry import build
-    from models.spec import Placement
+    from inferpool.models.item import Item
+    from inferpool.models.sources.registry import build
+    from inferpool.models.spec import Placement
 
     model = build("efficientnet_lite0", "DEFAULT", {})
     model.load(Placement(devices=("cpu",)))

@@ -22,7 +22,7 @@ from tests.groups import control_group, with_mounts
 pytestmark = pytest.mark.measures
 
 FAULTY = "tests.fault_model:FaultModel"
-SERVICE = (sys.executable, "-m", "service")
+SERVICE = (sys.executable, "-m", "inferpool")
 MIB = 1 << 20
 
 

@@ -21,9 +21,9 @@ HEADERS = {"Authorization": f"Bearer {ADMIN}"}
 READS = """
 import time
 import torch
-from models.base import Model
-from models.item import Features, Item
-from models.spec import Placement, TensorSpec
+from inferpool.models.base import Model
+from inferpool.models.item import Features, Item
+from inferpool.models.spec import Placement, TensorSpec
 
 class Net(Model):
     outputs = (TensorSpec(name="x", dtype="float32", shape=(-1,)),)
@@ -37,9 +37,9 @@ class Net(Model):
 """
 CODE = """
 import torch
-from models.base import Model
-from models.item import Features, Item
-from models.spec import Placement, TensorSpec
+from inferpool.models.base import Model
+from inferpool.models.item import Features, Item
+from inferpool.models.spec import Placement, TensorSpec
 
 class Net(Model):
     outputs = (TensorSpec(name="x", dtype="float32", shape=(-1,)),)

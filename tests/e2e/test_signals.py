@@ -21,7 +21,17 @@ MOMENTS_S = [0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.3, 1.7, 2.2, 3.0]
 """After the first instruction, at which SIGTERM is handled."""
 PID_1 = ("unshare", "--pid", "--fork", "--kill-child")
 TOLD = 128 + signal.SIGTERM
-COMMAND = (sys.executable, "-m", "service", "serve", "echo", "--replicas", "1", "--speed", "exact")
+COMMAND = (
+    sys.executable,
+    "-m",
+    "inferpool",
+    "serve",
+    "echo",
+    "--replicas",
+    "1",
+    "--speed",
+    "exact",
+)
 
 
 def can_be_pid_1() -> bool:
@@ -93,13 +103,14 @@ def test_an_import_that_makes_another_exception_of_the_signals_does_not_hide_it(
     """As Python 3.11 does where a class is being made."""
     code = """if True:
         import os, signal, sys, types
-        from service.__main__ import main
+        from inferpool.__main__ import main
 
         class Named:
             def __set_name__(self, owner, name):
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        cli = sys.modules["service.cli"] = types.ModuleType("service.cli")
+        name = "inferpool.service.cli.main"
+        cli = sys.modules[name] = types.ModuleType(name)
         cli.run = lambda: type("Owner", (), {"name": Named()})
         sys.exit(main())
     """

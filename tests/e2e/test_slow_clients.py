@@ -26,7 +26,7 @@ HEAD = b"POST /predict HTTP/1.1\r\nhost: h\r\n"
 BYTES = {"content-type": "application/octet-stream"}
 MIB = 1 << 20
 HEAD_TIMEOUT_S = 60
-LIMITED = ("sh", "-c", 'ulimit -n 128; exec "$0" -m service "$@"', sys.executable)
+LIMITED = ("sh", "-c", 'ulimit -n 128; exec "$0" -m inferpool "$@"', sys.executable)
 
 
 @contextlib.contextmanager

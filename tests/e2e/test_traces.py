@@ -285,4 +285,7 @@ def test_log_lines_about_a_call_name_its_trace_and_span(traced: Traced):
     root = traced.root("fails")
     ids = {"trace_id": traced.trace_id("fails"), "span_id": root.span_id.hex()}
     lines = [line for line in traced.service.log if ids.items() <= line.items()]
-    assert {line["logger"] for line in lines} == {"workers.outcomes", "service.endpoint"}
+    assert {line["logger"] for line in lines} == {
+        "inferpool.workers.inside.outcomes",
+        "inferpool.service.endpoint",
+    }

@@ -13,9 +13,9 @@ import pathlib
 import time
 
 import torch
-from models.base import Model
-from models.item import Features, Item
-from models.spec import TensorSpec
+from inferpool.models.base import Model
+from inferpool.models.item import Features, Item
+from inferpool.models.spec import TensorSpec
 
 
 class Words(Model):

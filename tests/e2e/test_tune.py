@@ -12,12 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from service.settings_loader import load
+from inferpool.service.settings.loader import load
 from tests.e2e.running import ROOT, left_over
 
 pytestmark = pytest.mark.measures
 
-_COMMAND = (sys.executable, "-m", "service", "tune")
+_COMMAND = (sys.executable, "-m", "inferpool", "tune")
 _TIMEOUT_S = 90.0
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from models.errors import InputError
-from models.images import decode_image
+from inferpool.models.errors import InputError
+from inferpool.models.vision.images import decode_image
 
 _EDGE = 7071  # squared, just under the default limit of 50 million pixels
 

@@ -3,11 +3,11 @@
 import torch
 from torch import nn
 
-from models.base import Model
-from models.item import Features
-from models.spec import TensorSpec
-from models.transforms import ImageTransform
-from models.vision import Classifier
+from inferpool.models.base import Model
+from inferpool.models.item import Features
+from inferpool.models.spec import TensorSpec
+from inferpool.models.vision.classifier import Classifier
+from inferpool.models.vision.transforms import ImageTransform
 
 
 class TwoInputs(Model):

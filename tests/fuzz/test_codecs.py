@@ -8,18 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
-from models.errors import InputError
-from models.inputs import features_of
-from models.item import Item
-from models.spec import TensorSpec
-from service.api.body import Decoded
-from service.api.codecs import TYPES, decode
-from service.api.tensor_codec import NPY_DTYPES
-from service.errors import ServiceError
+from inferpool.models.errors import InputError
+from inferpool.models.inputs import features_of
+from inferpool.models.item import Item
+from inferpool.models.spec import TensorSpec
+from inferpool.service.api.codecs.body import Decoded
+from inferpool.service.api.codecs.requests import TYPES, decode
+from inferpool.service.api.codecs.tensors import NPY_DTYPES
+from inferpool.service.errors import ServiceError
+from inferpool.workers.messages import ItemRef
 from tests.fuzz.inputs import make_input
 from tests.properties import untimed
 from tests.service.api.fakes import body_of, head, spec
-from workers.messages import ItemRef
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 """As a worker does."""

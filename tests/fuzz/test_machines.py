@@ -16,13 +16,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from service.batcher import Batcher, Bucket
-from service.deadlines import NO_TICK, TICK_S, Deadlines
+from inferpool.service.queue.batcher import Batcher, Bucket
+from inferpool.service.queue.deadlines import NO_TICK, TICK_S, Deadlines
+from inferpool.workers.arena import MIN_BLOCK_BYTES, Arena
+from inferpool.workers.host.queues import FrameReader, PrivateQueue
+from inferpool.workers.inside.frames import FrameError
+from inferpool.workers.messages import UNREADABLE, BatchDone, FromWorker
 from tests.properties import untimed
-from workers.arena import MIN_BLOCK_BYTES, Arena
-from workers.frames import FrameError
-from workers.messages import UNREADABLE, BatchDone, FromWorker
-from workers.queues import FrameReader, PrivateQueue
 
 NUM_BLOCKS = 96
 

@@ -2,9 +2,9 @@
 
 import torch
 
-from models.base import Model
-from models.item import Features, Item
-from models.spec import Placement, TensorSpec
+from inferpool.models.base import Model
+from inferpool.models.item import Features, Item
+from inferpool.models.spec import Placement, TensorSpec
 
 
 class CudaFaultModel(Model):

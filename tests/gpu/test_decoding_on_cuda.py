@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from models.gpu_jpegs import GpuJpegs, nvjpeg
-from models.registry import build
-from models.spec import Placement
+from inferpool.models.sources.registry import build
+from inferpool.models.spec import Placement
+from inferpool.models.vision.gpu_jpegs import GpuJpegs, nvjpeg
 from tests.models.items import encoded, image_item, photo, run
 
 pytestmark = pytest.mark.gpu

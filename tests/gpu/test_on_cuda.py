@@ -34,9 +34,9 @@ def test_worker_is_on_the_device_and_the_front_end_is_not(service: Running):
 def test_scores_are_those_of_the_cpu(service: Running):
     import torch
 
-    from models.item import Item
-    from models.registry import build
-    from models.spec import Placement
+    from inferpool.models.item import Item
+    from inferpool.models.sources.registry import build
+    from inferpool.models.spec import Placement
 
     model = build("efficientnet_lite0", "DEFAULT", {})
     model.load(Placement(devices=("cpu",)))
@@ -69,7 +69,7 @@ def test_killed_worker_gives_its_memory_back_and_returns(service: Running):
 
 @pytest.mark.parametrize("preset", ["graphed", "graphed_fp16"])
 def test_graphs_answer_as_the_network_does(preset: str):
-    from models.speed.choose import SpeedWish, choose
+    from inferpool.models.speed.choose import SpeedWish, choose
     from tests.models.speed.test_choose import loaded
 
     model = loaded()

@@ -30,8 +30,8 @@ def test_two_replicas_share_a_gpu():
 
 _PINNED = """
 import torch
-from models.spec import Placement
-from workers.own_process import pin
+from inferpool.models.spec import Placement
+from inferpool.workers.inside.own_process import pin
 
 pin(Placement(devices=("cuda:0",), visible=("0",), memory_fraction=0.01))
 size = torch.cuda.get_device_properties(0).total_memory // 20

@@ -66,8 +66,8 @@ def test_instances_of_json_are_repeated():
 
 
 def test_instances_of_files_become_a_form_that_the_service_reads(tmp_path):
-    from service.api.body import Head, Limits
-    from service.api.codecs import decode
+    from inferpool.service.api.codecs.body import Head, Limits
+    from inferpool.service.api.codecs.requests import decode
 
     file = io.BytesIO()
     np.save(file, np.zeros(3, np.float32))

@@ -11,9 +11,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from models.base import Model
-from models.item import Item
-from models.spec import Placement, TensorHeader
+from inferpool.models.base import Model
+from inferpool.models.item import Item
+from inferpool.models.spec import Placement, TensorHeader
 
 CPU = Placement(devices=("cpu",))
 

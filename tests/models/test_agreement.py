@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from models.agreement import LabelTolerance, ValueTolerance, expected_agreement
+from inferpool.models.agreement import LabelTolerance, ValueTolerance, expected_agreement
 
 
 def probabilities(num_samples=200, seed=0):

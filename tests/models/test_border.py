@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from models.base import Model
-from models.border import checked, place_of
-from models.errors import BadReturnError, InputError
-from models.example import example_of
-from models.item import Features, Item
-from models.spec import Placement, TensorSpec
-from workers.compute import Computer
-from workers.messages import ItemRef
+from inferpool.models.base import Model
+from inferpool.models.border import checked, place_of
+from inferpool.models.errors import BadReturnError, InputError
+from inferpool.models.example import example_of
+from inferpool.models.item import Features, Item
+from inferpool.models.spec import Placement, TensorSpec
+from inferpool.workers.inside.compute import Computer
+from inferpool.workers.messages import ItemRef
 
 CPU = Placement(devices=("cpu",))
 X = TensorSpec(name="x", dtype="float32", shape=(-1, 3))
@@ -79,7 +79,7 @@ VALUES = {
     "numpy.ndarray as 'x'": lambda: {"x": np.zeros(3)},
 }
 TENSORS = "a dict of tensors by name"
-ITEMS = "a list of models.base.Item"
+ITEMS = "a list of inferpool.models.base.Item"
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "preprocess": (item(b"[1.0, 2.0, 3.0]"),),
     "collate": ([{"x": torch.zeros(3)}],),

@@ -7,8 +7,8 @@ import pytest
 import torch
 from PIL import ExifTags, Image
 
-from models.errors import InputError
-from models.registry import build
+from inferpool.models.errors import InputError
+from inferpool.models.sources.registry import build
 from tests.models.items import CPU, encoded, image_item, photo, run
 
 PHOTOS = ("astronaut", "chelsea", "coffee", "rocket", "retina", "hubble_deep_field")

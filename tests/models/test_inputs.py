@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from models.base import Model
-from models.errors import InputError
-from models.inputs import features_of
-from models.item import Item
-from models.spec import TensorHeader, TensorSpec
+from inferpool.models.base import Model
+from inferpool.models.errors import InputError
+from inferpool.models.inputs import features_of
+from inferpool.models.item import Item
+from inferpool.models.spec import TensorHeader, TensorSpec
 from tests.models.items import bytes_item, image_item, json_item, tensor_item
 
 

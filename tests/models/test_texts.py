@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from models.texts import described, text_of, traceback_of
+from inferpool.models.texts import described, text_of, traceback_of
 
 LONG = "x" * 50_000_000
 

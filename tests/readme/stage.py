@@ -9,9 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from service.cli_parser import make_parser
-from service.settings_loader import load
-from service.settings_names import SettingsError
+from inferpool.service.cli.parser import make_parser
+from inferpool.service.settings.loader import load
+from inferpool.service.settings.names import SettingsError
 from tests.ports import free_port
 from tests.readme import command
 from tests.readme.blocks import LANGUAGES, Block

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from service.admission import Admission
-from service.dispatcher import Dispatcher
-from service.errors import OverloadedError
-from service.instance import Instance
-from service.metrics import ModelMetrics
-from service.quarantine import Quarantine
-from service.request import CallOptions, Payload
+from inferpool.service.errors import OverloadedError
+from inferpool.service.queue.admission import Admission
+from inferpool.service.queue.dispatcher import Dispatcher
+from inferpool.service.queue.instance import Instance
+from inferpool.service.queue.quarantine import Quarantine
+from inferpool.service.queue.request import CallOptions, Payload
+from inferpool.service.telemetry.metrics import ModelMetrics
+from inferpool.workers.arena import Arena
 from tests.service.simulation import SimulatedWorker
 from tests.virtual_time import VirtualLoop
-from workers.arena import Arena
 
 
 @dataclass

@@ -6,19 +6,19 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
-from models.spec import Placement
-from models.speed.names import SpeedReport
-from service.admission import Admission
-from service.dispatcher import Dispatcher
-from service.metrics import ModelMetrics
-from service.pool import Announcer, Pool
-from service.quarantine import Quarantine
-from service.request import CallOptions, Payload
+from inferpool.models.spec import Placement
+from inferpool.models.speed.names import SpeedReport
+from inferpool.service.queue.admission import Admission
+from inferpool.service.queue.dispatcher import Dispatcher
+from inferpool.service.queue.pool import Announcer, Pool
+from inferpool.service.queue.quarantine import Quarantine
+from inferpool.service.queue.request import CallOptions, Payload
+from inferpool.service.telemetry.metrics import ModelMetrics
+from inferpool.workers.arena import Arena
+from inferpool.workers.config import ModelConfig, WorkerConfig
+from inferpool.workers.host.engine import WorkerId
+from inferpool.workers.host.supervisor import RestartPolicy
 from tests.fakes import FakeEngine, FakeWorker
-from workers.arena import Arena
-from workers.config import ModelConfig, WorkerConfig
-from workers.engine import WorkerId
-from workers.supervisor import RestartPolicy
 
 CONFIG = WorkerConfig(
     model=ModelConfig(name="m", source="echo"), placement=Placement(devices=("cpu",))

@@ -12,18 +12,18 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from service.admission import Admission
-from service.dispatcher import Dispatcher
-from service.errors import DeadlineExceededError, OverloadedError
-from service.instance import Instance
-from service.metrics import ModelMetrics
-from service.objective import Objective, ObjectiveAdmission
-from service.quarantine import Quarantine
-from service.request import CallOptions, Payload
+from inferpool.service.errors import DeadlineExceededError, OverloadedError
+from inferpool.service.queue.admission import Admission
+from inferpool.service.queue.dispatcher import Dispatcher
+from inferpool.service.queue.instance import Instance
+from inferpool.service.queue.objective import Objective, ObjectiveAdmission
+from inferpool.service.queue.quarantine import Quarantine
+from inferpool.service.queue.request import CallOptions, Payload
+from inferpool.service.telemetry.metrics import ModelMetrics
+from inferpool.workers.arena import Arena
+from inferpool.workers.messages import ItemRef
 from tests.fakes import FakeWorker
 from tests.virtual_time import VirtualLoop
-from workers.arena import Arena
-from workers.messages import ItemRef
 
 
 class SimulatedWorker(FakeWorker):

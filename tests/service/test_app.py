@@ -5,20 +5,20 @@ from collections.abc import Iterable, Iterator
 import pytest
 from starlette.routing import BaseRoute, Mount, Route
 
-from service.api.auth import POLICIES, policy_of
-from service.api.call import Call
-from service.api.web import App
-from service.app import make_app
-from service.console import Console
-from service.endpoint import failure_log, make_guard, make_predict
-from service.listening import warn_if_open
-from service.logs import configure
-from service.metrics import Metrics
-from service.service import Service
-from service.settings import Settings
-from service.settings_loader import load
+from inferpool.service.api.auth import POLICIES, policy_of
+from inferpool.service.api.call import Call
+from inferpool.service.api.web import App
+from inferpool.service.api.wire.listening import warn_if_open
+from inferpool.service.app import make_app
+from inferpool.service.endpoint import failure_log, make_guard, make_predict
+from inferpool.service.service import Service
+from inferpool.service.settings.loader import load
+from inferpool.service.settings.settings import Settings
+from inferpool.service.telemetry.console import Console
+from inferpool.service.telemetry.logs import configure
+from inferpool.service.telemetry.metrics import Metrics
+from inferpool.workers.host.devices import find_host
 from tests.virtual_time import run_in_virtual_time
-from workers.devices import find_host
 
 KEYS = {f"INFERPOOL_{kind}_KEYS": f"{kind.lower()}-0123456789" for kind in ("PREDICT", "ADMIN")}
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from service import dispatcher
+from inferpool.service.queue import dispatcher
 from tests.service.simulation import SimulatedPipeline, simulate
 
 

@@ -7,15 +7,15 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.debugging import Files, settings_for
-from service.model_settings import ModelSettings
-from service.settings import Settings
+from inferpool.service.debugging import Files, settings_for
+from inferpool.service.settings.model import ModelSettings
+from inferpool.service.settings.settings import Settings
 from tests.e2e.running import ROOT
 from tests.pty_screen import on_terminal
 
 NETS = """
-from models.base import Model
-from models.spec import TensorSpec
+from inferpool.models.base import Model
+from inferpool.models.spec import TensorSpec
 
 
 class Net(Model):

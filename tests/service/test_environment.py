@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from service.model_settings import ModelSettings
-from service.settings import Settings
+from inferpool.service.settings.model import ModelSettings
+from inferpool.service.settings.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 PREFIX = "INFERPOOL_"
@@ -106,7 +106,7 @@ def test_each_setting_there_is_can_be_set_by_the_environment_alone(tmp_path: Pat
     assert set(MODEL) == set(ModelSettings.model_fields) - {"options"}, "name a value for each"
     (tmp_path / "keys").write_text(f"{KEY}\n{'o' * 20}\n")
     done = subprocess.run(
-        [sys.executable, "-m", "service", "config", "--format", "json"],
+        [sys.executable, "-m", "inferpool", "config", "--format", "json"],
         cwd=tmp_path,
         env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), **variables()},
         capture_output=True,

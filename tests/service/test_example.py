@@ -3,10 +3,10 @@ from typing import Any
 
 import pytest
 
-from models.spec import TensorSpec
-from service.api.openapi.predict import PIXEL
-from service.example import try_or_ask
-from service.settings import Settings
+from inferpool.models.spec import TensorSpec
+from inferpool.service.api.openapi.predict import PIXEL
+from inferpool.service.example import try_or_ask
+from inferpool.service.settings.settings import Settings
 
 URL = "http://127.0.0.1:1"
 

@@ -13,10 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
-from service import dispatcher as dispatcher_module
-from service.admission import Admission
-from service.dispatcher import Dispatcher
-from service.errors import (
+from inferpool.service.errors import (
     DeadlineExceededError,
     InternalError,
     InvalidInputError,
@@ -26,15 +23,18 @@ from service.errors import (
     UnavailableError,
     WorkerCrashedError,
 )
-from service.metrics import ModelMetrics
-from service.quarantine import Quarantine
-from service.request import CallOptions, Payload
+from inferpool.service.queue import dispatcher as dispatcher_module
+from inferpool.service.queue.admission import Admission
+from inferpool.service.queue.dispatcher import Dispatcher
+from inferpool.service.queue.quarantine import Quarantine
+from inferpool.service.queue.request import CallOptions, Payload
+from inferpool.service.telemetry.metrics import ModelMetrics
+from inferpool.workers.arena import MIN_BLOCK_BYTES, Arena
+from inferpool.workers.messages import BatchDone, ItemError, ItemRef
 from tests.fakes import FakeWorker
-from workers.arena import MIN_BLOCK_BYTES, Arena
-from workers.messages import BatchDone, ItemError, ItemRef
 
 if TYPE_CHECKING:
-    from service.instance import Instance
+    from inferpool.service.queue.instance import Instance
 
 NUM_SCHEDULES = 60
 NUM_STEPS = 150

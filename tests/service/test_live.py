@@ -4,15 +4,15 @@ from typing import Any
 
 import pytest
 
-from service.api.events import HostState
-from service.api.health import HealthReport
-from service.live import Live
-from service.metrics import Metrics, ModelMetrics
-from service.model_settings import ModelSettings
-from service.settings import Settings
+from inferpool.service.api.routes.events import HostState
+from inferpool.service.api.routes.health import HealthReport
+from inferpool.service.live import Live
+from inferpool.service.settings.model import ModelSettings
+from inferpool.service.settings.settings import Settings
+from inferpool.service.telemetry.metrics import Metrics, ModelMetrics
+from inferpool.workers.arena import Arena
 from tests.fakes import FakeEngine
-from tests.service.test_pool import pool_over, run, until
-from workers.arena import Arena
+from tests.service.queue.test_pool import pool_over, run, until
 
 HEALTH = HealthReport(status="ready", ready=True, draining=False, models=[])
 HOST = HostState(connections=2, arena_bytes=100, arena_used_bytes=10)

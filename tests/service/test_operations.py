@@ -3,16 +3,16 @@ from types import SimpleNamespace
 
 import pytest
 
-import service.operations
-from service.api.errors import NotFoundError
-from service.errors import (
+import inferpool.service.operations
+from inferpool.service.api.errors import NotFoundError
+from inferpool.service.errors import (
     ConflictError,
     RestartFailedError,
     UnavailableError,
     UnknownModelError,
 )
-from service.operations import Operations
-from workers.engine import WorkerId
+from inferpool.service.operations import Operations
+from inferpool.workers.host.engine import WorkerId
 
 
 class FakePool:
@@ -73,7 +73,7 @@ def test_who_restarts_is_told_what_failed():
 
 
 def test_a_long_restart_is_answered_before_it_is_over(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(service.operations, "_ANSWER_S", 0.01)
+    monkeypatch.setattr(inferpool.service.operations, "_ANSWER_S", 0.01)
 
     async def test() -> None:
         target = operations(FakePool(1))

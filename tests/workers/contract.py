@@ -14,11 +14,11 @@ import msgspec
 import psutil
 import pytest
 
-from models.spec import Placement, TensorHeader
-from workers.config import ModelConfig, WorkerConfig
-from workers.engine import Engine, WorkerHandle, WorkerId
-from workers.errors import WorkerLostError, WorkerStartError
-from workers.messages import BatchDone, ItemError, ItemRef
+from inferpool.models.spec import Placement, TensorHeader
+from inferpool.workers.config import ModelConfig, WorkerConfig
+from inferpool.workers.errors import WorkerLostError, WorkerStartError
+from inferpool.workers.host.engine import Engine, WorkerHandle, WorkerId
+from inferpool.workers.messages import BatchDone, ItemError, ItemRef
 
 Put = Callable[..., ItemRef]
 

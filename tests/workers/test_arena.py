@@ -2,9 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inferpool.workers.arena import MIN_BLOCK_BYTES, Arena, Slots, slot_bytes
+from inferpool.workers.memory import SharedMemoryError
 from tests.properties import untimed
-from workers.arena import MIN_BLOCK_BYTES, Arena, Slots, slot_bytes
-from workers.memory import SharedMemoryError
 
 
 def read(arena: Arena, offset: int, num_bytes: int) -> bytes:

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.cgroups import CgroupLimits, read_limits
+from inferpool.workers.cgroups import CgroupLimits, read_limits
 
 GIB = 1 << 30
 

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from workers.log_lines import PrintedLines
-from workers.messages import LogLine
-from workers.own_process import _refuse_breakpoint
+from inferpool.workers.inside.own_process import _refuse_breakpoint
+from inferpool.workers.log_lines import PrintedLines
+from inferpool.workers.messages import LogLine
 
 
 class Stdout(io.StringIO):
@@ -63,9 +63,9 @@ def test_processes_of_the_models_can_be_given_the_stream():
 def test_process_that_a_model_forks_writes_to_the_stream_and_sends_nothing():
     code = (
         "import logging, os, signal, sys\n"
-        "from workers import own_process\n"
-        "from workers.queues import PrivateQueue\n"
-        "from workers.worker_queue import WorkerQueue\n"
+        "from inferpool.workers.inside import own_process\n"
+        "from inferpool.workers.host.queues import PrivateQueue\n"
+        "from inferpool.workers.inside.worker_queue import WorkerQueue\n"
         "own_process._guard = lambda heartbeat: None\n"
         "queue = PrivateQueue()\n"
         "reader = os.dup(queue.reader.fileno())\n"

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from inferpool.workers.memory import SharedMemory, SharedMemoryError
 from tests.groups import ControlGroup, control_group
-from workers.memory import SharedMemory, SharedMemoryError
 
 MIB = 1 << 20
 RESERVE = f"""
 import resource, sys
-from workers.memory import SharedMemory, SharedMemoryError
+from inferpool.workers.memory import SharedMemory, SharedMemoryError
 if sys.argv[1:]:
     kind, limit = map(int, sys.argv[1:])
     resource.setrlimit(kind, (limit, limit))

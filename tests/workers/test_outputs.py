@@ -8,14 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from models.spec import TensorHeader
+from inferpool.models.spec import TensorHeader
+from inferpool.workers.arena import Arena
+from inferpool.workers.host.engine import WorkerId
+from inferpool.workers.host.local import LocalEngine, start_forkserver
+from inferpool.workers.host.local_worker import LocalWorker
+from inferpool.workers.messages import BatchDone, ItemRef, Outcome, Stored, TensorBlob
+from inferpool.workers.outputs import MIN_STORED_BYTES, OutputRegion, OutputStore, StoredError
 from tests.workers.contract import config_of, pid_of
-from workers.arena import Arena
-from workers.engine import WorkerId
-from workers.local import LocalEngine, start_forkserver
-from workers.local_worker import LocalWorker
-from workers.messages import BatchDone, ItemRef, Outcome, Stored, TensorBlob
-from workers.outputs import MIN_STORED_BYTES, OutputRegion, OutputStore, StoredError
 
 LARGE = 4 << 20
 

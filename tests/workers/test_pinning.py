@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from models.spec import Placement
-from workers.own_process import pin
+from inferpool.models.spec import Placement
+from inferpool.workers.inside.own_process import pin
 
 
 def test_share_of_the_memory_is_bounded_on_the_device_of_the_process(

@@ -9,7 +9,7 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
-from service.api import admin, events, health
+from inferpool.service.api.routes import admin, events, health
 
 
 def describe(schemas: Mapping[str, Any]) -> None:

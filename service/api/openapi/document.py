@@ -4,12 +4,19 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from service.api.auth import KEY_MEANINGS, Access, policy_of
-from service.api.openapi import predict, problems
-from service.api.openapi.docstrings import describe
-from service.api.openapi.examples import ANSWERS
-from service.api.openapi.headers import COMMON, HEADERS, OF_ALL, PARAMETERS, Json, answer_headers
-from service.api.openapi.problems import ALWAYS, refer_to
+from inferpool.service.api.auth import KEY_MEANINGS, Access, policy_of
+from inferpool.service.api.openapi import predict, problems
+from inferpool.service.api.openapi.docstrings import describe
+from inferpool.service.api.openapi.examples import ANSWERS
+from inferpool.service.api.openapi.headers import (
+    COMMON,
+    HEADERS,
+    OF_ALL,
+    PARAMETERS,
+    Json,
+    answer_headers,
+)
+from inferpool.service.api.openapi.problems import ALWAYS, refer_to
 
 INFO: Mapping[str, Any] = {
     "title": "inferpool",

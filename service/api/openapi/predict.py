@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from urllib.parse import quote
 
-from service.api.openapi.headers import COMMON, PARAMETERS, Json, answer_headers
-from service.api.openapi.problems import OF_PREDICT, refer_to
-from service.api.parameters import OUTPUT_KEY
+from inferpool.service.api.codecs.parameters import OUTPUT_KEY
+from inferpool.service.api.openapi.headers import COMMON, PARAMETERS, Json, answer_headers
+from inferpool.service.api.openapi.problems import OF_PREDICT, refer_to
 
 _BINARY: Json = {"type": "string", "format": "binary"}
 

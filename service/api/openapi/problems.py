@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from service.api.answers import MEDIA_TYPES
-from service.api.codecs import TYPES
-from service.api.errors import (
+from inferpool.service.api.codecs.answers import MEDIA_TYPES
+from inferpool.service.api.codecs.requests import TYPES
+from inferpool.service.api.errors import (
     PROBLEM_TYPE,
     TABLE,
     ForbiddenError,
@@ -19,8 +19,8 @@ from service.api.errors import (
     instance_error,
     problem,
 )
-from service.api.openapi.headers import COMMON, Json, answer_headers
-from service.errors import (
+from inferpool.service.api.openapi.headers import COMMON, Json, answer_headers
+from inferpool.service.errors import (
     BadRequestError,
     ConflictError,
     DeadlineExceededError,

@@ -10,22 +10,22 @@ import torch
 from msgspec.structs import replace as replace_report
 from torch import nn
 
-from models.agreement import LabelTolerance
-from models.base import Model
-from models.echo import Echo
-from models.errors import ModelError
-from models.item import Item
-from models.modules import ModuleModel
-from models.spec import TensorSpec
-from models.speed import choose as choosing
-from models.speed import trial as trying
-from models.speed.choose import SpeedWish, choose
-from models.speed.names import SpeedReport
-from models.speed.trial import Trial
-from models.speed.verdicts import VerdictStore
-from models.vision import Classifier
+from inferpool.models.agreement import LabelTolerance
+from inferpool.models.base import Model
+from inferpool.models.errors import ModelError
+from inferpool.models.item import Item
+from inferpool.models.sources.echo import Echo
+from inferpool.models.sources.modules import ModuleModel
+from inferpool.models.spec import TensorSpec
+from inferpool.models.speed import choose as choosing
+from inferpool.models.speed import trial as trying
+from inferpool.models.speed.choose import SpeedWish, choose
+from inferpool.models.speed.names import SpeedReport
+from inferpool.models.speed.trial import Trial
+from inferpool.models.speed.verdicts import VerdictStore
+from inferpool.models.vision.classifier import Classifier
 from tests.models.items import CPU, run
-from tests.models.test_vision import SMALL
+from tests.models.vision.test_classifier import SMALL
 
 HAS_BF16 = torch.cpu._is_avx512_bf16_supported()
 
@@ -131,7 +131,7 @@ def test_a_preset_asked_for_by_name_is_taken_and_its_deviation_told(caplog):
 
 
 def test_a_preset_asked_for_by_name_that_is_slower_here_is_warned_of(caplog, monkeypatch):
-    monkeypatch.setattr("models.speed.trial.Trial.gain", lambda *_: 0.07)
+    monkeypatch.setattr("inferpool.models.speed.trial.Trial.gain", lambda *_: 0.07)
     with caplog.at_level(logging.WARNING):
         assert choose(loaded(), wish("folded"), quietly).preset == "folded"
     assert 'speed = "folded" is slower than "exact" here: 0.07 x' in caplog.messages

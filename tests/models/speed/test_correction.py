@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from models.speed.correction import correct_biases
+from inferpool.models.speed.correction import correct_biases
 
 
 class Net(nn.Module):

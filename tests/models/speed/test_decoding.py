@@ -2,16 +2,16 @@ import pytest
 import torch
 from torch import nn
 
-from models.agreement import LabelTolerance
-from models.base import Model
-from models.echo import Echo
-from models.errors import ModelError
-from models.speed import choose as choosing
-from models.speed.choose import SpeedWish, choose
-from models.speed.decoding import DecodeTrial
-from models.speed.names import SpeedReport
-from models.transforms import ImageTransform
-from models.vision import Classifier
+from inferpool.models.agreement import LabelTolerance
+from inferpool.models.base import Model
+from inferpool.models.errors import ModelError
+from inferpool.models.sources.echo import Echo
+from inferpool.models.speed import choose as choosing
+from inferpool.models.speed.choose import SpeedWish, choose
+from inferpool.models.speed.decoding import DecodeTrial
+from inferpool.models.speed.names import SpeedReport
+from inferpool.models.vision.classifier import Classifier
+from inferpool.models.vision.transforms import ImageTransform
 from tests.models.items import CPU, encoded, image_item, photo, run
 
 ITEMS = [encoded(photo(name)) for name in ("astronaut", "coffee", "chelsea")]

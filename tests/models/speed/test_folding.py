@@ -1,8 +1,8 @@
 import torch
 from torch import nn
 
-from models.efficientnet import Network
-from models.speed.folding import fold_batch_norms
+from inferpool.models.speed.folding import fold_batch_norms
+from inferpool.models.vision.efficientnet import Network
 
 
 def trained(network):

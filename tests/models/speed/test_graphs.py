@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch import nn
 
-from models.errors import ModelError
-from models.speed.choose import SpeedWish, choose
-from models.speed.graphs import Graphed
+from inferpool.models.errors import ModelError
+from inferpool.models.speed.choose import SpeedWish, choose
+from inferpool.models.speed.graphs import Graphed
 from tests.models.speed.test_choose import loaded
 
 

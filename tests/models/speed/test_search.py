@@ -5,14 +5,14 @@ import time
 import pytest
 import torch
 
-from models.speed import trial as trying
-from models.speed.choose import SpeedWish, choose
-from models.speed.search import SearchError, search
-from models.speed.trial import Trial
-from models.speed.verdicts import VerdictStore
+from inferpool.models.speed import trial as trying
+from inferpool.models.speed.choose import SpeedWish, choose
+from inferpool.models.speed.search import SearchError, search
+from inferpool.models.speed.trial import Trial
+from inferpool.models.speed.verdicts import VerdictStore
+from inferpool.workers.inside.compiling import CompileError
 from tests.models.items import run
 from tests.models.speed.test_choose import Small, loaded, quietly
-from workers.compiling import CompileError
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +94,7 @@ def test_what_computes_as_a_preset_that_strays_is_not_compiled(tmp_path, compile
         class tolerance:  # noqa: N801  # in place of the attribute
             @staticmethod
             def judge(exact, other):
-                from models.agreement import ValueTolerance
+                from inferpool.models.agreement import ValueTolerance
 
                 return ValueTolerance(relative=1e-6).judge(exact, other)
 

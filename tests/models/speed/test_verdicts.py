@@ -13,11 +13,11 @@ from typing import cast
 import pytest
 import torch
 
-from models.speed import trial as trying
-from models.speed.choose import choose
-from models.speed.names import SpeedReport
-from models.speed.trial import Trial
-from models.speed.verdicts import VerdictStore
+from inferpool.models.speed import trial as trying
+from inferpool.models.speed.choose import choose
+from inferpool.models.speed.names import SpeedReport
+from inferpool.models.speed.trial import Trial
+from inferpool.models.speed.verdicts import VerdictStore
 from tests.models.items import run
 from tests.models.speed.test_choose import loaded, quietly, wish
 
@@ -119,7 +119,7 @@ _LOAD = """
 import os, sys, tempfile
 from pathlib import Path
 from typing import cast
-from models.speed.verdicts import VerdictStore
+from inferpool.models.speed.verdicts import VerdictStore
 store = VerdictStore(Path(sys.argv[1]))
 with store.loading(store.package("key", "compiled")):
     # As torch does, which unpacks a package into TMPDIR.

@@ -33,7 +33,7 @@ def resnet():
 
 
 def bert():
-    from models.bert import Bert, BertConfig
+    from inferpool.models.text.bert import Bert, BertConfig
 
     config = BertConfig(
         model_type="bert",

@@ -9,17 +9,17 @@ from multiprocessing import Pipe
 import pytest
 import torch
 
-from models.base import Model, load_model
-from models.checkpoint import StoredWeights
-from models.errors import ModelError, OutOfStepError, RankError
-from models.out_of_memory import is_out_of_memory
-from models.spec import Placement
-from models.split.network import serve
-from models.split.report import RankPart, SplitReport
-from workers.forkserver import ForkedProcess
-from workers.group import Group
-from workers.local import start_forkserver
-from workers.wiring import Wiring
+from inferpool.models.base import Model, load_model
+from inferpool.models.errors import ModelError, OutOfStepError, RankError
+from inferpool.models.files.checkpoint import StoredWeights
+from inferpool.models.out_of_memory import is_out_of_memory
+from inferpool.models.spec import Placement
+from inferpool.models.split.network import serve
+from inferpool.models.split.report import RankPart, SplitReport
+from inferpool.workers.host.forkserver import ForkedProcess
+from inferpool.workers.host.local import start_forkserver
+from inferpool.workers.inside.group import Group
+from inferpool.workers.wiring import Wiring
 
 _DEADLINE_S = 60.0
 _TOLD = (ModelError, RankError, OutOfStepError, EOFError, TypeError, IndexError)

@@ -1,4 +1,4 @@
-from models.split.micro_batches import MicroBatches
+from inferpool.models.split.micro_batches import MicroBatches
 
 
 def tried(micro_batches, num_rows, seconds, num_calls):

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from models.split.packing import have_different_rows, pack
+from inferpool.models.split.packing import have_different_rows, pack
 
 CPU = torch.device("cpu")
 

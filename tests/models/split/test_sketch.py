@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.split.sketch import Sketch, fill
+from inferpool.models.split.sketch import Sketch, fill
 
 
 @pytest.mark.parametrize("is_zip", [True, False])

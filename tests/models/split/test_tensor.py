@@ -113,7 +113,7 @@ def test_weights_that_a_network_is_built_with_are_kept_a_part_at_a_time(pair):
 
 
 def test_a_rank_that_fails_alone_says_that_the_group_must_end(pair):
-    with pair.patched("models.split.tensor._WORD_TIMEOUT_S", 0.3):
+    with pair.patched("inferpool.models.split.tensor._WORD_TIMEOUT_S", 0.3):
         with pair.loaded("tensor", networks.FailingAlone) as model:
             with pytest.raises(RaisedError, match="OutOfStepError: rank 0 failed"):
                 model(torch.ones(1, 32), torch.tensor(0))

@@ -3,7 +3,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils import prune
 
-from models.split.tensor_search import find_plan
+from inferpool.models.split.tensor_search import find_plan
 
 
 class Reading(nn.Module):

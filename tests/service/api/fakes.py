@@ -7,19 +7,19 @@ from typing import Any
 
 import httpx
 
-from models.spec import TensorSpec
-from service.api.asgi import answer
-from service.api.body import Decoded, Head, Limits
-from service.api.call import ModelEntry
-from service.api.exchange import Exchange
-from service.api.predict import Predict
-from service.api.replies import Reply as Answered
-from service.errors import ServiceError
-from service.fronts.desk import Desk, Part
-from service.fronts.messages import Count
-from service.fronts.uplink import RemoteModel, Uplink
-from service.request import CallOptions, Payload, Result, Timing
-from workers.arena import Arena, Slots
+from inferpool.models.spec import TensorSpec
+from inferpool.service.api.asgi import answer
+from inferpool.service.api.call import ModelEntry
+from inferpool.service.api.codecs.body import Decoded, Head, Limits
+from inferpool.service.api.exchange import Exchange
+from inferpool.service.api.predict import Predict
+from inferpool.service.api.replies import Reply as Answered
+from inferpool.service.errors import ServiceError
+from inferpool.service.fronts.desk import Desk, Part
+from inferpool.service.fronts.messages import Count
+from inferpool.service.fronts.uplink import RemoteModel, Uplink
+from inferpool.service.queue.request import CallOptions, Payload, Result, Timing
+from inferpool.workers.arena import Arena, Slots
 
 Reply = Result | Exception | None
 MOUNTED = "/mounted"

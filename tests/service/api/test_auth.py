@@ -4,12 +4,12 @@ from collections.abc import Callable
 import httpx
 import pytest
 
-from service.api.auth import Guard, key_of
-from service.api.errors import ForbiddenError, UnauthorizedError
-from service.api.health import HealthReport, ModelHealth, health_router
-from service.api.metrics import metrics_router
-from service.api.web import App
-from service.keys import Keys, read_keys
+from inferpool.service.api.auth import Guard, key_of
+from inferpool.service.api.errors import ForbiddenError, UnauthorizedError
+from inferpool.service.api.routes.health import HealthReport, ModelHealth, health_router
+from inferpool.service.api.routes.metrics import metrics_router
+from inferpool.service.api.web import App
+from inferpool.service.settings.keys import Keys, read_keys
 from tests.service.api.fakes import FakeModel, call, endpoint, post
 
 PREDICT, METRICS, ADMIN = "p" * 20, "m" * 20, "a" * 20

@@ -3,9 +3,9 @@ import json
 import pytest
 from fastapi import FastAPI, HTTPException
 
-from service import errors
-from service.api.errors import TABLE, install_error_handlers, kind_of, problem
-from service.errors import (
+from inferpool.service import errors
+from inferpool.service.api.errors import TABLE, install_error_handlers, kind_of, problem
+from inferpool.service.errors import (
     BadRequestError,
     DeadlineExceededError,
     GivenUpError,

@@ -11,18 +11,18 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
-from service.api.admin import admin_router
-from service.api.auth import Guard
-from service.api.codecs import TYPES
-from service.api.errors import TABLE
-from service.api.events import events_router
-from service.api.health import health_router
-from service.api.metrics import metrics_router
-from service.api.openapi.predict import predict_paths
-from service.api.trace import request_id_of, trace_of
-from service.api.web import App
-from service.errors import CancelledByClientError
-from service.keys import read_keys
+from inferpool.service.api.auth import Guard
+from inferpool.service.api.codecs.requests import TYPES
+from inferpool.service.api.errors import TABLE
+from inferpool.service.api.openapi.predict import predict_paths
+from inferpool.service.api.routes.admin import admin_router
+from inferpool.service.api.routes.events import events_router
+from inferpool.service.api.routes.health import health_router
+from inferpool.service.api.routes.metrics import metrics_router
+from inferpool.service.api.trace import request_id_of, trace_of
+from inferpool.service.api.web import App
+from inferpool.service.errors import CancelledByClientError
+from inferpool.service.settings.keys import read_keys
 from tests.service.api.fakes import FakeModel, call, endpoint
 
 JSON = "application/json"

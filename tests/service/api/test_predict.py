@@ -9,10 +9,10 @@ import httpx
 import numpy as np
 import pytest
 
-from service.api.body import Limits
-from service.api.exchange import Exchange
-from service.api.predict import Predict, is_predict
-from service.errors import (
+from inferpool.service.api.codecs.body import Limits
+from inferpool.service.api.exchange import Exchange
+from inferpool.service.api.predict import Predict, is_predict
+from inferpool.service.errors import (
     DeadlineExceededError,
     InvalidInputError,
     ModelFailedError,
@@ -22,14 +22,14 @@ from service.errors import (
     UnavailableError,
     WorkerCrashedError,
 )
-from service.request import Result, Timing
+from inferpool.service.queue.request import Result, Timing
+from inferpool.workers.messages import TensorBlob
+from tests.service.api.codecs.test_json import JPEG
+from tests.service.api.codecs.test_tensors import npy
 from tests.service.api.fakes import FakeModel, NoWire, as_app, call, endpoint, post, result, spec
-from tests.service.api.test_json_codec import JPEG
-from tests.service.api.test_tensor_codec import npy
-from workers.messages import TensorBlob
 
 if TYPE_CHECKING:
-    from service.api.call import Call
+    from inferpool.service.api.call import Call
 
 IMAGE = {"content-type": "image/jpeg"}
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"

@@ -11,14 +11,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 import uvicorn
 
-from service.api.auth import Guard
-from service.api.body import Limits
-from service.api.cors import Cors
-from service.api.protocol import PredictProtocol
-from service.errors import InvalidInputError
-from service.keys import read_keys
+from inferpool.service.api.auth import Guard
+from inferpool.service.api.codecs.body import Limits
+from inferpool.service.api.cors import Cors
+from inferpool.service.api.wire.protocol import PredictProtocol
+from inferpool.service.errors import InvalidInputError
+from inferpool.service.settings.keys import read_keys
+from inferpool.workers.arena import Arena
 from tests.service.api.fakes import FakeModel, as_app, endpoint, in_front, result
-from workers.arena import Arena
 
 Test = Callable[["Bench"], Awaitable[None]]
 POST = b"POST /predict HTTP/1.1\r\nhost: h\r\ncontent-type: image/png\r\n"

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.api.call import begin_call
-from service.api.call_headers import with_call_headers
-from service.api.cors import Cors
-from service.api.exchange import Exchange
-from service.api.predict import Predict
-from service.api.replies import Reply, refusal_of
-from service.errors import BadRequestError
+from inferpool.service.api.call import begin_call
+from inferpool.service.api.call_headers import with_call_headers
+from inferpool.service.api.cors import Cors
+from inferpool.service.api.exchange import Exchange
+from inferpool.service.api.predict import Predict
+from inferpool.service.api.replies import Reply, refusal_of
+from inferpool.service.errors import BadRequestError
 from tests.properties import untimed
 from tests.service.api.fakes import NoWire
 

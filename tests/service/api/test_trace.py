@@ -1,6 +1,6 @@
 import pytest
 
-from service.api.trace import new_ids, request_id_of, trace_of, trace_state_of
+from inferpool.service.api.trace import new_ids, request_id_of, trace_of, trace_state_of
 
 TRACE = b"4bf92f3577b34da6a3ce929d0e0e4736"
 SPAN = b"00f067aa0ba902b7"

@@ -4,11 +4,11 @@ import sys
 
 from fastapi import APIRouter
 
-from service.api.auth import Guard
-from service.api.cors import Cors
-from service.api.predict import Predict
-from service.api.web import App
-from service.keys import read_keys
+from inferpool.service.api.auth import Guard
+from inferpool.service.api.cors import Cors
+from inferpool.service.api.predict import Predict
+from inferpool.service.api.web import App
+from inferpool.service.settings.keys import read_keys
 from tests.service.api.fakes import FakeModel, call, endpoint, post
 
 IMAGE = {"content-type": "image/png"}
@@ -72,14 +72,16 @@ def test_the_documentation_page_asks_no_other_host_for_anything() -> None:
 
 
 def test_nothing_of_tracing_is_imported_before_something_is_traced() -> None:
-    script = "import service.fronts.front, sys; assert not "
-    script += "{'service.tracing', 'google.protobuf'} & set(sys.modules)"
+    script = "import inferpool.service.fronts.front, sys; assert not "
+    script += "{'inferpool.service.tracing', 'google.protobuf'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
 def test_the_front_end_does_not_import_torch() -> None:
-    script = "import service.api.web, service.api.health, service.api.metrics, sys;" + (
-        "assert not {'torch', 'torchvision', 'numpy', 'fastapi_offline'} & set(sys.modules)"
+    script = (
+        "import inferpool.service.api.web, sys;"
+        "from inferpool.service.api.routes import health, metrics;"
+        + ("assert not {'torch', 'torchvision', 'numpy', 'fastapi_offline'} & set(sys.modules)")
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from service.client import AsyncClient, Client
+from inferpool.service.client import AsyncClient, Client
 from tests.e2e.running import Running, running
 
 CONFIG = """

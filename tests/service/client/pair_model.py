@@ -2,9 +2,9 @@
 
 import torch
 
-from models.base import Model
-from models.item import Features
-from models.spec import TensorSpec
+from inferpool.models.base import Model
+from inferpool.models.item import Features
+from inferpool.models.spec import TensorSpec
 
 
 class PairModel(Model):

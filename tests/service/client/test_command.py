@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from service.cli import run
+from inferpool.service.cli.main import run
 from tests.e2e.photos import jpeg
 
 
@@ -95,7 +95,7 @@ def test_nobody_there_is_told_with_what_to_do(capsys):
 
 
 def test_ctrl_c_waits_for_no_answer():
-    command = [sys.executable, "-m", "service", "predict", "--text", "x", "--timeout-s", "60"]
+    command = [sys.executable, "-m", "inferpool", "predict", "--text", "x", "--timeout-s", "60"]
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         asking = subprocess.Popen([*command, "--url", address])
@@ -107,7 +107,7 @@ def test_ctrl_c_waits_for_no_answer():
 
 def test_names_of_any_alphabet_are_printed_whatever_the_locale(service, tmp_path: Path):
     (tmp_path / "é.txt").write_text("hi")
-    command = [sys.executable, "-m", "service", "predict", str(tmp_path / "é.txt")]
+    command = [sys.executable, "-m", "inferpool", "predict", str(tmp_path / "é.txt")]
     env = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(
         [*command, "--url", service.url, "--model", "echo"],

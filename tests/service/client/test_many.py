@@ -6,8 +6,8 @@ import time
 import httpx
 import pytest
 
-from service.client import AsyncClient, DeadlineExceededError, InferpoolError, Prediction
-from service.client.errors import InvalidInputError
+from inferpool.service.client import AsyncClient, DeadlineExceededError, InferpoolError, Prediction
+from inferpool.service.client.errors import InvalidInputError
 
 
 def test_results_come_in_the_order_of_the_inputs(client):

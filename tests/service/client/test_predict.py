@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from service.client import (
+from inferpool.service.client import (
     AnswerError,
     Client,
     ConnectError,
@@ -24,7 +24,7 @@ from service.client import (
     Retry,
     UnavailableError,
 )
-from service.client.errors import ModelFailedError, UnknownModelError
+from inferpool.service.client.errors import ModelFailedError, UnknownModelError
 from tests.e2e.photos import jpeg
 from tests.e2e.running import running
 from tests.ports import free_port
@@ -32,7 +32,7 @@ from tests.service.client.conftest import open_client
 
 FORKING = """
 import os, sys
-from service.client import Client
+from inferpool.service.client import Client
 
 with Client(sys.argv[1], retries=0, timeout_s=10) as client:
     client.predict("to have a connection")
@@ -315,7 +315,7 @@ def test_service_may_come_up_and_leave_under_load():
 
 
 def test_client_imports_nothing_of_the_service():
-    code = "import sys, service.client; print(*sys.modules)"
+    code = "import sys, inferpool.service.client; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = {name.partition(".")[0] for name in done.stdout.split()}
     assert not loaded & {
@@ -329,7 +329,10 @@ def test_client_imports_nothing_of_the_service():
         "workers",
     }
     ours = {name for name in done.stdout.split() if name.startswith("service.")}
-    assert all(name.startswith("service.client") or name == "service.urls" for name in ours)
+    assert all(
+        name.startswith("inferpool.service.client") or name == "inferpool.service.settings.urls"
+        for name in ours
+    )
 
 
 def test_key_is_never_shown():
@@ -395,7 +398,7 @@ def test_url_that_is_none_is_refused():
 
 
 def test_unavailable_error_is_the_base_of_given_up():
-    from service.client.errors import GivenUpError
+    from inferpool.service.client.errors import GivenUpError
 
     assert issubclass(GivenUpError, UnavailableError)
     assert not GivenUpError.is_retryable

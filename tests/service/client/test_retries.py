@@ -10,8 +10,8 @@ import time
 import httpx
 import pytest
 
-from service.api.errors import TABLE, problem
-from service.client import (
+from inferpool.service.api.errors import TABLE, problem
+from inferpool.service.client import (
     Client,
     ConnectError,
     DeadlineExceededError,
@@ -21,9 +21,14 @@ from service.client import (
     Retry,
     UnavailableError,
 )
-from service.client.errors import AnswerError, InternalError, UnauthorizedError, error_class
-from service.client.retries import RetryBudget, pause_before_retry, retry_after_s
-from service.errors import RestartFailedError
+from inferpool.service.client.errors import (
+    AnswerError,
+    InternalError,
+    UnauthorizedError,
+    error_class,
+)
+from inferpool.service.client.retries import RetryBudget, pause_before_retry, retry_after_s
+from inferpool.service.errors import RestartFailedError
 from tests.certificates import make_certificate
 from tests.service.client.conftest import open_client
 

@@ -11,32 +11,32 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from models.spec import TensorSpec
-from service.admission import Admission
-from service.dispatcher import Dispatcher
-from service.errors import (
+from inferpool.models.spec import TensorSpec
+from inferpool.service.errors import (
     DeadlineExceededError,
     InternalError,
     InvalidInputError,
     OverloadedError,
     UnavailableError,
 )
-from service.fronts import link
-from service.fronts.desk import Desk, Part
-from service.fronts.messages import Settled, Turn
-from service.fronts.uplink import RemoteModel, Uplink
-from service.instance import Instance
-from service.metrics import ModelMetrics
-from service.quarantine import Quarantine
-from service.request import CallOptions, Payload
+from inferpool.service.fronts import link
+from inferpool.service.fronts.desk import Desk, Part
+from inferpool.service.fronts.messages import Settled, Turn
+from inferpool.service.fronts.uplink import RemoteModel, Uplink
+from inferpool.service.queue.admission import Admission
+from inferpool.service.queue.dispatcher import Dispatcher
+from inferpool.service.queue.instance import Instance
+from inferpool.service.queue.quarantine import Quarantine
+from inferpool.service.queue.request import CallOptions, Payload
+from inferpool.service.telemetry.metrics import ModelMetrics
+from inferpool.workers.arena import Arena, Slots
+from inferpool.workers.messages import ItemError, TensorBlob
 from tests.fakes import FakeWorker
 from tests.service.api.fakes import NoCommands
 from tests.virtual_time import run_in_virtual_time
-from workers.arena import Arena, Slots
-from workers.messages import ItemError, TensorBlob
 
 if TYPE_CHECKING:
-    from service.fronts.messages import Counts
+    from inferpool.service.fronts.messages import Counts
 
 
 class Model:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from service.fronts.doorway import Doorway
+from inferpool.service.fronts.doorway import Doorway
 
 
 class FakeTaker:

@@ -4,16 +4,16 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-import service.fronts.fronts
-import workers.supervisor
-from service.api.connections import EdgeLimits
-from service.fronts.fronts import Fronts
-from service.metrics import Metrics
-from service.model_settings import ModelSettings
-from service.settings import Settings
-from workers.arena import Arena
-from workers.engine import Cause, Ending, WorkerId
-from workers.errors import WorkerStartError
+import inferpool.service.fronts.fronts
+import inferpool.workers.host.supervisor
+from inferpool.service.api.wire.connections import EdgeLimits
+from inferpool.service.fronts.fronts import Fronts
+from inferpool.service.settings.model import ModelSettings
+from inferpool.service.settings.settings import Settings
+from inferpool.service.telemetry.metrics import Metrics
+from inferpool.workers.arena import Arena
+from inferpool.workers.errors import WorkerStartError
+from inferpool.workers.host.engine import Cause, Ending, WorkerId
 
 SETTINGS = Settings(models={"echo": ModelSettings(source="echo")}, default_model="echo")
 
@@ -69,9 +69,9 @@ class FakeLife:
 
 @pytest.fixture
 def keep(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(workers.supervisor, "_FIRST_BACKOFF_S", 0.01)
-    monkeypatch.setattr(service.fronts.fronts, "_COUNT_EVERY_S", 0.001)
-    monkeypatch.setattr(service.fronts.fronts, "Life", FakeLife)
+    monkeypatch.setattr(inferpool.workers.host.supervisor, "_FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(inferpool.service.fronts.fronts, "_COUNT_EVERY_S", 0.001)
+    monkeypatch.setattr(inferpool.service.fronts.fronts, "Life", FakeLife)
 
     def keep(test: Callable[[Fronts, list[str]], Awaitable[None]]) -> None:
         async def go() -> None:

@@ -1,8 +1,8 @@
 import pytest
 
-from service.errors import StartError
-from service.fronts.number import number_of_fronts
-from service.settings_loader import load
+from inferpool.service.errors import StartError
+from inferpool.service.fronts.number import number_of_fronts
+from inferpool.service.settings.loader import load
 
 
 def settings(tmp_path, **environ: str):

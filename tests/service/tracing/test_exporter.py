@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from service.endpoint import make_tracer, set_up_tracing
-from service.errors import StartError
-from service.metrics import ModelMetrics
-from service.model_settings import ModelSettings
-from service.settings import Settings
-from service.tracing import exporter
-from service.tracing.recorder import MAX_BATCH
-from service.tracing.tracer import Tracer
+from inferpool.service.endpoint import make_tracer, set_up_tracing
+from inferpool.service.errors import StartError
+from inferpool.service.settings.model import ModelSettings
+from inferpool.service.settings.settings import Settings
+from inferpool.service.telemetry.metrics import ModelMetrics
+from inferpool.service.tracing import exporter
+from inferpool.service.tracing.recorder import MAX_BATCH
+from inferpool.service.tracing.tracer import Tracer
 from tests.collector import Collector, collecting
 from tests.service.tracing.test_recorder import begun
 
@@ -97,7 +97,7 @@ def test_what_a_collector_does_not_take_is_lost_with_one_line_in_the_log(
 def test_a_collector_that_is_not_there_or_silent_does_not_hold_up_the_end(
     collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.tracing.tracer._FLUSH_S", 0.2)
+    monkeypatch.setattr("inferpool.service.tracing.tracer._FLUSH_S", 0.2)
     collector.may_answer.clear()
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
@@ -115,7 +115,11 @@ def test_nothing_is_made_where_nothing_is_to_be_traced() -> None:
 
 
 def test_without_the_extra_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("service.tracing.tracer", "service.tracing.exporter", "service.tracing.spans"):
+    for name in (
+        "inferpool.service.tracing.tracer",
+        "inferpool.service.tracing.exporter",
+        "inferpool.service.tracing.spans",
+    ):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "opentelemetry.proto.resource.v1.resource_pb2", None)
     with pytest.raises(StartError, match=r"pip install 'inferpool\[otel\]'"):

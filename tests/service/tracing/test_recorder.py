@@ -1,8 +1,8 @@
 import pytest
 
-from service.api.call import Call, begin_call
-from service.metrics import ModelMetrics
-from service.tracing.recorder import MAX_WAITING, Recorder
+from inferpool.service.api.call import Call, begin_call
+from inferpool.service.telemetry.metrics import ModelMetrics
+from inferpool.service.tracing.recorder import MAX_WAITING, Recorder
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-%s"
 

@@ -1,12 +1,12 @@
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import ScopeSpans, Span, Status
 
-from service.api.exchange import Exchange
-from service.api.predict import Predict
-from service.errors import OverloadedError, ServiceError, UnavailableError
-from service.metrics import ModelMetrics
-from service.tracing.recorder import Ended, Recorder
-from service.tracing.spans import SpanMaker
+from inferpool.service.api.exchange import Exchange
+from inferpool.service.api.predict import Predict
+from inferpool.service.errors import OverloadedError, ServiceError, UnavailableError
+from inferpool.service.telemetry.metrics import ModelMetrics
+from inferpool.service.tracing.recorder import Ended, Recorder
+from inferpool.service.tracing.spans import SpanMaker
 from tests.collector import attributes
 from tests.service.api.fakes import FakeModel, NoWire, endpoint, post
 

@@ -1,0 +1,1 @@
+"""Files that models are read from. No torch, but for checkpoints."""

@@ -1,0 +1,259 @@
+"""Weights from files, without running what is in them. Runs in worker processes only."""
+
+import pickle
+import re
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from inferpool.models.errors import CheckpointError
+from inferpool.models.files.opened import announce
+
+_WRAPPERS = ("state_dict", "model_state_dict", "model")
+"""Keys under which training scripts keep the weights, beside an optimizer's state and the like."""
+_PREFIXES = ("module.", "_orig_mod.")
+"""Put before every name by DistributedDataParallel and by torch.compile."""
+_INDEX_SUFFIX = ".safetensors.index.json"
+_SHOWN = 4
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+    """The file of each tensor."""
+
+
+def load_weights(network: nn.Module, path: Path | str) -> None:
+    """Copy a checkpoint's weights into a network, all of them.
+
+    Raises:
+        CheckpointError: The file cannot be read, or its weights belong to another network.
+    """
+    weights = read_weights(path)
+    check_fit(network, {name: tensor.shape for name, tensor in weights.items()}, path)
+    network.load_state_dict(weights, strict=False)
+
+
+def check_fit(network: nn.Module, shapes: Mapping[str, Sequence[int]], path: Path | str) -> None:
+    """See that a checkpoint has what the network has, by names and shapes.
+
+    The class of the network may have `unused_weights`: beginnings of the names that checkpoints may
+    have, and that it has no use for.
+
+    Raises:
+        CheckpointError: Its weights belong to another network.
+    """
+    own = network.state_dict()
+    # A counter that inference never reads, and that checkpoints before PyTorch 0.4.1 lack.
+    missing = [n for n in own if n not in shapes and not n.endswith("num_batches_tracked")]
+    unused = tuple(getattr(network, "unused_weights", ()))
+    unexpected = [name for name in shapes if name not in own and not name.startswith(unused)]
+    reshaped = [
+        f"{name} ({list(shapes[name])} in the file, {list(tensor.shape)} in the network)"
+        for name, tensor in own.items()
+        if name in shapes and tuple(shapes[name]) != tuple(tensor.shape)
+    ]
+    if missing or unexpected or reshaped:
+        complaints = [
+            _listed("missing", missing),
+            _listed("unexpected", unexpected),
+            _listed("of another shape", reshaped),
+        ]
+        raise CheckpointError(
+            f"{path} does not fit {type(network).__name__}: "
+            + "; ".join(text for text in complaints if text)
+        )
+
+
+class StoredWeights:
+    """The tensors of a checkpoint, each read when it is asked for, whole or in part.
+
+    A .safetensors file, the .safetensors.index.json of several, or a .pth or .pt file of a
+    state_dict. A state_dict that lies in a training checkpoint is found, and prefixes of wrappers
+    are taken off its names. Files are mapped: what is not read takes no memory.
+
+    Raises:
+        CheckpointError: A file is missing, unreadable, or holds more than tensors.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._parts = _without_prefixes(_open(self.path), self.path)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all tensors, by their names."""
+        return {
+            name: tuple(part.shape if isinstance(part, Tensor) else part.get_shape())
+            for name, part in self._parts.items()
+        }
+
+    def read(self, name: str, *index: slice) -> Tensor:
+        """Copy a tensor, or its part at an index, to the CPU.
+
+        Raises:
+            CheckpointError: The file cannot be read.
+        """
+        try:
+            part: Tensor = self._parts[name][index or ...]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error}") from error
+        return part.detach().clone(memory_format=torch.contiguous_format)
+
+    def mapped(self) -> dict[str, Tensor]:
+        """All tensors as they lie in the files: read when they are used, and not to be changed."""
+        return {
+            name: part if isinstance(part, Tensor) else part[...]
+            for name, part in self._parts.items()
+        }
+
+
+def read_weights(path: Path | str) -> dict[str, Tensor]:
+    """Read a checkpoint's tensors by their names, as `StoredWeights` does, onto the CPU.
+
+    Raises:
+        CheckpointError: A file is missing, unreadable, or holds more than tensors.
+    """
+    return StoredWeights(path).mapped()
+
+
+def archive_kind(path: Path) -> Literal["torchscript", "export", "checkpoint", "other"]:
+    """Tell apart the archives that torch writes, by the names inside rather than by their own."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = {name.partition("/")[2] for name in archive.namelist()}
+    except (OSError, zipfile.BadZipFile):
+        return "other"
+    if "archive_format" in names:
+        return "export"
+    if "constants.pkl" in names:
+        return "torchscript"
+    return "checkpoint" if "data.pkl" in names else "other"
+
+
+def _open(path: Path) -> object:
+    if not path.is_file():
+        raise CheckpointError(f"{path}: there is no such file")
+    if not path.stat().st_size:
+        raise CheckpointError(f"{path} is not a checkpoint: the file is empty")
+    if path.name.endswith(_INDEX_SUFFIX):
+        return _open_index(path)
+    if path.suffix == ".safetensors":
+        return _open_safetensors(path)
+    if archive_kind(path) == "torchscript":
+        raise CheckpointError(
+            f"{path} is a TorchScript archive, a whole model: name it as the source, not as weights"
+        )
+    if archive_kind(path) == "export":
+        raise CheckpointError(
+            f"{path} is a torch.export archive, a whole model: name it as the source, "
+            "not as weights"
+        )
+    return _unwrapped(_read_pickle(path), path)
+
+
+def _open_safetensors(path: Path) -> dict[str, object]:
+    announce(path)
+    try:
+        file: Any = safe_open(path, framework="pt", device="cpu")  # its methods have no types
+        return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+
+
+def _open_index(path: Path) -> dict[str, object]:
+    """Open the files that an index names, as Hugging Face's libraries write it."""
+    try:
+        names = msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read as an index: {error}") from error
+    for file in sorted(set(names.values())):
+        if Path(file).name != file:
+            raise CheckpointError(f"{path} names {file!r}, which is not a file beside it")
+    files = {file: _open(path.parent / file) for file in sorted(set(names.values()))}
+    parts = {}
+    for name, file in names.items():
+        stored = files[file]
+        if not isinstance(stored, Mapping) or name not in stored:
+            raise CheckpointError(f"{path} says that {name} is in {file}, and it is not")
+        parts[name] = stored[name]
+    return parts
+
+
+def _read_pickle(path: Path) -> object:
+    try:
+        # Files older than the zip format (PyTorch 1.6) cannot be mapped.
+        is_zip = zipfile.is_zipfile(path)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except pickle.UnpicklingError as error:
+        if found := re.search(r"(?:GLOBAL|class|type) ([\w.]+)", str(error)):
+            raise CheckpointError(
+                f"{path} holds objects other than tensors ({found[1]}), and loading those would "
+                "run code: save the network's state_dict alone, or convert it to safetensors"
+            ) from error
+        # Torch's own first line advises to load it unsafely; what is wrong comes after that.
+        reason = re.search(r"WeightsUnpickler error:\s*(.+)", str(error))
+        text = reason[1].strip() if reason else _first_line(error)
+        raise CheckpointError(
+            f"{path} is not a checkpoint: torch.load finds no pickled tensors in it ({text})"
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {_first_line(error)}") from error
+    except Exception as error:  # torch.load raises whatever a damaged file makes it stumble over
+        raise CheckpointError(
+            f"{path} is not a checkpoint, or is damaged: torch.load fails with {_named(error)}"
+        ) from error
+
+
+def _unwrapped(value: object, path: Path) -> object:
+    while isinstance(value, Mapping):
+        inner = next((value[k] for k in _WRAPPERS if isinstance(value.get(k), Mapping)), None)
+        if inner is None:
+            return value
+        value = inner
+    raise CheckpointError(f"{path} holds a {type(value).__name__}, not a state_dict")
+
+
+def _without_prefixes(value: object, path: Path) -> dict[str, Any]:
+    """What can be sliced for a tensor, by its name: a Tensor, or a slice of safetensors."""
+    assert isinstance(value, Mapping)
+    odd = [
+        str(key)
+        for key, part in value.items()
+        if not isinstance(part, Tensor) and not hasattr(part, "get_shape")
+    ]
+    if odd or not value:
+        found = _listed("these are not tensors", odd) or "it is empty"
+        raise CheckpointError(f"{path} is not a state_dict: {found}")
+    weights = {str(name): part for name, part in value.items()}
+    while prefix := next((p for p in _PREFIXES if _all_start_with(weights, p)), None):
+        weights = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
+    return weights
+
+
+def _all_start_with(names: Iterable[str], prefix: str) -> bool:
+    return all(name.startswith(prefix) for name in names)
+
+
+def _listed(what: str, names: list[str]) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{len(names)} {what}: {', '.join(names[:_SHOWN])}{more}"
+
+
+def _first_line(error: Exception) -> str:
+    text = re.sub(r"\x1b\[\d*m", "", str(error)).strip() or type(error).__name__
+    return text.splitlines()[0][:300]
+
+
+def _named(error: Exception) -> str:
+    """The error with its type: the text alone may be empty, or the key of a KeyError."""
+    text = _first_line(error)
+    name = type(error).__name__
+    return text if text.startswith(name) else f"{name}: {text}"

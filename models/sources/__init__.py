@@ -1,0 +1,1 @@
+"""Models made from what a source names: modules, archives, and the echo."""

@@ -1,0 +1,228 @@
+"""Whole models from files: torch.export archives and TorchScript. Runs in worker processes only.
+
+Such a file brings its own code: serve only those whose makers you trust.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor
+from torch.export import ExportedProgram
+from torch.export.passes import move_to_device_pass
+from torch.utils import _pytree as pytree
+
+from inferpool.models.errors import ModelError, SourceError
+from inferpool.models.files.checkpoint import archive_kind
+from inferpool.models.item import Features
+from inferpool.models.sources.modules import TensorModel, dtype_name, named_outputs
+from inferpool.models.spec import Placement, TensorSpec
+
+
+class ExportedModel(TensorModel):
+    """Serves what `torch.export.save` wrote. Its inputs and outputs are those it was exported with.
+
+    Dimension 0 of each is the batch. A program exported for batches of one size only, or of a
+    limited range, is given batches of that size: larger ones in pieces, the last one filled up.
+
+    Args:
+        path: The archive.
+        finite_outputs: NaN and infinities in what it returns are mistakes.
+    """
+
+    def __init__(self, path: Path, *, finite_outputs: bool = True) -> None:
+        super().__init__(finite_outputs=finite_outputs)
+        self._path = path
+
+    def build_network(self, placement: Placement) -> Callable[..., object]:
+        """Read the program, and learn from it what it takes.
+
+        Raises:
+            SourceError: The file is no such archive, or is damaged.
+            ModelError: The program takes or returns something else than batches of tensors.
+        """
+        program = _read_program(self._path)
+        inputs = _placeholders(program)
+        self.smallest, self.largest = _batch_range(program, inputs)
+        self.inputs = [_spec(name, value) for name, value in inputs.items()]
+        self.outputs = [_spec(name, value) for name, value in _results(program, self._fixed_size)]
+        program = move_to_device_pass(program, self.device)
+        module = program.module()
+        in_spec = program.call_spec.in_spec
+        assert in_spec is not None
+
+        def call(*flat: Tensor) -> object:
+            arguments, keywords = pytree.tree_unflatten(flat, in_spec)
+            return module(*arguments, **keywords)
+
+        return call
+
+    def forward(self, batch: Features) -> Features:
+        """Run the program on the batch, in pieces of the sizes that it takes."""
+        inputs = [batch[spec.name].to(self.device, non_blocking=True) for spec in self.inputs]
+        num_rows = len(inputs[0])
+        if self.smallest <= num_rows <= self.largest:
+            return self._named(self.network(*inputs))
+        pieces = zip(*(tensor.split(min(self.largest, num_rows)) for tensor in inputs), strict=True)
+        parts = [self._run_filled(piece) for piece in pieces]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    @property
+    def _fixed_size(self) -> int | None:
+        return self.smallest if self.smallest == self.largest else None
+
+    def _run_filled(self, piece: Sequence[Tensor]) -> Features:
+        """Repeat the last row up to the smallest size, and take the surplus off the outputs."""
+        num_rows = len(piece[0])
+        surplus = self.smallest - num_rows
+        if surplus > 0:
+            piece = [torch.cat([x, x[-1:].expand(surplus, *x.shape[1:])]) for x in piece]
+        outputs = self._named(self.network(*piece))
+        return {name: tensor[:num_rows] for name, tensor in outputs.items()}
+
+
+class ScriptedModel(TensorModel):
+    """Serves what `torch.jit.save` wrote.
+
+    TorchScript does not say what it takes.
+
+    Args:
+        path: The archive.
+        inputs: What forward takes, in its order; by default one float32 tensor of any shape.
+        outputs: What it returns, in its order; by default found by a trial.
+        finite_outputs: NaN and infinities in what it returns are mistakes.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        inputs: Sequence[TensorSpec] = (),
+        outputs: Sequence[TensorSpec] = (),
+        finite_outputs: bool = True,
+    ) -> None:
+        super().__init__(inputs=inputs, outputs=outputs, finite_outputs=finite_outputs)
+        self._path = path
+
+    def build_network(self, placement: Placement) -> Callable[..., object]:
+        """Read the archive onto the device.
+
+        Raises:
+            SourceError: The file is no such archive, or is damaged.
+        """
+        _check_kind(self._path, "torchscript")
+        try:
+            with warnings.catch_warnings():
+                # The user chose the format; the deprecation is for the README to mention.
+                warnings.simplefilter("ignore")
+                network: torch.jit.ScriptModule = torch.jit.load(
+                    self._path, map_location=self.device
+                )
+        except Exception as error:  # a damaged archive makes it raise almost anything
+            raise SourceError(f"{self._path} cannot be read: {_first_line(error)}") from error
+        return network.eval()
+
+
+def _check_kind(path: Path, wanted: str) -> None:
+    kind = archive_kind(path)
+    if kind == wanted:
+        return
+    if kind == "checkpoint":
+        raise SourceError(
+            f"{path} holds weights or pickled objects, not a whole model: name the network as "
+            "the source (torchvision:NAME, package.module:Class) and this file as its weights"
+        )
+    if kind == "other":
+        raise SourceError(f"{path} is not an archive of torch's, or is cut short")
+    called = {"export": "torch.export", "torchscript": "TorchScript"}[kind]
+    suffix = {"export": ".pt2", "torchscript": ".pt or .torchscript"}[kind]
+    raise SourceError(f"{path} is a {called} archive: give it a name that ends in {suffix}")
+
+
+def _read_program(path: Path) -> ExportedProgram:
+    _check_kind(path, "export")
+    try:
+        return torch.export.load(path)
+    except Exception as error:  # a damaged archive makes it raise almost anything
+        raise SourceError(f"{path} cannot be read: {_first_line(error)}") from error
+
+
+def _placeholders(program: ExportedProgram) -> dict[str, Tensor]:
+    """The example values of the inputs: tensors without data, with symbols for free dimensions."""
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes}
+    inputs = {}
+    for name in program.graph_signature.user_inputs:
+        value = values.get(name) if isinstance(name, str) else name
+        if not isinstance(value, Tensor):
+            raise ModelError(
+                f"the exported program takes {name!r}, which is a {type(value).__name__}: "
+                "only tensors can be served"
+            )
+        if value.dim() == 0:
+            raise ModelError(f"the exported program's input {name!r} has no batch dimension")
+        inputs[str(name)] = value
+    if not inputs:
+        raise ModelError("the exported program takes no inputs")
+    return inputs
+
+
+def _batch_range(program: ExportedProgram, inputs: dict[str, Tensor]) -> tuple[int, int]:
+    """The smallest and the largest batch that every input takes."""
+    sizes: dict[str, Any] = {name: value.shape[0] for name, value in inputs.items()}
+    if len({isinstance(size, SymInt) for size in sizes.values()}) > 1:
+        fixed = [name for name, size in sizes.items() if not isinstance(size, SymInt)]
+        raise ModelError(
+            f"dimension 0 of {', '.join(map(repr, fixed))} is fixed in the exported program, "
+            "but free in its other inputs: it must be the batch in all of them"
+        )
+    ranges = [_range_of(program, size) for size in sizes.values()]
+    smallest = max(low for low, _ in ranges)
+    largest = min(high for _, high in ranges)
+    if smallest > largest:
+        raise ModelError(
+            f"the inputs of the exported program have different batch sizes: "
+            f"{', '.join(f'{name} {size}' for name, size in sizes.items())}"
+        )
+    return smallest, largest
+
+
+def _range_of(program: ExportedProgram, size: int | SymInt) -> tuple[int, int]:
+    if not isinstance(size, SymInt):
+        return int(size), int(size)
+    limits = program.range_constraints.get(size.node.expr)
+    if limits is None:
+        return 1, sys.maxsize
+    low, high = limits.lower, limits.upper
+    # An infinite limit has no integer; a batch has at least one row.
+    return max(int(low), 1), int(high) if high.is_Integer else sys.maxsize
+
+
+def _results(program: ExportedProgram, fixed_size: int | None) -> list[tuple[str, Tensor]]:
+    """The example values of the outputs."""
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes}
+    flat = [values.get(name, name) for name in program.graph_signature.user_outputs]
+    out_spec = program.call_spec.out_spec
+    assert out_spec is not None
+    outputs = named_outputs(pytree.tree_unflatten(flat, out_spec))
+    for name, value in outputs.items():
+        rows: int | SymInt = value.shape[0] if value.dim() else 0
+        is_batch = isinstance(rows, SymInt) if fixed_size is None else rows == fixed_size
+        if not is_batch:
+            raise ModelError(
+                f"the exported program's output {name!r} has shape {list(value.shape)}: "
+                "its first dimension must be the batch"
+            )
+    return list(outputs.items())
+
+
+def _spec(name: str, value: Tensor) -> TensorSpec:
+    dims: list[Any] = list(value.shape[1:])
+    rest = [-1 if isinstance(size, SymInt) else int(size) for size in dims]
+    return TensorSpec(name=name, dtype=dtype_name(value.dtype), shape=(-1, *rest))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0][:300]

@@ -1,0 +1,84 @@
+"""Gives back what it was given: for tests, and for measuring the service. Worker processes."""
+
+import time
+from collections.abc import Mapping, Sequence
+from struct import Struct
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from inferpool.models.base import Model
+from inferpool.models.item import Features, Item
+
+# Names that no client's tensor has by chance.
+_BYTES = "echo.bytes"
+_JSON = "echo.json"
+_HEAD = Struct("<8sQ")
+"""The first 8 bytes, filled up with zeros, and how many bytes there are."""
+
+
+class Echo(Model):
+    """The source `echo`: JSON and tensors come back; of bytes, how many there are and the first 8.
+
+    Instances of different kinds, or tensors of different shapes, do not go together in a batch.
+
+    Args:
+        delay_s: How long each forward pass sleeps.
+    """
+
+    example = "hello"
+    finite_outputs = False  # it gives back what it was given
+
+    def __init__(self, *, delay_s: float = 0.0) -> None:
+        if not 0 <= delay_s <= 3600:
+            raise ValueError(f"delay_s must be from 0 to 3600 seconds, not {delay_s}")
+        self._delay_s = delay_s
+
+    def preprocess(self, item: Item) -> Features:
+        """Make one tensor of what the answer needs."""
+        payload = item.payload
+        if item.kind == "tensors":
+            return item.views()
+        if item.kind == "json":
+            item.plain_json()  # what is not JSON fails here, on its own
+            return {_JSON: _tensor_of(payload.tobytes())}
+        return {_BYTES: _tensor_of(_HEAD.pack(payload[:8].tobytes(), len(payload)))}
+
+    def collate(self, instances: Sequence[Features]) -> Features:
+        """Stack; JSON is padded with spaces, which mean nothing at its end."""
+        if _JSON not in instances[0]:
+            return super().collate(instances)
+        rows = [each[_JSON] for each in instances]
+        return {_JSON: pad_sequence(rows, batch_first=True, padding_value=float(ord(" ")))}
+
+    def forward(self, batch: Features) -> Features:
+        """Sleep for `delay_s`, once per batch."""
+        if self._delay_s:
+            time.sleep(self._delay_s)
+        return batch
+
+    def render(self, outputs: Features, parameters: Mapping[str, object]) -> object:
+        """Say one instance again."""
+        batch = {name: tensor[None] for name, tensor in outputs.items()}
+        return self.render_batch(batch, [parameters])[0]
+
+    def render_batch(
+        self, outputs: Features, parameters: Sequence[Mapping[str, object]]
+    ) -> Sequence[object]:
+        """Say a whole batch again, with no tensor operation per instance where it can be helped."""
+        if (heads := outputs.get(_BYTES)) is not None:
+            return [
+                {"num_bytes": num_bytes, "head": head[:num_bytes].hex()}
+                for head, num_bytes in _HEAD.iter_unpack(heads.numpy().tobytes())
+            ]
+        if (texts := outputs.get(_JSON)) is not None:
+            return [msgspec.json.decode(row.tobytes()) for row in texts.numpy()]
+        rows = range(len(parameters))
+        return [{name: tensor[row].tolist() for name, tensor in outputs.items()} for row in rows]
+
+
+def _tensor_of(data: bytes) -> Tensor:
+    # A bytearray, since torch warns of buffers that cannot be written to.
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -1,0 +1,220 @@
+"""Plain networks as models: tensors in, tensors out, named by their specs. Worker processes."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from inferpool.models.base import Model
+from inferpool.models.errors import ModelError, SourceError
+from inferpool.models.item import Features, Item
+from inferpool.models.spec import DTYPE_BYTES, Placement, TensorHeader, TensorSpec
+
+_ANY_INPUT = TensorSpec(name="input", dtype="float32", shape=())
+_NUM_SAMPLES = 16
+"""For speed presets."""
+_PROBE_ROWS = 2
+"""Two, since one row may come out with the batch dimension squeezed away."""
+
+
+class TensorModel(Model, ABC):
+    """Serves a network that takes tensors by position, with the batch dimension first."""
+
+    network: Callable[..., object]
+
+    def __init__(
+        self,
+        *,
+        inputs: Sequence[TensorSpec] = (),
+        outputs: Sequence[TensorSpec] = (),
+        finite_outputs: bool = True,
+    ) -> None:
+        self.inputs = list(inputs) or [_ANY_INPUT]
+        self.outputs = list(outputs)
+        self.finite_outputs = finite_outputs
+        self.has_fixed_shapes = all(_is_known(spec) for spec in self.inputs)
+
+    @abstractmethod
+    def build_network(self, placement: Placement) -> Callable[..., object]:
+        """Build the network on its devices, ready to infer.
+
+        Raises:
+            ModelError: It cannot be had.
+        """
+
+    def load(self, placement: Placement) -> None:
+        """Build the network, and try it on zeros where the shapes of its inputs are known.
+
+        Raises:
+            ModelError: It cannot be had, or does not take its declared inputs.
+        """
+        self.device = torch.device(placement.devices[0])
+        self.network = self.build_network(placement)
+        if all(_is_known(spec) for spec in self.inputs):
+            self._probe()
+
+    def forward(self, batch: Features) -> Features:
+        """Call the network with the inputs in the order of their specs."""
+        arguments = [batch[spec.name].to(self.device, non_blocking=True) for spec in self.inputs]
+        return self._named(self.network(*arguments))
+
+    def warmup(self) -> Sequence[Item]:
+        """Zeros, where the shapes of the inputs are known."""
+        return [_zeros(self.inputs)] if all(_is_known(spec) for spec in self.inputs) else []
+
+    def samples(self) -> Sequence[Item]:
+        """Random numbers, where the shapes of the inputs are known and all are float32."""
+        if not all(_is_known(spec) and spec.dtype == "float32" for spec in self.inputs):
+            return []
+        generator = torch.Generator().manual_seed(0)
+        return [_random(self.inputs, generator) for _ in range(_NUM_SAMPLES)]
+
+    def _named(self, result: object) -> dict[str, Tensor]:
+        outputs = named_outputs(result)
+        if not self.outputs:
+            return outputs
+        if len(outputs) != len(self.outputs):
+            raise ModelError(
+                f"the network has {len(outputs)} outputs, but {len(self.outputs)} are declared"
+            )
+        if set(outputs) == {spec.name for spec in self.outputs}:
+            return outputs
+        names = [spec.name for spec in self.outputs]
+        return dict(zip(names, outputs.values(), strict=True))
+
+    def _probe(self) -> None:
+        batch = {spec.name: _zero_rows(spec, _PROBE_ROWS) for spec in self.inputs}
+        try:
+            with torch.inference_mode():
+                outputs = self.forward(batch)
+        except ModelError:
+            raise
+        except Exception as error:  # the network is the user's: it may raise anything
+            raise ModelError(
+                f"the network fails on zeros of its declared inputs: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        for name, tensor in outputs.items():
+            if tensor.dim() == 0 or len(tensor) != _PROBE_ROWS:
+                raise ModelError(
+                    f"for a batch of {_PROBE_ROWS} the network's output {name!r} has shape "
+                    f"{list(tensor.shape)}: its first dimension must be the batch"
+                )
+        self.outputs = self.outputs or [
+            TensorSpec(name=name, dtype=dtype_name(tensor.dtype), shape=(-1, *tensor.shape[1:]))
+            for name, tensor in outputs.items()
+        ]
+
+
+class ModuleModel(TensorModel):
+    """Serves a user's `nn.Module` class: its forward takes tensors and returns them.
+
+    Args:
+        build: Makes the network, with random weights.
+        weights: A checkpoint to load into it; None leaves it as built.
+        inputs: What forward takes, in its order; by default one float32 tensor of any shape.
+        outputs: What it returns, in its order; by default found by a trial.
+        finite_outputs: NaN and infinities in what it returns are mistakes.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], nn.Module],
+        *,
+        weights: str | None = None,
+        inputs: Sequence[TensorSpec] = (),
+        outputs: Sequence[TensorSpec] = (),
+        finite_outputs: bool = True,
+    ) -> None:
+        super().__init__(inputs=inputs, outputs=outputs, finite_outputs=finite_outputs)
+        self._build = build
+        self._weights = weights
+
+    def build_network(self, placement: Placement) -> Callable[..., object]:
+        """Build the network, load its weights and move it."""
+        example = [_zero_rows(s, _PROBE_ROWS) if _is_known(s) else None for s in self.inputs]
+        return self.load_network(self._build, self._weights, placement, example=example)
+
+
+def named_outputs(result: object) -> dict[str, Tensor]:
+    """Name what a network returns: "output", or "output_0" and so on, or by its own names.
+
+    Raises:
+        ModelError: It returns something other than tensors.
+    """
+    if isinstance(result, Tensor):
+        return {"output": result}
+    if isinstance(result, Mapping):
+        named = {str(name): value for name, value in result.items()}
+    elif isinstance(result, tuple) and hasattr(result, "_asdict"):
+        named = result._asdict()
+    elif isinstance(result, tuple | list):
+        named = {f"output_{i}": value for i, value in enumerate(result)}
+    else:
+        raise ModelError(f"the network returns a {type(result).__name__}, not tensors")
+    for name, value in named.items():
+        if not isinstance(value, Tensor):
+            raise ModelError(
+                f"the network's output {name!r} is a {type(value).__name__}, not a tensor"
+            )
+    return named
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name a dtype as specs do.
+
+    Raises:
+        ModelError: No protocol can carry it.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPE_BYTES:
+        raise ModelError(f"tensors of {name} cannot be served: known are {', '.join(DTYPE_BYTES)}")
+    return name
+
+
+def specs_of(value: object, option: str) -> list[TensorSpec]:
+    """Read specs from settings: `[{name, dtype, shape}]`, with the batch dimension first.
+
+    Raises:
+        SourceError: They are malformed.
+    """
+    try:
+        specs = msgspec.convert(value, list[TensorSpec])
+    except msgspec.ValidationError as error:
+        raise SourceError(
+            f"option {option!r} must be a list like "
+            f'[{{name = "x", dtype = "float32", shape = [-1, 3]}}]: {error}'
+        ) from None
+    for spec in specs:
+        if spec.dtype not in DTYPE_BYTES:
+            known = ", ".join(DTYPE_BYTES)
+            raise SourceError(f"option {option!r}: no dtype {spec.dtype!r}; known are {known}")
+    return specs
+
+
+def _is_known(spec: TensorSpec) -> bool:
+    return bool(spec.shape) and -1 not in spec.instance_shape
+
+
+def _zero_rows(spec: TensorSpec, num_rows: int) -> Tensor:
+    return torch.zeros((num_rows, *spec.instance_shape), dtype=getattr(torch, spec.dtype))
+
+
+def _random(inputs: Sequence[TensorSpec], generator: torch.Generator) -> Item:
+    """Normally distributed float32 inputs of one instance."""
+    item = _zeros(inputs)
+    numbers = torch.randn(len(item.payload) // 4, generator=generator)
+    payload = memoryview(bytearray(numbers.numpy().tobytes()))
+    return Item(kind="tensors", payload=payload, headers=item.headers)
+
+
+def _zeros(inputs: Sequence[TensorSpec]) -> Item:
+    headers = []
+    offset = 0
+    for spec in inputs:
+        header = TensorHeader(spec.name, spec.dtype, spec.instance_shape, offset)
+        headers.append(header)
+        offset += header.num_bytes
+    return Item(kind="tensors", payload=memoryview(bytearray(offset)), headers=headers)

@@ -1,0 +1,94 @@
+"""Any model, with a parameter that kills its worker: for `inferpool chaos` alone.
+
+Runs in worker processes. `Poisonable` is the source that chaos puts around the user's; the model
+that comes of it is the user's own in all else.
+"""
+
+import os
+import signal
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from inferpool.models.base import Model
+from inferpool.models.example import reads_own_form
+from inferpool.models.item import Features, Item
+from inferpool.models.sources.registry import build
+
+PARAMETER = "inferpool_chaos"
+"""Of a request: "preprocess", "forward" or "render", and anything after a hyphen."""
+_MARK = "inferpool_chaos.poison"
+"""A tensor beside those of a poisoned instance and of its batch, which no model gets to see."""
+
+
+class Poisonable(Model):
+    """Makes the model that a source names, such that it can be poisoned."""
+
+    def __new__(  # type: ignore[misc]  # it makes an object of the user's class, extended
+        cls, *, source: str, weights: str = "DEFAULT", options: Mapping[str, object] | None = None
+    ) -> Model:
+        """Build the model.
+
+        Args:
+            source: As the settings name it.
+            weights: Likewise.
+            options: Likewise.
+        """
+        model = build(source, None if weights.lower() == "none" else weights, options or {})
+        if not reads_own_form(model):
+            model.preprocessed = ()  # nor does it, with the `preprocess` below before its own
+        model.__class__ = type("Poisoned", (_Poisoned, type(model)), {})
+        return model
+
+
+class _Poisoned(Model):
+    """Stands before the user's class and dies where the parameter says."""
+
+    def preprocess(self, item: Item) -> Features:
+        """Mark the instance, or die."""
+        place = _place_of(item.parameters)
+        if place == "preprocess":
+            _die()
+        if not place:
+            return super().preprocess(item)
+        features = super().preprocess(_without_parameter(item))
+        return {**features, _MARK: torch.tensor(1)} if place == "forward" else features
+
+    def collate(self, instances: Sequence[Features]) -> Features:
+        """Mark a batch with a marked instance."""
+        if not any(_MARK in each for each in instances):
+            return super().collate(instances)
+        batch = super().collate([_without_mark(each) for each in instances])
+        return {**batch, _MARK: torch.tensor(1)}
+
+    def forward(self, batch: Features) -> Features:
+        """Die of a marked batch."""
+        if _MARK in batch:
+            _die()
+        return super().forward(batch)
+
+    def render_batch(
+        self, outputs: Features, parameters: Sequence[Mapping[str, object]]
+    ) -> Sequence[object]:
+        """Die between the computation and the answer."""
+        if any(_place_of(each) == "render" for each in parameters):
+            _die()
+        return super().render_batch(outputs, parameters)
+
+
+def _place_of(parameters: Mapping[str, object]) -> str:
+    return str(parameters[PARAMETER]).partition("-")[0] if PARAMETER in parameters else ""
+
+
+def _without_parameter(item: Item) -> Item:
+    """The instance for a model that refuses parameters it does not know."""
+    rest = {name: value for name, value in item.parameters.items() if name != PARAMETER}
+    return Item(kind=item.kind, payload=item.payload, headers=item.headers, parameters=rest)
+
+
+def _without_mark(features: Features) -> Features:
+    return {name: tensor for name, tensor in features.items() if name != _MARK}
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)

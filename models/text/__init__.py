@@ -1,0 +1,1 @@
+"""Encoders of texts: tokens, networks, and folders that hold them."""

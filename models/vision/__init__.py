@@ -1,0 +1,1 @@
+"""Image classifiers: decoding, transforms, networks, and labels."""

@@ -1,0 +1,100 @@
+"""JPEGs decoded and resized on the GPU that computes them. Worker processes only.
+
+Only plain ones are left to the GPU: baseline colour or gray, upright, whole, and of moderate size.
+All others take the CPU's way, which knows the odd ones.
+
+Axes: H height, W width, C = 3 colours.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from io import BytesIO
+
+import torch
+from PIL import ExifTags
+from PIL.JpegImagePlugin import JpegImageFile
+from torch import Tensor
+
+from inferpool.models.vision.containers import check_exif
+from inferpool.models.vision.transforms import ImageTransform
+
+logger = logging.getLogger(__name__)
+
+Decode = Callable[[list[Tensor]], list[Tensor]]
+"""From encoded JPEGs (uint8 [bytes], on the CPU) to pixels, uint8 [C, H, W] on the GPU."""
+
+_MAX_PIXELS = 1 << 24
+"""Larger ones would take 200 MB of the GPU's memory each while they are resized."""
+_END = b"\xff\xd9"
+
+
+class GpuJpegs:
+    """The way of plain JPEGs by the GPU."""
+
+    def __init__(self, decode: Decode, transform: ImageTransform) -> None:
+        """Take what decodes many at a time, and what pixels are to go through."""
+        self._decode = decode
+        self._transform = transform
+
+    def accept(self, payload: memoryview, max_pixels: int) -> Tensor | None:
+        """Copy a JPEG to uint8 [bytes]; None if it is one for the CPU, by its header alone."""
+        data = bytes(payload)
+        # What was cut short must be refused, and the GPU might fill it up.
+        if not data.startswith(b"\xff\xd8\xff") or not data.endswith(_END):
+            return None
+        try:
+            image = JpegImageFile(BytesIO(data))
+            check_exif(len(image.info.get("exif", b"")))
+            is_plain = (
+                (image.mode, image.layers) in (("RGB", 3), ("L", 1))
+                and not {"progressive", "adobe"} & image.info.keys()
+                and image.width * image.height <= min(max_pixels, _MAX_PIXELS)
+                and image.getexif().get(ExifTags.Base.Orientation, 1) == 1
+            )
+            self._transform.check(image.size)
+        except Exception:  # the CPU's way says what is wrong with it
+            return None
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8) if is_plain else None
+
+    def pixels(
+        self, jpegs: Sequence[Tensor], on_cpu: Callable[[memoryview], Tensor]
+    ) -> list[Tensor]:
+        """Decode what was accepted, and resize it, to uint8 [crop, crop, C].
+
+        Args:
+            jpegs: What `accept` returned.
+            on_cpu: The CPU's way, for all of them if the GPU refuses one.
+
+        Raises:
+            torch.OutOfMemoryError: The GPU has no room for so many.
+        """
+        try:
+            decoded = self._decode([*jpegs])
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # it does not say for which of them
+            logger.debug("the GPU decodes not all of %d JPEGs: %s", len(jpegs), error)
+            return [on_cpu(memoryview(jpeg.numpy().tobytes())) for jpeg in jpegs]
+        return [self._transform.device_pixels(image_CHW) for image_CHW in decoded]
+
+
+def nvjpeg(device: torch.device) -> Decode | None:
+    """Decode by nvJPEG as torchvision has it; None where that is not to be had."""
+    if device.type != "cuda":
+        return None
+    try:
+        from torchvision.io import (  # type: ignore[import-untyped]  # it ships no annotations
+            ImageReadMode,
+            decode_jpeg,
+        )
+    except (ImportError, RuntimeError):
+        return None
+    # torchvision will hand this over to TorchCodec one day.
+    warnings.filterwarnings("ignore", message="The image decoding and encoding capabilities")
+
+    def decode(jpegs: list[Tensor]) -> list[Tensor]:
+        images: list[Tensor] = decode_jpeg(jpegs, mode=ImageReadMode.RGB, device=device)
+        return images
+
+    return decode

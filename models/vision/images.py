@@ -1,0 +1,210 @@
+"""Encoded images to upright RGB pixels, whatever the bytes hold. Runs in worker processes only.
+
+A picture is what its first bytes say, not what a header or a file name claims. For a picture that
+cannot be had nothing but `InputError` leaves this module, except where memory or descriptors lack.
+"""
+
+import contextlib
+import ctypes
+from collections.abc import Callable
+from functools import cache, partial
+from io import BytesIO
+
+import numpy as np
+from PIL import ExifTags, Image, _imaging
+from PIL.BmpImagePlugin import BmpImageFile
+from PIL.GifImagePlugin import GifImageFile
+from PIL.ImageFile import ImageFile
+from PIL.JpegImagePlugin import JpegImageFile
+from PIL.PngImagePlugin import PngImageFile
+from PIL.TiffImagePlugin import TiffImageFile
+from PIL.WebPImagePlugin import WebPImageFile
+
+from inferpool.models.errors import InputError
+from inferpool.models.out_of_memory import lacks_resources
+from inferpool.models.spec import MAX_IMAGE_PIXELS
+from inferpool.models.vision.containers import check_container, check_exif
+
+_OPENERS: dict[bytes, type[ImageFile]] = {
+    b"\xff\xd8\xff": JpegImageFile,
+    b"\x89PNG\r\n\x1a\n": PngImageFile,
+    b"GIF87a": GifImageFile,
+    b"GIF89a": GifImageFile,
+    b"BM": BmpImageFile,
+    b"II*\0": TiffImageFile,
+    b"MM\0*": TiffImageFile,
+    b"II+\0": TiffImageFile,
+    b"MM\0+": TiffImageFile,
+}
+_MAX_EDGE = 65_535
+"""JPEG and GIF have the same limit. Pillow keeps a pointer for each row, so a picture of 1 x 49
+million pixels takes 20 bytes for each pixel."""
+_FORMATS = "JPEG, PNG, WEBP, GIF, BMP and TIFF"
+
+_TILE_WIDTH, _TILE_LENGTH = 322, 323
+"""TIFF 6.0, section 15."""
+_SMALL_TILE_PIXELS = 1 << 20
+
+# EXIF 2.3, 4.6.4 A, tag 274: what undoes each orientation.
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_QUARTER_TURNS = {_UPRIGHT[orientation] for orientation in (5, 6, 7, 8)}
+
+
+def decode_image(
+    data: bytes | memoryview,
+    *,
+    max_pixels: int = MAX_IMAGE_PIXELS,
+    check: Callable[[tuple[int, int]], None] = lambda _: None,
+) -> Image.Image:
+    """Decode a picture to RGB, turned upright as its EXIF orientation says.
+
+    Of an animation the first frame is taken. Grayscale, CMYK and palettes become RGB as Pillow's
+    `convert("RGB")` makes them; so does alpha, which is dropped rather than composed over a colour.
+    Gray of 16 bits keeps its high byte, where `convert` would clip nearly all of it to white.
+
+    Args:
+        data: One encoded picture.
+        max_pixels: More than these are refused by the header alone, before anything is decoded.
+        check: Told the width and height by the header, before anything is decoded; may refuse them
+            with an `InputError`.
+
+    Raises:
+        InputError: This is no picture, or a damaged one, or too large a one; says which.
+    """
+    image, _ = decode_scaled(data, least_edge=None, max_pixels=max_pixels, check=check)
+    return image
+
+
+def decode_scaled(
+    data: bytes | memoryview,
+    *,
+    least_edge: int | None,
+    max_pixels: int = MAX_IMAGE_PIXELS,
+    check: Callable[[tuple[int, int]], None] = lambda _: None,
+) -> tuple[Image.Image, tuple[int, int]]:
+    """As `decode_image`, but a JPEG may come smaller, by 2, 4 or 8.
+
+    libjpeg then computes only the low frequencies of each block of 8 x 8 pixels, which yields the
+    picture as an average over 2 x 2, 4 x 4 or 8 x 8 of its pixels would.
+
+    Args:
+        data: One encoded picture.
+        least_edge: What neither edge may fall short of by that; None for the full size.
+        max_pixels: As `decode_image` has it.
+        check: As `decode_image` has it.
+
+    Returns:
+        The picture, and its full width and height, when it is upright.
+
+    Raises:
+        InputError: As `decode_image` has it.
+    """
+    if not len(data):
+        raise InputError("the image is empty: 0 bytes")
+    data = bytes(data)  # `BytesIO` shares what is bytes, and copies anything else
+    opener = _opener_of(data[:16])
+    if opener is None:
+        raise InputError(f"these {len(data)} bytes are no image: {_FORMATS} are understood")
+    try:
+        check_container(opener.format, data, partial(check_size, max_pixels=max_pixels))
+        # Past `Image.open`, whose size check is global and warns where this one refuses.
+        image = opener(BytesIO(data))
+        check_size(*image.size, max_pixels=max_pixels)
+        if max(image.size) > _MAX_EDGE:
+            raise InputError(
+                f"the image is {image.width} x {image.height} pixels; at most {_MAX_EDGE:,} along "
+                "each edge are taken"
+            )
+        check(image.size)
+        if isinstance(image, TiffImageFile):
+            _silence_libtiff()
+            _check_tile(image)
+        width, height = image.size
+        if least_edge is not None and isinstance(image, JpegImageFile):
+            image.draft(None, (least_edge, least_edge))
+        image.load()
+        turn = _turn(image)
+        upright = image if turn is None else image.transpose(turn)
+        return _to_rgb(upright), (height, width) if turn in _QUARTER_TURNS else (width, height)
+    except InputError:
+        raise
+    except Exception as error:  # hostile bytes make Pillow raise almost anything
+        if lacks_resources(error):
+            raise
+        reason = str(error) or type(error).__name__
+        raise InputError(f"the {opener.format} image cannot be decoded: {reason}") from error
+
+
+def check_size(width: int, height: int, *, max_pixels: int = MAX_IMAGE_PIXELS) -> None:
+    """Refuse a picture of no pixels, or of too many.
+
+    Raises:
+        InputError: It is so.
+    """
+    if width < 1 or height < 1:
+        raise InputError(f"the image has no pixels: it is {width} x {height}")
+    if width * height > max_pixels:
+        raise InputError(
+            f"the image has {width} x {height} = {width * height:,} pixels; "
+            f"at most {max_pixels:,} are taken"
+        )
+
+
+def _opener_of(head: bytes) -> type[ImageFile] | None:
+    if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
+        return WebPImageFile
+    for magic, opener in _OPENERS.items():
+        if head.startswith(magic):
+            return opener
+    return None
+
+
+@cache
+def _silence_libtiff() -> None:
+    """Keep libtiff from writing what it finds wrong with a client's picture to our stderr."""
+    with contextlib.suppress(OSError, AttributeError):  # built in, or built without
+        libtiff = ctypes.CDLL(_imaging.__file__)  # its symbols are found through who links it
+        libtiff.TIFFSetErrorHandler(None)
+        libtiff.TIFFSetWarningHandler(None)
+
+
+def _check_tile(image: TiffImageFile) -> None:
+    """A tile may be larger than the picture that it is for, and is decoded as a whole."""
+    num_pixels = image.width * image.height
+    width, height = (image.tag_v2.get(tag) or 1 for tag in (_TILE_WIDTH, _TILE_LENGTH))
+    if width * height > 2 * num_pixels + _SMALL_TILE_PIXELS:
+        raise InputError(
+            f"the image of {image.width} x {image.height} pixels is in tiles of {width} x {height}"
+        )
+
+
+def _turn(image: Image.Image) -> Image.Transpose | None:
+    """What makes it upright."""
+    check_exif(len(image.info.get("exif", b"")))
+    check_exif(len(image.info.get("Raw profile type exif", "")) // 2)
+    try:
+        orientation = image.getexif().get(ExifTags.Base.Orientation)
+    except Exception as error:  # damaged metadata does not make the picture unreadable
+        if lacks_resources(error):
+            raise  # or the picture would be left as it lies
+        return None
+    return _UPRIGHT.get(orientation) if isinstance(orientation, int) else None
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode == "RGB":
+        return image
+    if image.mode.startswith("I"):
+        high = np.asarray(image) >> 8
+        return Image.fromarray(high.clip(0, 255).astype(np.uint8)).convert("RGB")
+    # It changes no colour here, and makes `convert` warn about palettes.
+    image.info.pop("transparency", None)
+    return image.convert("RGB")

@@ -1,0 +1,178 @@
+"""Bodies of requests: how they come, the limits that they keep, and what codecs make of them."""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from inferpool.models.spec import TensorSpec
+from inferpool.service.api.errors import SlowBodyError
+from inferpool.service.errors import BadRequestError, ServiceError, TooLargeError
+from inferpool.service.queue.request import Buffer, Payload
+
+_MAX_DIGITS = 18
+"""Of a number that is worth reading; Python reads 4,300 at most."""
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """How much one HTTP call may ask for."""
+
+    max_body_bytes: int = 16 * 2**20
+    max_json_bytes: int = 4 * 2**20
+    """JSON is parsed in the event loop, so it is held shorter than other bodies."""
+    max_instances: int = 256
+    default_timeout_s: float = 30.0
+    max_timeout_s: float = 300.0
+    body_gap_s: float = 10.0
+    """Each such time must bring some of a body: `MIN_PROGRESS_BYTES`, or the rest of it."""
+
+    def timeout_s(self, header: bytes) -> float:
+        """How long a caller will wait, by its `X-Timeout-Ms`: not longer than anyone may.
+
+        Raises:
+            BadRequestError: It is no number.
+        """
+        digits = header.lstrip(b"0")
+        if not digits.isdigit():
+            raise BadRequestError("X-Timeout-Ms: must be a whole number of milliseconds, from 1")
+        longest_s = self.max_timeout_s
+        return min(int(digits) / 1e3, longest_s) if len(digits) < _MAX_DIGITS else longest_s
+
+    def check_length(self, header: bytes) -> None:
+        """See whether a body may be as long as its `Content-Length` says.
+
+        Raises:
+            BadRequestError: It is no number.
+            TooLargeError: It is too long.
+        """
+        if not header.isdigit():
+            raise BadRequestError("Content-Length: is not a number")
+        if len(header) > _MAX_DIGITS or int(header) > self.max_body_bytes:
+            raise self.too_large()
+
+    def too_large(self) -> TooLargeError:
+        """The error for a body over the limit."""
+        return TooLargeError(
+            f"the body has more than {self.max_body_bytes} bytes, which is the limit"
+        )
+
+
+MIN_PROGRESS_BYTES = 4096
+"""What keeps a slow body alive for another `body_gap_s`; a modem of 1990 was faster."""
+
+
+_MIN_PIECE_BYTES = 4096
+"""Shorter pieces are put together: an object of its own takes each some 50 bytes besides."""
+
+
+def add_piece(pieces: list[Buffer], piece: Buffer) -> None:
+    """Add what has come of a body to its earlier pieces, so that it takes little more memory."""
+    if len(piece) >= _MIN_PIECE_BYTES or not pieces:
+        pieces.append(piece)
+    elif isinstance(pieces[-1], bytearray):
+        pieces[-1] += piece
+    else:
+        pieces.append(bytearray(piece))
+
+
+class BodyTimer:
+    """Ends a body that is held back, or comes too slowly. Lives in the event loop."""
+
+    __slots__ = (
+        "_count", "_deadline", "_gap_s", "_is_paused", "_num_bytes", "_on_slow", "_timer",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        limits: Limits,
+        count: Callable[[], int],
+        on_slow: Callable[[ServiceError], None],
+        is_paused: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Time nothing yet.
+
+        Args:
+            limits: How slow a body may be.
+            count: Tells how many bytes of it have come.
+            on_slow: Told why it is not waited for any longer.
+            is_paused: Tells whether it is us who do not read on.
+        """
+        self._gap_s = limits.body_gap_s
+        self._count = count
+        self._on_slow = on_slow
+        self._is_paused = is_paused
+        self._timer: asyncio.TimerHandle | None = None
+        self._deadline = 0.0
+        self._num_bytes = 0
+
+    def start(self, deadline: float) -> None:
+        """Begin to time a body, unless that is being done.
+
+        Args:
+            deadline: Of its call: a moment of the event loop's clock (CLOCK_MONOTONIC).
+        """
+        if self._timer is None:
+            self._deadline = deadline
+            self._num_bytes = self._count()
+            self._look_at(min(deadline, time.monotonic() + self._gap_s))
+
+    def stop(self) -> None:
+        """The body has arrived, or is not waited for."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look_at(self, moment: float) -> None:
+        self._timer = asyncio.get_running_loop().call_at(moment, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        now, num_bytes = time.monotonic(), self._count()
+        if self._is_paused():
+            self._look_at(now + self._gap_s)
+        elif now >= self._deadline:
+            self._on_slow(SlowBodyError("the body was not complete before the deadline"))
+        elif num_bytes - self._num_bytes < MIN_PROGRESS_BYTES:
+            self._on_slow(
+                SlowBodyError(
+                    f"the body came too slowly: less than {MIN_PROGRESS_BYTES} bytes in "
+                    f"{self._gap_s:g} s"
+                )
+            )
+        else:
+            self._num_bytes = num_bytes
+            self._look_at(min(self._deadline, now + self._gap_s))
+
+
+class Head(msgspec.Struct, frozen=True, gc=False):
+    """What describes a body besides its content type."""
+
+    headers: Mapping[bytes, bytes]
+    """Names in lower case."""
+    query: bytes
+    """Without the "?"."""
+    inputs: Sequence[TensorSpec]
+    """What the model takes; empty where that is not known."""
+    limits: Limits
+
+
+class Decoded(msgspec.Struct, frozen=True, gc=False):
+    """The instances of one HTTP call."""
+
+    payloads: list[Payload]
+    is_batch: bool
+    """They came as a list or along a batch dimension, and are answered so even if there is one."""
+    parameters: bytes = b""
+    """A JSON object for the model, or nothing."""
+    is_whole: bool = False
+    """The only instance is the body as it came, which was not looked at: another body of the same
+    length under the same head is read alike."""
+
+
+def joined(headers: Sequence[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
+    """Headers by name, those that came several times joined (RFC 9110, 5.2)."""
+    found: dict[bytes, bytes] = {}
+    for name, value in headers:
+        found[name] = found[name] + b", " + value if name in found else value
+    return found

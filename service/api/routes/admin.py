@@ -1,0 +1,203 @@
+"""/admin: what an operator does to a running service. Each action leaves a line in the log.
+
+No route here reads a body, so that there is none to bound or to wait for.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_args
+
+from fastapi import APIRouter, Query, Request, Response
+
+from inferpool.service.api.auth import caller_of
+from inferpool.service.api.errors import CALL_KEY
+
+if TYPE_CHECKING:
+    from inferpool.service.api.call import Call
+
+logger = logging.getLogger(__name__)
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+_Responses = dict[int | str, dict[str, Any]]
+_ERRORS: _Responses = {
+    401: {"description": "No key, or none that is known."},
+    403: {"description": "The key is not one of `admin_keys`."},
+}
+_NOT_THERE: _Responses = {404: {"description": "No such model or worker."}}
+_SETTINGS = {
+    "type": "object",
+    "description": "By dotted key.",
+    "additionalProperties": {
+        "type": "object",
+        "required": ["value", "origin"],
+        "properties": {"value": {}, "origin": {"type": "string", "description": "Who set it."}},
+    },
+}
+_BUSY: _Responses = {409: {"description": "Workers of the model are being restarted already."}}
+_RESTARTING: _Responses = {
+    202: {"description": "It takes longer than 30 s and goes on; /health shows how."},
+}
+OldFirst = Annotated[
+    bool,
+    Query(
+        description="Let each worker leave before its successor starts, where memory has no room "
+        "for both. If that fails then, nothing serves in its place."
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draining:
+    """Whether this host asks not to be sent requests."""
+
+    draining: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restarting:
+    """Workers that have been replaced, one after another, or still are with status 202."""
+
+    workers: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logging:
+    """The least severe log lines that are written."""
+
+    level: LogLevel
+
+
+class AdminTarget(Protocol):
+    """What does it all."""
+
+    def set_draining(self, is_draining: bool) -> None:
+        """Turn readiness red, or green again.
+
+        Raises:
+            ConflictError: The service is shutting down, which cannot be undone.
+        """
+
+    def restart(self, model: str, slot: int | None, *, old_first: bool) -> Sequence[str]:
+        """Begin to replace one worker of a model, or each in turn, and name them.
+
+        Args:
+            model: Its name.
+            slot: The number of the worker; None for all of the model.
+            old_first: Let each worker leave before its successor starts.
+
+        Raises:
+            UnknownModelError: There is no such model.
+            NotFoundError: There is no such worker.
+            ConflictError: Workers of the model are being replaced.
+        """
+
+    async def until_restarted(self, model: str) -> bool:
+        """Wait until the restart of a model is over; False where it takes longer than one waits.
+
+        Raises:
+            RestartFailedError: A worker could not be replaced.
+            UnavailableError: The service was told to stop.
+        """
+
+    def settings_json(self) -> str:
+        """Every setting in force and who set it, without secrets."""
+
+
+def admin_router(target: AdminTarget) -> APIRouter:
+    """The routes, acting on a target. Whoever serves them checks the key."""
+    logger.setLevel(logging.INFO)  # whatever the level of the rest: these lines are never left out
+    router = APIRouter(prefix="/admin", tags=["admin"], responses=_ERRORS)
+
+    @router.post(
+        "/drain", summary="Turn readiness red, and go on serving; for /admin/resume to undo"
+    )
+    async def drain(request: Request) -> Draining:
+        """Balancers send nothing more; what comes all the same is answered."""
+        target.set_draining(True)
+        _record(request, "drain")
+        return Draining(draining=True)
+
+    @router.post("/resume", summary="Turn readiness green again", responses=_BUSY)
+    async def resume(request: Request) -> Draining:
+        """Undo a drain; a shutdown cannot be undone."""
+        target.set_draining(False)
+        _record(request, "resume")
+        return Draining(draining=False)
+
+    async def restarted(
+        request: Request, response: Response, model: str, number: int | None, old_first: bool
+    ) -> Restarting:
+        workers = target.restart(model, number, old_first=old_first)
+        _record(request, f"restart of {', '.join(workers)}")
+        if not await target.until_restarted(model):
+            response.status_code = 202
+        return Restarting(workers=workers)
+
+    @router.post(
+        "/models/{model}/restart",
+        summary="Replace the workers of a model one after another by ones that load it anew",
+        responses=_NOT_THERE | _BUSY | _RESTARTING,
+    )
+    async def restart_model(
+        request: Request, response: Response, model: str, old_first: OldFirst = False
+    ) -> Restarting:
+        """Each successor is ready before the old worker leaves; if it fails, the old one stays."""
+        return await restarted(request, response, model, None, old_first)
+
+    @router.post(
+        "/models/{model}/workers/{number}/restart",
+        summary="Replace one worker by one that loads the model anew",
+        responses=_NOT_THERE | _BUSY | _RESTARTING,
+    )
+    async def restart_worker(
+        request: Request, response: Response, model: str, number: int, old_first: OldFirst = False
+    ) -> Restarting:
+        """The successor is ready before the old worker leaves; if it fails, the old one stays."""
+        return await restarted(request, response, model, number, old_first)
+
+    @router.get(
+        "/settings",
+        summary="Every setting in force and who set it; keys are not shown",
+        responses={200: {"content": {"application/json": {"schema": _SETTINGS}}}},
+    )
+    async def settings(request: Request) -> Response:
+        """As `inferpool config --json` prints them."""
+        _record(request, "show settings")
+        return Response(target.settings_json(), media_type="application/json")
+
+    @router.get("/log-level", summary="The least severe log lines that are written")
+    async def log_level() -> Logging:
+        """The setting `log_level`, or what was put since the start."""
+        return Logging(level=_level_now())
+
+    @router.put("/log-level/{level}", summary="Write more or fewer log lines, until the next start")
+    async def set_log_level(request: Request, level: LogLevel) -> Logging:
+        """Until the next start; lines of administration are always written."""
+        before = _level_now()
+        logging.getLogger().setLevel(level.upper())
+        _record(request, f"log level {before} -> {level}")
+        return Logging(level=level)
+
+    return router
+
+
+def _level_now() -> LogLevel:
+    number = logging.getLogger().level
+    known: Sequence[LogLevel] = get_args(LogLevel)
+    return min(known, key=lambda name: abs(getattr(logging, name.upper()) - number))
+
+
+def _record(request: Request, action: str) -> None:
+    """Write what was done, for whom, under which id."""
+    call: Call = request.scope[CALL_KEY]
+    logger.info(
+        "admin: %s",
+        action,
+        extra={
+            **call.log_ids(),
+            "key": caller_of(call.headers),
+            "client": request.client.host if request.client else "unknown",
+        },
+    )

@@ -1,0 +1,108 @@
+"""The page at `/`: files of `service/page` and the library of its charts, each read once.
+
+They are static and need no key: what the page shows, it asks for as any client does. Runs in the
+event loop; files are read and compressed in a thread.
+"""
+
+import asyncio
+import gzip
+import hashlib
+import re
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+
+from inferpool.service.api.errors import NotFoundError
+
+PAGE_PATH = "/page"
+_FOLDER = Path(__file__).resolve().parents[2] / "page"
+_CHARTS = ("plotly", "package_data/plotly.min.js")
+"""A package and its file: plotly.js comes with it, so that the page asks no other host for it."""
+_TYPES: Mapping[str, str] = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+_LINK_TO_DOCS = re.compile(rb'<a [^>]*href="docs"[^>]*>.*?</a>', re.DOTALL)
+
+
+class PageFile(NamedTuple):
+    """A file as it is kept."""
+
+    zipped: bytes
+    etag: str
+    content_type: str
+
+
+class Page:
+    """Answers for the page's files; a browser asks for each again, and mostly gets 304."""
+
+    def __init__(self, *, docs: bool) -> None:
+        """Find the files, and read none yet.
+
+        Args:
+            docs: Whether there is a /docs to link to.
+        """
+        self._docs = docs
+        self._paths = {path.name: path for path in _FOLDER.iterdir() if path.suffix in _TYPES}
+        charts = _in_package(*_CHARTS)
+        self._paths[charts.name] = charts
+        self._files: dict[str, asyncio.Task[PageFile]] = {}
+        self._plain: dict[str, asyncio.Task[bytes]] = {}
+        """For those who take no gzip, which no browser does."""
+
+    def install(self, app: Starlette) -> None:
+        """Give an application the routes."""
+        app.add_route("/", self._answer_root, include_in_schema=False)
+        app.add_route(PAGE_PATH + "/{name}", self._answer_file, include_in_schema=False)
+
+    async def _answer_root(self, request: Request) -> Response:
+        return await self._answer(request, "index.html")
+
+    async def _answer_file(self, request: Request) -> Response:
+        return await self._answer(request, request.path_params["name"])
+
+    async def _answer(self, request: Request, name: str) -> Response:
+        if name not in self._paths:
+            raise NotFoundError(f"there is nothing at {PAGE_PATH}/{name[:200]}")
+        if name not in self._files:
+            reading = asyncio.to_thread(self._read, name)
+            self._files[name] = asyncio.create_task(reading, name=f"read {name}")
+        file = await asyncio.shield(self._files[name])  # others may wait for it too
+        headers = {"etag": file.etag, "cache-control": "no-cache", "vary": "accept-encoding"}
+        if file.etag in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=headers)
+        body = file.zipped
+        if "gzip" in request.headers.get("accept-encoding", ""):
+            headers["content-encoding"] = "gzip"
+        else:
+            if name not in self._plain:
+                unzipping = asyncio.to_thread(gzip.decompress, body)
+                self._plain[name] = asyncio.create_task(unzipping, name=f"unzip {name}")
+            body = await asyncio.shield(self._plain[name])
+        return Response(body, headers={**headers, "content-type": file.content_type})
+
+    def _read(self, name: str) -> PageFile:
+        path = self._paths[name]
+        body = path.read_bytes()
+        if not self._docs:
+            body = _LINK_TO_DOCS.sub(b"", body) if path.suffix == ".html" else body
+        return PageFile(
+            zipped=gzip.compress(body, 6, mtime=0),
+            etag=f'W/"{hashlib.sha256(body).hexdigest()[:24]}"',
+            content_type=_TYPES[path.suffix],
+        )
+
+
+def _in_package(package: str, name: str) -> Path:
+    """A file of another package, found without importing that."""
+    spec = find_spec(package)
+    assert spec is not None, f"{package} is a dependency"
+    assert spec.origin is not None
+    return Path(spec.origin).parent / name

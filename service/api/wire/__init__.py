@@ -1,0 +1,1 @@
+"""Connections: listened for, accepted, bounded, timed, and read."""

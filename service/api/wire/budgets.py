@@ -1,0 +1,184 @@
+"""How many bytes all connections of a process may hold together. Event loop.
+
+Limits of each connection are none for a thousand of them: a client that sends half of a large body,
+or reads none of a large answer, makes this process keep it.
+"""
+
+import asyncio
+from typing import Protocol
+
+import msgspec
+
+from inferpool.service.errors import OverloadedError, ServiceError
+
+_RETRY_AFTER_S = 1
+_MIN_AGE_S = 1.0
+"""A client that has had less time cannot have shown how fast it sends or reads."""
+_SHARE_LEFT = 7 / 8
+"""Share of the limit to go down to: to look through ten thousand clients takes milliseconds."""
+
+
+class EdgeUse(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What the connections of one process hold now, and what that has cost."""
+
+    unfinished_bytes: int = 0
+    max_unfinished_bytes: int = 0
+    num_refused: int = 0
+    """Requests for which there was no room, since the process began."""
+    unread_bytes: int = 0
+    max_unread_bytes: int = 0
+    num_cut: int = 0
+    """Connections that were closed to make room, since the process began."""
+
+
+class Sender(Protocol):
+    """Holds what has come of a client's requests."""
+
+    def give_way(self, error: ServiceError) -> None:
+        """Refuse what is not whole, and forget its bytes."""
+
+
+class _Unfinished:
+    """What one sender holds."""
+
+    __slots__ = ("num_bytes", "since")
+
+    def __init__(self, since: float) -> None:
+        self.since = since
+        self.num_bytes = 0
+
+
+class UnfinishedRequests:
+    """The bytes of requests that have begun to come, until they are whole and it is their turn.
+
+    The slowest senders go when there is no room. Who has sent for less than a second stays, so that
+    a few bodies that are held back cannot shut the others out.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        """Allow so many bytes."""
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self.num_refused = 0
+        """Requests for which there was no room."""
+        self._senders: dict[Sender, _Unfinished] = {}
+        """The longest there first."""
+
+    def hold(self, sender: Sender, num_bytes: int) -> None:
+        """Count what a sender holds now, and make room if that is too much.
+
+        Raises:
+            OverloadedError: There is no room for it, and nobody slower; it counts as before.
+        """
+        held = self._senders.get(sender)
+        num_more = num_bytes - (held.num_bytes if held is not None else 0)
+        if num_more > 0 and self.num_bytes + num_more > self.max_bytes:
+            self._make_room(sender, num_more)
+        if held is None:
+            held = self._senders[sender] = _Unfinished(asyncio.get_running_loop().time())
+        held.num_bytes = num_bytes
+        self.num_bytes += num_more
+
+    def give_back(self, sender: Sender) -> None:
+        """Count a sender no longer."""
+        held = self._senders.pop(sender, None)
+        if held is not None:
+            self.num_bytes -= held.num_bytes
+
+    def _make_room(self, newcomer: Sender, num_bytes: int) -> None:
+        now = asyncio.get_running_loop().time()
+        paces: dict[Sender, float] = {}
+        for sender, held in self._senders.items():
+            if now - held.since < _MIN_AGE_S:
+                break
+            paces[sender] = held.num_bytes / (now - held.since)
+        num_before, num_left = self.num_bytes, self.max_bytes * _SHARE_LEFT
+        for slowest in sorted(paces, key=paces.__getitem__):
+            if slowest is newcomer or self.num_bytes + num_bytes <= num_left:
+                break
+            self.give_back(slowest)
+            self.num_refused += 1
+            slowest.give_way(self._error(num_before))
+        if self.num_bytes + num_bytes > self.max_bytes:
+            self.num_refused += 1
+            raise self._error(num_before)
+
+    def _error(self, num_bytes: int) -> OverloadedError:
+        return OverloadedError(
+            f"requests that are on their way take {num_bytes} bytes, and no more than "
+            f"{self.max_bytes} are kept (max_unfinished_bytes): the slowest are refused",
+            retry_after_s=_RETRY_AFTER_S,
+        )
+
+
+class SlowReader(Protocol):
+    """A connection whose client has not read its answer yet."""
+
+    @property
+    def num_unread_bytes(self) -> int:
+        """Bytes that the kernel has not taken yet."""
+
+    def cut_off(self) -> None:
+        """Close it at once, and forget what it has not read."""
+
+
+class _Unread:
+    """What one connection holds."""
+
+    __slots__ = ("num_at_first", "num_bytes", "since")
+
+    def __init__(self, since: float, num_unread_bytes: int) -> None:
+        self.since = since
+        self.num_at_first = num_unread_bytes
+        self.num_bytes = 0
+
+
+class UnreadAnswers:
+    """The bytes of answers that wait to be read: the slowest readers go when they are too many.
+
+    A large answer takes its memory until the last of it is read, and so it counts as a whole.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        """Allow so many bytes, and in any case one answer."""
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self.num_cut = 0
+        """Connections that were closed to make room."""
+        self._readers: dict[SlowReader, _Unread] = {}
+
+    def take(self, reader: SlowReader, num_bytes: int) -> None:
+        """Count what a reader's answers take now, and make room if that is too much."""
+        unread = self._readers.get(reader)
+        if unread is None:
+            now = asyncio.get_running_loop().time()
+            unread = self._readers[reader] = _Unread(now, reader.num_unread_bytes)
+        elif num_bytes > unread.num_bytes:
+            unread.num_at_first += num_bytes - unread.num_bytes
+        self.num_bytes += num_bytes - unread.num_bytes
+        unread.num_bytes = num_bytes
+        if self.num_bytes > self.max_bytes:
+            self._cut_slowest()
+
+    def give_back(self, reader: SlowReader) -> None:
+        """Count a reader no longer: it has read everything, or is gone."""
+        unread = self._readers.pop(reader, None)
+        if unread is not None:
+            self.num_bytes -= unread.num_bytes
+
+    def _cut_slowest(self) -> None:
+        """Cut off readers, the slowest first, until there is room for some time to come."""
+        now = asyncio.get_running_loop().time()
+
+        def rank(reader: SlowReader) -> tuple[bool, float, float]:
+            unread = self._readers[reader]
+            age_s = now - unread.since
+            num_read = unread.num_at_first - reader.num_unread_bytes
+            return age_s < _MIN_AGE_S, num_read / max(age_s, _MIN_AGE_S), unread.since
+
+        for slowest in sorted(self._readers, key=rank):
+            if len(self._readers) == 1 or self.num_bytes <= self.max_bytes * _SHARE_LEFT:
+                return
+            self.give_back(slowest)
+            self.num_cut += 1
+            slowest.cut_off()

@@ -1,0 +1,242 @@
+"""The life of a connection: what it has to say, when it waits, and how it ends. Event loop."""
+
+import asyncio
+import contextlib
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from inferpool.service.api.call import begin_call
+from inferpool.service.api.exchange import Exchange
+from inferpool.service.api.predict import Predict
+from inferpool.service.api.replies import CLOSE_LINE, Reply, lines_of, refusal_of
+from inferpool.service.api.wire.connections import Connections
+from inferpool.service.api.wire.intake import Flow
+from inferpool.service.api.wire.writing import AnswerWriter
+from inferpool.service.errors import UnavailableError
+
+_COPIED_BODY_BYTES = 64 * 1024
+"""Up to this, head and body go out as one piece of bytes."""
+_CLOSE_AND_END = CLOSE_LINE + b"\r\n"
+_OK, _CLIENT_GONE = 200, 499
+_LINGER_S = 2.0
+"""How long a client that is still sending may take to read that it was refused.
+
+A socket that is closed while data arrives is reset, and what the client has not read is lost."""
+
+
+class HttpConnection(HttpToolsProtocol):
+    """uvicorn's protocol, as a wire of exchanges; `PredictProtocol` adds what the client sends."""
+
+    predict: Predict
+    others: Connections
+    flow: Flow
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.cycle: Any  # an exchange, or uvicorn's; what uvicorn uses of one, both have
+        self.idle_since = 0.0
+        self.handshake: object = None
+        """What had the connection's place before; see `service.api.wire.handshakes`."""
+        self._default_headers: list[tuple[bytes, bytes]] | None = None
+        self._default_head = b""
+        self._default_head_closes = False
+        self._active: Exchange | None = None
+        self._unended: Exchange | None = None
+        """The call with a large answer that the client has not read."""
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._linger_timer: asyncio.TimerHandle | None = None
+        self._is_held = False
+        """The client does not read its answers: the next call waits until it does."""
+        self._is_deaf = False
+        """Nothing that still comes is looked at."""
+        self._is_in_head = False
+        """A head has begun to come, and is not whole."""
+
+    @property
+    def is_idle(self) -> bool:
+        """No call of it is being answered."""
+        cycle = self.cycle
+        return (cycle is None or cycle.response_complete) and not self._writer.has_answer
+
+    @property
+    def num_unread_bytes(self) -> int:
+        """Bytes of its answers that the kernel has not taken yet."""
+        return self._writer.num_unread_bytes
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client is here; it has as long to begin a request as between two."""
+        super().connection_made(transport)
+        self.connections.discard(self.handshake)
+        others = self.others
+        self.flow = Flow(transport, self.pipeline)
+        self._writer = AnswerWriter(
+            transport, self.flow, others.unread, others.limits.write_timeout_s
+        )
+        self._be_idle()
+        everyone: Any = self.connections  # which are all of this class
+        if not others.have_room(everyone):
+            self._turn_away()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client hung up, or all is said."""
+        super().connection_lost(exc)
+        for timer in (self._idle_timer, self._linger_timer):
+            if timer is not None:
+                timer.cancel()
+        if self._active is not None:
+            self._active.abandon()
+            self._active = None
+        self._clear_line()
+        self._unended = None
+        self._writer.close()
+
+    def send_continue(self) -> None:
+        """See `Wire`."""
+        self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def send_answer(self, exchange: Exchange, reply: Reply) -> None:
+        """See `Wire`. Then close, go on with what is pipelined, or wait for the next call."""
+        transport = self.transport
+        if transport.is_closing():
+            exchange.close(_CLIENT_GONE)
+            return
+        status, lines, body = reply
+        default_head, end = self._current_default_head(), b"\r\n"
+        if self._default_head_closes or (status != _OK and CLOSE_LINE in lines):
+            exchange.keep_alive = False
+        elif not exchange.keep_alive:
+            end = _CLOSE_AND_END
+        head = b"%b%b%b%b" % (STATUS_LINE[status], default_head, lines, end)
+        if len(body) <= _COPIED_BODY_BYTES:
+            transport.write(head + body)
+        else:
+            self._writer.send(head, body)
+        exchange.close(status)
+        self._active = None
+        if self._writer.has_answer:  # all but what the client has not read; see `resume_writing`
+            self._unended = exchange
+            self._hold()
+        else:
+            self._end(exchange)
+
+    def on_response_complete(self) -> None:
+        """As uvicorn has it, for the calls that it answers."""
+        if self._linger_timer is not None:
+            return
+        super().on_response_complete()
+        if not self._is_held and not self.transport.is_closing():
+            self.flow.resume_reading()  # the last in line may have been taken out
+        self._unset_keepalive_if_required()  # its timer would be put off by each byte that comes
+        self._be_idle()
+        self._writer.watch_rest()
+
+    def pause_writing(self) -> None:
+        """The client does not read as fast as it is answered."""
+        super().pause_writing()
+        self._writer.pause()
+
+    def resume_writing(self) -> None:
+        """The client has read what was written."""
+        super().resume_writing()
+        if not self._writer.resume():
+            return
+        if self._unended is not None:
+            exchange, self._unended = self._unended, None
+            self._is_held = False
+            self._end(exchange)
+        elif self._is_held:
+            self._is_held = False
+            self.on_response_complete()
+
+    def close(self) -> None:
+        """Close the connection, and do not wait for ever for the client to read the rest."""
+        if self._unended is not None:
+            self._unended.keep_alive = False
+            return
+        self.transport.close()
+        self._writer.watch_rest()
+
+    def shed(self) -> None:
+        """Close the connection at once: its place is needed."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            self.transport.close()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """It was idle for too long."""
+        if not self.transport.is_closing():
+            self.close()
+
+    def _end(self, exchange: Exchange) -> None:
+        """An answer is written."""
+        if not exchange.keep_alive:
+            self._leave(is_more_to_come=self._is_deaf or not exchange.is_complete)
+        elif self.flow.write_paused:  # it does not read its answers: no more calls till it does
+            self._hold()
+        elif self.pipeline:  # soon and not now: a thousand refusals in a row must not be nested
+            self.loop.call_soon(self.on_response_complete)
+        elif self.flow.read_paused or self.transport.is_closing():
+            self.on_response_complete()
+        else:
+            self.server_state.total_requests += 1
+            self._be_idle()
+
+    def _hold(self) -> None:
+        """Take no more calls until the client has read its answers."""
+        self._is_held = True
+        if not self.transport.is_closing():
+            self.flow.pause_reading()
+
+    def _leave(self, *, is_more_to_come: bool) -> None:
+        """Close the connection; where the client is still sending, only once it may have read."""
+        if not is_more_to_come or not self.transport.can_write_eof():
+            self.close()
+        elif self._linger_timer is None and not self.transport.is_closing():
+            self._is_deaf = True
+            self._clear_line()
+            self.flow.resume_reading()
+            with contextlib.suppress(OSError):  # of asyncio's loop, if it hung up this moment
+                self.transport.write_eof()
+            self._linger_timer = self.loop.call_later(_LINGER_S, self.close)
+
+    def _clear_line(self) -> None:
+        """Forget the calls that wait for their turn."""
+        self.pipeline.clear()
+
+    def _turn_away(self) -> None:
+        """There are too many connections: say so and go."""
+        error = UnavailableError("there are too many connections", retry_after_s=1)
+        status, lines, body = refusal_of(begin_call("-", "/", b"", ()), error)
+        self.transport.write(
+            b"%b%b%b%b%b"
+            % (STATUS_LINE[status], self._current_default_head(), lines, _CLOSE_AND_END, body)
+        )
+        self._is_deaf = True
+        self.close()
+
+    def _current_default_head(self) -> bytes:
+        """The header lines that every answer begins with; uvicorn renews them each second."""
+        headers = self.server_state.default_headers
+        if headers is not self._default_headers:
+            self._default_headers = headers
+            self._default_head = lines_of(headers)
+            self._default_head_closes = (b"connection", b"close") in headers
+        return self._default_head
+
+    def _be_idle(self) -> None:
+        """One timer per connection that looks when it fires, rather than one per call."""
+        self.idle_since = self.loop.time()
+        if self._idle_timer is None:
+            self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._check_idle)
+
+    def _check_idle(self) -> None:
+        self._idle_timer = None
+        if not self.is_idle or self._is_in_head:
+            return  # the end of that call sets the timer again; heads have one of their own
+        left_s = self.idle_since + self.timeout_keep_alive - self.loop.time()
+        if left_s <= 0:
+            self.timeout_keep_alive_handler()
+        else:
+            self._idle_timer = self.loop.call_later(left_s, self._check_idle)

@@ -1,0 +1,444 @@
+"""`/predict` straight off the socket: a uvicorn protocol class that needs no ASGI for it.
+
+It reads calls for `Exchange`, and is its wire: here a call costs no task, no scope, no events, and
+one write. Calls to other paths go to the application as uvicorn has it. What a connection may cost
+is bounded for all of them: by `Intake` (heads, and calls in line), `BodyTimer`, `AnswerWriter`
+(answers that nobody reads) and `Connections` (their number).
+"""
+
+import asyncio
+import logging
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from inferpool.service.api.codecs.body import BodyTimer
+from inferpool.service.api.errors import LargeHeadError
+from inferpool.service.api.exchange import Exchange
+from inferpool.service.api.predict import Predict, is_predict
+from inferpool.service.api.wire.connection import HttpConnection
+from inferpool.service.api.wire.connections import Connections, EdgeLimits
+from inferpool.service.api.wire.framing import Framing
+from inferpool.service.api.wire.intake import (
+    MAX_HEADERS,
+    MAX_PIPELINED,
+    MAX_URL_BYTES,
+    Intake,
+    target_of,
+)
+from inferpool.service.api.wire.known_heads import KnownHead, KnownHeads
+from inferpool.service.errors import BadRequestError, InternalError, ServiceError, UnavailableError
+
+logger = logging.getLogger(__name__)
+
+_OF_AN_UPGRADE = (b"connection", b"upgrade", b"http2-settings")
+
+
+class _UnreadAnswer:
+    """Stands for an answer that is given and not read: what comes behind it waits for its turn."""
+
+    response_complete = False
+
+
+_UNREAD = _UnreadAnswer()
+
+
+class PredictProtocol(HttpConnection):
+    """uvicorn's protocol, with the calls to `/predict` taken out. Bind it with `bound_to`."""
+
+    known_heads: KnownHeads
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._is_in_body = False
+        self._num_body_bytes = 0
+        """Bytes that have come of the newest body."""
+        self._num_missing = 0
+        """Bytes of the body of a call with a known head."""
+        self._num_read = 0
+        """Bytes of the newest data."""
+        self._is_behind_others = False
+        """The newest data has more before what begins next."""
+        self._head_has_others_before = False
+        """The newest head began in the newest data, and something else came before it there."""
+        self._asks_for_upgrade = False
+        self._framing: Framing | None = None
+        """Counts the newest message, if its body is chunked."""
+        self._last_head: KnownHead | None = None
+        self._new_head = b""
+        """Raw head of the first request in the newest data, if no other has begun since."""
+
+    @classmethod
+    def bound_to(
+        cls, predict: Predict, limits: EdgeLimits | None = None
+    ) -> type["PredictProtocol"]:
+        """The class for one endpoint, as `uvicorn.Config(http=...)` takes it."""
+        others = Connections(limits or EdgeLimits(), predict.unfinished)
+        bound = {"predict": predict, "others": others, "known_heads": KnownHeads()}
+        return type(cls.__name__, (cls,), bound)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client is here."""
+        super().connection_made(transport)
+        self._intake = Intake(
+            self.flow,
+            self.predict.unfinished,
+            self.others.limits.head_timeout_s,
+            refuse=self._refuse,
+            give_way=self._give_way,
+            on_late=self._on_late_head,
+        )
+        self._body_timer = BodyTimer(
+            self.predict.limits,
+            lambda: self._num_body_bytes,
+            self._on_garbage,
+            lambda: self.flow.read_paused,
+        )
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client hung up, or all is said."""
+        self._body_timer.stop()
+        self._intake.end_head()
+        super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        """The server is going: who has sent half a request is told so, the rest is answered."""
+        if self._active is not None:
+            self._active.give_up_body()
+        elif self._is_in_body and not self.is_idle:
+            self._on_garbage(UnavailableError("this server is shutting down", retry_after_s=1))
+        if self._unended is not None:
+            self.close()
+        else:
+            super().shutdown()
+
+    def data_received(self, data: bytes) -> None:
+        """Feed the parser."""
+        if self._is_deaf:
+            return
+        if not (self._is_in_head or self._is_in_body or self._is_held) and self.is_idle:
+            known, length = self.known_heads.find(data, self._last_head)
+            if known is not None and self._take_known(known, data, length):
+                return
+            self._new_head = data[:length]
+        elif self._num_missing:
+            self._take_piece(data)
+            return
+        self._num_read = len(data)
+        self._is_behind_others, self._head_has_others_before = self._is_in_body, False
+        framing = self._framing
+        try:
+            rest: bytes | memoryview = data
+            while rest:
+                rest = self._feed(rest)
+            if framing is not None and framing is self._framing:
+                framing.take_read(len(data))
+        except httptools.HttpParserError as error:
+            self._on_parser_error(error)
+            return
+        except ServiceError as error:
+            self._on_garbage(error)
+            return
+        if self._is_in_body:
+            self._watch_body()
+        if self.pipeline:
+            self._intake.take_line(len(self.pipeline), len(data))
+        if self._is_in_head and not self._is_deaf:
+            # Of a head behind others we know only that it has begun.
+            self._intake.take_head(1 if self._head_has_others_before else len(data))
+
+    def on_message_begin(self) -> None:
+        """Begin a request; uvicorn's scope is made when it turns out to be needed.
+
+        Raises:
+            EOFError: Nothing more is looked at, so the parser need not go on.
+        """
+        if self._is_deaf:
+            raise EOFError
+        self._is_in_head = True
+        self._intake.begin_head()
+        self._head_has_others_before = self._is_behind_others
+        self.url = b""
+        self.expect_100_continue = False
+        self.headers = []
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header, or drop a trailer: nothing here reads those.
+
+        Raises:
+            LargeHeadError: There are too many, or too long ones. It ends the parsing at once.
+        """
+        if not self._is_in_head:
+            if self._framing is not None:
+                self._framing.take_trailer(len(name) + len(value))
+            return
+        if len(self.headers) >= MAX_HEADERS:
+            raise LargeHeadError(f"there are more than {MAX_HEADERS} headers")
+        name, value = name.lower(), value.rstrip(b" \t")  # the parser strips its beginning
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        """Take the call, or hand it to uvicorn."""
+        self._is_in_head = False
+        self._num_body_bytes = 0
+        self._is_behind_others = True
+        head, self._new_head = self._new_head, b""
+        self._intake.end_head()
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._stop_listening()
+            return
+        names = [name for name, _ in self.headers]
+        self._framing = Framing() if b"transfer-encoding" in names else None
+        parser = self.parser
+        is_old = parser.get_http_version() == "1.0"
+        num_hosts, num_read = names.count(b"host"), self._num_read
+        try:
+            self._intake.check_head(
+                self.url, self.headers, num_hosts, is_old=is_old, num_read=num_read
+            )
+        except ServiceError as error:
+            self._refuse(error)
+            return
+        if parser.should_upgrade():
+            self._asks_for_upgrade = True
+            return
+        self._is_in_body = True
+        path, query = target_of(self.url)
+        if not is_predict(path):
+            self._hand_on()
+            return
+        method = parser.get_method().decode("ascii")
+        exchange = Exchange.open(self, self.predict, method, path, query, self.headers)
+        exchange.keep_alive = not is_old and parser.should_keep_alive()
+        exchange.expects_continue = self.expect_100_continue
+        self._take_turn(exchange)
+        if self._active is exchange and exchange.keep_alive and not exchange.response_complete:
+            self.known_heads.remember(head, exchange.call)
+
+    def on_body(self, body: bytes) -> None:
+        """Take a piece of the newest request's body.
+
+        Raises:
+            BadRequestError: It has too many chunks. It ends the parsing at once.
+            TooLargeError: It has too many bytes. So does this.
+            EOFError: Nothing more is looked at, so the parser need not go on.
+        """
+        if self._is_deaf:
+            raise EOFError
+        if self._framing is not None:
+            self._framing.take_chunk(len(body))
+        self._num_body_bytes += len(body)
+        cycle: Exchange | RequestResponseCycle = self.cycle
+        if not isinstance(cycle, Exchange):
+            if self._num_body_bytes > self.predict.limits.max_body_bytes:
+                raise self.predict.limits.too_large()
+            super().on_body(body)
+        elif not cycle.response_complete:
+            cycle.feed(body)
+
+    def on_message_complete(self) -> None:
+        """The newest request has arrived."""
+        if self._asks_for_upgrade or self._is_deaf:
+            return
+        self._end_body()
+        self._framing = None
+        cycle: Exchange | RequestResponseCycle = self.cycle
+        if not isinstance(cycle, Exchange):
+            super().on_message_complete()
+        elif not cycle.response_complete:
+            cycle.complete()
+
+    def _take_known(self, known: KnownHead, data: bytes, length: int) -> bool:
+        """Begin a call with a head that is known; False if its body wants the parser."""
+        self._last_head = known
+        earlier = known.call
+        num_missing = length + known.num_body_bytes - len(data)
+        if num_missing and earlier.form is None:
+            return False
+        self.cycle = self._active = exchange = Exchange.again(self, self.predict, earlier)
+        body = data[length:] if earlier.form is None else memoryview(data)[length:]
+        if not num_missing:
+            exchange.take(body)
+            return True
+        self._num_missing = num_missing
+        self._num_body_bytes = len(body)
+        self._is_in_body = True
+        exchange.feed(body)
+        self._watch_body()
+        return True
+
+    def _take_piece(self, data: bytes) -> None:
+        """Take more of a body that needs no parser, since its length is known."""
+        # A view is five times as large as a byte, and some clients send bytes one by one.
+        piece = data if len(data) <= self._num_missing else memoryview(data)[: self._num_missing]
+        self._num_missing -= len(piece)
+        self._num_body_bytes += len(piece)
+        exchange: Exchange = self.cycle
+        if not exchange.response_complete:
+            exchange.feed(piece)
+            if self._num_missing:
+                exchange.count()
+        if self._num_missing:
+            return
+        self._end_body()
+        if not exchange.response_complete:
+            exchange.complete()
+        if len(piece) < len(data) and not self.transport.is_closing():
+            self.data_received(data[len(piece) :])
+
+    def _take_turn(self, exchange: Exchange) -> None:
+        """Start a call, or put it behind those that came before it."""
+        before = self.cycle
+        self.cycle = exchange
+        if (before is None or before.response_complete) and not self._is_held:
+            self._active = exchange
+            exchange.start()
+        else:
+            self.flow.pause_reading()
+            self.pipeline.appendleft((exchange, self.app))  # type: ignore[arg-type]  # as above
+
+    def _feed(self, data: bytes | memoryview) -> bytes | memoryview:
+        """Feed the parser, and return what it has left.
+
+        Raises:
+            httptools.HttpParserError: This is no HTTP that we speak.
+        """
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._is_deaf:
+                return b""
+            self._read_again_without_upgrade()
+            return memoryview(data)[upgrade.args[0] :]
+        return b""
+
+    def _read_again_without_upgrade(self) -> None:
+        """Read the head again as if it did not ask for another protocol (RFC 9110, 7.8).
+
+        The parser takes what follows such a head for the other protocol's; we speak none, and the
+        request may have a body.
+        """
+        self._asks_for_upgrade = False
+        method = self.parser.get_method()
+        if method == b"CONNECT":  # which is nothing but an upgrade
+            self._refuse(BadRequestError("CONNECT is not served here"))
+            return
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
+        lines += [b"%b: %b" % each for each in self.headers if each[0] not in _OF_AN_UPGRADE]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.feed_data(b"\r\n".join([*lines, b"", b""]))
+
+    def _on_late_head(self) -> None:
+        if self._is_in_head:
+            self.close()
+
+    def _watch_body(self) -> None:
+        """Count a body that did not come with its head, and time it, unless that is being done.
+
+        All bodies are timed, whatever answers their calls, and whether it has answered already.
+        """
+        cycle: Exchange | RequestResponseCycle = self.cycle
+        deadline = self.loop.time() + self.predict.limits.max_timeout_s
+        if isinstance(cycle, Exchange) and not cycle.response_complete:
+            if not cycle.is_started:
+                return
+            cycle.count()
+            deadline = cycle.call.deadline
+        if not self._is_deaf:
+            self._body_timer.start(deadline)
+
+    def _end_body(self) -> None:
+        """The body of the newest request has arrived."""
+        self._is_in_body = False
+        self._body_timer.stop()
+
+    def _on_parser_error(self, error: httptools.HttpParserError) -> None:
+        """What came is no HTTP, or we failed on it: say so, after the answers that are due."""
+        if self._is_deaf:
+            return
+        cause = error.__context__
+        if isinstance(cause, ServiceError):
+            self._on_garbage(cause)
+            return
+        if cause is None or isinstance(cause, (httptools.HttpParserError, UnicodeDecodeError)):
+            self._on_garbage(BadRequestError(f"this is no HTTP that can be read: {error}"))
+            return
+        logger.error("a request could not be taken: %r", cause, exc_info=cause)
+        self._on_garbage(InternalError("this is a mistake of the service; its log has more"))
+
+    def _on_garbage(self, error: ServiceError) -> None:
+        if not self._is_in_body:
+            if not self._is_in_head:
+                self.url, self.headers = b"", []
+            self._refuse(error)
+            return
+        self._is_deaf = True
+        cycle: Exchange | RequestResponseCycle = self.cycle
+        if isinstance(cycle, Exchange) and not cycle.response_complete:
+            cycle.fail(error)
+        elif isinstance(cycle, Exchange) or cycle.response_started:
+            self.close()
+        else:
+            self._take_back(cycle)
+            self._refuse(error)
+
+    def _take_back(self, cycle: RequestResponseCycle) -> None:
+        """Let uvicorn answer a call no more; something else is answered in its place."""
+        if self.pipeline and self.pipeline[0][0] is cycle:
+            self.pipeline.popleft()
+            return
+        cycle.disconnected = cycle.response_complete = True
+        cycle.message_event.set()
+
+    def _refuse(self, error: ServiceError) -> None:
+        """Answer a head that is not taken, when it is its turn, and listen to nothing after it."""
+        self._is_deaf = True
+        self._is_in_head = False
+        self._intake.end_head()
+        path = self.url[:MAX_URL_BYTES].partition(b"?")[0].decode("ascii", "replace")
+        exchange = Exchange.open(self, self.predict, "-", path, b"", self.headers)
+        exchange.call.entry = None
+        exchange.fail(error)
+        self._take_turn(exchange)
+
+    def _stop_listening(self) -> None:
+        """Let the newest call that was taken be the last one."""
+        if not self._is_deaf:
+            self._is_deaf = True
+            self.pipeline[0][0].keep_alive = False
+
+    def _give_way(self, error: ServiceError) -> None:
+        """Refuse a head that is not whole, and the calls that wait for their turn."""
+        self._clear_line()
+        self._refuse(error)
+
+    def _clear_line(self) -> None:
+        """Forget the calls that wait for their turn."""
+        super()._clear_line()
+        self._intake.end_line()
+
+    def _hand_on(self) -> None:
+        url, headers, expect = self.url, self.headers, self.expect_100_continue
+        super().on_message_begin()
+        self.url, self.expect_100_continue = url, expect
+        self.headers.extend(headers)  # the scope holds this list
+        if self._is_held and self.is_idle:
+            self.cycle = _UNREAD  # uvicorn looks whether it is complete
+        super().on_headers_complete()
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        """Start what was pipelined, whichever kind it is."""
+        if not self.pipeline:
+            self._intake.end_line()
+        if isinstance(cycle, Exchange):
+            self._active = cycle
+            cycle.start()
+            newest: Any = self.cycle
+            if self._is_in_body and cycle is newest:
+                self._watch_body()
+        else:
+            super()._start_asgi_task(cycle, self._writer.in_pieces(app))

@@ -1,0 +1,19 @@
+"""The verb `chaos`: a service of its own whose workers die under load."""
+
+import os
+from argparse import Namespace
+from pathlib import Path
+
+from inferpool.service.cli.flags import settings_in
+from inferpool.service.settings.loader import load
+from inferpool.service.tools.chaos.plan import plan_of
+from inferpool.service.tools.chaos.run import run as disturb
+
+
+def run(args: Namespace) -> int:
+    """Disturb a service, and print whether it kept its word; returns the exit status.
+
+    Raises:
+        SettingsError: The settings cannot be used.
+    """
+    return disturb(load(settings_in(args), os.environ, Path.cwd()), plan_of(args))

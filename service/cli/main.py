@@ -1,0 +1,89 @@
+"""The command `inferpool`, from its arguments to its exit status."""
+
+import errno
+import io
+import os
+import sys
+from collections.abc import Sequence
+
+from inferpool.service.cli.parser import USAGE_ERROR, make_parser, nearest, unrecognised
+from inferpool.service.cli.verbs import VERBS
+from inferpool.service.settings.address import FlagError
+from inferpool.service.settings.names import SettingsError
+
+NOT_INSTALLED = 1
+"""The exit status where there is only the client, and a verb takes more."""
+OUTPUT_LOST = 1
+"""The exit status where what was to be said could not be written to stdout."""
+INTERRUPTED = 130
+"""The exit status after Ctrl-C, as shells have it (128 + SIGINT)."""
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""What an output fails of whose disk is full or gone."""
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Do what the command line says; returns the exit status.
+
+    Args:
+        argv: The arguments after the command's name; by default those of this process.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # whoever started us has closed it
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            setattr(sys, name, os.fdopen(nowhere, "w", encoding="utf-8"))
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # names and labels may be of any alphabet
+    try:
+        try:
+            return _run(sys.argv[1:] if argv is None else argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader of our output left, as `head` does
+        _give_output_up()
+        return OUTPUT_LOST
+    except OSError as error:
+        if error.errno not in _UNWRITABLE:
+            raise
+        _give_output_up()
+        sys.stderr.write(f"inferpool: the output cannot be written: {error.strerror}\n")
+        return OUTPUT_LOST
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _run(argv: Sequence[str]) -> int:
+    if argv and argv[0] == "--version":
+        argv = ["version", *argv[1:]]
+    parser, verbs = make_parser(argv[0] if argv else "")
+    if not argv:
+        parser.print_help(sys.stderr)
+        return USAGE_ERROR
+    if not argv[0].startswith("-") and argv[0] not in verbs:
+        parser.error(f"there is no verb {argv[0]!r}; {nearest(argv[0], list(verbs))}")
+    args, rest = parser.parse_known_args(argv)
+    if rest:
+        if argv[0] not in verbs:
+            parser.error(f"{argv[0]}: flags come after the verb, as in `inferpool serve --port 80`")
+        verbs[argv[0]].error(unrecognised(rest[0], verbs[argv[0]]))
+    try:
+        return VERBS[args.verb].run(args)
+    except FlagError as error:
+        sys.stderr.write(f"inferpool {args.verb}: {error}\n")
+        return USAGE_ERROR
+    except SettingsError as error:
+        sys.stderr.writelines(f"inferpool: {problem}\n" for problem in error.problems)
+        return USAGE_ERROR
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "inferpool"):
+            raise
+        sys.stderr.write(
+            f"inferpool {args.verb}: {package} is not installed. Where there is only the client, "
+            "version and predict work; `pip install .` in the clone installs the rest\n"
+        )
+        return NOT_INSTALLED
+
+
+def _give_output_up() -> None:
+    """Let what waits go nowhere, or the interpreter would complain of it at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

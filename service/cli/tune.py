@@ -1,0 +1,31 @@
+"""The verb `tune`: the settings that serve a model best here."""
+
+import os
+from argparse import Namespace
+from pathlib import Path
+
+from inferpool.service.cli.flags import settings_in
+from inferpool.service.settings.address import FlagError
+from inferpool.service.settings.loader import load
+from inferpool.service.tools.tune.plan import plan_of, problem_with
+from inferpool.service.tools.tune.run import run as search
+
+
+def run(args: Namespace) -> int:
+    """Measure settings, and write the best to a file; returns the exit status.
+
+    Raises:
+        FlagError: The flags make no sense.
+        SettingsError: The settings cannot be used.
+    """
+    plan = plan_of(args)
+    if problem := problem_with(plan, may_replace=args.force):
+        raise FlagError(problem)
+    given, cwd = settings_in(args), Path.cwd()
+    loaded = load(given, os.environ, cwd)
+    names = list(loaded.settings.models)
+    if len(names) > 1:
+        raise FlagError(f"which of the models? inferpool tune {' | '.join(names)}")
+    # MODEL leaves the other models out: the file is to keep them.
+    whole = load({"config": given["config"]} if "config" in given else {}, os.environ, cwd)
+    return search(loaded, whole, plan)

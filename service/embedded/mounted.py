@@ -1,0 +1,182 @@
+"""`inferpool.asgi_app`: a service inside of a user's own ASGI application, in its event loop.
+
+The user's server takes the connections and the user's middleware sees each call first. The rest is
+as when we serve: the same application over the same service, with its own worker processes.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from inferpool.models.errors import SourceError
+from inferpool.service.api.web import App
+from inferpool.service.app import look_around, make_service, make_whole_app, start_tracing
+from inferpool.service.embedded.arguments import ServedModels, read_arguments
+from inferpool.service.errors import StartError
+from inferpool.service.fronts.alone import OnlyFront
+from inferpool.service.service import ClosableEngine, Service
+from inferpool.service.settings.loader import Loaded
+from inferpool.service.settings.preload import modules_to_preload
+from inferpool.service.telemetry.console import Console
+from inferpool.workers.arena import Arena
+from inferpool.workers.host.devices import DeviceError, find_host
+from inferpool.workers.host.local import LocalEngine, guest_forkserver
+
+logger = logging.getLogger(__name__)
+
+
+def asgi_app(
+    models: ServedModels | None = None,
+    /,
+    *,
+    config: str | os.PathLike[str] | None = None,
+    **settings: object,
+) -> "MountedApp":
+    """Make an ASGI application that serves models, to be mounted in another one.
+
+    >>> models = inferpool.asgi_app(MyModel, replicas=2)
+    >>> app = FastAPI(lifespan=models.lifespan)
+    >>> app.mount("/models", models)
+
+    Nothing is started before its lifespan begins, or else before its first call. What it logs goes
+    to `logging`. Settings of the server, such as `port` and those of TLS, mean nothing here.
+
+    Args:
+        models: A class, or a source such as "my_nets:MyModel" or "torchvision:resnet18"; or several
+            by name, each a class, a source, or a dict of its settings. By default what `config`
+            says, or else the packaged classifier.
+        config: A file of settings. Without it no file is read, and in no case variables such as
+            INFERPOOL_PORT.
+        **settings: Any setting by its name; those of a model are for each model.
+
+    Raises:
+        SettingsError: A setting is misspelt, or has a value that cannot be.
+        SourceError: Worker processes cannot import the class.
+    """
+    loaded, found = read_arguments(models, config, settings)
+    if typed := [each.source for each in found if each.text]:
+        name = typed[0].partition(":")[2]
+        raise SourceError(f"{name} was typed in: put it into a file and import it from there")
+    return MountedApp(loaded)
+
+
+class MountedApp:
+    """An ASGI application with models behind it; `lifespan` starts and stops them."""
+
+    def __init__(
+        self, loaded: Loaded, make_engine: Callable[[Arena], ClosableEngine] = LocalEngine
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            loaded: What to serve and how.
+            make_engine: Makes what computes the batches.
+        """
+        self._loaded = loaded
+        self._make_engine = make_engine
+        self._app: App | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._starting: asyncio.Task[App] | None = None
+        self._unended = AsyncExitStack()
+        """What a first call has started, which ends with this process."""
+
+    @asynccontextmanager
+    async def lifespan(self, app: ASGIApp | None = None) -> AsyncIterator[None]:
+        """Start the workers, wait until models are ready, and stop them at the end of the block.
+
+        It fits the `lifespan` of FastAPI and Starlette; in one of your own it is
+        `async with models.lifespan():`.
+
+        Args:
+            app: The application around this one, for which it makes no difference.
+
+        Raises:
+            StartError: No model could be loaded, or this host has no room for the service.
+        """
+        async with self._running() as (mounted, service):
+            await service.until_settled()
+            pools = service.pools.items()
+            if all(pool.is_lost for _, pool in pools):
+                reasons = "; ".join(f"{name}: {pool.reason}" for name, pool in pools)
+                raise StartError(f"no model could be loaded: {reasons}")
+            self._app, self._loop = mounted, asyncio.get_running_loop()
+            try:
+                yield
+            finally:
+                self._app = self._loop = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one ASGI call. The first one starts the workers, unless `lifespan` has."""
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+            return
+        loop = asyncio.get_running_loop()
+        if self._loop not in (None, loop):
+            raise RuntimeError(
+                "the models were started in another event loop: use their `lifespan`, and in tests "
+                "`with TestClient(app) as client:`"
+            )
+        app = self._app
+        if app is None:
+            if self._starting is None:
+                self._loop = loop
+                self._starting = asyncio.create_task(self._start(), name="start the models")
+            app = await asyncio.shield(self._starting)
+        await app(scope, receive, send)
+
+    async def _start(self) -> App:
+        """Start for want of a lifespan; the first calls wait as long as a call may take."""
+        logger.info("started by a call: with `lifespan` the models would be ready before it")
+        app, service = await self._unended.enter_async_context(self._running())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._loaded.settings.default_timeout_s):
+                await service.until_settled()
+        self._app = app
+        return app
+
+    @asynccontextmanager
+    async def _running(self) -> AsyncIterator[tuple[App, Service]]:
+        """Run a service of its own for the block.
+
+        Raises:
+            StartError: This host has no room for it.
+        """
+        settings = self._loaded.settings
+        async with AsyncExitStack() as stack:
+            try:
+                host = find_host(settings.cuda_visible_devices)
+                if self._make_engine is LocalEngine:
+                    look_around(settings, host)
+                    modules = modules_to_preload(settings.sources(), Path.cwd())
+                    stack.enter_context(guest_forkserver(modules))
+                origins = self._loaded.origins
+                console = Console(None)
+                service, tracer = make_service(settings, host, console, origins, self._make_engine)
+            except (DeviceError, OSError) as error:
+                raise StartError(str(error)) from error
+            app, _, _ = make_whole_app(service, tracer)
+            assert isinstance(service.fronts, OnlyFront)
+            service.fronts.up.set()
+            if tracer is not None:
+                start_tracing(tracer, service)
+                stack.callback(tracer.stop)
+            await stack.enter_async_context(app.router.lifespan_context(app))
+            yield app, service
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        """Be the whole application of a server, which tells us when to start and to stop."""
+        await receive()
+        try:
+            async with self.lifespan():
+                await send({"type": "lifespan.startup.complete"})
+                await receive()
+        except StartError as error:
+            await send({"type": "lifespan.startup.failed", "message": str(error)})
+        else:
+            await send({"type": "lifespan.shutdown.complete"})

@@ -1,0 +1,1 @@
+"""From requests to batches and back: admission, schedule, ledger, and the pool of workers."""

@@ -1,0 +1,409 @@
+"""Where requests become batches and results answers, for one model, in the event loop.
+
+The states of an instance, who owns its slot of the arena, and what ends each:
+
+    queued    the dispatcher    sent to a worker; expired; cancelled; quarantined; abandoned
+    sent      the worker        its batch returns; the worker's exit is confirmed; and as for queued
+    settled   nobody            (an instance that ends otherwise while it is sent is settled at
+                                once, and its slot stays the worker's until either of the former)
+
+Each instance is settled exactly once: see `Books`.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+from math import inf
+from typing import TYPE_CHECKING
+
+from inferpool.models.speed.names import ANY_SIZE
+from inferpool.service.errors import (
+    InternalError,
+    OverloadedError,
+    ServiceError,
+    UnavailableError,
+    WorkerCrashedError,
+)
+from inferpool.service.queue.admission import Admission
+from inferpool.service.queue.batch_sizes import SPARE, SizeLimit, fitting
+from inferpool.service.queue.batcher import Batcher
+from inferpool.service.queue.books import Books
+from inferpool.service.queue.instance import QUEUED, SENT, SETTLED, Instance
+from inferpool.service.queue.lanes import Lane, Lanes
+from inferpool.service.queue.objective import Objective
+from inferpool.service.queue.quarantine import MAX_CRASHES, Quarantine
+from inferpool.service.queue.request import CallOptions, Payload
+from inferpool.service.queue.schedule import Schedule
+from inferpool.service.queue.suspects import Suspects
+from inferpool.service.telemetry.metrics import ModelMetrics
+from inferpool.workers.arena import Arena
+from inferpool.workers.errors import WorkerLostError
+from inferpool.workers.host.engine import WorkerHandle
+from inferpool.workers.messages import BatchDone, ItemError, ItemRef
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from inferpool.models.spec import TensorSpec
+
+logger = logging.getLogger(__name__)
+
+_NEAR_BATCHES = 100.0
+"""A deadline that is further off than so many batches of late needs no closer look."""
+
+
+class Dispatcher:
+    """Admits the instances of one model, batches them, sends them, and settles each exactly once.
+
+    Used by the event loop's thread alone.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        arena: Arena,
+        admission: Admission,
+        quarantine: Quarantine,
+        metrics: ModelMetrics,
+        max_batch_size: int | None,
+        batch_wait_ms: float = 0.0,
+        objective: Objective | None = None,
+    ) -> None:
+        self.name = name
+        self.inputs: Sequence[TensorSpec] = ()
+        """What the model takes; known once a worker is ready."""
+        self.loop = asyncio.get_running_loop()
+        self._arena = arena
+        self._admission = admission
+        self._metrics = metrics
+        self._quarantine = quarantine
+        self._suspects = Suspects(quarantine, arena, metrics)
+        self._limit = SizeLimit(max_batch_size)
+        self._objective = objective
+        self._queue: Batcher[Instance] = Batcher()
+        self._lanes = Lanes()
+        self._books = Books(metrics, self._on_deadline, self._unsettled)
+        self._schedule = Schedule(
+            self._queue,
+            self._lanes,
+            self._limit,
+            batch_wait_ms / 1000,
+            self._send,
+            self._send_last,
+        )
+
+    @property
+    def num_queued(self) -> int:
+        """Instances that wait for a worker."""
+        return self._queue.num_waiting
+
+    @property
+    def max_queue_length(self) -> int:
+        """Instances that may wait; more are refused."""
+        return self._admission.max_queue_length
+
+    @property
+    def queued_bytes(self) -> int:
+        """Of the payloads of the instances that wait for a worker."""
+        return sum(instance.ref.num_bytes for instance in self._queue)
+
+    @property
+    def max_batch_size(self) -> int:
+        """Of the next batch."""
+        return self._limit.now
+
+    @property
+    def num_quarantined(self) -> int:
+        """Inputs that are refused because they have killed workers."""
+        return self._suspects.num_quarantined
+
+    @property
+    def num_unsettled(self) -> int:
+        """Instances that have no answer yet."""
+        return self._metrics.in_flight
+
+    @property
+    def is_draining(self) -> bool:
+        """Nothing more is admitted."""
+        return self._admission.is_draining
+
+    @property
+    def num_responsive(self) -> int:
+        """Workers that take batches and, if they are not at work, show signs of life."""
+        return sum(not lane.worker.is_stalled for lane in self._lanes.open)
+
+    @property
+    def num_ready(self) -> int:
+        """Workers that take batches."""
+        return len(self._lanes.open)
+
+    def submit(self, payload: Payload, options: CallOptions, request_id: str = "") -> Instance:
+        """Admit one instance: copy its payload into the arena, if it is not there, and queue it.
+
+        Without a worker it waits for one; whether one is to come is for the pool to know.
+
+        Returns:
+            The future of its result, which raises a `ServiceError`. Cancelling it gives it up.
+
+        Raises:
+            QuarantinedError: This input has killed workers.
+            DeadlineExceededError: It comes too late.
+            OverloadedError: The queue or the arena is full, or the deadline cannot be met.
+            UnavailableError: The service is draining.
+        """
+        now = time.monotonic()
+        num_bytes = payload.num_bytes
+        quarantine = self._quarantine
+        is_suspect = (
+            num_bytes in quarantine.lengths or num_bytes in quarantine.suspect_lengths
+        ) and self._suspects.check(payload, options, now)
+        self._check_admission(options, now)
+        owner, offset = payload.owner, payload.offset
+        if owner is None:
+            owner = self._arena
+            offset = self._arena.put(payload.chunks, num_bytes)
+        if offset is None:
+            self._metrics.rejected["arena_full"] += 1
+            raise OverloadedError("the arena for payloads is full", retry_after_s=1)
+        ref = ItemRef(
+            payload.kind,
+            offset,
+            num_bytes,
+            options.deadline,
+            options.wants_tensors,
+            payload.headers,
+            options.parameters,
+            request_id,
+            options.trace,
+        )
+        instance = Instance(self, ref, owner, now, options)
+        if is_suspect:
+            instance.is_solo = True
+            instance.num_crashes = 1
+        self._books.open(instance, now, options.steps)
+        self._queue.push(instance, now)
+        if not self._schedule.is_due:
+            self._schedule.soon()
+        return instance
+
+    def attach(self, worker: WorkerHandle) -> None:
+        """Give a ready worker its share of the work, until it is lost."""
+        self.inputs = worker.ready.inputs
+        if worker.ready.speed.preset not in ANY_SIZE:
+            self._limit.hold()
+        self._lanes.attach(worker)
+        self._schedule.soon()
+
+    def detach(self, worker: WorkerHandle) -> None:
+        """Send nothing more to a worker: it is gone, or about to go."""
+        self._lanes.detach(worker)
+
+    def abandon(self, error: Callable[[], ServiceError]) -> None:
+        """Answer all that is in flight: there is no worker, or no time, left for it.
+
+        Args:
+            error: Makes what each is answered with.
+        """
+        while self._queue:
+            for instance in self._queue.next_batch(self._limit.now):
+                instance.owner.free(instance.ref.offset)
+                self._books.fail(instance, error())
+        for instance in self._lanes.held():
+            if instance.state != SETTLED:
+                self._books.fail(instance, error())
+
+    def cut_off(self, reason: str) -> None:
+        """Admit nothing more, and answer all that is in flight."""
+        self._admission.is_draining = True
+        self.abandon(lambda: UnavailableError(reason, retry_after_s=1))
+
+    async def drain(self, grace_s: float) -> None:
+        """Admit nothing more, and wait until all is settled; after the grace the rest is failed."""
+        self._admission.is_draining = True
+        try:
+            await self._books.drained(grace_s)
+        except TimeoutError:
+            logger.warning("%s: %d requests cut off", self.name, self._metrics.in_flight)
+            self.cut_off("this server is shutting down and ran out of time")
+
+    def on_cancelled(self, instance: Instance) -> None:
+        """The caller of an instance has gone."""
+        self._unqueue(instance)
+        self._books.cancel(instance)
+
+    def _unsettled(self) -> "Iterator[Instance]":
+        yield from self._queue
+        for instance in self._lanes.held():
+            if instance.state != SETTLED:
+                yield instance
+
+    def _on_deadline(self, instance: Instance) -> None:
+        if instance.state == SETTLED:
+            return
+        where = "in the queue" if instance.state == QUEUED else "in a worker"
+        self._unqueue(instance)
+        self._books.expire(instance, f"the deadline passed {where}")
+
+    def _check_admission(self, options: CallOptions, now: float) -> None:
+        admission, queue, lanes = self._admission, self._queue, self._lanes
+        num_queued = queue.num_waiting
+        left_s = options.deadline - now
+        num_workers = len(lanes.open) or 1
+        # Where there are several kinds, all that wait may be of its own. Its kind may take half of
+        # the time until its deadline, so each counts twice.
+        num_counted = 2 * num_queued if queue.is_mixed else num_queued
+        if admission.is_welcome(num_counted, num_counted + lanes.num_sent, num_workers, left_s):
+            return
+        admission.check(num_queued, num_workers, left_s)
+        position = queue.position(options.priority, options.deadline, now)
+        admission.check_share(position, num_queued, num_workers)
+        admission.check_time(position, lanes.free_in(now), num_workers, left_s, now)
+
+    def _unqueue(self, instance: Instance) -> None:
+        if instance.state == QUEUED:
+            self._queue.remove(instance)
+            instance.owner.free(instance.ref.offset)
+
+    def _send(self, lane: Lane, most: int, now: float) -> None:
+        most = min(most, self._queue.num_waiting, self._limit.now)
+        if self._queue.soonest() - now < _NEAR_BATCHES * self._admission.rate.batch_s:
+            begin, curve = lane.begins_at(now), lane.next_curve
+            self._queue.put_last(begin + curve.time_s(1))
+            most = fitting(self._queue, most, begin, curve)
+        self._give(lane, self._queue.next_batch(most), now)
+
+    def _send_last(self, lane: Lane, most: int, now: float) -> bool:
+        end = lane.begins_at(now) + lane.next_curve.time_s(most) * SPARE
+        objective_s = self._objective.held_s if self._objective else inf
+
+        def fits(instance: Instance) -> bool:
+            return end <= min(instance.deadline, instance.arrived + objective_s)
+
+        batch = self._queue.last_batch(most, fits)
+        if batch:
+            self._give(lane, batch, now)
+        return bool(batch)
+
+    def _give(self, lane: Lane, batch: list[Instance], now: float) -> None:
+        try:
+            future = lane.worker.run([instance.ref for instance in batch])
+        except Exception as error:
+            self._keep_back(batch, error)
+            return
+        for instance in batch:
+            instance.state = SENT
+        self._lanes.give(lane, batch)
+        future.add_done_callback(partial(self._on_batch_done, lane, batch))
+        self._books.note_sent(batch, lane.worker, now)
+        if len(lane.batches) == 1:
+            lane.begin(now, was_idle=True)
+        if self._objective:
+            self._plan(self._objective, now)
+
+    def _keep_back(self, batch: list[Instance], error: Exception) -> None:
+        """Fail an instance that cannot be sent; of several, find out which: send each alone."""
+        if len(batch) > 1:
+            for instance in reversed(batch):
+                instance.is_solo = True
+                self._queue.push_front(instance)
+            return
+        (instance,) = batch
+        logger.error(
+            "%s: an instance cannot be sent to a worker",
+            self.name,
+            exc_info=error,
+            extra=instance.ref.log_ids(),
+        )
+        instance.owner.free(instance.ref.offset)
+        self._books.fail(
+            instance, InternalError("this input cannot be sent to a worker; see the log")
+        )
+
+    def _on_batch_done(
+        self, lane: Lane, batch: list[Instance], future: "asyncio.Future[BatchDone]"
+    ) -> None:
+        now = time.monotonic()
+        error = future.exception()
+        if error is None:
+            self._take_answers(lane, batch, future.result(), now)
+        elif isinstance(error, WorkerLostError):
+            self._take_back(lane, batch, error, now)
+        else:
+            raise error
+        self._arrange(now)
+        self._schedule.soon()
+
+    def _take_answers(self, lane: Lane, batch: list[Instance], done: BatchDone, now: float) -> None:
+        """Learn how fast a worker is from a batch that has come back, and answer its instances."""
+        num, took_s = len(batch), now - lane.busy_since
+        self._lanes.take(lane, batch)
+        self._admission.rate.note(num, took_s, now, lane.worker.id.slot)
+        if not isinstance(done.outcomes[0], ItemError):  # or it may not have been computed
+            self._lanes.learn(lane, num, now)
+            if not lane.is_lagging:
+                worker_s = done.prepare_s + done.compute_s
+                self._limit.note(num, worker_s)
+                self._schedule.prepare_s, self._schedule.item_s = done.prepare_s, worker_s / num
+        if lane.batches:
+            lane.begin(now, was_idle=False)
+        if self._objective:
+            self._objective.note(batch, now)
+            self._plan(self._objective, now)
+        self._suspects.note_answers(batch, done.outcomes)
+        self._books.settle_batch(batch, done, now)
+
+    def _arrange(self, now: float) -> None:
+        """Have what waits go by priority, unless some of it would miss its deadline then."""
+        if not self._queue.can_be_rearranged:
+            return
+        free_s, num_workers = self._lanes.free_in(now), len(self._lanes.open) or 1
+        are_in_time = self._admission.are_in_time
+        self._queue.arrange(
+            lambda deadline, num: are_in_time(num, free_s, num_workers, deadline - now, now)
+        )
+
+    def _plan(self, objective: Objective, now: float) -> None:
+        """Have batches and queue fit the objective."""
+        lanes = self._lanes
+        objective.plan(lanes.leading, lanes.num_sent, self._limit.own, now)
+        self._limit.bound(objective.max_size)
+
+    def _refuse_quarantined(self) -> None:
+        """See to it that no more workers die of an input, whoever waits for its answer."""
+        for instance in list(self._queue):
+            if refusal := self._suspects.refusal(instance):
+                self._unqueue(instance)
+                self._books.fail(instance, refusal)
+
+    def _take_back(
+        self, lane: Lane, batch: list[Instance], error: WorkerLostError, now: float
+    ) -> None:
+        """Queue again what a lost worker held, and is not settled nor guilty of its death."""
+        # Those are blamed, too, that nobody waits for: they still have their slots.
+        if error.started and self._suspects.blame(batch, now):
+            self._refuse_quarantined()
+        self._lanes.take(lane, batch)
+        self._lanes.detach(lane.worker)
+        self._books.note_lost(batch, str(error), now)
+        for instance in reversed(batch):
+            if instance.state == SETTLED:
+                instance.owner.free(instance.ref.offset)
+            elif instance.num_crashes >= MAX_CRASHES:
+                instance.owner.free(instance.ref.offset)
+                self._books.fail(
+                    instance,
+                    WorkerCrashedError(
+                        f"{instance.num_crashes} workers died while they computed this input "
+                        f"(the last: {error})"
+                    ),
+                )
+            elif refusal := self._suspects.refusal(instance):
+                instance.owner.free(instance.ref.offset)
+                self._books.fail(instance, refusal)
+            else:
+                self._metrics.retried += 1
+                instance.state = QUEUED
+                self._queue.push_front(instance)

@@ -1,0 +1,197 @@
+"""Holds the 99th percentile of the time to an answer within an objective, at the least cost. Pure.
+
+Workers never wait: a batch is what there is when one comes free, so the answer is as early as it
+can be at any load, and batches grow with the load by themselves. Two things would still take
+answers past the objective, and are decided here:
+
+- How large a batch may get. What arrives when a batch has just begun waits for the next worker to
+  come free and then for its own batch, so a full batch may take no more than what the objective
+  leaves: with W workers W / (W + 1) of it. Where more arrives than can be served so, batches may be
+  larger, and are filled with what comes shortly before a worker is free.
+- How many may wait. What would be answered too late is refused at once, so that what is admitted is
+  answered in time however much arrives, and workers are busy with full batches meanwhile.
+
+Where even a single instance takes longer than the objective, there is nothing to hold: batches are
+as large as without one, and nothing is refused for its sake.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from math import ceil, inf, sqrt
+from typing import TYPE_CHECKING
+
+from inferpool.service.errors import OverloadedError
+from inferpool.service.queue.admission import Admission
+from inferpool.service.queue.batcher import Position
+from inferpool.service.telemetry.metrics import RejectReason
+
+if TYPE_CHECKING:
+    from inferpool.service.queue.batch_costs import CostCurve
+    from inferpool.service.queue.instance import Instance
+    from inferpool.service.queue.lanes import Lane
+
+logger = logging.getLogger(__name__)
+
+_LATE_SHARE = 0.005
+"""Of the answers, to be aimed at: half of what the objective allows."""
+_STEP = 0.05
+"""By how much a batch that is late as a whole lowers what is aimed at."""
+_FIRST_SHARE, _LEAST_SHARE = 0.9, 0.5
+"""Of the objective, what is aimed at at first, and at least."""
+_ANY_SIZE = 65536
+_RATE_OVER_S = 0.25
+"""How long arrivals are counted for their rate."""
+_SURE = 0.5
+"""Of the standard deviation of how many arrive, what is not counted on."""
+_BETTER = 1.03
+"""A larger batch must serve more by this factor."""
+_SURELY_LOST = 100
+"""Looks in a row at which an instance takes too long, until the user is told: a few are chance."""
+
+
+class Objective:
+    """What the batches and the queue of one model may be, for its answers to be in time."""
+
+    def __init__(self, objective_s: float, *, model: str) -> None:
+        self.objective_s = objective_s
+        self._model = model
+        self._num_lost = 0
+        """Looks in a row at which an instance takes longer than the objective."""
+        self._has_warned = False
+        self.aim_s = _FIRST_SHARE * objective_s
+        """What an estimate may come to: less than the objective as far as estimates err."""
+        self.max_size = _ANY_SIZE
+        """Of a batch."""
+        self.num_sent = 0
+        """Instances that workers hold."""
+        self.num_asked = 0
+        """Instances that came since the rate was last computed, refused ones included."""
+        self._rate = 0.0
+        self._counted_at = 0.0
+        self._batch_s = 0.0
+        """What a full batch takes; 0 while nothing is known, or nothing is to be held."""
+        self._free_at: list[float] = []
+        """When each worker can begin with a further batch, the first one first."""
+
+    @property
+    def held_s(self) -> float:
+        """What is aimed at; infinite where that cannot be held, or is not known to be."""
+        return self.aim_s if self._batch_s else inf
+
+    def plan(self, lanes: Sequence["Lane"], num_sent: int, limit: int, now: float) -> None:
+        """See what the workers hold, and what they take; as often as either changes.
+
+        Args:
+            lanes: The workers, without those that are much slower than others.
+            num_sent: Instances that workers hold.
+            limit: The largest batch that there may be for other reasons.
+            now: CLOCK_MONOTONIC seconds.
+        """
+        self.num_sent = num_sent
+        self._free_at = sorted(lane.begins_at(now) for lane in lanes)
+        curves = [lane.costs.curve(is_idle=False) for lane in lanes]
+        curve = max(curves, key=_time_alone_s, default=None)
+        if curve is None or not curve.is_known:
+            return
+        alone_s = curve.time_s(1)
+        if alone_s > self.objective_s:
+            self.max_size, self._batch_s = _ANY_SIZE, 0.0
+            self._note_lost(alone_s)
+            return
+        self._num_lost = 0
+        self.aim_s = max(self.aim_s, alone_s)  # or not even an idle worker would do
+        self._note_rate(now)
+        self.max_size = self._best_size(curve, len(lanes), limit)
+        self._batch_s = curve.time_s(self.max_size)
+
+    def note(self, batch: Sequence["Instance"], now: float) -> None:
+        """A batch has been answered: aim lower for each late answer, and higher for the others.
+
+        The share of late answers settles where both are in balance (Robbins and Monro, "A
+        stochastic approximation method", 1951).
+        """
+        objective_s = self.objective_s
+        num_late = sum(now - instance.arrived > objective_s for instance in batch)
+        aim_s = self.aim_s * (1 + _STEP * (_LATE_SHARE - num_late / len(batch)))
+        self.aim_s = min(objective_s, max(_LEAST_SHARE * objective_s, aim_s))
+
+    def _note_lost(self, alone_s: float) -> None:
+        self._num_lost += 1
+        if self._num_lost >= _SURELY_LOST and not self._has_warned:
+            self._has_warned = True
+            text = "%s: objective_p99_ms = %g is let go: a single instance takes %.3g ms"
+            logger.warning(text, self._model, self.objective_s * 1e3, alone_s * 1e3)
+
+    def _note_rate(self, now: float) -> None:
+        elapsed_s = now - self._counted_at
+        if elapsed_s > _RATE_OVER_S:
+            self._rate = self.num_asked / elapsed_s
+            self.num_asked, self._counted_at = 0, now
+
+    def _best_size(self, curve: "CostCurve", num_workers: int, limit: int) -> int:
+        """The largest batch that serves the most per second of what arrives now, in time."""
+        aim_s, rate = self.aim_s, self._rate
+        size = max(1, curve.size_within(aim_s * num_workers / (num_workers + 1), limit))
+        best, best_rate = size, 0.0
+        while size <= limit and (time_s := curve.time_s(size)) < aim_s:
+            # Those are admitted that come late enough, while a worker is about to come free.
+            num = rate * min(time_s / num_workers, aim_s - time_s)
+            served = min(size, num - _SURE * sqrt(num)) / time_s
+            if served > best_rate * _BETTER:
+                best, best_rate = size, served
+            size += 1 + size // 8
+        return best
+
+    def answered_s(self, num_ahead: int, now: float) -> float:
+        """When one that comes now will be answered, behind so many that wait; 0 if unknown."""
+        free_at = self._free_at
+        if not self._batch_s or not free_at or (not num_ahead and free_at[0] <= now):
+            return 0.0
+        turn, number = divmod(num_ahead // self.max_size, len(free_at))
+        return max(0.0, free_at[number] - now) + (turn + 1) * self._batch_s
+
+
+class ObjectiveAdmission(Admission):
+    """Refuses, besides what `Admission` does, what would be answered after the objective."""
+
+    def __init__(
+        self,
+        objective: Objective,
+        *,
+        max_queue_length: int,
+        max_batch_size: int,
+        rejected: dict[RejectReason, int],
+    ) -> None:
+        """Begin to admit; see `Admission`."""
+        super().__init__(
+            max_queue_length=max_queue_length, max_batch_size=max_batch_size, rejected=rejected
+        )
+        self._objective = objective
+
+    def is_welcome(self, num_queued: int, num_ahead: int, num_workers: int, left_s: float) -> bool:
+        """See `Admission`."""
+        objective = self._objective
+        objective.num_asked += 1
+        return objective.answered_s(
+            num_queued, time.monotonic()
+        ) <= objective.aim_s and super().is_welcome(num_queued, num_ahead, num_workers, left_s)
+
+    def check_time(
+        self, position: Position, free_s: float, num_workers: int, left_s: float, now: float
+    ) -> None:
+        """See `Admission`."""
+        super().check_time(position, free_s, num_workers, left_s, now)
+        objective = self._objective
+        answered_s = objective.answered_s(position.num_ahead, now)
+        if answered_s > objective.aim_s:
+            self._rejected["objective"] += 1
+            raise OverloadedError(
+                f"an answer would take about {answered_s * 1000:.0f} ms, and this model's "
+                f"objective is {objective.objective_s * 1000:g} ms",
+                retry_after_s=max(1, ceil(answered_s - objective.aim_s)),
+            )
+
+
+def _time_alone_s(curve: "CostCurve") -> float:
+    return curve.time_s(1)

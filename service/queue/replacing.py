@@ -1,0 +1,183 @@
+"""Workers replaced while they serve, each by a successor that is ready before it leaves."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from inferpool.service.errors import RestartFailedError
+from inferpool.workers.config import WorkerConfig
+from inferpool.workers.errors import WorkerStartError
+from inferpool.workers.host.engine import WorkerHandle, WorkerId
+from inferpool.workers.host.supervisor import WorkerSlot, WorkerSupervisor
+from inferpool.workers.memory import available_bytes
+
+logger = logging.getLogger(__name__)
+
+_NUM_TRIES = 3
+"""How often a restart tries each worker, once one has been replaced."""
+
+RestartState = Literal["none", "running", "done", "failed"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Restart:
+    """How the last restart goes that was asked for."""
+
+    state: RestartState = "none"
+    text: str = ""
+    """What is being done, or why it failed; for a person."""
+
+
+class Replacing:
+    """Replaces the workers of one model, one at a time."""
+
+    def __init__(
+        self, name: str, supervisor: WorkerSupervisor, on_succession: Callable[[WorkerId], None]
+    ) -> None:
+        """Replace none yet.
+
+        Args:
+            name: The model's.
+            supervisor: Has its workers.
+            on_succession: Called with each worker whose successor has taken over.
+        """
+        self.restart = Restart()
+        self._name = name
+        self._supervisor = supervisor
+        self._on_succession = on_succession
+        self._lock = asyncio.Lock()
+        """One worker at a time: an operator's restart and a change of presets take turns."""
+
+    async def replace(
+        self, slots: Sequence[WorkerSlot], grace_s: float, *, old_first: bool = False
+    ) -> None:
+        """Replace workers one after another, each by a successor that is ready before it leaves.
+
+        If it is all of them, they load what lies on disk now; one alone may not differ from the
+        others. Where the first successor does not come up, all stay as they are. Others that do not
+        come up are tried again. If that does not help, their old workers serve on; but where their
+        files differ, those of the new version leave, or those of the old one if the new one could
+        be loaded twice: replicas are not to differ for long.
+
+        Args:
+            slots: The workers.
+            grace_s: How long each may take to finish what it holds.
+            old_first: Let each leave before its successor starts, for want of memory for both.
+
+        Raises:
+            RestartFailedError: A successor did not come up; says why, and what goes on serving.
+        """
+        self.restart = Restart(state="running")
+        try:
+            async with self._lock:
+                await self._replace_all(slots, grace_s, old_first=old_first)
+        except RestartFailedError as error:
+            self.restart = Restart(state="failed", text=error.message)
+            logger.error("%s: restart failed: %s", self._name, error.message)
+            raise
+        except asyncio.CancelledError:
+            self.restart = Restart(state="failed", text="the service was told to stop")
+            raise
+        self.restart = Restart(state="done", text="")
+
+    async def _replace_all(
+        self, slots: Sequence[WorkerSlot], grace_s: float, *, old_first: bool
+    ) -> None:
+        # Each loads what is on disk by then; where that is not what the first loaded, the first
+        # is replaced again. One alone is not to differ.
+        renews = len(slots) == len(self._supervisor.slots)
+        waiting, replaced = list(slots), set[int]()
+        for _ in range(_NUM_TRIES):
+            errors: dict[str, str] = {}
+            for slot in waiting:
+                error = await self._replace(slot, grace_s, old_first=old_first, renews=renews)
+                if error:
+                    errors[slot.id.worker] = error
+                    if not replaced:
+                        raise RestartFailedError(error)
+                    if old_first:
+                        break  # lest they all leave for a model that cannot be loaded
+                else:
+                    replaced.add(slot.id.slot)
+            current = replaced - {slot.id.slot for slot in self._supervisor.outdated()}
+            waiting = [slot for slot in slots if slot.id.slot not in current]
+            if not waiting:
+                return
+        for slot in self._supervisor.choose_files():
+            logger.warning("%s leaves: it serves with other files than the rest", slot.id)
+            self.restart.text = f"{slot.id.worker} starts again"
+            errors.pop(slot.id.worker, None)
+            if not await self._supervisor.replace(slot, grace_s):
+                errors[slot.id.worker] = (
+                    f"{slot.id.worker} served with other files than the rest, so it left, and is "
+                    f"tried again from time to time: {slot.reason}"
+                )
+        if errors:
+            raise RestartFailedError("; ".join(errors.values()))
+
+    async def _replace(
+        self, slot: WorkerSlot, grace_s: float, *, old_first: bool, renews: bool
+    ) -> str:
+        """Replace a worker; why that failed, or nothing."""
+        config = replace(slot.config, chosen=None)  # something may have changed
+        if slot.handle is not None and not old_first:
+            try:
+                if shortage := _shortage(slot.handle):
+                    raise WorkerStartError(shortage, permanent=False)
+                await self._succeed(slot, config, grace_s, renews=renews)
+            except WorkerStartError as error:
+                return f"{slot.id.worker} was not replaced, and serves on as it was: {error}"
+            return ""
+        slot.config = config
+        self.restart.text = f"{slot.id.worker} starts again"
+        if await self._supervisor.replace(slot, grace_s, renews=renews):
+            return ""
+        return (
+            f"{slot.id.worker} did not come up again, and is tried again from time to time: "
+            f"{slot.reason}"
+        )
+
+    async def _succeed(
+        self, slot: WorkerSlot, config: WorkerConfig, grace_s: float, *, renews: bool = False
+    ) -> None:
+        """See `Supervisor.succeed`; what it is doing is shown meanwhile."""
+        predecessor = slot.id
+
+        def on_progress(stage: str) -> None:
+            self.restart.text = f"{predecessor.next_life()}: {stage}"
+
+        await self._supervisor.succeed(slot, config, grace_s, on_progress, renews=renews)
+        self._on_succession(predecessor)
+
+    async def change_over(self, slot: WorkerSlot, preset: str, grace_s: float) -> bool:
+        """Replace a worker by one that serves with another preset, which it finds in the cache.
+
+        The new one is ready before the old one leaves, so that no request waits for it.
+
+        Returns:
+            Whether that is how it came up; otherwise the old one stays, where it can.
+        """
+        config = replace(slot.config, chosen=None)
+        if slot.handle is None:
+            slot.config = config  # it will come up with it
+            return True
+        try:
+            async with self._lock:
+                await self._succeed(slot, config, grace_s)
+        except WorkerStartError:  # which is in the log
+            return False
+        return slot.handle is not None and slot.handle.ready.speed.preset == preset
+
+
+def _shortage(worker: WorkerHandle) -> str:
+    """Why there is no room for a successor beside a worker; empty if there is."""
+    needed, free = worker.vitals().rss_bytes, available_bytes()
+    if needed <= free:
+        return ""
+    return (
+        f"its successor needs {needed / 2**20:,.0f} MiB of memory beside it, and "
+        f"{free / 2**20:,.0f} MiB are free; free some, or restart with old_first=true, which lets "
+        "the old one leave first"
+    )

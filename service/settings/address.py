@@ -1,0 +1,82 @@
+"""Flags of the verbs that ask a running service: its address, a key, whose certificates to trust.
+
+Imported whenever the command's line is read, so it imports little.
+"""
+
+from argparse import ArgumentParser
+from collections.abc import Mapping
+from pathlib import Path
+
+from inferpool.models.files.reading import read_file
+from inferpool.service.settings.keys import first_key
+from inferpool.service.settings.urls import DEFAULT_URL, problem_of_address, without_password
+
+_PIPE_WAIT_S = 10.0
+
+
+class FlagError(ValueError):
+    """The flags make no sense; the message says why."""
+
+
+def add_url_flag(parser: ArgumentParser) -> None:
+    """Add `--url`."""
+    parser.add_argument(
+        "--url", default=DEFAULT_URL, help=f"address of the service (default: {DEFAULT_URL})"
+    )
+
+
+def add_access_flags(parser: ArgumentParser, kind: str, key_variable: str) -> None:
+    """Add `--key-file`, `--ca-file` and `--insecure`.
+
+    Args:
+        parser: Of the verb.
+        kind: What the keys are for.
+        key_variable: Where a key is looked for if no file is named.
+    """
+    access = parser.add_argument_group("access")
+    access.add_argument(
+        "--key-file",
+        type=Path,
+        metavar="PATH",
+        help=f"send the first key in it, where the service has keys for {kind} (default: the first "
+        f"of {key_variable})",
+    )
+    access.add_argument(
+        "--ca-file", type=Path, metavar="PATH", help="trust the certificates in this PEM file"
+    )
+    access.add_argument("--insecure", action="store_true", help="trust any certificate")
+
+
+def url_of(text: str) -> str:
+    """The address of a service, without a slash at its end; `host:port` alone will do.
+
+    Raises:
+        FlagError: It is none.
+    """
+    url = text if "://" in text else f"http://{text}"
+    if problem := problem_of_address(url):
+        shown = without_password(url)
+        raise FlagError(f"{shown!r} is no address of a service, as {DEFAULT_URL} is one: {problem}")
+    return url.rstrip("/")
+
+
+def key_of(path: Path | None, environ: Mapping[str, str], key_variable: str) -> str:
+    """The key to send, from a file or else from a variable; empty for none.
+
+    Raises:
+        FlagError: It cannot be read.
+    """
+    if path is None:
+        where, text = key_variable, environ.get(key_variable, "")
+    else:
+        where = str(path)
+        try:
+            text = read_file(path, wait_s=_PIPE_WAIT_S).decode()
+        except OSError as error:
+            raise FlagError(f"--key-file: {path}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise FlagError(f"--key-file: {path}: {error}") from error
+    try:
+        return first_key(text)
+    except ValueError as error:
+        raise FlagError(f"{where}: {error}") from error

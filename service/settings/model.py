@@ -1,0 +1,236 @@
+"""The settings of one model, checked, and what its workers are told of them.
+
+Values of the front end; `service.settings.loader` makes them.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+from inferpool.models.spec import Placement, Split
+from inferpool.models.speed.names import CHOICES
+from inferpool.service.queue.batch_sizes import AUTO_SIZE
+from inferpool.service.settings.sources import (
+    BUILT_IN_SOURCES,
+    MODEL_FILE_SUFFIXES,
+    is_source,
+    source_hint,
+)
+from inferpool.workers.config import ErrorDetail, ModelConfig, WorkerConfig
+from inferpool.workers.host.device_names import parse_devices
+from inferpool.workers.host.devices import Host
+from inferpool.workers.host.placing import Wish, place
+
+PositiveInt = Annotated[int, Field(ge=1)]
+PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Auto = Literal["auto"]
+
+
+class SettingsTable(BaseModel):
+    """A table of the settings: frozen, strict, and each field with its docstring."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        validate_default=True,
+        use_attribute_docstrings=True,
+    )
+
+
+class ModelSettings(SettingsTable):
+    """One model: the table `[models.NAME]` of the file."""
+
+    source: str
+    """`efficientnet_lite0`, `minilm_l6`, `echo`, `torchvision:NAME`, `encoder:FOLDER`,
+    `package.module:Class`, or the path of a .pt2 file (torch.export) or of a .pt, .ts or
+    .torchscript file (TorchScript).
+
+    A model whose name is that of a built-in source needs none."""
+    weights: str = Field("DEFAULT", min_length=1)
+    """`DEFAULT`, a weight that torchvision names, a .pth or .safetensors file, or `none`."""
+    options: Mapping[str, object] = Field(default_factory=dict)
+    """Keyword arguments of your class, or of a built-in source."""
+    replicas: Auto | PositiveInt = "auto"
+    """Loaded copies; `auto`: one per GPU, or without a GPU one per group of CPU cores, which all
+    models share out. Of a model that is split, one, or as many as `devices_per_replica` makes of
+    the GPUs."""
+    devices: str = "auto"
+    """Where the replicas go: `auto` (every GPU, else the CPU), `cpu`, `cuda`, GPUs such as
+    `cuda:0,1`, UUIDs of GPUs or of MIG slices, or several of these with commas between."""
+    placement: Literal["replicate", "pipeline", "tensor"] = "replicate"
+    """Whether each replica lies whole on one device, or is split over several: by stages
+    (`pipeline`), or each of its large matrices by parts (`tensor`)."""
+    devices_per_replica: Auto | PositiveInt = "auto"
+    """The devices that a replica is split over, each with a process of its own; `auto`: the GPUs
+    divided by `replicas`, all of them where that is `auto`, and on CPUs 2."""
+    gpu_memory_fraction: Auto | Annotated[float, Field(gt=0, le=1)] = "auto"
+    """Of its GPU's memory, the most that each process may allocate; `auto`: where several share a
+    GPU, an equal share, less what CUDA takes itself."""
+    max_batch_size: Auto | Annotated[int, Field(ge=1, le=65536)] = "auto"
+    """The most instances that one forward pass serves; `auto`: 8, or up to 64 while a full batch
+    takes a worker about a millisecond, which only next to no computation does."""
+    batch_wait_ms: float = Field(0.0, ge=0, le=60_000, allow_inf_nan=False)
+    """How long an idle worker waits for a batch to fill; 0: it starts with what is there."""
+    objective_p99_ms: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Within which 99 of 100 instances are to be answered, from their arrival: batches are kept as
+    small as that takes, and what would be late is refused with 429. By default there is none."""
+    batch_timeout_s: Auto | PositiveSeconds = "auto"
+    """A batch that has run for longer means a hang: its worker is killed and replaced. Waits for
+    other batches of a pipeline don't count. `auto`: ten times the longest batch of the warm-up, at
+    least 10 s; without a warm-up, 60 s."""
+    load_timeout_s: float = Field(600.0, gt=0, allow_inf_nan=False)
+    """A worker that has not become ready by then is killed, and started again."""
+    credit: int = Field(2, ge=1, le=64)
+    """Batches that a worker may hold at once: one that runs, the rest in preparation. A pipeline
+    runs one for each stage (four at most), and holds more for that."""
+    max_restarts: int = Field(5, ge=0)
+    """A worker that has never been ready is given up after this many restarts in a row."""
+    threads_per_replica: Auto | PositiveInt = "auto"
+    """Threads that torch computes with in each replica, and of a split one in each of its
+    processes; `auto`: an equal share of the cores that the model has."""
+    speed: str = "auto"
+    """`exact` serves the network as it is, `auto` with the fastest preset that agrees with that; or
+    name a preset: `channels_last`, `folded`, `bf16`, `fp16`, `compiled`, `compiled_bf16`,
+    `graphed`, `graphed_fp16`. A model that is split is served exactly."""
+    decode: Literal["auto", "exact", "fast"] = "auto"
+    """How encoded images become pixels: `exact` as the model's authors did it, `fast` with large
+    JPEGs decoded smaller and other roundings, `auto` fast where that agrees with exact (and exact
+    where `speed` is)."""
+    prepare_threads: Auto | PositiveInt = "auto"
+    """Threads that decode and resize in each worker; `auto`: 1 on a CPU, up to 8 for a GPU."""
+
+    @field_validator("source")
+    @classmethod
+    def _check_source(cls, source: str) -> str:
+        if not is_source(source):
+            raise ValueError(f"is not a source; {source_hint(source, BUILT_IN_SOURCES)}")
+        return source
+
+    @field_validator("devices")
+    @classmethod
+    def _check_devices(cls, devices: str) -> str:
+        parse_devices(devices)
+        return devices
+
+    @field_validator("placement")
+    @classmethod
+    def _check_placement(cls, placement: str, info: ValidationInfo) -> str:
+        source = str(info.data.get("source"))
+        if placement != "replicate" and (source == "echo" or source.endswith(MODEL_FILE_SUFFIXES)):
+            why = "has no network" if source == "echo" else "is an exported whole"
+            raise ValueError(
+                f'is not for {source}, which {why}: set "replicate", or serve a '
+                "network from its class or from torchvision"
+            )
+        return placement
+
+    @field_validator("devices_per_replica")
+    @classmethod
+    def _check_num_devices(cls, num: Auto | int, info: ValidationInfo) -> Auto | int:
+        placement = info.data.get("placement", "replicate")
+        if num == "auto" or (num == 1) == (placement == "replicate"):
+            return num
+        if num == 1:
+            raise ValueError(
+                f'is too few to split a model over: set 2 or more, or placement = "replicate" '
+                f'instead of "{placement}"'
+            )
+        raise ValueError(
+            'is for a model that is split: set placement = "pipeline" or "tensor" too; how many '
+            "devices have a copy of their own is said by replicas and devices"
+        )
+
+    @field_validator("speed")
+    @classmethod
+    def _check_speed(cls, speed: str, info: ValidationInfo) -> str:
+        if speed not in CHOICES:
+            raise ValueError(f"is not one of {', '.join(CHOICES)}")
+        placement = info.data.get("placement", "replicate")
+        if placement != "replicate" and speed not in ("auto", "exact"):
+            raise ValueError(
+                f'changes a whole network, and with placement = "{placement}" no process has one: '
+                "leave it at auto, which then means exact"
+            )
+        return speed
+
+    @property
+    def split(self) -> Split | None:
+        """How each replica is split; None where it lies on one device."""
+        return None if self.placement == "replicate" else self.placement
+
+    @property
+    def batch_size(self) -> int:
+        """The largest batch that workers warm up with."""
+        return AUTO_SIZE if self.max_batch_size == "auto" else self.max_batch_size
+
+    def placements_on(self, host: Host) -> list[Placement]:
+        """Where the replicas go, if this is the only model of the host.
+
+        Raises:
+            DeviceError: A device asked for is not on this host, or there are too few.
+        """
+        wish = Wish(
+            devices=self.devices,
+            replicas=None if self.replicas == "auto" else self.replicas,
+            threads=None if self.threads_per_replica == "auto" else self.threads_per_replica,
+            split=self.split,
+            ranks=None if self.devices_per_replica == "auto" else self.devices_per_replica,
+            memory_fraction=None
+            if self.gpu_memory_fraction == "auto"
+            else self.gpu_memory_fraction,
+        )
+        return place(host, wish)
+
+    @property
+    def num_cores(self) -> int | None:
+        """What it computes with, if the settings say so whatever the host is like."""
+        if self.replicas == "auto" or self.threads_per_replica == "auto":
+            return None
+        if self.split and self.devices_per_replica == "auto":
+            return None
+        ranks = 1 if self.devices_per_replica == "auto" else self.devices_per_replica
+        return self.replicas * self.threads_per_replica * ranks
+
+    def model_config_for(self, name: str) -> ModelConfig:
+        """What a worker is told of the model."""
+        return ModelConfig(
+            name=name,
+            source=self.source,
+            weights=None if self.weights.lower() == "none" else self.weights,
+            options=dict(self.options),
+        )
+
+    def worker_config_for(
+        self,
+        name: str,
+        placement: Placement,
+        *,
+        max_image_pixels: int,
+        cache_dir: str | None = None,
+        error_detail: ErrorDetail = "name",
+    ) -> WorkerConfig:
+        """All that the worker on one placement is told."""
+        return WorkerConfig(
+            model=self.model_config_for(name),
+            placement=placement,
+            credit=self.credit + placement.num_at_once - 1,
+            max_batch_size=self.batch_size,
+            prepare_threads=self._num_prepare_threads(placement),
+            speed="exact" if placement.split else self.speed,
+            decode=self.decode,
+            cache_dir=cache_dir,
+            load_timeout_s=self.load_timeout_s,
+            batch_timeout_s=None if self.batch_timeout_s == "auto" else self.batch_timeout_s,
+            max_image_pixels=max_image_pixels,
+            error_detail=error_detail,
+        )
+
+    def _num_prepare_threads(self, placement: Placement) -> int:
+        if self.prepare_threads != "auto":
+            return self.prepare_threads
+        if "cpu" in placement.devices:
+            return 1  # preparation competes with the forward pass for the same cores
+        # Of a split replica the first process prepares, and the others need next to no core.
+        return max(1, min(8, placement.num_threads * placement.num_ranks))

@@ -1,0 +1,249 @@
+"""Every setting of the service, checked; those of a model are in `service.settings.model`.
+
+Values of the front end; `service.settings.loader` makes them.
+"""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from inferpool.models.spec import MAX_IMAGE_PIXELS, Placement
+from inferpool.service.settings.keys import Keys
+from inferpool.service.settings.model import Auto, ModelSettings, PositiveInt, SettingsTable
+from inferpool.service.settings.tracing import TraceHeaders, endpoint_of, pairs_of
+from inferpool.workers.cgroups import read_limits
+from inferpool.workers.host.devices import Host
+from inferpool.workers.host.mps import DEFAULT_FOLDER
+from inferpool.workers.host.placing import share_cores
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9_.-]+|\[[0-9a-f:.]+\])(:\d{1,5})?")
+"""As browsers write it (RFC 6454, 6.1)."""
+_MIB = 2**20
+
+
+class Settings(SettingsTable):
+    """Everything that can be set; the top level of the file."""
+
+    host: str = Field("127.0.0.1", min_length=1)
+    """Address to listen on; 0.0.0.0 for every interface."""
+    port: int = Field(8000, ge=0, le=65535)
+    """TCP port to listen on; 0 lets the system choose one."""
+    front_ends: Auto | Annotated[int, Field(ge=1, le=64)] = "auto"
+    """Processes that take calls on this port, before one queue and one pool; `auto`: one, and from
+    eight cores on one for every four cores, at most four."""
+    default_model: str
+    """The model that `/predict` means where none is named; by default the first one."""
+    log_format: Literal["auto", "human", "json"] = "auto"
+    """Log lines for people or for machines; `auto`: for people on a terminal."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least severe log lines to write."""
+    color: Literal["auto", "never"] = "auto"
+    """Whether a terminal gets colours. The variable NO_COLOR means `never`."""
+    trace_endpoint: str | None = None
+    """Where traces go: an OpenTelemetry collector's URL for OTLP over HTTP, such as
+    `http://localhost:4318`; where it has no path, /v1/traces. The variable
+    OTEL_EXPORTER_OTLP_ENDPOINT sets it too. By default nothing is traced."""
+    trace_sample_ratio: float = Field(1.0, ge=0, le=1)
+    """The share of calls to trace of those whose caller has not decided; the variables
+    OTEL_TRACES_SAMPLER and OTEL_TRACES_SAMPLER_ARG set it too."""
+    trace_parent_based: bool = True
+    """Whether the `traceparent` of a call decides if it is traced."""
+    trace_service_name: str = Field("inferpool", min_length=1)
+    """What traces call this service; the variable OTEL_SERVICE_NAME sets it too."""
+    trace_resource: str = ""
+    """What else traces say of it: `deployment.environment.name=test,host.name=a`; the variable
+    OTEL_RESOURCE_ATTRIBUTES sets it too."""
+    trace_headers: TraceHeaders = TraceHeaders()
+    """Headers that the collector wants, such as a key. Only the environment gives them
+    (INFERPOOL_TRACE_HEADERS or OTEL_EXPORTER_OTLP_HEADERS, as `name=value,name=value`)."""
+    trace_certificate: str | None = None
+    """A PEM file: the authority of the collector's certificate, where the system does not know it;
+    the variable OTEL_EXPORTER_OTLP_CERTIFICATE sets it too."""
+    predict_keys: Keys = Keys()
+    """API keys that may ask for predictions; without any, everyone may. Only the environment
+    (INFERPOOL_PREDICT_KEYS, with commas between) and the files below give keys: never this file."""
+    predict_keys_file: str | None = None
+    """A file of such keys, one to a line, such as a docker secret."""
+    metrics_keys: Keys = Keys()
+    """API keys for /metrics, /health and /events; without any, `predict_keys` are for those too."""
+    metrics_keys_file: str | None = None
+    """A file of such keys."""
+    admin_keys: Keys = Keys()
+    """API keys for /admin, which is not there without any."""
+    admin_keys_file: str | None = None
+    """A file of such keys."""
+    tls_certificate: str | None = None
+    """A PEM file: this server's certificate, and those that lead to a known authority."""
+    tls_key: str | None = None
+    """A PEM file: the certificate's private key, without a password; where it is not set, it is in
+    the file of the certificate."""
+    docs: bool = True
+    """Whether /docs and /openapi.json are served; they name the models, and need no key."""
+    cors_origins: Sequence[str] = ()
+    """Origins whose pages may ask this host from a browser, such as `https://app.example`, or `*`
+    for all (CORS). Variable and flag have commas between them. Cookies are not asked for."""
+    page: bool = True
+    """Whether the page at / is served; what it shows needs the keys of /events and /predict."""
+    max_connections: Auto | PositiveInt = "auto"
+    """Connections at once; `auto`: what the limit of open files allows, at most 10,000. Beyond, the
+    longest idle one is closed, or the newcomer is refused with 503 (over TLS, closed)."""
+    head_timeout_s: float = Field(10.0, gt=0, allow_inf_nan=False)
+    """How long request line and headers may take to arrive, and a TLS handshake before them."""
+    body_gap_s: float = Field(10.0, gt=0, allow_inf_nan=False)
+    """Each such time must bring 4 KiB of a body that is on its way, or the rest of it."""
+    write_timeout_s: float = Field(30.0, gt=0, allow_inf_nan=False)
+    """A client that takes nothing of its answer for so long is cut off."""
+    max_body_bytes: int = Field(16 * _MIB, ge=1024)
+    """The largest body of a request."""
+    max_json_bytes: int = Field(4 * _MIB, ge=1024)
+    """The largest JSON body, which is parsed where all other requests wait meanwhile: 4 MiB take
+    9 ms, and 21 ms at worst."""
+    max_unfinished_bytes: int = Field(128 * _MIB, ge=1024)
+    """What may be kept of requests that are on their way, over all connections: bodies and heads
+    that are not whole, and calls that wait behind others of their connection. Without room the
+    slowest that began more than a second ago are refused with 429, or else the newcomer; one body
+    of `max_body_bytes` may always be kept. Whole bodies are in the arena instead."""
+    max_unread_bytes: int = Field(256 * _MIB, ge=1024)
+    """What may be kept of answers that clients have not read, over all connections; beyond, the
+    slowest readers are cut off."""
+    arena_bytes: int = Field(
+        default_factory=lambda data: _auto_arena_bytes(data["max_body_bytes"]), ge=1024
+    )
+    """Shared memory for payloads; `auto`: a tenth of the memory, at most 256 MiB and at least twice
+    `max_body_bytes`."""
+    max_queue_length: int = Field(1024, ge=1)
+    """Instances that may wait for each model; more are refused with 429."""
+    quarantine_s: float = Field(300.0, ge=0, allow_inf_nan=False)
+    """How long an input that has killed workers is refused with 422; 0: it is tried each time."""
+    max_instances_per_request: int = Field(256, ge=1)
+    """Instances in one HTTP call."""
+    max_image_pixels: int = Field(MAX_IMAGE_PIXELS, ge=1)
+    """Pixels of an encoded image, by its header; more are refused with 422 before anything is
+    decoded. While it is decoded, a pixel takes a worker 4 to 17 bytes (a WebP most)."""
+    show_errors: bool = False
+    """Whether clients are told the text of an exception that a model raises. By default they are
+    told its type; the log has the rest, under the id of the request."""
+    default_timeout_s: float = Field(30.0, gt=0, allow_inf_nan=False)
+    """How long a call may take if it does not say."""
+    max_timeout_s: float = Field(300.0, gt=0, allow_inf_nan=False)
+    """The longest time that a call may take; one that asks for more gets this."""
+    drain_timeout_s: float = Field(20.0, ge=0, allow_inf_nan=False)
+    """At shutdown, how long accepted work may take to finish. Most platforms kill after 30 s."""
+    shutdown_delay_s: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """At shutdown, how long to go on serving while readiness is red, so that balancers notice."""
+    keep_alive_s: float = Field(75.0, gt=0, allow_inf_nan=False)
+    """How long an idle connection stays open: longer than the 60 s of common load balancers, which
+    would otherwise send a request into a connection that is just being closed."""
+    cache_dir: str = Field("~/.cache/inferpool", min_length=1)
+    """Where workers keep what they find out about speed; `none` keeps it nowhere. The variable
+    XDG_CACHE_HOME moves it."""
+    speed_search: bool = True
+    """Whether presets that take minutes to make are searched for while workers serve, by a process
+    at idle priority, and changed over to if they are faster; where `speed` is `auto`, on CPUs."""
+    cuda_visible_devices: str | None = None
+    """The GPUs to use, as indices or UUIDs; from CUDA_VISIBLE_DEVICES."""
+    cuda_mps_pipe_directory: str = Field(DEFAULT_FOLDER, min_length=1)
+    """Where CUDA finds the Multi-Process Service, if it runs; from CUDA_MPS_PIPE_DIRECTORY."""
+    models: Mapping[str, ModelSettings]
+    """The models to serve, by name."""
+
+    @field_validator("arena_bytes", mode="before")
+    @classmethod
+    def _choose_arena(cls, arena_bytes: object, info: ValidationInfo) -> object:
+        if arena_bytes == "auto" and "max_body_bytes" in info.data:
+            return _auto_arena_bytes(info.data["max_body_bytes"])
+        return arena_bytes
+
+    @field_validator("cors_origins", mode="before")
+    @classmethod
+    def _split_origins(cls, origins: object) -> object:
+        if isinstance(origins, str):  # as a variable and a flag have them
+            return [origin.strip() for origin in origins.split(",") if origin.strip()]
+        return origins
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _check_origins(cls, origins: Sequence[str]) -> Sequence[str]:
+        for origin in origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"has {origin!r}, which is no origin: write scheme, host and port alone, in "
+                    "lower case, as browsers send them, such as https://app.example or "
+                    "http://localhost:3000"
+                )
+        return tuple(origins)
+
+    @field_validator("trace_endpoint")
+    @classmethod
+    def _complete_endpoint(cls, endpoint: str | None) -> str | None:
+        return None if endpoint is None else endpoint_of(endpoint)
+
+    @field_validator("trace_resource")
+    @classmethod
+    def _check_resource(cls, resource: str) -> str:
+        pairs_of(resource)
+        return resource
+
+    @field_validator("tls_key")
+    @classmethod
+    def _check_tls_key(cls, tls_key: str | None, info: ValidationInfo) -> str | None:
+        if tls_key is not None and info.data.get("tls_certificate") is None:
+            raise ValueError("is a key without a certificate; set tls_certificate too")
+        return tls_key
+
+    def host_of(self, name: str, host: Host) -> Host:
+        """What a model may take for its host: the models share out the cores."""
+        asked = [model.num_cores for model in self.models.values()]
+        return share_cores(host, asked)[list(self.models).index(name)]
+
+    def placements_of(self, name: str, host: Host) -> list[Placement]:
+        """Where the replicas of a model go; see `ModelSettings.placements_on`."""
+        return self.models[name].placements_on(self.host_of(name, host))
+
+    def cache_folder(self) -> str | None:
+        """`cache_dir` as an absolute path; None for `none`, or where the user has no home."""
+        if self.cache_dir.lower() == "none":
+            return None
+        try:
+            return str(Path(self.cache_dir).expanduser().absolute())
+        except RuntimeError:
+            return None
+
+    def sources(self) -> list[str]:
+        """The sources of all models, and those that they wrap."""
+        wrapped = [model.options.get("source") for model in self.models.values()]
+        own = [model.source for model in self.models.values()]
+        return own + [source for source in wrapped if isinstance(source, str)]
+
+    @field_validator("arena_bytes")
+    @classmethod
+    def _check_arena(cls, arena_bytes: int, info: ValidationInfo) -> int:
+        # A slot of the arena is a power of two, so the largest body may take nearly twice its size.
+        least = 2 * info.data.get("max_body_bytes", 0)
+        if arena_bytes < least:
+            raise ValueError(f"is less than twice max_body_bytes, which makes {least}")
+        return arena_bytes
+
+    @field_validator("max_timeout_s")
+    @classmethod
+    def _check_timeout(cls, max_timeout_s: float, info: ValidationInfo) -> float:
+        default_s = info.data.get("default_timeout_s", 0)
+        if max_timeout_s < default_s:
+            raise ValueError(f"is less than default_timeout_s, which is {default_s:g}")
+        return max_timeout_s
+
+
+def _auto_arena_bytes(max_body_bytes: int) -> int:
+    tenth = _memory_bytes() // 10 // _MIB * _MIB
+    return max(2 * max_body_bytes, min(256 * _MIB, tenth))
+
+
+def _memory_bytes() -> int:
+    """The memory that this host has, or that its control groups allow."""
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = read_limits().memory_bytes
+    return physical if limit is None else min(physical, limit)

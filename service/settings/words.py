@@ -1,0 +1,73 @@
+"""What is said of settings that cannot be, in the words of whoever wrote them. Pure."""
+
+import errno
+import os
+from collections.abc import Sequence
+
+from inferpool.service.settings.model import ModelSettings
+from inferpool.service.settings.names import PREFIX, Key, dotted
+from inferpool.service.settings.settings import Settings
+from inferpool.service.settings.sources import did_you_mean
+from inferpool.service.settings.urls import without_password
+
+PIPE_WAIT_S = 10.0
+"""How long a file that a setting names may have nothing to read, if it is a pipe."""
+
+
+def unknown(key: Key) -> str:
+    """What to say of a key in the file that is no setting."""
+    name = key[-1]
+    here, there, where = Settings.model_fields, ModelSettings.model_fields, "a model: [models.NAME]"
+    if len(key) > 1:
+        here, there, where = there, here, "the top of the file"
+    if name in there:
+        return f"{dotted(key)}: this setting belongs to {where}"
+    return f"{dotted(key)}: there is no such setting{_or_nearest(name, list(here))}"
+
+
+def unknown_argument(name: str) -> str:
+    """What to say of a keyword argument that is no setting."""
+    fields = [*Settings.model_fields, *ModelSettings.model_fields]
+    hint = did_you_mean(name, fields).rstrip()
+    return f"{name}: there is no such setting; {hint or 'inferpool config --describe lists all'}"
+
+
+def unknown_variable(parts: Sequence[str]) -> str:
+    """What to say of a variable, split at the double underscores, that is no setting."""
+    if parts[0] == "models" and len(parts) == 3:
+        stem = f"{PREFIX}MODELS__{parts[1].upper()}__"
+        names = [stem + field.upper() for field in ModelSettings.model_fields]
+    else:
+        names = [PREFIX + field.upper() for field in Settings.model_fields if field != "models"]
+        if parts[0].startswith("model"):
+            example = f"{PREFIX}MODELS__RESNET__REPLICAS"
+            return f"there is no such setting; those of a model are written like {example}"
+    here, there = Settings.model_fields, ModelSettings.model_fields
+    if len(parts) == 1 and parts[0] in there:
+        return f"this setting belongs to a model: {PREFIX}MODELS__NAME__{parts[0].upper()}"
+    if len(parts) == 3 and parts[2] in here:
+        return f"this setting belongs to no model: {PREFIX}{parts[2].upper()}"
+    return f"there is no such setting{_or_nearest(PREFIX + '__'.join(parts).upper(), names)}"
+
+
+def _or_nearest(name: str, candidates: Sequence[str]) -> str:
+    hint = did_you_mean(name, candidates).rstrip()
+    return f"; {hint}" if hint else f"; there are {', '.join(candidates)}"
+
+
+def shown(value: object) -> str:
+    """A value as it was given, if that is short; of a URL, without the password in it."""
+    text = without_password(repr(value))
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def unreadable(error: OSError | ValueError) -> str:
+    """Why keys cannot be read from a file, without a word of what is in it."""
+    if isinstance(error, FileNotFoundError):
+        # Not where a link leads to: its name may be a key as well.
+        return f"there is no file of keys to read: {os.strerror(errno.ENOENT)}"
+    if isinstance(error, OSError):
+        return f"the file of keys cannot be read: {error.strerror}"
+    is_content = isinstance(error, UnicodeDecodeError)
+    reason = "it is not UTF-8" if is_content else "no file can have this name"
+    return f"the file of keys cannot be read: {reason}"

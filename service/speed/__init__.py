@@ -1,0 +1,1 @@
+"""The search for faster speed presets, beside the workers that serve."""

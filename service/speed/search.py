@@ -1,0 +1,191 @@
+"""Has faster speed presets searched for while workers serve, and changes over to what is found.
+
+Lives in the event loop. The search itself is a process at idle priority; see
+`workers.beside.searching`.
+"""
+
+import asyncio
+import logging
+import os
+import shutil
+from asyncio import Task
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import psutil
+
+from inferpool.models.speed.names import SpeedReport
+from inferpool.workers.beside.searching import SearchFailedError
+from inferpool.workers.cgroups import read_limits
+from inferpool.workers.config import WorkerConfig
+from inferpool.workers.host.supervisor import WorkerSlot
+
+logger = logging.getLogger(__name__)
+
+SearchState = Literal["off", "waiting", "searching", "changing", "done", "failed"]
+
+Search = Callable[[WorkerConfig, str, Callable[[str], None]], Awaitable[SpeedReport]]
+"""Searches for what is kept under a key, and says how it goes; see `workers.beside.searching`."""
+
+_NEEDED_BYTES = 2 << 30
+"""What compiling resnet18 took at most, in two processes; each also holds the model."""
+
+
+class SearchedPool(Protocol):
+    """What is asked of the workers of a model."""
+
+    name: str
+
+    @property
+    def slots(self) -> Sequence[WorkerSlot]:
+        """The workers."""
+
+    async def change_over(self, slot: WorkerSlot, preset: str, grace_s: float) -> bool:
+        """Replace one by one that serves with another preset; whether it does."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SearchProgress:
+    """How the search for one model goes."""
+
+    state: SearchState = "waiting"
+    text: str = ""
+    """What it is doing, or what it came to; for a person."""
+
+
+class SpeedSearch:
+    """Searches for one model after another, once their workers are up."""
+
+    def __init__(
+        self, pools: Mapping[str, SearchedPool], search: Search, *, grace_s: float
+    ) -> None:
+        """Search for pools, which may come until `start`.
+
+        Args:
+            pools: By model.
+            search: Does it.
+            grace_s: How long a worker that is replaced may take to finish what it holds.
+        """
+        self._pools = pools
+        self._search = search
+        self._grace_s = grace_s
+        self._progress: dict[str, SearchProgress] = {}
+        self._changed = asyncio.Event()
+        self._task: Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to wait for the workers."""
+        self._progress = {name: SearchProgress() for name in self._pools}
+        self._task = asyncio.create_task(self._run(), name="search for speed")
+
+    async def stop(self) -> None:
+        """End the search that is under way, if one is."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def on_change(self) -> None:
+        """A worker has come up or gone down."""
+        self._changed.set()
+
+    def progress(self, model: str) -> SearchProgress:
+        """How it goes."""
+        return self._progress.get(model, SearchProgress(state="off"))
+
+    async def _run(self) -> None:
+        for pool in self._pools.values():
+            progress = self._progress[pool.name]
+            await self._until_settled(pool)
+            try:
+                await self._improve(pool, progress)
+            except Exception:
+                logger.exception("%s speed: the search failed", pool.name)
+                progress.state, progress.text = "failed", "a mistake of the service"
+
+    async def _until_settled(self, pool: SearchedPool) -> None:
+        """Wait until each worker is ready or given up."""
+        while not all(slot.handle or slot.state == "failed" for slot in pool.slots):
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _improve(self, pool: SearchedPool, progress: SearchProgress) -> None:
+        progress.state = "off"
+        present: dict[str, list[WorkerSlot]] = {}
+        for slot in pool.slots:
+            speed = slot.handle.ready.speed if slot.handle else SpeedReport()
+            if not speed.is_final:
+                present.setdefault(speed.key, []).append(slot)
+            elif speed.key:  # this start, or an earlier one, has tried all there is
+                progress.state, progress.text = "done", "nothing is left to try"
+        for key, slots in present.items():  # workers with other numbers of threads have other keys
+            if obstacle := _obstacle(slots[0]):
+                text = "%s speed: no faster preset is searched for: %s"
+                logger.info(text, pool.name, obstacle)
+                progress.state, progress.text = "off", obstacle
+                return
+            await self._improve_some(pool, key, slots, progress)
+
+    async def _improve_some(
+        self, pool: SearchedPool, key: str, slots: Sequence[WorkerSlot], progress: SearchProgress
+    ) -> None:
+        """Search for workers that serve the same in the same way."""
+        preset = _preset_of(slots[0])
+        text = "%s speed: searching for a faster preset than %s, in what time is left over"
+        logger.info(text, pool.name, preset)
+        progress.state = "searching"
+
+        def on_progress(stage: str) -> None:
+            progress.text = stage
+            logger.debug("%s speed: %s", pool.name, stage)
+
+        try:
+            found = await self._search(slots[0].config, key, on_progress)
+        except SearchFailedError as error:
+            logger.warning("%s speed: %s stays, as the search failed: %s", pool.name, preset, error)
+            progress.state, progress.text = "failed", str(error)
+            return
+        figures = f" ({found.note})" if found.note else ""
+        if found.preset == preset:
+            logger.info("%s speed: %s stays%s", pool.name, preset, figures)
+            progress.state, progress.text = "done", f"{preset} stays{figures}"
+            return
+        logger.info("%s speed: changing from %s to %s%s", pool.name, preset, found.text(), figures)
+        progress.state, progress.text = "changing", f"from {preset} to {found.text()}"
+        for slot in slots:
+            if not await pool.change_over(slot, found.preset, self._grace_s):
+                text = "%s speed: %s did not come up with %s: the rest stay as they are"
+                logger.warning(text, pool.name, slot.id.worker, found.preset)
+                progress.state = "failed"
+                progress.text = f"{slot.id.worker} did not come up with {found.preset}"
+                return
+        logger.info("%s speed: changed from %s to %s", pool.name, preset, found.text())
+        progress.state, progress.text = "done", f"changed from {preset} to {found.text()}{figures}"
+
+
+def compiler_name() -> str:
+    """The C++ compiler that torch would call."""
+    return os.environ.get("CXX", "g++")
+
+
+def find_compiler() -> str | None:
+    """Where it is; None if it is not there."""
+    return shutil.which(compiler_name())
+
+
+def _preset_of(slot: WorkerSlot) -> str:
+    return slot.handle.ready.speed.preset if slot.handle else "exact"
+
+
+def _obstacle(slot: WorkerSlot) -> str:
+    """Why nothing can be compiled here and now."""
+    if find_compiler() is None:
+        return f"there is no C++ compiler ({compiler_name()})"
+    replica_bytes = slot.handle.vitals().rss_bytes if slot.handle else 0
+    needed = _NEEDED_BYTES + 2 * replica_bytes
+    left = read_limits().memory_left_bytes
+    free = psutil.virtual_memory().available
+    free = free if left is None else min(free, left)
+    if free < needed:
+        return f"it takes {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free"
+    return ""

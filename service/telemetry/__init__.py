@@ -1,0 +1,1 @@
+"""Metrics, logs, and what a person sees on the terminal."""

@@ -1,0 +1,192 @@
+"""What a person sees while the service starts, serves and stops. Runs in the front end.
+
+On a terminal these are lines for people; elsewhere the same facts are log records.
+"""
+
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TextIO
+
+from rich.console import Console as RichConsole
+from rich.text import Text
+
+from inferpool.service.telemetry.logs import Logs, escape
+
+logger = logging.getLogger(__name__)
+
+
+class Console:
+    """Tells whoever started the service how it goes."""
+
+    def __init__(
+        self, logs: Logs | None, stream: TextIO | None = None, *, is_colored: bool = True
+    ) -> None:
+        """Choose between lines for people and log records.
+
+        Args:
+            logs: Where both go: its thread does the writing, so that a terminal that is held
+                (Ctrl-S) holds nothing else. None: log records alone, for whoever handles them.
+            stream: The one that `logs` writes to, by default stderr.
+            is_colored: Whether to use colours on a terminal.
+        """
+        stream = sys.stderr if stream is None else stream
+        self._logs = logs
+        self._is_terminal = logs is not None and logs.is_human and stream.isatty()
+        self._rich = RichConsole(
+            force_terminal=True, no_color=not is_colored or None, highlight=False, soft_wrap=True
+        )
+        self._stages: dict[str, str] = {}
+        self._placements: dict[str, str] = {}
+        self._known: set[str] = set()
+        """Workers that were ready before: of a restart, the end and the outcome are enough."""
+        self._failures: dict[str, str] = {}
+        """The reasons told at length, by the workers that failed for them and are still down."""
+
+    def started(
+        self,
+        settings: Mapping[str, str],
+        devices: Sequence[str],
+        plan: Sequence[tuple[str, str]],
+    ) -> None:
+        """Say what is about to run.
+
+        Args:
+            settings: What is worth knowing of the settings, by a word or two.
+            devices: The devices found, a line each.
+            plan: Each worker ("resnet/0") and its placement ("cuda:0").
+        """
+        self._placements = dict(plan)
+        if not self._is_terminal:
+            about = ", ".join(f"{name}: {value}" for name, value in settings.items())
+            logger.info("starting%s", f" ({about})" if about else "")
+            logger.info("devices: %s", "; ".join(devices))
+            for worker, placement in plan:
+                logger.info("worker %s on %s", worker, placement)
+            return
+        workers = [f"{worker} on {placement}" for worker, placement in plan]
+        facts = {
+            **{name: [value] for name, value in settings.items()},
+            "devices": devices,
+            "workers": workers,
+        }
+        self._print(Text("inferpool", style="bold"), *_aligned(facts), Text(""))
+
+    def progress(self, worker: str, stage: str) -> None:
+        """A worker that loads is doing something else now."""
+        if self._stages.get(worker) == stage:
+            return
+        self._stages[worker] = stage
+        self._failures.pop(worker, None)
+        if worker not in self._known:
+            self._say(logging.INFO, worker, stage, "dim")
+        elif not self._is_terminal:
+            self._say(logging.DEBUG, worker, stage, "dim")
+
+    def ready(self, worker: str, seconds: float) -> None:
+        """A worker takes batches, so many seconds after it first said what it was doing."""
+        self._stages.pop(worker, None)
+        self._known.add(worker)
+        self._say(logging.INFO, worker, f"ready in {seconds:.1f} s", "green")
+
+    def failed(self, worker: str, reason: str) -> None:
+        """A worker ended, or did not start, and is given up."""
+        self._stages.pop(worker, None)
+        like = next((name for name, told in self._failures.items() if told == reason), worker)
+        said = f"failed: {reason}" if like == worker else f"failed, as {like} did"
+        if like == worker:
+            self._failures[worker] = reason
+        self._say(logging.ERROR, worker, said, "red")
+
+    def serving(
+        self,
+        url: str,
+        models: Sequence[str],
+        to_try: Sequence[tuple[str, str]] = (),
+        still_loading: Sequence[str] = (),
+    ) -> None:
+        """The address takes calls.
+
+        Args:
+            url: Scheme, host and port.
+            models: Names of the models served, the default one first.
+            to_try: Of each, "try" and a command, or "ask" and a sentence (`service.example`).
+            still_loading: Names of the models that are not ready yet.
+        """
+        names = ", ".join(models)
+        facts = {
+            "page": f"{url}/",
+            "docs": f"{url}/docs",
+            "health": f"{url}/health",
+            "metrics": f"{url}/metrics",
+        }
+        if not self._is_terminal:
+            logger.info("serving %s at %s", names, url, extra={"url": url})
+            if still_loading:
+                logger.info("not ready yet: %s", ", ".join(still_loading))
+            for each in to_try:
+                logger.info("%s: %s", *each)
+            logger.info("%s", ", ".join(f"{name}: {link}" for name, link in facts.items()))
+            return
+        lines = {"not yet": [", ".join(still_loading)]} if still_loading else {}
+        for kind, text in to_try:
+            lines[kind] = [*lines.get(kind, ()), text]
+        lines |= {name: [link] for name, link in facts.items()}
+        head = Text.assemble("Serving ", (names, "bold"), " at ", (url, "bold cyan"))
+        hint = Text("  Ctrl-C stops it", style="dim")
+        self._print(Text(""), head, *_aligned(lines), hint, Text(""))
+
+    def joined(self, model: str, to_try: tuple[str, str], still_loading: Sequence[str]) -> None:
+        """Another model is ready after `serving` was told; the arguments are as there."""
+        rest = f" (not yet: {', '.join(still_loading)})" if still_loading else ""
+        if not self._is_terminal:
+            logger.info("serving %s too%s", model, rest)
+            logger.info("%s: %s", *to_try)
+            return
+        head = Text.assemble("Serving ", (model, "bold"), " too", rest)
+        self._print(head, *_aligned({to_try[0]: [to_try[1]]}), Text(""))
+
+    def stopping(self, reason: str) -> None:
+        """No new work is taken; what was accepted is finished."""
+        if self._is_terminal:
+            self._print(Text(f"Stopping ({escape(reason)}): finishing what was accepted"))
+        else:
+            logger.info("stopping: %s", reason)
+
+    def stopped(self) -> None:
+        """Everything has ended."""
+        if self._is_terminal:
+            self._print(Text("Stopped", style="bold"))
+        else:
+            logger.info("stopped")
+
+    def _say(self, level: int, worker: str, text: str, style: str) -> None:
+        placement = self._placements.get(worker, "")
+        if not self._is_terminal:
+            logger.log(level, "%s%s: %s", worker, f" on {placement}" if placement else "", text)
+            return
+        name_width = max(map(len, self._placements), default=0)
+        place_width = max(map(len, self._placements.values()), default=0)
+        self._print(
+            Text.assemble(
+                f"  {escape(worker):{name_width}}  ",
+                (f"{escape(placement):{place_width}}  ", "cyan"),
+                (escape(text), style),
+            )
+        )
+
+    def _print(self, *lines: Text) -> None:
+        with self._rich.capture() as capture:
+            self._rich.print(*lines, sep="\n")
+        assert self._logs is not None, "only a terminal gets lines"
+        self._logs.write(capture.get())
+
+
+def _aligned(facts: Mapping[str, Sequence[str]]) -> list[Text]:
+    """A line per value, with the names in a column of their own."""
+    width = max(map(len, facts))
+    return [
+        Text.assemble((f"  {'' if number else name:{width}}  ", "dim"), escape(value))
+        for name, values in facts.items()
+        for number, value in enumerate(values)
+    ]

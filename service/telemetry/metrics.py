@@ -1,0 +1,369 @@
+"""Every number that `/metrics` shows: cheap to record, and put into Prometheus' words on demand.
+
+Recording and rendering both happen in the front end's event loop, so there are no locks. Counters
+are plain attributes; the hot path does `metrics.queue_wait.observe(seconds)`.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from inferpool.service.telemetry.distribution import Distribution
+from inferpool.service.telemetry.exemplars import Bucket, Exemplars
+from inferpool.workers.host.engine import Cause
+
+logger = logging.getLogger(__name__)
+
+RejectReason = Literal[
+    "queue_full", "arena_full", "deadline", "objective", "draining", "unavailable", "quarantined"
+]
+
+DURATION_EDGES_S = (
+    *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
+    *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
+)
+"""From the fastest answer of a model that does nothing to the longest timeouts in use."""
+DURATION_PARTS = 8
+"""What each of these buckets is divided into for percentiles: it spans a factor of 2.5 at most, so
+that a part spans 12 %."""
+BATCH_SIZE_EDGES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
+
+NO_MODEL = "-"
+"""The label of calls that name no model served here; no model can be called this."""
+
+
+class ModelMetrics:
+    """What is counted for one model. The attributes are written where things happen.
+
+    Every instance that is `accepted` ends in exactly one of `succeeded`, `failed`, `expired` and
+    `cancelled`. `in_flight` is counted by itself, so that the books can be checked: at every
+    instant accepted = succeeded + failed + expired + cancelled + in flight.
+    """
+
+    __slots__ = (
+        "accepted",
+        "answer_duration",
+        "batch_size",
+        "cancelled",
+        "error_duration",
+        "exemplars",
+        "expired",
+        "failed",
+        "in_flight",
+        "inference_duration",
+        "name",
+        "prepare_duration",
+        "queue_wait",
+        "rejected",
+        "requests",
+        "restarts",
+        "retried",
+        "succeeded",
+    )
+
+    def __init__(self, name: str) -> None:
+        """Start at zero."""
+        self.name = name
+        self.requests: dict[int, int] = defaultdict(int)
+        """HTTP calls by status: `requests[200] += 1`."""
+        self.answer_duration = Distribution(DURATION_EDGES_S, DURATION_PARTS)
+        """Seconds from the head of an HTTP call to its answer, of those answered with 200."""
+        self.error_duration = Distribution(DURATION_EDGES_S, DURATION_PARTS)
+        """The same, of all others: many are refusals, which take no time."""
+        self.exemplars = Exemplars(DURATION_EDGES_S)
+        """Of both together."""
+        self.queue_wait = Distribution(DURATION_EDGES_S, DURATION_PARTS)
+        """Seconds from an instance's arrival until work on its batch began."""
+        self.prepare_duration = Distribution(DURATION_EDGES_S, DURATION_PARTS)
+        """Seconds of decoding and collating, per batch."""
+        self.inference_duration = Distribution(DURATION_EDGES_S, DURATION_PARTS)
+        """Seconds of the forward pass and rendering, per batch."""
+        self.batch_size = Distribution(BATCH_SIZE_EDGES)
+        """Instances per batch."""
+        self.accepted = 0
+        self.succeeded = 0
+        self.failed = 0
+        self.expired = 0
+        self.cancelled = 0
+        self.in_flight = 0
+        self.retried = 0
+        """Instances sent again after the worker that held them was lost."""
+        self.rejected: dict[RejectReason, int] = dict.fromkeys(get_args(RejectReason), 0)
+        """Instances refused at the door, by reason: `rejected["queue_full"] += 1`."""
+        self.restarts: dict[Cause, int] = dict.fromkeys(get_args(Cause), 0)
+        """Incarnations that ended, or did not start, by what ended them."""
+
+    @property
+    def request_duration(self) -> Distribution:
+        """Seconds from the head of an HTTP call to its answer, of all."""
+        return self.answer_duration + self.error_duration
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """A value that is asked for when the metrics are rendered."""
+
+    name: str
+    """A key of `GAUGES` or `COUNTERS`."""
+    value: float
+    labels: tuple[str, ...] = ()
+    """Values for the labels it has there, in that order."""
+
+
+GaugeSource = Callable[[], Iterable[Reading]]
+
+GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "queue_depth": ("Instances that wait for a worker.", ("model",)),
+    "max_queue_length": ("Instances that may wait; more are refused.", ("model",)),
+    "queue_bytes": ("Payload bytes of the instances that wait.", ("model",)),
+    "max_batch_size": ("Instances that a batch may have now.", ("model",)),
+    "quarantined_inputs": ("Inputs refused because workers died of them.", ("model",)),
+    "arena_used_bytes": ("Shared memory taken by payloads, rounding included.", ()),
+    "arena_bytes": ("Shared memory reserved for payloads.", ()),
+    "workers": ("Workers by state.", ("model", "state")),
+    "worker_up": ("Whether this worker takes batches.", ("model", "worker", "device")),
+    "worker_stalled": (
+        "Whether it is ready, but neither at work nor showing a sign of life.",
+        ("model", "worker"),
+    ),
+    "worker_incarnation": ("Lives of the worker before this one.", ("model", "worker")),
+    "worker_resident_memory_bytes": (
+        "Memory of the worker's process, or of all its ranks.",
+        ("model", "worker"),
+    ),
+    "worker_rank_resident_memory_bytes": (
+        "Memory of one process of a worker whose model is split.",
+        ("model", "worker", "rank"),
+    ),
+    "worker_rank_parameter_bytes": (
+        "Parameters and buffers of the part of the model that this rank holds.",
+        ("model", "worker", "rank"),
+    ),
+    "worker_beat_age_seconds": ("Since the worker's loop last turned.", ("model", "worker")),
+    "worker_answer_age_seconds": (
+        "Since the worker last proved itself by an answer.",
+        ("model", "worker"),
+    ),
+    "worker_batch_age_seconds": (
+        "For how long the worker has been at its batch; 0 while it has none.",
+        ("model", "worker"),
+    ),
+    "worker_speed_gain": (
+        "How many times as fast as exact the worker's speed preset was when it was measured.",
+        ("model", "worker", "preset"),
+    ),
+    "worker_speed_deviation": (
+        "How far that preset was from exact on the sample inputs, at most.",
+        ("model", "worker", "preset"),
+    ),
+    "model_ready": ("Whether the model has a worker that takes batches.", ("model",)),
+    "ready": ("Whether this host should be sent requests.", ()),
+    "draining": ("Whether this host takes leave of its clients.", ()),
+    "connections": ("Open HTTP connections.", ()),
+    "unfinished_bytes": ("Bytes of requests that are on their way.", ()),
+    "max_unfinished_bytes": ("Bytes that such requests may take; the slowest are refused.", ()),
+    "unread_bytes": ("Bytes of answers that clients have not read.", ()),
+    "max_unread_bytes": ("Bytes that such answers may take; the slowest readers go.", ()),
+    "gpu_up": ("Whether the driver answers for this GPU.", ("gpu", "uuid")),
+    "gpu_memory_bytes": ("Memory of the GPU.", ("gpu", "uuid")),
+    "gpu_memory_used_bytes": ("Memory of the GPU in use, by whomever.", ("gpu", "uuid")),
+    "gpu_utilization_ratio": ("Share of the time in which the GPU was at work.", ("gpu", "uuid")),
+    "gpu_temperature_celsius": ("Temperature of the GPU.", ("gpu", "uuid")),
+    "gpu_power_watts": ("What the GPU takes.", ("gpu", "uuid")),
+    "gpu_last_xid": ("The last critical error that the driver reported.", ("gpu", "uuid")),
+    "front_up": ("Whether this front takes connections.", ("front",)),
+    "front_connections": ("Open HTTP connections of this front.", ("front",)),
+}
+"""What a source may report: help text and label names. Names get the prefix `inferpool_`."""
+COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "gpu_xid_errors": ("Critical errors that the driver reported.", ("gpu", "uuid")),
+    "unfinished_refused": ("Requests refused because too many were on their way.", ()),
+    "readers_cut": ("Connections closed because too many answers were not read.", ()),
+    "front_restarts": ("Fronts that ended and were started again.", ("front",)),
+    "traces_exported": ("Traced calls that the collector has taken.", ()),
+    "traces_dropped": ("Traced calls that no collector will see: it was down, or too slow.", ()),
+    "log_lines_dropped": ("Log lines lost because nobody read them in time.", ()),
+}
+"""What a source may report that only ever grows. Names get the suffix `_total` besides."""
+
+
+class Metrics:
+    """All of them, in a registry of its own."""
+
+    def __init__(self, models: Iterable[str], versions: Mapping[str, str]) -> None:
+        """Start at zero.
+
+        Args:
+            models: Names of the models served; no other name becomes a label.
+            versions: Labels of the build information: {"version": "0.1.0", "torch": ...}.
+        """
+        self.unknown_model = ModelMetrics(NO_MODEL)
+        """Only its `requests` are shown."""
+        self._models = {name: ModelMetrics(name) for name in models}
+        self._versions = dict(versions)
+        self._sources: list[GaugeSource] = []
+        self._refresh: Callable[[], Awaitable[None]] | None = None
+        self._registry = CollectorRegistry()
+        self._registry.register(_ServiceCollector(self._families))
+        ProcessCollector(registry=self._registry)
+
+    def model(self, name: str) -> ModelMetrics:
+        """The metrics of a model; of `unknown_model` if it is not served here."""
+        return self._models.get(name, self.unknown_model)
+
+    def add_model(self, name: str) -> ModelMetrics:
+        """Serve one more model."""
+        return self._models.setdefault(name, ModelMetrics(name))
+
+    def gauge_source(self, source: GaugeSource) -> None:
+        """Ask this whenever the metrics are rendered, in the event loop: it must be quick."""
+        self._sources.append(source)
+
+    def refresh_by(self, refresh: Callable[[], Awaitable[None]]) -> None:
+        """Call this before the metrics are rendered: others count too."""
+        self._refresh = refresh
+
+    async def refresh(self) -> None:
+        """Have what others have counted brought here."""
+        if self._refresh is not None:
+            await self._refresh()
+
+    def render(self, accept: str = "") -> tuple[bytes, str]:
+        """The metrics in Prometheus' text format, or in OpenMetrics' where that is accepted.
+
+        Args:
+            accept: The Accept header of the call.
+
+        Returns:
+            The body and its Content-Type.
+        """
+        kinds = {part.partition(";")[0].strip().lower() for part in accept.split(",")}
+        # The versions and escapings that a client may name besides make no difference to names
+        # like ours, and the library fails on some.
+        wanted = "application/openmetrics-text"
+        encode, content_type = choose_encoder(wanted if wanted in kinds else "text/plain")
+        return encode(self._registry), content_type
+
+    def _families(self) -> Iterator[Metric]:
+        models = list(self._models.values())
+        yield _build_info(self._versions)
+        yield _requests([*models, self.unknown_model])
+        yield from _counters(models)
+        yield from _histograms(models)
+        yield _in_flight(models)
+        yield from self._gauges()
+
+    def _gauges(self) -> Iterator[Metric]:
+        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+        for source in self._sources:
+            try:
+                readings = list(source())
+            except Exception:  # one broken source must not cost the rest of the page
+                logger.exception("a source of gauges failed")
+                continue
+            for reading in readings:
+                if reading.name not in families:
+                    families[reading.name] = _family(reading.name)
+                families[reading.name].add_metric(reading.labels, reading.value)
+        yield from families.values()
+
+
+class _ServiceCollector(Collector):
+    """Asks for the families anew at each scrape."""
+
+    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        self._collect = collect
+
+    def collect(self) -> Iterable[Metric]:
+        return self._collect()
+
+    def describe(self) -> Iterable[Metric]:
+        return ()  # so that registering does not collect
+
+
+def _family(name: str) -> GaugeMetricFamily | CounterMetricFamily:
+    """A family for the readings of this name, still without any."""
+    if name in COUNTERS:
+        text, labels = COUNTERS[name]
+        return CounterMetricFamily(f"inferpool_{name}", text, labels=labels)
+    text, labels = GAUGES[name]
+    return GaugeMetricFamily(f"inferpool_{name}", text, labels=labels)
+
+
+def _build_info(versions: Mapping[str, str]) -> Metric:
+    family = InfoMetricFamily("inferpool_build", "What is running.")
+    family.add_metric([], dict(versions))
+    return family
+
+
+def _requests(models: Sequence[ModelMetrics]) -> Metric:
+    family = _counter("requests", "HTTP calls, by status.", "code")
+    for model in models:
+        for code, count in sorted(model.requests.items()):
+            family.add_metric((model.name, str(code)), count)
+    return family
+
+
+def _counters(models: Sequence[ModelMetrics]) -> Iterator[Metric]:
+    instances = _counter("instances", "Instances accepted, and how they ended.", "outcome")
+    retried = _counter("instances_retried", "Instances sent again after a worker was lost.")
+    rejected = _counter("rejected", "Instances refused at the door.", "reason")
+    restarts = _counter(
+        "worker_restarts", "Workers that ended or did not start, and why.", "reason"
+    )
+    for model in models:
+        for outcome in ("accepted", "succeeded", "failed", "expired", "cancelled"):
+            instances.add_metric((model.name, outcome), getattr(model, outcome))
+        retried.add_metric((model.name,), model.retried)
+        for reason, count in model.rejected.items():
+            rejected.add_metric((model.name, reason), count)
+        for cause, count in model.restarts.items():
+            restarts.add_metric((model.name, cause), count)
+    yield from (instances, retried, rejected, restarts)
+
+
+def _counter(name: str, text: str, *labels: str) -> CounterMetricFamily:
+    return CounterMetricFamily(f"inferpool_{name}", text, labels=("model", *labels))
+
+
+def _histograms(models: Sequence[ModelMetrics]) -> Iterator[Metric]:
+    for attribute, name, text in (
+        ("request_duration", "request_duration_seconds", "From an HTTP call to its answer."),
+        (
+            "queue_wait",
+            "queue_wait_seconds",
+            "What an instance waited, here and in its worker.",
+        ),
+        ("prepare_duration", "prepare_duration_seconds", "Decoding and collating a batch."),
+        ("inference_duration", "inference_duration_seconds", "Computing and rendering a batch."),
+        ("batch_size", "batch_size", "Instances in a batch."),
+    ):
+        family = HistogramMetricFamily(f"inferpool_{name}", text, labels=("model",))
+        for model in models:
+            values: Distribution = getattr(model, attribute)
+            buckets: Sequence[Bucket] = values.buckets()
+            if attribute == "request_duration":
+                buckets = model.exemplars.put_on(values.buckets())
+            family.add_metric((model.name,), buckets, values.sum)
+        yield family
+
+
+def _in_flight(models: Sequence[ModelMetrics]) -> Metric:
+    text = "Instances accepted that have not ended."
+    family = GaugeMetricFamily("inferpool_instances_in_flight", text, labels=("model",))
+    for model in models:
+        family.add_metric((model.name,), model.in_flight)
+    return family

@@ -1,0 +1,1 @@
+"""Commands that serve nobody's request: they know a service from outside."""

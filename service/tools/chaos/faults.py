@@ -1,0 +1,254 @@
+"""What is done to workers and the forkserver, when, and to which: a seed decides it all."""
+
+import asyncio
+import contextlib
+import heapq
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import psutil
+
+from inferpool.service.tools.chaos.load import PATIENCE_S, Tally
+from inferpool.service.tools.chaos.plan import Fault
+from inferpool.service.tools.chaos.questions import Question, is_refusal, problem_code
+from inferpool.service.tools.chaos.watch import FORKSERVER, Recovery, Watch
+from inferpool.service.tools.trial.client import Address, NoAnswerError, connect
+from inferpool.service.tools.trial.health import WorkerState
+
+PLACES = ("preprocess", "forward", "render")
+"""Where a poisoned input kills its worker: see `models.sources.poisonable`."""
+PARAMETER = "inferpool_chaos"
+
+_FIRST_POISON = 10**15
+"""Numbers of poisoned requests, far above all others."""
+_RETRY_S = 0.1
+_WAIT_S = 0.02
+
+
+def schedule(seed: int, every_s: Mapping[Fault, float]) -> Iterator[tuple[float, Fault]]:
+    """When what happens, in seconds from the beginning, for ever.
+
+    Args:
+        seed: Decides everything.
+        every_s: The mean time between two faults of a kind; 0 is never. Each comes after half to
+            one and a half of it, so that it meets the service in any state.
+    """
+    rngs = {kind: random.Random(f"{seed} {kind}") for kind in every_s}
+    due = [(rngs[kind].uniform(0.5, 1.5) * s, kind) for kind, s in every_s.items() if s > 0]
+    heapq.heapify(due)
+    while due:
+        moment, kind = due[0]
+        yield moment, kind
+        heapq.heapreplace(due, (moment + rngs[kind].uniform(0.5, 1.5) * every_s[kind], kind))
+
+
+@dataclass(slots=True)
+class Poisonings:
+    """What became of the inputs that kill their workers."""
+
+    num_sent: int = 0
+    """Different ones."""
+    right: int = 0
+    """Answered with 500 `worker_crashed`, and with 422 `quarantined` when asked again."""
+    num_accepted: int = 0
+    """Instances among them that were admitted."""
+    num_quarantined: int = 0
+    """Refused at the second try."""
+    num_attempts: int = 0
+    refused: Counter[int] = field(default_factory=Counter)
+
+
+class Faults:
+    """Does to a service what the schedule says. Lives in the event loop."""
+
+    def __init__(
+        self,
+        address: Address,
+        watch: Watch,
+        tally: Tally,
+        questions: Sequence[Question],
+        *,
+        seed: int,
+        every_s: Mapping[Fault, float],
+        timeout_s: float,
+        keeps_quarantine: bool,
+    ) -> None:
+        """Do nothing yet.
+
+        Args:
+            address: Of the service.
+            watch: Told of each fault.
+            tally: Where wrong and lost answers of poisoned inputs are counted too.
+            questions: What is poisoned.
+            seed: Decides when and to whom.
+            every_s: See `schedule`.
+            timeout_s: The deadline that the service itself gives each request.
+            keeps_quarantine: Whether the service refuses an input that has killed workers.
+        """
+        self.counts: Counter[Fault] = Counter()
+        self.poisonings = Poisonings()
+        self._address = address
+        self._watch = watch
+        self._tally = tally
+        self._questions = questions
+        self._every_s = every_s
+        self._schedule = schedule(seed, every_s)
+        self._rng = random.Random(f"{seed} who")
+        self._rest = random.Random(f"{seed} rest")
+        self._timeout_s = timeout_s
+        self._keeps_quarantine = keeps_quarantine
+
+    def does(self, fault: Fault) -> bool:
+        """Whether this is on the schedule at all."""
+        return self._every_s[fault] > 0
+
+    async def run(self) -> None:
+        """Follow the schedule until cancelled; a poisoning that is under way is seen through."""
+        began = time.monotonic()
+        poisoning: asyncio.Task[None] | None = None
+        try:
+            for moment, fault in self._schedule:
+                await asyncio.sleep(began + moment - time.monotonic())
+                if fault == "forkserver":
+                    await self._strike_forkserver()
+                elif fault != "poison":
+                    await self._strike(fault)
+                    # What had to wait puts all else off, so that nothing comes in a burst.
+                    began = max(began, time.monotonic() - moment)
+                elif poisoning is not None and not poisoning.done():
+                    continue  # one at a time: each costs three workers their lives
+                else:
+                    poisoning = asyncio.create_task(self._poison(self.counts[fault]))
+                self.counts[fault] += 1
+        finally:
+            if poisoning is not None:
+                await poisoning
+
+    async def _strike(self, kind: Literal["kill", "stop"]) -> None:
+        """Kill or stop a process of a worker that is well, as soon as there is one.
+
+        Of a worker whose model is split it is any rank.
+
+        While a killed one is not back, nothing is done, nor at the moment when it is: that finds it
+        at the same requests again, which the service would have to take for the cause of it. A
+        stopped one is no reason to wait.
+        """
+        while not (well := await self._well(kind)) or not self._strike_one_of(well, kind):
+            while not await self._well(kind):  # noqa: ASYNC110  # the service tells who asks
+                await asyncio.sleep(_WAIT_S)
+            await asyncio.sleep(self._rest.uniform(0.0, self._every_s[kind]))
+
+    async def _strike_forkserver(self) -> None:
+        """Kill or stop the forkserver as soon as it is well, and whatever state the workers are in.
+
+        It is stopped every other time.
+        """
+        while True:
+            with contextlib.suppress(OSError, NoAnswerError):
+                forkserver = (await self._watch.look()).forkserver
+                if forkserver is not None and forkserver.state == "ready":
+                    break
+            await asyncio.sleep(_RETRY_S)
+        is_kill = self.counts["forkserver"] % 2 == 0
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            processes = [psutil.Process(forkserver.pid)]
+            began = time.monotonic()
+            os.kill(forkserver.pid, signal.SIGKILL if is_kill else signal.SIGSTOP)
+            recovery = Recovery(
+                kind="forkserver",
+                worker=FORKSERVER,
+                incarnation=forkserver.incarnation,
+                processes=processes,
+                began=began,
+            )
+            self._watch.add(recovery)
+
+    async def _well(self, kind: Literal["kill", "stop"]) -> list[WorkerState]:
+        """The workers that are ready, and that nothing was done to; none while it is not time."""
+        if any(each.kind in ("kill", kind) for each in self._watch.pending):
+            return []
+        try:
+            health = await self._watch.look()
+        except (OSError, NoAnswerError):
+            return []
+        struck = {each.worker for each in self._watch.pending}
+        return [w for w in health.workers if w.state == "ready" and w.pids and w.name not in struck]
+
+    def _strike_one_of(self, well: Sequence[WorkerState], kind: Literal["kill", "stop"]) -> bool:
+        worker = self._rng.choice(well)
+        rank, pid = self._rng.choice(list(worker.pids.items()))
+        number = signal.SIGKILL if kind == "kill" else signal.SIGSTOP
+        try:
+            processes = [psutil.Process(each) for each in worker.pids.values()]
+            began = time.monotonic()
+            os.kill(pid, number)
+        except (ProcessLookupError, psutil.NoSuchProcess):  # it died of a poison since
+            return False
+        recovery = Recovery(
+            kind=kind,
+            worker=worker.name,
+            incarnation=worker.incarnation,
+            rank=rank,
+            processes=processes,
+            began=began,
+        )
+        self._watch.add(recovery)
+        return True
+
+    async def _poison(self, index: int) -> None:
+        """Send an input that kills its worker, and the same once more."""
+        question = self._questions[index % len(self._questions)]
+        number = _FIRST_POISON + index
+        place = PLACES[index % len(PLACES)]
+        request = question.request(number, f"?{PARAMETER}={place}-{index}")
+        self.poisonings.num_sent += 1
+        if await self._ask(number, request, 500, "worker_crashed"):
+            self.poisonings.num_accepted += question.num_instances
+            if not self._keeps_quarantine:
+                self.poisonings.right += 1
+            elif await self._ask(number, request, 422, "quarantined"):
+                self.poisonings.right += 1
+                self.poisonings.num_quarantined += question.num_instances
+
+    async def _ask(self, number: int, request: bytes, status: int, code: str) -> bool:
+        """Whether a request has the answer that it should; counts it if not."""
+        tally = self._tally
+        while True:
+            self.poisonings.num_attempts += 1
+            try:
+                connection = await connect(self._address, self._on_stray)
+                try:
+                    answer = await connection.ask(request, self._timeout_s + PATIENCE_S)
+                finally:
+                    connection.close()
+            except (OSError, NoAnswerError) as error:
+                tally.lost += 1
+                tally.note(f"poison {number} is lost: {error!r}")
+                return False
+            if not is_refusal(answer.status, answer.body):
+                break
+            self.poisonings.refused[answer.status] += 1
+            await asyncio.sleep(_RETRY_S)
+        found = problem_code(answer.body)
+        if (answer.status, found, answer.request_id) == (status, code, b"%d" % number):
+            return True
+        if answer.status == 504:  # three workers had no time to come back
+            tally.expired += 1
+            self.poisonings.num_accepted += 1
+            return False
+        tally.wrong += 1
+        tally.note(
+            f"poison {number}: expected {status} {code}, found {answer.status} {found} "
+            f"{answer.body[:200]!r}"
+        )
+        return False
+
+    def _on_stray(self) -> None:
+        self._tally.duplicated += 1
+        self._tally.note("an answer came to a poison that had one")

@@ -1,0 +1,167 @@
+"""Many clients that ask numbered questions one after another, and count what becomes of them."""
+
+import asyncio
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from inferpool.service.tools.chaos.questions import Question, is_refusal, problem_code
+from inferpool.service.tools.trial.client import (
+    Address,
+    NoAnswerError,
+    TrialAnswer,
+    TrialConnection,
+    connect,
+)
+
+_PAUSE_S = 0.05
+"""After a refusal."""
+_MAX_EXAMPLES = 20
+SLACK_S = 0.5
+"""How long after its deadline an answer may come: the way here, on a machine that is busy."""
+PATIENCE_S = 5.0
+"""How long after its deadline a request counts as lost."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of the numbered requests. Written by the event loop alone."""
+
+    num_sent: int = 0
+    """Numbers that were asked, each counted once however often it was refused."""
+    num_instances_sent: int = 0
+    """In all attempts."""
+    num_instances_right: int = 0
+    right: int = 0
+    wrong: int = 0
+    lost: int = 0
+    duplicated: int = 0
+    expired: int = 0
+    """Answered with 504: their deadline passed first."""
+    late: int = 0
+    """Of all answers, those that came after the deadline and the slack."""
+    refused: Counter[int] = field(default_factory=Counter)
+    """Attempts that were turned away, by status; the same number was asked again."""
+    examples: list[str] = field(default_factory=list)
+    """Of what went wrong."""
+    latencies_s: "array[float]" = field(default_factory=lambda: array("d"))
+    """Of the right answers, from the first attempt."""
+
+    def note(self, text: str) -> None:
+        """Keep an example, unless there are many."""
+        if len(self.examples) < _MAX_EXAMPLES:
+            self.examples.append(text)
+
+    @property
+    def num_settled(self) -> int:
+        """Numbers that nothing more will become of."""
+        return self.right + self.wrong + self.lost + self.expired
+
+
+class Load:
+    """A closed loop: each client asks its next question when it has its answer."""
+
+    def __init__(
+        self,
+        address: Address,
+        questions: Sequence[Question],
+        tally: Tally,
+        *,
+        timeout_s: float,
+        is_over: Callable[[], bool],
+    ) -> None:
+        """Ask nothing yet.
+
+        Args:
+            address: Of the service.
+            questions: Asked in turn, the number telling which.
+            tally: Where to count.
+            timeout_s: The deadline that the service itself gives each request.
+            is_over: Asked before each request.
+        """
+        self._address = address
+        self._questions = questions
+        self._tally = tally
+        self._timeout_s = timeout_s
+        self._is_over = is_over
+
+    async def run(self, numbers: Iterator[int], num_clients: int) -> None:
+        """Have so many clients share the numbers out, until it is over.
+
+        Raises:
+            OSError: Nobody listens.
+        """
+        async with asyncio.TaskGroup() as group:
+            for _ in range(num_clients):
+                group.create_task(self._be_client(numbers))
+
+    async def _be_client(self, numbers: Iterator[int]) -> None:
+        connection: TrialConnection | None = None
+        try:
+            while not self._is_over():
+                number = next(numbers)
+                self._tally.num_sent += 1
+                connection = await self._settle(number, connection)
+        finally:
+            if connection is not None:
+                connection.close()
+
+    async def _settle(
+        self, number: int, connection: TrialConnection | None
+    ) -> TrialConnection | None:
+        """Ask until there is an answer or none is to be had; returns the connection to go on with.
+
+        A refused request was never accepted, so nothing is owed: it is asked again.
+        """
+        tally = self._tally
+        question = self._questions[number % len(self._questions)]
+        request = question.request(number)
+        began = time.monotonic()
+        while True:
+            if connection is None or not connection.is_open:
+                connection = await connect(self._address, self._on_stray)
+            tally.num_instances_sent += question.num_instances
+            asked = time.monotonic()
+            try:
+                answer = await connection.ask(request, self._timeout_s + PATIENCE_S, b"%d" % number)
+            except NoAnswerError as error:
+                tally.lost += 1
+                tally.note(f"request {number} is lost: {error}")
+                connection.close()
+                return None
+            now = time.monotonic()
+            if now - asked > self._timeout_s + SLACK_S:
+                tally.late += 1
+            if not is_refusal(answer.status, answer.body):
+                break
+            tally.refused[answer.status] += 1
+            await asyncio.sleep(_PAUSE_S)
+        self._judge(number, question, answer, now - began)
+        return connection
+
+    def _judge(
+        self, number: int, question: Question, answer: TrialAnswer, latency_s: float
+    ) -> None:
+        tally = self._tally
+        if answer.status == 200 and answer.request_id == b"%d" % number:
+            complaint = question.complaint(number, answer.body)
+            if not complaint:
+                tally.right += 1
+                tally.num_instances_right += question.num_instances
+                tally.latencies_s.append(latency_s)
+                return
+        elif answer.status == 504:
+            tally.expired += 1
+            return
+        elif answer.request_id != b"%d" % number:
+            complaint = f"its X-Request-ID is {answer.request_id!r}"
+        else:
+            complaint = f"{answer.status} {problem_code(answer.body)} {answer.body[:200]!r}"
+        tally.wrong += 1
+        tally.note(f"request {number} is wrong: {complaint}")
+
+    def _on_stray(self) -> None:
+        self._tally.duplicated += 1
+        self._tally.note("an answer came that nobody had asked for")

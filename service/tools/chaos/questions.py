@@ -1,0 +1,156 @@
+"""What is asked, and what is right: f(number) for each numbered request."""
+
+import json
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from inferpool.service.tools.chaos.answers import Expected
+from inferpool.service.tools.trial.client import TrialConnection, head_of
+from inferpool.service.tools.trial.errors import TrialError
+from inferpool.service.tools.trial.inputs import TrialInput, echo_texts
+
+_ASK_ALONE_S = 120.0
+_REFUSALS = (429, 503)
+
+
+class Question(Protocol):
+    """Something that can be asked under any number."""
+
+    num_instances: int
+    """Of each request."""
+
+    def request(self, number: int, query: str = "") -> bytes:
+        """The whole HTTP request; its X-Request-ID is the number."""
+
+    def complaint(self, number: int, body: bytes) -> str:
+        """What is wrong with the answer; empty if nothing is."""
+
+
+class KnownQuestion:
+    """An input whose answer is known, since the model was asked before anything was broken."""
+
+    def __init__(
+        self, path: str, given: TrialInput, expected: Expected, num_instances: int
+    ) -> None:
+        self.given = given
+        self.expected = expected
+        self.num_instances = num_instances
+        self._path = path
+        self._head = self._head_of("")
+
+    def request(self, number: int, query: str = "") -> bytes:
+        """See `Question`."""
+        head = self._head_of(query) if query else self._head
+        return b"%sX-Request-ID: %d\r\n\r\n%s" % (head, number, self.given.body)
+
+    def complaint(self, number: int, body: bytes) -> str:
+        """See `Question`."""
+        return self.expected.complaint(body)
+
+    def _head_of(self, query: str) -> bytes:
+        given = self.given
+        return head_of(
+            "POST", self._path + query, content_type=given.content_type, num_bytes=len(given.body)
+        )
+
+
+class EchoQuestion:
+    """JSON that comes back: another one for each number, so that any mix-up is seen."""
+
+    num_instances = 1
+
+    def __init__(self, path: str, seed: int) -> None:
+        self._path = path
+        self._texts = echo_texts(seed)
+
+    def request(self, number: int, query: str = "") -> bytes:
+        """See `Question`."""
+        body = b'{"instances":[%s]}' % self._instance(number)
+        head = head_of(
+            "POST", self._path + query, content_type="application/json", num_bytes=len(body)
+        )
+        return b"%sX-Request-ID: %d\r\n\r\n%s" % (head, number, body)
+
+    def complaint(self, number: int, body: bytes) -> str:
+        """See `Question`."""
+        expected = b'{"predictions":[%s]}' % self._instance(number)
+        return "" if body == expected else f"expected {expected[:80]!r}, found {body[:80]!r}"
+
+    def _instance(self, number: int) -> bytes:
+        start = number * 7 % 800
+        text = self._texts[start : start + number % 200]
+        return b'{"n":%d,"text":"%s"}' % (number, text.encode("ascii"))
+
+
+async def learn(
+    connection: TrialConnection, path: str, given: TrialInput, tolerance: float
+) -> KnownQuestion:
+    """Ask a healthy service for an answer, twice, and take it for the right one.
+
+    Raises:
+        TrialError: The input is refused, or has two answers.
+        NoAnswerError: There is no answer.
+    """
+    head = head_of("POST", path, content_type=given.content_type, num_bytes=len(given.body))
+    request = head + b"X-Request-ID: learn\r\n\r\n" + given.body
+    bodies = []
+    for _ in range(2):
+        answer = await connection.ask(request, _ASK_ALONE_S)
+        if answer.status != 200:
+            raise TrialError(
+                f"{path} answers {given.name} with {answer.status}: {_detail(answer.body)}; "
+                "give inputs that it takes (--inputs PATH)"
+            )
+        bodies.append(answer.body)
+    expected = Expected(bodies[0], tolerance)
+    if complaint := expected.complaint(bodies[1]):
+        raise TrialError(
+            f"{path} answers {given.name} in two ways, so no answer can be called right "
+            f"({complaint}); if that is rounding, raise --tolerance"
+        )
+    predictions = expected.value.get("predictions", [])
+    return KnownQuestion(path, given, expected, len(predictions))
+
+
+def indistinct(questions: Sequence[KnownQuestion]) -> list[tuple[str, str]]:
+    """Pairs of inputs whose answers are the same: a swap of those would not be seen."""
+    return [
+        (left.given.name, right.given.name)
+        for i, left in enumerate(questions)
+        for right in questions[i + 1 :]
+        if left.expected.is_same_as(right.expected)
+    ]
+
+
+def is_refusal(status: int, body: bytes) -> bool:
+    """Whether an answer says that nothing was computed, and to try again later."""
+    if status in _REFUSALS:
+        return b'"given_up"' not in body
+    return status == 200 and b'"error"' in body and _has_refused_instance(body)
+
+
+def _has_refused_instance(body: bytes) -> bool:
+    try:
+        predictions = msgspec.json.decode(body)["predictions"]
+        errors = [each["error"] for each in predictions if isinstance(each, dict)]
+        return any(error.get("status") in _REFUSALS for error in errors if isinstance(error, dict))
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return False
+
+
+def problem_code(body: bytes) -> str:
+    """The `code` of a problem; empty if it is none."""
+    try:
+        problem = json.loads(body)
+    except ValueError:
+        return ""
+    return str(problem.get("code", "")) if isinstance(problem, dict) else ""
+
+
+def _detail(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["detail"])
+    except (ValueError, KeyError, TypeError):
+        return repr(body[:200])

@@ -1,0 +1,317 @@
+"""What a run of chaos has shown: whether the promise was kept, and the figures."""
+
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TextIO
+
+from inferpool.service.telemetry.versions import version_of
+from inferpool.service.tools.chaos.faults import Poisonings
+from inferpool.service.tools.chaos.load import Tally
+from inferpool.service.tools.chaos.plan import Fault
+from inferpool.service.tools.chaos.resources import Holdings, LedgerReading
+from inferpool.service.tools.chaos.watch import Kind, Recovery
+from inferpool.service.tools.trial.machine import machine
+
+_MIB = 2**20
+_SIGNALS: Mapping[Kind, str] = {"kill": "SIGKILL", "stop": "SIGSTOP", "forkserver": "forkserver"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencySpread:
+    """Milliseconds."""
+
+    median: float
+    p99: float
+    worst: float
+
+    def __str__(self) -> str:
+        """For people."""
+        return f"{self.median:,.1f} / {self.p99:,.1f} / {self.worst:,.1f} ms"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChaosReport:
+    """All that there is to say of a run."""
+
+    models: Sequence[str]
+    workers: int
+    clients: int
+    seed: int
+    seconds: float
+    """Under faults."""
+    is_complete: bool
+    """Whether it ran to its end."""
+    is_interrupted: bool
+    """Whether a person ended it."""
+    planned_kills: int
+    quiet: Tally
+    """Before the faults."""
+    chaos: Tally
+    """During them."""
+    faults: Mapping[Fault, int]
+    poisonings: Poisonings
+    recoveries: Sequence[Recovery]
+    indistinct: int
+    """Pairs of inputs with the same answer."""
+    ledger: LedgerReading | None
+    """Of the service, since the quiet part began; None if it could not be read."""
+    before: Holdings
+    after: Holdings | None
+    exit_code: int | None
+    """Of the service, when it was told to stop."""
+    left_over: int
+    """Processes of it that were still there then."""
+    notes: Sequence[str] = ()
+    plan: str = ""
+    """When it was to end, for people."""
+
+    @property
+    def attempts(self) -> int:
+        """Instances that were sent in all, refused ones included."""
+        poisoned = self.poisonings.num_attempts
+        return self.quiet.num_instances_sent + self.chaos.num_instances_sent + poisoned
+
+    @property
+    def untried(self) -> list[str]:
+        """Kinds of faults that were asked for and did not happen."""
+        return [kind for kind, count in self.faults.items() if not count]
+
+    def problems(self) -> list[str]:
+        """What broke the promise; empty if it was kept."""
+        found = []
+        for name in ("wrong", "lost", "duplicated"):
+            count = getattr(self.chaos, name) + getattr(self.quiet, name)
+            if count:
+                found.append(f"{count} {name}")
+        if self.chaos.late or self.quiet.late:
+            found.append(f"{self.chaos.late + self.quiet.late} answered long after their deadline")
+        if not self.is_complete and not self.is_interrupted:
+            found.append("the run ended before its time")
+        found += self._of_ledger()
+        found += self._of_holdings()
+        if self.exit_code != 0 and self.is_complete:
+            how = "did not stop" if self.exit_code is None else f"exited with {self.exit_code}"
+            found.append(f"the service {how} when it was told to")
+        if self.left_over:
+            found.append(f"{self.left_over} processes outlived the service")
+        return found
+
+    def as_dict(self) -> dict[str, object]:
+        """Everything, as JSON has it."""
+        return {
+            "problems": self.problems(),
+            "command": " ".join(["inferpool", *sys.argv[1:]]),
+            "version": version_of(),
+            "torch": version_of("torch"),
+            "machine": machine(),
+            "models": list(self.models),
+            "workers": self.workers,
+            "clients": self.clients,
+            "seed": self.seed,
+            "seconds": round(self.seconds, 3),
+            "is_complete": self.is_complete,
+            "is_interrupted": self.is_interrupted,
+            "planned_kills": self.planned_kills,
+            "faults": dict(self.faults),
+            "struck": self._struck(),
+            "poisonings": {
+                "sent": self.poisonings.num_sent,
+                "right": self.poisonings.right,
+                "attempts": self.poisonings.num_attempts,
+                "quarantined": self.poisonings.num_quarantined,
+            },
+            "quiet": _tally_dict(self.quiet),
+            "chaos": _tally_dict(self.chaos),
+            "recovery_ms": {
+                kind: {"noticed": asdict_or_none(noticed), "recovered": asdict_or_none(recovered)}
+                for kind, (noticed, recovered) in self._recovery().items()
+            },
+            "ledger": asdict(self.ledger) if self.ledger else None,
+            "before": asdict(self.before),
+            "after": asdict(self.after) if self.after else None,
+            "exit_code": self.exit_code,
+            "left_over": self.left_over,
+            "notes": list(self.notes),
+        }
+
+    def write(self, stream: TextIO) -> None:
+        """Say it to a person."""
+        rows = list(self._rows())
+        width = max(len(name) for name, _ in rows)
+        stream.writelines(f"{name:{width}}  {text}".rstrip() + "\n" for name, text in rows)
+        for text in [*self.chaos.examples, *self.quiet.examples]:
+            stream.write(f"  {text}\n")
+        problems = self.problems()
+        kept = "kept until the interruption" if self.is_interrupted else "kept"
+        if self.untried:
+            kept += f" (but {', '.join(self.untried)} did not come about: let it run for longer)"
+        verdict = f"broken: {'; '.join(problems)}" if problems else f"{kept}: one right answer each"
+        stream.write(f"The promise was {verdict}.\n")
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        chaos, quiet = self.chaos, self.quiet
+        yield "service", f"{', '.join(self.models)}; {self.workers} workers"
+        yield "machine", ", ".join(str(value) for value in machine().values())
+        yield "versions", f"inferpool {version_of()}, torch {version_of('torch')}"
+        yield "seed", str(self.seed)
+        rate = chaos.num_settled / self.seconds if self.seconds else 0.0
+        if self.plan:
+            yield "went on", self.plan
+        yield (
+            "sent",
+            f"{chaos.num_sent:,} by {self.clients} clients in {self.seconds:.1f} s "
+            f"({rate:,.0f} a second); {quiet.num_sent:,} before, undisturbed",
+        )
+        yield "right", f"{chaos.right:,}"
+        for name in ("wrong", "lost", "duplicated"):
+            yield name, f"{getattr(chaos, name) + getattr(quiet, name):,}"
+        refused = chaos.refused + quiet.refused
+        by_status = ", ".join(f"{count:,} with {status}" for status, count in refused.items())
+        yield "refused", f"{sum(refused.values()):,}" + (f": {by_status}" if by_status else "")
+        yield "expired, late", f"{chaos.expired + quiet.expired:,}, {chaos.late + quiet.late:,}"
+        kills = self.faults.get("kill", 0)
+        planned = f" of {self.planned_kills} planned" if kills < self.planned_kills else ""
+        yield (
+            "faults",
+            f"{kills} SIGKILLs{planned}, {self.faults.get('stop', 0)} SIGSTOPs, "
+            f"{self.poisonings.num_sent} poisoned inputs, "
+            f"{self.faults.get('forkserver', 0)} signals to the forkserver",
+        )
+        for kind, by_rank in self._struck().items():
+            text = ", ".join(f"rank {rank} {count} times" for rank, count in by_rank.items())
+            yield f"  {_SIGNALS[kind]}", text
+        yield from self._recovery_rows()
+        yield "latency before", f"{spread(quiet.latencies_s) or '-'}  (median / p99 / worst)"
+        yield "latency during", str(spread(chaos.latencies_s) or "-")
+        if self.ledger is not None:
+            ledger = self.ledger
+            yield (
+                "ledger",
+                f"{ledger.accepted:,} accepted = {ledger.succeeded:,} succeeded + "
+                f"{ledger.failed:,} failed + {ledger.expired:,} expired + "
+                f"{ledger.cancelled:,} cancelled + {ledger.in_flight:,} in flight",
+            )
+            yield (
+                "lost workers",
+                f"{ledger.restarts:,} restarts; {ledger.retried:,} instances were sent again",
+            )
+        if self.after is not None:
+            yield from self._holdings_rows(self.before, self.after)
+        for note in self.notes:
+            yield "note", note
+
+    def _recovery_rows(self) -> Iterator[tuple[str, str]]:
+        for kind, (noticed, recovered) in self._recovery().items():
+            yield f"{_SIGNALS[kind]} noticed", f"{noticed or '-'}  (median / p99 / worst)"
+            yield "  full capacity", str(recovered or "-")
+
+    def _holdings_rows(self, before: Holdings, after: Holdings) -> Iterator[tuple[str, str]]:
+        yield (
+            "front end",
+            (
+                f"descriptors {before.descriptors} -> {after.descriptors}, "
+                f"threads {before.threads} -> {after.threads}, "
+                f"PSS {before.pss_bytes / _MIB:.1f} -> {after.pss_bytes / _MIB:.1f} MiB"
+            ),
+        )
+        yield (
+            "all processes",
+            (
+                f"{before.processes} -> {after.processes}, PSS of the others "
+                f"{before.others_pss_bytes / _MIB:.0f} -> {after.others_pss_bytes / _MIB:.0f} MiB"
+            ),
+        )
+        yield (
+            "shared memory",
+            (
+                f"{before.shared_bytes / _MIB:.1f} -> {after.shared_bytes / _MIB:.1f} MiB in "
+                f"{before.shared_files} -> {after.shared_files} pieces; files in /dev/shm "
+                f"{before.dev_shm_files} -> {after.dev_shm_files}"
+            ),
+        )
+
+    def _recovery(self) -> dict[Kind, tuple[LatencySpread | None, LatencySpread | None]]:
+        found: dict[Kind, tuple[LatencySpread | None, LatencySpread | None]] = {}
+        for kind in _SIGNALS:
+            those = [each for each in self.recoveries if each.kind == kind]
+            if those:
+                found[kind] = (
+                    spread([r.noticed - r.began for r in those if r.noticed is not None]),
+                    spread([r.recovered - r.began for r in those if r.recovered is not None]),
+                )
+        return found
+
+    def _struck(self) -> dict[Kind, dict[int, int]]:
+        """How often which rank of the workers whose model is split, if there are any."""
+        found: dict[Kind, dict[int, int]] = {}
+        for kind in _SIGNALS:
+            ranks = [r.rank for r in self.recoveries if r.kind == kind and r.rank is not None]
+            if ranks:
+                found[kind] = dict(sorted(Counter(ranks).items()))
+        return found
+
+    def _of_ledger(self) -> Iterator[str]:
+        ledger = self.ledger
+        if ledger is None:
+            yield "the service's counters could not be read"
+            return
+        if ledger.in_flight:
+            yield f"the service's ledger does not balance: {ledger.in_flight} have no end"
+        if ledger.accepted + ledger.rejected != self.attempts:
+            yield (
+                f"{self.attempts} instances were sent, and the service counted "
+                f"{ledger.accepted} accepted and {ledger.rejected} refused"
+            )
+        succeeded = self.chaos.num_instances_right + self.quiet.num_instances_right
+        if ledger.succeeded != succeeded and not (self.chaos.wrong or self.quiet.wrong):
+            yield f"{succeeded} were answered right, and the service counted {ledger.succeeded}"
+        if ledger.arena_used_bytes:
+            yield f"{ledger.arena_used_bytes} bytes of the arena were not given back"
+
+    def _of_holdings(self) -> Iterator[str]:
+        before, after = self.before, self.after
+        if after is None:
+            return
+        for name in ("descriptors", "processes", "shared_bytes", "shared_files"):
+            was, now = getattr(before, name), getattr(after, name)
+            if now > was:
+                yield f"{name.replace('_', ' ')}: {was} before, {now} after"
+        left_behind = sum(each.num_left_behind for each in self.recoveries)
+        if left_behind:
+            yield f"{left_behind} processes outlived the worker that they were of"
+        unrecovered = sum(each.recovered is None for each in self.recoveries)
+        if unrecovered and not self.is_interrupted:
+            yield f"{unrecovered} workers did not come back"
+
+
+def spread(seconds: Sequence[float]) -> LatencySpread | None:
+    """Median, 99th percentile and worst of some times; None if there are none."""
+    if not seconds:
+        return None
+    ordered = sorted(1000 * each for each in seconds)
+    p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+    return LatencySpread(median=statistics.median(ordered), p99=p99, worst=ordered[-1])
+
+
+def asdict_or_none(value: LatencySpread | None) -> dict[str, float] | None:
+    """A spread as JSON has it."""
+    return asdict(value) if value is not None else None
+
+
+def _tally_dict(tally: Tally) -> dict[str, object]:
+    latency = spread(tally.latencies_s)
+    return {
+        "sent": tally.num_sent,
+        "right": tally.right,
+        "wrong": tally.wrong,
+        "lost": tally.lost,
+        "duplicated": tally.duplicated,
+        "expired": tally.expired,
+        "late": tally.late,
+        "refused": {str(status): count for status, count in tally.refused.items()},
+        "latency_ms": asdict_or_none(latency),
+        "examples": tally.examples,
+    }

@@ -1,0 +1,137 @@
+"""What a service holds, seen from outside: memory, descriptors, threads, processes. Linux only."""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from inferpool.service.tools.trial.client import TrialConnection
+from inferpool.service.tools.trial.memory import pss_of
+
+_TIMEOUT_S = 10.0
+_MAPPING = re.compile(
+    r"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ (\S+) (\d+)\s+(/memfd:|/dev/shm/)", re.MULTILINE
+)
+"""proc_pid_maps(5): address range, permissions, offset, device, inode, path."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holdings:
+    """What the processes of a service hold at one moment."""
+
+    descriptors: int
+    """Of the front end."""
+    threads: int
+    """Of the front end."""
+    processes: int
+    pss_bytes: int
+    """Memory of the front end, shared pages counted by share."""
+    others_pss_bytes: int
+    """Memory of all other processes."""
+    shared_bytes: int
+    """Shared memory that is mapped by any of them: anonymous (memfd) or in /dev/shm."""
+    shared_files: int
+    """How many pieces that is."""
+    dev_shm_files: int
+    """Files in /dev/shm, whoever made them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerReading:
+    """What /metrics says of the instances of all models."""
+
+    accepted: int
+    succeeded: int
+    failed: int
+    expired: int
+    cancelled: int
+    rejected: int
+    arena_used_bytes: int
+    restarts: int
+    retried: int
+    """Sent again, since their worker was lost."""
+
+    @property
+    def in_flight(self) -> int:
+        """Accepted, and without an end."""
+        return self.accepted - self.succeeded - self.failed - self.expired - self.cancelled
+
+    def since(self, before: "LedgerReading") -> "LedgerReading":
+        """What has been added since; what is used is as it is now."""
+        changes = {
+            each.name: getattr(self, each.name) - getattr(before, each.name)
+            for each in fields(self)
+            if each.name != "arena_used_bytes"
+        }
+        return LedgerReading(**changes, arena_used_bytes=self.arena_used_bytes)
+
+
+def holdings_of(front_end_pid: int, family: Sequence[psutil.Process]) -> Holdings:
+    """Look at the processes of a service."""
+    front_end = psutil.Process(front_end_pid)
+    others = [each.pid for each in family if each.pid != front_end_pid]
+    shared: dict[str, int] = {}
+    for process in family:
+        for inode, num_bytes in _shared_of(process.pid).items():
+            shared[inode] = max(shared.get(inode, 0), num_bytes)
+    return Holdings(
+        descriptors=front_end.num_fds(),
+        threads=front_end.num_threads(),
+        processes=len(family),
+        pss_bytes=pss_of(front_end_pid).total,
+        others_pss_bytes=sum(pss_of(pid).total for pid in others),
+        shared_bytes=sum(shared.values()),
+        shared_files=len(shared),
+        dev_shm_files=num_dev_shm_files(),
+    )
+
+
+def num_dev_shm_files() -> int:
+    """Files in /dev/shm."""
+    try:
+        return len(os.listdir("/dev/shm"))
+    except OSError:
+        return 0
+
+
+async def read_ledger(connection: TrialConnection) -> LedgerReading:
+    """Ask for the counters.
+
+    Raises:
+        NoAnswerError: There is no answer that tells.
+    """
+    page = await connection.read("/metrics", _TIMEOUT_S)
+    totals: Counter[str] = Counter()
+    for family in text_string_to_metric_families(page.decode()):
+        for sample in family.samples:
+            outcome = sample.labels.get("outcome", "")
+            totals[f"{sample.name} {outcome}".strip()] += int(sample.value)
+    instances = "inferpool_instances_total"
+    return LedgerReading(
+        accepted=totals[f"{instances} accepted"],
+        succeeded=totals[f"{instances} succeeded"],
+        failed=totals[f"{instances} failed"],
+        expired=totals[f"{instances} expired"],
+        cancelled=totals[f"{instances} cancelled"],
+        rejected=totals["inferpool_rejected_total"],
+        arena_used_bytes=totals["inferpool_arena_used_bytes"],
+        restarts=totals["inferpool_worker_restarts_total"],
+        retried=totals["inferpool_instances_retried_total"],
+    )
+
+
+def _shared_of(pid: int) -> dict[str, int]:
+    """Bytes of each piece of shared memory that a process maps, by device and inode."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return {}
+    found: Counter[str] = Counter()
+    for start, end, device, inode, _ in _MAPPING.findall(maps):
+        found[f"{device}:{inode}"] += int(end, 16) - int(start, 16)
+    return found

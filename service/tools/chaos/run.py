@@ -1,0 +1,328 @@
+"""The course of a run: start, learn the answers, ask undisturbed, ask under faults, look again."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import uvloop
+
+from inferpool.service.settings.loader import Loaded
+from inferpool.service.tools.chaos.faults import Faults
+from inferpool.service.tools.chaos.load import Load, Tally
+from inferpool.service.tools.chaos.plan import ChaosPlan, Fault
+from inferpool.service.tools.chaos.questions import (
+    EchoQuestion,
+    KnownQuestion,
+    Question,
+    indistinct,
+    learn,
+)
+from inferpool.service.tools.chaos.report import ChaosReport
+from inferpool.service.tools.chaos.resources import (
+    Holdings,
+    LedgerReading,
+    holdings_of,
+    read_ledger,
+)
+from inferpool.service.tools.chaos.subject import rows_for
+from inferpool.service.tools.chaos.watch import Watch
+from inferpool.service.tools.trial import inputs
+from inferpool.service.tools.trial.client import NoAnswerError, TrialConnection, connect
+from inferpool.service.tools.trial.errors import TrialError
+from inferpool.service.tools.trial.health import ModelState, ServiceHealth
+from inferpool.service.tools.trial.screen import Screen
+from inferpool.service.tools.trial.subject import Subject
+
+EXIT_KEPT = 0
+EXIT_BROKEN = 1
+EXIT_UNTESTED = 3
+"""There was no service, or no input with a known answer."""
+EXIT_INTERRUPTED = 130
+"""Nothing had broken until then: 128 and the number of SIGINT, as shells have it."""
+_NUM_INPUTS = 32
+"""For each model, made up."""
+_QUIET_S = 2.0
+_MAX_START_S = 900.0
+_SETTLE_S = 60.0
+"""For all workers to be there again at the end."""
+_SAME_S = 5.0
+"""For connections that were closed to be gone from the service's descriptors."""
+_TICK_S = 0.1
+_ECHO_S = 0.5
+"""A second SIGINT is the first one again if it comes so soon: a command that started us may pass on
+what the terminal has sent us already. A later one ends the run at once."""
+
+
+def run(loaded: Loaded, plan: ChaosPlan) -> int:
+    """Test the promise on a service with these settings; returns the exit status."""
+    try:
+        with Subject(rows_for(loaded, can_be_poisoned=plan.every_s["poison"] > 0)) as subject:
+            report = uvloop.run(_Run(subject, loaded, plan).run())
+    except KeyboardInterrupt:
+        sys.stderr.write("inferpool chaos: ended at once, without a report\n")
+        return EXIT_INTERRUPTED
+    except TrialError as error:
+        sys.stderr.write(f"inferpool chaos: {error}\n")
+        return EXIT_UNTESTED
+    report.write(sys.stderr if plan.is_json else sys.stdout)
+    if plan.is_json:
+        sys.stdout.write(json.dumps(report.as_dict(), indent=1) + "\n")
+    if report.problems():
+        return EXIT_BROKEN
+    return EXIT_INTERRUPTED if report.is_interrupted else EXIT_KEPT
+
+
+@dataclass(slots=True)
+class _Knowledge:
+    """What was found out about the service before anything was done to it."""
+
+    questions: Sequence[Question]
+    poisonable: Sequence[Question]
+    """Those with one instance."""
+    num_indistinct: int
+    notes: list[str]
+
+
+class _Run:
+    """One run, from a service that starts to a report. Lives in the event loop."""
+
+    def __init__(self, subject: Subject, loaded: Loaded, plan: ChaosPlan) -> None:
+        self._subject = subject
+        self._settings = loaded.settings
+        self._plan = plan
+        self._numbers = itertools.count()
+        self._is_interrupted = False
+
+    async def run(self) -> ChaosReport:
+        """Do all of it.
+
+        Raises:
+            TrialError: There is nothing to test.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._interrupt)
+        with Screen(sys.stderr) as screen:
+            screen.begin("starting the service")
+            await self._subject.until_ready(_MAX_START_S)
+            watch = Watch(self._subject.address)
+            health = await watch.look()
+            screen.begin("learning the right answers")
+            knowledge = await self._learn(health)
+            screen.begin("asking undisturbed")
+            first = await self._ledger()
+            quiet = Tally()
+            await self._load(knowledge.questions, quiet, _over_after(_QUIET_S))
+            watch.close()  # which asks for a connection when it needs one
+            before = await self._settled_holdings(None)
+            screen.begin(f"asking under faults, {self._plan.text}")
+            chaos = Tally()
+            faults = self._faults(watch, chaos, knowledge, health)
+            seconds, is_complete = await self._disturb(watch, faults, chaos, knowledge, screen)
+            screen.begin("looking at what is left")
+            grace_s = _SETTLE_S if is_complete else 0.0
+            is_complete = await watch.settle(grace_s) and is_complete
+            watch.close()
+            after = await self._settled_holdings(before) if self._subject.is_running else None
+            last = await self._ledger()
+            exit_code, left_over = await self._subject.stop()
+        return ChaosReport(
+            models=[f"{name} ({m.source})" for name, m in self._settings.models.items()],
+            workers=len(health.workers),
+            clients=self._plan.clients,
+            seed=self._plan.seed,
+            seconds=seconds,
+            is_complete=is_complete,
+            is_interrupted=self._is_interrupted,
+            planned_kills=self._plan.planned_kills,
+            plan=self._plan.text,
+            quiet=quiet,
+            chaos=chaos,
+            faults={kind: faults.counts[kind] for kind in self._plan.every_s if faults.does(kind)},
+            poisonings=faults.poisonings,
+            recoveries=watch.recoveries,
+            indistinct=knowledge.num_indistinct,
+            ledger=last.since(first) if first and last else None,
+            before=before,
+            after=after,
+            exit_code=exit_code,
+            left_over=left_over,
+            notes=knowledge.notes,
+        )
+
+    def _interrupt(self) -> None:
+        if not self._is_interrupted:
+            self._is_interrupted = True
+            loop = asyncio.get_running_loop()
+            loop.call_later(_ECHO_S, loop.remove_signal_handler, signal.SIGINT)
+
+    async def _learn(self, health: ServiceHealth) -> _Knowledge:
+        questions: list[Question] = []
+        num_indistinct = 0
+        notes = []
+        connection = await connect(self._subject.address, lambda: None)
+        try:
+            for model in health.models:
+                path = f"/predict/{model.name}"
+                if self._settings.models[model.name].source == "echo" and not self._plan.inputs:
+                    questions.append(EchoQuestion(path, self._plan.seed))
+                    continue
+                known = await self._known(connection, path, model)
+                pairs = indistinct(known)
+                num_indistinct += len(pairs)
+                if pairs:
+                    notes.append(
+                        f"{model.name}: {len(pairs)} pairs of inputs have the same answer, such as "
+                        f"{' and '.join(pairs[0])}: a swap of those would not be seen"
+                    )
+                questions += known
+        except NoAnswerError as error:
+            raise TrialError(
+                f"the service does not answer, with nothing done to it: {error}"
+                f"{self._subject.log_tail()}"
+            ) from error
+        finally:
+            connection.close()
+        poisonable = [question for question in questions if question.num_instances == 1]
+        if not poisonable and self._plan.every_s["poison"]:
+            notes.append("no input is a single instance, so none was poisoned")
+        return _Knowledge(questions, poisonable, num_indistinct, notes)
+
+    async def _known(
+        self, connection: TrialConnection, path: str, model: ModelState
+    ) -> list[KnownQuestion]:
+        plan = self._plan
+        given = (
+            inputs.read_inputs(plan.inputs)
+            if plan.inputs
+            else inputs.made_up(model, plan.seed, _NUM_INPUTS)
+        )
+        return [await learn(connection, path, each, plan.tolerance) for each in given]
+
+    async def _load(
+        self, questions: Sequence[Question], tally: Tally, is_over: Callable[[Tally], bool]
+    ) -> None:
+        """Ask until it is over; a service that is gone ends it, too."""
+        load = Load(
+            self._subject.address,
+            questions,
+            tally,
+            timeout_s=self._settings.default_timeout_s,
+            is_over=lambda: self._is_interrupted or is_over(tally),
+        )
+        try:
+            await load.run(self._numbers, self._plan.clients)
+        except* OSError as error:
+            tally.lost += tally.num_sent - tally.num_settled
+            tally.note(f"the service is gone: {error.exceptions[0]}{self._subject.log_tail()}")
+
+    def _faults(
+        self, watch: Watch, tally: Tally, knowledge: _Knowledge, health: ServiceHealth
+    ) -> Faults:
+        every_s = dict(self._plan.every_s)
+        if not knowledge.poisonable:
+            every_s["poison"] = 0.0
+        if health.forkserver is None:  # this host has none
+            every_s["forkserver"] = 0.0
+        return Faults(
+            self._subject.address,
+            watch,
+            tally,
+            knowledge.poisonable,
+            seed=self._plan.seed,
+            every_s=every_s,
+            timeout_s=self._settings.default_timeout_s,
+            keeps_quarantine=self._settings.quarantine_s > 0,
+        )
+
+    async def _disturb(
+        self, watch: Watch, faults: Faults, tally: Tally, knowledge: _Knowledge, screen: Screen
+    ) -> tuple[float, bool]:
+        """Load under faults; returns for how long, and whether that was to the end."""
+        plan = self._plan
+        began = time.monotonic()
+        enough: dict[Fault, int] = {"kill": plan.kills, "stop": 1, "poison": 1, "forkserver": 1}
+
+        def share(tally: Tally) -> float:
+            if plan.seconds is not None:
+                return (time.monotonic() - began) / plan.seconds if plan.seconds else 1.0
+            shares = [tally.num_sent / plan.requests]
+            for fault, least in enough.items():
+                if faults.does(fault):
+                    shares.append(faults.counts[fault] / least)
+            return min(shares)
+
+        async def tell() -> None:
+            while True:
+                figures = (
+                    f"{tally.num_sent:,} sent, {tally.right:,} right, {tally.wrong} wrong, "
+                    f"{tally.lost} lost, {tally.duplicated} duplicated; "
+                    f"{faults.counts['kill']} kills, {faults.counts['stop']} stops, "
+                    f"{faults.counts['poison']} poisons, {faults.counts['forkserver']} forkservers"
+                )
+                screen.show(share(tally), figures)
+                await asyncio.sleep(_TICK_S)
+
+        watching, telling = asyncio.create_task(watch.run()), asyncio.create_task(tell())
+        harming = asyncio.create_task(faults.run())
+        tasks = (harming, watching, telling)
+
+        def is_over(tally: Tally) -> bool:
+            return share(tally) >= 1 or any(task.done() for task in tasks)  # done: it has failed
+
+        try:
+            await self._load(knowledge.questions, tally, is_over)
+            seconds = time.monotonic() - began
+            is_complete = not self._is_interrupted and self._subject.is_running
+            await _end(harming)  # sees the poisons through
+            while watch.pending and self._subject.is_running and not self._is_interrupted:
+                if time.monotonic() - began - seconds > _SETTLE_S:
+                    break
+                await asyncio.sleep(_TICK_S)
+        finally:
+            for task in tasks:
+                await _end(task)
+        return seconds, is_complete
+
+    async def _settled_holdings(self, before: Holdings | None) -> Holdings:
+        """What the service holds once it has noticed that our connections are closed."""
+        until = time.monotonic() + _SAME_S
+        last: Holdings | None = None
+        while True:
+            now = holdings_of(self._subject.pid, self._subject.family())
+            is_settled = (
+                last is not None
+                and now.descriptors == last.descriptors
+                and (before is None or now.descriptors <= before.descriptors)
+            )
+            if is_settled or time.monotonic() > until:
+                return now
+            last = now
+            await asyncio.sleep(2 * _TICK_S)
+
+    async def _ledger(self) -> LedgerReading | None:
+        try:
+            connection = await connect(self._subject.address, lambda: None)
+            try:
+                return await read_ledger(connection)
+            finally:
+                connection.close()
+        except (OSError, NoAnswerError):
+            return None
+
+
+def _over_after(seconds: float) -> Callable[[Tally], bool]:
+    until = time.monotonic() + seconds
+    return lambda _: time.monotonic() > until
+
+
+async def _end(task: "asyncio.Task[None]") -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task

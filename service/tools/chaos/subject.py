@@ -1,0 +1,50 @@
+"""The settings of the service that is tested: the user's, with what the test needs."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from inferpool.service.settings.formats import Row
+from inferpool.service.settings.loader import Loaded
+from inferpool.service.settings.names import Key
+from inferpool.service.tools.trial.subject import rows_of
+
+BATCH_TIMEOUT_S = 5.0
+"""What a stopped worker is found by, unless the user's settings say otherwise."""
+POISONABLE = "inferpool.models.sources.poisonable:Poisonable"
+
+
+def rows_for(loaded: Loaded, *, can_be_poisoned: bool) -> list[Row]:
+    """The user's settings as rows, changed as far as the test needs it.
+
+    Args:
+        loaded: The user's settings.
+        can_be_poisoned: Whether to wrap the models so that an input can kill their worker.
+    """
+    every = rows_of(loaded)
+    rows = [row for row in every if row[0][0] != "models"]
+    for name, model in loaded.settings.models.items():
+        own = [row for row in every if row[0][:2] == ("models", name)]
+        rows += _wrapped(own, name, dict(model.options)) if can_be_poisoned else own
+    return [_changed(*row) for row in rows]
+
+
+def _changed(key: Key, value: object, origin: str) -> Row:
+    if key == ("speed_search",):
+        return key, False, "chaos"  # its process and its change of workers are no fault of ours
+    if key[-1] == "batch_timeout_s" and origin == "default":
+        return key, BATCH_TIMEOUT_S, "chaos"
+    return key, value, origin
+
+
+def _wrapped(rows: Sequence[Row], name: str, options: Mapping[str, object]) -> Iterator[Row]:
+    """The rows of a model, with `Poisonable` around it."""
+    place = ("models", name)
+    inner: dict[str, object] = {"options": options}
+    for key, value, origin in rows:
+        if key[2] in ("source", "weights"):
+            inner[key[2]] = value
+            outer = POISONABLE if key[2] == "source" else "DEFAULT"
+            yield key, outer, "chaos"
+        elif key[2] != "options":
+            yield key, value, origin
+    for option, value in inner.items():
+        yield (*place, "options", option), value, "chaos"

@@ -1,0 +1,139 @@
+"""What /health says of the workers, and how long they take to come back after a fault."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+import psutil
+
+from inferpool.service.tools.trial.client import Address, NoAnswerError, TrialConnection, connect
+from inferpool.service.tools.trial.family import is_alive
+from inferpool.service.tools.trial.health import (
+    ForkserverState,
+    ServiceHealth,
+    WorkerState,
+    read_health,
+)
+
+Kind = Literal["kill", "stop", "forkserver"]
+FORKSERVER = "forkserver"
+"""Its name among the workers, whose names have a slash."""
+
+_FINE_S = 0.004
+_COARSE_S = 0.05
+_SOON_S = 0.5
+"""For so long after a fault it is looked at finely."""
+
+
+class Recovery(msgspec.Struct, kw_only=True):
+    """What was done to a worker or to the forkserver, and when what was seen of it.
+
+    Times are on CLOCK_MONOTONIC.
+    """
+
+    kind: Kind
+    worker: str
+    incarnation: int
+    rank: int | None = None
+    """Which of its processes, if its model is split over several."""
+    processes: Sequence[psutil.Process] = ()
+    """All those of that incarnation."""
+    num_left_behind: int = 0
+    """Those that were still there when its successor was."""
+    began: float
+    noticed: float | None = None
+    """The service no longer counts on the worker."""
+    recovered: float | None = None
+    """Its successor is ready, and so is every worker that nothing else was done to."""
+
+
+class Watch:
+    """Looks at /health, finely after a fault. Lives in the event loop."""
+
+    def __init__(self, address: Address) -> None:
+        self.recoveries: list[Recovery] = []
+        self._address = address
+        self._connection: TrialConnection | None = None
+        self._is_asking = asyncio.Lock()
+        self._is_wanted = asyncio.Event()
+
+    @property
+    def pending(self) -> Sequence[Recovery]:
+        """The faults that are not over."""
+        return [each for each in self.recoveries if each.recovered is None]
+
+    async def look(self) -> ServiceHealth:
+        """The state of all workers now.
+
+        Raises:
+            NoAnswerError: The service does not tell.
+            OSError: Nobody listens.
+        """
+        async with self._is_asking:
+            if self._connection is None or not self._connection.is_open:
+                self._connection = await connect(self._address, lambda: None)
+            return await read_health(self._connection)
+
+    def add(self, recovery: Recovery) -> None:
+        """Something was done to a worker: see how it comes back."""
+        self.recoveries.append(recovery)
+        self._is_wanted.set()
+
+    async def run(self) -> None:
+        """Look as long as there is something to see; cancelled at the end."""
+        while True:
+            await self._is_wanted.wait()
+            pending = self.pending
+            if not pending:
+                self._is_wanted.clear()
+                continue
+            try:
+                health = await self.look()
+            except (OSError, NoAnswerError):
+                await asyncio.sleep(_COARSE_S)
+                continue
+            now = time.monotonic()
+            self._compare(pending, health, now)
+            is_soon = now - max(each.began for each in pending) < _SOON_S
+            await asyncio.sleep(_FINE_S if is_soon else _COARSE_S)
+
+    async def settle(self, timeout_s: float) -> bool:
+        """Wait until all is well again; whether it is."""
+        until = time.monotonic() + timeout_s
+        while time.monotonic() < until:
+            try:
+                if not self.pending and (await self.look()).is_full:
+                    return True
+            except (OSError, NoAnswerError):
+                pass
+            await asyncio.sleep(_COARSE_S)
+        return False
+
+    def close(self) -> None:
+        """Hang up."""
+        if self._connection is not None:
+            self._connection.close()
+
+    def _compare(self, pending: Sequence[Recovery], health: ServiceHealth, now: float) -> None:
+        workers: dict[str, WorkerState | ForkserverState] = {
+            each.name: each for each in health.workers
+        }
+        if health.forkserver is not None:
+            workers[FORKSERVER] = health.forkserver
+        for each in pending:
+            worker = workers.get(each.worker)
+            if worker is None:
+                continue
+            is_gone = worker.incarnation > each.incarnation or worker.state != "ready"
+            if each.noticed is None and is_gone:
+                each.noticed = now
+        hidden = {each.worker for each in pending if each.noticed is None}
+        absent = {name for name, worker in workers.items() if worker.state != "ready"}
+        for each in pending:
+            others = {other.worker for other in pending if other is not each}
+            is_back = each.noticed is not None and each.worker not in absent | hidden
+            if is_back and not absent - others:
+                each.recovered = now
+                each.num_left_behind = sum(map(is_alive, each.processes))

@@ -1,0 +1,158 @@
+"""Devices: those asked for, the driver, and the state of each GPU."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from inferpool.models.spec import Placement
+from inferpool.service.settings.settings import Settings
+from inferpool.service.tools.doctor.facts import Facts
+from inferpool.service.tools.doctor.findings import Finding, error, in_words, note, ok, warning
+from inferpool.workers.host.nvml import GpuState, NvmlState
+
+_IN_USE = 0.1
+"""Of a GPU's memory: what an idle desktop takes is less."""
+_SHARED = 2
+_WHOLE = 100
+"""Per cent."""
+
+
+def check_placement(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """Whether the devices asked for are there."""
+    for name, reason in facts.misplaced.items():
+        yield error(f"devices of {name}", reason, "change devices, or leave it at auto")
+    for name, placements in facts.placements.items():
+        where = ", ".join(sorted({str(placement) for placement in placements}))
+        count = f"{len(placements)} replica{'s' if len(placements) != 1 else ''}"
+        first = placements[0]
+        if first.split:
+            how = "stages" if first.split == "pipeline" else "parts of each matrix"
+            count += f", each split into {first.num_ranks} {how},"
+        yield ok(f"devices of {name}", f"{count} on {where}")
+
+
+def check_visible(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """CUDA_VISIBLE_DEVICES: CUDA stops at the first name that it does not know."""
+    visible = settings.cuda_visible_devices
+    if visible is None:
+        return
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    num_found = len(facts.host.gpus)
+    if not names or names == ["-1"]:
+        yield note("CUDA_VISIBLE_DEVICES", "hides every GPU", "unset it to use them")
+    elif num_found < len(names):
+        yield warning(
+            "CUDA_VISIBLE_DEVICES",
+            f"{visible!r} names {len(names)}, and {names[num_found]!r} is not on this host: it and "
+            "those after it are left out",
+            "name GPUs by the index or the UUID that `nvidia-smi -L` prints",
+        )
+    else:
+        yield ok("CUDA_VISIBLE_DEVICES", visible)
+
+
+def check_driver(facts: Facts, nvml: NvmlState) -> Iterator[Finding]:
+    """The driver against the CUDA that torch was built for.
+
+    A driver runs every minor version of the CUDA major versions that it knows (CUDA Compatibility,
+    "Minor Version Compatibility").
+    """
+    if nvml.problem or not nvml.gpus:
+        yield ok("GPU", f"none ({nvml.problem or 'the driver lists no device'}): CPUs compute")
+        return
+    built = facts.torch.cuda if facts.torch else ""
+    message = f"{nvml.driver}, for CUDA up to {nvml.cuda[0]}.{nvml.cuda[1]}"
+    if built and int(built.partition(".")[0]) > nvml.cuda[0]:
+        yield error(
+            "GPU driver",
+            f"{message}; torch was built for CUDA {built}",
+            "update the driver, or install a torch built for an older CUDA",
+        )
+    else:
+        yield ok("GPU driver", message)
+
+
+def check_gpus(facts: Facts, nvml: NvmlState) -> Iterator[Finding]:
+    """The state of each GPU that is to be used."""
+    users = Counter(uuid for p in _all(facts) for uuid in p.gpu_of_each_rank)
+    for gpu in nvml.gpus:
+        num_processes = sum(users[uuid] for uuid in (gpu.uuid, *gpu.slices))
+        if gpu.is_mig and not gpu.slices:
+            yield warning(
+                f"cuda:{gpu.index}",
+                "is in MIG mode, and not cut into slices: nothing can be placed on it",
+                f"nvidia-smi mig -i {gpu.index} -cgi 19 -C cuts it (-lgip lists the sizes), or "
+                f"nvidia-smi -i {gpu.index} -mig 0",
+            )
+        elif num_processes:
+            found = list(_problems(gpu, num_processes, is_mps_running=facts.is_mps_running))
+            yield from found
+            if not any(finding.level in ("warning", "error") for finding in found):
+                free = in_words(gpu.total_bytes - gpu.used_bytes)
+                cut = f", cut into {len(gpu.slices)} MIG slices" if gpu.is_mig else ""
+                yield ok(f"cuda:{gpu.index}", f"{gpu.name}{cut}, {free} free, no errors")
+
+
+def check_sharing(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """Processes that share a GPU, or a slice of one."""
+    users = Counter(uuid for p in _all(facts) for uuid in p.gpu_of_each_rank)
+    bounds: Counter[str] = Counter()
+    for placement in _all(facts):
+        for uuid in placement.gpu_of_each_rank:
+            bounds[uuid] += round(100 * (placement.memory_fraction or 0))
+    for gpu in facts.host.gpus:
+        num = users[gpu.uuid]
+        if num < _SHARED:
+            continue
+        if facts.is_mps_running:
+            yield ok("GPU sharing", f"{num} processes share {gpu} through CUDA MPS")
+        else:
+            yield note(
+                "GPU sharing",
+                f"{num} processes share {gpu} by turns: one waits while another computes",
+                "`nvidia-cuda-mps-control -d` before the service starts has them compute side by "
+                "side, and MIG slices keep them apart",
+            )
+        if bounds[gpu.uuid] > _WHOLE:
+            yield warning(
+                "GPU memory",
+                f"the processes on {gpu} may allocate {bounds[gpu.uuid]} % of its memory together",
+                "set gpu_memory_fraction of each model that is served there",
+            )
+
+
+def _all(facts: Facts) -> Iterator[Placement]:
+    for placements in facts.placements.values():
+        yield from placements
+
+
+def _problems(gpu: GpuState, num_processes: int, *, is_mps_running: bool) -> Iterator[Finding]:
+    check = f"cuda:{gpu.index}"
+    if gpu.is_prohibited:
+        yield error(
+            check, "its compute mode allows no process", f"nvidia-smi -i {gpu.index} -c DEFAULT"
+        )
+    # The one process that is allowed may be that of MPS, which has any number of clients.
+    if gpu.is_exclusive and not is_mps_running and (num_processes > 1 or gpu.num_processes):
+        yield error(
+            check,
+            f"its compute mode allows one process, and {num_processes} of ours are to use it "
+            f"beside {gpu.num_processes or 0} of others",
+            f"nvidia-smi -i {gpu.index} -c DEFAULT, nvidia-cuda-mps-control -d, or one replica for "
+            "each GPU",
+        )
+    if gpu.num_ecc_errors:
+        yield warning(
+            check,
+            f"{gpu.num_ecc_errors} uncorrected memory errors: what it computes may be wrong",
+            f"nvidia-smi -i {gpu.index} -r resets it; if they come back, replace it",
+        )
+    if gpu.used_bytes > _IN_USE * gpu.total_bytes:
+        yield warning(
+            check,
+            f"{in_words(gpu.used_bytes)} of {in_words(gpu.total_bytes)} are in use by others",
+            "see `nvidia-smi`, end what is not needed, or choose other devices",
+        )
+    if gpu.is_persistent is False:
+        yield note(
+            check, "the driver unloads when nobody uses it: starts take longer", "nvidia-smi -pm 1"
+        )

@@ -1,0 +1,170 @@
+"""Limits of the process and of its container."""
+
+from collections.abc import Iterator
+
+from inferpool.service.api.wire.descriptors import MIN_CONNECTIONS, max_connections
+from inferpool.service.settings.settings import Settings
+from inferpool.service.tools.doctor.facts import Facts
+from inferpool.service.tools.doctor.findings import Finding, error, in_words, note, ok, warning
+
+_FEW_CONNECTIONS = 256
+_MORE_FILES = "raise the hard limit: LimitNOFILE=65536, or docker's --ulimit nofile=65536"
+_BASE_PIDS = 12
+"""The front end with its threads, the forkserver, and a helper of multiprocessing."""
+_FRONT_END_AS_BYTES = 4 << 30
+
+
+def check_descriptors(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """Each connection takes one, each worker a few."""
+    limit = facts.num_files
+    fitting = max_connections(limit, facts.num_processes)
+    message = f"{limit} open files leave room for {fitting} connections"
+    if fitting <= MIN_CONNECTIONS:
+        yield error("descriptors", f"{message}, and may be too few for the workers", _MORE_FILES)
+    elif fitting < _FEW_CONNECTIONS:
+        yield warning("descriptors", message, _MORE_FILES)
+    else:
+        yield ok("descriptors", message)
+
+
+def check_connections(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """What the settings ask for against what fits."""
+    wanted = settings.max_connections
+    fitting = max_connections(facts.num_files, facts.num_processes)
+    if wanted != "auto" and wanted > fitting:
+        yield warning("max_connections", f"{wanted} do not fit: {fitting} do", _MORE_FILES)
+
+
+def check_processes(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """Threads count as processes do."""
+    need = _BASE_PIDS
+    for name, placements in facts.placements.items():
+        each = settings.models[name].prepare_threads
+        for placement in placements:
+            preparing = each if each != "auto" else min(8, placement.num_threads)
+            need += (4 + placement.num_threads) * placement.num_ranks + preparing
+    left = facts.cgroup.num_pids_left
+    advice = "raise it: docker's --pids-limit, Kubernetes' podPidsLimit or TasksMax="
+    if left is not None and left < need:
+        message = f"{left} more processes and threads (pids.max), about {need} needed"
+        is_fatal = left < _BASE_PIDS // 2
+        yield error("processes", message, advice, is_fatal=is_fatal)
+    elif left is not None:
+        yield ok("processes", f"{left} more may be started (pids.max), about {need} needed")
+    limit = facts.rlimits.get("NPROC")
+    if limit is not None and limit < need:
+        yield warning(
+            "processes",
+            f"{limit} for this user in all (ulimit -u), about {need} needed",
+            "raise it with `ulimit -u`",
+        )
+    elif left is None:
+        yield ok("processes", f"about {need} needed, and the limit is far")
+
+
+def check_ulimits(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """Address space, file size, core dumps, locked memory."""
+    space = facts.rlimits.get("AS")
+    if space is not None and space < settings.arena_bytes + _FRONT_END_AS_BYTES:
+        yield error(
+            "address space",
+            f"{in_words(space)} (ulimit -v): torch alone maps several GiB",
+            "ulimit -v unlimited; bound memory by a control group instead",
+        )
+    size = facts.rlimits.get("FSIZE")
+    if size is not None and size < settings.arena_bytes:
+        yield error(
+            "file size",
+            f"{in_words(size)} (ulimit -f) is less than the arena, to which it applies as well",
+            "ulimit -f unlimited",
+            is_fatal=True,
+        )
+    if facts.rlimits.get("CORE") != 0:
+        yield note(
+            "core dumps",
+            "a crash would write memory to disk, with weights and inputs in it",
+            "ulimit -c 0",
+        )
+    locked = facts.rlimits.get("MEMLOCK")
+    if facts.host.gpus and locked is not None and locked < 64 << 20:
+        yield note(
+            "locked memory",
+            f"{in_words(locked)} (ulimit -l): CUDA's pinned memory is not bound by it, RDMA is",
+        )
+
+
+def check_timeouts(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """A hang must be found before what waits behind it is too late."""
+    for name, model in settings.models.items():
+        timeout_s = model.batch_timeout_s
+        if timeout_s != "auto" and timeout_s >= settings.default_timeout_s:
+            yield warning(
+                f"batch_timeout_s of {name}",
+                f"{timeout_s:g} s, and requests wait {settings.default_timeout_s:g} s "
+                "(default_timeout_s): those behind an input that hangs will all be late",
+                "lower batch_timeout_s, or leave it at auto",
+            )
+
+
+def check_container(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """What containers are usually given too little of."""
+    if facts.cgroup.memory_bytes is not None:
+        yield ok(
+            "container memory",
+            f"a control group allows {in_words(facts.cgroup.memory_bytes)}, "
+            f"{in_words(facts.cgroup.memory_left_bytes or 0)} of it are left",
+        )
+    if facts.pid == 1:
+        yield note(
+            "process 1",
+            "nobody reaps the processes that a model may leave behind",
+            "run with an init: `docker run --init`, or `init: true` in compose",
+        )
+    grace_s = settings.shutdown_delay_s + settings.drain_timeout_s + 5
+    yield note(
+        "stop grace",
+        f"a stop may take {grace_s:.0f} s (shutdown_delay_s + drain_timeout_s + 5 s), and whoever "
+        "stops the service kills it after a time that cannot be seen from here",
+        "docker kills after 10 s, Kubernetes after 30 s: set stop_grace_period, or "
+        "terminationGracePeriodSeconds, to more",
+    )
+    if facts.is_root_read_only:
+        yield ok("read-only root", "nothing but the temporary folder is written to")
+
+
+def check_cores(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """Threads that compute, against the time that there is for them."""
+    cores = facts.host.num_cores
+    threads = sum(p.num_threads * p.num_ranks for ps in facts.placements.values() for p in ps)
+    quota = facts.cgroup.num_cores
+    bound = f", bound by a quota of {quota:g}" if quota is not None and quota < cores + 1 else ""
+    message = f"{threads} computing threads on {cores} core{'s' if cores != 1 else ''}{bound}"
+    told = [
+        name
+        for name in facts.placements
+        if (settings.models[name].replicas, settings.models[name].threads_per_replica)
+        != ("auto", "auto")
+    ]
+    if threads > 2 * cores and told:
+        yield warning(
+            "cores",
+            f"{message}: they take turns, which costs far more than it gains",
+            f"lower replicas or threads_per_replica of {', '.join(told)}, or leave both at auto",
+        )
+    elif threads > 2 * cores:
+        yield note(
+            "cores",
+            f"{message}, since each of {len(facts.placements)} models takes one at least: where "
+            "all are asked at once, they take turns",
+            "serve fewer models here, or on more cores",
+        )
+    elif threads > cores and len(facts.placements) == 1:
+        yield note("cores", message, "replicas times threads_per_replica is best at the cores")
+    else:
+        yield ok("cores", message)
+    if quota is not None and quota < 1:
+        yield warning(
+            "cores",
+            f"a quota of {quota:g} cores: the front end is stopped in the middle of requests",
+            "allow at least one core, and one for each CPU replica",
+        )

@@ -1,0 +1,160 @@
+"""Memory: for the arena, for the replicas, and what slows it down."""
+
+from collections.abc import Iterator
+
+from inferpool.service.errors import StartError
+from inferpool.service.fronts.number import number_of_fronts
+from inferpool.service.settings.model import ModelSettings
+from inferpool.service.settings.settings import Settings
+from inferpool.service.tools.doctor.facts import Facts
+from inferpool.service.tools.doctor.findings import Finding, error, in_words, note, ok, warning
+from inferpool.service.tools.doctor.weights import weights_file
+
+# From /proc/PID/smaps_rollup on x86-64 with torch 2.15, two workers, efficientnet_lite0.
+FRONT_END_BYTES = 70 << 20
+FORKSERVER_BYTES = 540 << 20
+"""With torch; the workers share it."""
+WORKER_BYTES = 180 << 20
+"""What each has of its own beside the weights."""
+_CUDA_WORKER_BYTES = 1 << 30
+"""Of the host's memory, with a CUDA context. An estimate: no GPU has been measured yet."""
+_TIGHT = 0.8
+_MIN_SHM_BYTES = 64 << 20
+
+
+def check_arena(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """The arena is memory of its own, fully reserved at start."""
+    arena, free = settings.arena_bytes, facts.free_bytes
+    message = f"{in_words(arena)} of shared memory, of {in_words(free)} that can be had"
+    if arena > free:
+        yield error(
+            "arena",
+            message,
+            "free some memory, raise the container's limit, or lower arena_bytes",
+        )
+    else:
+        yield ok("arena", message)
+
+
+def check_fronts(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """Each front end has its own part of the arena."""
+    try:
+        num, why = number_of_fronts(settings, facts.host.num_cores)
+    except StartError as problem:
+        yield error("front ends", str(problem), "raise arena_bytes, or lower front_ends")
+    else:
+        yield ok("front ends", f"{num} ({why})")
+
+
+def check_shared_memory(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """The size of /dev/shm does not bound us, but may bound a model."""
+    about = "the arena does not use it (a memfd counts as ordinary memory)"
+    if facts.shm is None:
+        yield note("/dev/shm", f"there is none; {about}")
+    elif facts.shm.free_bytes < _MIN_SHM_BYTES:
+        yield note(
+            "/dev/shm",
+            f"{in_words(facts.shm.free_bytes)} free of {in_words(facts.shm.total_bytes)}; {about}",
+            "only a model that starts processes of its own (a DataLoader, say) needs more: "
+            "docker run --shm-size=1g",
+        )
+    else:
+        yield ok("/dev/shm", f"{in_words(facts.shm.free_bytes)} free; {about}")
+
+
+def check_replicas(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """The host's memory against all that is to be started."""
+    need = settings.arena_bytes + FRONT_END_BYTES + FORKSERVER_BYTES
+    need += _bytes_of_fronts(facts, settings)
+    unknown = []
+    for name, placements in facts.placements.items():
+        size = _weight_bytes(settings.models[name])
+        if size is None:
+            unknown.append(name)
+        for placement in placements:
+            on_gpu = placement.devices[0].startswith("cuda")
+            each = _CUDA_WORKER_BYTES if on_gpu else WORKER_BYTES
+            need += each * placement.num_ranks + (0 if on_gpu else size or 0)
+    least = "at least " if unknown else "about "
+    more = f" and the weights of {', '.join(unknown)}" if unknown else ""
+    message = (
+        f"{_count(facts)} and the front end need "
+        f"{least}{in_words(need)}{more}, of {in_words(facts.free_bytes)} that can be had"
+    )
+    advice = "lower replicas, free some memory, or raise the container's limit"
+    if need > facts.free_bytes:
+        yield error("memory", message, f"the kernel would kill them: {advice}")
+    elif need > _TIGHT * facts.free_bytes:
+        yield warning("memory", message, advice)
+    elif unknown:
+        yield note("memory", message, "--measure loads the models and measures them")
+    else:
+        yield ok("memory", message)
+
+
+def check_gpu_memory(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """The weights against each GPU's memory."""
+    need: dict[str, int] = {}
+    for name, placements in facts.placements.items():
+        size = _weight_bytes(settings.models[name]) or 0
+        for placement in placements:
+            for uuid in placement.gpu_of_each_rank:  # each has its part
+                need[uuid] = need.get(uuid, 0) + size // placement.num_ranks
+    for gpu in facts.host.gpus:
+        if need.get(gpu.uuid, 0) > gpu.memory_bytes:
+            yield error(
+                "GPU memory",
+                f"{in_words(need[gpu.uuid])} of weights for {gpu}",
+                "lower replicas, give devices with more memory, or split the model over several "
+                '(placement = "pipeline")',
+            )
+
+
+def check_swap(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """Memory that is on disk makes every worker slow at once."""
+    if facts.swap_used_bytes > 256 << 20:
+        yield warning(
+            "swap",
+            f"{in_words(facts.swap_used_bytes)} are swapped out: a batch may wait for the disk",
+            "free memory, then run `swapoff -a`, or set vm.swappiness to 1",
+        )
+    else:
+        yield ok("swap", "next to none in use")
+
+
+def check_huge_pages(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """Transparent huge pages help large models and cost small ones memory."""
+    if facts.huge_pages == "never":
+        yield note(
+            "huge pages",
+            "transparent huge pages are off, which costs large CPU models some speed",
+            "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
+        )
+    elif facts.huge_pages:
+        yield ok("huge pages", f"transparent huge pages: {facts.huge_pages}")
+
+
+def _count(facts: Facts) -> str:
+    workers = f"{facts.num_workers} worker{'s' if facts.num_workers != 1 else ''}"
+    is_split = facts.num_processes > facts.num_workers
+    return f"{workers} of {facts.num_processes} processes" if is_split else workers
+
+
+def _weight_bytes(model: ModelSettings) -> int | None:
+    """The size of a model's weights; None where it cannot be known without loading it."""
+    if model.source == "echo" or model.weights.lower() == "none":
+        return 0
+    path = weights_file(model)
+    try:
+        return path.stat().st_size if path else None
+    except OSError:
+        return 0  # another check says so
+
+
+def _bytes_of_fronts(facts: Facts, settings: Settings) -> int:
+    """What front ends need that are processes beside the main one."""
+    try:
+        num, _ = number_of_fronts(settings, facts.host.num_cores)
+    except StartError:
+        return 0
+    return num * FRONT_END_BYTES if num > 1 else 0

@@ -1,0 +1,143 @@
+"""The address, and who may reach it; keys and certificate; the file of settings."""
+
+import errno
+import os
+import socket
+import ssl
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from ipaddress import ip_address
+from itertools import combinations
+from pathlib import Path
+
+from inferpool.service.api.wire.listening import listen
+from inferpool.service.errors import StartError
+from inferpool.service.settings.keys import Keys, fingerprint_of
+from inferpool.service.settings.settings import Settings
+from inferpool.service.settings.tls import TlsError, expiry_warning, server_context
+from inferpool.service.tools.doctor.facts import Facts
+from inferpool.service.tools.doctor.findings import Finding, error, note, ok, warning
+
+_MIN_BACKLOG = 1024
+_ANSWER_S = 3.0
+_LIVE = b'{"status":"live"}'
+"""What /health/live says."""
+
+
+def check_address(settings: Settings, somaxconn: Path) -> Iterator[Finding]:
+    """Whether the address can be listened on, and by whom it can be reached."""
+    try:
+        with listen(settings.host, settings.port) as listener:
+            address = str(listener.getsockname()[0])
+    except StartError as failure:
+        if _is_ours(settings, failure):
+            yield note(
+                "address",
+                f"{settings.host}:{settings.port} is taken by an inferpool that is running",
+                "stop it before another one starts there, or choose another with --port",
+            )
+            return
+        yield error("address", str(failure), "choose another with --host or --port")
+        return
+    yield ok("address", f"{settings.host}:{settings.port} is free")
+    if not (settings.predict_keys or ip_address(address.partition("%")[0]).is_loopback):
+        yield warning(
+            "API keys",
+            f"whoever reaches {address} may use this service: no key is set",
+            "set INFERPOOL_PREDICT_KEYS or --predict-keys-file, or listen on 127.0.0.1",
+        )
+    elif settings.predict_keys and settings.tls_certificate is None and address != "127.0.0.1":
+        yield note(
+            "API keys",
+            "they cross the network in the clear, unless a proxy before us speaks TLS",
+            "set tls_certificate and tls_key where none does",
+        )
+    backlog = _number(somaxconn)
+    if backlog is not None and backlog < _MIN_BACKLOG:
+        yield note(
+            "backlog",
+            f"the kernel keeps {backlog} connections that wait to be accepted",
+            f"sysctl net.core.somaxconn={socket.SOMAXCONN}",
+        )
+
+
+def check_keys(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """Whether each key is for one kind of call: else whoever may predict may do the other too."""
+    scopes: Mapping[str, Keys] = {
+        "predict_keys": settings.predict_keys,
+        "metrics_keys": settings.metrics_keys,
+        "admin_keys": settings.admin_keys,
+    }
+    for (name, keys), (other_name, others) in combinations(scopes.items(), 2):
+        if shared := sorted(keys.digests & others.digests):
+            which = ", ".join(fingerprint_of(digest) for digest in shared)
+            yield warning(
+                "API keys",
+                f"{name} and {other_name} share a key (SHA-256 {which}...): whoever has it may ask "
+                "for both",
+                "give each a key of its own: `openssl rand -hex 32`",
+            )
+
+
+def check_tls(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """Whether HTTPS can be served, and for how long."""
+    certificate = settings.tls_certificate
+    if certificate is None:
+        return
+    try:
+        server_context(certificate, settings.tls_key)
+    except TlsError as failure:
+        yield error("TLS", str(failure), "give the PEM files of a certificate and of its key")
+        return
+    if expiry := expiry_warning(certificate):
+        yield warning("TLS", expiry, "renew it, and restart the service")
+    else:
+        yield ok("TLS", f"{certificate} and its key are whole and belong together")
+
+
+def check_settings_file(origins: Mapping[str, str]) -> Iterator[Finding]:
+    """A file that others may write to decides which code runs."""
+    places = {origin.removeprefix("file ") for origin in origins.values() if "file " in origin}
+    for place in sorted(places):
+        try:
+            mode = os.stat(place).st_mode
+        except OSError:
+            continue  # the name of something else
+        if mode & stat.S_IWOTH:
+            yield warning(
+                "settings",
+                f"everyone on this host may write to {place}, which says what code runs",
+                f"chmod o-w {place}",
+            )
+        else:
+            yield ok("settings", f"read from {place}")
+
+
+def _is_ours(settings: Settings, failure: StartError) -> bool:
+    """Whether what has the address answers as a service of ours does."""
+    if getattr(failure.__cause__, "errno", None) != errno.EADDRINUSE:
+        return False
+    where = (settings.host, settings.port)
+    if settings.tls_certificate is None:
+        connection = HTTPConnection(*where, timeout=_ANSWER_S)
+    else:  # whose certificate it is does not matter to a process next door
+        context = ssl.create_default_context()
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        connection = HTTPSConnection(*where, timeout=_ANSWER_S, context=context)
+    try:
+        with closing(connection):
+            connection.request("GET", "/health/live")
+            with connection.getresponse() as answer:
+                return answer.status == 200 and answer.read(64) == _LIVE
+    except (OSError, HTTPException):
+        return False
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,157 @@
+"""Checks that need torch or a user's code: made in a process of their own, within a time limit."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from inferpool.service.settings.model import ModelSettings
+from inferpool.service.settings.settings import Settings
+from inferpool.service.tools.doctor.facts import Facts
+from inferpool.service.tools.doctor.findings import Finding, error, in_words, note, ok, warning
+from inferpool.service.tools.doctor.weights import MODEL_SUFFIXES, is_lost
+
+PROBE_TIMEOUT_S = 120.0
+"""For the imports of torch and every model: torch takes 3 s, and more from a cold disk."""
+_SLOW_LOAD = 0.5
+"""Of load_timeout_s."""
+
+
+def check_imports(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """Whether torch can be imported and every model be built, short of loading its weights."""
+    orders = {
+        "has_gpu": bool(facts.host.gpus),
+        "models": [order_for(facts, settings, name, "model") for name in known(facts, settings)],
+    }
+    for answer in probe(orders, PROBE_TIMEOUT_S):
+        yield from _judge(answer, settings)
+        if (why := answer.get("unsurveyed")) and may_split(settings.models[answer["model"]]):
+            yield note(f"placement of {answer['model']}", why)
+
+
+def may_split(model: ModelSettings) -> bool:
+    """Whether there may be a network to be split."""
+    return model.source != "echo" and not model.source.endswith(MODEL_SUFFIXES)
+
+
+def measure(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """Load each model once, and say what a replica of it takes."""
+    for name in known(facts, settings):
+        model = settings.models[name]
+        orders = {"has_gpu": False, "models": [order_for(facts, settings, name, "measured")]}
+        for answer in probe(orders, PROBE_TIMEOUT_S + model.load_timeout_s):
+            if answer.get("problem"):
+                yield from _judge(answer, settings)
+            elif answer["kind"] == "measured":
+                yield from _judge_measures(answer, facts, settings, len(facts.placements[name]))
+
+
+def known(facts: Facts, settings: Settings) -> list[str]:
+    """The models that there is something to try of."""
+    return [name for name in facts.placements if not is_lost(settings.models[name])]
+
+
+def order_for(
+    facts: Facts, settings: Settings, name: str, do: str, **details: object
+) -> dict[str, object]:
+    """What `workers.beside.probe` is to do with a model."""
+    model = settings.models[name]
+    config = model.model_config_for(name)
+    return {
+        "name": name,
+        "source": config.source,
+        "weights": config.weights,
+        "options": dict(config.options),
+        "placement": asdict(facts.placements[name][0]),
+        "max_batch_size": model.batch_size,
+        "do": do,
+        **details,
+    }
+
+
+def probe(orders: Mapping[str, object], timeout_s: float) -> Sequence[Mapping[str, Any]]:
+    """The answers of a probe; the last says so if it did not come to its end."""
+    # -P: a user's folder that is called as one of our packages must not pass for it.
+    command = [sys.executable, "-P", "-m", "inferpool.workers.beside.probe"]
+    problem = ""
+    try:
+        done = subprocess.run(
+            command,
+            input=json.dumps(orders, default=str),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+        out = done.stdout
+        if done.returncode:
+            last = done.stderr.strip().splitlines()[-1:]
+            problem = f"the process that tried it ended with {done.returncode}: {' '.join(last)}"
+    except subprocess.TimeoutExpired as expired:
+        out = (expired.stdout or b"").decode()
+        problem = f"not done after {timeout_s:g} s"
+    answers = [json.loads(line) for line in out.split("\n")[:-1]]
+    if problem:
+        answers.append({"kind": "end", "problem": problem})
+    return answers
+
+
+def _judge(answer: Mapping[str, Any], settings: Settings) -> Iterator[Finding]:
+    kind, problem = answer["kind"], answer["problem"]
+    if kind == "torch" and not problem:
+        yield ok("import of torch", f"{answer['seconds']:.1f} s")
+    elif kind == "torch":
+        yield error("import of torch", problem, "install torch again")
+    elif kind in ("model", "measured") and problem:
+        yield error(f"model {answer['model']}", problem, "correct its source, options or weights")
+    elif kind == "model" and answer["download"]:
+        yield warning(
+            f"model {answer['model']}",
+            f"the first start has to download {answer['download']}",
+            "start once where there is a network, or give a file as weights",
+        )
+    elif kind == "model":
+        yield ok(f"model {answer['model']}", f"{settings.models[answer['model']].source} is there")
+    elif kind == "cuda" and problem:
+        yield error("CUDA", problem, "install a build of torch for this GPU and driver")
+    elif kind == "cuda":
+        yield ok(
+            "CUDA", f"every GPU computes; torch has kernels for {', '.join(answer['built_for'])}"
+        )
+    else:
+        yield error(
+            "models",
+            problem,
+            "see whether `python -c 'import torch'` and the model's module can be imported",
+        )
+
+
+def _judge_measures(
+    answer: Mapping[str, Any], facts: Facts, settings: Settings, num_replicas: int
+) -> Iterator[Finding]:
+    name = answer["model"]
+    model = settings.models[name]
+    check = f"measured {name}"
+    parts = (
+        f"{in_words(answer['load_bytes'])} loaded, {in_words(answer['predict_bytes'])} to predict"
+    )
+    gpu = f", {in_words(answer['gpu_bytes'])} on the GPU" if answer["gpu_bytes"] else ""
+    times = ", ".join(f"{1000 * s:.1f} ms for a batch of {n}" for n, s in answer["predict_s"])
+    load_s = answer["load_s"]
+    message = f"{parts}{gpu}; {load_s:.1f} s to load{', ' if times else ''}{times}"
+    need = num_replicas * (answer["load_bytes"] + answer["predict_bytes"])
+    if need > facts.free_bytes:
+        yield error(
+            check,
+            f"{message}: {num_replicas} replicas need {in_words(need)}, of "
+            f"{in_words(facts.free_bytes)} that can be had",
+            "lower replicas, or get more memory",
+        )
+    elif load_s > _SLOW_LOAD * model.load_timeout_s:
+        yield warning(check, f"{message}, which is near load_timeout_s", "raise load_timeout_s")
+    else:
+        yield ok(check, message)
+    if not times:
+        yield note(check, "it gives no samples", "define warmup(), and it is ready when it says so")

@@ -1,0 +1,78 @@
+"""How `inferpool doctor` writes what it has found: for people, or as JSON."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import TextIO
+
+from inferpool.service.tools.doctor.findings import LEVELS, Finding
+
+_STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
+_WIDTH = 100
+"""Of what is not a terminal."""
+
+
+def write_table(findings: Sequence[Finding], stream: TextIO) -> None:
+    """The worst first: level, what was looked at, what was found; below it, what to do."""
+    from rich.console import Console, RenderableType
+    from rich.padding import Padding
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    names = [max((len(text) for text in texts), default=0) for texts in _names_of(findings)]
+
+    def grid(*widths: int) -> Table:
+        columns = (Column(min_width=width, no_wrap=True) for width in widths)
+        return Table.grid(*columns, Column(), padding=(0, 2))
+
+    table = grid(*names)
+    tables: list[RenderableType] = [table]
+    for level in LEVELS:
+        for finding in findings:
+            if finding.level == level:
+                table.add_row(
+                    Text(level, style=_STYLES[level]),
+                    Text(finding.check, style="bold", no_wrap=True),
+                    Text(finding.message, overflow="fold"),
+                )
+                if finding.rows:
+                    *figures, _ = zip(*finding.rows, strict=True)
+                    inner = grid(*(max(map(len, column)) for column in figures))
+                    for number, row in enumerate(finding.rows):
+                        style = "" if number else "dim"
+                        inner.add_row(*(Text(cell, style, overflow="fold") for cell in row))
+                    table = grid(*names)
+                    tables += [Padding(inner, (0, 0, 0, names[0] + 2)), table]
+                if finding.advice:
+                    table.add_row("", "", Text(f"-> {finding.advice}", overflow="fold"))
+    console = Console(file=stream, width=None if stream.isatty() else _WIDTH, highlight=False)
+    with console.capture() as capture:
+        console.print(*tables, sep="")
+    lines = [line.rstrip() for line in capture.get().splitlines()]
+    stream.write("\n".join([*lines, "", _summary(findings)]) + "\n")
+
+
+def write_json(findings: Sequence[Finding], stream: TextIO) -> None:
+    """One object: the findings in the order of the checks, and how many of each level."""
+    counts = dict(_counts(findings))
+    json.dump({"counts": counts, "findings": [asdict(f) for f in findings]}, stream, indent=2)
+    stream.write("\n")
+
+
+def _names_of(findings: Sequence[Finding]) -> tuple[list[str], list[str]]:
+    return [finding.level for finding in findings], [finding.check for finding in findings]
+
+
+def _summary(findings: Iterable[Finding]) -> str:
+    words = [
+        f"{num} {level}{'s' if num != 1 and level != 'ok' else ''}"
+        for level, num in _counts(findings)
+        if num
+    ]
+    return ", ".join(words)
+
+
+def _counts(findings: Iterable[Finding]) -> list[tuple[str, int]]:
+    counted = Counter(finding.level for finding in findings)
+    return [(level, counted[level]) for level in LEVELS]

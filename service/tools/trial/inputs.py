@@ -1,0 +1,173 @@
+"""Inputs for any model: made up from what it declares and a seed, or files of the user's."""
+
+import io
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inferpool.models.spec import TensorSpec
+from inferpool.models.text.prose import PROSE
+from inferpool.service.client.safetensors import Tensor, safetensors_parts
+from inferpool.service.tools.trial.errors import TrialError
+from inferpool.service.tools.trial.health import ModelState
+
+_ANY_LENGTH = 16
+"""What a dimension gets that may have any length, where a tensor has few of them."""
+_ANY_EDGE = 64
+"""And where it looks like an image: three dimensions or more."""
+_MAX_INTEGER = 10
+"""Made-up whole numbers stay below: they may be indices into a table."""
+_IMAGE_EDGE = 256
+_LOG_WORDS = 2.2
+"""Of the median text: nine words."""
+_MAX_WORDS = 100
+_CONTENT_TYPES = {
+    ".jpg": "image/jpeg",
+    ".jpeg": "image/jpeg",
+    ".png": "image/png",
+    ".webp": "image/webp",
+    ".gif": "image/gif",
+    ".bmp": "image/bmp",
+    ".tif": "image/tiff",
+    ".tiff": "image/tiff",
+    ".npy": "application/x-npy",
+    ".safetensors": "application/safetensors",
+    ".json": "application/json",
+    ".bin": "application/octet-stream",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialInput:
+    """The body of a request that can be asked again and again."""
+
+    name: str
+    body: bytes
+    content_type: str
+
+
+def made_up(model: ModelState, seed: int, count: int) -> list[TrialInput]:
+    """Inputs for a model that declares what it takes, or shows an example of it.
+
+    Args:
+        model: As /health describes it.
+        seed: Decides what they are.
+        count: How many; of an example that is no text there is one.
+
+    Raises:
+        TrialError: Nobody can know what it takes.
+    """
+    specs, example = model.inputs, model.example
+    if not specs and isinstance(example, str):
+        return [_text(f"input {i}", random.Random(f"{seed} {i}")) for i in range(count)]
+    if example is not None and (model.reads_own_form or not specs):
+        body = json.dumps({"instances": [example]}).encode()
+        return [TrialInput(name="its example", body=body, content_type="application/json")]
+    if model.reads_own_form or not specs:
+        raise TrialError(
+            "nobody can know what the model takes, so nothing can be made up for it: give its "
+            "class an `example`, or give some inputs of yours (--inputs PATH)"
+        )
+    return [_made_up(specs, f"input {i}", np.random.default_rng((seed, i))) for i in range(count)]
+
+
+def read_inputs(path: Path) -> list[TrialInput]:
+    """A file that is a request, or those of a folder: images, .npy, .safetensors, .json, .bin.
+
+    Raises:
+        TrialError: There is none, or one cannot be read.
+    """
+    try:
+        files = [path] if path.is_file() else sorted(path.iterdir())
+        inputs = [
+            TrialInput(
+                name=file.name,
+                body=file.read_bytes(),
+                content_type=_CONTENT_TYPES[file.suffix.lower()],
+            )
+            for file in files
+            if file.suffix.lower() in _CONTENT_TYPES
+        ]
+    except OSError as error:
+        raise TrialError(f"--inputs: {error.filename}: {error.strerror}") from error
+    if not inputs:
+        known = ", ".join(_CONTENT_TYPES)
+        raise TrialError(f"--inputs: there is no file of a known kind in {path} ({known})")
+    return inputs
+
+
+def safetensors_of(arrays: Mapping[str, tuple[str, NDArray[np.generic]]]) -> bytes:
+    """Say arrays in the format of safetensors; each comes with its dtype as torch names it."""
+    tensors = {
+        name: Tensor(dtype, array.shape, memoryview(array.tobytes()))
+        for name, (dtype, array) in arrays.items()
+    }
+    return b"".join(safetensors_parts(tensors))
+
+
+def echo_texts(seed: int) -> str:
+    """Letters that requests to `echo` take pieces of, so that they differ in length."""
+    return "".join(random.Random(seed).choices("abcdefghijklmnopqrstuvwxyz", k=1024))
+
+
+def is_image(specs: Sequence[TensorSpec]) -> bool:
+    """Whether a model takes encoded images."""
+    return len(specs) == 1 and specs[0].name == "image" and specs[0].dtype == "uint8"
+
+
+def _made_up(specs: Sequence[TensorSpec], name: str, rng: np.random.Generator) -> TrialInput:
+    if is_image(specs):
+        return TrialInput(name=name, body=_photo(rng), content_type="image/jpeg")
+    arrays = {spec.name: (spec.dtype, _array(spec, rng)) for spec in specs}
+    return TrialInput(
+        name=name, body=safetensors_of(arrays), content_type="application/safetensors"
+    )
+
+
+def _text(name: str, rng: random.Random) -> TrialInput:
+    """A piece of prose: most are short, as most texts are."""
+    words = PROSE.split()
+    num_words = min(int(rng.lognormvariate(_LOG_WORDS, 1)) + 2, _MAX_WORDS)
+    start = rng.randrange(len(words) - num_words)
+    body = json.dumps({"instances": [" ".join(words[start : start + num_words])]}).encode()
+    return TrialInput(name=name, body=body, content_type="application/json")
+
+
+def _array(spec: TensorSpec, rng: np.random.Generator) -> NDArray[np.generic]:
+    pattern = spec.instance_shape
+    length = _ANY_EDGE if len(pattern) >= 3 else _ANY_LENGTH
+    shape = [length if size < 0 else size for size in pattern]
+    if spec.dtype == "bool":
+        return rng.integers(0, 2, shape).astype(np.bool_)
+    if spec.dtype == "bfloat16":  # the upper half of a float32
+        floats = rng.standard_normal(shape).astype("<f4")
+        return (floats.view("<u4") >> 16).astype("<u2").reshape(shape)
+    if spec.dtype.startswith("float"):
+        return rng.standard_normal(shape).astype(spec.dtype)
+    high = 256 if spec.dtype == "uint8" and prod(shape) >= _ANY_EDGE**2 else _MAX_INTEGER
+    return rng.integers(0, high, shape).astype(spec.dtype)
+
+
+def _photo(rng: np.random.Generator) -> bytes:
+    """A JPEG with something to see: soft colours with sharp shapes before them."""
+    from PIL import Image, ImageDraw
+
+    size = (_IMAGE_EDGE, _IMAGE_EDGE)
+    coarse = rng.integers(0, 256, (*rng.integers(2, 9, 2), 3), dtype=np.uint8)
+    image = Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC)
+    pen = ImageDraw.Draw(image)
+    for _ in range(rng.integers(2, 12)):
+        left, top = (int(each) for each in rng.integers(-20, _IMAGE_EDGE - 20, 2))
+        width, height = (int(each) for each in rng.integers(10, 160, 2))
+        red, green, blue = (int(each) for each in rng.integers(0, 256, 3))
+        draw = pen.ellipse if rng.random() < 0.5 else pen.rectangle
+        draw((left, top, left + width, top + height), fill=(red, green, blue))
+    encoded = io.BytesIO()
+    image.save(encoded, "JPEG", quality=90)
+    return encoded.getvalue()

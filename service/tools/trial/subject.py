@@ -1,0 +1,191 @@
+"""The service on trial: started as its user would, on a free port of this host."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from inferpool.service.settings.formats import Row, write_toml
+from inferpool.service.settings.loader import Loaded
+from inferpool.service.settings.names import KEY_SETTINGS, PREFIX
+from inferpool.service.settings.settings import Settings
+from inferpool.service.tools.trial.bound import bound_command
+from inferpool.service.tools.trial.client import Address, NoAnswerError, connect
+from inferpool.service.tools.trial.errors import TrialError
+from inferpool.service.tools.trial.family import Family
+from inferpool.service.tools.trial.health import read_health
+from inferpool.service.tools.trial.said import Said
+
+HOST = "127.0.0.1"
+_HINT = "\n`inferpool serve` tells more of it"
+_POLL_S = 0.05
+_STOP_S = 30.0
+_LINGER_S = 2.0
+"""For the other processes of a service that has left."""
+_TELEMETRY = "OTEL_"
+"""How the standard variables of OpenTelemetry begin."""
+_LEFT_OUT = (
+    *KEY_SETTINGS,
+    *(f"{name}_file" for name in KEY_SETTINGS),
+    "tls_certificate",
+    "tls_key",
+    "host",
+    "port",
+    "log_format",
+    *(name for name in Settings.model_fields if name.startswith("trace_")),
+)
+
+
+class Subject:
+    """A service while it runs. A context manager: leaving it ends every process of it."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        """Start nothing yet.
+
+        Args:
+            rows: Its settings, but for where it listens and how it logs.
+        """
+        self.address: Address = (HOST, _free_port())
+        own: list[Row] = [
+            (("host",), HOST, "trial"),
+            (("port",), self.address[1], "trial"),
+            (("log_format",), "json", "trial"),
+        ]
+        self._rows = [*own, *rows]
+        self._folder = tempfile.TemporaryDirectory(prefix="inferpool-trial-")
+        self._log = Path(self._folder.name, "service.log")
+        self._process: subprocess.Popen[bytes] | None = None
+        self._family: Family | None = None
+
+    def __enter__(self) -> "Subject":
+        """Start the service."""
+        config = Path(self._folder.name, "inferpool.toml")
+        with config.open("w", encoding="utf-8") as file:
+            write_toml(self._rows, file)
+        command = bound_command(["serve", "--config", str(config)])
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                env=_environment(os.environ),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._family = Family(self._process)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Kill what is left of it."""
+        if self._process is not None and self._family is not None:
+            self._family.kill()
+            self._process.wait()
+        self._folder.cleanup()
+
+    @property
+    def pid(self) -> int:
+        """Of the front end."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the front end is alive."""
+        return self._process is not None and self._process.poll() is None
+
+    def family(self) -> list[psutil.Process]:
+        """All processes of it that are alive, now or when this was asked before."""
+        return [] if self._family is None else self._family.alive()
+
+    async def until_ready(self, timeout_s: float) -> None:
+        """Wait until every worker of every model is ready.
+
+        Raises:
+            TrialError: The service or a worker ended, or is not ready in time.
+        """
+        waited_s = 0.0
+        while True:
+            if not self.is_running:
+                assert self._process is not None
+                if reason := self._said().last_words():
+                    raise TrialError(f"{reason}{_HINT}")
+                code = self._process.returncode
+                raise TrialError(f"the service ended with exit code {code}{self.log_tail()}")
+            try:
+                connection = await connect(self.address, lambda: None)
+                try:
+                    health = await read_health(connection)
+                finally:
+                    connection.close()
+                if health.is_full:
+                    return
+                if health.failure:
+                    raise TrialError(f"a worker failed: {health.failure}{_HINT}")
+            except (OSError, NoAnswerError):
+                pass
+            if waited_s > timeout_s:
+                raise TrialError(f"the service is not ready in {timeout_s:g} s{self.log_tail()}")
+            await asyncio.sleep(_POLL_S)
+            waited_s += _POLL_S
+
+    async def stop(self) -> tuple[int | None, int]:
+        """Tell the service to stop.
+
+        Returns:
+            Its exit code, None if it did not leave in time; and how many of its processes were
+            still there a moment later.
+        """
+        assert self._process is not None
+        self.family()
+        self._process.terminate()
+        try:
+            await asyncio.to_thread(self._process.wait, _STOP_S)
+        except subprocess.TimeoutExpired:
+            return None, len(self.family())
+        until = time.monotonic() + _LINGER_S
+        while (alive := self.family()) and time.monotonic() < until:  # noqa: ASYNC110  # nobody tells
+            await asyncio.sleep(_POLL_S)
+        return self._process.returncode, len(alive)
+
+    def log_tail(self) -> str:
+        """The last lines of its log, to go behind a message."""
+        return self._said().tail()
+
+    def _said(self) -> Said:
+        said = Said()
+        with contextlib.suppress(OSError):
+            for line in self._log.read_bytes().splitlines():
+                said.take(line)
+        return said
+
+
+def rows_of(loaded: Loaded) -> list[Row]:
+    """The user's settings as far as they mean anything to a service that only this host sees.
+
+    It is not traced: whoever watches the user's services would take what is tried for their work.
+    """
+    return [row for row in loaded.rows() if row[0][0] not in _LEFT_OUT]
+
+
+def _environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment, without the settings, which the file has all that matter of."""
+    left_out = (PREFIX, _TELEMETRY)
+    kept = {name: value for name, value in environ.items() if not name.startswith(left_out)}
+    root = Path(__file__).absolute().parents[4]  # where `inferpool` lies
+    if root.name != "site-packages":  # a clone that is run where it lies
+        kept["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), kept.get("PYTHONPATH")]))
+    return kept
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port

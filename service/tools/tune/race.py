@@ -1,0 +1,111 @@
+"""How fast placements of a model are: services that run with them, under load, for the doctor."""
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+
+import uvloop
+
+from inferpool.service.settings.loader import Loaded
+from inferpool.service.tools.doctor.speeds import Speed
+from inferpool.service.tools.trial.errors import TrialError
+from inferpool.service.tools.trial.screen import Screen
+from inferpool.service.tools.tune.knobs import Changes
+from inferpool.service.tools.tune.plan import Goal, TunePlan
+from inferpool.service.tools.tune.search import Contender, Stage
+from inferpool.service.tools.tune.stage import NUM_ROUNDS, ServiceStage
+
+_SECS = 3.0
+"""For which each is measured, at least."""
+_MAX_S = 300.0
+"""For each, its start included."""
+
+
+class PlacementRace:
+    """Measures placements of the user's models. See `service.tools.doctor.speeds.Race`."""
+
+    def __init__(self, loaded: Loaded, screen: Screen) -> None:
+        self._loaded = loaded
+        self._screen = screen
+
+    def __call__(
+        self,
+        model: str,
+        ways: Mapping[str, Changes],
+        *,
+        num_clients: int,
+        is_side_by_side: bool,
+    ) -> Mapping[str, Speed]:
+        """See `service.tools.doctor.speeds.Race`."""
+        plan = TunePlan(
+            goal=Goal(connections=num_clients),
+            secs=_SECS,
+            budget_s=_MAX_S * len(ways),
+            inputs=None,
+            output=None,
+            html=None,
+            is_json=False,
+        )
+        stage = ServiceStage(_alone(self._loaded, model), model, plan)
+        course = measured(
+            stage,
+            model,
+            ways,
+            self._screen,
+            num_clients=num_clients,
+            is_side_by_side=is_side_by_side,
+        )
+        found = uvloop.run(course)
+        self._screen.begin(f"measuring {model}")  # what comes next is not of a placement
+        return found
+
+
+async def measured(
+    stage: Stage,
+    model: str,
+    ways: Mapping[str, Changes],
+    screen: Screen,
+    *,
+    num_clients: int,
+    is_side_by_side: bool,
+) -> Mapping[str, Speed]:
+    """Bring up a service for each way, and measure it; see `Race`."""
+    rates: dict[str, list[float]] = {}
+    problems: dict[str, str] = {}
+    first_name = ""
+    first: Contender | None = None
+    """That the others are held against, in turns while it runs: machines drift."""
+    async with contextlib.AsyncExitStack() as stack:
+        for name, changes in ways.items():
+            screen.begin(f"measuring {model}: {name}")
+            try:
+                async with asyncio.timeout(_MAX_S), contextlib.AsyncExitStack() as while_measured:
+                    contender = await stage.bring(changes)
+                    while_measured.push_async_callback(contender.close)
+                    own = []
+                    for _ in range(NUM_ROUNDS):
+                        if first is not None:
+                            rates[first_name].append((await first.measure(num_clients)).rate)
+                        own.append((await contender.measure(num_clients)).rate)
+                    if not rates and is_side_by_side:
+                        stack.push_async_exit(while_measured.pop_all())
+                        first, first_name = contender, name
+                    rates[name] = own
+            except TrialError as error:
+                problems[name] = str(error).splitlines()[0]
+            except TimeoutError:
+                problems[name] = f"not measured within {_MAX_S:g} s"
+    # Others on the machine can only have made it less.
+    best = {name: max(own) for name, own in rates.items()}
+    against = next(iter(best.values()), 0.0)
+    found = {name: Speed(problem=problem) for name, problem in problems.items()}
+    for number, (name, rate) in enumerate(best.items()):
+        found[name] = Speed(rate=rate, ratio=rate / against if number else None)
+    return found
+
+
+def _alone(loaded: Loaded, model: str) -> Loaded:
+    """The settings with one of the models."""
+    settings = loaded.settings
+    only = {"models": {model: settings.models[model]}, "default_model": model}
+    return Loaded(settings=settings.model_copy(update=only), origins=loaded.origins)

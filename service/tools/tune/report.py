@@ -1,0 +1,224 @@
+"""What tuning has found: the table, the recommendation, and the figures for machines."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import TextIO
+
+from inferpool.service.telemetry.versions import version_of
+from inferpool.service.tools.trial.machine import machine
+from inferpool.service.tools.tune.charts import Point, figure, text_chart
+from inferpool.service.tools.tune.plan import Goal
+from inferpool.service.tools.tune.search import LEAST_GAIN, Outcome, Tried, text_of
+
+_MARKS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_MIB = 2**20
+_BUSY_CORES = 0.5
+"""A generator that takes more than this is a part of what was measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneReport:
+    """All that there is to say."""
+
+    model: str
+    source: str
+    preset: str
+    """The speed preset that the settings as they were have led to."""
+    goal: Goal
+    outcome: Outcome
+    seconds: float
+    date: str
+    is_interrupted: bool = False
+    failure: str = ""
+    """Why it ended before its time; empty if it did not."""
+
+    @property
+    def best(self) -> Tried:
+        """What to use."""
+        assert self.outcome.best is not None
+        return self.outcome.best
+
+    @property
+    def points(self) -> list[Point]:
+        """The candidates that were measured."""
+        return [
+            Point(
+                mark=mark,
+                p99_ms=tried.p99_s * 1e3,
+                rate=tried.sample.rate,
+                hint=f"{self.label(tried)}: {', '.join(self._cells(mark, tried)[2:])}",
+                is_chosen=tried is self.best,
+            )
+            for mark, tried in zip(_MARKS, self.outcome.tried, strict=False)
+            if tried.sample.num_answers
+        ]
+
+    def table(self) -> list[Sequence[str]]:
+        """A head, and a row for each candidate."""
+        rows: list[Sequence[str]] = [
+            ("", "settings", "clients", "requests/s", "p50 ms", "p99 ms", "MiB", "gain", "verdict")
+        ]
+        rows += [
+            self._cells(mark, tried)
+            for mark, tried in zip(_MARKS, self.outcome.tried, strict=False)
+        ]
+        return rows
+
+    def label(self, tried: Tried) -> str:
+        """The candidate for a person."""
+        if tried.changes:
+            return text_of(tried.changes)
+        speed = "" if self.preset == "exact" else f" (speed: {self.preset})"
+        return f"the settings as they are{speed}"
+
+    def write(self, stream: TextIO) -> None:
+        """Say it to a person."""
+        rows = self.table()
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        for row in rows:
+            cells = [
+                f"{cell:{width}}" if column in (0, 1, 8) else f"{cell:>{width}}"
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ]
+            stream.write("  ".join(cells).rstrip() + "\n")
+        if len(self.points) > 1:
+            stream.write("\n")
+            chart = text_chart(self.points, self.goal.p99_ms)
+            stream.writelines(f"{line}\n" for line in chart)
+            stream.write("Gains are of rounds in turns; other figures are of their own time.\n")
+        stream.write("\n")
+        stream.writelines(f"{line}\n" for line in self.conclusion())
+
+    def conclusion(self) -> Iterator[str]:
+        """What to use, why, and what speaks against believing it."""
+        outcome, best = self.outcome, self.best
+        if not best.changes:
+            are_better = f"nothing that was tried is {LEAST_GAIN - 1:.0%} better"
+            others = [tried for tried in outcome.tried if tried.changes]
+            yield (
+                "Keep the settings as they are: "
+                f"{are_better if others else 'nothing else was measured'}."
+            )
+        elif outcome.is_confirmed:
+            yield f"Use {text_of(best.changes)}: {outcome.gain:.2f} x the settings as they were."
+        else:
+            yield (
+                f"Use {text_of(best.changes)}: about {best.gain:.2f} x the settings as they were, "
+                "not confirmed by measuring both once more."
+            )
+        yield from self._notes()
+
+    def _notes(self) -> Iterator[str]:
+        outcome, goal = self.outcome, self.goal
+        if self.failure:
+            yield f"Ended before its time: {self.failure}"
+        elif self.is_interrupted:
+            yield "Interrupted: this is what was found until then."
+        if outcome.is_out_of_reach:
+            yield (
+                f"A p99 of {goal.p99_ms:g} ms is out of reach, even for one client at a time: "
+                "this is about latency alone."
+            )
+        elif outcome.connections < goal.connections:
+            yield (
+                f"{goal.connections} clients at once are too many for a p99 of {goal.p99_ms:g} ms: "
+                f"about {outcome.connections} keep it."
+            )
+        if outcome.untried:
+            yield (
+                f"The budget did not suffice for: {', '.join(outcome.untried)} "
+                f"(one more takes about --budget {ceil(outcome.needed_s)})."
+            )
+        cores = max((tried.sample.generator_cores for tried in outcome.tried), default=0.0)
+        warning = ", so that it is a part of what was measured" if cores > _BUSY_CORES else ""
+        yield f"The clients kept {cores:.2f} cores busy{warning}."
+
+    @property
+    def is_too_short(self) -> bool:
+        """The budget did not suffice for a single candidate beside the user's settings."""
+        is_over = self.is_interrupted or bool(self.failure)
+        return len(self.outcome.tried) < 2 and bool(self.outcome.untried) and not is_over
+
+    def comments(self) -> Iterator[str]:
+        """The head of the settings file."""
+        first, best = self.outcome.tried[0], self.best
+        here = machine()
+        yield f"{self.model} ({self.source}), tuned by inferpool {version_of()} on {self.date}"
+        yield f"{here['cpu']}, {here['cores']}, torch {version_of('torch')}"
+        limit = f", p99 within {self.goal.p99_ms:g} ms" if self.goal.p99_ms is not None else ""
+        yield f"{self.outcome.connections} clients at once{limit}"
+        told = {"as it was": first, "with this": best} if best.changes else {"as it is": first}
+        for name, tried in told.items():
+            yield (
+                f"{name}: {figure(tried.sample.rate)} requests/s, "
+                f"p50 {figure(tried.sample.percentile_s(50) * 1e3)} ms, "
+                f"p99 {figure(tried.p99_s * 1e3)} ms"
+            )
+        if best.changes:
+            kind = "in turns" if self.outcome.is_confirmed else "on the way, not confirmed"
+            gain = self.outcome.gain if self.outcome.is_confirmed else best.gain
+            yield f"gain, measured {kind}: {gain:.2f} x"
+
+    def as_dict(self) -> Mapping[str, object]:
+        """Everything, as JSON has it."""
+        outcome = self.outcome
+        return {
+            "version": version_of(),
+            "torch": version_of("torch"),
+            "machine": machine(),
+            "date": self.date,
+            "model": self.model,
+            "source": self.source,
+            "preset": self.preset,
+            "goal": {"connections": self.goal.connections, "p99_ms": self.goal.p99_ms},
+            "seconds": round(self.seconds, 3),
+            "connections": outcome.connections,
+            "recommended": dict(self.best.changes),
+            "gain": outcome.gain if outcome.is_confirmed else self.best.gain,
+            "is_confirmed": outcome.is_confirmed,
+            "is_interrupted": self.is_interrupted,
+            "failure": self.failure,
+            "untried": list(outcome.untried),
+            "tried": [self._tried_dict(tried) for tried in outcome.tried],
+        }
+
+    def _tried_dict(self, tried: Tried) -> Mapping[str, object]:
+        sample = tried.sample
+        return {
+            "changes": dict(tried.changes),
+            "connections": tried.connections,
+            "requests_per_s": sample.rate,
+            "p50_ms": sample.percentile_s(50) * 1e3,
+            "p99_ms": tried.p99_s * 1e3,
+            "answers": sample.num_answers,
+            "errors": dict(sample.errors),
+            "generator_cores": sample.generator_cores,
+            "memory_bytes": tried.memory_bytes,
+            "ratio": tried.ratio,
+            "gain": tried.gain,
+            "verdict": tried.verdict,
+            "reason": tried.reason,
+        }
+
+    def _cells(self, mark: str, tried: Tried) -> Sequence[str]:
+        sample = tried.sample
+        verdict = f"{tried.verdict}: {tried.reason}" if tried.reason else tried.verdict
+        if sample.num_errors:
+            ((error, count),) = sample.errors.most_common(1)
+            verdict += f" ({count} x {error})"
+        if tried is self.best:
+            verdict += "  <- use this"
+        if not sample.num_answers:
+            return (mark, self.label(tried), "", "", "", "", "", "", verdict)
+        return (
+            mark,
+            self.label(tried),
+            str(tried.connections),
+            figure(sample.rate),
+            figure(sample.percentile_s(50) * 1e3),
+            figure(tried.p99_s * 1e3),
+            f"{tried.memory_bytes / _MIB:.0f}",
+            f"{tried.gain:.2f} x",
+            verdict,
+        )

@@ -1,0 +1,180 @@
+"""The course of tuning: measure the settings as they are, vary them, report, write the file."""
+
+import asyncio
+import contextlib
+import json
+import signal
+import sys
+import time
+from datetime import UTC, datetime
+from math import ceil
+
+import uvloop
+
+from inferpool.service.settings.loader import Loaded
+from inferpool.service.tools.trial.errors import TrialError
+from inferpool.service.tools.trial.screen import Screen
+from inferpool.service.tools.tune.charts import figure
+from inferpool.service.tools.tune.knobs import KnobFacts, knobs_for
+from inferpool.service.tools.tune.page import page
+from inferpool.service.tools.tune.plan import TunePlan
+from inferpool.service.tools.tune.report import TuneReport
+from inferpool.service.tools.tune.search import BestLostError, Search
+from inferpool.service.tools.tune.settings_file import settings_text
+from inferpool.service.tools.tune.stage import ServiceStage
+from inferpool.workers.host.devices import find_host
+
+EXIT_TUNED = 0
+EXIT_UNWRITTEN = 1
+"""The settings were found, and the file could not be written."""
+EXIT_UNMEASURED = 3
+"""There was no service, no input for it, no time to try anything, or it stopped answering."""
+EXIT_INTERRUPTED = 130
+"""As shells have it: 128 and the number of SIGINT."""
+_TICK_S = 0.2
+_ECHO_S = 0.5
+"""A second SIGINT is the first one again if it comes so soon: a command that started us may pass on
+what the terminal has sent us already. A later one ends the run at once."""
+
+
+def run(loaded: Loaded, whole: Loaded, plan: TunePlan) -> int:
+    """Tune the one model of some settings; returns the exit status.
+
+    Args:
+        loaded: The settings, with that model alone.
+        whole: What the user's file says, with all of its models: what is written has the rest.
+        plan: What to do.
+    """
+    try:
+        report = uvloop.run(_Run(loaded, plan).run())
+    except KeyboardInterrupt:
+        sys.stderr.write("inferpool tune: ended at once, without a report\n")
+        return EXIT_INTERRUPTED
+    if report.outcome.best is None:
+        reason = report.failure or "interrupted before anything was measured"
+        sys.stderr.write(f"inferpool tune: {reason}\n")
+        return EXIT_INTERRUPTED if report.is_interrupted else EXIT_UNMEASURED
+    text = settings_text(loaded, whole, report.best.changes, report.comments())
+    is_whole = not (report.is_interrupted or report.failure or report.is_too_short)
+    # First, since what took minutes to find is not to be lost with whoever reads our output.
+    unwritten = _write_files(plan, report, text, has_settings=is_whole)
+    people = sys.stderr if plan.is_json else sys.stdout
+    report.write(people)
+    if plan.is_json:
+        sys.stdout.write(json.dumps(report.as_dict(), indent=1) + "\n")
+    if report.is_too_short:
+        people.write(
+            f"\nNo settings are written: a budget of {plan.budget_s:g} s is too short to try any "
+            f"other than yours. --budget {ceil(report.outcome.needed_s)} suffices for one, and "
+            "several times as much for all.\n"
+        )
+    elif plan.output is None or unwritten or not is_whole:
+        people.write(f"\n{text}")
+    else:
+        people.write(f"Written to {plan.output}.\n")
+    if unwritten:
+        sys.stderr.write(f"inferpool tune: {unwritten}\n")
+        return EXIT_UNWRITTEN
+    if report.failure or report.is_too_short:
+        return EXIT_UNMEASURED
+    return EXIT_INTERRUPTED if report.is_interrupted else EXIT_TUNED
+
+
+def _write_files(plan: TunePlan, report: TuneReport, text: str, *, has_settings: bool) -> str:
+    """Write what is wanted as files; why that cannot be, or nothing."""
+    try:
+        if plan.html is not None:
+            plan.html.write_text(page(report, text), encoding="utf-8")
+        if plan.output is not None and has_settings:
+            plan.output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        return f"{error.filename or 'a file'}: {error.strerror}"
+    return ""
+
+
+class _Run:
+    """One run. Lives in the event loop."""
+
+    def __init__(self, loaded: Loaded, plan: TunePlan) -> None:
+        (self._model,) = loaded.settings.models
+        self._loaded = loaded
+        self._plan = plan
+        self._stage = ServiceStage(loaded, self._model, plan)
+        self._is_interrupted = False
+        self._began = time.monotonic()
+
+    async def run(self) -> TuneReport:
+        """Do all of it; what was found until an interruption or a failure is in the report, too."""
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        assert task is not None
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._interrupt, task)
+        failure = ""
+        with Screen(sys.stderr) as screen:
+            search = Search(self._stage, self._plan.goal, self._plan.budget_s, screen.begin)
+            showing = asyncio.create_task(self._show(search, screen))
+            try:
+                await search.begin()
+                await search.run(knobs_for(self._facts(), self._fixed()))
+            except (TrialError, BestLostError) as error:
+                failure = str(error)
+            except asyncio.CancelledError:
+                if not self._is_interrupted:
+                    raise
+            finally:
+                await search.close()
+                showing.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await showing
+        return TuneReport(
+            model=self._model,
+            source=self._loaded.settings.models[self._model].source,
+            preset=self._stage.preset,
+            goal=self._plan.goal,
+            outcome=search.outcome,
+            seconds=time.monotonic() - self._began,
+            date=datetime.now(UTC).strftime("%Y-%m-%d"),
+            is_interrupted=self._is_interrupted,
+            failure=failure,
+        )
+
+    def _interrupt(self, task: "asyncio.Task[object]") -> None:
+        if not self._is_interrupted:
+            self._is_interrupted = True
+            loop = asyncio.get_running_loop()
+            loop.call_later(_ECHO_S, loop.remove_signal_handler, signal.SIGINT)
+            task.cancel()
+
+    def _facts(self) -> KnobFacts:
+        settings = self._loaded.settings
+        return KnobFacts(
+            settings=settings,
+            model=self._model,
+            host=find_host(settings.cuda_visible_devices),
+            goal=self._plan.goal,
+            preset=self._stage.preset,
+            decode=self._stage.decode,
+            num_fronts=self._stage.num_fronts,
+        )
+
+    def _fixed(self) -> frozenset[str]:
+        """What the user has said for this run: by flags, or in the environment."""
+        return frozenset(
+            key[-1]
+            for key, _, origin in self._loaded.rows()
+            if origin.startswith(("flag", "environment"))
+        )
+
+    async def _show(self, search: Search, screen: Screen) -> None:
+        while True:
+            share = (time.monotonic() - self._began) / self._plan.budget_s
+            outcome, figures = search.outcome, "nothing measured yet"
+            if outcome.best is not None:
+                sample = outcome.best.sample
+                figures = (
+                    f"best of {len(outcome.tried)}: {figure(sample.rate)}/s, "
+                    f"p99 {figure(sample.percentile_s(99) * 1e3)} ms, {outcome.best.gain:.2f} x"
+                )
+            screen.show(share, figures)
+            await asyncio.sleep(_TICK_S)

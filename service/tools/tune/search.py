@@ -1,0 +1,399 @@
+"""The search: coordinate descent over the knobs, each candidate in turns with the best so far.
+
+It knows no service: what brings candidates up and measures them is a `Stage`. Machines drift, so
+that only figures of rounds that took turns are compared, as ratios.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from inferpool.service.tools.trial.errors import TrialError
+from inferpool.service.tools.tune.knobs import Changes, Knob
+from inferpool.service.tools.tune.load import LoadSample
+from inferpool.service.tools.tune.plan import Goal
+
+LEAST_GAIN = 1.03
+"""A candidate must be better by this factor: else the setting that is there is the simpler one."""
+_HOPELESS = 0.9
+"""One that comes to less in its first pair of rounds gets no more of them."""
+_NUM_PAIRS = 3
+_MAX_PAIRS = 5
+"""Where three pairs leave it open."""
+_NUM_FINAL_PAIRS = 7
+"""Of which at most one may speak against the best: under no gain at all, that is 1 in 16."""
+_SPARE = 1.1
+"""The load is chosen such that the objective is kept with some room, for rounds vary."""
+_MAX_LOADS = 5
+"""That are tried to find one that keeps the objective."""
+
+Verdict = Literal["default", "better", "no better", "worse", "late", "fails"]
+
+
+class Contender(Protocol):
+    """A service that runs with some settings."""
+
+    memory_bytes: int
+
+    async def measure(self, connections: int) -> LoadSample:
+        """One round of load.
+
+        Raises:
+            TrialError: It does not answer.
+        """
+
+    async def close(self) -> None:
+        """End it."""
+
+
+class Stage(Protocol):
+    """Where candidates are brought up."""
+
+    async def bring(self, changes: Changes) -> Contender:
+        """Start a service with these changes, and warm it up.
+
+        Raises:
+            TrialError: It does not come up.
+        """
+
+    def now(self) -> float:
+        """The time, in seconds."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Tried:
+    """One candidate, and what came of it."""
+
+    changes: Changes
+    """Against the user's settings; none for these themselves."""
+    connections: int
+    sample: LoadSample = field(default_factory=LoadSample)
+    memory_bytes: int = 0
+    ratio: float = 1.0
+    """To the best at that time, in turns with it: of requests per second, or where the objective
+    is out of reach, of latencies."""
+    gain: float = 1.0
+    """To the user's settings: the product of the ratios on the way; of the best, what was measured
+    in the end."""
+    verdict: Verdict = "default"
+    reason: str = ""
+
+    @property
+    def p99_s(self) -> float:
+        """Within which 99 of 100 answers came."""
+        return self.sample.percentile_s(99)
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What the search has found so far."""
+
+    tried: list[Tried] = field(default_factory=list)
+    best: Tried | None = None
+    """What to use; the first of those tried is the user's settings."""
+    gain: float = 1.0
+    """Of the best against the user's settings, measured in turns at the end."""
+    is_confirmed: bool = False
+    """Whether the end was come to."""
+    connections: int = 0
+    """Clients at once under which the last comparisons were made."""
+    is_out_of_reach: bool = False
+    """The objective is not kept even for one client at a time, so that latencies are compared."""
+    untried: list[str] = field(default_factory=list)
+    """Knobs for which the budget did not suffice, in part or at all."""
+    needed_s: float = 0.0
+    """The budget with which one more candidate would have fitted in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Comparison:
+    """A challenger against the best."""
+
+    ratio: float
+    is_better: bool
+    best: LoadSample
+    challenger: LoadSample
+
+
+class BestLostError(Exception):
+    """The service that was the best has stopped answering: nothing can be compared with it."""
+
+
+class Search:
+    """One search; `outcome` is true at every moment, so that it can be ended at any."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        goal: Goal,
+        budget_s: float,
+        on_trial: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """Begin nothing yet.
+
+        Args:
+            stage: Where candidates are brought up.
+            goal: What is best.
+            budget_s: Nothing is begun that is likely to end later.
+            on_trial: Told what is being done now.
+        """
+        self.outcome = Outcome(connections=goal.connections)
+        self._stage = stage
+        self._goal = goal
+        self._began = stage.now()
+        self._budget_s = budget_s
+        self._on_trial = on_trial
+        self._brought_s: list[float] = []
+        """What each start has taken."""
+        self._round_s = 0.0
+        """What the longest round has taken."""
+        self._best: Contender | None = None
+
+    async def begin(self) -> Contender:
+        """Bring up the user's settings, and find the load under which to compare.
+
+        Raises:
+            TrialError: They do not serve.
+        """
+        self._on_trial("the settings as they are")
+        self._best = await self._bring({})
+        base = Tried(changes={}, connections=self._goal.connections)
+        base.sample = await self._find_load(self._best, self._goal.connections)
+        base.connections = self.outcome.connections
+        base.memory_bytes = self._best.memory_bytes
+        self.outcome.tried.append(base)
+        self.outcome.best = base
+        return self._best
+
+    async def run(self, knobs: Sequence[Knob]) -> None:
+        """Vary the knobs one after another, again while that gains, and confirm what was found."""
+        try:
+            has_gained = True
+            while has_gained and not self.outcome.untried:
+                has_gained = False
+                for knob in knobs:
+                    has_gained |= await self._vary(knob)
+            await self._confirm()
+        finally:
+            await self.close()
+
+    async def close(self) -> None:
+        """End the service that is the best so far."""
+        if self._best is not None:
+            best, self._best = self._best, None
+            await best.close()
+
+    async def _vary(self, knob: Knob) -> bool:
+        """Climb its ladders; whether one gained."""
+        for way in knob.ways:
+            has_gained = False
+            for step in way:
+                assert self.outcome.best is not None
+                changes = _joined(self.outcome.best.changes, step)
+                if any(each.changes == changes for each in self.outcome.tried):
+                    break  # it led here, or nowhere
+                if not self._has_time():
+                    self.outcome.needed_s = self._needed_s()
+                    if knob.name not in self.outcome.untried:
+                        self.outcome.untried.append(knob.name)
+                    return has_gained
+                if not await self._try(changes):
+                    break
+                has_gained = True
+            if has_gained:
+                return True
+        return False
+
+    def _has_time(self) -> bool:
+        """Whether one more trial fits in, and the confirmation after it."""
+        return self._needed_s() <= self._budget_s
+
+    def _needed_s(self) -> float:
+        """From the beginning to the end of both."""
+        passed_s = self._stage.now() - self._began
+        return passed_s + self._trial_s(_MAX_PAIRS, _NUM_FINAL_PAIRS)
+
+    def _trial_s(self, *num_pairs: int) -> float:
+        """What trials of so many pairs are likely to take."""
+        start_s = max(self._brought_s[1:] or self._brought_s)  # the first may have had more to do
+        return sum(start_s + 2 * num * self._round_s for num in num_pairs)
+
+    async def _bring(self, changes: Changes) -> Contender:
+        began = self._stage.now()
+        contender = await self._stage.bring(changes)
+        self._brought_s.append(self._stage.now() - began)
+        return contender
+
+    def _is_changed(self) -> bool:
+        return self.outcome.best is not None and bool(self.outcome.best.changes)
+
+    async def _try(self, changes: Changes) -> bool:
+        """Bring a candidate up against the best; whether it is the best from now on."""
+        assert self._best is not None
+        assert self.outcome.best is not None
+        self._on_trial(text_of(changes))
+        tried = Tried(changes=changes, connections=self.outcome.connections)
+        self.outcome.tried.append(tried)
+        challenger: Contender | None = None
+        try:
+            challenger = await self._bring(changes)
+            tried.memory_bytes = challenger.memory_bytes
+            found = await self._compare(self._best, challenger)
+        except TrialError as error:
+            tried.verdict, tried.reason = "fails", str(error).splitlines()[0]
+            if challenger is not None:
+                await challenger.close()
+            return False
+        except BaseException:
+            self.outcome.tried.remove(tried)  # nothing is known of it
+            if challenger is not None:
+                await challenger.close()
+            raise
+        tried.sample, tried.ratio = found.challenger, found.ratio
+        tried.gain = self.outcome.best.gain * found.ratio
+        tried.verdict = self._verdict(found)
+        if not found.is_better:
+            await challenger.close()
+            return False
+        former, self._best = self._best, challenger
+        self.outcome.best = tried
+        await former.close()
+        if self.outcome.connections < self._goal.connections:  # it may bear more
+            tried.sample = await self._find_load(challenger, self._raised(found.challenger))
+            tried.connections = self.outcome.connections
+        return True
+
+    async def _compare(
+        self, best: Contender, challenger: Contender, *, is_final: bool = False
+    ) -> _Comparison:
+        """Rounds in turns: A B, B A, A B, so that a machine that drifts favours neither."""
+        least, most = (_NUM_FINAL_PAIRS,) * 2 if is_final else (_NUM_PAIRS, _MAX_PAIRS)
+        ours, theirs = LoadSample(), LoadSample()
+        ratios: list[float] = []
+        while len(ratios) < most:
+            order = (best, challenger) if len(ratios) % 2 == 0 else (challenger, best)
+            pair = {id(each): await self._measure(each) for each in order}
+            a, b = pair[id(best)], pair[id(challenger)]
+            ours.add(a)
+            theirs.add(b)
+            ratios.append(self._ratio(a, b))
+            if ratios[0] < _HOPELESS and not is_final:
+                break
+            if len(ratios) >= least and not _is_open(ratios):
+                break
+        ratio = statistics.median(ratios)
+        is_better = ratio >= LEAST_GAIN and ratio - _error(ratios) > 1
+        if is_final:
+            is_better = is_better and sorted(ratios)[1] > 1
+        is_late, was_late = (
+            not self._goal.is_met(each.percentile_s(99)) for each in (theirs, ours)
+        )
+        if (is_late and not was_late) or theirs.num_errors > ours.num_errors:
+            is_better = False
+        return _Comparison(ratio=ratio, is_better=is_better, best=ours, challenger=theirs)
+
+    def _ratio(self, best: LoadSample, challenger: LoadSample) -> float:
+        """By how much the challenger is better."""
+        if self.outcome.is_out_of_reach:
+            return best.percentile_s(99) / max(challenger.percentile_s(99), 1e-9)
+        return challenger.rate / max(best.rate, 1e-9)
+
+    async def _measure(self, contender: Contender) -> LoadSample:
+        began = self._stage.now()
+        try:
+            sample = await contender.measure(self.outcome.connections)
+        except TrialError as error:
+            if contender is self._best:
+                raise BestLostError(str(error)) from error
+            raise
+        self._round_s = max(self._round_s, self._stage.now() - began)
+        return sample
+
+    def _verdict(self, found: _Comparison) -> Verdict:
+        if found.is_better:
+            return "better"
+        if found.challenger.num_errors > found.best.num_errors:
+            return "fails"
+        if not self.outcome.is_out_of_reach and not self._goal.is_met(
+            found.challenger.percentile_s(99)
+        ):
+            return "late"
+        return "worse" if found.ratio < 1 / LEAST_GAIN else "no better"
+
+    async def _find_load(self, contender: Contender, connections: int) -> LoadSample:
+        """As many clients as keep the objective, at most those that were asked for."""
+        self.outcome.connections = connections
+        sample = await self._measure(contender)
+        for _ in range(_MAX_LOADS):
+            p99_s = sample.percentile_s(99)
+            if connections == 1 or self._goal.is_met(p99_s, _SPARE):
+                break
+            assert self._goal.p99_ms is not None
+            # In a closed loop, latency grows with the number of clients (Little's law).
+            fitting = int(connections * self._goal.p99_ms / (p99_s * 1e3 * _SPARE))
+            self.outcome.connections = connections = max(1, min(fitting, connections - 1))
+            sample = await self._measure(contender)
+        self.outcome.is_out_of_reach = connections == 1 and not self._goal.is_met(
+            sample.percentile_s(99)
+        )
+        return sample
+
+    def _raised(self, sample: LoadSample) -> int:
+        """How many clients a service may bear that has shown this."""
+        assert self._goal.p99_ms is not None
+        room = self._goal.p99_ms / (sample.percentile_s(99) * 1e3 * _SPARE)
+        return max(1, min(self._goal.connections, int(self.outcome.connections * max(1.0, room))))
+
+    async def _confirm(self) -> None:
+        """Hold what was found against the user's settings themselves, for chance may have helped.
+
+        The best of many candidates looks better than it is.
+        """
+        outcome = self.outcome
+        assert self._best is not None
+        assert outcome.best is not None
+        if not self._is_changed():
+            outcome.is_confirmed = True
+            return
+        self._on_trial("the best once more, against the settings as they were")
+        former = await self._bring({})
+        try:
+            found = await self._compare(former, self._best, is_final=True)
+        finally:
+            await former.close()
+        outcome.gain = outcome.best.gain = found.ratio
+        outcome.is_confirmed = True
+        for tried, sample in ((outcome.tried[0], found.best), (outcome.best, found.challenger)):
+            tried.sample, tried.connections = sample, outcome.connections
+        if not found.is_better:
+            outcome.best.verdict = "no better"
+            outcome.best.reason = "not when it was measured again"
+            outcome.best, outcome.gain = outcome.tried[0], 1.0
+
+
+def text_of(changes: Changes) -> str:
+    """Settings for a person: `replicas 1, threads_per_replica 2`."""
+    return ", ".join(f"{name} {value}" for name, value in changes.items())
+
+
+def _joined(before: Changes, step: Changes) -> Mapping[str, object]:
+    return {**before, **step}
+
+
+def _is_open(ratios: Sequence[float]) -> bool:
+    """Whether more rounds could tell."""
+    return abs(statistics.median(ratios) - LEAST_GAIN) < _error(ratios)
+
+
+def _error(ratios: Sequence[float]) -> float:
+    """The standard error of the median, from the median deviation as few values allow it.
+
+    1.4826 makes a normal distribution's standard deviation of it, and the median of n is by a
+    factor of 1.2533 less sure than the mean.
+    """
+    if len(ratios) < 2:
+        return 0.0
+    middle = statistics.median(ratios)
+    deviation = statistics.median([abs(ratio - middle) for ratio in ratios])
+    return float(1.2533 * 1.4826 * deviation / len(ratios) ** 0.5)

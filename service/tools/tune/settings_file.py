@@ -1,0 +1,49 @@
+"""The settings file that tuning writes: what the user has set, and what was found."""
+
+import io
+from collections.abc import Iterable
+
+from inferpool.service.settings.formats import Row, write_toml
+from inferpool.service.settings.loader import Loaded
+from inferpool.service.tools.tune.knobs import Changes, key_of
+
+
+def settings_text(loaded: Loaded, whole: Loaded, changes: Changes, comments: Iterable[str]) -> str:
+    """The text of the file.
+
+    Args:
+        loaded: The settings with which the one model was tuned.
+        whole: What the user's file says, with all of its models.
+        changes: What to set for the one.
+        comments: What to say above.
+    """
+    (model,) = loaded.settings.models
+    values = {key_of(name, model): value for name, value in changes.items()}
+    rows: list[Row] = []
+    for key, value, origin in _merged(loaded, whole, model):
+        if key in values:
+            rows.append((key, values[key], "tuned"))
+        elif _is_said(key, origin):
+            rows.append((key, value, "default"))  # which leaves no note in the file
+    file = io.StringIO()
+    file.writelines(f"# {line}\n" for line in comments)
+    if len(rows[0][0]) == 1:  # a table begins with an empty line of its own
+        file.write("\n")
+    write_toml(rows, file)
+    return file.getvalue()
+
+
+def _merged(loaded: Loaded, whole: Loaded, model: str) -> list[Row]:
+    """What the user's file says, but for the model that was tuned: that is as it was tuned."""
+    if not any(origin.startswith("file") for origin in whole.origins.values()):
+        return loaded.rows()
+    own = [row for row in loaded.rows() if row[0][:2] == ("models", model)]
+    others = [row for row in whole.rows() if row[0][:2] != ("models", model)]
+    return [*others, *own]
+
+
+def _is_said(key: tuple[str, ...], origin: str) -> bool:
+    """Whether the user has set it for good: not in the environment, unless the model needs it."""
+    if key[0] == "models" and key[2] == "source":
+        return True
+    return origin != "default" and (key[0] == "models" or not origin.startswith("environment"))

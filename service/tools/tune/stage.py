@@ -1,0 +1,176 @@
+"""Real services as candidates: each is a process of its own that listens on a free port."""
+
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from inferpool.service.settings.formats import Row
+from inferpool.service.settings.loader import Loaded
+from inferpool.service.tools.trial.client import NoAnswerError, connect, head_of
+from inferpool.service.tools.trial.errors import TrialError
+from inferpool.service.tools.trial.health import ServiceHealth, read_health
+from inferpool.service.tools.trial.inputs import TrialInput
+from inferpool.service.tools.trial.memory import pss_of
+from inferpool.service.tools.trial.subject import Subject, rows_of
+from inferpool.service.tools.tune.inputs import choose_inputs
+from inferpool.service.tools.tune.knobs import Changes, key_of
+from inferpool.service.tools.tune.load import LoadClients, LoadSample
+from inferpool.service.tools.tune.plan import TunePlan
+from inferpool.workers.memory import available_bytes
+
+if TYPE_CHECKING:
+    from inferpool.service.settings.names import Key
+
+_MAX_START_S = 900.0
+_ASK_S = 120.0
+_WARM_S = 0.5
+_WARM_PIPELINE_S = 5.0
+"""A pipeline tries into how many pieces batches go best, and computes the first of them twice: 16
+clients of minilm_l6 got a fifth less in its first four seconds than in the four that followed."""
+NUM_ROUNDS = 3
+"""That share the seconds of a candidate."""
+
+
+class ServiceContender:
+    """A service that runs, and its clients. See `search.Contender`."""
+
+    def __init__(self, subject: Subject, warm_s: float, round_s: float) -> None:
+        """Take a service that is ready.
+
+        Args:
+            subject: The service.
+            warm_s: How long it is kept busy before it is measured.
+            round_s: How long a round of measuring is.
+        """
+        self.memory_bytes = 0
+        self._subject = subject
+        self._warm_s = warm_s
+        self._round_s = round_s
+        self._load: LoadClients | None = None
+
+    async def health(self) -> ServiceHealth:
+        """What it says of itself."""
+        connection = await connect(self._subject.address, lambda: None)
+        try:
+            return await read_health(connection)
+        finally:
+            connection.close()
+
+    async def warm_up(self, requests: Sequence[bytes], connections: int) -> None:
+        """See that it answers, and keep it busy for a moment.
+
+        Raises:
+            TrialError: It does not, or not well.
+        """
+        connection = await connect(self._subject.address, lambda: None)
+        try:
+            for request in requests:
+                answer = await connection.ask(request, _ASK_S)
+                if answer.status != 200:
+                    text = answer.body[:300].decode(errors="replace")
+                    raise TrialError(f"an input is answered with {answer.status}: {text}")
+        except NoAnswerError as error:
+            raise TrialError(f"an input has no answer: {error}") from error
+        finally:
+            connection.close()
+        self._load = LoadClients(self._subject.address, requests)
+        await self._load.run(connections, self._warm_s)
+        self.memory_bytes = sum(pss_of(each.pid).total for each in self._subject.family())
+
+    async def measure(self, connections: int) -> LoadSample:
+        """See `search.Contender`."""
+        assert self._load is not None
+        return await self._load.run(connections, self._round_s)
+
+    async def close(self) -> None:
+        """End it, with all of its processes."""
+        if self._load is not None:
+            self._load.close()
+        try:
+            await self._subject.stop()
+        finally:
+            self._subject.__exit__(None, None, None)
+
+
+class ServiceStage:
+    """Starts services with the user's settings, changed. See `search.Stage`."""
+
+    def __init__(self, loaded: Loaded, model: str, plan: TunePlan) -> None:
+        """Start nothing yet.
+
+        Args:
+            loaded: The user's settings, with one model.
+            model: Its name.
+            plan: With what and for how long a candidate is asked.
+        """
+        self.preset = "exact"
+        """The speed preset that the settings as they are have led to."""
+        self.decode = "exact"
+        """And how inputs are decoded."""
+        self.num_fronts = 1
+        """And how many processes take calls."""
+        own = loaded.settings.models[model]
+        self._source = own.source
+        self._placement = own.placement
+        self._rows = rows_of(loaded)
+        self._model = model
+        self._plan = plan
+        self._requests: Sequence[bytes] = ()
+        """What is asked; the first service says what it takes."""
+        self._most_bytes = 0
+        """What one candidate has taken at most."""
+
+    def now(self) -> float:
+        """See `search.Stage`."""
+        return time.monotonic()
+
+    async def bring(self, changes: Changes) -> ServiceContender:
+        """See `search.Stage`.
+
+        Raises:
+            TrialError: It does not come up.
+        """
+        if self._most_bytes > available_bytes():
+            raise TrialError("there is no memory for a second service beside the best one")
+        subject = Subject(self._changed(changes))
+        is_pipeline = changes.get("placement", self._placement) == "pipeline"
+        warm_s = _WARM_PIPELINE_S if is_pipeline else _WARM_S
+        contender = ServiceContender(subject, warm_s, self._plan.secs / NUM_ROUNDS)
+        async with contextlib.AsyncExitStack() as stack:
+            stack.callback(subject.__exit__, None, None, None)
+            subject.__enter__()
+            await subject.until_ready(_MAX_START_S)
+            if not self._requests:
+                self._learn(await contender.health())
+            await contender.warm_up(self._requests, self._plan.goal.connections)
+            stack.pop_all()
+        self._most_bytes = max(self._most_bytes, contender.memory_bytes)
+        return contender
+
+    def _learn(self, health: ServiceHealth) -> None:
+        (model,) = health.models
+        inputs = choose_inputs(self._plan.inputs, self._source, model)
+        self._requests = [request_of(self._model, each) for each in inputs]
+        self.num_fronts = max(1, len(health.fronts))
+        self.preset = next((w.speed for w in model.workers if w.speed), self.preset)
+        self.decode = next((w.decode for w in model.workers if w.decode), self.decode)
+
+    def _changed(self, changes: Changes) -> list[Row]:
+        values: dict[Key, object] = {("speed_search",): False}  # it would take time from both
+        values |= {key_of(name, self._model): value for name, value in changes.items()}
+        return [
+            (key, values[key], "tune") if key in values else (key, value, origin)
+            for key, value, origin in self._rows
+        ]
+
+
+def request_of(model: str, given: TrialInput) -> bytes:
+    """The whole HTTP request."""
+    head = head_of(
+        "POST",
+        f"/predict/{model}",
+        content_type=given.content_type,
+        num_bytes=len(given.body),
+    )
+    return b"%s\r\n%s" % (head, given.body)

@@ -1,0 +1,110 @@
+"""The wheel, installed beside a project that has packages of the same names as our folders."""
+
+import subprocess
+import sys
+import sysconfig
+import venv
+from collections.abc import Sequence
+from pathlib import Path
+from zipfile import ZipFile
+
+import httpx
+import pytest
+
+from tests.e2e.running import ROOT, running
+
+MODEL = """
+from inferpool import Features, Model, Placement, TensorSpec
+from service import FACTOR
+from workers import OFFSET
+
+
+class Line(Model):
+    inputs = [TensorSpec(name="x", dtype="float32", shape=(-1, 2))]
+    outputs = [TensorSpec(name="y", dtype="float32", shape=(-1, 2))]
+
+    def load(self, placement: Placement) -> None:
+        pass
+
+    def forward(self, features: Features) -> Features:
+        return {"y": FACTOR * features["x"] + OFFSET}
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dist")
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory"]
+    subprocess.run([*build, str(folder)], cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = folder.iterdir()
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the commands of an environment that has the wheel, and what it depends on."""
+    home = tmp_path_factory.mktemp("venv")
+    venv.create(home, with_pip=True)
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(home)}))
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    pip = [str(home / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-deps"]
+    subprocess.run([*pip, "--no-index", str(wheel)], check=True)
+    return home / "bin"
+
+
+@pytest.fixture(params=["packages", "namespaces"])
+def project(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A user's project, with or without an `__init__.py` in each of its packages."""
+    if request.param == "packages":
+        files = {"models": "", "service": "FACTOR = 3", "workers": "OFFSET = 1"}
+        files = {f"{name}/__init__.py": text for name, text in files.items()}
+        model = MODEL
+    else:
+        files = {"service/factor.py": "FACTOR = 3", "workers/offset.py": "OFFSET = 1"}
+        model = MODEL.replace("service import", "service.factor import")
+        model = model.replace("workers import", "workers.offset import")
+    for name, text in {**files, "models/line.py": model}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def test_it_installs_one_package(wheel: Path):
+    names = ZipFile(wheel).namelist()
+    tops = {name.partition("/")[0] for name in names if ".dist-info/" not in name}
+    assert tops == {"inferpool"}
+    ours = {
+        path.as_posix()
+        for top in ("service", "workers", "models")
+        for path in (ROOT / top).rglob("*.py")
+    }
+    assert {f"inferpool/{Path(path).relative_to(ROOT)}" for path in ours} <= set(names)
+    assert "inferpool/service/page/index.html" in names
+    assert any(name.endswith("photos/chelsea.jpg") for name in names)
+
+
+def test_a_class_is_served_from_a_users_own_package_models(installed: Path, project: Path):
+    command = [str(installed / "inferpool")]
+    arguments = ["models.line:Line", "--replicas", "1"]
+    with running(*arguments, command=command, cwd=project, env={"PYTHONPATH": ""}) as service:
+        answer = httpx.post(f"{service.url}/predict", json={"instances": [[1, 2]]})
+        assert answer.json()["predictions"] == [[4.0, 7.0]]
+
+
+@pytest.mark.parametrize("name", ["service", "workers", "models"])
+def test_a_folder_of_the_clone_is_imported_by_its_new_name_alone(name: str):
+    done = python(["-c", f"import {name}"])
+    assert done.returncode == 1
+    assert f"ImportError: write `inferpool.{name}` to import this." in done.stderr
+
+
+def test_a_client_imports_nothing_of_the_server():
+    heavy = "{'torch', 'numpy', 'fastapi', 'starlette', 'pydantic', 'msgspec', 'uvicorn'}"
+    code = (
+        f"import sys; from inferpool import Client, AsyncClient; print({heavy} & {{*sys.modules}})"
+    )
+    assert python(["-c", code]).stdout == "set()\n"
+
+
+def python(arguments: Sequence[str]) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)

@@ -1,0 +1,97 @@
+from collections import namedtuple
+
+import pytest
+import torch
+from torch import nn
+
+from inferpool.models.errors import ModelError, SourceError
+from inferpool.models.sources.modules import ModuleModel, named_outputs, specs_of
+from inferpool.models.spec import TensorSpec
+from tests.models.items import CPU, answers, json_item, run, tensor_item
+
+FOUR = [TensorSpec(name="x", dtype="float32", shape=(-1, 4))]
+
+
+def loaded(build, **options):
+    model = ModuleModel(build, **options)
+    model.load(CPU)
+    return model
+
+
+def test_a_network_of_one_tensor_needs_no_declaration():
+    model = loaded(lambda: nn.Flatten())
+    assert answers(model, [json_item([[1], [2]])]) == [[1.0, 2.0]]
+    assert answers(model, [tensor_item({"": torch.ones(2, 2)})]) == [[1.0] * 4]
+
+
+def test_outputs_are_found_by_a_trial_where_the_inputs_are_known():
+    model = loaded(lambda: nn.Linear(4, 3), inputs=FOUR)
+    assert model.outputs == [TensorSpec(name="output", dtype="float32", shape=(-1, 3))]
+    assert run(model, model.warmup())["output"].shape == (1, 3)
+
+
+def test_networks_infer_and_do_not_train():
+    model = loaded(lambda: nn.Dropout(0.9))
+    assert answers(model, [json_item([1] * 50)]) == [[1.0] * 50]
+
+
+def test_outputs_take_the_names_that_are_declared():
+    class Split(nn.Module):
+        def forward(self, x):
+            return x[:, :1], x[:, 1:]
+
+    outputs = [
+        TensorSpec(name="low", dtype="float32", shape=(-1, 1)),
+        TensorSpec(name="high", dtype="float32", shape=(-1, 3)),
+    ]
+    model = loaded(Split, inputs=FOUR, outputs=outputs)
+    assert answers(model, [json_item([1, 2, 3, 4])]) == [{"low": [1.0], "high": [2.0, 3.0, 4.0]}]
+    with pytest.raises(ModelError, match="has 2 outputs, but 1 are declared"):
+        loaded(Split, inputs=FOUR, outputs=outputs[:1])
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x: x.sum(), r"'output' has shape \[\]: its first dimension must be the batch"),
+        (lambda x: x.sum(0), r"'output' has shape \[4\]"),
+        (lambda x: x @ torch.ones(5), "fails on zeros of its declared inputs: RuntimeError"),
+        (lambda x: "text", "returns a str"),
+        (lambda x: {"y": 3}, "'y' is a int, not a tensor"),
+        (lambda x: x.to(torch.complex64), "complex64 cannot be served"),
+    ],
+)
+def test_a_network_that_does_not_serve_batches_is_refused_as_it_loads(function, message):
+    class Wrapped(nn.Module):
+        forward = staticmethod(function)
+
+    with pytest.raises(ModelError, match=message):
+        loaded(Wrapped, inputs=FOUR)
+
+
+def test_outputs_are_named_by_what_holds_them():
+    tensor = torch.zeros(1)
+    Point = namedtuple("Point", "x y")
+    assert list(named_outputs(tensor)) == ["output"]
+    assert list(named_outputs([tensor, tensor])) == ["output_0", "output_1"]
+    assert list(named_outputs({"a": tensor})) == ["a"]
+    assert list(named_outputs(Point(tensor, tensor))) == ["x", "y"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["x", [{"name": "x"}], [{"name": "x", "dtype": "float32", "shape": "4"}], [{"nome": 1}]],
+)
+def test_malformed_specs_are_refused_with_an_example(value):
+    with pytest.raises(SourceError, match=r"option 'inputs' must be a list like \[\{name"):
+        specs_of(value, "inputs")
+
+
+def test_a_dtype_that_no_protocol_carries_is_refused():
+    with pytest.raises(SourceError, match="no dtype 'float'; known are bool"):
+        specs_of([{"name": "x", "dtype": "float", "shape": [-1]}], "inputs")
+
+
+def test_finite_outputs_are_promised_unless_the_options_say_otherwise():
+    assert ModuleModel(nn.Identity).finite_outputs
+    assert not ModuleModel(nn.Identity, finite_outputs=False).finite_outputs

@@ -1,0 +1,232 @@
+import io
+import json
+import re
+import time
+from typing import Any
+from urllib.parse import unquote
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load
+
+from inferpool.service.api.codecs.answers import AnswerFormat, Outcome, choose_format, encode
+from inferpool.service.api.replies import lines_of, pairs_of
+from inferpool.service.errors import (
+    InvalidInputError,
+    ModelFailedError,
+    NotAcceptableError,
+    OverloadedError,
+    UnavailableError,
+)
+from inferpool.service.queue.request import Result
+from inferpool.workers.messages import TensorBlob
+from tests.service.api.fakes import result
+
+A = np.arange(6, dtype=np.float32).reshape(2, 3)
+FLAGS = np.array([True, False, True])
+
+
+def tensors(**arrays: np.ndarray[Any, Any]) -> Result:
+    blobs = [
+        TensorBlob(name, array.dtype.name, array.shape, array.tobytes())
+        for name, array in arrays.items()
+    ]
+    return result(blobs)
+
+
+def answer(
+    chosen: AnswerFormat,
+    *outcomes: Outcome,
+    is_batch: bool = True,
+    output: str | None = None,
+) -> tuple[int, dict[str, str], bytes]:
+    status, headers, body = encode(
+        chosen, outcomes, is_batch=is_batch, output=output, request_id="id", path="/predict"
+    )
+    found = {name.decode(): value.decode() for name, value in headers}
+    assert found["content-length"] == str(len(body))
+    return status, found, body
+
+
+@pytest.mark.parametrize(
+    ("accept", "expected"),
+    [
+        (None, "json"),
+        (b"*/*", "json"),
+        (b"application/json", "json"),
+        (b"application/*", "json"),
+        (b"text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8", "json"),
+        (b"application/x-npy", "npy"),
+        (b"Application/X-NPY", "npy"),
+        (b"application/safetensors, */*;q=0.1", "safetensors"),
+        (b"application/json;q=0.5, application/octet-stream;q=0.9", "raw"),
+        (b"application/json;q=0.5, application/x-npy;q=0.5", "json"),
+        (b"*/*, application/json;q=0", "npy"),
+        (b"application/json ; q=bad, application/npy", "npy"),
+    ],
+)
+def test_accept_chooses_the_form(accept: bytes | None, expected: AnswerFormat) -> None:
+    assert choose_format(accept) == expected
+
+
+@pytest.mark.parametrize(
+    "accept", [b"text/html", b"image/*", b"application/json;q=0", b"", b"\xff"]
+)
+def test_what_cannot_be_made_is_not_acceptable(accept: bytes) -> None:
+    with pytest.raises(NotAcceptableError, match="leaves none of application/json"):
+        choose_format(accept)
+
+
+def test_predictions_are_in_the_order_of_the_instances() -> None:
+    status, headers, body = answer("json", result(b'{"a":1}'), result(b"2"))
+    assert (status, headers["content-type"]) == (200, "application/json")
+    assert json.loads(body) == {"predictions": [{"a": 1}, 2]}
+
+
+def test_an_instance_that_failed_is_an_error_in_its_place() -> None:
+    status, _, body = answer("json", InvalidInputError("no 'x'"), result(b"2"))
+    assert status == 200
+    error = {"code": "invalid_input", "message": "no 'x'", "status": 422}
+    assert json.loads(body) == {"predictions": [{"error": error}, 2]}
+
+
+def test_if_all_failed_the_answer_is_the_problem_of_the_first() -> None:
+    full = OverloadedError("full", retry_after_s=7)
+    status, headers, body = answer("json", full, ModelFailedError("no"))
+    problem = json.loads(body)
+    assert status == problem["status"] == 429
+    assert headers["retry-after"] == "7"
+    assert headers["content-type"] == "application/problem+json"
+    assert [(each["index"], each["status"]) for each in problem["errors"]] == [(0, 429), (1, 500)]
+
+
+def test_the_problem_of_a_single_instance_has_no_list() -> None:
+    _, _, body = answer("json", UnavailableError("gone"))
+    assert "errors" not in json.loads(body)
+
+
+@pytest.mark.parametrize("chosen", ["npy", "safetensors", "raw"])
+def test_tensors_have_no_place_for_an_error(chosen: AnswerFormat) -> None:
+    status, _, body = answer(chosen, tensors(y=A), InvalidInputError("no"))
+    problem = json.loads(body)
+    assert (status, problem["code"]) == (422, "invalid_input")
+    assert [each["index"] for each in problem["errors"]] == [1]
+
+
+def test_npy_holds_the_output_of_one_instance_or_stacks_those_of_a_batch() -> None:
+    _, headers, body = answer("npy", tensors(y=A), is_batch=False)
+    assert headers["content-type"] == "application/x-npy"
+    assert np.array_equal(np.load(io.BytesIO(body)), A)
+    assert np.array_equal(np.load(io.BytesIO(answer("npy", tensors(y=A))[2])), A[None])
+    both = answer("npy", tensors(y=A), tensors(y=A + 1))[2]
+    assert np.array_equal(np.load(io.BytesIO(both)), np.stack([A, A + 1]))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3, 0), (1,) * 12])
+def test_npy_of_any_shape_can_be_loaded(shape: tuple[int, ...]) -> None:
+    array = np.zeros(shape, np.int64)
+    body = answer("npy", tensors(y=array), is_batch=False)[2]
+    assert (len(body) - array.nbytes) % 64 == 0
+    found = np.load(io.BytesIO(body))
+    assert found.shape == shape
+    assert found.dtype == array.dtype
+
+
+def test_an_output_is_chosen_by_name() -> None:
+    body = answer("npy", tensors(y=A, z=FLAGS), output="z", is_batch=False)[2]
+    assert np.array_equal(np.load(io.BytesIO(body)), FLAGS)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "output", "status", "message"),
+    [
+        ("npy", None, 400, "'y', 'z': choose by ?output=NAME"),
+        ("raw", None, 400, "'y', 'z': choose by ?output=NAME"),
+        ("npy", "w", 400, "output: the model has no 'w'; it has 'y', 'z'"),
+        ("safetensors", "w", 400, "output: the model has no 'w'"),
+    ],
+)
+def test_an_output_that_is_not_chosen_well_is_a_bad_request(
+    chosen: AnswerFormat, output: str | None, status: int, message: str
+) -> None:
+    found, _, body = answer(chosen, tensors(y=A, z=FLAGS), output=output)
+    assert found == status
+    assert message in json.loads(body)["detail"]
+
+
+def test_npy_has_no_bfloat16() -> None:
+    blob = TensorBlob("y", "bfloat16", (1,), b"12")
+    status, _, body = answer("npy", result([blob]))
+    assert status == 406
+    assert re.search("bfloat16; accept application/safetensors", json.loads(body)["detail"])
+
+
+def test_safetensors_hold_all_outputs() -> None:
+    _, headers, body = answer("safetensors", tensors(z=FLAGS, y=A), tensors(z=~FLAGS, y=A + 1))
+    assert headers["content-type"] == "application/safetensors"
+    found = load(body)
+    assert np.array_equal(found["y"], np.stack([A, A + 1]))
+    assert np.array_equal(found["z"], np.stack([FLAGS, ~FLAGS]))
+
+
+def test_safetensors_of_one_instance_have_no_batch_dimension() -> None:
+    found = load(answer("safetensors", tensors(z=FLAGS, y=A), is_batch=False, output="y")[2])
+    assert found.keys() == {"y"}
+    assert np.array_equal(found["y"], A)
+
+
+def test_raw_bytes_have_their_shape_in_headers() -> None:
+    _, headers, body = answer("raw", tensors(y=A))
+    assert body == A.tobytes()
+    assert headers["x-tensor-name"] == "y"
+    assert headers["x-tensor-dtype"] == "float32"
+    assert headers["x-tensor-shape"] == "1,2,3"
+
+
+@given(st.lists(st.text(max_size=8), min_size=1, max_size=3, unique=True), st.text(max_size=8))
+def test_no_name_adds_a_header_or_ends_one(names: list[str], output: str) -> None:
+    blobs = [TensorBlob(name, "bool", (3,), FLAGS.tobytes()) for name in names]
+    for chosen in ("npy", "safetensors", "raw"):
+        status, headers, _ = encode(
+            chosen, [result(blobs)], is_batch=False, output=output if output in names else names[0],
+            request_id="id", path="/predict",
+        )  # fmt: skip
+        assert status == 200
+        assert len(pairs_of(lines_of(headers))) == len(headers)
+        found = dict(headers).get(b"x-tensor-name", b"").decode()
+        assert unquote(found) == (output if output in names else names[0]) * (chosen == "raw")
+
+
+@pytest.mark.parametrize("value", [b"a\r\nb: c", b"a\nb", b"a\rb", b"\0", b"\x7f", b"\xfc", b"\t"])
+def test_a_header_that_would_end_its_line_is_not_written(value: bytes) -> None:
+    with pytest.raises(ValueError, match="cannot be sent"):
+        lines_of([(b"x", b"fine"), (b"x", value)])
+    with pytest.raises(ValueError, match="cannot be sent"):
+        lines_of([(value, b"fine")])
+
+
+def test_safetensors_of_very_many_outputs_take_time_for_each_alone() -> None:
+    blobs = [TensorBlob(f"y{number}", "uint8", (1,), b"1") for number in range(20_000)]
+    began = time.process_time()
+    answer("safetensors", result(blobs), result(blobs))
+    assert time.process_time() - began < 5  # some 0.1 s; 20 s, were each looked for
+
+
+def test_a_dtype_that_safetensors_cannot_hold_is_not_acceptable() -> None:
+    z = np.array([1j], np.complex64)
+    status, _, body = answer("safetensors", tensors(y=A, z=z))
+    assert (status, json.loads(body)["detail"][:43]) == (
+        406, "safetensors has no complex64, which output ",
+    )  # fmt: skip
+    assert answer("safetensors", tensors(y=A, z=z), output="y")[0] == 200
+    assert answer("raw", tensors(z=z))[2] == z.tobytes()
+
+
+def test_outputs_of_different_shapes_do_not_stack() -> None:
+    status, _, body = answer("npy", tensors(y=A), tensors(y=A[:1]))
+    assert status == 406
+    assert "differs in shape" in json.loads(body)["detail"]
+    status, _, body = answer("safetensors", tensors(y=A), tensors(z=A))
+    assert (status, json.loads(body)["detail"][:10]) == (406, "output 'y'")

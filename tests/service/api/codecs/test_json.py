@@ -1,0 +1,147 @@
+import base64
+import json
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inferpool.service.api.codecs.json import decode_json, is_image
+from inferpool.service.errors import BadRequestError, InvalidInputError, ServiceError, TooLargeError
+from tests.properties import untimed
+from tests.service.api.fakes import head, kinds
+
+JPEG = b"\xff\xd8\xff\xe0rest"
+
+
+def b64(content: bytes) -> str:
+    return base64.b64encode(content).decode()
+
+
+def body(*instances: object, **more: object) -> list[bytes]:
+    return [json.dumps({"instances": instances, **more}).encode()]
+
+
+def test_base64_is_decoded_and_images_are_known_by_their_first_bytes() -> None:
+    decoded = decode_json(body({"b64": b64(JPEG)}, {"b64": b64(b"other")}, {"b64": ""}), head())
+    assert kinds(decoded) == [("image", JPEG), ("bytes", b"other"), ("bytes", b"")]
+    assert decoded.is_batch
+
+
+def test_other_instances_go_on_as_the_text_they_are() -> None:
+    text = b'{"instances": [ [1.50, 2e3] , {"x": "\\u00e4"}, "s", null, {"b64": "YQ==", "y": 1}]}'
+    assert kinds(decode_json([text], head())) == [
+        ("json", b"[1.50, 2e3]"),
+        ("json", b'{"x": "\\u00e4"}'),
+        ("json", b'"s"'),
+        ("json", b"null"),
+        ("json", b'{"b64": "YQ==", "y": 1}'),
+    ]
+
+
+def test_a_body_in_pieces_is_read_as_one() -> None:
+    assert kinds(decode_json([b'{"insta', b'nces":[1', b"2]}"], head())) == [("json", b"12")]
+
+
+def test_parameters_come_from_the_body_and_the_query() -> None:
+    decoded = decode_json(body(1, parameters={"top_k": 3}), head(b"labels=false"))
+    assert json.loads(decoded.parameters) == {"labels": False, "top_k": 3}
+    assert decode_json(body(1), head()).parameters == b""
+    assert decode_json(body(1, parameters=None), head()).parameters == b""
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"", "the body is empty, and JSON is expected"),
+        (b"{", "the body: "),
+        (b'{"instances":[1,]}', "malformed JSON: trailing comma"),
+        (b'{"instances":[NaN]}', "malformed JSON"),
+        (b'{"instances":["\xff"]}', "the body: not UTF-8"),
+        (b'{"instances":[1]} x', "malformed JSON"),
+        (b'\xef\xbb\xbf{"instances":[1]}', "malformed JSON"),
+        (b'{"instances":[{"b64":"\\q"}]}', "malformed JSON"),
+    ],
+)
+def test_what_is_not_json_is_a_bad_request(text: bytes, message: str) -> None:
+    with pytest.raises(BadRequestError, match=re.escape(message)):
+        decode_json([text], head())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"[1, 2]", "Expected `object`, got `array`"),
+        (b"{}", "missing required field `instances`"),
+        (b'{"instances": 5}', "Expected `array`, got `int` - at `instances`"),
+        (b'{"instances": []}', "instances: is empty"),
+        (b'{"instances": [1], "inputs": 2}', "unknown field `inputs`"),
+        (b'{"instances": [1], "parameters": [2]}', "parameters: must be an object"),
+        (b'{"instances": [1, {"b64": 7}]}', "instances[1].b64: not base64"),
+        (b'{"instances": [{"b64": "YQ"}]}', "instances[0].b64: not base64"),
+        (b'{"instances": [{"b64": "data:image/png;base64,YQ=="}]}', "no data: prefix"),
+        (b'{"instances": [%s1%s]}' % (b"[" * 99, b"]" * 99), "more than 100 deep"),
+        (b"[" * 100_000, "more than 100 deep"),
+    ],
+)
+def test_json_of_another_form_is_invalid_and_its_place_is_named(text: bytes, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=re.escape(message)):
+        decode_json([text], head())
+
+
+def test_nesting_up_to_the_limit_is_taken() -> None:
+    text = b'{"instances":[%s1%s]}' % (b"[" * 98, b"]" * 98)
+    assert len(decode_json([text], head()).payloads) == 1
+
+
+@pytest.mark.parametrize("num_instances", [5, 100_000])
+def test_too_many_instances_are_refused(num_instances: int) -> None:
+    with pytest.raises(TooLargeError, match="instances: more than 4"):
+        decode_json(
+            [b'{"instances":[%s]}' % b",".join([b"1"] * num_instances)], head(max_instances=4)
+        )
+
+
+def test_a_large_body_within_the_limit_is_taken() -> None:
+    rows = [[1.5] * 30_000, {"b64": b64(JPEG * 20_000)}]
+    decoded = decode_json(body(*rows), head(max_instances=2))
+    assert [kind for kind, _ in kinds(decoded)] == ["json", "image"]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (JPEG, True),
+        (b"\x89PNG\r\n\x1a\nx", True),
+        (b"GIF89a", True),
+        (b"RIFF1234WEBPVP8 ", True),
+        (b"RIFF1234WAVEfmt ", False),
+        (b"\0\0\0\x1cftypavif", True),
+        (b"\0\0\0\x1cftypisom", False),
+        (b"II*\0", True),
+        (b"", False),
+    ],
+)
+def test_images_are_told_by_their_magic_bytes(content: bytes, expected: bool) -> None:
+    assert is_image(content) is expected
+
+
+json_like = st.binary(max_size=60) | st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(["instances", "b64", "parameters", "x"]), inner, max_size=3
+        )
+    ),
+).map(lambda value: json.dumps(value).encode())
+
+
+@untimed()
+@given(json_like | json_like.map(lambda text: b'{"instances":[%s]}' % text))
+def test_any_body_is_decoded_or_refused_by_a_service_error(text: bytes) -> None:
+    try:
+        decoded = decode_json([text], head())
+    except ServiceError:
+        return
+    assert decoded.payloads

@@ -1,0 +1,371 @@
+import io
+import json
+import re
+from math import prod
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import save
+
+from inferpool.models.spec import TensorSpec
+from inferpool.service.api.codecs.tensors import cut, decode_npy, decode_raw, decode_safetensors
+from inferpool.service.errors import BadRequestError, InvalidInputError, ServiceError, TooLargeError
+from inferpool.service.queue.request import Payload
+from inferpool.workers.messages import Batch, ItemRef
+from tests.properties import untimed
+from tests.service.api.fakes import body_of, head, kinds, spec
+
+X = np.arange(24, dtype=np.float32).reshape(4, 2, 3)
+INSTANCE, BATCH = spec(-1, 4, 2, 3), spec(-1, 2, 3)
+"""Models that take `X` as one instance, and as a batch of four."""
+
+
+def npy(array: np.ndarray[Any, Any], **options: Any) -> bytes:
+    out = io.BytesIO()
+    np.save(out, array, **options)
+    return out.getvalue()
+
+
+def arrays_of(payload: Payload) -> dict[str, np.ndarray[Any, Any]]:
+    """As a worker reads a payload: by offset, from memory that is aligned at its start."""
+    content = body_of(payload)
+    arrays = {}
+    for header in payload.headers:
+        dtype = np.dtype(header.dtype)
+        assert header.offset % dtype.itemsize == 0
+        count = header.num_bytes // dtype.itemsize
+        array = np.frombuffer(content, dtype, count, header.offset)
+        arrays[header.name] = array.reshape(header.shape)
+    return arrays
+
+
+def pieces(content: bytes, size: int) -> list[bytes]:
+    return [content[start : start + size] for start in range(0, len(content), size)]
+
+
+@pytest.mark.parametrize("size", [1, 7, 13, 1000])
+def test_cut_gives_consecutive_views_whatever_the_pieces(size: int) -> None:
+    content = bytes(range(200))
+    found = cut(pieces(content, size), [10, 0, 90, 100])
+    joined = [b"".join(bytes(view) for view in piece) for piece in found]
+    assert joined == [content[:10], b"", content[10:100], content[100:]]
+
+
+def test_raw_bytes_with_dtype_and_shape_are_a_tensor() -> None:
+    chunks = pieces(X.tobytes(), 10)
+    decoded = decode_raw(chunks, head(b"dtype=float32&shape=4,2,3&name=x&top_k=3"))
+    (payload,) = decoded.payloads
+    assert payload.chunks == chunks, "they are passed on as they came"
+    assert np.array_equal(arrays_of(payload)["x"], X)
+    assert json.loads(decoded.parameters) == {"top_k": 3}
+    assert not decoded.is_batch
+
+
+def test_dtype_and_shape_may_stand_in_headers() -> None:
+    headers = {b"x-tensor-dtype": b"float32", b"x-tensor-shape": b"24"}
+    decoded = decode_raw([X.tobytes()], head(headers=headers))
+    assert np.array_equal(arrays_of(decoded.payloads[0])[""], X.ravel())
+
+
+def test_a_scalar_has_an_empty_shape() -> None:
+    decoded = decode_raw([b"\0" * 8], head(b"dtype=int64&shape="))
+    assert decoded.payloads[0].headers[0].shape == ()
+
+
+@pytest.mark.parametrize(
+    ("query", "error", "message"),
+    [
+        (b"dtype=float32", BadRequestError, "shape: is missing"),
+        (b"shape=3", BadRequestError, "dtype: is missing"),
+        (b"dtype=float33&shape=3", BadRequestError, "dtype: 'float33' is none of bool, uint8"),
+        (b"dtype=float32&shape=3,x", BadRequestError, "shape: '3,x' is no shape such as"),
+        (b"dtype=float32&shape=-1", BadRequestError, "shape: '-1'"),
+        (b"dtype=float32&shape=3,,3", BadRequestError, "shape: '3,,3'"),
+        (b"dtype=float32&shape=" + b"1," * 20, InvalidInputError, "more than 16 dimensions"),
+        (b"dtype=float32&shape=3", InvalidInputError, "float32 [3] takes 12 bytes, found 96"),
+        (b"dtype=bool&shape=96", InvalidInputError, "a byte other than 0 and 1"),
+        (b"dtype=float32&shape=0,2000000", InvalidInputError, "has no elements"),
+        (b"dtype=float32&shape=4,2,3&name=a%0d%0ab", InvalidInputError, "cannot be printed"),
+    ],
+)
+def test_what_is_wrong_with_a_raw_tensor_is_named(
+    query: bytes, error: type[ServiceError], message: str
+) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        decode_raw([X.tobytes()], head(query))
+
+
+def test_raw_bytes_without_a_description_are_the_only_input_of_fixed_shape() -> None:
+    one = decode_raw([X.tobytes()], head(inputs=[INSTANCE]))
+    assert np.array_equal(arrays_of(one.payloads[0])[""], X)
+    assert not one.is_batch
+    four = decode_raw(pieces(X.tobytes(), 7), head(inputs=[BATCH]))
+    assert four.is_batch
+    assert [arrays_of(each)[""].tolist() for each in four.payloads] == X.tolist()
+
+
+@pytest.mark.parametrize("inputs", [[], [spec(-1, -1)], [spec()], [BATCH, spec(-1, name="y")]])
+def test_raw_bytes_are_opaque_where_the_shape_is_not_known(inputs: list[TensorSpec]) -> None:
+    assert kinds(decode_raw([b"12", b"34"], head(inputs=inputs))) == [("bytes", b"1234")]
+
+
+def test_raw_bytes_of_another_length_are_opaque() -> None:
+    assert kinds(decode_raw([b"123"], head(inputs=[BATCH]))) == [("bytes", b"123")]
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "int16", "uint64", "float16", "float64"])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0, 5)])
+def test_npy_arrays_arrive_equal(dtype: str, shape: tuple[int, ...]) -> None:
+    array = np.ones(shape, dtype)
+    for size in (5, 128, 10_000):
+        (payload,) = decode_npy(pieces(npy(array), size), head(b"name=x")).payloads
+        found = arrays_of(payload)["x"]
+        assert found.dtype == array.dtype
+        assert np.array_equal(found, array)
+
+
+@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
+def test_every_version_of_npy_is_read(version: tuple[int, int]) -> None:
+    out = io.BytesIO()
+    np.lib.format.write_array(out, X, version=version)
+    assert np.array_equal(arrays_of(decode_npy([out.getvalue()], head()).payloads[0])[""], X)
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "message"),
+    [
+        (b"", BadRequestError, "not an npy file"),
+        (b"\x93NUMPY\x09\0\0\0\0\0\0\0", BadRequestError, "not an npy file"),
+        (npy(X)[:60], BadRequestError, "header is damaged"),
+        (npy(X).replace(b"fortran_order", b"fortran_ordes"), BadRequestError, "damaged"),
+        (b"\x93NUMPY\2\0\xff\xff\0\0" + b" " * 70_000, BadRequestError, "longer than 10000"),
+        (npy(X)[:-1], InvalidInputError, "float32 [4, 2, 3] takes 96 bytes, found 95"),
+        (npy(X) + b"x", InvalidInputError, "found 97"),
+        (npy(np.asfortranarray(X)), InvalidInputError, "numpy.ascontiguousarray"),
+        (npy(X.astype(">f4")), InvalidInputError, ">f4 is big-endian; send array.astype('<f4')"),
+        (npy(X.astype("c8")), InvalidInputError, "<c8 is none of bool"),
+        (npy(np.array(["text"])), InvalidInputError, "<U4 is none of"),
+        (npy(np.array([{}]), allow_pickle=True), InvalidInputError, "|O is none of"),
+        (npy(np.zeros(2, [("a", "f4")])), InvalidInputError, "a structured dtype is none of"),
+    ],
+)
+def test_what_is_wrong_with_an_npy_file_is_named(
+    content: bytes, error: type[ServiceError], message: str
+) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        decode_npy([content], head())
+
+
+def test_an_array_of_the_rank_of_the_input_is_a_batch() -> None:
+    batch = decode_npy(pieces(npy(X), 50), head(inputs=[BATCH]))
+    assert batch.is_batch
+    assert [arrays_of(each)[""].tolist() for each in batch.payloads] == X.tolist()
+    one = decode_npy([npy(X)], head(inputs=[INSTANCE]))
+    assert not one.is_batch
+    assert len(one.payloads) == 1
+
+
+def test_a_batch_is_cut_without_copies() -> None:
+    content = npy(X)
+    decoded = decode_npy([content], head(inputs=[BATCH]))
+    views = [view for payload in decoded.payloads for view in payload.chunks]
+    assert all(isinstance(view, memoryview) and view.obj is content for view in views)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "query", "message"),
+    [
+        (
+            [spec(-1, 3)],
+            b"",
+            "tensor 'x': expected shape [3] for one instance or [any, 3] for a batch, "
+            "found [4, 2, 3]",
+        ),
+        ([BATCH], b"name=y", "tensor 'y': the model has no such input; it has 'x'"),
+    ],
+)
+def test_a_tensor_that_fits_no_input_is_refused(
+    inputs: list[TensorSpec], query: bytes, message: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=re.escape(message)):
+        decode_npy([npy(X)], head(query, inputs=inputs))
+
+
+def test_empty_and_too_large_batches_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match="the batch is empty"):
+        decode_npy([npy(X[:0])], head(inputs=[BATCH]))
+    with pytest.raises(TooLargeError, match="a batch of 4; the limit for one request is 3"):
+        decode_npy([npy(X)], head(inputs=[BATCH], max_instances=3))
+
+
+def test_safetensors_hold_the_named_inputs_of_one_instance() -> None:
+    arrays: dict[str, np.ndarray[Any, Any]] = {
+        "a": np.array([1, 2, 3], np.uint8),
+        "b": np.array([[0.5]], np.float64),
+        "c": np.array([True, False]),
+        "d": np.zeros((0, 2), np.float32),
+    }
+    for size in (3, 100_000):
+        chunks = pieces(save(arrays, {"made": "here"}), size)
+        (payload,) = decode_safetensors(chunks, head(b"k=1")).payloads
+        found = arrays_of(payload)
+        assert found.keys() == arrays.keys()
+        assert all(np.array_equal(found[name], arrays[name]) for name in arrays)
+
+
+def test_safetensors_of_a_batch_are_cut_along_it() -> None:
+    ids = np.array([[1], [2], [3], [4]], np.uint8)
+    inputs = [spec(-1, 1, name="ids", dtype="uint8"), BATCH]
+    decoded = decode_safetensors([save({"ids": ids, "x": X})], head(inputs=inputs))
+    assert decoded.is_batch
+    for index, payload in enumerate(decoded.payloads):
+        found = arrays_of(payload)
+        assert found["ids"].tolist() == [index + 1]
+        assert np.array_equal(found["x"], X[index])
+
+
+def test_bfloat16_is_read_from_safetensors() -> None:
+    entry = {"x": {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}}
+    (payload,) = decode_safetensors([raw_safetensors(entry, b"1234")], head()).payloads
+    assert payload.headers[0].dtype == "bfloat16"
+    assert body_of(payload) == b"1234"
+
+
+def test_tensors_that_disagree_about_the_batch_are_refused() -> None:
+    content = save({"x": X, "y": np.zeros((3, 1), np.float32)})
+    inputs = [BATCH, spec(-1, 1, name="y")]
+    with pytest.raises(InvalidInputError, match="disagree about the size of the batch"):
+        decode_safetensors([content], head(inputs=inputs))
+
+
+def raw_safetensors(entries: object, data: bytes) -> bytes:
+    text = json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def entry(begin: int, end: int, dtype: str = "U8", **more: object) -> dict[str, object]:
+    return {"dtype": dtype, "shape": [end - begin], "data_offsets": [begin, end], **more}
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "message"),
+    [
+        (b"", BadRequestError, "not a safetensors file"),
+        (b"\xff" * 100, BadRequestError, "not a safetensors file"),
+        (raw_safetensors({}, b""), InvalidInputError, "0 tensors"),
+        (raw_safetensors([1], b""), BadRequestError, "the safetensors header: Expected `object`"),
+        (raw_safetensors({"a": {"dtype": "U8"}}, b""), BadRequestError, "missing required field"),
+        (raw_safetensors({"a": entry(1, 4)}, b"1234"), BadRequestError, "leave a gap"),
+        (raw_safetensors({"a": entry(0, 5)}, b"1234"), BadRequestError, "outside the body"),
+        (raw_safetensors({"a": entry(0, 3)}, b"1234"), BadRequestError, "1 bytes too many"),
+        (
+            raw_safetensors({"a": entry(0, 3), "b": entry(2, 4)}, b"1234"),
+            BadRequestError,
+            "tensor 'b': its bytes 2 to 4",
+        ),
+        (raw_safetensors({"a": entry(0, 4, "F9")}, b"1234"), InvalidInputError, "F9 is none of"),
+        (
+            raw_safetensors({"a": entry(0, 4, "F32")}, b"1234"),
+            InvalidInputError,
+            "tensor 'a': float32 [4] takes 16 bytes, found 4",
+        ),
+        (
+            raw_safetensors({"a": entry(0, 4, shape=[-4])}, b"1234"),
+            InvalidInputError,
+            "a dimension of -4",
+        ),
+        (
+            raw_safetensors({"a": entry(0, 0, shape=[10**30, 0])}, b"12"),
+            InvalidInputError,
+            "tensor 'a': a dimension is more than 1099511627776",
+        ),
+        (
+            raw_safetensors({"a": entry(0, 4, shape=[10**4000] * 3)}, b"1234"),
+            InvalidInputError,
+            "a dimension is more than",
+        ),
+        (
+            raw_safetensors({"a": entry(0, 0, shape=[0, 2**21])}, b"12"),
+            InvalidInputError,
+            "tensor 'a': [0, 2097152] has no elements, so its other dimensions may come to 1048576",
+        ),
+        (raw_safetensors({"a" * 257: entry(0, 2)}, b"12"), InvalidInputError, "257 characters"),
+        (
+            raw_safetensors({"a\r\nb": entry(0, 2)}, b"12"),
+            InvalidInputError,
+            r"tensor 'a\r\nb': its name has characters that cannot be printed",
+        ),
+        (
+            (4000).to_bytes(8, "little") + b"[" * 4000,
+            BadRequestError,
+            "nested too deep",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_safetensors_file_is_named(
+    content: bytes, error: type[ServiceError], message: str
+) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        decode_safetensors([content], head())
+
+
+damaged = st.tuples(
+    st.sampled_from([npy(X), save({"x": X, "y": X[0]}), X.tobytes()]),
+    st.lists(st.tuples(st.integers(0, 200), st.binary(max_size=3)), max_size=3),
+)
+queries = st.sampled_from([b"", b"dtype=float32&shape=4,2,3", b"dtype=bool&shape=", b"name=y"])
+
+
+@untimed()
+@given(damaged, queries, st.sampled_from([(), (BATCH,), (INSTANCE,)]), st.integers(1, 300))
+def test_any_bytes_are_decoded_or_refused_by_a_service_error(
+    made: tuple[bytes, list[tuple[int, bytes]]],
+    query: bytes,
+    inputs: tuple[TensorSpec, ...],
+    size: int,
+) -> None:
+    content, changes = made
+    for place, new in changes:
+        content = content[:place] + new + content[place + 1 :]
+    for decode in (decode_raw, decode_npy, decode_safetensors):
+        try:
+            decoded = decode(pieces(content, size), head(query, inputs=inputs))
+        except ServiceError:
+            continue
+        for payload in decoded.payloads:
+            assert sum(header.num_bytes for header in payload.headers) <= payload.num_bytes
+
+
+lengths = st.integers(0, 3) | st.integers(0, 2**64) | st.sampled_from([2**40, 2**63, 10**30])
+
+
+@untimed()
+@given(st.lists(lengths, max_size=17), st.text(max_size=4))
+def test_what_is_decoded_can_be_sent_to_a_worker_and_made_by_torch(
+    shape: list[int], name: str
+) -> None:
+    num_bytes = prod(shape) if prod(shape) <= 4096 else 0
+    data = bytes(num_bytes)
+    dims = ",".join(map(str, shape))
+    text = f"{{'descr': '|u1', 'fortran_order': False, 'shape': ({dims},), }}".encode()
+    described = b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + data
+    query = f"dtype=uint8&shape={dims}&name={quote(name)}".encode()
+    for decode, body in (
+        (decode_raw, data),
+        (decode_npy, described),
+        (decode_safetensors, raw_safetensors({name: entry(0, num_bytes, shape=shape)}, data)),
+    ):
+        try:
+            (payload,) = decode([body], head(query)).payloads
+        except ServiceError:
+            continue
+        ref = ItemRef("tensors", 0, payload.num_bytes, 0.0, headers=payload.headers)
+        sent = msgspec.msgpack.encode(Batch(1, [ref]))
+        assert msgspec.msgpack.decode(sent, type=Batch).items == [ref]
+        assert torch.empty(payload.headers[0].shape).numel() == num_bytes

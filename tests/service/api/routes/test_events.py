@@ -1,0 +1,114 @@
+import asyncio
+import json
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+from fastapi import FastAPI
+
+from inferpool.service.api.routes.events import events_router
+from inferpool.service.api.web import App
+from tests.service.api.fakes import call
+
+Message = MutableMapping[str, Any]
+
+
+class FakeFeed:
+    """Has the events that it is given, and then waits, or ends."""
+
+    def __init__(self, *events: bytes, is_endless: bool = False) -> None:
+        self.is_ending = False
+        self._events = list(events)
+        self._is_endless = is_endless
+
+    def first(self) -> bytes:
+        return b'{"history":[1]}'
+
+    async def next(self) -> bytes:
+        if self._is_endless:
+            await asyncio.Event().wait()
+        self.is_ending = len(self._events) == 1
+        return self._events.pop(0)
+
+
+def app_over(feed: FakeFeed) -> FastAPI:
+    return App(version="0", routers=[events_router(feed)])
+
+
+async def listen(app: FastAPI, *, method: str = "GET", hang_up: asyncio.Event) -> list[Message]:
+    """What one call is sent until it is over."""
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        await hang_up.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": "/events",
+        "raw_path": b"/events",
+        "query_string": b"",
+        "headers": [],
+    }
+    await asyncio.wait_for(app(scope, receive, send), 30)
+    return sent
+
+
+async def until(claim: Callable[[], object]) -> None:
+    while not claim():  # noqa: ASYNC110  # nobody says so
+        await asyncio.sleep(0)
+
+
+def test_each_state_is_an_event_until_the_service_ends() -> None:
+    response = call(app_over(FakeFeed(b"{}", b'{"last":1}')), "GET", "/events")
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["cache-control"] == "no-store"
+    events = [event.split("\n") for event in response.text.strip().split("\n\n")]
+    assert [event[:2] for event in events] == [["event: state", f"id: {n}"] for n in range(3)]
+    data = [json.loads(event[2].removeprefix("data: ")) for event in events]
+    assert data == [{"history": [1]}, {}, {"last": 1}]
+
+
+def test_a_stream_is_over_when_its_client_goes_and_its_place_is_free_again() -> None:
+    async def go() -> None:
+        app = app_over(FakeFeed(is_endless=True))
+        for _ in range(2):  # as many as may listen at once, twice
+            gone = asyncio.Event()
+            clients = [asyncio.create_task(listen(app, hang_up=gone)) for _ in range(64)]
+            await asyncio.sleep(0)
+            await until(lambda clients=clients: not any(each.done() for each in clients))
+            for _ in range(100):
+                await asyncio.sleep(0)
+            refused = await listen(app, hang_up=gone)
+            assert refused[0]["status"] == 503
+            assert (b"retry-after", b"5") in refused[0]["headers"]
+            gone.set()
+            for sent in await asyncio.gather(*clients):
+                assert sent[0]["status"] == 200
+                assert sent[1]["body"].startswith(b"event: state\n")
+
+    asyncio.run(go())
+
+
+def test_head_gets_the_headers_and_no_stream() -> None:
+    async def go() -> None:
+        app = app_over(FakeFeed(is_endless=True))
+        start, end = await listen(app, method="HEAD", hang_up=asyncio.Event())
+        assert start["status"] == 200
+        assert not end.get("more_body")
+
+    asyncio.run(go())
+
+
+def test_the_form_of_an_event_is_documented() -> None:
+    document = call(app_over(FakeFeed()), "GET", "/openapi.json").json()
+    answer = document["paths"]["/events"]["get"]["responses"]["200"]
+    reference = answer["content"]["text/event-stream"]["schema"]["$ref"]
+    state = document["components"]["schemas"][reference.rpartition("/")[2]]
+    assert {"time", "health", "models", "history"} <= set(state["properties"])

@@ -1,0 +1,149 @@
+from fastapi import FastAPI
+
+from inferpool.service.api.errors import install_error_handlers
+from inferpool.service.api.routes.health import (
+    HealthReport,
+    HostStatus,
+    InputDescription,
+    LastEnding,
+    ModelHealth,
+    RankHealth,
+    SplitHealth,
+    WorkerHealth,
+    health_router,
+)
+from tests.service.api.fakes import call
+
+WORKER = WorkerHealth(
+    name="a/0",
+    state="ready",
+    device="cpu",
+    incarnation=2,
+    pid=123,
+    num_batches=7,
+    last_beat_age_s=0.5,
+    last_answer_age_s=2.5,
+    rss_bytes=1000,
+    restarts=1,
+    placement="pipeline",
+    ranks=[
+        RankHealth(
+            rank=0,
+            pid=123,
+            device="cuda:GPU-1",
+            device_name="NVIDIA H100",
+            rss_bytes=600,
+            part_bytes=400,
+            part="layer1",
+            last_beat_age_s=0.5,
+        )
+    ],
+    split=SplitHealth(cuts=["layer2"], note="by bytes"),
+    speed="folded",
+    decode="exact",
+    speed_gain=1.5,
+    speed_deviation=1e-06,
+    last_ending=LastEnding(cause="memory", reason="SIGKILL, likely out of memory", age_s=60.0),
+)
+INPUT = InputDescription(name="x", dtype="float32", shape=(-1, 3))
+READY = ModelHealth(
+    name="a",
+    ready=True,
+    queue_depth=3,
+    inputs=[INPUT],
+    example="How do I get there?",
+    workers=[WORKER],
+)
+LOADING = ModelHealth(name="b", ready=False, reason="loading weights")
+
+
+class Source:
+    def __init__(self, status: HostStatus, *models: ModelHealth) -> None:
+        self.status, self.models = status, models
+
+    def report(self) -> HealthReport:
+        return HealthReport(
+            status=self.status,
+            ready=self.status == "ready",
+            draining=self.status == "draining",
+            models=self.models,
+        )
+
+
+def make_app(status: HostStatus, *models: ModelHealth) -> FastAPI:
+    app = FastAPI()
+    install_error_handlers(app)
+    app.include_router(health_router(Source(status, *models)))
+    return app
+
+
+def test_health_shows_the_workers_one_by_one() -> None:
+    response = call(make_app("ready", READY), "GET", "/health")
+    assert response.status_code == 200
+    document = response.json()
+    assert (document["status"], document["ready"], document["draining"]) == ("ready", True, False)
+    (model,) = document["models"]
+    assert (model["name"], model["ready"], model["queue_depth"]) == ("a", True, 3)
+    assert model["example"] == "How do I get there?"
+    assert model["inputs"] == [{"name": "x", "dtype": "float32", "shape": [-1, 3]}]
+    assert model["workers"] == [
+        {
+            "name": "a/0",
+            "state": "ready",
+            "device": "cpu",
+            "incarnation": 2,
+            "pid": 123,
+            "num_batches": 7,
+            "last_beat_age_s": 0.5,
+            "last_answer_age_s": 2.5,
+            "rss_bytes": 1000,
+            "restarts": 1,
+            "placement": "pipeline",
+            "threads": 1,
+            "ranks": [
+                {
+                    "rank": 0,
+                    "pid": 123,
+                    "device": "cuda:GPU-1",
+                    "device_name": "NVIDIA H100",
+                    "rss_bytes": 600,
+                    "part_bytes": 400,
+                    "part": "layer1",
+                    "last_beat_age_s": 0.5,
+                }
+            ],
+            "split": {"cuts": ["layer2"], "note": "by bytes"},
+            "speed": "folded",
+            "decode": "exact",
+            "speed_gain": 1.5,
+            "speed_deviation": 1e-06,
+            "reason": "",
+            "last_ending": {
+                "cause": "memory",
+                "reason": "SIGKILL, likely out of memory",
+                "age_s": 60.0,
+            },
+        }
+    ]
+
+
+def test_live_is_200_whatever_the_models_do() -> None:
+    assert call(make_app("unavailable", LOADING), "GET", "/health/live").status_code == 200
+
+
+def test_ready_is_200_when_the_host_is() -> None:
+    response = call(make_app("ready", READY), "GET", "/health/ready")
+    assert (response.status_code, response.json()) == (200, {"status": "ready"})
+
+
+def test_ready_says_which_models_are_not_and_why() -> None:
+    response = call(make_app("starting", READY, LOADING), "GET", "/health/ready")
+    assert response.status_code == 503
+    assert response.headers["content-type"] == "application/problem+json"
+    assert response.headers["retry-after"] == "1"
+    assert response.json()["detail"] == "b: loading weights"
+
+
+def test_a_draining_host_is_not_ready() -> None:
+    response = call(make_app("draining", READY), "GET", "/health/ready")
+    assert (response.status_code, response.json()["detail"]) == (503, "draining")

@@ -1,0 +1,117 @@
+"""The last connections of a listening socket, with the kernel's own backlog."""
+
+import asyncio
+import ctypes
+import socket
+import struct
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+
+import pytest
+
+from inferpool.service.api.wire import backlog
+
+SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27
+linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells and filters")
+
+
+class Door:
+    """A listening socket, those who connect to it, and those of them whom it accepted."""
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+        self.opened = ExitStack()
+        self.listener = self._socket(host)
+        self.listener.bind((host, 0))
+        self.listener.listen(64)
+        self.accepted: list[socket.socket] = []
+
+    def _socket(self, host: str) -> socket.socket:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        opened = self.opened.enter_context(socket.socket(family))
+        opened.setblocking(False)
+        return opened
+
+    def connect(self, *, hears: bool = True) -> socket.socket:
+        """Begin to connect; one that hears nothing leaves its handshake half done."""
+        address = "127.0.0.1" if self.host == "::" else self.host
+        client = self._socket(address)
+        if not hears:
+            code = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 0))  # drop all
+            about = struct.pack("@HP", 1, ctypes.addressof(code))
+            client.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, about)
+        client.connect_ex((address, self.listener.getsockname()[1]))
+        return client
+
+    def accept(self) -> None:
+        with suppress(BlockingIOError):
+            while True:
+                self.accepted.append(self.opened.enter_context(self.listener.accept()[0]))
+
+
+@pytest.fixture(params=["127.0.0.1", "::1", "::"])
+def door(request: pytest.FixtureRequest) -> Iterator[Door]:
+    door = Door(request.param)
+    with door.opened:
+        yield door
+
+
+def is_connected(client: socket.socket) -> bool:
+    try:
+        client.getpeername()
+    except OSError:
+        return False
+    return True
+
+
+@linux
+def test_all_are_accepted_whose_handshake_has_begun_and_nobody_else(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(backlog, "_LAST_IN_S", 30)  # the kernel asks again after a second or three
+
+    async def test() -> None:
+        early = [door.connect() for _ in range(3)]
+        late = door.connect(hears=False)
+        assert backlog._num_half_open(door.listener) == 1
+        taking = asyncio.create_task(backlog.take_last(door.listener, door.accept))
+        await asyncio.sleep(0)
+        assert len(door.accepted) == len(early)
+        assert not taking.done()  # for the sake of the late one
+        newcomer = door.connect()
+        late.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
+        await taking
+        door.listener.close()
+        assert len(door.accepted) == 4
+        assert all(map(is_connected, [*early, late]))
+        assert not is_connected(newcomer)
+
+    asyncio.run(test())
+
+
+@linux
+def test_a_handshake_that_ends_while_the_kernel_is_asked_is_accepted(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+):
+    looks = []
+
+    def none_half_open(listener: socket.socket) -> int:
+        if not looks:
+            listener.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
+            door.connect()
+        looks.append(listener)
+        return 0
+
+    monkeypatch.setattr(backlog, "_num_half_open", none_half_open)
+    asyncio.run(backlog.take_last(door.listener, door.accept))
+    assert len(door.accepted) == 1
+
+
+@linux
+def test_a_handshake_that_never_ends_is_not_waited_for_long(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(backlog, "_LAST_IN_S", 0.1)
+    door.connect(hears=False)
+    asyncio.run(asyncio.wait_for(backlog.take_last(door.listener, lambda: None), 10))

@@ -1,0 +1,140 @@
+import pytest
+
+from inferpool.service.errors import DeadlineExceededError, OverloadedError, UnavailableError
+from inferpool.service.queue.admission import Admission
+from inferpool.service.queue.batcher import Position
+from inferpool.service.telemetry.metrics import ModelMetrics
+
+
+def admission(**changes: int) -> tuple[Admission, ModelMetrics]:
+    metrics = ModelMetrics("m")
+    return (
+        Admission(max_queue_length=100, max_batch_size=8, rejected=metrics.rejected, **changes),
+        metrics,
+    )
+
+
+def behind(num: int) -> Position:
+    """Where an instance stands behind so many of its kind, and nothing stands behind it."""
+    return Position(num, num, 0, 0, ())
+
+
+def test_retry_after_is_computed_from_the_measured_rate():
+    gate, metrics = admission()
+    for _ in range(4):
+        gate.rate.note(num_items=8, elapsed_s=4.0, now=1.0)
+    with pytest.raises(OverloadedError) as full:
+        gate.check(num_queued=100, num_workers=2, left_s=1000)
+    assert full.value.retry_after_s == 13  # half of 100 x 0.5 s / 2 workers, rounded
+    assert not gate.is_welcome(num_queued=24, num_ahead=40, num_workers=2, left_s=3)
+    assert gate.is_welcome(num_queued=24, num_ahead=40, num_workers=2, left_s=17)
+    assert not gate.is_welcome(num_queued=100, num_ahead=100, num_workers=2, left_s=1000)
+    with pytest.raises(OverloadedError) as late:
+        gate.check_time(behind(40), free_s=0.0, num_workers=2, left_s=3, now=2.0)
+    assert late.value.retry_after_s == 14  # (40 x 0.5 s / 2 workers + its own batch) x 1.2 - 3 s
+    assert (metrics.rejected["queue_full"], metrics.rejected["deadline"]) == (1, 1)
+
+
+def test_what_workers_hold_and_the_batch_itself_take_time_too():
+    gate, _ = admission()
+    for _ in range(4):
+        gate.rate.note(num_items=8, elapsed_s=0.1, now=1.0)
+    gate.check_time(behind(8), free_s=0.1, num_workers=1, left_s=0.37, now=1.0)
+    with pytest.raises(OverloadedError):
+        gate.check_time(behind(8), free_s=0.1, num_workers=1, left_s=0.35, now=1.0)
+
+
+def test_with_nothing_ahead_it_is_tried():
+    gate, _ = admission()
+    for _ in range(4):
+        gate.rate.note(num_items=1, elapsed_s=5.0, now=1.0)
+    gate.check_time(behind(0), free_s=0.0, num_workers=1, left_s=0.1, now=1.0)
+
+
+def test_deadline_that_has_passed_is_told_so():
+    gate, metrics = admission()
+    with pytest.raises(DeadlineExceededError):
+        gate.check(num_queued=0, num_workers=1, left_s=-0.001)
+    assert metrics.rejected["deadline"] == 1
+
+
+def test_nothing_is_assumed_of_a_rate_that_was_never_measured():
+    gate, _ = admission()
+    gate.check(num_queued=99, num_workers=1, left_s=0.001)
+    assert gate.is_welcome(num_queued=99, num_ahead=99, num_workers=1, left_s=0.001)
+
+
+def test_small_batches_do_not_tell_how_many_a_full_one_serves():
+    gate, _ = admission()
+    for _ in range(8):
+        gate.rate.note(num_items=1, elapsed_s=0.04, now=1.0)
+    gate.check_time(behind(80), free_s=0.0, num_workers=1, left_s=0.6, now=1.0)
+    for _ in range(4):
+        gate.rate.note(num_items=8, elapsed_s=0.32, now=1.0)
+    with pytest.raises(OverloadedError):
+        gate.check_time(behind(80), free_s=0.0, num_workers=1, left_s=0.6, now=1.0)
+
+
+def test_nothing_is_admitted_while_draining():
+    gate, metrics = admission()
+    gate.is_draining = True
+    with pytest.raises(UnavailableError, match="shutting down"):
+        gate.check(num_queued=0, num_workers=1, left_s=1)
+    assert metrics.rejected["draining"] == 1
+
+
+def test_one_slow_batch_does_not_make_an_idle_service_refuse():
+    gate, _ = admission()
+    for _ in range(3):
+        gate.rate.note(num_items=8, elapsed_s=0.01, now=1.0)
+    gate.rate.note(num_items=1, elapsed_s=30.0, now=2.0)
+    gate.check_time(behind(99), free_s=0.0, num_workers=1, left_s=1, now=2.0)
+
+
+def test_rate_of_long_ago_refuses_nobody():
+    gate, _ = admission()
+    for _ in range(8):
+        gate.rate.note(num_items=8, elapsed_s=3.0, now=1.0)
+    with pytest.raises(OverloadedError):
+        gate.check_time(behind(50), free_s=0.0, num_workers=1, left_s=10, now=20.0)
+    gate.check_time(behind(50), free_s=0.0, num_workers=1, left_s=10, now=60.0)
+
+
+def test_what_would_make_one_late_that_was_admitted_is_refused():
+    gate, metrics = admission()
+    for _ in range(4):
+        gate.rate.note(num_items=8, elapsed_s=0.8, now=1.0)
+    for left_s, is_refused in [(5.0, True), (6.0, False)]:  # 40 and one more in 4.1 s, and a batch
+        later = Position(0, 0, 0, 0, [(1.0 + left_s, 40)])
+        if is_refused:
+            with pytest.raises(OverloadedError, match="admitted before") as refusal:
+                gate.check_time(later, free_s=0.0, num_workers=1, left_s=3.0, now=1.0)
+            assert refusal.value.retry_after_s == 1
+        else:
+            gate.check_time(later, free_s=0.0, num_workers=1, left_s=3.0, now=1.0)
+    assert metrics.rejected["deadline"] == 1
+
+
+def test_one_kind_leaves_room_and_time_to_the_others():
+    gate, metrics = admission()
+    for _ in range(4):
+        gate.rate.note(num_items=8, elapsed_s=0.8, now=1.0)
+    gate.check_share(Position(75, 75, 75, 75, ()), num_queued=75, num_workers=1)
+    with pytest.raises(OverloadedError, match="have their share"):
+        gate.check_share(Position(76, 76, 76, 76, ()), num_queued=76, num_workers=1)
+    gate.check_time(Position(50, 50, 50, 50, ()), 0.0, num_workers=1, left_s=13.0, now=1.0)
+    with pytest.raises(OverloadedError, match="have their share"):
+        gate.check_time(Position(50, 50, 50, 50, ()), 0.0, num_workers=1, left_s=12.9, now=1.0)
+    gate.check_time(Position(50, 50, 0, 0, ()), 0.0, num_workers=1, left_s=7.0, now=1.0)
+    assert (metrics.rejected["queue_full"], metrics.rejected["deadline"]) == (1, 1)
+
+
+def test_what_is_lost_already_refuses_nobody():
+    gate, _ = admission()
+    for _ in range(4):
+        gate.rate.note(num_items=8, elapsed_s=0.8, now=1.0)
+    lost = Position(0, 0, 0, 0, [(4.0, 40)])  # 40 and a batch take 4.8 s, and 3 s are left
+    gate.check_time(lost, free_s=0.0, num_workers=1, left_s=2.0, now=1.0)
+    late = Position(0, 0, 0, 0, [(5.0, 40)])  # 4 s are left: too few only if estimates are right
+    with pytest.raises(OverloadedError, match="admitted before"):
+        gate.check_time(late, free_s=0.0, num_workers=1, left_s=2.0, now=1.0)

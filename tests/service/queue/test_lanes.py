@@ -1,0 +1,55 @@
+from types import SimpleNamespace
+
+from inferpool.service.queue.lanes import Lane, Lanes
+
+
+def attach(lanes: Lanes, slot: int) -> Lane:
+    lanes.attach(SimpleNamespace(id=SimpleNamespace(slot=slot), credit=2))
+    return lanes.open[-1]
+
+
+def test_a_worker_of_which_nothing_is_known_makes_no_other_one_lag():
+    lanes = Lanes()
+    fast = attach(lanes, 0)
+    for _ in range(100):
+        fast.batches = [[None]]
+        fast.begin(0.0, was_idle=True)
+        lanes.learn(fast, 1, 0.02)
+    slow = attach(lanes, 1)
+    assert lanes.leading == [fast, slow]
+    slow.batches = [[None]]
+    slow.begin(0.0, was_idle=True)
+    lanes.learn(slow, 1, 0.2)
+    assert (lanes.leading, lanes.lagging) == ([fast], [slow])
+
+
+def busy_until(lane: Lane, ends_at: float) -> None:
+    lane.batches = [[None]]
+    lane.ends_at = ends_at
+
+
+def test_idle_worker_is_counted_on_as_soon_as_it_comes():
+    lanes = Lanes()
+    busy_until(attach(lanes, 0), 10.0)
+    assert lanes.free_in(2.0) == 8.0
+    second = attach(lanes, 1)
+    assert lanes.free_in(2.0) == 0.0
+    busy_until(second, 4.0)
+    lanes.detach(SimpleNamespace())
+    assert lanes.free_in(2.0) == 0.0
+    lanes.give(second, [])
+    assert lanes.free_in(2.0) == 5.0
+    lanes.detach(second.worker)
+    assert lanes.free_in(2.0) == 8.0
+
+
+def test_lagging_worker_makes_nobody_wait():
+    lanes = Lanes()
+    fast, slow = attach(lanes, 0), attach(lanes, 1)
+    for lane, elapsed_s in [(fast, 0.02), (slow, 0.2)]:
+        lane.batches = [[None]]
+        lane.begin(0.0, was_idle=True)
+        lanes.learn(lane, 1, elapsed_s)
+    busy_until(slow, 9.0)
+    busy_until(fast, 3.0)
+    assert lanes.free_in(1.0) == 2.0

@@ -1,0 +1,113 @@
+import pytest
+
+from inferpool.models.spec import TensorHeader
+from inferpool.service.queue.quarantine import MAX_CRASHES, Input, Quarantine
+
+HEADERS = (TensorHeader("x", "uint8", (4,), 0),)
+TENSORS = Input("tensors", HEADERS, b"{}", b"abcd")
+
+
+def plain(payload: bytes) -> Input:
+    return Input("bytes", (), b"", payload)
+
+
+def make(duration_s: float = 10.0, max_inputs: int = 8) -> Quarantine:
+    return Quarantine(name="m", duration_s=duration_s, max_inputs=max_inputs)
+
+
+def convict(quarantine: Quarantine, input: Input, now: float = 0.0) -> None:
+    num_crashes, _ = quarantine.note_death_alone(input, MAX_CRASHES - 1, now)
+    assert num_crashes >= MAX_CRASHES
+    quarantine.note_success()
+
+
+def test_input_stays_for_its_time_and_not_longer():
+    quarantine = make()
+    convict(quarantine, plain(b"poison"), now=100)
+    assert quarantine.left_s(plain(b"poison"), 103) == 7
+    assert quarantine.num_inputs(103) == 1
+    assert quarantine.left_s(plain(b"poison"), 110) == 0
+    assert quarantine.num_inputs(110) == 0
+    assert not quarantine.lengths
+    assert not quarantine.is_suspect(plain(b"poison"), 110)
+    assert not quarantine.suspect_lengths
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        TENSORS._replace(payload=b"abce"),
+        TENSORS._replace(payload=b"abcde"),
+        TENSORS._replace(kind="bytes"),
+        TENSORS._replace(parameters=b"[]"),
+        TENSORS._replace(headers=(TensorHeader("x", "uint8", (2, 2), 0),)),
+    ],
+)
+def test_all_of_an_input_counts(other: Input):
+    quarantine = make()
+    convict(quarantine, TENSORS)
+    for same in (TENSORS, TENSORS._replace(payload=memoryview(b"abcd"))):
+        assert quarantine.left_s(same, 0) == 10
+        assert quarantine.is_suspect(same, 0)
+    assert quarantine.left_s(other, 0) == 0
+    assert not quarantine.is_suspect(other, 0)
+
+
+def test_payloads_that_differ_only_between_the_samples_are_told_apart():
+    quarantine = make()
+    poison = bytes(10_000)
+    convict(quarantine, plain(poison))
+    innocent = bytearray(poison)
+    innocent[1000] = 1
+    assert quarantine.left_s(plain(bytes(innocent)), 0) == 0
+    assert not quarantine.is_suspect(plain(bytes(innocent)), 0)
+    assert quarantine.left_s(plain(poison), 0) == 10
+
+
+def test_long_payload_that_looks_like_a_poison_is_at_most_computed_alone():
+    quarantine = make()
+    poison = bytes(10_000_000)
+    lookalike = bytearray(poison)
+    lookalike[5000] = 1
+    convict(quarantine, plain(poison))
+    assert quarantine.is_suspect(plain(bytes(lookalike)), 0)
+    assert quarantine.left_s(plain(bytes(lookalike)), 0) == 0
+    assert quarantine.note_death_alone(plain(bytes(lookalike)), 1, 0)[0] == 2
+
+
+def test_the_oldest_makes_room_and_whoever_comes_again_stays_longer():
+    quarantine = make(max_inputs=2)
+    for now, payload in enumerate([b"a", b"b", b"a", b"c"]):
+        convict(quarantine, plain(payload), now)
+    assert quarantine.left_s(plain(b"b"), 3) == 0
+    assert quarantine.left_s(plain(b"a"), 3) == 9
+    assert quarantine.left_s(plain(b"c"), 3) == 10
+    assert quarantine.num_inputs(12) == 1
+
+
+def test_deaths_in_a_batch_make_suspects_and_only_deaths_alone_the_verdict():
+    quarantine = make()
+    input = plain(b"in bad company")
+    for now in range(9):
+        quarantine.note_death(input, now)
+        assert quarantine.is_suspect(input, now)
+    assert quarantine.note_death_alone(input, 1, 9)[0] == 2
+    assert quarantine.num_inputs(9) == 0
+    quarantine.note_death(input, 9)
+    assert quarantine.note_death_alone(input, 1, 10)[0] == 3
+    assert quarantine.num_inputs(10) == 1
+
+
+def test_deaths_alone_are_forgotten_in_time():
+    quarantine = make()
+    assert quarantine.note_death_alone(plain(b"x"), 1, 0)[0] == 2
+    assert quarantine.note_death_alone(plain(b"x"), 1, 10)[0] == 2
+    assert quarantine.num_inputs(10) == 0
+
+
+def test_quarantine_of_no_length_keeps_nothing():
+    quarantine = make(duration_s=0)
+    convict(quarantine, plain(b"poison"))
+    quarantine.note_death(plain(b"poison"), 0)
+    assert not quarantine.lengths
+    assert not quarantine.suspect_lengths

@@ -1,0 +1,649 @@
+import base64
+import io
+import os
+import threading
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import inferpool.service.settings.draft
+import inferpool.service.settings.loader
+from inferpool.service.settings.formats import write_json, write_table, write_toml
+from inferpool.service.settings.keys import read_keys
+from inferpool.service.settings.loader import Loaded, load, load_arguments, secret_variables
+from inferpool.service.settings.model import ModelSettings
+from inferpool.service.settings.names import FLAGS, SettingsError
+from inferpool.service.settings.settings import Settings
+from inferpool.service.settings.tls import TlsError, server_context
+
+
+@pytest.fixture
+def problems(tmp_path):
+    """What `load` says is wrong."""
+
+    def find(toml: str = "", flags=None, environ=None) -> list[str]:
+        if toml:
+            (tmp_path / "inferpool.toml").write_text(toml)
+        with pytest.raises(SettingsError) as caught:
+            load(flags or {}, environ or {}, tmp_path)
+        return list(caught.value.problems)
+
+    return find
+
+
+def origin_of(loaded: Loaded, key: str) -> str:
+    return loaded.origins.get(key, "default")
+
+
+def test_without_any_settings_the_packaged_model_is_served(tmp_path):
+    settings = load({}, {}, tmp_path).settings
+    assert list(settings.models) == ["efficientnet_lite0"]
+    assert settings.models["efficientnet_lite0"].source == "efficientnet_lite0"
+    assert settings.default_model == "efficientnet_lite0"
+    assert (settings.host, settings.port) == ("127.0.0.1", 8000)
+
+
+def test_flags_go_over_the_environment_and_that_over_the_file(tmp_path):
+    (tmp_path / "inferpool.toml").write_text(
+        'host = "::"\nport = 1\nlog_level = "error"\n[models.a]\nsource = "echo"\nreplicas = 2\n'
+    )
+    environ = {"INFERPOOL_PORT": "2", "INFERPOOL_LOG_LEVEL": "debug"}
+    loaded = load({"port": "3"}, environ, tmp_path)
+    assert loaded.settings.host == "::"
+    assert loaded.settings.log_level == "debug"
+    assert loaded.settings.port == 3
+    assert loaded.settings.models["a"].replicas == 2
+    assert origin_of(loaded, "host") == "file inferpool.toml"
+    assert origin_of(loaded, "log_level") == "environment INFERPOOL_LOG_LEVEL"
+    assert origin_of(loaded, "port") == "flag --port"
+    assert origin_of(loaded, "models.a.replicas") == "file inferpool.toml"
+    assert origin_of(loaded, "models.a.credit") == "default"
+
+
+def test_the_file_named_by_a_flag_goes_before_the_variables_and_the_directorys(tmp_path):
+    for name, port in (("inferpool.toml", 1), ("b.toml", 2), ("c.toml", 3)):
+        (tmp_path / name).write_text(f"port = {port}\n")
+    environ = {"INFERPOOL_CONFIG": "b.toml"}
+    assert load({}, {}, tmp_path).settings.port == 1
+    assert load({}, environ, tmp_path).settings.port == 2
+    assert load({"config": str(tmp_path / "c.toml")}, environ, tmp_path).settings.port == 3
+
+
+def test_a_file_that_is_named_must_be_there(problems):
+    assert problems(flags={"config": "x.toml"}) == ["--config: there is no file x.toml"]
+    assert problems(environ={"INFERPOOL_CONFIG": "y.toml"}) == [
+        "INFERPOOL_CONFIG: there is no file y.toml"
+    ]
+
+
+def test_variables_reach_models_and_their_options(tmp_path):
+    environ = {
+        "INFERPOOL_MODELS__RESNET__SOURCE": "torchvision:resnet18",
+        "INFERPOOL_MODELS__RESNET__REPLICAS": "2",
+        "INFERPOOL_MODELS__RESNET__BATCH_WAIT_MS": "1.5",
+        "INFERPOOL_MODELS__RESNET__OPTIONS__WIDTH": "3",
+        "INFERPOOL_MODELS__RESNET__OPTIONS__LABEL": "cat or dog",
+        "INFERPOOL_MODELS__RESNET__OPTIONS__SIZES": "[1, 2]",
+    }
+    model = load({}, environ, tmp_path).settings.models["resnet"]
+    assert (model.source, model.replicas) == ("torchvision:resnet18", 2)
+    assert model.batch_wait_ms == 1.5
+    assert model.options == {"width": 3, "label": "cat or dog", "sizes": [1, 2]}
+
+
+def test_a_variable_finds_the_model_whose_name_no_variable_can_spell(tmp_path):
+    (tmp_path / "inferpool.toml").write_text(
+        '[models."my-net.v2"]\nsource = "a:B"\noptions = {numClasses = 3}\n'
+    )
+    environ = {
+        "INFERPOOL_MODELS__MY_NET_V2__CREDIT": "4",
+        "INFERPOOL_MODELS__MY_NET_V2__OPTIONS__NUMCLASSES": "5",
+    }
+    settings = load({}, environ, tmp_path).settings
+    assert list(settings.models) == ["my-net.v2"]
+    assert settings.models["my-net.v2"].credit == 4
+    assert settings.models["my-net.v2"].options == {"numClasses": 5}
+
+
+def test_an_empty_variable_counts_as_not_set(tmp_path):
+    assert load({}, {"INFERPOOL_PORT": "", "INFERPOOL_CONFIG": ""}, tmp_path).settings.port == 8000
+
+
+@pytest.mark.parametrize("name", ["PREDICT_KEYS", "ADMIN_KEYS", "METRICS_KEYS_FILE"])
+def test_an_empty_variable_of_keys_does_not_leave_the_service_open(problems, name):
+    (problem,) = problems(environ={f"INFERPOOL_{name}": ""})
+    assert problem == f"INFERPOOL_{name}: is empty; to do without these keys, unset it"
+
+
+def test_the_variables_of_kubernetes_for_a_service_called_inferpool_are_not_ours(tmp_path):
+    environ = {
+        "INFERPOOL_SERVICE_HOST": "10.0.0.1",
+        "INFERPOOL_SERVICE_PORT": "80",
+        "INFERPOOL_SERVICE_PORT_HTTP": "80",
+        "INFERPOOL_PORT": "tcp://10.0.0.1:80",
+        "INFERPOOL_PORT_80_TCP": "tcp://10.0.0.1:80",
+        "INFERPOOL_PORT_80_TCP_PROTO": "tcp",
+        "INFERPOOL_PORT_80_TCP_PORT": "80",
+        "INFERPOOL_PORT_80_TCP_ADDR": "10.0.0.1",
+        "INFERPOOL_GPU_SERVICE_HOST": "10.0.0.2",
+        "INFERPOOL_GPU_PORT": "tcp://10.0.0.2:80",
+    }
+    assert load({}, environ, tmp_path).settings.port == 8000
+
+
+def test_variables_of_others_that_everyone_honours(tmp_path):
+    loaded = load({}, {"NO_COLOR": "1", "CUDA_VISIBLE_DEVICES": ""}, tmp_path)
+    assert loaded.settings.color == "never"
+    assert loaded.settings.cuda_visible_devices == ""
+    assert origin_of(loaded, "color") == "environment NO_COLOR"
+    assert load({}, {}, tmp_path).settings.cuda_visible_devices is None
+    moved = load({}, {"XDG_CACHE_HOME": "/var/cache"}, tmp_path).settings
+    assert moved.cache_folder() == "/var/cache/inferpool"
+
+
+def test_a_source_as_argument_becomes_the_only_model(tmp_path):
+    (tmp_path / "inferpool.toml").write_text(
+        'default_model = "a"\n[models.a]\nsource = "echo"\n[models.b]\nsource = "echo"\n'
+    )
+    loaded = load({"model": "torchvision:resnet18", "replicas": "2"}, {}, tmp_path)
+    assert list(loaded.settings.models) == ["resnet18"]
+    assert loaded.settings.models["resnet18"].source == "torchvision:resnet18"
+    assert loaded.settings.models["resnet18"].replicas == 2
+    assert loaded.settings.default_model == "resnet18"
+    assert origin_of(loaded, "models.resnet18.source") == "argument MODEL"
+    assert not [key for key in loaded.origins if key.startswith("models.a")]
+
+
+def test_a_name_as_argument_serves_that_model_of_the_file_alone(tmp_path):
+    (tmp_path / "inferpool.toml").write_text(
+        '[models.a]\nsource = "echo"\n[models.b]\nsource = "echo"\ncredit = 3\n'
+    )
+    settings = load({"model": "b"}, {}, tmp_path).settings
+    assert list(settings.models) == ["b"]
+    assert settings.models["b"].credit == 3
+    assert settings.default_model == "b"
+
+
+def test_flags_for_models_apply_to_each(tmp_path):
+    (tmp_path / "inferpool.toml").write_text(
+        '[models.a]\nsource = "echo"\n[models.b]\nsource = "echo"\n'
+    )
+    flags = {"replicas": "auto", "devices": "cuda:0,1", "max_batch_size": "4"}
+    settings = load(flags, {}, tmp_path).settings
+    assert {model.devices for model in settings.models.values()} == {"cuda:0,1"}
+    assert {model.max_batch_size for model in settings.models.values()} == {4}
+
+
+def test_weights_as_a_flag_want_one_model(problems):
+    two = '[models.a]\nsource = "echo"\n[models.b]\nsource = "echo"\n'
+    assert problems(two, {"weights": "none"}) == [
+        "--weights: say whose weights: inferpool serve MODEL --weights ..."
+    ]
+
+
+def test_a_model_named_like_a_built_in_source_needs_no_source(tmp_path):
+    environ = {"INFERPOOL_MODELS__EFFICIENTNET_LITE0__REPLICAS": "2"}
+    loaded = load({}, environ, tmp_path)
+    assert loaded.settings.models["efficientnet_lite0"].replicas == 2
+
+
+@pytest.mark.parametrize(
+    ("toml", "problem"),
+    [
+        ("prot = 1", "inferpool.toml: prot: there is no such setting; did you mean port?"),
+        (
+            '[models.a]\nsource = "echo"\nreplcas = 1',
+            "inferpool.toml: models.a.replcas: there is no such setting; did you mean replicas?",
+        ),
+        (
+            "replicas = 2",
+            "inferpool.toml: replicas: this setting belongs to a model: [models.NAME]",
+        ),
+        (
+            "[models.echo]\nport = 1",
+            "inferpool.toml: models.echo.port: this setting belongs to the top of the file",
+        ),
+        (
+            'port = "80"',
+            "inferpool.toml: port: '80' is not a whole number from 0 to 65535",
+        ),
+        ("port = true", "inferpool.toml: port: True is not a whole number from 0 to 65535"),
+        ("port = 65536", "inferpool.toml: port: 65536 is not a whole number from 0 to 65535"),
+        ("[port]", "inferpool.toml: port: {} is not a whole number from 0 to 65535"),
+        (
+            "default_timeout_s = nan",
+            "inferpool.toml: default_timeout_s: nan is not a number above 0",
+        ),
+        (
+            'log_format = "xml"',
+            'inferpool.toml: log_format: \'xml\' is not "auto" or "human" or "json"',
+        ),
+        (
+            "[models.echo]\nreplicas = 0",
+            'inferpool.toml: models.echo.replicas: 0 is not "auto" or a whole number of at least 1',
+        ),
+        (
+            '[models.echo]\nprepare_threads = "many"',
+            "inferpool.toml: models.echo.prepare_threads: 'many' is not "
+            '"auto" or a whole number of at least 1',
+        ),
+        ("[models.echo]\noptions = 3", "inferpool.toml: models.echo.options: 3 is not a table"),
+        (
+            '[models.echo]\ndevices = "gpu"',
+            'inferpool.toml: models.echo.devices: \'gpu\' is not "auto", "cpu", "cuda", GPUs '
+            'such as "cuda:0,1", UUIDs as `nvidia-smi -L` prints them ("GPU-...", "MIG-..."), or '
+            "several of these with commas between",
+        ),
+        (
+            '[models.minilm_l6]\nplacement = "pipeline"\ndevices_per_replica = 1',
+            "inferpool.toml: models.minilm_l6.devices_per_replica: 1 is too few to split a model "
+            'over: set 2 or more, or placement = "replicate" instead of "pipeline"',
+        ),
+        (
+            '[models.echo]\nplacement = "tensor"',
+            "inferpool.toml: models.echo.placement: 'tensor' is not for echo, which has no "
+            'network: set "replicate", or serve a network from its class or from torchvision',
+        ),
+        (
+            "[models.echo]\ndevices_per_replica = 2",
+            "inferpool.toml: models.echo.devices_per_replica: 2 is for a model that is split: set "
+            'placement = "pipeline" or "tensor" too; how many devices have a copy of their own is '
+            "said by replicas and devices",
+        ),
+        (
+            '[models.minilm_l6]\nplacement = "tensor"\nspeed = "bf16"',
+            "inferpool.toml: models.minilm_l6.speed: 'bf16' changes a whole network, and with "
+            'placement = "tensor" no process has one: leave it at auto, which then means exact',
+        ),
+        (
+            'models = ["echo"]',
+            "inferpool.toml: models: write a table for each, such as [models.resnet]",
+        ),
+        (
+            '[models]\nresnet = "torchvision:resnet18"',
+            "inferpool.toml: models.resnet: 'torchvision:resnet18' is not a table; write "
+            "[models.NAME], with its settings under it",
+        ),
+        (
+            '[models.ResNet]\nsource = "echo"',
+            "inferpool.toml: models.ResNet: 'ResNet' is not a model's name: up to 64 of a-z, 0-9, "
+            "'.', '_' and '-', the first a letter or digit",
+        ),
+        (
+            'default_model = "ech"\n[models.echo]',
+            "inferpool.toml: default_model: 'ech' is not one of the models; did you mean echo? "
+            "there are echo",
+        ),
+        (
+            "max_body_bytes = 1048576\narena_bytes = 1048576",
+            "inferpool.toml: arena_bytes: 1048576 is less than twice max_body_bytes, which makes "
+            "2097152",
+        ),
+        (
+            "default_timeout_s = 400",
+            "max_timeout_s: 300.0 is less than default_timeout_s, which is 400",
+        ),
+    ],
+)
+def test_a_mistake_in_the_file_is_named_with_its_place(problems, toml, problem):
+    assert problems(toml) == [problem]
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "problem"),
+    [
+        ("INFERPOOL_PROT", "1", "there is no such setting; did you mean INFERPOOL_PORT?"),
+        ("INFERPOOL_PORT", "http", "'http' is not a whole number from 0 to 65535"),
+        (
+            "INFERPOOL_MODELS__ECHO__REPLCAS",
+            "1",
+            "there is no such setting; did you mean INFERPOOL_MODELS__ECHO__REPLICAS?",
+        ),
+        (
+            "INFERPOOL_MODELS__ECHO__OPTIONS",
+            "{a = 1}",
+            "give each option by its own variable, INFERPOOL_MODELS__ECHO__OPTIONS__KEY",
+        ),
+        (
+            "INFERPOOL_MODELS_ECHO_REPLICAS",
+            "1",
+            "there is no such setting; those of a model are written like "
+            "INFERPOOL_MODELS__RESNET__REPLICAS",
+        ),
+        (
+            "INFERPOOL_DECODE",
+            "fast",
+            "this setting belongs to a model: INFERPOOL_MODELS__NAME__DECODE",
+        ),
+        (
+            "INFERPOOL_MODELS__ECHO__SPEED_SEARCH",
+            "false",
+            "this setting belongs to no model: INFERPOOL_SPEED_SEARCH",
+        ),
+    ],
+)
+def test_a_mistake_in_the_environment_is_named_with_its_variable(problems, variable, text, problem):
+    assert problems(environ={variable: text}) == [f"{variable}: {problem}"]
+
+
+def test_a_misspelt_model_in_a_variable_is_told_from_a_new_one(problems):
+    found = problems(
+        '[models.resnet]\nsource = "a:B"', {}, {"INFERPOOL_MODELS__RESENT__CREDIT": "1"}
+    )
+    assert len(found) == 1
+    assert found[0].startswith(
+        "INFERPOOL_MODELS__RESENT__CREDIT: the model 'resent' has no source; did you mean resnet?"
+    )
+
+
+def test_an_argument_that_is_neither_model_nor_source_gets_the_nearest(problems):
+    found = problems(flags={"model": "efficientnet_lite"})
+    assert len(found) == 1
+    assert "MODEL: 'efficientnet_lite'" in found[0]
+    assert "did you mean efficientnet_lite0?" in found[0]
+
+
+def test_a_file_of_weights_is_not_taken_for_a_model(problems):
+    for found in (
+        problems(flags={"model": "net.pth"}),
+        problems('[models.a]\nsource = "net.safetensors"'),
+    ):
+        assert len(found) == 1
+        assert "give the network as source, and it as --weights" in found[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "hint"),
+    [
+        ("resnet50", "nor a source; did you mean torchvision:resnet50?"),
+        ("ViT_B_16", "nor a source; did you mean torchvision:vit_b_16?"),
+        ("efficientnet_b0", "did you mean torchvision:efficientnet_b0 or efficientnet_lite0?"),
+        ("many.toml", "nor a source; this is a file of settings: use --config many.toml"),
+    ],
+)
+def test_an_argument_that_is_nearly_a_source_gets_what_was_meant(problems, model, hint):
+    (found,) = problems(flags={"model": model})
+    assert found.endswith(hint)
+
+
+def test_every_mistake_is_named_at_once(problems):
+    found = problems('prot = 1\nhost = ""', {"port": "x"}, {"INFERPOOL_HOTS": "1"})
+    assert [line.split(": ")[0] for line in found] == [
+        "inferpool.toml",
+        "INFERPOOL_HOTS",
+        "inferpool.toml",
+        "--port",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"port = 1\nhost =\n", "inferpool.toml, line 2, column 7: Invalid value"),
+        (b"port = [1", "inferpool.toml, end of document: Unclosed array"),
+        (b"host = '\xff'", "inferpool.toml: byte 8 is not UTF-8, as TOML must be"),
+    ],
+)
+def test_a_broken_file_is_named_with_its_line(tmp_path, content, problem):
+    (tmp_path / "inferpool.toml").write_bytes(content)
+    with pytest.raises(SettingsError) as caught:
+        load({}, {}, tmp_path)
+    assert caught.value.problems == (problem,)
+
+
+def test_what_is_printed_as_toml_can_be_loaded_again(tmp_path):
+    (tmp_path / "inferpool.toml").write_text(
+        'host = "a\\"b\\u007f"\n[models."v1.2"]\nsource = "m:C"\nweights = "none"\n'
+        '[models."v1.2".options]\na = [1, 2.5, true]\nb = {c = "d e"}\nwhen = 2020-01-01\n'
+        '"odd key" = 1e-9\n'
+    )
+    first = load({"port": "9"}, {"INFERPOOL_ARENA_BYTES": "1000000000"}, tmp_path)
+    saved = tmp_path / "saved.toml"
+    with saved.open("w") as stream:
+        write_toml(first.rows(), stream)
+    assert "port = 9  # flag --port" in saved.read_text()
+    assert load({"config": str(saved)}, {}, tmp_path).settings == first.settings
+    assert tomllib.loads(saved.read_text())["models"]["v1.2"]["options"]["a"] == [1, 2.5, True]
+
+
+def test_every_flag_is_a_setting():
+    assert set(FLAGS) <= set(Settings.model_fields) | set(ModelSettings.model_fields)
+
+
+KEY, OTHER_KEY = "k" * 20, "o" * 20
+
+
+def test_keys_come_from_the_environment_and_from_files(tmp_path):
+    (tmp_path / "keys").write_text(f"# rotated in May\n{OTHER_KEY}\n")
+    environ = {"INFERPOOL_PREDICT_KEYS": KEY, "INFERPOOL_PREDICT_KEYS_FILE": "keys"}
+    loaded = load({"metrics_keys_file": "keys"}, environ, tmp_path)
+    assert loaded.settings.predict_keys == read_keys(f"{KEY},{OTHER_KEY}")
+    assert loaded.settings.metrics_keys == read_keys(OTHER_KEY)
+    assert not loaded.settings.admin_keys
+    origin = "environment INFERPOOL_PREDICT_KEYS, file keys"
+    assert origin_of(loaded, "predict_keys") == origin
+
+
+def test_a_file_of_keys_may_begin_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "keys").write_text(KEY, encoding="utf-8-sig")
+    loaded = load({"predict_keys_file": "keys"}, {}, tmp_path)
+    assert loaded.settings.predict_keys == read_keys(KEY)
+
+
+def test_a_file_of_keys_that_is_there_and_cannot_be_read_is_not_said_to_be_missing(
+    problems, tmp_path
+):
+    (tmp_path / "keys").write_text(KEY, encoding="utf-16")
+    for path, reason in {"keys": "it is not UTF-8", ".": "it is a folder, not a file"}.items():
+        (problem,) = problems(environ={"INFERPOOL_PREDICT_KEYS_FILE": path})
+        assert problem.endswith(f"the file of keys cannot be read: {reason}")
+
+
+def test_no_form_of_the_settings_shows_a_key(tmp_path):
+    loaded = load({}, {"INFERPOOL_ADMIN_KEYS": KEY}, tmp_path)
+    for write in (write_table, write_toml, write_json):
+        stream = io.StringIO()
+        write(loaded.rows(), stream)
+        assert KEY not in stream.getvalue()
+        assert "hidden" in stream.getvalue() or write is write_toml
+    assert KEY not in repr(loaded)
+
+
+@pytest.mark.parametrize(
+    ("toml", "environ", "message"),
+    [
+        ('predict_keys = "SECRET"', {}, "keys do not belong in this file"),
+        ('predict_key = "SECRET"', {}, "there is no such setting; did you mean"),
+        ('predict_keys_file = "SECRET"', {}, "there is no file of keys to read: No such file"),
+        ("", {"INFERPOOL_ADMIN_KEYS_FILE": "SECRET"}, "INFERPOOL_ADMIN_KEYS_FILE: there is no"),
+        ("", {"INFERPOOL_ADMIN_KEYS": "SECRET"}, "key 1 has fewer than 16 characters"),
+        ("", {"INFERPOOL_ADMIN_KEYS": ","}, "there is no key in it"),
+        ("", {"INFERPOOL_ADMIN_KEY": "SECRET"}, "did you mean INFERPOOL_ADMIN_KEYS"),
+        ("", {"INFERPOOL_ADMIN_KEYS": "SECRETé-0123456789"}, "not visible ASCII"),
+        ('tls_key = "x.pem"', {}, "a key without a certificate"),
+        ("docs = 1", {}, "true or false"),
+    ],
+)
+def test_a_wrong_key_is_complained_of_without_showing_it(problems, toml, environ, message):
+    (problem,) = problems(toml, environ=environ)
+    assert message in problem
+    assert "SECRET" not in problem
+
+
+def test_the_variables_of_opentelemetry_are_settings(tmp_path):
+    environ = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318/",
+        "OTEL_EXPORTER_OTLP_HEADERS": "Authorization=Bearer%20abc",
+        "OTEL_SERVICE_NAME": "pictures",
+        "OTEL_TRACES_SAMPLER": "traceidratio",
+        "OTEL_TRACES_SAMPLER_ARG": "0.25",
+    }
+    loaded = load({}, environ, tmp_path)
+    settings = loaded.settings
+    assert settings.trace_endpoint == "http://collector:4318/v1/traces"
+    assert settings.trace_headers.pairs == (("authorization", "Bearer abc"),)
+    assert settings.trace_service_name == "pictures"
+    assert (settings.trace_sample_ratio, settings.trace_parent_based) == (0.25, False)
+    assert origin_of(loaded, "trace_endpoint") == "environment OTEL_EXPORTER_OTLP_ENDPOINT"
+    environ |= {"INFERPOOL_TRACE_ENDPOINT": "https://other", "INFERPOOL_TRACE_SAMPLE_RATIO": "1"}
+    settings = load({}, environ, tmp_path).settings
+    assert settings.trace_endpoint == "https://other/v1/traces"
+    assert settings.trace_sample_ratio == 1
+    environ |= {"OTEL_SDK_DISABLED": "true"}
+    assert load({}, environ, tmp_path).settings.trace_endpoint is None
+
+
+def test_headers_of_the_collector_are_not_shown_and_no_worker_sees_them(tmp_path, problems):
+    environ = {"INFERPOOL_TRACE_HEADERS": "x-key=secret-value"}
+    loaded = load({}, environ, tmp_path)
+    shown = io.StringIO()
+    for write in (write_json, write_table, write_toml):
+        write(loaded.rows(), shown)
+    assert "1 hidden" in shown.getvalue()
+    assert "secret-value" not in shown.getvalue() + repr(loaded)
+    assert secret_variables(environ) == list(environ)
+    (said,) = problems(environ={"INFERPOOL_TRACE_HEADERS": "secret-value"})
+    assert said == "INFERPOOL_TRACE_HEADERS: is not of the form name=value,name=value"
+    (said,) = problems('trace_headers = "x=secret-value"')
+    assert "secret-value" not in said
+
+
+@pytest.mark.parametrize(
+    "variable", ["INFERPOOL_TRACE_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"]
+)
+def test_a_password_in_the_collectors_url_becomes_a_header_and_is_not_shown(
+    variable, tmp_path, problems
+):
+    environ = {variable: "https://me:s%40cret@host:4318/x", "INFERPOOL_TRACE_HEADERS": "a=b"}
+    loaded = load({}, environ, tmp_path)
+    assert loaded.settings.trace_endpoint == "https://host:4318/x"
+    told = base64.b64encode(b"me:s@cret").decode()
+    wanted = (("a", "b"), ("authorization", f"Basic {told}"))
+    assert loaded.settings.trace_headers.pairs == wanted
+    assert "cret" not in str(loaded.rows())
+    assert secret_variables(environ) == list(environ)
+    own = {"INFERPOOL_TRACE_HEADERS": "Authorization=Bearer%20abc", variable: environ[variable]}
+    assert load({}, own, tmp_path).settings.trace_headers.pairs[0][1] == "Bearer abc"
+    for toml, environ in (
+        ('trace_endpoint = "http://me:secret@host"', {}),
+        ('trace_endpoint = "ftp://me:sec/ret@host"', {}),
+        ('trace_endpoint = "http://h"', {"OTEL_EXPORTER_OTLP_ENDPOINT": "ftp://me:secret@host"}),
+        ("", {"INFERPOOL_TRACE_ENDPOINT": "me:secret@host:4317"}),
+        ("", {"INFERPOOL_TRACE_ENDPOINT": "http://me:secret@\N{SNOWMAN}.example"}),
+        ("", {"INFERPOOL_TRACE_ENDPOINT": "ftp://me:sec ret@host"}),
+    ):
+        said = problems(toml, environ=environ)
+        assert said
+        assert "ret" not in str(said)
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "message"),
+    [
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "collector:4317", "is no URL such as"),
+        ("OTEL_EXPORTER_OTLP_HEADERS", "a", "is not of the form"),
+        ("OTEL_RESOURCE_ATTRIBUTES", "a", "is not of the form"),
+        ("OTEL_TRACES_SAMPLER", "sometimes", "is not one of always_on"),
+        ("OTEL_TRACES_SAMPLER_ARG", "x", "is not a number"),
+        ("OTEL_TRACES_SAMPLER_ARG", "2", "is not from 0 to 1"),
+    ],
+)
+def test_what_a_platform_says_wrongly_of_traces_stops_nothing(
+    variable, text, message, tmp_path, problems
+):
+    environ = {"OTEL_TRACES_SAMPLER": "traceidratio", variable: text}
+    if variable != "OTEL_EXPORTER_OTLP_ENDPOINT":
+        assert load({}, environ, tmp_path).warnings == []  # nobody asks for traces
+        environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = "http://h"
+    loaded = load({}, environ, tmp_path)
+    (said,) = loaded.warnings
+    assert said.startswith(f"calls are not traced: {variable}: ")
+    assert message in said
+    assert loaded.settings.trace_endpoint is None
+    (refused,) = problems('trace_endpoint = "http://h"', environ=environ)
+    assert message in refused
+
+
+def test_what_cannot_be_said_of_traces_is_refused(problems):
+    assert "is no URL such as" in problems('trace_endpoint = "localhost:4318"')[0]
+    assert "name=value" in problems('trace_resource = "a"')[0]
+
+
+def put_folder(path: Path) -> None:
+    path.mkdir()
+
+
+def put_dangling_link(path: Path) -> None:
+    path.symlink_to("not_mounted/inferpool.toml")
+
+
+def put_silent_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+ODD_FILES = {
+    put_folder: "it is a folder, not a file",
+    put_dangling_link: "it is a link to not_mounted/inferpool.toml, which is not there",
+    put_silent_pipe: "pipe|no regular file",
+}
+
+
+@pytest.mark.parametrize("put", ODD_FILES, ids=lambda put: put.__name__)
+@pytest.mark.parametrize("by", ["name alone", "--config", "INFERPOOL_CONFIG"])
+def test_a_file_of_settings_that_cannot_be_read_is_never_passed_over(
+    tmp_path: Path, put: Callable[[Path], None], by: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(inferpool.service.settings.loader, "PIPE_WAIT_S", 0.05)
+    put(tmp_path / "inferpool.toml")
+    flags = {"config": "inferpool.toml"} if by == "--config" else {}
+    environ = {"INFERPOOL_CONFIG": "inferpool.toml"} if by == "INFERPOOL_CONFIG" else {}
+    with pytest.raises(SettingsError, match=ODD_FILES[put]) as caught:
+        load(flags, environ, tmp_path)
+    assert "inferpool.toml" in str(caught.value)
+    assert by in (*str(caught.value).split(":"), "name alone")
+
+
+@pytest.mark.parametrize("put", ODD_FILES, ids=lambda put: put.__name__)
+def test_files_of_keys_and_of_tls_that_cannot_be_read_are_told(
+    tmp_path: Path, put: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(inferpool.service.settings.draft, "PIPE_WAIT_S", 0.05)
+    put(tmp_path / "odd")
+    with pytest.raises(SettingsError, match=r"the file of keys cannot be read|no file of keys"):
+        load({"admin_keys_file": "odd"}, {}, tmp_path)
+    with pytest.raises(TlsError, match=r"tls_certificate: .*/odd: it is "):
+        server_context(str(tmp_path / "odd"), None)
+
+
+def test_keys_and_settings_may_come_through_a_pipe(tmp_path: Path):
+    key = "a-key-of-enough-characters"
+    for name, text in {"config": "port = 1234", "keys": key}.items():
+        os.mkfifo(tmp_path / name)
+        writer = threading.Thread(target=(tmp_path / name).write_text, args=(text,))
+        writer.start()
+    loaded = load({"config": "config", "admin_keys_file": "keys"}, {}, tmp_path)
+    assert (loaded.settings.port, len(loaded.settings.admin_keys)) == (1234, 1)
+
+
+def test_python_code_gives_settings_without_the_environment_but_over_a_file(tmp_path: Path):
+    (tmp_path / "own.toml").write_text("port = 9\nlog_level = 'error'\n[models.echo]\nreplicas = 3")
+    arguments = {
+        "port": 7,
+        "replicas": 2,
+        "options": {"a": 1},
+        "models": {"mine": {"source": "nets:Net", "replicas": 1}},
+        "admin_keys": ["0123456789abcdef"],
+    }
+    environ = {"INFERPOOL_PORT": "8", "CUDA_VISIBLE_DEVICES": "2"}
+    settings = load_arguments(arguments, environ, tmp_path, file="own.toml").settings
+    assert (settings.port, settings.log_level, settings.cuda_visible_devices) == (7, "error", "2")
+    assert len(settings.admin_keys) == 1
+    assert {name: model.replicas for name, model in settings.models.items()} == {
+        "echo": 2,
+        "mine": 1,
+    }
+    assert settings.models["mine"].options == {"a": 1}
+    alone = load_arguments({}, {}, tmp_path, model="mine:Net", file="own.toml").settings
+    assert list(alone.models) == ["net"]

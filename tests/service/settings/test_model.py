@@ -1,0 +1,48 @@
+import pytest
+
+from inferpool.models.spec import Placement
+from inferpool.service.settings.loader import load
+from inferpool.service.settings.names import SettingsError
+from inferpool.workers.host.devices import Host
+
+
+def test_a_worker_is_told_what_the_settings_say(tmp_path):
+    environ = {
+        "INFERPOOL_MODELS__ECHO__WEIGHTS": "none",
+        "INFERPOOL_MODELS__ECHO__OPTIONS__DELAY": "2",
+        "INFERPOOL_MODELS__ECHO__MAX_BATCH_SIZE": "3",
+    }
+    model = load({}, environ, tmp_path).settings.models["echo"]
+    config = model.worker_config_for(
+        "echo", Placement(devices=("cpu",), num_threads=4), max_image_pixels=9
+    )
+    assert config.model.name == config.model.source == "echo"
+    assert config.model.weights is None
+    assert config.model.options == {"delay": 2}
+    assert (config.max_batch_size, config.prepare_threads) == (3, 1)
+    gpu = Placement(devices=("cuda:0",), visible=("GPU-1",), num_threads=4)
+    assert model.worker_config_for("echo", gpu, max_image_pixels=9).prepare_threads == 4
+
+
+def test_speed_and_its_cache_reach_the_worker(tmp_path):
+    settings = load({"speed": "folded"}, {"HOME": "/nowhere"}, tmp_path).settings
+    (model,) = settings.models.values()
+    placement = Placement(devices=("cpu",))
+    config = model.worker_config_for("m", placement, max_image_pixels=9, cache_dir="/c")
+    assert (config.speed, config.cache_dir) == ("folded", "/c")
+    assert load({}, {"INFERPOOL_CACHE_DIR": "none"}, tmp_path).settings.cache_folder() is None
+    with pytest.raises(SettingsError, match="is not one of auto, exact"):
+        load({"speed": "ludicrous"}, {}, tmp_path)
+
+
+def test_a_split_model_is_served_exactly_with_threads_of_all_its_ranks_to_prepare(tmp_path):
+    settings = load({"placement": "pipeline"}, {}, tmp_path).settings
+    (model,) = settings.models.values()
+    assert model.speed == "auto"
+    host = Host(cpus=(0, 1), num_cores=2)
+    (placement,) = model.placements_on(host)
+    assert (placement.split, placement.devices) == ("pipeline", ("cpu", "cpu"))
+    config = model.worker_config_for("m", placement, max_image_pixels=9)
+    assert (config.speed, config.prepare_threads) == ("exact", 1)
+    gpus = Placement(devices=("cuda:0", "cuda:1"), split="tensor", visible=("a", "b"))
+    assert model.worker_config_for("m", gpus, max_image_pixels=9).prepare_threads == 2

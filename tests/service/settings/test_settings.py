@@ -1,0 +1,44 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from inferpool.service.settings.loader import load
+from inferpool.service.settings.model import ModelSettings
+from inferpool.service.settings.settings import Settings
+
+
+def test_settings_cannot_be_changed(tmp_path):
+    settings = load({}, {}, tmp_path).settings
+    with pytest.raises(ValueError, match="frozen"):
+        settings.port = 1
+
+
+def test_the_arena_holds_two_of_the_largest_bodies(tmp_path):
+    loaded = load({}, {"INFERPOOL_MAX_BODY_BYTES": "1000000000"}, tmp_path)
+    assert loaded.settings.arena_bytes >= 2_000_000_000
+    loaded = load({}, {"INFERPOOL_ARENA_BYTES": "auto"}, tmp_path)
+    assert 2**25 <= loaded.settings.arena_bytes <= 2**28
+
+
+def test_every_field_is_documented():
+    for table in (Settings, ModelSettings):
+        for name, field in table.model_fields.items():
+            assert field.description, name
+
+
+def test_the_front_end_does_without_torch():
+    code = (
+        "import sys; from inferpool.service.settings import loader, formats;"
+        "from inferpool.service.telemetry import logs, metrics, console;"
+        "print([m for m in sys.modules if m in ('torch', 'inferpool.models.base')])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "[]\n"

@@ -1,0 +1,121 @@
+"""A small HTTP server that answers numbered requests, and misbehaves where it is told to."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+from inferpool.service.tools.trial.client import Address
+
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+Act = str
+"""ok, wrong, swapped, lost, silent, twice, late_twice, wrong_id, refused, expired or failed."""
+
+
+def answer(number: int, body: object, status: int = 200, *, request_id: int | None = None) -> bytes:
+    text = json.dumps(body, separators=(",", ":")).encode()
+    shown = number if request_id is None else request_id
+    head = f"HTTP/1.1 {status} X\r\ncontent-length: {len(text)}\r\nx-request-id: {shown}\r\n\r\n"
+    return head.encode() + text
+
+
+class FakeService:
+    """Answers what `EchoQuestion` asks as the echo model does, or as `act` says of a number."""
+
+    def __init__(self, act: Callable[[int], Act]) -> None:
+        self.num_requests = 0
+        self._act = act
+        self._refused: set[int] = set()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            number, body = await read_request(reader)
+            self.num_requests += 1
+            if not await self._answer(int(number), json.loads(body), writer):
+                return
+
+    async def _answer(
+        self, number: int, body: dict[str, list[object]], writer: asyncio.StreamWriter
+    ) -> bool:
+        """Whether the connection is to be kept."""
+        right = {"predictions": body["instances"]}
+        match self._act(number):
+            case "wrong":
+                writer.write(answer(number, {"predictions": [{"n": number, "text": "!"}]}))
+            case "swapped":
+                writer.write(answer(number, {"predictions": [{"n": number + 1, "text": "a"}]}))
+            case "lost":
+                return False
+            case "silent":
+                await asyncio.sleep(60)
+            case "twice":
+                writer.write(2 * answer(number, right))
+            case "late_twice":
+                writer.write(answer(number, right))
+                await asyncio.sleep(0.01)
+                writer.write(answer(number, right))
+            case "wrong_id":
+                writer.write(answer(number, right, request_id=number + 1))
+            case "refused" if number not in self._refused:
+                self._refused.add(number)
+                writer.write(answer(number, {"code": "overloaded"}, 429))
+            case "expired":
+                writer.write(answer(number, {"code": "deadline_exceeded"}, 504))
+            case "failed":
+                writer.write(answer(number, {"code": "worker_crashed"}, 500))
+            case _:
+                writer.write(answer(number, right))
+        return True
+
+
+async def read_request(reader: asyncio.StreamReader) -> tuple[str, bytes]:
+    """The X-Request-ID and the body."""
+    head = (await reader.readuntil(b"\r\n\r\n")).decode()
+    fields = dict(line.split(": ", 1) for line in head.splitlines()[1:] if line)
+    return fields["X-Request-ID"], await reader.readexactly(int(fields["Content-Length"]))
+
+
+@contextlib.asynccontextmanager
+async def serving(serve: Serve) -> AsyncIterator[Address]:
+    """Have each connection served, and leave none open."""
+    served: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        served[task] = writer
+        with contextlib.suppress(
+            asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError
+        ):
+            await serve(reader, writer)
+        writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    async with server:
+        yield server.sockets[0].getsockname()[:2]
+        for task in served:
+            task.cancel()
+        await asyncio.gather(*served)
+        for writer in served.values():
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+
+@contextlib.asynccontextmanager
+async def fake_service(act: Callable[[int], Act]) -> AsyncIterator[tuple[FakeService, Address]]:
+    fake = FakeService(act)
+    async with serving(fake.serve) as address:
+        yield fake, address
+
+
+@contextlib.asynccontextmanager
+async def answering(bodies: Sequence[object], status: int = 200) -> AsyncIterator[Address]:
+    """A service that gives these answers, one after the other."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for body in bodies:
+            await read_request(reader)
+            writer.write(answer(0, body, status))
+
+    async with serving(serve) as address:
+        yield address

@@ -1,0 +1,56 @@
+import os
+import subprocess
+import sys
+from collections import Counter
+from itertools import islice
+
+from inferpool.service.tools.chaos.faults import Faults, schedule
+from inferpool.service.tools.chaos.load import Tally
+from inferpool.service.tools.chaos.watch import Watch
+from inferpool.service.tools.trial.health import Rank, WorkerState
+
+
+def test_the_seed_decides_what_happens_when():
+    every_s = {"kill": 2.0, "stop": 9.0, "poison": 5.0}
+    first = list(islice(schedule(1, every_s), 50))  # type: ignore[arg-type]
+    assert first == list(islice(schedule(1, every_s), 50))  # type: ignore[arg-type]
+    assert first != list(islice(schedule(2, every_s), 50))  # type: ignore[arg-type]
+
+
+def test_faults_come_in_order_and_about_as_often_as_asked():
+    found = list(islice(schedule(3, {"kill": 2.0, "stop": 0.0, "poison": 10.0}), 600))
+    moments = [moment for moment, _ in found]
+    assert moments == sorted(moments)
+    kills = [moment for moment, fault in found if fault == "kill"]
+    assert 1.8 < kills[-1] / len(kills) < 2.2
+    assert {fault for _, fault in found} == {"kill", "poison"}
+
+
+def test_a_kind_that_was_not_asked_for_never_happens():
+    assert list(schedule(1, {"kill": 0.0, "stop": 0.0, "poison": 0.0})) == []
+
+
+def test_any_rank_of_a_split_worker_is_struck_and_all_of_them_are_watched():
+    sleepers = [
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) for _ in range(2)
+    ]
+    ranks = [Rank(rank=rank, pid=process.pid) for rank, process in enumerate(sleepers)]
+    worker = WorkerState(name="m/0", state="ready", incarnation=0, pid=ranks[0].pid, ranks=ranks)
+    struck: Counter[int | None] = Counter()
+    for seed in range(12):
+        watch = Watch(("127.0.0.1", 1))
+        faults = Faults(
+            ("127.0.0.1", 1), watch, Tally(), [],
+            seed=seed, every_s={"kill": 0, "stop": 1, "poison": 0, "forkserver": 0},
+            timeout_s=1, keeps_quarantine=True,
+        )  # fmt: skip
+        assert faults._strike_one_of([worker], "stop")
+        (recovery,) = watch.recoveries
+        struck[recovery.rank] += 1
+        assert {each.pid for each in recovery.processes} == {each.pid for each in ranks}
+    assert set(struck) == {0, 1}
+    for process in sleepers:
+        _, status = os.waitpid(process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        process.kill()
+        process.wait()

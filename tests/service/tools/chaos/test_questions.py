@@ -1,0 +1,78 @@
+import asyncio
+import json
+
+import pytest
+
+from inferpool.service.tools.chaos.questions import (
+    EchoQuestion,
+    KnownQuestion,
+    indistinct,
+    is_refusal,
+    learn,
+)
+from inferpool.service.tools.trial.client import connect
+from inferpool.service.tools.trial.errors import TrialError
+from inferpool.service.tools.trial.inputs import TrialInput
+from tests.service.tools.chaos.fake_service import answering
+
+_GIVEN = TrialInput(name="one.json", body=b'{"instances": [1, 2]}', content_type="application/json")
+
+
+def taught(*bodies: object, status: int = 200) -> KnownQuestion:
+    """What is learnt from a service that gives these answers, one after the other."""
+
+    async def go() -> KnownQuestion:
+        async with answering(bodies, status) as address:
+            connection = await connect(address, lambda: None)
+            try:
+                return await learn(connection, "/predict/m", _GIVEN, 1e-3)
+            finally:
+                connection.close()
+
+    return asyncio.run(go())
+
+
+def test_answer_of_a_healthy_service_is_the_right_one():
+    question = taught({"predictions": [0.5, 1]}, {"predictions": [0.50001, 1]})
+    assert question.num_instances == 2
+    assert question.complaint(7, b'{"predictions":[0.5,1]}') == ""
+    assert "answer.predictions[1]" in question.complaint(7, b'{"predictions":[0.5,2]}')
+    request = question.request(7, "?a=b")
+    assert request.startswith(b"POST /predict/m?a=b HTTP/1.1\r\n")
+    assert b"X-Request-ID: 7\r\n\r\n" + _GIVEN.body in request
+
+
+def test_model_that_says_now_this_now_that_cannot_be_tested():
+    with pytest.raises(TrialError, match=r"one\.json in two ways"):
+        taught({"predictions": [1]}, {"predictions": [2]})
+
+
+def test_input_that_is_refused_is_said_with_what_to_do():
+    with pytest.raises(TrialError, match=r"422: no such thing; .*--inputs PATH"):
+        taught({"detail": "no such thing"}, status=422)
+
+
+def test_inputs_with_equal_answers_are_named():
+    one = taught({"predictions": [1]}, {"predictions": [1]})
+    two = taught({"predictions": [2]}, {"predictions": [2]})
+    assert indistinct([one, two, one]) == [("one.json", "one.json")]
+
+
+def test_each_number_has_another_question_for_echo():
+    question = EchoQuestion("/predict/echo", 1)
+    bodies = {question.request(number).partition(b"\r\n\r\n")[2] for number in range(2000)}
+    assert len(bodies) == 2000
+    body = question.request(5).partition(b"\r\n\r\n")[2]
+    (instance,) = json.loads(body)["instances"]
+    right = json.dumps({"predictions": [instance]}, separators=(",", ":")).encode()
+    assert question.complaint(5, right) == ""
+    assert question.complaint(6, right)
+
+
+def test_refusals_are_told_from_failures():
+    assert is_refusal(429, b"{}")
+    assert is_refusal(503, b'{"code":"unavailable"}')
+    assert not is_refusal(503, b'{"code":"given_up"}')
+    assert not is_refusal(500, b"{}")
+    assert is_refusal(200, b'{"predictions":[1,{"error":{"status":429}}]}')
+    assert not is_refusal(200, b'{"predictions":[1,{"error":{"status":500}}]}')

@@ -1,0 +1,173 @@
+import io
+import json
+from dataclasses import replace
+
+import pytest
+from msgspec.structs import replace as replace_struct
+
+from inferpool.service.tools.chaos.faults import Poisonings
+from inferpool.service.tools.chaos.load import Tally
+from inferpool.service.tools.chaos.report import ChaosReport, spread
+from inferpool.service.tools.chaos.resources import Holdings, LedgerReading
+from inferpool.service.tools.chaos.watch import Recovery
+
+_HOLDINGS = Holdings(
+    descriptors=30,
+    threads=5,
+    processes=5,
+    pss_bytes=60 << 20,
+    others_pss_bytes=300 << 20,
+    shared_bytes=1 << 20,
+    shared_files=3,
+    dev_shm_files=0,
+)
+_LEDGER = LedgerReading(
+    accepted=111,
+    succeeded=110,
+    failed=1,
+    expired=0,
+    cancelled=0,
+    rejected=1,
+    arena_used_bytes=0,
+    restarts=4,
+    retried=3,
+)
+
+_RECOVERY = Recovery(kind="kill", worker="echo/0", incarnation=1, began=1, noticed=2, recovered=3)
+
+
+def tally(count: int, **changes: int) -> Tally:
+    made = Tally(num_sent=count, num_instances_sent=count, num_instances_right=count, right=count)
+    made.latencies_s.extend([0.001] * count)
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def report(**changes: object) -> ChaosReport:
+    whole = ChaosReport(
+        models=["echo"],
+        workers=2,
+        clients=4,
+        seed=1,
+        seconds=2.0,
+        is_complete=True,
+        is_interrupted=False,
+        planned_kills=1,
+        quiet=tally(10),
+        chaos=tally(100),
+        faults={"kill": 1, "poison": 1},
+        poisonings=Poisonings(num_sent=1, right=1, num_attempts=2),
+        recoveries=[_RECOVERY],
+        indistinct=0,
+        ledger=_LEDGER,
+        before=_HOLDINGS,
+        after=_HOLDINGS,
+        exit_code=0,
+        left_over=0,
+    )
+    return replace(whole, **changes)  # type: ignore[arg-type]
+
+
+def test_run_in_which_each_request_had_its_answer_has_no_problems():
+    assert report().problems() == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"chaos": tally(100, wrong=1)}, "1 wrong"),
+        ({"chaos": tally(100, lost=2)}, "2 lost"),
+        ({"quiet": tally(10, duplicated=3)}, "3 duplicated"),
+        ({"chaos": tally(100, late=1)}, "1 answered long after"),
+        ({"is_complete": False}, "ended before its time"),
+        ({"ledger": replace(_LEDGER, failed=0)}, "does not balance: 1 have no end"),
+        ({"ledger": replace(_LEDGER, accepted=112, expired=1)}, "112 accepted and 1 refused"),
+        (
+            {"ledger": replace(_LEDGER, succeeded=109, failed=2)},
+            "answered right, and the service counted 109",
+        ),
+        ({"ledger": replace(_LEDGER, arena_used_bytes=64)}, "64 bytes of the arena"),
+        ({"ledger": None}, "could not be read"),
+        ({"after": replace(_HOLDINGS, descriptors=31)}, "descriptors: 30 before, 31 after"),
+        ({"after": replace(_HOLDINGS, shared_bytes=2 << 20)}, "shared bytes"),
+        ({"exit_code": None}, "did not stop"),
+        ({"exit_code": 1}, "exited with 1"),
+        ({"left_over": 1}, "1 processes outlived"),
+        (
+            {"recoveries": [replace_struct(_RECOVERY, num_left_behind=1)]},
+            "1 processes outlived the worker",
+        ),
+        (
+            {"recoveries": [Recovery(kind="stop", worker="a/0", incarnation=1, began=1)]},
+            "1 workers did not come back",
+        ),
+    ],
+)
+def test_each_way_of_breaking_the_promise_is_named(changes: dict[str, object], problem: str):
+    (found,) = report(**changes).problems()
+    assert problem in found
+
+
+def test_report_says_the_figures_and_the_verdict():
+    stream = io.StringIO()
+    report(planned_kills=5, faults={"kill": 1, "poison": 1, "forkserver": 2}).write(stream)
+    text = stream.getvalue()
+    for piece in (
+        "1 SIGKILLs of 5 planned",
+        "2 signals to the forkserver",
+        "2,000.0 / 2,000.0 / 2,000.0 ms",
+        "111 accepted = 110 succeeded + 1 failed",
+        "descriptors 30 -> 30",
+        "seed",
+        "The promise was kept",
+    ):
+        assert piece in text
+    stream = io.StringIO()
+    report(chaos=tally(100, lost=2, wrong=1)).write(stream)
+    assert "The promise was broken: 1 wrong; 2 lost" in stream.getvalue()
+
+
+def test_interrupted_run_is_no_broken_promise():
+    interrupted = report(is_complete=False, is_interrupted=True, exit_code=-2)
+    assert interrupted.problems() == []
+    stream = io.StringIO()
+    interrupted.write(stream)
+    assert "kept until the interruption" in stream.getvalue()
+    assert replace(interrupted, chaos=tally(100, lost=1)).problems() == ["1 lost"]
+
+
+def test_report_names_the_faults_that_did_not_come_about():
+    stream = io.StringIO()
+    report(faults={"kill": 1, "stop": 0}).write(stream)
+    assert "(but stop did not come about" in stream.getvalue()
+
+
+def test_report_says_which_ranks_of_split_workers_were_struck():
+    ranks = (1, 0, 1)
+    struck = report(recoveries=[replace_struct(_RECOVERY, rank=rank) for rank in ranks])
+    stream = io.StringIO()
+    struck.write(stream)
+    assert "  SIGKILL        rank 0 1 times, rank 1 2 times" in stream.getvalue()
+    assert json.loads(json.dumps(struck.as_dict()))["struck"] == {"kill": {"0": 1, "1": 2}}
+
+
+def test_report_is_json_too():
+    document = json.loads(json.dumps(report().as_dict()))
+    assert document["problems"] == []
+    assert document["chaos"]["right"] == 100
+    assert document["recovery_ms"]["kill"]["recovered"]["worst"] == 2000
+
+
+def test_spread_is_in_milliseconds():
+    found = spread([each / 1000 for each in range(1, 201)])
+    assert found is not None
+    assert (found.median, found.worst) == (100.5, 200.0)
+    assert 197 < found.p99 < 200
+    assert spread([]) is None
+
+
+def test_report_says_when_it_was_to_end():
+    stream = io.StringIO()
+    report(plan="until there are at least 5 requests").write(stream)
+    assert "until there are at least 5 requests" in stream.getvalue()

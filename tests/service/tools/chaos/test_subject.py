@@ -1,0 +1,55 @@
+from pathlib import Path
+
+from inferpool.service.settings.loader import Loaded, load
+from inferpool.service.tools.chaos.subject import rows_for
+
+_FILE = """
+port = 9
+default_timeout_s = 7.0
+tls_certificate = "cert.pem"
+
+[models.mine]
+source = "torchvision:resnet18"
+weights = "none"
+options = { n = 1 }
+replicas = 3
+
+[models.echo]
+batch_timeout_s = 11.0
+"""
+
+
+def loaded(tmp_path: Path, text: str = _FILE, **environ: str) -> Loaded:
+    (tmp_path / "inferpool.toml").write_text(text)
+    return load({}, environ, tmp_path)
+
+
+def rows(tmp_path: Path, *, can_be_poisoned: bool) -> dict[tuple[str, ...], object]:
+    found = loaded(tmp_path, INFERPOOL_PREDICT_KEYS="k" * 20)
+    return {key: value for key, value, _ in rows_for(found, can_be_poisoned=can_be_poisoned)}
+
+
+def test_settings_of_the_user_are_kept_but_for_where_it_listens_and_keys(tmp_path: Path):
+    found = rows(tmp_path, can_be_poisoned=False)
+    assert found["default_timeout_s",] == 7.0
+    assert ("port",) not in found
+    assert found["speed_search",] is False
+    assert found["models", "mine", "source"] == "torchvision:resnet18"
+    assert found["models", "mine", "replicas"] == 3
+    assert not [key for key in found if "keys" in key[0] or "tls" in key[0]]
+
+
+def test_stopped_worker_is_to_be_found_soon_unless_the_user_has_set_when(tmp_path: Path):
+    found = rows(tmp_path, can_be_poisoned=False)
+    assert found["models", "mine", "batch_timeout_s"] == 5.0
+    assert found["models", "echo", "batch_timeout_s"] == 11.0
+
+
+def test_poisonable_is_put_around_each_model(tmp_path: Path):
+    found = rows(tmp_path, can_be_poisoned=True)
+    place = ("models", "mine")
+    assert found[*place, "source"] == "inferpool.models.sources.poisonable:Poisonable"
+    assert found[*place, "weights"] == "DEFAULT"
+    assert found[*place, "options", "source"] == "torchvision:resnet18"
+    assert found[*place, "options", "weights"] == "none"
+    assert found[*place, "options", "options"] == {"n": 1}

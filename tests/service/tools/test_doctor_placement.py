@@ -1,0 +1,174 @@
+import io
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from inferpool.models.base import Model
+from inferpool.models.sources.modules import ModuleModel
+from inferpool.models.spec import Placement, TensorSpec
+from inferpool.models.split.measures import Survey
+from inferpool.models.split.survey import find_network, may_have_network, survey
+from inferpool.service.settings.loader import load
+from inferpool.service.tools.doctor import report
+from inferpool.service.tools.doctor.facts import gather
+from inferpool.service.tools.doctor.findings import Finding
+from inferpool.service.tools.doctor.placement import judge, room_for
+from inferpool.service.tools.doctor.speeds import Speed
+from inferpool.workers.beside.peak import PeakMemory
+from inferpool.workers.host.devices import Gpu, Host
+
+GIB = 1 << 30
+CPU = torch.device("cpu")
+Ways = Mapping[str, Mapping[str, object]]
+
+
+def gpus(num: int) -> Host:
+    found = [
+        Gpu(index=i, uuid=f"GPU-{i}", name="L4", memory_bytes=24 * GIB, cpus=()) for i in range(num)
+    ]
+    return Host(cpus=tuple(range(8)), num_cores=8, gpus=tuple(found))
+
+
+class Tower(nn.Sequential):
+    """60 GiB of parameters, which no test has the memory for."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(16384, 16384, bias=False) for _ in range(60)))
+
+
+def surveyed(model: Model, rooms: dict[int, int]) -> Survey:
+    found = find_network(model, Placement(devices=("cpu",)))
+    assert found is not None
+    peak = PeakMemory(CPU)
+    return survey(model, found, device=CPU, max_rows=8, rooms=rooms, peak=peak)
+
+
+@pytest.fixture(scope="module")
+def tower() -> Survey:
+    return surveyed(ModuleModel(Tower), {2: 24 * GIB, 4: 24 * GIB})
+
+
+def advice(tower: Survey, host: Host, tmp_path: Path, **flags: str) -> Finding:
+    settings = load({"model": "torchvision:resnet18", **flags}, {}, tmp_path).settings
+    (name,) = settings.models
+    return judge(name, tower, room_for(name, gather(settings, host), settings), 400 << 20)
+
+
+def test_model_of_60_gib_is_a_pipeline_over_four_gpus_of_24(tower: Survey, tmp_path: Path):
+    assert tower.num_bytes == 60 * GIB
+    found = advice(tower, gpus(4), tmp_path)
+    assert found.level == "error"
+    assert "replicate x4 does not fit" in found.message
+    assert "pipeline x4 takes 15.4 GiB of 24.0 GiB on each" in found.message
+    assert found.advice == 'set placement = "pipeline", devices_per_replica = 4'
+    fits = {row[0]: row[2] for row in found.rows}
+    assert (fits["2 of pipeline x2"], fits["pipeline x4"]) == ("no", "yes")
+    split = advice(tower, gpus(4), tmp_path, placement="pipeline", devices_per_replica="4")
+    assert split.level == "ok"
+
+
+def test_model_that_fits_nowhere_is_told_what_it_would_take(tower: Survey, tmp_path: Path):
+    found = advice(tower, gpus(2), tmp_path)
+    assert found.level == "error"
+    assert "it would take 3 such GPUs" in found.advice
+
+
+def test_split_that_is_not_needed_is_warned_of(tower: Survey, tmp_path: Path):
+    small = replace_bytes(tower, 1 << 20)
+    found = advice(small, gpus(4), tmp_path, placement="tensor")
+    assert (found.level, found.advice) == ("warning", 'set placement = "replicate"')
+    assert "split only what does not fit" in found.message
+    assert advice(small, gpus(4), tmp_path).level == "ok"
+
+
+def raced(survey: Survey, folder: Path, speeds: Mapping[str, Speed]) -> tuple[Finding, Ways]:
+    """What is said of a placement by tensor, and what was asked to be measured."""
+    settings = load({"model": "torchvision:resnet18", "placement": "tensor"}, {}, folder).settings
+    (name,) = settings.models
+    room = room_for(name, gather(settings, Host(cpus=(0, 1), num_cores=2)), settings)
+    asked: list[Ways] = []
+
+    def race(model: str, ways: Ways, **_: object) -> Mapping[str, Speed]:
+        asked.append(ways)
+        return speeds
+
+    found = judge(name, replace_bytes(survey, 1 << 20), room, race=race)
+    return found, asked[0]
+
+
+def test_split_that_is_not_needed_costs_what_was_measured(tower: Survey, tmp_path: Path):
+    speeds = {"replicate x2": Speed(rate=200), "tensor x2": Speed(rate=9, ratio=0.45)}
+    slower, asked = raced(tower, tmp_path, speeds)
+    assert list(asked) == ["replicate x2", "pipeline x2", "tensor x2"]
+    assert asked["replicate x2"] == {
+        "placement": "replicate",
+        "devices_per_replica": "auto",
+        "replicas": 2,
+    }
+    assert slower.level == "warning"
+    assert "tensor x2 is chosen, and answers 0.45 of what replicate x2 does" in slower.message
+    cells = {row[0]: row[3] for row in slower.rows}
+    assert cells["placement"] == "inputs/s"
+    assert (cells["replicate x2"], cells["tensor x2"]) == ("200", "9 (0.45)")
+    faster, _ = raced(tower, tmp_path, {**speeds, "tensor x2": Speed(rate=220, ratio=1.1)})
+    assert faster.level == "ok"
+
+
+def test_why_a_placement_was_not_measured_leaves_room_for_its_other_columns(
+    tower: Survey, tmp_path: Path
+):
+    reason = "a worker failed: m/0: rank 1: loading failed: ValueError: " + 40 * "no "
+    speeds = {"replicate x2": Speed(rate=200), "tensor x2": Speed(problem=reason)}
+    found, _ = raced(tower, tmp_path, speeds)
+    stream = io.StringIO()
+    report.write_table([found], stream)
+    assert re.search(r"tensor x2 .* MiB of .* yes +not measured +a worker fail", stream.getvalue())
+
+
+def test_processes_on_a_cpu_share_its_memory(tower: Survey, tmp_path: Path):
+    settings = load({"model": "torchvision:resnet18"}, {}, tmp_path).settings
+    facts = replace(gather(settings, Host(cpus=(0, 1), num_cores=2)), available_bytes=64 * GIB)
+    (name,) = settings.models
+    room = replace(room_for(name, facts, settings), device_bytes=63 * GIB)
+    found = judge(name, tower, room)
+    assert found.advice == 'set placement = "replicate", replicas = 1'
+    assert "2 replicas do not fit, and one does, with 60.2 GiB of 63.0 GiB" in found.message
+
+
+def test_activations_are_measured_with_one_layer_in_memory_at_a_time():
+    wide = [TensorSpec(name="x", dtype="float32", shape=(-1, 2048))]
+    layers = (nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.Linear(2048, 2048))
+    found = surveyed(ModuleModel(lambda: nn.Sequential(*layers), inputs=wide), {2: 1 << 20})
+    _, pipeline, tensor = found.ways
+    assert sum(pipeline.rank_bytes) == found.num_bytes == 3 * 4 * (2048 * 2048 + 2048)
+    assert found.activation_bytes is not None
+    assert found.activation_bytes < found.num_bytes / 2
+    assert tensor.rank_bytes[0] == pytest.approx(found.num_bytes / 2, rel=0.01)
+
+
+def test_model_that_loads_itself_is_not_loaded_to_be_measured():
+    class Own(Model):
+        def load(self, placement: Placement) -> None:
+            raise AssertionError
+
+    assert not may_have_network(Own())
+    assert may_have_network(ModuleModel(Tower))
+
+
+def replace_bytes(tower: Survey, num_bytes: int) -> Survey:
+    """The same, of another size."""
+    import msgspec
+
+    factor = num_bytes / tower.num_bytes
+    ways = [
+        msgspec.structs.replace(
+            way, rank_bytes=tuple(round(each * factor) for each in way.rank_bytes)
+        )
+        for way in tower.ways
+    ]
+    return msgspec.structs.replace(tower, num_bytes=num_bytes, ways=tuple(ways))

@@ -1,0 +1,166 @@
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+
+from inferpool.service.tools.top.screen import Size, page_lines, screen_lines
+from inferpool.service.tools.top.state import read_state
+from inferpool.service.tools.top.view import View
+from tests.service.tools.top.states import NOW, sample, state, worker
+
+ENDING = {
+    "worker": "resnet/0",
+    "incarnation": 3,
+    "time": NOW,
+    "cause": "signal",
+    "reason": "killed \x1b[2J from outside",
+}
+
+
+def view_of(*events: bytes) -> View:
+    view = View("http://host:8000")
+    for event in events:
+        view.take(read_state(event))
+    return view
+
+
+def drawn(view: View, width: int = 80, height: int = 24, **how: Any) -> str:
+    lines = screen_lines(view, Size(width=width, height=height, **how))
+    return "\n".join(line.plain for line in lines)
+
+
+def line_of(view: View, label: str, width: int = 80) -> str:
+    return next(line for line in drawn(view, width).splitlines() if line.startswith(label))
+
+
+def test_it_shows_what_a_model_does_now():
+    text = drawn(
+        view_of(state(endings=[ENDING], rejected_per_s={"queue_full": 2.0, "deadline": 1}))
+    )
+    for piece in (
+        "inferpool 1.2.3  ready  http://host:8000",
+        "up 1 h 1 min, 12 connections, shared memory 3% of 256 MiB",
+        "throughput 1,234/s",
+        "p99        12.3 ms",
+        "4.1 ms p50, 8.2 ms p95",
+        "7 of 1,024 waiting, 9 in flight",
+        "queue 1.0 ms p50, 3.0 ms p99; inference 2.5 ms p50, 3.5 ms p99",
+        "refused    3.0/s: queue_full 2.0/s, deadline 1.0/s",
+        "batches of 1 ▂  8 █  (of 8)",
+        "0       ready  cuda:0  512 MiB",
+        "resnet/0#3 signal: killed \\x1b[2J from outside",
+        "q quit  p pause  ? help",
+    ):
+        assert piece in text
+
+
+ODD = {
+    "nothing yet": (),
+    "no models": (state().replace(b'"models": [{', b'"models": [], "x": [{'),),
+    "no answers": (
+        state(latency_ms=None, queue_ms=None, inference_ms=None, batch_sizes={}, queue_limit=0),
+    ),
+    "loading": (
+        state(
+            [worker(state="starting", reason="loads weights")], is_ready=False, reason="starting"
+        ),
+    ),
+    "forty workers, one failed": (
+        state([*(worker(n) for n in range(39)), worker(39, "failed", reason="no memory " * 20)]),
+    ),
+    "many models": (state(others=tuple(f"model-{n}" for n in range(30)), endings=[ENDING] * 9),),
+    "long names": (state(source="x" * 200, rejected_per_s={f"reason-{n}": 1.0 for n in range(9)}),),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_every_state_fits_every_terminal(name):
+    view = view_of(*ODD[name])
+    for width, height in ((200, 60), (80, 24), (40, 24), (40, 10), (12, 3), (1, 1)):
+        for is_plain in (False, True):
+            text = drawn(view, width, height, is_plain=is_plain)
+            assert len(text.splitlines()) <= height
+            assert max(map(cell_len, text.splitlines()), default=0) <= width
+            assert text.isascii() or not is_plain or "…" in text
+
+
+def test_gpus_are_summed_up_and_those_in_trouble_named():
+    gib = 1 << 30
+    well = {"memory_bytes": 80 * gib, "memory_used_bytes": 7 * gib, "utilization": 0.5}
+    gpus = (
+        {"index": 0, "up": True, "temperature_c": 61.0, **well},
+        {"index": 1, "up": True, "temperature_c": 43.0, **well, "last_xid": 31},
+        {"index": 2, "up": False, "memory_bytes": 80 * gib},
+    )
+    text = drawn(view_of(state(gpus=gpus)))
+    assert "2 GPUs, 50% busy, 14.0 GiB of 240.0 GiB, 61 C, lost: 2, Xid 31 on 1" in text
+
+
+def test_workers_that_are_not_ready_are_shown_where_there_is_room_for_few():
+    text = drawn(view_of(*ODD["forty workers, one failed"]))
+    assert "39      failed" in text
+    assert "more workers" in text
+
+
+def test_a_reason_is_worth_more_than_figures():
+    failing = [worker(0), worker(1, "backoff", reason="the weights are not there")]
+    text = drawn(view_of(state(failing)), width=60)
+    assert "the weights are not the" in text
+    assert "cuda:0" not in text
+
+
+def test_a_narrow_terminal_keeps_states_and_restarts():
+    text = drawn(view_of(state([worker(restarts=3)])), width=40)
+    assert "0       ready  512 MiB         3" in text
+    assert "p99        12.3 ms" in text
+    assert "7 of 1,024, 9 in flight" in text
+
+
+def test_what_workers_do_is_told_from_two_events():
+    busy = [worker(0, num_batches=150), worker(1), worker(2, incarnation=1)]
+    view = view_of(state([worker(0), worker(1), worker(2)]), state(busy, at=NOW + 2))
+    rows = {line.split()[0]: line for line in drawn(view).splitlines() if line[:1].isdigit()}
+    assert "25.0/s" in rows["0"]
+    assert rows["0"].endswith("at work")
+    assert rows["1"].endswith("idle")
+    assert rows["2"].rstrip().endswith("0"), "it is another process than before"
+
+
+def test_the_past_comes_with_the_first_event_and_grows():
+    past = [{"time": NOW - 3 + n, "models": {"resnet": sample()}} for n in range(3)]
+    past[1]["models"]["resnet"]["latency_ms"] = None
+    view = view_of(state(history=past), state(at=NOW + 1))
+    assert line_of(view, "p99").split("ms")[1].strip() == "█ ███"
+    again = view_of(state(history=past), state(history=past[:1], at=NOW + 5))
+    assert len(again.scene.past) == 2, "a new stream brings a new past"
+
+
+def test_a_pause_holds_the_picture_and_the_feed_goes_on():
+    view = view_of(state())
+    view.pause()
+    view.take(read_state(state(at=NOW + 1, queue_depth=99)))
+    assert "7 of 1,024" in drawn(view)
+    assert "paused at" in drawn(view)
+    view.pause()
+    assert "99 of 1,024" in drawn(view)
+
+
+def test_models_are_chosen_by_number_and_one_after_another():
+    view = view_of(state(others=("bert", "gpt")))
+    assert " 1 resnet   2 bert   3 gpt " in drawn(view)
+    view.step(-1)
+    assert view.chosen == 2
+    view.step(1)
+    view.choose(1)
+    view.choose(7)
+    assert "bert ready" in drawn(view)
+    view.take(read_state(state(at=NOW + 1)))  # with resnet alone
+    assert "resnet ready" in drawn(view)
+
+
+def test_a_page_has_every_model_and_every_worker():
+    view = view_of(state([worker(n) for n in range(40)], others=("bert",)))
+    text = "\n".join(line.plain for line in page_lines(view, 80, is_plain=True))
+    assert text.count("\n39 ") == 2
+    assert "bert ready" in text
+    assert text.isascii()

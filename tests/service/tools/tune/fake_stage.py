@@ -1,0 +1,66 @@
+"""Services whose speed is a function of their settings, on a machine that drifts and is noisy."""
+
+import random
+from array import array
+from collections.abc import Callable, Mapping
+from math import sin
+
+from inferpool.service.tools.trial.errors import TrialError
+from inferpool.service.tools.tune.load import LoadSample
+
+START_S, ROUND_S = 10.0, 1.0
+
+Surface = Callable[[Mapping[str, object]], float]
+"""Requests per second for some settings; none for those that do not come up."""
+
+
+class FakeContender:
+    def __init__(self, stage: "FakeStage", changes: Mapping[str, object], rate: float) -> None:
+        self.memory_bytes = 100 * 2**20
+        self.changes = changes
+        self._stage = stage
+        self._rate = rate
+
+    async def measure(self, connections: int) -> LoadSample:
+        stage = self._stage
+        assert self in stage.alive
+        stage.time_s += ROUND_S
+        drift = 1 + stage.drift * sin(stage.time_s / 40)
+        rate = self._rate * drift * stage.random.gauss(1, stage.noise)
+        latency_s = connections / rate  # Little's law
+        return LoadSample(
+            seconds=ROUND_S,
+            num_answers=int(rate),
+            latencies_s=array("d", [latency_s] * max(1, int(rate) // 100)),
+        )
+
+    async def close(self) -> None:
+        self._stage.alive.remove(self)
+
+
+class FakeStage:
+    def __init__(
+        self, surface: Surface, *, noise: float = 0.01, drift: float = 0.3, seed: int = 1
+    ) -> None:
+        self.time_s = 0.0
+        self.drift = drift
+        self.noise = noise
+        self.random = random.Random(seed)
+        self.alive: list[FakeContender] = []
+        self.most_alive = 0
+        self.brought: list[Mapping[str, object]] = []
+        self._surface = surface
+
+    async def bring(self, changes: Mapping[str, object]) -> FakeContender:
+        self.time_s += START_S
+        self.brought.append(changes)
+        rate = self._surface(changes)
+        if not rate:
+            raise TrialError("the service ended with exit code 3\nthe end of its log")
+        contender = FakeContender(self, changes, rate)
+        self.alive.append(contender)
+        self.most_alive = max(self.most_alive, len(self.alive))
+        return contender
+
+    def now(self) -> float:
+        return self.time_s

@@ -1,0 +1,89 @@
+"""Placements of a model against each other, on a machine that drifts."""
+
+import asyncio
+import io
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+import inferpool.service.tools.doctor.placement
+import inferpool.service.tools.tune.race
+import inferpool.service.tools.tune.stage
+from inferpool.service.settings.loader import load
+from inferpool.service.tools.doctor.facts import gather
+from inferpool.service.tools.doctor.placement import check_ways
+from inferpool.service.tools.doctor.speeds import Speed
+from inferpool.service.tools.trial.screen import Screen
+from inferpool.service.tools.tune.race import PlacementRace, measured
+from inferpool.workers.host.devices import Host
+from tests.service.tools.tune.fake_stage import FakeStage
+
+pytestmark = pytest.mark.measures
+
+RATES = {"replicate": 1000.0, "pipeline": 700.0, "tensor": 0.0}
+
+
+def raced(stage: FakeStage, *, is_side_by_side: bool) -> Mapping[str, Speed]:
+    ways = {f"{name} x2": {"placement": name} for name in RATES}
+    quiet = Screen(io.StringIO())
+    course = measured(stage, "m", ways, quiet, num_clients=32, is_side_by_side=is_side_by_side)
+    return asyncio.run(course)
+
+
+def test_each_is_held_against_the_first_in_turns_with_it():
+    stage = FakeStage(lambda changes: RATES[str(changes["placement"])], drift=0.5)
+    found = raced(stage, is_side_by_side=True)
+    assert found["replicate x2"].ratio is None
+    assert found["pipeline x2"].ratio == pytest.approx(0.7, rel=0.05)
+    assert found["tensor x2"] == Speed(problem="the service ended with exit code 3")
+    assert (stage.most_alive, stage.alive) == (2, [])
+
+
+def test_one_at_a_time_where_two_find_no_room():
+    stage = FakeStage(lambda changes: RATES[str(changes["placement"])], drift=0)
+    found = raced(stage, is_side_by_side=False)
+    assert found["pipeline x2"].ratio == pytest.approx(0.7, rel=0.05)
+    assert (stage.most_alive, stage.alive) == (1, [])
+
+
+def test_nothing_is_measured_on_a_machine_that_is_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(inferpool.service.tools.doctor.placement, "_LOOK_S", 0.01)
+    monkeypatch.setattr(inferpool.service.tools.doctor.placement, "_BUSY", -1.0)
+    loaded = load({"model": "echo"}, {}, tmp_path)
+    facts = gather(loaded.settings, Host(cpus=(0, 1), num_cores=2))
+    race = PlacementRace(loaded, Screen(io.StringIO()))
+    (found,) = check_ways(facts, loaded.settings, ["echo"], race)
+    assert (found.level, found.advice) == ("note", "measure when they are done")
+
+
+def test_placements_of_a_model_are_started_and_put_under_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(inferpool.service.tools.doctor.placement, "_LOOK_S", 0.01)
+    monkeypatch.setattr(
+        inferpool.service.tools.doctor.placement, "_BUSY", 100.0
+    )  # other tests run beside it
+    monkeypatch.setattr(inferpool.service.tools.tune.race, "_SECS", 0.3)
+    monkeypatch.setattr(inferpool.service.tools.tune.stage, "_WARM_S", 0.1)
+    monkeypatch.setattr(inferpool.service.tools.tune.stage, "_WARM_PIPELINE_S", 0.1)
+    source = "tests.small_classifier:SmallClassifier"
+    loaded = load({"model": source, "devices": "cpu", "speed": "exact"}, {}, tmp_path)
+    facts = gather(loaded.settings, Host(cpus=(0, 1), num_cores=2))
+    names = list(loaded.settings.models)
+    race = PlacementRace(loaded, Screen(io.StringIO()))
+    (found,) = check_ways(facts, loaded.settings, names, race)
+    assert found.level == "ok"
+    assert "565 KiB of parameters" in found.message  # 448 + 130 + 144,010 numbers, a count
+    assert "more for a batch of 8; it fits" in found.message
+    head, *rows = found.rows
+    assert head[3] == "inputs/s"
+    cells = {row[0]: row[3:] for row in rows}
+    assert float(cells["replicate x2"][0]) > 0
+    rate, _, ratio = cells["pipeline x2"][0].partition(" ")
+    assert float(rate) > 0
+    assert float(ratio.strip("()")) > 0
+    assert "KiB + " in cells["pipeline x2"][1]
+    assert "no network for tensor parallelism" in cells["tensor x2"][1]

@@ -1,0 +1,103 @@
+import io
+import json
+from array import array
+from xml.etree import ElementTree
+
+from inferpool.service.tools.tune.charts import Point, front, svg_chart, text_chart
+from inferpool.service.tools.tune.load import LoadSample
+from inferpool.service.tools.tune.page import page
+from inferpool.service.tools.tune.plan import Goal
+from inferpool.service.tools.tune.report import TuneReport
+from inferpool.service.tools.tune.search import Outcome, Tried
+
+
+def point(mark: str, p99_ms: float, rate: float) -> Point:
+    return Point(mark=mark, p99_ms=p99_ms, rate=rate, hint=f"<{mark}>")
+
+
+POINTS = [point("0", 50, 1000), point("1", 20, 900), point("2", 60, 950), point("3", 80, 1500)]
+
+
+def sample(rate: float, p99_s: float) -> LoadSample:
+    return LoadSample(seconds=1.0, num_answers=int(rate), latencies_s=array("d", [p99_s] * 10))
+
+
+def report(*, is_confirmed: bool = True, **more: bool | str) -> TuneReport:
+    base = Tried(changes={}, connections=64, sample=sample(1000, 0.05))
+    better = Tried(
+        changes={"replicas": 1},
+        connections=64,
+        sample=sample(1300, 0.04),
+        gain=1.3,
+        verdict="better",
+    )
+    failed = Tried(changes={"credit": 3}, connections=64, verdict="fails", reason="no memory")
+    outcome = Outcome(
+        tried=[base, better, failed],
+        best=better,
+        gain=1.25,
+        is_confirmed=is_confirmed,
+        connections=64,
+        untried=["credit"],
+    )
+    return TuneReport(
+        model="net",
+        source="torchvision:resnet18",
+        preset="folded",
+        goal=Goal(connections=64, p99_ms=45),
+        outcome=outcome,
+        seconds=60.0,
+        date="2026-01-02",
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def written(what: TuneReport) -> str:
+    stream = io.StringIO()
+    what.write(stream)
+    return stream.getvalue()
+
+
+def test_front_has_those_to_which_no_other_is_both_faster_and_sooner():
+    assert [each.mark for each in front(POINTS)] == ["1", "0", "3"]
+
+
+def test_text_chart_stars_the_front_and_draws_the_objective():
+    lines = "\n".join(text_chart(POINTS, 70))
+    assert all(f"*{mark}" in lines for mark in "013")
+    assert "*2" not in lines
+    assert " 2" in lines
+    assert ":" in lines
+
+
+def test_charts_bear_a_single_candidate():
+    assert "*0" in "\n".join(text_chart(POINTS[:1], None))
+    assert svg_chart(POINTS[:1], None)
+
+
+def test_svg_is_well_formed_and_shows_each_candidate_with_its_hint():
+    root = ElementTree.fromstring(svg_chart(POINTS, 70))
+    assert [each.text for each in root.iter("title")] == ["<0>", "<1>", "<2>", "<3>"]
+
+
+def test_report_says_what_to_use_and_what_could_not_be_tried():
+    text = written(report())
+    assert "Use replicas 1: 1.25 x the settings as they were." in text
+    assert "The budget did not suffice for: credit" in text
+    assert "fails: no memory" in text
+    assert "the settings as they are (speed: folded)" in text
+
+
+def test_interrupted_report_says_that_nothing_is_confirmed():
+    text = written(report(is_confirmed=False, is_interrupted=True))
+    assert "about 1.30 x the settings as they were, not confirmed" in text
+    assert "Interrupted" in text
+
+
+def test_page_and_json_have_it_all():
+    html = page(report(), "replicas = 1 # <tuned>")
+    assert "<svg" in html
+    assert "replicas = 1 # &lt;tuned&gt;" in html
+    figures = json.loads(json.dumps(report().as_dict()))
+    assert figures["recommended"] == {"replicas": 1}
+    assert [each["verdict"] for each in figures["tried"]] == ["default", "better", "fails"]

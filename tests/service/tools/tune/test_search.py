@@ -1,0 +1,243 @@
+import asyncio
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from inferpool.service.tools.trial.errors import TrialError
+from inferpool.service.tools.tune.knobs import Knob
+from inferpool.service.tools.tune.load import LoadSample
+from inferpool.service.tools.tune.plan import Goal
+from inferpool.service.tools.tune.search import BestLostError, Outcome, Search
+from tests.service.tools.tune.fake_stage import ROUND_S, START_S, FakeContender, FakeStage, Surface
+
+
+def line(name: str, up: Sequence[int], down: Sequence[int] = ()) -> Knob:
+    ways = [[{name: value} for value in way] for way in (up, down)]
+    return Knob(name=name, ways=[way for way in ways if way])
+
+
+KNOBS = [line("batch", (16, 32, 64), (4, 2)), line("credit", (3, 4), (1,))]
+
+
+def tune(
+    stage: FakeStage,
+    goal: Goal | None = None,
+    *,
+    budget_s: float = 1e6,
+    knobs: Sequence[Knob] = KNOBS,
+) -> Outcome:
+    async def go() -> Outcome:
+        search = Search(stage, goal or Goal(), budget_s)
+        await search.begin()
+        await search.run(knobs)
+        return search.outcome
+
+    return asyncio.run(go())
+
+
+def peak(**best: int) -> Surface:
+    """Twice as fast at the best value of each setting as far away from it."""
+
+    def rate(changes: Mapping[str, object]) -> float:
+        now = {"batch": 8, "credit": 2, **changes}
+        product = 1000.0
+        for name, at in best.items():
+            value = now[name]
+            assert isinstance(value, int)
+            product *= 1 + min(value, at) / max(value, at)
+        return product
+
+    return rate
+
+
+def chosen(outcome: Outcome) -> Mapping[str, object]:
+    assert outcome.best is not None
+    return outcome.best.changes
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    ("best", "changes"),
+    [
+        ({"batch": 32, "credit": 1}, {"batch": 32, "credit": 1}),
+        ({"batch": 2, "credit": 4}, {"batch": 2, "credit": 4}),
+        ({"batch": 64}, {"batch": 64}),
+        ({"batch": 8, "credit": 2}, {}),
+    ],
+)
+def test_climbs_to_the_best_value_of_each_knob_though_the_machine_drifts(
+    best: dict[str, int], changes: dict[str, int], seed: int
+):
+    outcome = tune(FakeStage(peak(**best), seed=seed))
+    assert chosen(outcome) == changes
+    assert outcome.is_confirmed
+    peak_rate, base_rate = peak(**best)(changes), peak(**best)({})
+    assert outcome.gain == pytest.approx(peak_rate / base_rate, rel=0.05)
+    assert outcome.best is not None
+    assert outcome.best.gain == outcome.gain
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_keeps_the_settings_as_they_are_in_a_tie(seed: int):
+    outcome = tune(FakeStage(lambda _: 1000.0, noise=0.03, seed=seed))
+    assert chosen(outcome) == {}
+    assert outcome.gain == 1.0
+    assert all(each.verdict in ("default", "no better", "worse") for each in outcome.tried)
+
+
+def test_gain_of_less_than_three_percent_is_not_worth_a_setting():
+    rates = {"batch": 1020.0}
+    stage = FakeStage(lambda changes: rates.get(next(iter(changes), ""), 1000.0), noise=0.001)
+    assert chosen(tune(stage)) == {}
+
+
+def test_what_does_not_hold_at_the_end_is_not_recommended():
+    stage = FakeStage(lambda _: 1000.0, noise=0.0)
+    flattered = [1.0]
+
+    class Flattered(FakeStage):
+        async def bring(self, changes: Mapping[str, object]) -> FakeContender:
+            contender = await stage.bring(changes)
+            if not changes and len(stage.brought) > 1:  # the settings as they were, once more
+                flattered[0] = 0.9
+            if changes:
+                contender._rate *= 1.1
+            for each in stage.alive:
+                each._rate *= flattered[0] if each.changes else 1.0
+            return contender
+
+        def now(self) -> float:
+            return stage.now()
+
+    outcome = tune(Flattered(lambda _: 1000.0))
+    assert chosen(outcome) == {}
+    assert outcome.is_confirmed
+    assert "not when it was measured again" in {each.reason for each in outcome.tried}
+
+
+def test_nothing_is_begun_that_the_budget_does_not_allow_and_what_was_left_out_is_named():
+    stage = FakeStage(peak(batch=64, credit=4))
+    outcome = tune(stage, budget_s=90.0)
+    assert len(outcome.tried) > 2
+    assert outcome.untried
+    assert outcome.is_confirmed
+    assert stage.now() <= 90.0
+    assert outcome.needed_s > 90.0
+    with_more = tune(FakeStage(peak(batch=64, credit=4)), budget_s=outcome.needed_s)
+    assert len(with_more.tried) == len(outcome.tried) + 1
+
+
+def test_hopeless_candidate_gets_one_pair_of_rounds():
+    stage = FakeStage(lambda changes: 500.0 if changes else 1000.0)
+    tune(stage, knobs=[line("batch", (16,))])
+    assert stage.now() == pytest.approx(2 * START_S + (1 + 2) * ROUND_S)
+
+
+def test_objective_is_held_by_fewer_clients_where_all_are_too_many():
+    stage = FakeStage(peak(batch=64), noise=0.001, drift=0.0)
+    outcome = tune(stage, Goal(connections=64, p99_ms=20))
+    assert chosen(outcome) == {"batch": 64}
+    assert 10 < outcome.connections < 64
+    assert outcome.best is not None
+    assert outcome.best.p99_s <= 0.020
+
+
+def test_objective_that_all_clients_keep_changes_nothing():
+    outcome = tune(FakeStage(peak(batch=16)), Goal(connections=4, p99_ms=1000))
+    assert outcome.connections == 4
+    assert chosen(outcome) == {"batch": 16}
+
+
+def test_candidate_that_breaks_the_objective_loses_however_fast_it_is():
+    class Uneven(FakeContender):
+        async def measure(self, connections: int) -> LoadSample:
+            sample = await super().measure(connections)
+            if self.changes:
+                sample.num_answers *= 2
+                sample.latencies_s.extend([1.0] * len(sample.latencies_s))
+            return sample
+
+    class UnevenStage(FakeStage):
+        async def bring(self, changes: Mapping[str, object]) -> FakeContender:
+            await super().bring(changes)
+            self.alive[-1] = Uneven(self, changes, 1000.0)
+            return self.alive[-1]
+
+    outcome = tune(UnevenStage(lambda _: 1000.0), Goal(connections=8, p99_ms=100))
+    assert chosen(outcome) == {}
+    assert {each.verdict for each in outcome.tried[1:]} == {"late"}
+
+
+def test_objective_out_of_reach_makes_latency_what_counts():
+    outcome = tune(FakeStage(peak(batch=32)), Goal(connections=64, p99_ms=0.001))
+    assert outcome.connections == 1
+    assert chosen(outcome) == {"batch": 32}
+
+
+def test_candidate_that_does_not_come_up_is_told_and_passed_over():
+    stage = FakeStage(lambda changes: 0.0 if "batch" in changes else peak(credit=4)(changes))
+    outcome = tune(stage)
+    assert chosen(outcome) == {"credit": 4}
+    failed = [each for each in outcome.tried if each.verdict == "fails"]
+    assert {each.reason for each in failed} == {"the service ended with exit code 3"}
+
+
+def test_settings_that_do_not_serve_at_all_are_an_error():
+    with pytest.raises(TrialError, match="exit code 3"):
+        tune(FakeStage(lambda _: 0.0))
+
+
+def test_best_that_stops_answering_ends_the_search_and_is_not_held_against_others():
+    class Dying(FakeContender):
+        async def measure(self, connections: int) -> LoadSample:
+            if self._stage.now() > 2 * START_S:
+                raise TrialError("no answer has come for 60 s")
+            return await super().measure(connections)
+
+    class DyingStage(FakeStage):
+        async def bring(self, changes: Mapping[str, object]) -> FakeContender:
+            contender = await super().bring(changes)
+            if not changes:
+                self.alive[-1] = contender = Dying(self, changes, 1000.0)
+            return contender
+
+    stage = DyingStage(lambda _: 1000.0)
+    with pytest.raises(BestLostError):
+        tune(stage)
+    assert stage.alive == []
+
+
+def test_never_are_more_than_two_services_up_and_in_the_end_none():
+    stage = FakeStage(peak(batch=32, credit=4))
+    tune(stage)
+    assert stage.most_alive == 2
+    assert stage.alive == []
+
+
+def test_interrupted_search_leaves_no_service_and_says_what_it_has_found():
+    stage = FakeStage(peak(batch=64, credit=4))
+
+    async def go() -> Outcome:
+        task = asyncio.current_task()
+        assert task is not None
+
+        def on_trial(_: str) -> None:
+            if len(stage.brought) == 4:
+                task.cancel()
+
+        search = Search(stage, Goal(), 1e6, on_trial)
+        await search.begin()
+
+        async def bring(changes: Mapping[str, object]) -> FakeContender:
+            await asyncio.sleep(0)  # where a cancelled task ends
+            return await FakeStage.bring(stage, changes)
+
+        stage.bring = bring  # type: ignore[method-assign]
+        with pytest.raises(asyncio.CancelledError):
+            await search.run(KNOBS)
+        return search.outcome
+
+    outcome = asyncio.run(go())
+    assert stage.alive == []
+    assert chosen(outcome) == {"batch": 64}
+    assert not outcome.is_confirmed

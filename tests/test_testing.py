@@ -1,0 +1,101 @@
+"""Unit tests of a model, as its author writes them."""
+
+import asyncio
+import os
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from inferpool.models.base import Features, Item, Model
+from inferpool.models.errors import InputError
+from inferpool.models.spec import Placement, TensorSpec
+from inferpool.service.client.errors import (
+    InvalidInputError,
+    ModelFailedError,
+    NonFiniteOutputError,
+)
+from inferpool.service.errors import StartError
+from inferpool.service.settings.names import SettingsError
+from inferpool.testing import client, predict
+from tests.small_classifier import SmallClassifier
+
+
+class Rooted(Model):
+    inputs = (TensorSpec(name="x", dtype="float32", shape=(-1, 2)),)
+    outputs = (TensorSpec(name="y", dtype="float32", shape=(-1, 2)),)
+
+    def __init__(self, offset: float = 0.0) -> None:
+        self.offset = offset
+
+    def load(self, placement: Placement) -> None:
+        self.device = torch.device(placement.devices[0])
+
+    def forward(self, batch: Features) -> Features:
+        if (batch["x"] == 13).any():
+            raise ArithmeticError("unlucky")
+        return {"y": batch["x"].to(self.device).sqrt() + self.offset}
+
+    def render(self, outputs: Features, parameters: Mapping[str, object]) -> object:
+        digits = parameters.get("digits", 3)
+        if not isinstance(digits, int):
+            raise InputError("digits: must be a whole number")
+        return [round(each, digits) for each in outputs["y"].tolist()]
+
+
+def test_model_predicts_by_its_whole_path():
+    assert predict(Rooted, [4, 2]).value == [2.0, 1.414]
+    assert predict(Rooted, torch.tensor([4.0, 2.0]), digits=1).value == [2.0, 1.4]
+
+
+def test_input_is_checked_as_a_service_checks_it():
+    with pytest.raises(InvalidInputError, match=r"shape|length|2"):
+        predict(Rooted, [1, 2, 3])
+    with pytest.raises(InvalidInputError, match="digits: must be a whole number"):
+        predict(Rooted, [1, 2], digits="all")
+
+
+def test_failures_are_those_that_a_client_gets():
+    with client(Rooted) as asking:
+        with pytest.raises(NonFiniteOutputError):
+            asking.predict([-1, 1])
+        with pytest.raises(ModelFailedError, match='raise ArithmeticError\\("unlucky"\\)'):
+            asking.predict([13, 1])
+        assert asking.predict([1, 4]).value == [1.0, 2.0]
+
+
+def test_class_may_be_defined_inside_of_a_test_and_a_loop_may_run():
+    class Local(Rooted):
+        def preprocess(self, item: Item) -> Features:
+            return {"x": torch.tensor([item.json(), 0.0])}
+
+    async def run() -> object:
+        return predict(Local, 9).value
+
+    assert asyncio.run(run()) == [3.0, 0.0]
+
+
+def test_options_and_settings_are_given_to_a_client():
+    with client(Rooted, options={"offset": 1.0}) as asking:
+        assert asking.predict([4, 9]).value == [3.0, 4.0]
+        assert asking.predict([0, 1]).value == [1.0, 2.0]
+    with pytest.raises(SettingsError, match="did you mean options"), client(Rooted, option={}):
+        pass
+
+
+def test_model_that_cannot_be_loaded_is_told():
+    class Broken(Rooted):
+        def load(self, placement: Placement) -> None:
+            raise FileNotFoundError("weights.bin")
+
+    with pytest.raises(StartError, match=r"broken: .*FileNotFoundError: weights\.bin"):
+        predict(Broken, [1, 2])
+
+
+def test_process_is_left_as_it_was():
+    threads, affinity = torch.get_num_threads(), os.sched_getaffinity(0)
+    environ = dict(os.environ)
+    photo = torch.zeros(3, 40, 40, dtype=torch.uint8)
+    assert len(predict(SmallClassifier, photo, top_k=3).labels) == 3
+    assert (torch.get_num_threads(), os.sched_getaffinity(0)) == (threads, affinity)
+    assert dict(os.environ) == environ

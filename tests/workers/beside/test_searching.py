@@ -1,0 +1,124 @@
+"""The process that searches beside the workers, as a process."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from inferpool.models.spec import Placement
+from inferpool.models.speed.compiled import can_compile
+from inferpool.workers.beside.searching import SearchFailedError, search
+from inferpool.workers.config import ModelConfig, WorkerConfig
+from tests.e2e.running import left_over
+
+CONFIG = WorkerConfig(
+    model=ModelConfig(name="m", source="tests.small_classifier:SmallClassifier"),
+    placement=Placement(devices=("cpu",)),
+    max_batch_size=4,
+)
+
+
+def config(folder: Path, source: str = CONFIG.model.source, **options: object) -> WorkerConfig:
+    model = replace(CONFIG.model, source=source, options=options)
+    return replace(CONFIG, model=model, cache_dir=str(folder))
+
+
+def slow_to_load(folder: Path) -> WorkerConfig:
+    return config(folder, "tests.fault_model:FaultModel", load_s=60.0)
+
+
+def refusal(wanted: WorkerConfig) -> str:
+    with pytest.raises(SearchFailedError) as caught:
+        asyncio.run(asyncio.wait_for(search(wanted, "key", lambda stage: None), 60))
+    return str(caught.value)
+
+
+def test_it_gives_way_to_all_others_and_ends_when_it_is_no_longer_wanted(tmp_path):
+    async def go() -> list[psutil.Process]:
+        before = set(psutil.Process().children())  # of other tests: forkservers and the like
+        begun = asyncio.Event()
+        task = asyncio.create_task(search(slow_to_load(tmp_path), "key", lambda stage: begun.set()))
+        await asyncio.wait_for(begun.wait(), 60)
+        (process,) = set(psutil.Process().children()) - before
+        assert process.nice() == 19
+        assert os.sched_getscheduler(process.pid) == os.SCHED_IDLE
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return [process]
+
+    assert not left_over(asyncio.run(go()), 60)  # at idle priority even an end takes time
+
+
+def test_one_that_gets_no_time_is_ended_at_once_and_does_not_count_as_killed(tmp_path):
+    """As on a busy host; what it has left behind must not put off the next search."""
+    mark, other = tmp_path / "key.begun", tmp_path / "other.begun"
+    scratch = tmp_path / "key-compiled-compiling-x"
+
+    async def go() -> None:
+        before = set(psutil.Process().children())  # of other tests: forkservers and the like
+        begun = asyncio.Event()
+        task = asyncio.create_task(search(slow_to_load(tmp_path), "key", lambda stage: begun.set()))
+        await asyncio.wait_for(begun.wait(), 60)
+        (process,) = set(psutil.Process().children()) - before
+        process.suspend()
+        scratch.mkdir()
+        for each in (mark, other):
+            each.write_text(str(process.pid))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(go())
+    assert [path.name for path in tmp_path.iterdir()] == [other.name]
+
+
+_FRONT_END = """
+import asyncio, os
+from tests.workers.beside.test_searching import slow_to_load
+from inferpool.workers.beside.searching import search
+from pathlib import Path
+asyncio.run(search(slow_to_load(Path(".")), "key", print))
+"""
+
+
+def test_it_does_not_outlive_a_front_end_that_is_killed(tmp_path):
+    command = [sys.executable, "-u", "-c", _FRONT_END]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as front_end:
+        assert front_end.stdout is not None
+        assert b"loading" in front_end.stdout.readline()
+        family = psutil.Process(front_end.pid).children(recursive=True)
+        assert family
+        front_end.send_signal(signal.SIGKILL)
+    assert not left_over(family, 60)
+
+
+@pytest.mark.compile  # it compiles nothing, but imports torch at idle priority
+def test_why_there_is_no_verdict_is_told(tmp_path):
+    assert "no_such_module" in refusal(config(tmp_path, "tests.no_such_module:Net"))
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not can_compile(), reason="there is no C++ compiler")
+def test_it_compiles_and_judges_and_leaves_the_verdict_in_the_cache(tmp_path):
+    import torch
+
+    from inferpool.models.speed.trial import Trial
+    from inferpool.models.speed.verdicts import VerdictStore
+    from tests.workers.inside.test_compiling import loaded
+
+    torch.set_num_threads(1)
+    key = Trial(loaded(), 4, VerdictStore(None)).key
+    stages: list[str] = []
+    found = asyncio.run(search(config(tmp_path), key, stages.append))
+    assert found.is_final
+    assert "compiled" in found.note
+    assert any(stage.startswith("compiling") for stage in stages)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert f"{key}.json" in names
+    assert not any("begun" in name or "compiling-" in name for name in names)

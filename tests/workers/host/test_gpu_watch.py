@@ -1,0 +1,159 @@
+import re
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from inferpool.workers.host.devices import Gpu
+from inferpool.workers.host.gpu_watch import GpuWatch
+
+LOST, TIMED_OUT, UNSUPPORTED = 15, 10, 3
+
+
+class NVMLError(Exception):
+    def __init__(self, value: int) -> None:
+        super().__init__(f"error {value}")
+        self.value = value
+
+
+class FakeNvml:
+    """What is asked of pynvml; handles are UUIDs. What is in `errors` fails."""
+
+    NVMLError = NVMLError
+    NVML_ERROR_GPU_IS_LOST = LOST
+    NVML_ERROR_RESET_REQUIRED = 16
+    NVML_ERROR_UNKNOWN = 999
+    NVML_TEMPERATURE_GPU = 0
+    event_type_xid_critical_error = 8
+
+    def __init__(self) -> None:
+        self.errors: dict[str, int] = {}
+        self.xids: list[tuple[str, int]] = []
+        self.listened_to: list[str] = []
+        self.is_open = False
+
+    def __getattr__(self, name: str) -> object:
+        if not name.startswith("nvml"):
+            raise AttributeError(name)
+        words = re.sub("(?<=[a-z])(?=[A-Z])", "_", name.removeprefix("nvml"))
+        return getattr(self, words.lower())
+
+    def init(self) -> None:
+        self._fail("init")
+        self.is_open = True
+
+    def shutdown(self) -> None:
+        self.is_open = False
+
+    def device_get_handle_by_uuid(self, uuid: str) -> str:
+        self._fail(uuid)
+        return uuid
+
+    def device_get_uuid(self, handle: str) -> bytes:
+        return handle.encode()
+
+    def device_get_memory_info(self, handle: str) -> SimpleNamespace:
+        self._fail("memory")
+        return SimpleNamespace(used=7 << 30)
+
+    def device_get_utilization_rates(self, handle: str) -> SimpleNamespace:
+        self._fail("utilization")
+        return SimpleNamespace(gpu=37)
+
+    def device_get_temperature(self, handle: str, sensor: int) -> int:
+        return 61
+
+    def device_get_power_usage(self, handle: str) -> int:
+        return 312_500
+
+    def event_set_create(self) -> object:
+        return object()
+
+    def device_register_events(self, handle: str, types: int, events: object) -> None:
+        assert types == self.event_type_xid_critical_error
+        self.listened_to.append(handle)
+
+    def event_set_wait_v2(self, events: object, timeout_ms: int) -> SimpleNamespace:
+        if not self.xids:
+            raise NVMLError(TIMED_OUT)
+        uuid, xid = self.xids.pop(0)
+        return SimpleNamespace(device=uuid, eventData=xid)
+
+    def _fail(self, what: str) -> None:
+        if what in self.errors:
+            raise NVMLError(self.errors[what])
+
+
+def gpu(number: int, **changes: str) -> Gpu:
+    uuid = changes.pop("uuid", f"GPU-{number}")
+    return Gpu(index=number, uuid=uuid, name="H100", memory_bytes=80 << 30, cpus=(), **changes)
+
+
+@pytest.fixture
+def nvml():
+    return FakeNvml()
+
+
+def until(claim):
+    end = time.monotonic() + 10
+    while not claim():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_what_nvml_says_is_there_once_it_has_been_asked(nvml):
+    watch = GpuWatch([gpu(0), gpu(1)], nvml)
+    nvml.errors["GPU-1"] = LOST
+    assert watch.vitals() == []
+    watch.look()
+    well, lost = watch.vitals()
+    assert (well.is_up, well.used_bytes, well.memory_bytes) == (True, 7 << 30, 80 << 30)
+    assert (well.utilization, well.temperature_c, well.power_w) == (0.37, 61, 312.5)
+    assert (lost.is_up, lost.used_bytes, lost.index) == (False, None, 1)
+
+
+def test_a_gpu_that_is_lost_when_its_memory_is_asked_for_is_down(nvml):
+    watch = GpuWatch([gpu(0)], nvml)
+    nvml.errors["memory"] = LOST
+    watch.look()
+    assert not watch.vitals()[0].is_up
+
+
+def test_what_nvml_does_not_tell_is_left_out_and_the_gpu_is_up(nvml):
+    watch = GpuWatch([gpu(0)], nvml)
+    nvml.errors = {"memory": UNSUPPORTED, "utilization": UNSUPPORTED}
+    watch.look()
+    assert watch.vitals()[0].is_up
+    assert watch.vitals()[0].used_bytes is watch.vitals()[0].utilization is None
+
+
+def test_xid_errors_are_counted_by_the_thread_and_shown_for_each_slice(nvml, caplog):
+    nvml.xids = [("GPU-0", 31), ("GPU-0", 79)]
+    slices = [gpu(0, uuid=f"MIG-{n}", sliced_from="GPU-0") for n in range(2)]
+    watch = GpuWatch([*slices, gpu(1)], nvml)
+    watch.start()
+    until(watch.vitals)
+    assert [(each.num_xid_errors, each.last_xid) for each in watch.vitals()] == [
+        (2, 79),
+        (2, 79),
+        (0, 0),
+    ]
+    assert sorted(nvml.listened_to) == ["GPU-0", "GPU-1"]
+    assert "Xid 79" in caplog.text
+    watch.stop()
+    until(lambda: not nvml.is_open)
+
+
+def test_a_driver_that_says_nothing_any_more_is_a_gpu_that_is_down(nvml, monkeypatch):
+    watch = GpuWatch([gpu(0)], nvml)
+    watch.look()
+    monkeypatch.setattr("inferpool.workers.host.gpu_watch._SILENCE_S", 0.0)
+    assert not watch.vitals()[0].is_up
+
+
+def test_a_driver_that_is_not_there_costs_nothing_else(nvml, caplog):
+    nvml.errors["init"] = 12
+    watch = GpuWatch([gpu(0)], nvml)
+    watch.start()
+    until(lambda: "not watched" in caplog.text)
+    assert watch.vitals() == []

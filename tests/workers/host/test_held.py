@@ -1,0 +1,74 @@
+from types import SimpleNamespace
+
+import pytest
+
+from inferpool.workers.host.held import Held, HeldBatches
+
+
+def holding(
+    *ids: int, batch_timeout_s: float, last_received: int = 0, at_work_since: float = 0.0
+) -> tuple[SimpleNamespace, HeldBatches]:
+    """A worker that was given batches at 5.0, and what its heartbeat says."""
+    heartbeat = SimpleNamespace(
+        last_received=last_received, progressed_at=0.0, at_work_since=at_work_since
+    )
+    held = HeldBatches(
+        heartbeat,  # type: ignore[arg-type]
+        batch_timeout_s=batch_timeout_s,
+        patience_s=1,
+    )
+    for id in ids:
+        held.add(id, Held([], None, batch_timeout_s), now=5.0)
+    return heartbeat, held
+
+
+def test_the_oldest_batch_is_as_old_as_the_time_that_it_has_had_the_worker():
+    heartbeat, held = holding(batch_timeout_s=10)
+    batch = Held([], None, 10)
+    assert held.oldest_age_s(now=5.0) == 0
+    held.add(1, batch, now=5.0)
+    held.add(2, batch, now=6.0)
+    assert held.oldest_age_s(now=8.0) == 3.0
+    held.remove(1, now=8.0)
+    assert held.oldest_age_s(now=9.0) == 1.0
+    heartbeat.progressed_at = 8.75
+    assert held.oldest_age_s(now=9.0) == pytest.approx(0.25)
+    held.remove(2, now=9.0)
+    assert held.oldest_age_s(now=20.0) == 0
+
+
+def test_answers_to_later_batches_do_not_hide_that_the_oldest_hangs():
+    _, held = holding(1, 2, 3, batch_timeout_s=10, last_received=3)
+    held.remove(2, now=14.0)
+    assert held.oldest_age_s(now=14.0) == 9.0
+    assert held.hang(now=16.0)
+    held.remove(1, now=16.0)
+    assert held.oldest_age_s(now=17.0) == 1.0
+
+
+def test_batch_of_several_under_way_has_the_time_that_it_takes_of_its_own():
+    heartbeat, held = holding(1, 2, batch_timeout_s=2, last_received=2, at_work_since=9.0)
+    assert held.oldest_age_s(now=10.0) == 1.0
+    assert not held.hang(now=10.0)
+    assert held.next_due_s(now=10.0) <= 1.0
+    heartbeat.at_work_since = 7.5  # another clock, which stood still and runs again
+    assert held.hang(now=10.0)
+
+
+def test_batch_that_hangs_has_no_more_time_when_one_before_it_is_answered():
+    heartbeat, held = holding(1, 2, 3, batch_timeout_s=2, last_received=2, at_work_since=5.0)
+    held.remove(1, now=6.75)
+    heartbeat.at_work_since = 5.25
+    assert not held.hang(now=7.0)
+    assert held.hang(now=7.5)
+    held.remove(2, now=7.5)
+    assert held.oldest_age_s(now=8.0) == 0.5  # the third has not been begun
+
+
+def test_batch_whose_clock_ran_while_the_host_stood_still_has_its_time_again():
+    heartbeat, held = holding(1, 2, batch_timeout_s=2, last_received=2, at_work_since=5.0)
+    held.forgive(9.0, now=15.0)
+    held.remove(1, now=15.5)
+    heartbeat.at_work_since = 5.75  # of the second, which has run for 0.75 s of its own
+    assert not held.hang(now=16.5)
+    assert held.hang(now=18.0)

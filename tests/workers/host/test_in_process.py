@@ -1,0 +1,73 @@
+"""The engine of `inferpool serve --debug`: its model behaves as in a worker."""
+
+import asyncio
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from inferpool.models.base import Model
+from inferpool.models.item import Features
+from inferpool.models.spec import Placement, TensorSpec
+from inferpool.workers.errors import WorkerStartError
+from inferpool.workers.host.engine import WorkerId
+from inferpool.workers.host.in_process import InProcessEngine, InProcessWorker
+from inferpool.workers.messages import ItemRef
+from tests.workers.contract import config_of
+
+_PAYLOAD = b"[1.0,2.0]"
+
+
+class Trained(Model):
+    """Trains as it is loaded, and answers with a gradient."""
+
+    inputs = (TensorSpec(name="x", dtype="float32", shape=(-1, 2)),)
+
+    def load(self, placement: Placement) -> None:
+        self.net = torch.nn.Linear(2, 1, bias=False)
+        self.net(torch.ones(1, 2)).sum().backward()
+        with torch.no_grad():
+            self.net.weight.fill_(3.0)
+
+    def forward(self, batch: Features) -> Features:
+        assert torch.is_inference_mode_enabled()
+        with torch.inference_mode(False), torch.enable_grad():
+            x = batch["x"].clone().requires_grad_()
+            self.net(x).sum().backward()
+            assert x.grad is not None
+            return {"y": x.grad}
+
+
+class OutOfItems(Model):
+    def load(self, placement: Placement) -> None:
+        next(iter([]))
+
+
+class Cancels(Model):
+    def load(self, placement: Placement) -> None:
+        raise asyncio.CancelledError
+
+
+async def started(kind: type[Model]) -> InProcessWorker:
+    config = config_of(f"{__name__}:{kind.__name__}")
+    arena: Any = SimpleNamespace(memory=SimpleNamespace(map=bytearray(_PAYLOAD)))
+    async with asyncio.timeout(30):
+        return await InProcessEngine(arena).start(WorkerId(model="m", slot=0), config, print)
+
+
+def test_model_loads_outside_of_inference_mode_and_computes_in_it():
+    async def ask() -> object:
+        worker = await started(Trained)
+        done = await worker.run([ItemRef("json", 0, len(_PAYLOAD), math.inf)])
+        await worker.stop(1)
+        return done.outcomes
+
+    assert asyncio.run(ask()) == [b"[3.0,3.0]"]
+
+
+@pytest.mark.parametrize(("kind", "told"), [(OutOfItems, "StopIteration"), (Cancels, "Cancelled")])
+def test_what_no_future_takes_ends_the_start(kind: type[Model], told: str):
+    with pytest.raises(WorkerStartError, match=f"the model raised {told}"):
+        asyncio.run(started(kind))

@@ -1,0 +1,91 @@
+import os
+from multiprocessing.connection import Connection
+
+import pytest
+
+from inferpool.workers.host.queues import FrameReader, FrameWriter, PrivateQueue
+from inferpool.workers.inside.frames import FrameError
+
+
+def frames_of(reader: FrameReader) -> list[bytes]:
+    frames: list[bytes] = []
+    while True:
+        frames += reader.frames()
+        if reader.is_dry:
+            return frames
+
+
+@pytest.fixture
+def queue():
+    queue = PrivateQueue()
+    yield queue
+    queue.close()
+
+
+def test_frames_arrive_whole_and_in_order_however_they_were_cut(queue: PrivateQueue):
+    reader = FrameReader(queue.reader)
+    bodies = [b"", b"a", bytes(70_000), b"end"]
+    stream = b"".join(len(body).to_bytes(4, "big") + body for body in bodies)
+    got: list[bytes] = []
+    for start in range(0, len(stream), 7_001):
+        os.write(queue.writer.fileno(), stream[start : start + 7_001])
+        got += frames_of(reader)
+    assert got == bodies
+
+
+def test_what_the_standard_library_sends_can_be_read_and_the_other_way_round(queue: PrivateQueue):
+    reader = FrameReader(queue.reader)
+    queue.writer.send_bytes(b"from a Connection")
+    assert frames_of(reader) == [b"from a Connection"]
+
+    other = PrivateQueue()
+    assert FrameWriter(other.writer).write(b"to a Connection")
+    assert other.reader.recv_bytes() == b"to a Connection"
+    other.close()
+
+
+def test_half_a_frame_does_not_hold_the_reader(queue: PrivateQueue):
+    reader = FrameReader(queue.reader)
+    os.write(queue.writer.fileno(), (100).to_bytes(4, "big") + b"half")
+    assert frames_of(reader) == []
+
+
+def test_frames_before_the_end_of_file_are_read_first(queue: PrivateQueue):
+    reader = FrameReader(queue.reader)
+    queue.writer.send_bytes(b"last words")
+    queue.writer.close()
+    assert list(reader.frames()) == [b"last words"]
+    with pytest.raises(EOFError):
+        list(reader.frames())
+
+
+def test_absurd_length_is_an_error(queue: PrivateQueue):
+    reader = FrameReader(queue.reader)
+    os.write(queue.writer.fileno(), (-5).to_bytes(4, "big", signed=True) + b"....")
+    with pytest.raises(FrameError):
+        list(reader.frames())
+
+
+def test_writer_keeps_what_does_not_fit_and_goes_on_later(queue: PrivateQueue):
+    writer = FrameWriter(queue.writer)
+    body = os.urandom(3 << 20)
+    is_done = writer.write(body)
+    assert not is_done
+    got = bytearray()
+    os.set_blocking(queue.reader.fileno(), False)
+    while not is_done:
+        got += os.read(queue.reader.fileno(), 1 << 20)
+        is_done = writer.flush()
+    while len(got) < len(body) + 4:
+        got += os.read(queue.reader.fileno(), 1 << 20)
+    assert bytes(got[4:]) == body
+
+
+def test_writing_to_a_dead_reader_is_no_error(queue: PrivateQueue):
+    queue.reader.close()
+    assert FrameWriter(queue.writer).write(b"anyone?")
+
+
+def test_ends_are_connections_that_a_process_can_be_given(queue: PrivateQueue):
+    assert isinstance(queue.reader, Connection)
+    assert isinstance(queue.writer, Connection)

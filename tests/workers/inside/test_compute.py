@@ -1,0 +1,433 @@
+"""What becomes of each item of a batch, in one process, with models that fail on purpose."""
+
+import json
+import logging
+import math
+import re
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import inferpool.workers.inside.compute
+import inferpool.workers.inside.shortage
+from inferpool.models.base import Model
+from inferpool.models.errors import ModelError
+from inferpool.models.item import Features, Item
+from inferpool.models.spec import TensorSpec
+from inferpool.workers.config import ErrorDetail
+from inferpool.workers.inside.checks import BrokenPromiseError
+from inferpool.workers.inside.compute import Computer
+from inferpool.workers.inside.outcomes import Outgoing
+from inferpool.workers.messages import ItemError, ItemRef, Outcome
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    """What computes is in torch's inference mode, as in a worker."""
+    with torch.inference_mode():
+        yield
+
+
+class Plain(Model):
+    """Doubles numbers; keeps the sizes of its batches."""
+
+    outputs: Sequence[TensorSpec] = (TensorSpec(name="y", dtype="float32", shape=(-1,)),)
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def preprocess(self, item: Item) -> Features:
+        value = item.json()
+        return {"x": torch.as_tensor(value, dtype=torch.float32)}
+
+    def forward(self, batch: Features) -> Features:
+        self.sizes.append(len(batch["x"]))
+        return self.double(batch["x"])
+
+    def double(self, x: torch.Tensor) -> Features:
+        return {"y": x * 2}
+
+
+def compute(
+    model: Model, values: Sequence[object], computer: Computer | None = None
+) -> list[object]:
+    """The answer to each value: a number, or the code of an error."""
+    computer = computer or Computer(model, num_threads=1, pin_memory=False)
+    bodies = [json.dumps(value).encode() for value in values]
+    refs = [ItemRef("json", 0, len(body), math.inf) for body in bodies]
+    outcomes = computer.compute(computer.prepare(1, refs, [memoryview(body) for body in bodies]))
+    return [read(outcome) for outcome in outcomes]
+
+
+def read(outcome: Outcome) -> object:
+    if isinstance(outcome, ItemError):
+        return outcome.code
+    assert isinstance(outcome, bytes)
+    return json.loads(outcome)
+
+
+def test_output_that_is_not_finite_fails_alone_and_is_computed_once():
+    class Root(Plain):
+        def double(self, x: torch.Tensor) -> Features:
+            return {"y": x.sqrt()}
+
+    model = Root()
+    assert compute(model, [4, -1, 9]) == [2, "non_finite_output", 3]
+    assert model.sizes == [3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_infinity_is_found_in_every_kind_of_float(dtype: torch.dtype):
+    class Divided(Plain):
+        def double(self, x: torch.Tensor) -> Features:
+            return {"y": 1 / x.to(dtype)}
+
+    assert compute(Divided(), [1, 0, 2]) == [1, "non_finite_output", 0.5]
+
+
+def test_complex_numbers_and_sparse_tensors_are_held_to_be_finite_too():
+    class Odd(Plain):
+        def double(self, x: torch.Tensor) -> Features:
+            part = torch.complex(x * 2, torch.where(x < 0, torch.nan, 0.0)).conj()
+            sparse = torch.where(x > 8, torch.inf, x).to_sparse()
+            return {"y": x * 2, "part": part, "sparse": sparse}
+
+        def render(self, outputs: Features, parameters: object) -> object:
+            return outputs["y"].item()
+
+    assert compute(Odd(), [1, -1, 9, 3]) == [2, "non_finite_output", "non_finite_output", 6]
+
+
+def test_large_numbers_whose_sum_overflows_are_finite():
+    class Large(Plain):
+        def double(self, x: torch.Tensor) -> Features:
+            return {"y": x * 3e38}
+
+    assert "non_finite_output" not in compute(Large(), [1, 1, 1])
+
+
+def test_neighbours_that_an_input_spoils_are_computed_without_it():
+    class Mean(Plain):
+        def double(self, x: torch.Tensor) -> Features:
+            return {"y": x * 2 + 0 * x.log().sum()}
+
+    assert compute(Mean(), [1, 2, -1, 3]) == [2, 4, "non_finite_output", 6]
+
+
+def test_model_may_say_that_its_outputs_need_not_be_finite():
+    class Free(Plain):
+        finite_outputs = False
+
+        def double(self, x: torch.Tensor) -> Features:
+            return {"y": x.sqrt()}
+
+    assert compute(Free(), [4, -1]) == [2, None]
+
+
+def test_output_of_another_shape_than_declared_fails_alone():
+    class Wide(Plain):
+        def double(self, x: torch.Tensor) -> Features:
+            return {"y": x[:, None].expand(-1, 3) if (x < 0).any() else x * 2}
+
+    assert compute(Wide(), [1, 2, -1, 3]) == [2, 4, "model_error", 6]
+
+
+def test_output_that_is_missing_fails_the_input_that_causes_it():
+    class Missing(Plain):
+        def double(self, x: torch.Tensor) -> Features:
+            return {} if (x < 0).any() else {"y": x * 2}
+
+    assert compute(Missing(), [1, -1]) == [2, "model_error"]
+
+
+def test_any_length_will_do_where_the_declared_shape_has_minus_one():
+    class Long(Plain):
+        outputs = (TensorSpec(name="y", dtype="float32", shape=(-1, -1)),)
+
+        def double(self, x: torch.Tensor) -> Features:
+            return {"y": x[:, None].expand(-1, 1 + len(x))}
+
+    model = Long()
+    assert compute(model, [1, 2]) == [[1, 1, 1], [2, 2, 2]]
+    assert compute(model, [1]) == [[1, 1]]
+
+
+def test_model_that_breaks_its_promises_on_its_own_sample_cannot_be_loaded():
+    class Wrong(Plain):
+        outputs = (TensorSpec(name="y", dtype="float32", shape=(-1, 7)),)
+
+    computer = Computer(Wrong(), num_threads=1, pin_memory=False)
+    with pytest.raises(ModelError, match=r"declares \[7\]"):
+        computer.warm_up([Item(kind="json", payload=memoryview(b"1"))], (1, 2))
+
+
+SHORTAGES = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+    MemoryError(),
+    RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+    torch.AcceleratorError("CUDA error: out of memory"),
+]
+
+
+class Hungry(Plain):
+    """Computes at most three rows at once, or none of several columns."""
+
+    def __init__(self, error: Exception = SHORTAGES[0]) -> None:
+        super().__init__()
+        self._error = error
+        self.most = 3
+
+    def double(self, x: torch.Tensor) -> Features:
+        if len(x) > self.most or x.dim() > 1:
+            raise self._error
+        return {"y": x * 2}
+
+
+@pytest.mark.parametrize("error", SHORTAGES, ids=lambda error: str(error)[:20])
+def test_batch_that_does_not_fit_is_halved_and_its_size_remembered(error: Exception):
+    model = Hungry(error)
+    computer = Computer(model, num_threads=1, pin_memory=False)
+    assert compute(model, range(8), computer) == [0, 2, 4, 6, 8, 10, 12, 14]
+    assert model.sizes == [8, 4, 2, 2, 4, 2, 2]
+    model.sizes.clear()
+    assert compute(model, range(5), computer) == [0, 2, 4, 6, 8]
+    assert model.sizes == [2, 2, 1]
+
+
+def test_input_that_needs_too_much_memory_does_not_make_batches_of_others_small():
+    class Greedy(Plain):
+        def double(self, x: torch.Tensor) -> Features:
+            if (x < 0).any():
+                raise MemoryError
+            return {"y": x * 2}
+
+    model = Greedy()
+    computer = Computer(model, num_threads=1, pin_memory=False)
+    assert compute(model, [1, 2, -1, 3], computer) == [2, 4, "model_error", 6]
+    model.sizes.clear()
+    assert compute(model, range(8), computer) == [2 * n for n in range(8)]
+    assert model.sizes == [8]
+
+
+def test_size_grows_again_when_the_memory_is_back(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(inferpool.workers.inside.shortage, "_GOOD_BATCHES", 3)
+    model = Hungry()
+    computer = Computer(model, num_threads=1, pin_memory=False)
+    compute(model, range(8), computer)
+    model.sizes.clear()
+    model.most = 100
+    for _ in range(3):
+        compute(model, range(4), computer)
+    assert model.sizes == [2, 2, 2, 2, 4]
+
+
+def test_size_that_has_grown_too_far_shrinks_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(inferpool.workers.inside.shortage, "_GOOD_BATCHES", 2)
+    model = Hungry()
+    computer = Computer(model, num_threads=1, pin_memory=False)
+    for _ in range(4):
+        assert compute(model, range(4), computer) == [0, 2, 4, 6]
+    assert model.sizes == [4, 2, 2, 2, 2, 4, 2, 2, 2, 2]
+
+
+def test_each_part_of_a_batch_that_is_computed_in_parts_is_told_of():
+    told: list[int] = []
+    model = Hungry()
+    computer = Computer(
+        model, num_threads=1, pin_memory=False, on_progress=lambda: told.append(len(model.sizes))
+    )
+    compute(model, range(3), computer)
+    assert told == []
+    compute(model, range(4), computer)
+    assert told == [2, 3]
+
+
+def test_items_that_get_late_while_a_batch_is_halved_are_not_computed():
+    now = [0.0]
+
+    class Slow(Hungry):
+        def double(self, x: torch.Tensor) -> Features:
+            now[0] += 1
+            return super().double(x)
+
+    model = Slow()
+    computer = Computer(model, num_threads=1, pin_memory=False)
+    refs = [ItemRef("json", 0, 1, 1.5 if n == 3 else math.inf) for n in range(4)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            inferpool.workers.inside.compute, "time", SimpleNamespace(monotonic=lambda: now[0])
+        )
+        outcomes = computer.compute(computer.prepare(1, refs, [memoryview(b"1")] * 4))
+    assert [read(outcome) for outcome in outcomes] == [2, 2, 2, "deadline_exceeded"]
+    assert model.sizes == [4, 2, 1]
+
+
+def test_size_is_remembered_for_its_shape_alone():
+    class Wide(Hungry):
+        outputs = ()
+
+        def double(self, x: torch.Tensor) -> Features:
+            return {"y": x * 2} if x.dim() > 1 else super().double(x)
+
+    model = Wide()
+    computer = Computer(model, num_threads=1, pin_memory=False)
+    compute(model, range(4), computer)
+    model.sizes.clear()
+    compute(model, [[1, 2]] * 4, computer)
+    assert model.sizes == [4]
+
+
+def test_input_that_does_not_fit_alone_fails_with_the_reason(caplog: pytest.LogCaptureFixture):
+    computer = Computer(Hungry(), num_threads=1, pin_memory=False)
+    body = b"[1, 2]"
+    prepared = computer.prepare(1, [ItemRef("json", 0, 6, math.inf)], [memoryview(body)])
+    (outcome,) = computer.compute(prepared)
+    assert isinstance(outcome, ItemError)
+    assert outcome.message.startswith("out of memory on this input alone: OutOfMemoryError")
+
+
+def test_tensors_of_a_batch_that_did_not_fit_are_gone_when_its_halves_are_computed():
+    held: list[weakref.ref[torch.Tensor]] = []
+    errors: list[Exception] = []  # a model may keep them, and they keep their frames
+
+    class Leaky(Plain):
+        def double(self, x: torch.Tensor) -> Features:
+            assert all(tensor() is None for tensor in held)
+            large = x * 2
+            if len(x) > 2:
+                held.append(weakref.ref(large))
+                errors.append(torch.OutOfMemoryError())
+                raise errors[-1]
+            return {"y": large}
+
+    assert compute(Leaky(), range(8)) == [0, 2, 4, 6, 8, 10, 12, 14]
+    assert len(held) == 3
+
+
+def test_lost_context_is_not_computed_around():
+    class Lost(Plain):
+        def double(self, x: torch.Tensor) -> Features:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(torch.AcceleratorError):
+        compute(Lost(), [1, 2])
+
+
+class Sampled(Plain):
+    def __init__(self, answers: Sequence[float]) -> None:
+        super().__init__()
+        self._answers = iter(answers)
+
+    def double(self, x: torch.Tensor) -> Features:
+        return {"y": x + next(self._answers)}
+
+
+def canaries(model: Model, num: int) -> list[list[str]]:
+    """The codes of the errors of some canaries, one after the other."""
+    sample = Item(kind="json", payload=memoryview(b"0"))
+    computer = Computer(model, num_threads=1, pin_memory=False, sample=sample)
+    codes = []
+    for id in range(num):
+        prepared = computer.prepare_sample(id)
+        assert prepared.is_canary
+        errors = computer.judge_sample(computer.compute(prepared))
+        codes.append([error.code for error in errors if isinstance(error, ItemError)])
+    return codes
+
+
+def test_canary_computes_the_models_sample():
+    model = Sampled([1, 2])
+    assert canaries(model, 2) == [[], []]
+    assert model.sizes == [1, 1]
+
+
+@pytest.mark.parametrize("odd", ["conj", "neg", "sparse"])
+def test_canary_of_a_model_whose_outputs_have_no_form_as_bytes_goes_well(odd: str):
+    class Odd(Plain):
+        def double(self, x: torch.Tensor) -> Features:
+            conj = torch.complex(x, x).conj()
+            return {"y": {"conj": conj, "neg": conj.imag, "sparse": x.to_sparse()}[odd]}
+
+    assert canaries(Odd(), 1) == [[]]
+
+
+def test_lazy_tensors_are_sent_as_what_they_stand_for_and_sparse_ones_refused():
+    conj = torch.tensor([1 + 2j], dtype=torch.complex64).conj()
+    (whole,) = Outgoing({"y": conj}, 1).row(0, bytes)
+    (part,) = Outgoing({"y": conj.imag}, 1).row(0, bytes)
+    assert whole.data == b"\0\0\x80\x3f\0\0\0\xc0"
+    assert part.data == b"\0\0\0\xc0"
+    with pytest.raises(BrokenPromiseError, match="'y' as a sparse or quantized tensor"):
+        Outgoing({"y": torch.eye(2).to_sparse()}, 2)
+
+
+def test_canary_tells_of_a_model_that_has_gone_bad():
+    assert canaries(Sampled([1, math.nan]), 2) == [[], ["non_finite_output"]]
+
+
+def test_sample_that_never_had_a_finite_output_is_not_held_against_the_model(
+    caplog: pytest.LogCaptureFixture,
+):
+    with caplog.at_level(logging.WARNING):
+        assert canaries(Sampled([math.nan, math.nan]), 2) == [[], []]
+    assert caplog.text.count("for a sample of its own is not finite") == 1
+
+
+def test_canary_of_a_model_without_a_sample_goes_through_all_the_same():
+    computer = Computer(Plain(), num_threads=1, pin_memory=False)
+    assert computer.compute(computer.prepare_sample(1)) == []
+
+
+def test_value_that_json_has_no_form_for_fails_its_instance_alone(
+    caplog: pytest.LogCaptureFixture,
+):
+    class Odd(Plain):
+        def render(self, outputs: Features, parameters: Mapping[str, object]) -> object:
+            value = outputs["y"].item()
+            return {1: object()} if value == 4 else value
+
+    model = Odd()
+    assert compute(model, [1, 2, 3]) == [2, "model_error", 6]
+    assert model.sizes == [3]
+    assert "render must return a value that JSON can say, got a object" in caplog.text
+    assert "test_compute.py:" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["preprocess", "bucket", "collate", "forward", "postprocess", "render", "render_batch"],
+)
+def test_the_method_that_failed_is_named(method: str):
+    def fail(*_: object) -> object:
+        raise ValueError
+
+    failing = type("Failing", (Plain,), {method: fail})()
+    computer = Computer(failing, num_threads=1, pin_memory=False)
+    (outcome,) = computer.compute(
+        computer.prepare(1, [ItemRef("json", 0, 1, math.inf)], [memoryview(b"1")])
+    )
+    assert isinstance(outcome, ItemError)
+    assert outcome.message.startswith(f"{method} raised ValueError")
+
+
+@pytest.mark.parametrize(
+    ("detail", "told"),
+    [
+        ("name", r"forward raised ValueError; the service's log has the rest"),
+        ("text", r"forward raised ValueError: secret"),
+        ("traceback", r"(?s)forward raised ValueError: secret\nTraceback .*in double\n.*secret"),
+    ],
+)
+def test_clients_are_told_as_much_of_an_exception_as_is_wished(detail: ErrorDetail, told: str):
+    class Failing(Plain):
+        def double(self, x: torch.Tensor) -> Features:
+            raise ValueError("secret")
+
+    computer = Computer(Failing(), num_threads=1, pin_memory=False, error_detail=detail)
+    prepared = computer.prepare(1, [ItemRef("json", 0, 1, math.inf)], [memoryview(b"1")])
+    (outcome,) = computer.compute(prepared)
+    assert isinstance(outcome, ItemError)
+    assert re.fullmatch(told, outcome.message)

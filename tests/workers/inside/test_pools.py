@@ -1,0 +1,45 @@
+import decimal
+import json
+import threading
+
+from inferpool.workers.host.local import LocalEngine
+from inferpool.workers.inside.pools import started_pool
+from tests.workers.contract import config_of
+from tests.workers.host.test_local import arena, engine, put, run  # noqa: F401  # fixtures
+from tests.workers.inside.test_overlap import serving
+
+
+def test_every_thread_is_there_before_the_first_is_needed():
+    def num_threads() -> int:
+        return sum(thread.name.startswith("mine") for thread in threading.enumerate())
+
+    with started_pool(3, "mine") as pool:
+        assert num_threads() == 3
+        assert pool.submit(lambda: threading.current_thread().name).result().startswith("mine")
+        assert num_threads() == 3
+
+
+def test_what_a_thread_sets_for_itself_holds_in_no_other():
+    def be_coarse() -> None:
+        decimal.getcontext().prec = 3
+
+    before = decimal.getcontext().prec
+    with started_pool(1, "coarse") as pool:
+        pool.submit(be_coarse).result()
+    assert decimal.getcontext().prec == before
+
+
+def test_what_load_sets_for_its_thread_holds_wherever_the_model_runs(
+    engine: LocalEngine,  # noqa: F811
+    put,  # noqa: F811
+    run,  # noqa: F811
+):
+    async def go():
+        config = config_of("tests.setting_model:SettingModel", prepare_threads=2)
+        worker = await serving(config, 2, engine)
+        batches = [worker.run([put(1), put(2)]) for _ in range(4)]
+        for batch in batches:
+            assert [json.loads(each) for each in (await batch).outcomes] == ["", ""]
+        await worker.stop(5)
+
+    run(go())

@@ -1,0 +1,187 @@
+"""The forkserver: a process that has imported torch, and forks the workers.
+
+It forks each worker twice, so that the front end becomes the worker's parent: a worker outlives the
+forkserver, and the front end learns its exit code in any case.
+"""
+
+import contextlib
+import errno
+import gc
+import importlib
+import os
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.machinery import PathFinder
+from multiprocessing import forkserver, resource_tracker, spawn
+from typing import NoReturn
+
+from inferpool.workers.guard import die_with_parent
+from inferpool.workers.inside.threads import spin_briefly
+
+ANSWER = struct.Struct("q")
+"""The number of the new process, or an errno as a negative number."""
+READY = b"r"
+MAX_DESCRIPTORS = 250
+"""For one process; the kernel passes 253 at once (SCM_MAX_FD)."""
+DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that a whole group or cgroup gets. The front end alone decides, and lets this one go by
+closing its channel."""
+_NO_PROCESS = 0
+
+
+EXIT_UNSAFE = 75
+"""What it was told to import besides has made it unfit to be forked (EX_TEMPFAIL of sysexits.h)."""
+
+
+def main(channel_fd: int, front_end_pid: int, modules: Sequence[str], extra: Sequence[str]) -> None:
+    """Import modules, then fork a worker for each message, until the front end is gone."""
+    for number in DEAF_TO:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, DEAF_TO)
+    die_with_parent(front_end_pid)
+    spin_briefly()
+    _import(modules)
+    num_threads = _num_threads()
+    before = set(sys.modules)
+    _import(extra)
+    has_own = _has_own(set(sys.modules) - before)
+    if has_own or _num_threads() > num_threads or _has_opened_gpu():
+        why = "the models' folder has a module of its own" if has_own else "not safe to be forked"
+        sys.stderr.write(f"the forkserver does without {', '.join(extra)}: {why}\n")
+        os._exit(EXIT_UNSAFE)
+    gc.collect()
+    gc.freeze()  # so that no collection in a worker touches, and thereby copies, the shared pages
+    with socket.socket(fileno=channel_fd) as channel:
+        try:
+            channel.send(READY)
+            while True:
+                message, fds, _, _ = socket.recv_fds(
+                    channel, 1, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+                )
+                if not message:
+                    return
+                _serve(channel, fds)
+        except (BrokenPipeError, ConnectionResetError):
+            return  # the front end is gone
+
+
+def _import(names: Sequence[str]) -> None:
+    """Import modules, and attributes of modules, which some packages import when first asked."""
+    for name in names:
+        module, _, attribute = name.partition(":")
+        try:
+            if attribute and not hasattr(importlib.import_module(module), attribute):
+                module = f"{module}.{attribute}"
+            importlib.import_module(module)
+        except Exception as error:  # the worker that needs it says more
+            sys.stderr.write(f"the forkserver cannot import {module}: {error!r}\n")
+
+
+def _has_own(names: Iterable[str]) -> bool:
+    """Whether a worker, which looks in the models' folder first, would import another of them."""
+    for name in {name.partition(".")[0] for name in names}:
+        spec = PathFinder.find_spec(name, [os.getcwd()])
+        if spec and spec.origin and spec.origin != getattr(sys.modules.get(name), "__file__", None):
+            return True
+    return False
+
+
+def _num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _has_opened_gpu() -> bool:
+    """Whether CUDA was initialised, which does not survive a fork."""
+    folder = "/proc/self/fd"
+    for fd in os.listdir(folder):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"{folder}/{fd}").startswith("/dev/nvidia"):
+                return True
+    return False
+
+
+def _serve(channel: socket.socket, fds: Sequence[int]) -> None:
+    answer = _NO_PROCESS
+    try:
+        data_r, answer_w, tracker_fd, *inherited = fds
+        answer = _fork_twice(channel, data_r, answer_w, tracker_fd, inherited)
+    except ValueError as error:  # there was no room for all of them
+        sys.stderr.write(f"the forkserver has too few descriptors: {error}\n")
+    except OSError as error:
+        answer = _refusal(error)
+    if answer != _NO_PROCESS:
+        with contextlib.suppress(BrokenPipeError):  # nobody waits for it, so its lifeline is closed
+            os.write(answer_w, ANSWER.pack(answer))
+    for fd in fds:
+        os.close(fd)
+
+
+def _fork_twice(
+    channel: socket.socket, data_r: int, answer_w: int, tracker_fd: int, inherited: Sequence[int]
+) -> int:
+    """Fork a process whose parent is gone, and return its number, or a negative errno."""
+    told_r, told_w = os.pipe()
+    try:
+        between = os.fork()
+        if between == 0:
+            _fork_and_leave(channel, (told_r, told_w, answer_w), data_r, tracker_fd, inherited)
+        os.close(told_w)
+        told_w = -1
+        told = os.read(told_r, ANSWER.size)
+        os.waitpid(between, 0)  # from now on the front end is the parent
+    finally:
+        os.close(told_r)
+        if told_w >= 0:
+            os.close(told_w)
+    answer: int = ANSWER.unpack(told)[0] if told else _NO_PROCESS
+    return answer
+
+
+def _fork_and_leave(
+    channel: socket.socket,
+    ours: tuple[int, int, int],
+    data_r: int,
+    tracker_fd: int,
+    inherited: Sequence[int],
+) -> NoReturn:
+    """In the process between: fork the worker, and leave it to the front end."""
+    try:
+        try:
+            pid = os.fork()
+        except OSError as error:
+            pid = _refusal(error)
+        if pid == 0:
+            channel.close()
+            for fd in ours:
+                os.close(fd)
+            _become_worker(data_r, tracker_fd, inherited)
+        os.write(ours[1], ANSWER.pack(pid))
+    finally:
+        os._exit(0)
+
+
+def _refusal(error: OSError) -> int:
+    return -(error.errno or errno.EAGAIN)
+
+
+def _become_worker(data_r: int, tracker_fd: int, inherited: Sequence[int]) -> NoReturn:
+    """Run the process object that comes through a pipe, as multiprocessing's own forkserver does.
+
+    The pipe's other end is the lifeline: it is open as long as this process may live.
+    """
+    code = 1
+    try:
+        resource_tracker._resource_tracker._fd = tracker_fd  # type: ignore[attr-defined]  # private
+        forkserver._forkserver._inherited_fds = list(inherited)  # type: ignore[attr-defined]  # so
+        code = spawn._main(data_r, os.dup(data_r))
+    except EOFError:
+        pass  # the start was given up
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)

@@ -1,0 +1,189 @@
+"""A process that tries out what the front end must not: torch, its devices, a user's class.
+
+`inferpool doctor` runs it as `python -m inferpool.workers.beside.probe`, with its orders as JSON on
+stdin, and reads its answers, one JSON object a line, from stdout. It may hang or crash; whoever
+runs it bounds it.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import psutil
+
+from inferpool.workers.guard import give_way_for_memory
+
+_NO_NETWORK = "its `load` does not call `load_network`, and so it is not known before it is loaded"
+
+
+def main() -> None:
+    """Follow the orders: {"models": [...], "has_gpu": whether to try the GPUs}."""
+    orders = json.load(sys.stdin)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a model prints is no answer
+
+    def say(kind: str, **facts: object) -> None:
+        answers.write(json.dumps({"kind": kind, **facts}) + "\n")
+        answers.flush()
+
+    began = time.monotonic()
+    try:
+        import torch
+    except Exception as error:  # whatever a broken installation raises
+        say("torch", problem=_described(error))
+        return
+    say("torch", problem="", seconds=time.monotonic() - began)
+    for order in orders["models"]:
+        try:
+            say(order["do"], model=order["name"], **_ACTS[order["do"]](order))
+        except Exception as error:  # whatever a user's class raises
+            say(order["do"], model=order["name"], problem=_described(error))
+    if orders["has_gpu"]:
+        say("cuda", **_cuda(torch))
+
+
+def _build(order: Mapping[str, Any]) -> Any:
+    from inferpool.models.sources.registry import build
+
+    return build(order["source"], order["weights"], order["options"])
+
+
+def _try_building(order: Mapping[str, Any]) -> dict[str, object]:
+    """Build a model, short of loading its weights."""
+    model = _build(order)
+    download = str(getattr(model, "download", ""))
+    return {"problem": "", "download": download, "unsurveyed": _why_unsurveyed(model)}
+
+
+def _why_unsurveyed(model: Any) -> str:
+    """Why the network of a model cannot be measured; empty if it may be."""
+    from inferpool.models.split.survey import may_have_network
+
+    if getattr(model, "download", ""):
+        return "its weights have to be downloaded first"
+    return "" if may_have_network(model) else _NO_NETWORK
+
+
+def _survey(order: Mapping[str, Any]) -> dict[str, object]:
+    """Measure a model's network step by step, whole and split; load it only if it asks for none."""
+    import torch
+
+    from inferpool.models.spec import Placement
+    from inferpool.models.split.survey import find_network, survey
+    from inferpool.workers.beside.peak import PeakMemory
+    from inferpool.workers.inside.own_process import pin
+
+    placement = msgspec.convert(order["placement"], Placement)
+    pin(placement)
+    give_way_for_memory()
+    device = torch.device(placement.devices[0])
+    model = _build(order)
+    if why := _why_unsurveyed(model):
+        return {"problem": why, "survey": None}
+    found = find_network(model, placement)
+    if found is None:
+        return {"problem": _NO_NETWORK, "survey": None}
+    result = survey(
+        model,
+        found,
+        device=device,
+        max_rows=order["max_batch_size"],
+        rooms=dict(order["rooms"]),
+        peak=PeakMemory(device),
+    )
+    return {
+        "problem": "",
+        "survey": msgspec.to_builtins(result),
+        "context_bytes": _context_bytes(torch, device),
+    }
+
+
+def _measure(order: Mapping[str, Any]) -> dict[str, object]:
+    """Load a model as a worker does, and compute its samples."""
+    import torch
+
+    from inferpool.models.spec import Placement
+    from inferpool.workers.inside.own_process import pin
+
+    placement = msgspec.convert(order["placement"], Placement)
+    pin(placement)
+    before = _own_bytes()
+    began = time.monotonic()
+    model = _build(order)
+    model.load(placement)
+    load_s = time.monotonic() - began
+    loaded = _own_bytes()
+    seconds: dict[int, float] = {}
+    with torch.inference_mode():
+        features = [model.preprocess(item) for item in model.warmup()]
+        sizes = sorted({1, order["max_batch_size"]}) if features else []
+        # All batches are made of one, so that their times can be compared.
+        largest = max(features, key=_num_values, default=None)
+        for size in sizes:
+            batch = model.collate([largest] * size)
+            for _ in range(3):  # the first warms up
+                began = time.monotonic()
+                outputs = {name: out.cpu() for name, out in model.forward(batch).items()}
+                model.postprocess(outputs)
+                seconds[size] = time.monotonic() - began
+    on_gpu = placement.devices[0].startswith("cuda")
+    return {
+        "torch_bytes": before,
+        "load_bytes": loaded - before,
+        "predict_bytes": _own_bytes() - loaded,
+        "gpu_bytes": torch.cuda.max_memory_reserved() if on_gpu else 0,
+        "load_s": load_s,
+        "predict_s": [[size, duration] for size, duration in seconds.items()],
+    }
+
+
+def _num_values(features: Mapping[str, Any]) -> int:
+    return sum(tensor.numel() for tensor in features.values())
+
+
+def _context_bytes(torch: Any, device: Any) -> int:
+    """Of a GPU's memory, what is in use beside what torch has allocated: by CUDA, and by others."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total - free - torch.cuda.memory_reserved(device))
+
+
+def _cuda(torch: Any) -> dict[str, object]:
+    if not torch.cuda.is_available():
+        return {"problem": "torch finds no usable GPU, although the driver lists some"}
+    built = torch.cuda.get_arch_list()
+    for index in range(torch.cuda.device_count()):
+        try:
+            x = torch.ones(8, 8, device=f"cuda:{index}")
+            float((x @ x).sum())
+        except Exception as error:  # no kernel for it, no memory, a broken device
+            capability = ".".join(map(str, torch.cuda.get_device_capability(index)))
+            return {
+                "problem": f"cuda:{index} (compute capability {capability}) cannot multiply: "
+                f"{_described(error)}; torch was built for {', '.join(built)}"
+            }
+    return {"problem": "", "built_for": built}
+
+
+def _own_bytes() -> int:
+    """The proportional set size, where the system knows it."""
+    info = psutil.Process().memory_full_info()
+    return int(getattr(info, "pss", info.rss))
+
+
+def _described(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+_ACTS = {"model": _try_building, "survey": _survey, "measured": _measure}
+"""What there is to do with a model, and what the answer is called."""
+
+
+if __name__ == "__main__":
+    main()

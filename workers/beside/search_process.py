@@ -1,0 +1,99 @@
+"""The process that searches for a faster speed preset beside the workers, and disturbs nobody."""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+import msgspec
+
+from inferpool.models.errors import ModelError
+from inferpool.models.speed.names import SpeedReport
+from inferpool.workers.beside.searching import SearchNews, SearchOrder
+
+
+class _Say(Protocol):
+    def __call__(
+        self, *, stage: str = "", found: SpeedReport | None = None, refused: str = ""
+    ) -> None: ...
+
+
+_COMPILE_S = 11 * 3600.0
+"""Less than the front end's patience with a stage."""
+_MAX_NICE = 19
+
+
+def main(told: dict[str, object]) -> None:
+    """Follow the order, say how it goes, and leave; at once when the front end is gone."""
+    signal.signal(signal.SIGTERM, _leave)
+    # What models print, and libraries below Python, is no news.
+    news = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    be_idle()
+    threading.Thread(target=_watch_front_end, name="front-end-watch", daemon=True).start()
+
+    def say(*, stage: str = "", found: SpeedReport | None = None, refused: str = "") -> None:
+        line = msgspec.json.encode(SearchNews(stage=stage, found=found, refused=refused))
+        news.write(line + b"\n")
+        news.flush()
+
+    order = msgspec.convert(told, SearchOrder)
+    say(stage=f"loading {order.config.model.source}")
+    _search(order, say)
+
+
+def be_idle() -> None:
+    """Take only what time nobody else wants, and be the first to go when memory runs out."""
+    os.nice(_MAX_NICE)
+    if sys.platform != "linux":
+        return
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    # With autogroups, priorities count within a session only (sched(7)), and this has its own.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(_MAX_NICE))
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _search(order: SearchOrder, say: _Say) -> None:
+    import torch
+
+    from inferpool.models.sources.registry import build
+    from inferpool.models.spec import Placement
+    from inferpool.models.speed.choose import SpeedWish
+    from inferpool.models.speed.search import SearchError, search
+    from inferpool.workers.inside.compiling import compile_package
+
+    config = order.config
+    torch.set_num_threads(config.placement.num_threads)
+    try:
+        model = build(config.model.source, config.model.weights, dict(config.model.options))
+        model.max_image_pixels = config.max_image_pixels
+        model.load(Placement(devices=("cpu",), num_threads=config.placement.num_threads))
+        assert config.cache_dir is not None
+        wish = SpeedWish(
+            speed="auto",
+            max_batch_size=config.max_batch_size,
+            cache_dir=Path(config.cache_dir),
+            compile_package=partial(compile_package, config, timeout_s=_COMPILE_S),
+        )
+        say(found=search(model, wish, order.key, lambda stage: say(stage=stage)))
+    except (ModelError, SearchError) as error:
+        say(refused=str(error))
+
+
+def _leave(signum: int, frame: FrameType | None) -> None:
+    """Leave in order: the compiler is ended, and no mark of an attempt stays."""
+    raise SystemExit(128 + signum)
+
+
+def _watch_front_end() -> None:
+    while os.read(0, 1):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)

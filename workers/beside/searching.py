@@ -1,0 +1,135 @@
+"""The front end's hold on the process that searches for a faster speed preset.
+
+It runs in the front end's event loop, which never waits for that process. It dies with the front
+end, whose end it sees as the end of its standard input.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from inferpool.models.speed.attempts import take_back
+from inferpool.models.speed.names import SpeedReport
+from inferpool.workers.config import WorkerConfig
+
+_BOOT = (
+    "import json, sys; told = json.loads(sys.stdin.readline()); sys.path[:] = told['sys_path']; "
+    "from inferpool.workers.beside.search_process import main; main(told)"
+)
+_STAGE_S = 12 * 3600.0
+"""What one stage may take. At idle priority beside busy workers, a minute may become hours."""
+_LEAVE_S = 2.0
+"""To end also takes time of the processor, which idle priority may not get for long."""
+_MAX_REASON = 300
+
+
+class SearchFailedError(Exception):
+    """It came to nothing; the message says why."""
+
+
+class SearchOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """What the process is told, on one line of its standard input."""
+
+    sys_path: list[str]
+    config: WorkerConfig
+    key: str
+    """Under which the workers' own verdict is kept."""
+
+
+class SearchNews(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What it says, a line each, on its standard output."""
+
+    stage: str = ""
+    found: SpeedReport | None = None
+    refused: str = ""
+
+
+async def search(config: WorkerConfig, key: str, on_progress: Callable[[str], None]) -> SpeedReport:
+    """Have a process search, and wait for its verdict, which is in the cache then.
+
+    Cancelled, it ends the process, and the compiler that this may have started.
+
+    Raises:
+        SearchFailedError: There is no verdict.
+    """
+    # A session of its own: Ctrl-C is for the front end.
+    command = (sys.executable, "-P", "-c", _BOOT)
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True
+        )
+    except OSError as error:
+        raise SearchFailedError(f"the process could not be started: {error.strerror}") from error
+    errors = asyncio.create_task(_last_line(process))
+    try:
+        order = SearchOrder(sys_path=sys.path, config=config, key=key)
+        return await _follow(process, order, on_progress, errors)
+    finally:
+        if process.returncode is None:
+            _kill(process.pid)
+            if config.cache_dir is not None:
+                await asyncio.to_thread(take_back, Path(config.cache_dir), key, process.pid)
+        await asyncio.wait([errors, asyncio.create_task(process.wait())], timeout=_LEAVE_S)
+        errors.cancel()
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+async def _follow(
+    process: Process,
+    order: SearchOrder,
+    on_progress: Callable[[str], None],
+    errors: "asyncio.Task[str]",
+) -> SpeedReport:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    loop = asyncio.get_running_loop()
+    process.stdin.write(msgspec.json.encode(order) + b"\n")
+    try:
+        async with asyncio.timeout(_STAGE_S) as limit:
+            while line := await process.stdout.readline():
+                limit.reschedule(loop.time() + _STAGE_S)
+                news = msgspec.json.decode(line, type=SearchNews)
+                if news.found is not None:
+                    return news.found
+                if news.refused:
+                    raise SearchFailedError(news.refused)
+                on_progress(news.stage)
+            code = await process.wait()
+            last = await errors
+    except TimeoutError:
+        raise SearchFailedError(f"it made no progress for {_STAGE_S / 3600:g} hours") from None
+    except msgspec.MsgspecError as error:
+        raise SearchFailedError(f"its process wrote what is no message: {error}") from error
+    if code < 0:
+        raise SearchFailedError(f"its process was ended by signal {-code}")
+    raise SearchFailedError(f"its process ended with {code}: {last[:_MAX_REASON]}")
+
+
+async def _last_line(process: Process) -> str:
+    """What it wrote last of what went wrong, read to the end so that it never waits for us."""
+    assert process.stderr is not None
+    tail: deque[bytes] = deque(maxlen=2)
+    while part := await process.stderr.read(1 << 16):
+        tail.append(part)
+    lines = b"".join(tail).decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else ""
+
+
+def _kill(pid: int) -> None:
+    """End it at once, and all that it has started: it would not get the time to leave in order."""
+    family = [pid]
+    with contextlib.suppress(psutil.Error):
+        family += [each.pid for each in psutil.Process(pid).children(recursive=True)]
+    for leader in family:  # the compiler and all that this starts are one group
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(leader, signal.SIGKILL)

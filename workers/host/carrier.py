@@ -1,0 +1,186 @@
+"""What goes to one worker and comes back: batches, and canaries among them. Front end.
+
+Nothing here waits: what the pipe does not take at once is written when there is room again.
+"""
+
+import asyncio
+import time
+from asyncio import Future
+from collections.abc import Sequence
+from itertools import count
+from multiprocessing.connection import Connection
+
+import msgspec
+
+from inferpool.workers.errors import WorkerLostError
+from inferpool.workers.heartbeat import HeartbeatReader
+from inferpool.workers.host.canary import Canary
+from inferpool.workers.host.held import Held, HeldBatches, batch_timeout_s
+from inferpool.workers.host.queues import FrameWriter
+from inferpool.workers.inside.frames import FrameError
+from inferpool.workers.messages import Batch, BatchDone, ItemError, ItemRef
+from inferpool.workers.outputs import OutputRegion
+
+_encode = msgspec.msgpack.Encoder().encode
+_SENTINEL = _encode(None)
+_MAX_NAMED_REQUESTS = 8
+
+
+class Carrier:
+    """Gives batches to one incarnation of a worker, and takes their answers."""
+
+    def __init__(
+        self,
+        heartbeat: HeartbeatReader,
+        outputs: OutputRegion,
+        *,
+        wanted_timeout_s: float | None,
+        patience_s: float,
+    ) -> None:
+        """Carry nothing yet.
+
+        Args:
+            heartbeat: Of the process that gets the batches.
+            outputs: Where it puts large outputs.
+            wanted_timeout_s: How long a batch may run; None: find out.
+            patience_s: How long it may take to begin with one when it is idle.
+        """
+        timeout_s = batch_timeout_s(wanted_timeout_s, None)
+        self.canary = Canary(timeout_s)
+        self.held = HeldBatches(heartbeat, batch_timeout_s=timeout_s, patience_s=patience_s)
+        self.proven_at = 0.0
+        """When the last good answer came; 0.0 before the first."""
+        self.has_worked = False
+        """It has answered a batch that was no canary."""
+        self._heartbeat = heartbeat
+        self._outputs = outputs
+        self._wanted_timeout_s = wanted_timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._writer: FrameWriter | None = None
+        self._ids = count(1)
+
+    def attach(self, inbox: Connection) -> None:
+        """Write to a process that is started."""
+        self._writer = FrameWriter(inbox)
+
+    def prove(self, warmup_s: float | None) -> None:
+        """Give it its first canary: it has loaded, and its longest batch so far took this long."""
+        timeout_s = batch_timeout_s(self._wanted_timeout_s, warmup_s)
+        self.held.batch_timeout_s = timeout_s
+        self.canary = Canary(timeout_s)
+        self.give_canary(timeout_s)
+
+    def give(self, items: Sequence[ItemRef]) -> "Future[BatchDone]":
+        """Send a batch.
+
+        Raises:
+            Exception: It cannot be encoded, and nothing was sent.
+        """
+        assert items, "a batch without items is a canary"
+        future: Future[BatchDone] = self._loop.create_future()
+        self._give(items, future, self.held.batch_timeout_s)
+        return future
+
+    def give_canary(self, limit_s: float) -> None:
+        """Have it compute a sample of its model's own, within so many seconds."""
+        self._give((), None, limit_s)
+
+    def is_canary_due(self, now: float) -> bool:
+        """It has proven itself once, and not lately."""
+        return bool(self.proven_at) and now - self.proven_at >= self.canary.every_s
+
+    def next_due_s(self, now: float) -> float:
+        """How soon a batch may have taken too long, or a canary is due."""
+        if self.held or not self.proven_at:
+            return self.held.next_due_s(now)
+        return self.proven_at + self.canary.every_s - now
+
+    def take(self, done: BatchDone) -> bool:
+        """Take an answer.
+
+        Returns:
+            Whether it is a canary's. `canary.failure` says what is wrong with it, if anything is.
+
+        Raises:
+            FrameError: There is no such batch.
+            StoredError: It names outputs that are none.
+        """
+        held = self.held
+        batch = held.get(done.id)
+        if batch is None:
+            raise FrameError(f"an answer to batch {done.id}, which it does not hold")
+        outcomes, future = done.outcomes, batch.future
+        if future is not None and len(batch.items) != len(outcomes):
+            raise FrameError(f"{len(outcomes)} outcomes for {len(batch.items)} items")
+        if done.num_stored:
+            done = self._outputs.find(done)
+        now = time.monotonic()
+        held.remove(done.id, now)
+        if future is None:
+            if self.canary.note(done):
+                self.proven_at = now
+            return True
+        if not all(isinstance(outcome, ItemError) for outcome in outcomes):
+            self.proven_at = now
+            self.canary.forget_failures()
+        elif self.is_canary_due(now) and not held.has_canary:
+            # A busy worker is asked only if all its answers are errors, and then has all the time.
+            self.give_canary(held.batch_timeout_s)
+        self.has_worked = True
+        future.set_result(done)
+        return False
+
+    def send_sentinel(self) -> None:
+        """Tell the worker to finish what it holds, and to leave."""
+        self._send(_SENTINEL)
+
+    def at_work_on(self) -> str:
+        """The requests that it is computing, for a log line."""
+        ids = self.held.request_ids()
+        if not ids:
+            return ""
+        named = ", ".join(ids[:_MAX_NAMED_REQUESTS])
+        more = len(ids) - _MAX_NAMED_REQUESTS
+        return f", at work on {named}" + (f" and {more} more" if more > 0 else "")
+
+    def lose_all(self, reason: str, *, is_our_doing: bool) -> bool:
+        """The worker is gone, so nobody reads what its batches lie in: settle all of them.
+
+        Args:
+            reason: What became of it, for a person.
+            is_our_doing: It was ended for another reason than what it did with its batches.
+
+        Returns:
+            Whether it was at work on one of them.
+        """
+        last_received = self._heartbeat.last_received
+        was_at_work = False
+        for id, batch in self.held.take_all().items():
+            if batch.future is not None:
+                is_started = id <= last_received and not is_our_doing
+                was_at_work = was_at_work or is_started
+                batch.future.set_exception(WorkerLostError(reason, started=is_started))
+        return was_at_work
+
+    def close(self) -> None:
+        """Write nothing more."""
+        if self._writer is not None:
+            self._loop.remove_writer(self._writer.fd)
+
+    def _give(
+        self, items: Sequence[ItemRef], future: "Future[BatchDone] | None", limit_s: float
+    ) -> None:
+        id = next(self._ids)
+        body = _encode(Batch(id, list(items)))  # before it is held: what cannot be said, is not
+        self.held.add(id, Held(items, future, limit_s), time.monotonic())
+        self._send(body)
+
+    def _send(self, body: bytes) -> None:
+        writer = self._writer
+        assert writer is not None
+        if not writer.write(body):
+            self._loop.add_writer(writer.fd, self._on_writable, writer)
+
+    def _on_writable(self, writer: FrameWriter) -> None:
+        if writer.flush():
+            self._loop.remove_writer(writer.fd)

@@ -1,0 +1,209 @@
+"""Which devices this host has, found without a CUDA context.
+
+GPUs are found through NVML, cores through the affinity mask and the cgroup's quota.
+"""
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from inferpool.workers.cgroups import MOUNT, read_limits
+
+logger = logging.getLogger(__name__)
+
+
+class DeviceError(Exception):
+    """The devices that the settings ask for are not there, or cannot be used so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One CUDA device of this host: a GPU, or a slice that MIG has cut from one."""
+
+    index: int
+    """Of the GPU, as NVML counts them."""
+    uuid: str
+    name: str
+    memory_bytes: int
+    cpus: tuple[int, ...]
+    """The cores near it; empty if the host does not say."""
+    sliced_from: str = ""
+    """The UUID of the GPU that it is a slice of; empty if it is a whole one."""
+    distances: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """How far the other GPUs are, by UUID: 0 over NVLink, else as NVML says it, from 10 for the
+    same PCIe switch to 50 for another socket. Those that the host does not tell of are left out."""
+
+    def __str__(self) -> str:
+        """For people: cuda:0 (name, memory)."""
+        name = self.uuid if self.sliced_from else f"cuda:{self.index}"
+        return f"{name} ({self.name}, {self.memory_bytes / 2**30:.0f} GiB)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """What there is to place replicas on."""
+
+    cpus: tuple[int, ...]
+    """The cores that this process may run on."""
+    num_cores: int
+    """Cores' worth of time that it may use: fewer than `cpus` under a cgroup quota."""
+    gpus: tuple[Gpu, ...] = ()
+
+    def describe(self) -> list[str]:
+        """The devices, a line each."""
+        cores = f"{self.num_cores} CPU core{'s' if self.num_cores != 1 else ''}"
+        return [*map(str, self.gpus), cores]
+
+
+def find_host(visible: str | None, cgroup: Path = MOUNT) -> Host:
+    """Look at this host.
+
+    Args:
+        visible: CUDA_VISIBLE_DEVICES as this process was given it, or None: a comma-separated list
+            of indices or UUIDs; other GPUs are left alone.
+        cgroup: Where the cgroup file system is mounted.
+    """
+    cpus = _allowed_cpus()
+    quota = read_limits(cgroup).num_cores
+    num_cores = len(cpus) if quota is None else max(1, min(len(cpus), int(quota)))
+    return Host(cpus=cpus, num_cores=num_cores, gpus=_chosen(_find_gpus(), visible))
+
+
+def _allowed_cpus() -> tuple[int, ...]:
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+def _chosen(gpus: Sequence[Gpu], visible: str | None) -> tuple[Gpu, ...]:
+    if visible is None:
+        return tuple(gpus)
+    chosen: list[Gpu] = []
+    for name in (part.strip() for part in visible.split(",")):
+        found = called(gpus, name)
+        if not found:
+            break  # CUDA, too, stops at the first device that it does not know
+        chosen += found
+    return tuple(chosen)
+
+
+def called(gpus: Sequence[Gpu], name: str) -> list[Gpu]:
+    """The GPU that is meant by an index or the beginning of a UUID, or the slices of it."""
+    if not name:
+        return []
+    exact = [gpu for gpu in gpus if name == str(gpu.index) or gpu.uuid.startswith(name)]
+    slices = [gpu for gpu in gpus if gpu.sliced_from.startswith(name)]
+    return slices or (exact if name.isdecimal() else exact[:1])
+
+
+def _find_gpus() -> list[Gpu]:
+    import pynvml
+
+    return read_gpus(pynvml)
+
+
+def read_gpus(nvml: Any) -> list[Gpu]:
+    """Ask NVML for the GPUs, and for the slices of those that MIG has cut; none without a driver.
+
+    Args:
+        nvml: The module `pynvml`, or what answers as it does.
+    """
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return []
+    try:
+        found: list[Gpu] = []
+        handles: dict[str, object] = {}
+        for index in range(nvml.nvmlDeviceGetCount()):
+            try:
+                handle = nvml.nvmlDeviceGetHandleByIndex(index)
+                gpus = list(_gpus_of(nvml, handle, index))
+            except nvml.NVMLError as error:
+                logger.error("cuda:%d is left out: NVML says %s", index, error)
+                continue
+            found += gpus
+            handles |= {gpu.uuid: handle for gpu in gpus if not gpu.sliced_from}
+        return [replace(gpu, distances=_distances(nvml, handles, gpu.uuid)) for gpu in found]
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _gpus_of(nvml: Any, handle: object, index: int) -> Iterator[Gpu]:
+    cpus = _near_cpus(nvml, handle)
+    if not is_cut(nvml, handle):
+        yield _gpu(nvml, handle, index, cpus)
+        return
+    whole = _text(nvml.nvmlDeviceGetUUID(handle))
+    for each in slices_of(nvml, handle):
+        yield replace(_gpu(nvml, each, index, cpus), sliced_from=whole)
+
+
+def is_cut(nvml: Any, handle: object) -> bool:
+    """Whether a GPU is in MIG mode, in which CUDA sees its slices alone."""
+    try:
+        return bool(nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE)
+    except nvml.NVMLError:  # a GPU that cannot be cut
+        return False
+
+
+def slices_of(nvml: Any, handle: object) -> Iterator[object]:
+    """The handles of the slices that MIG has cut a GPU into."""
+    try:
+        most = nvml.nvmlDeviceGetMaxMigDeviceCount(handle)
+    except nvml.NVMLError:
+        return
+    for number in range(most):
+        try:
+            yield nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
+        except nvml.NVMLError:  # there are fewer than there may be
+            continue
+
+
+def _gpu(nvml: Any, handle: object, index: int, cpus: tuple[int, ...]) -> Gpu:
+    return Gpu(
+        index=index,
+        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
+        name=_text(nvml.nvmlDeviceGetName(handle)),
+        memory_bytes=nvml.nvmlDeviceGetMemoryInfo(handle).total,
+        cpus=cpus,
+    )
+
+
+def _distances(nvml: Any, handles: Mapping[str, object], uuid: str) -> dict[str, int]:
+    if uuid not in handles:
+        return {}
+    found = {}
+    for other, handle in handles.items():
+        pair = (handles[uuid], handle)
+        try:
+            link = nvml.nvmlDeviceGetP2PStatus(*pair, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+            is_linked = link == nvml.NVML_P2P_STATUS_OK
+        except nvml.NVMLError:
+            is_linked = False
+        try:
+            if other != uuid:
+                found[other] = (
+                    0 if is_linked else int(nvml.nvmlDeviceGetTopologyCommonAncestor(*pair))
+                )
+        except nvml.NVMLError:  # this driver or machine does not say
+            continue
+    return found
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _near_cpus(nvml: Any, handle: object) -> tuple[int, ...]:
+    words = ((os.cpu_count() or 1) + 63) // 64
+    try:
+        masks = nvml.nvmlDeviceGetCpuAffinity(handle, words)
+    except nvml.NVMLError:
+        return ()
+    return tuple(
+        word * 64 + bit for word, mask in enumerate(masks) for bit in range(64) if mask >> bit & 1
+    )

@@ -1,0 +1,199 @@
+"""An engine for debugging: the worker is a thread of this process, so a debugger has the terminal.
+
+Nothing here outlives what a model does: there is no process to kill, nor memory of its own. It is
+for `inferpool serve --debug` and for unit tests of models, and passes no contract of engines that
+survive their workers.
+"""
+
+import asyncio
+import logging
+import os
+import queue
+import threading
+import time
+from asyncio import Future
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import psutil
+import torch
+
+from inferpool.models.errors import ModelError
+from inferpool.models.texts import described
+from inferpool.workers.arena import Arena
+from inferpool.workers.config import WorkerConfig
+from inferpool.workers.errors import WorkerLostError, WorkerStartError
+from inferpool.workers.host.engine import Ending, Vitals, WorkerId
+from inferpool.workers.inside.compute import Computer
+from inferpool.workers.inside.own_process import pin
+from inferpool.workers.inside.process import load
+from inferpool.workers.messages import BatchDone, ItemError, ItemRef, Ready
+
+logger = logging.getLogger(__name__)
+
+
+class InProcessEngine:
+    """Starts a worker as a thread."""
+
+    def __init__(self, arena: Arena, *, pins: bool = True) -> None:
+        """Start nothing yet.
+
+        Args:
+            arena: The payloads.
+            pins: Whether to bind this process to the worker's cores and devices.
+        """
+        self._arena = arena
+        self._pins = pins
+
+    async def start(
+        self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
+    ) -> "InProcessWorker":
+        """Start a thread, and wait until its model is loaded, however long a debugger holds it.
+
+        Raises:
+            WorkerStartError: The model cannot be loaded.
+        """
+        config = replace(config, error_detail="traceback")
+        worker = InProcessWorker(id, memoryview(self._arena.memory.map))
+        try:
+            await worker.load(config, on_progress, pins=self._pins)
+        except ModelError as error:
+            raise WorkerStartError(str(error), permanent=True) from error
+        except (Exception, SystemExit) as error:
+            logger.error("loading failed", exc_info=error)
+            reason = f"loading failed: {type(error).__name__}: {error}"
+            raise WorkerStartError(reason, permanent=True) from error
+        return worker
+
+    async def close(self) -> None:
+        """Do nothing: the thread ends with the process."""
+
+    def forkserver_vitals(self) -> None:
+        """There is no forkserver."""
+
+
+class InProcessWorker:
+    """One thread with a model. All but `_work` runs in the event loop."""
+
+    credit = 1
+    is_stalled = False
+
+    def __init__(self, id: WorkerId, arena: memoryview) -> None:
+        self.id = id
+        self.has_worked = False
+        self._arena = arena
+        self._loop = asyncio.get_running_loop()
+        self._orders: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._under_way: set[Future[Any]] = set()
+        self._gone: Future[Ending] = self._loop.create_future()
+        self._num_batches = 0
+        self._answered_at = time.monotonic()
+        # A daemon: it may be at a debugger's prompt when the service is told to stop.
+        self._thread = threading.Thread(target=self._work, name="model", daemon=True)
+        self._thread.start()
+
+    async def load(
+        self, config: WorkerConfig, on_progress: Callable[[str], None], *, pins: bool
+    ) -> None:
+        """Load the model in the thread."""
+
+        def tell(stage: str) -> None:
+            self._loop.call_soon_threadsafe(on_progress, stage)
+
+        def load_here() -> tuple[Computer, Ready]:
+            if pins:
+                pin(config.placement)
+            return load(config, None, tell)
+
+        self._computer, self.ready = await self._order(load_here)
+
+    def run(self, items: Sequence[ItemRef]) -> Future[BatchDone]:
+        """See `WorkerHandle`."""
+        self._num_batches += 1
+        future = self._order(partial(self._compute, self._num_batches, items))
+        future.add_done_callback(self._on_answer)
+        return future
+
+    async def wait(self) -> Ending:
+        """See `WorkerHandle`."""
+        return await asyncio.shield(self._gone)
+
+    async def stop(self, grace_s: float) -> None:
+        """Wait for what is under way, then give it up: a thread cannot be killed."""
+        if self._under_way:
+            await asyncio.wait(self._under_way, timeout=grace_s)
+        self._orders.put(None)
+        for future in self._under_way:
+            if not future.done():
+                future.set_exception(WorkerLostError("stopped", started=True))
+        if not self._gone.done():
+            self._gone.set_result(Ending(cause="asked", reason="stopped"))
+
+    def vitals(self) -> Vitals:
+        """See `WorkerHandle`."""
+        return Vitals(
+            pid=os.getpid(),
+            rss_bytes=psutil.Process().memory_info().rss,
+            last_beat_age_s=0.0,
+            num_batches=self._num_batches,
+            last_answer_age_s=time.monotonic() - self._answered_at,
+        )
+
+    def _order(self, work: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = self._loop.create_future()
+        self._under_way.add(future)
+        future.add_done_callback(self._under_way.discard)
+        self._orders.put((future, work))
+        return future
+
+    def _on_answer(self, _: object) -> None:
+        self.has_worked = True
+        self._answered_at = time.monotonic()
+
+    def _compute(self, number: int, items: Sequence[ItemRef]) -> BatchDone:
+        """Compute a batch, in the thread."""
+        payloads = [self._arena[each.offset : each.offset + each.num_bytes] for each in items]
+        began = time.monotonic()
+        with torch.inference_mode():  # not while it loads, as in a worker
+            prepared = self._computer.prepare(number, items, payloads)
+            computed_at = time.monotonic()
+            try:
+                outcomes = self._computer.compute(prepared)
+            except (Exception, SystemExit) as error:  # what would end a worker's process
+                logger.exception("this would have ended a worker")
+                text = f"the worker would have ended: {described(error)}"
+                outcomes = [ItemError("model_error", text)] * len(items)
+        compute_s = time.monotonic() - computed_at
+        return BatchDone(number, outcomes, prepared.prepare_s, compute_s, 0, began, computed_at)
+
+    def _work(self) -> None:
+        while (order := self._orders.get()) is not None:
+            future, work = order
+            try:
+                result = work()
+            except (StopIteration, asyncio.CancelledError) as error:
+                # Neither can pass through a future as what it is.
+                failure = RuntimeError(f"the model raised {described(error)}")
+                failure.__cause__ = error
+                settle = partial(_settle, future, None, failure)
+            except BaseException as error:
+                settle = partial(_settle, future, None, error)
+            else:
+                settle = partial(_settle, future, result, None)
+            try:
+                self._loop.call_soon_threadsafe(settle)
+            except RuntimeError:  # the loop is closed: the service has left
+                return
+
+
+def _settle(future: Future[Any], result: object, error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)

@@ -1,0 +1,279 @@
+"""The engine of this host: one process per worker, started by a forkserver that holds torch.
+
+It runs in the front end's event loop, which never waits for a worker.
+"""
+
+import asyncio
+import atexit
+import contextlib
+import errno
+import logging
+import os
+import traceback
+from asyncio import Task
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import active_children
+from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from inferpool.models.speed.attempts import take_back_load
+from inferpool.workers.arena import Arena
+from inferpool.workers.config import WorkerConfig
+from inferpool.workers.errors import WorkerStartError
+from inferpool.workers.host import forkserver
+from inferpool.workers.host.endings import OomKills
+from inferpool.workers.host.engine import ForkserverVitals, WorkerId
+from inferpool.workers.host.forkserver import (
+    ForkedProcess,
+    Forkserver,
+    ForkserverLostError,
+    can_fork,
+)
+from inferpool.workers.host.local_worker import EXIT_WAIT_S, LocalWorker
+from inferpool.workers.host.rank_process import RankProcess
+from inferpool.workers.memory import SharedMemoryError
+
+logger = logging.getLogger(__name__)
+
+_PRELOAD = ("inferpool.workers.inside.preload",)
+_START_DESCRIPTORS = 20
+"""More than the start of a process needs: two queues, a heartbeat, outputs, the stacks, a lifeline,
+an answer, a handle and a copy make 17."""
+_WIRING_DESCRIPTORS = 8
+"""More than the wiring of one rank to the others of its group needs, in our hands at once."""
+_RETRY_S = 0.1
+
+
+def start_forkserver(extra: Sequence[str] = ()) -> None:
+    """Start the process that forks workers, which imports torch meanwhile. Main thread only.
+
+    The kernel ends it with the thread that started it, so that thread must be the one that lives as
+    long as the front end. Where there is no forkserver this does nothing, and workers are spawned.
+
+    Args:
+        extra: Modules that it should import besides.
+
+    Raises:
+        OSError: There is no process or no descriptor to be had.
+    """
+    if can_fork():
+        forkserver.start_forkserver(_PRELOAD, extra)
+
+
+@contextlib.contextmanager
+def guest_forkserver(extra: Sequence[str] = ()) -> Iterator[None]:
+    """Have a forkserver in a process that is not only ours; see `workers.host.forkserver`.
+
+    Workers that are left when the interpreter exits are killed: it would wait for them for ever.
+    """
+    with contextlib.ExitStack() as stack:
+        if can_fork():
+            stack.enter_context(forkserver.guest_forkserver(_PRELOAD, extra))
+        atexit.register(_kill_forked)  # after multiprocessing's own, so it runs before that
+        stack.callback(atexit.unregister, _kill_forked)
+        yield
+
+
+def _kill_forked() -> None:
+    for process in active_children():
+        if isinstance(process, ForkedProcess | SpawnProcess):
+            process.kill()
+
+
+def _require_descriptors(num_ranks: int) -> None:
+    """Raise OSError now where descriptors would run out halfway, which leaks those opened by then.
+
+    `multiprocessing` does so between the two pipes that it makes for a process.
+    """
+    taken: list[int] = []
+    num_needed = _START_DESCRIPTORS
+    if num_ranks > 1:
+        num_needed = (_START_DESCRIPTORS + _WIRING_DESCRIPTORS) * num_ranks
+    try:
+        while len(taken) < num_needed:
+            taken.extend(os.pipe())
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+
+
+class LocalEngine:
+    """Starts workers as processes of this host."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._oom_kills = OomKills()
+        self._forkserver: Forkserver | None = None
+        """Once a worker has been started; None for ever where there is none."""
+        self._launches: set[Task[None]] = set()
+
+    def forkserver_vitals(self) -> ForkserverVitals | None:
+        """The state of the forkserver; None where there is none, or none yet."""
+        return self._forkserver.vitals() if self._forkserver else None
+
+    async def close(self) -> None:
+        """Leave no thread that waits for a forkserver which does not answer. Starts are over.
+
+        Such a thread would hold up the end of this process for ever.
+        """
+        if self._forkserver is not None:
+            await self._forkserver.close()
+        if self._launches:
+            await asyncio.wait(self._launches, timeout=EXIT_WAIT_S)
+
+    async def start(
+        self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
+    ) -> LocalWorker:
+        """Start a process, and wait until its model is loaded and has answered a canary.
+
+        Raises:
+            WorkerStartError: It ended, failed or took too long before that.
+        """
+        if self._forkserver is None and can_fork():
+            self._forkserver = self._get_forkserver()
+        until = asyncio.get_running_loop().time() + config.load_timeout_s
+        while True:
+            try:
+                return await self._start_once(id, config, on_progress, until)
+            except ForkserverLostError as error:
+                logger.info("%s is started once more: %s", id, error)
+                await asyncio.sleep(_RETRY_S)
+
+    def _get_forkserver(self) -> Forkserver:
+        try:
+            return forkserver.start_forkserver(_PRELOAD, ())
+        except OSError as error:
+            raise WorkerStartError(f"no forkserver: {error.strerror}", permanent=False) from error
+
+    async def _start_once(
+        self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None], until: float
+    ) -> LocalWorker:
+        """Do what `start` does, until a moment of the event loop's clock.
+
+        Raises:
+            WorkerStartError: See `start`.
+            ForkserverLostError: The forkserver ended meanwhile. Nothing is left of the worker.
+        """
+        if self._forkserver is not None:
+            if not self._forkserver.is_ready:
+                on_progress("importing torch")
+            try:
+                async with asyncio.timeout_at(until):
+                    await self._forkserver.ready()
+            except TimeoutError:
+                raise _not_loaded(config) from None
+        try:
+            _require_descriptors(config.placement.num_ranks)
+            worker = LocalWorker(id, config, on_progress, self._oom_kills)
+        except SharedMemoryError as error:
+            raise WorkerStartError(str(error), permanent=False) from error
+        except OSError as error:
+            hint = " (ulimit -n)" if error.errno == errno.EMFILE else ""
+            message = f"no queues for it: {error.strerror}{hint}"
+            raise WorkerStartError(message, permanent=False) from error
+        # A process that is half started cannot be killed yet: each way out waits for this first.
+        launch = asyncio.create_task(self._launch(worker, config))
+        self._launches.add(launch)
+        launch.add_done_callback(self._on_launched)
+        try:
+            async with asyncio.timeout_at(until):
+                await asyncio.shield(launch)
+                await asyncio.shield(worker.started)
+        except TimeoutError:
+            reason = f"not ready after {config.load_timeout_s:g} s"
+            await _give_up(worker, launch, reason, with_stacks=True)
+            raise _not_loaded(config) from None
+        except WorkerStartError:
+            await _give_up(worker, launch, "the start was given up")
+            raise
+        except asyncio.CancelledError:
+            await _give_up(worker, launch, "the start was given up")
+            if config.cache_dir is not None:
+                for rank in worker.ranks:
+                    await asyncio.to_thread(take_back_load, Path(config.cache_dir), rank.pid)
+            raise
+        except ForkserverLostError:
+            raise
+        except Exception as error:  # whatever the start of a process may raise
+            raise WorkerStartError(
+                f"the process could not be started: {error!r}", permanent=False
+            ) from error
+        return worker
+
+    def _on_launched(self, launch: Task[None]) -> None:
+        self._launches.discard(launch)
+        if not launch.cancelled():
+            launch.exception()  # it is retrieved, even if the start was given up before
+
+    async def _launch(self, worker: LocalWorker, config: WorkerConfig) -> None:
+        """Start all processes of a worker, or leave none, nor anything that was made for them."""
+        processes: list[BaseProcess] = []
+        try:
+            for rank in worker.ranks:
+                processes.append(self._process_of(rank, worker, config))
+                await self._start_process(processes[-1])
+                if worker.is_given_up:
+                    raise InterruptedError("the start was given up")
+            worker.attach(processes)
+        except Exception:
+            await asyncio.to_thread(_kill, processes)
+            await worker.kill("could not be started")
+            raise
+
+    def _process_of(
+        self, rank: RankProcess, worker: LocalWorker, config: WorkerConfig
+    ) -> BaseProcess:
+        from inferpool.workers.inside import entry
+
+        ends = worker.wiring.ends_of(rank.number)
+        shared = (worker.outputs.memory, ends, rank.stacks)
+        row = rank.heartbeat.memory
+        make = SpawnProcess if self._forkserver is None else ForkedProcess
+        return make(
+            target=entry.follow if rank.number else entry.run,
+            name=rank.name,
+            args=(config, rank.outbox, row, ends, rank.stacks)
+            if rank.number
+            else (config, worker.inbox, rank.outbox, self._arena.memory, row, *shared),
+        )
+
+    async def _start_process(self, process: BaseProcess) -> None:
+        if self._forkserver is None:
+            process.start()
+            return
+        try:
+            await asyncio.to_thread(process.start)  # it waits for the forkserver's answer
+        except Exception as error:
+            # What it had opened is closed with its locals, which the error holds otherwise.
+            traceback.clear_frames(error.__traceback__)
+            raise
+
+
+def _not_loaded(config: WorkerConfig) -> WorkerStartError:
+    text = f"the model was not loaded within {config.load_timeout_s:g} s (load_timeout_s)"
+    return WorkerStartError(text, permanent=False)
+
+
+async def _give_up(
+    worker: LocalWorker, launch: Task[None], reason: str, *, with_stacks: bool = False
+) -> None:
+    """End a worker that starts.
+
+    A process that is only half started is not waited for much longer: its launch kills it.
+    """
+    worker.is_given_up = True
+    await asyncio.wait([launch], timeout=EXIT_WAIT_S)
+    if worker.lead.is_attached:
+        await worker.kill(reason, with_stacks=with_stacks)
+
+
+def _kill(processes: Sequence[BaseProcess]) -> None:
+    for process in processes:
+        if process.pid is not None:
+            process.kill()
+    for process in processes:
+        if process.pid is not None:
+            process.join(EXIT_WAIT_S)
+            if process.exitcode is not None:
+                process.close()

@@ -1,0 +1,407 @@
+"""One incarnation of a worker of this host, as the front end's event loop sees it.
+
+It is one process, or one for each device of a split replica: a group, whose lead (rank 0) has the
+queues, and which lives and dies as one. Nothing here waits for a process: reads and writes are
+non-blocking, and a death is seen as the end of file of an output queue.
+"""
+
+import asyncio
+import logging
+import signal
+import time
+from asyncio import Future, Task
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.process import BaseProcess
+
+from inferpool.workers.config import WorkerConfig
+from inferpool.workers.errors import WorkerLostError, WorkerStartError
+from inferpool.workers.host.canary import PATIENCE_S
+from inferpool.workers.host.carrier import Carrier
+from inferpool.workers.host.endings import OomKills
+from inferpool.workers.host.engine import Cause, Ending, RankVitals, Vitals, WorkerId
+from inferpool.workers.host.held import batch_timeout_s
+from inferpool.workers.host.keep_going import KeepGoing
+from inferpool.workers.host.queues import PrivateQueue
+from inferpool.workers.host.rank_process import RankProcess
+from inferpool.workers.inside.frames import FrameError
+from inferpool.workers.log_lines import log_line
+from inferpool.workers.messages import (
+    BatchDone,
+    FromWorker,
+    ItemRef,
+    Leaving,
+    LogLine,
+    Progress,
+    RankReady,
+    Ready,
+    StartFailed,
+)
+from inferpool.workers.outputs import OutputRegion
+from inferpool.workers.wiring import Wiring
+
+logger = logging.getLogger(__name__)
+
+EXIT_WAIT_S = 5.0
+"""How long a SIGKILLed process may take to go before its device is given up."""
+_LOOK_S = 2.0
+"""How often each process is looked at, which costs some 0.1 ms."""
+_STALLED_S = 3.0
+"""A process that waits for work beats every second."""
+_PAUSE_S = 0.5
+"""This loop was not just busy if it comes round so much too late: the whole host paused."""
+_RETIRE_S = 5.0
+"""How long a worker that is to be replaced may take to finish what it holds."""
+_FOLLOW_OUT_S = 1.0
+"""How long the other ranks may take to leave after one has left as it was told to."""
+_OF_LEAD = BatchDone | Progress | Ready | LogLine | Leaving | StartFailed
+_OF_FOLLOWER = RankReady | LogLine | Leaving | StartFailed
+
+
+class LocalWorker:
+    """One incarnation: its processes, its two queues, and the batches that it holds."""
+
+    def __init__(
+        self,
+        id: WorkerId,
+        config: WorkerConfig,
+        on_progress: Callable[[str], None],
+        oom_kills: OomKills,
+    ) -> None:
+        """Make the queues of an incarnation.
+
+        Raises:
+            SharedMemoryError: There is no memory to be had.
+            OSError: There are no descriptors to be had.
+        """
+        self.id = id
+        self.credit = config.credit
+        num_ranks = config.placement.num_ranks
+        self.inbox = PrivateQueue()
+        self.outputs = OutputRegion()
+        self.ranks = [
+            RankProcess(id, rank, oom_kills, is_alone=num_ranks == 1) for rank in range(num_ranks)
+        ]
+        self.lead = self.ranks[0]
+        self.wiring = Wiring(num_ranks)
+        self._device_names = config.placement.names
+        self._patience_s = min(PATIENCE_S, batch_timeout_s(config.batch_timeout_s, None))
+        self.carrier = Carrier(
+            self.lead.heartbeat,
+            self.outputs,
+            wanted_timeout_s=config.batch_timeout_s,
+            patience_s=self._patience_s,
+        )
+        self._on_progress = on_progress
+        self._loop = asyncio.get_running_loop()
+        self.started: Future[Ready] = self._loop.create_future()
+        """Done once it has answered a canary."""
+        self._gone: Future[Ending] = self._loop.create_future()
+        self._ready: Ready | None = None
+        self._followers: dict[int, RankReady] = {}
+        """What those said that are ready."""
+        self._watching: Task[None] | None = None
+        self._cause: Cause | None = None
+        self._reason = ""
+        self._is_ending = False
+        """It takes no more batches."""
+        self._is_our_doing = False
+        """It is ended for another reason than what it does with its batches."""
+        self._keep_going = KeepGoing(f"the watch of {id}")
+        self._is_end_known = False
+        """A process of it has ended, which is what ends it."""
+        self.is_given_up = False
+        """Nobody waits for its start any more."""
+
+    @property
+    def ready(self) -> Ready:
+        """What the worker said of itself when it was ready."""
+        return self.started.result()
+
+    @property
+    def has_worked(self) -> bool:
+        """It has answered a batch that was no canary."""
+        return self.carrier.has_worked
+
+    @property
+    def is_stalled(self) -> bool:
+        """It is not at work, and one of its processes shows no sign of life."""
+        if self._gone.done() or self.carrier.held.is_any_begun:
+            return False
+        return self._silence_s > _STALLED_S
+
+    def attach(self, processes: Sequence[BaseProcess]) -> None:
+        """Take charge of the started processes: keep our ends of their queues, and listen."""
+        self.inbox.reader.close()
+        self.wiring.close()
+        self.carrier.attach(self.inbox.writer)
+        for rank, process in zip(self.ranks, processes, strict=True):
+            rank.attach(process, self)
+        self._watching = self._loop.create_task(self._watch(), name=f"watch {self.id}")
+        self._watching.add_done_callback(self._on_unwatched)
+
+    def run(self, items: Sequence[ItemRef]) -> "Future[BatchDone]":
+        """Send a batch; see `WorkerHandle.run`."""
+        if self._is_ending:
+            future: Future[BatchDone] = self._loop.create_future()
+            future.set_exception(WorkerLostError(self._reason, started=False))
+            return future
+        return self.carrier.give(items)
+
+    async def wait(self) -> Ending:
+        """Wait until the process is gone, and say how it ended."""
+        return await asyncio.shield(self._gone)
+
+    async def stop(self, grace_s: float) -> None:
+        """Send the sentinel and wait; then SIGTERM, then SIGKILL."""
+        if self._gone.done():
+            return
+        if grace_s <= 0:
+            self._take_blame()
+            await self.kill("stopped in a hurry")
+            return
+        self._reason = self._reason or "stopped"
+        self.carrier.send_sentinel()
+        if await self._is_gone_within(grace_s):
+            return
+        logger.warning("%s did not stop within %g s: terminating it", self.id, grace_s)
+        self._take_blame()
+        for rank in self.ranks:
+            rank.heartbeat.tell_to_leave()
+        self._signal(signal.SIGTERM)
+        if not await self._is_gone_within(1.0):
+            await self.kill(f"did not stop within {grace_s:g} s", with_stacks=True)
+
+    async def kill(self, reason: str, *, with_stacks: bool = False) -> None:
+        """SIGKILL the processes, if there are any, and wait for their exit.
+
+        Args:
+            reason: Why, for a person.
+            with_stacks: Have them write the stacks of their threads into the log first.
+        """
+        self._reason = self._reason or reason
+        self._is_ending = True
+        if not self.lead.is_attached:
+            self._close()
+            return
+        if with_stacks:
+            with self._keep_going:  # or it would not be killed
+                await self._log_stacks(reason)
+        self._signal(signal.SIGKILL)
+        if not await self._is_gone_within(EXIT_WAIT_S):
+            logger.critical("%s does not exit after SIGKILL (stuck in the kernel?)", self.id)
+
+    def vitals(self) -> Vitals:
+        """The processes as seen from here."""
+        is_gone = self._gone.done()
+        now = time.monotonic()
+        proven_at = self.carrier.proven_at
+        ranks = [self._vitals_of(rank) for rank in self.ranks]
+        return Vitals(
+            pid=self.lead.pid,
+            rss_bytes=sum(rank.rss_bytes for rank in ranks),
+            last_beat_age_s=ranks[0].last_beat_age_s,
+            num_batches=0 if is_gone else self.lead.heartbeat.num_batches,
+            last_answer_age_s=now - proven_at if proven_at else 0.0,
+            batch_age_s=0.0 if is_gone else self.carrier.held.oldest_age_s(now),
+            ranks=ranks if len(ranks) > 1 else (),
+        )
+
+    def _vitals_of(self, rank: RankProcess) -> RankVitals:
+        said = self._ready if rank is self.lead else self._followers.get(rank.number)
+        return RankVitals(
+            rank=rank.number,
+            pid=rank.pid,
+            device=self._device_names[rank.number],
+            device_name=said.device if said else "",
+            rss_bytes=rank.rss_bytes,
+            last_beat_age_s=0.0 if self._gone.done() else rank.heartbeat.age_s,
+            part=said.part if said else None,
+        )
+
+    @property
+    def _silence_s(self) -> float:
+        """How long ago the last sign of life was of that process where it is the longest."""
+        return max(rank.heartbeat.age_s for rank in self.ranks)
+
+    def on_message(self, rank: RankProcess, message: FromWorker) -> None:
+        """See `Owner`."""
+        if not isinstance(message, _OF_LEAD if rank is self.lead else _OF_FOLLOWER):
+            raise FrameError(f"{type(message).__name__}, which is not its to say")
+        match message:
+            case BatchDone():
+                if self.carrier.take(message):
+                    self._judge_canary()
+            case Progress():
+                self._on_progress(message.stage)
+            case LogLine():
+                log_line(message, rank.labels)
+            case Ready():
+                if not message.preloaded and self.id.incarnation == 0:
+                    logger.info("%s was started without a preloaded torch", self.id)
+                self._ready = message
+                self._prove_if_ready()
+            case RankReady():
+                self._followers[rank.number] = message
+                self._prove_if_ready()
+            case Leaving():
+                self._cause = self._cause or message.cause
+                self._reason = self._reason or self._said(rank, message.reason)
+            case StartFailed():
+                text = self._said(rank, message.message)
+                self._fail_start(text, permanent=message.permanent, traceback=message.traceback)
+
+    def on_mute(self, rank: RankProcess, reason: str) -> None:
+        """See `Owner`."""
+        self._is_ending = True
+        self._reason = self._reason or (self._said(rank, reason) if reason else "")
+
+    def on_exit(self, rank: RankProcess) -> None:
+        """See `Owner`. The first to exit has ended the worker, and the others are seen out."""
+        self._is_ending = True
+        cause, reason = rank.ending
+        if not self._is_end_known:
+            self._is_end_known = True
+            self._note_end(rank, cause, reason)
+            self._see_others_out(_FOLLOW_OUT_S if rank.has_left else 0.0)
+        rank.log_last_stacks(self._reason, self.carrier.at_work_on())
+        if all(each.is_gone for each in self.ranks):
+            self._settle()
+
+    def _prove_if_ready(self) -> None:
+        """Give it a canary once all its ranks have loaded."""
+        ready = self._ready
+        if ready is None or len(self._followers) < len(self.ranks) - 1:
+            return
+        self.carrier.prove(ready.warmup_s)
+
+    def _said(self, rank: RankProcess, text: str) -> str:
+        """What is said of one process, and of which where there are several."""
+        return f"rank {rank.number}: {text}" if len(self.ranks) > 1 else text
+
+    def _judge_canary(self) -> None:
+        failure = self.carrier.canary.failure
+        if not failure:
+            if not self.started.done():
+                assert self._ready is not None
+                self.started.set_result(self._ready)
+        elif not self.started.done():
+            self._fail_start(f"it failed on a sample of its own: {failure}")
+        else:
+            logger.warning("%s failed on a sample of its own: %s", self.id, failure)
+
+    def _note_end(self, rank: RankProcess, cause: Cause, reason: str) -> None:
+        if self._reason:  # it or we have said why
+            self._cause = self._cause or ("exit" if cause == "exit" else "signal")
+        else:
+            self._cause, self._reason = cause, self._said(rank, reason)
+        self._fail_start(f"the process ended before it was ready: {self._reason}")
+
+    def _see_others_out(self, grace_s: float) -> None:
+        """None of a group is left behind, and none waits for the one that is gone."""
+        for rank in self.ranks:
+            if not rank.is_gone:
+                if grace_s:
+                    self._loop.call_later(grace_s, rank.signal, signal.SIGKILL)
+                else:
+                    rank.signal(signal.SIGKILL)
+
+    def _settle(self) -> None:
+        """All processes are gone, so nobody reads what the batches lie in: settle all of them."""
+        assert self._cause is not None
+        was_at_work = self.carrier.lose_all(self._reason, is_our_doing=self._is_our_doing)
+        self._close()
+        self._gone.set_result(
+            Ending(cause=self._cause, reason=self._reason, was_at_work=was_at_work)
+        )
+
+    def _fail_start(self, message: str, *, permanent: bool = False, traceback: str = "") -> None:
+        if not self.started.done():
+            error = WorkerStartError(message, permanent=permanent, traceback=traceback)
+            self.started.set_exception(error)
+            self.started.exception()  # it is retrieved, even if the start was cancelled
+
+    async def _watch(self) -> None:
+        """Look at the processes now and then: have them prove themselves, or end them."""
+        while True:
+            now = time.monotonic()
+            wake_at = now + max(0.001, min(_LOOK_S, self._patience_s, self.carrier.next_due_s(now)))
+            await asyncio.sleep(wake_at - now)
+            now = time.monotonic()
+            with self._keep_going:
+                if self._is_ending:
+                    return
+                await self._look_after(now, now - wake_at)
+
+    async def _look_after(self, now: float, late_s: float) -> None:
+        """Take one look, which came so much too late."""
+        has_paused = late_s > _PAUSE_S
+        if has_paused:
+            self.carrier.held.forgive(late_s, now)
+        for rank in self.ranks:
+            rank.look()
+        if not has_paused and (silent := self._silent_follower()):
+            self._cause, self._is_our_doing = "hang", True
+            await self.kill(silent, with_stacks=True)
+        elif reason := self.carrier.held.hang(now):
+            self._cause = "hang"
+            self._is_our_doing = self.carrier.held.is_oldest_canary
+            await self.kill(reason, with_stacks=True)
+        elif self.carrier.canary.is_ill:
+            await self._retire(f"it failed on a sample of its own: {self.carrier.canary.failure}")
+        elif self.carrier.is_canary_due(now) and not self.carrier.held:
+            self.carrier.give_canary(self.carrier.canary.limit_s)
+
+    def _silent_follower(self) -> str:
+        """What to say of a rank that should wait for the lead's calls, and shows no sign of it."""
+        if not self.started.done() or self.carrier.held.is_any_begun:
+            return ""
+        for rank in self.ranks[1:]:
+            if rank.heartbeat.age_s > self._patience_s:
+                text = f"hung: it was idle, and showed no sign of life for {self._patience_s:g} s"
+                return self._said(rank, text)
+        return ""
+
+    def _take_blame(self) -> None:
+        """What ends it from now on is no batch, unless one of them has hung already."""
+        self._is_our_doing = self._is_our_doing or self._cause != "hang"
+
+    def _on_unwatched(self, watching: Task[None]) -> None:
+        if not watching.cancelled() and (error := watching.exception()):
+            logger.critical("%s is no longer watched", self.id, exc_info=error)
+
+    async def _retire(self, reason: str) -> None:
+        """Have it finish what it holds, in the time of batches, and leave to be replaced."""
+        logger.error("%s: %s; replacing it", self.id, reason)
+        self._cause, self._reason, self._is_ending = "canary", reason, True
+        self.carrier.send_sentinel()
+        while self.carrier.held and not self.carrier.held.hang(now := time.monotonic()):
+            if await self._is_gone_within(max(0.001, self.carrier.held.next_due_s(now))):
+                return
+        if self.carrier.held or not await self._is_gone_within(_RETIRE_S):
+            self._is_our_doing = True
+            await self.kill(reason, with_stacks=True)
+
+    async def _log_stacks(self, reason: str) -> None:
+        at_work_on = self.carrier.at_work_on()
+        await asyncio.gather(*(rank.log_stacks(reason, at_work_on) for rank in self._living()))
+
+    def _living(self) -> Iterator[RankProcess]:
+        return (rank for rank in self.ranks if not rank.is_gone)
+
+    def _signal(self, signum: int) -> None:
+        for rank in self._living():
+            rank.signal(signum)
+
+    async def _is_gone_within(self, timeout_s: float) -> bool:
+        done, _ = await asyncio.wait([self._gone], timeout=timeout_s)
+        return bool(done)
+
+    def _close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+        self.carrier.close()
+        for rank in self.ranks:
+            rank.close()
+        self.inbox.close()
+        self.wiring.close()
+        self.outputs.close()

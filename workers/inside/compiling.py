@@ -1,0 +1,120 @@
+"""Compiles a model's network in a process of its own, at the order of a worker or of a search.
+
+So that is spared the compiler's memory, and a compiler that crashes ends nobody else.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from inferpool.workers.config import WorkerConfig
+
+_BOOT = "import json, sys; told = json.load(sys.stdin); sys.path[:] = told['sys_path']; "
+_TIMEOUT_S = 900.0
+_WEIGHTS = "weights.pt"
+_MAX_REASON = 300
+
+
+class CompileError(Exception):
+    """It could not be compiled; the message says why."""
+
+
+def compile_package(
+    config: WorkerConfig,
+    network: nn.Module,
+    preset: str,
+    path: Path,
+    *,
+    timeout_s: float = _TIMEOUT_S,
+) -> None:
+    """Write the package of a model's network as it is loaded here, and wait for it.
+
+    Raises:
+        CompileError: It could not be done.
+    """
+    for left_over in path.parent.glob(f"{path.stem}-compiling-*"):
+        shutil.rmtree(left_over, ignore_errors=True)  # of a compiler that was killed
+    told = {
+        "sys_path": sys.path,
+        "source": config.model.source,
+        "weights": config.model.weights,
+        "options": dict(config.model.options),
+        "num_threads": config.placement.num_threads,
+        "preset": preset,
+        "path": str(path),
+        "parent": os.getpid(),
+    }
+    with tempfile.TemporaryDirectory(prefix=f"{path.stem}-compiling-", dir=path.parent) as scratch:
+        # Weights may be random, or come from a file that is another one by now.
+        torch.save(network.state_dict(), Path(scratch, _WEIGHTS))
+        command = [
+            sys.executable,
+            "-P",
+            "-c",
+            f"{_BOOT}from inferpool.workers.inside.compiling import main; main(told)",
+        ]
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            cwd=Path.cwd(),
+            env={**os.environ, "TMPDIR": scratch},
+            start_new_session=True,
+            text=True,
+        )
+        try:
+            order = json.dumps({**told, "scratch": scratch})
+            _, errors = process.communicate(order, timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            raise CompileError(f"compiling took more than {timeout_s:g} s") from None
+        finally:
+            _end(process)
+    if process.returncode:
+        last = (errors.strip().splitlines() or [_described(process.returncode)])[-1]
+        raise CompileError(f"compiling failed: {last[:_MAX_REASON]}")
+
+
+def main(told: dict[str, object]) -> None:
+    """The process that compiles."""
+    from inferpool.models.sources.registry import build
+    from inferpool.models.spec import Placement
+    from inferpool.models.speed.compiled import compile_network
+    from inferpool.models.speed.trial import Trial
+    from inferpool.models.speed.verdicts import VerdictStore
+    from inferpool.workers.guard import die_with_parent
+
+    die_with_parent(int(str(told["parent"])))
+    torch.set_num_threads(int(str(told["num_threads"])))
+    options = told["options"]
+    assert isinstance(options, dict)
+    weights = told["weights"]
+    model = build(str(told["source"]), None if weights is None else str(weights), options)
+    model.load(Placement(devices=("cpu",)))
+    network = model.network
+    assert isinstance(network, nn.Module)
+    scratch = Path(str(told["scratch"]))
+    network.load_state_dict(torch.load(scratch / _WEIGHTS, weights_only=True))
+    trial = Trial(model, 1, VerdictStore(None))
+    compile_network(network, trial.calibrate, str(told["preset"]), Path(str(told["path"])), scratch)
+
+
+def _described(code: int) -> str:
+    return f"exit code {code}" if code > 0 else f"ended by signal {-code}"
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    """Leave nothing of it, nor of the C++ compiler that it may have started."""
+    try:
+        os.killpg(process.pid, 9)
+    except ProcessLookupError:
+        return
+    finally:
+        process.wait()

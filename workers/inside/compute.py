@@ -1,0 +1,420 @@
+"""From the items of a batch to their outcomes, whatever some of them do. Runs in a worker process.
+
+Preparation that fails, fails its own item. Items that do not go together are computed in groups
+that do. A forward pass that fails, or yields what the model does not promise, is halved until the
+items at fault stand alone, so their neighbours succeed.
+"""
+
+import logging
+import math
+import time
+from asyncio import CancelledError
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from inferpool.models.base import Model
+from inferpool.models.border import bad_return, is_overridden
+from inferpool.models.errors import InputError, ModelError
+from inferpool.models.item import Features, Item
+from inferpool.models.out_of_memory import is_out_of_memory
+from inferpool.models.texts import described, text_of
+from inferpool.workers.config import ErrorDetail
+from inferpool.workers.inside.checks import BrokenPromiseError, OutputChecks
+from inferpool.workers.inside.outcomes import (
+    MAX_BATCH_BYTES,
+    Outgoing,
+    bounded,
+    check_size,
+    error_of,
+    plain_value,
+    told,
+)
+from inferpool.workers.inside.pools import started_pool
+from inferpool.workers.inside.shapes import ShapeGroup, grouped, signature_of
+from inferpool.workers.inside.shortage import SafeSizes, release
+from inferpool.workers.messages import ItemError, ItemRef, Outcome, Stored
+
+logger = logging.getLogger(__name__)
+
+_SAMPLE_REF = ItemRef("bytes", 0, 0, math.inf, request_id="canary")
+"""Of a canary's item, which is the model's own and lies elsewhere."""
+_RAISED = (Exception, CancelledError)
+"""What fails an instance; the latter is no Exception, and code that uses asyncio may raise it."""
+_CHEAP_BYTES = 1 << 16
+"""Answers in JSON up to this need not be counted: no batch has so many of them."""
+_POOL_PAYS_S = 0.0005
+"""A preparation per item that is shorter than this is not worth a hand-over to another thread."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Prepared:
+    """A batch on its way: one entry per item in each list but `groups`."""
+
+    id: int
+    refs: Sequence[ItemRef]
+    items: Sequence[Item]
+    features: list[Features | None]
+    buckets: list[Hashable]
+    """What the model says of which go together."""
+    outcomes: list[Outcome | None]
+    groups: list[ShapeGroup] = field(default_factory=list)
+    began: float = 0.0
+    """When its preparation began."""
+    prepare_s: float = 0.0
+    is_canary: bool = False
+    step: str = "collate"
+    """The model's method that its computation is in, or was in when it failed."""
+    num_bytes: int = 0
+    """How many bytes the answers have so far."""
+
+
+class Computer:
+    """Runs a loaded model on batches of items. Its callers are in torch's inference mode."""
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        num_threads: int,
+        pin_memory: bool,
+        sample: Item | None = None,
+        on_progress: Callable[[], None] = lambda: None,
+        keep: Callable[[memoryview], bytes | Stored] = bytes,
+        error_detail: ErrorDetail = "name",
+    ) -> None:
+        """Take over a loaded model.
+
+        Args:
+            model: What computes.
+            num_threads: How many preparations may run at once.
+            pin_memory: Whether batches go to a GPU.
+            sample: What canaries compute.
+            on_progress: Called before each further part of a batch that is computed in parts.
+            keep: Copies the bytes of an output, which the model may use again.
+            error_detail: How much of the model's exceptions clients are told.
+        """
+        self._model = model
+        self._pin_memory = pin_memory
+        self._sample = sample
+        self.on_progress = on_progress
+        """See above; the loop that has several batches under way sets it."""
+        self._keep = keep
+        self._error_detail = error_detail
+        self._is_sample_finite: bool | None = None
+        self._checks = OutputChecks(model)
+        self._renders_in = "render_batch" if is_overridden(model, "render_batch") else "render"
+        self._safe_sizes = SafeSizes()
+        self._pool = started_pool(num_threads, "prepare") if num_threads > 1 else None
+        self._item_s = 0.0
+        self._encode = msgspec.json.Encoder(enc_hook=plain_value).encode
+
+    def warm_up(self, samples: Sequence[Item], sizes: Sequence[int]) -> float:
+        """Compute batches of some sizes, made of samples.
+
+        Returns:
+            What the longest took, in seconds, with the preparation of so many samples.
+
+        Raises:
+            ModelError: The outputs are not what the model declares.
+        """
+        model = self._model
+        longest_s = 0.0
+        with torch.inference_mode():
+            began = time.monotonic()
+            features = [model.preprocess(item) for item in samples]
+            prepare_s = (time.monotonic() - began) / len(samples)
+            for size in sizes:
+                began = time.monotonic()
+                batch = model.collate([features[i % len(features)] for i in range(size)])
+                outputs = {name: out.cpu() for name, out in model.forward(batch).items()}
+                outputs = dict(model.postprocess(outputs))
+                try:
+                    self._checks.check_shapes(outputs, size)
+                except BrokenPromiseError as error:
+                    raise ModelError(str(error)) from error
+                longest_s = max(longest_s, prepare_s * size + time.monotonic() - began)
+        return longest_s
+
+    def prepare(self, id: int, refs: Sequence[ItemRef], payloads: Sequence[memoryview]) -> Prepared:
+        """Decode, transform and collate. May run while another batch is in `compute`."""
+        began = time.monotonic()
+        items = [
+            Item(
+                kind=ref.kind,
+                payload=payload,
+                headers=ref.headers,
+                parameters=msgspec.json.decode(ref.parameters) if ref.parameters else {},
+            )
+            for ref, payload in zip(refs, payloads, strict=True)
+        ]
+        return self._prepare(_prepared(id, refs, items), began)
+
+    def prepare_sample(self, id: int) -> Prepared:
+        """As `prepare`, for a canary: the model's sample, or nothing if it has none."""
+        sample = self._sample
+        prepared = (
+            _prepared(id, [], []) if sample is None else _prepared(id, [_SAMPLE_REF], [sample])
+        )
+        prepared.is_canary = True
+        return self._prepare(prepared, time.monotonic())
+
+    def judge_sample(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """The error of a canary, if there is one.
+
+        A model may yield NaN for a sample of mere zeros and be well: not being finite counts
+        against it only where it was before.
+        """
+        errors = [outcome for outcome in outcomes if isinstance(outcome, ItemError)]
+        is_finite = not any(error.code == "non_finite_output" for error in errors)
+        if self._is_sample_finite is None:
+            self._is_sample_finite = is_finite
+            if not is_finite:
+                logger.warning("the model's output for a sample of its own is not finite")
+        return [*errors] if is_finite or self._is_sample_finite else []
+
+    def compute(self, prepared: Prepared) -> list[Outcome]:
+        """Run the model on what was prepared, and render the answers."""
+        for number, group in enumerate(prepared.groups):
+            if number:
+                self.on_progress()
+            self._compute_group(prepared, group)
+        late = ItemError("deadline_exceeded", "the deadline passed before it was computed")
+        outcomes = [late if outcome is None else outcome for outcome in prepared.outcomes]
+        return bounded(outcomes) if prepared.num_bytes > MAX_BATCH_BYTES else outcomes
+
+    def _prepare(self, prepared: Prepared, began: float) -> Prepared:
+        num_items = len(prepared.items)
+        prepared.began = began
+        if self._pool and num_items > 1 and self._item_s > _POOL_PAYS_S:
+            list(self._pool.map(partial(self._preprocess_apart, prepared), range(num_items)))
+        elif num_items:
+            self._preprocess(prepared, range(num_items))
+            self._item_s = (time.monotonic() - began) / num_items
+        if live := [i for i, outcome in enumerate(prepared.outcomes) if outcome is None]:
+            prepared.groups = grouped(
+                live, prepared.features, prepared.buckets, partial(self._collate, prepared)
+            )
+        prepared.prepare_s = time.monotonic() - began
+        return prepared
+
+    def _preprocess_apart(self, prepared: Prepared, index: int) -> None:
+        """Preprocess one item in a thread of the pool."""
+        with torch.inference_mode():
+            self._preprocess(prepared, (index,))
+
+    def _preprocess(self, prepared: Prepared, indices: Iterable[int]) -> None:
+        preprocess, bucket = self._model.preprocess, self._model.bucket
+        refs, items, features = prepared.refs, prepared.items, prepared.features
+        for i in indices:
+            if refs[i].deadline <= time.monotonic():
+                prepared.outcomes[i] = ItemError(
+                    "deadline_exceeded", "the deadline passed before it was prepared"
+                )
+                continue
+            step = "preprocess"
+            try:
+                features[i] = found = preprocess(items[i])
+                step = "bucket"
+                prepared.buckets[i] = name = bucket(found)
+                hash(name)  # what has none is this item's mistake, and not the batch's
+            except _RAISED as error:
+                prepared.outcomes[i] = self._error_of(error, step, refs[i])
+
+    def _collate(self, prepared: Prepared, indices: Sequence[int]) -> Features:
+        chosen = [features for i in indices if (features := prepared.features[i]) is not None]
+        prepared.step = "collate"
+        batch = self._model.collate(chosen)
+        if self._pin_memory and isinstance(batch, Mapping):
+            return {name: _pinned(value) for name, value in batch.items()}
+        return batch
+
+    def _compute_group(self, prepared: Prepared, group: ShapeGroup) -> None:
+        live = _in_time(prepared, group.indices)
+        if not live:
+            return
+        pieces = self._safe_sizes.split(live, prepared.features)
+        is_whole = len(pieces[0]) == len(group.indices)
+        for piece in pieces:
+            if self._compute_some(prepared, piece, group if is_whole else None):
+                self._safe_sizes.note_good(piece, prepared.features)
+
+    def _compute_some(
+        self, prepared: Prepared, indices: list[int], whole: ShapeGroup | None
+    ) -> bool:
+        """Compute some items; halve them for as long as they fail together.
+
+        Args:
+            prepared: Their batch.
+            indices: Which.
+            whole: The group that they are, which need not be collated again; None if it is another.
+
+        Returns:
+            Whether each of them fitted into the memory, if not all of them together: one that does
+            not fit alone says nothing of how many others do.
+        """
+        batch: Features | None = None
+        if whole is not None:
+            # What does not fit must not take up room while it is halved.
+            batch, whole.batch = whole.batch, None
+        else:
+            self.on_progress()
+            indices = _in_time(prepared, indices)
+            if not indices:
+                return True
+        is_shortage = False
+        try:
+            again = self._compute_once(prepared, indices, batch)
+        except torch.AcceleratorError as error:
+            if not is_out_of_memory(error):
+                raise  # the context is lost: this incarnation is over
+            is_shortage = True
+            again = self._survive(prepared, indices, error)
+        except _RAISED as error:
+            is_shortage = is_out_of_memory(error)
+            again = self._survive(prepared, indices, error)
+        del batch
+        if not again:
+            return not is_shortage
+        middle = len(again) // 2
+        has_first_fitted = self._compute_some(prepared, again[:middle], None)
+        has_second_fitted = self._compute_some(prepared, again[middle:], None)
+        has_fitted = has_first_fitted and has_second_fitted
+        if is_shortage and has_fitted:
+            size = self._safe_sizes.note(signature_of(prepared.features[again[0]]), len(again))
+            logger.warning("from now on at most %d inputs of this shape at once", size)
+        return has_fitted
+
+    def _survive(self, prepared: Prepared, indices: list[int], error: BaseException) -> list[int]:
+        """Settle what a failed computation leaves to settle; returns which to compute in halves.
+
+        Raises:
+            torch.AcceleratorError: The device's context is lost, whatever the error said.
+        """
+        is_shortage = is_out_of_memory(error)
+        first = indices[0]
+        if len(indices) == 1:
+            failure = self._error_of(error, prepared.step, prepared.refs[first])
+            if is_shortage:
+                text = f"out of memory on this input alone: {told(error, self._error_detail)}"
+                failure = ItemError("model_error", text)
+            prepared.outcomes[first] = failure
+        else:
+            text = "a batch of %d failed (%s): computing it in halves"
+            logger.warning(text, len(indices), described(error))
+        if is_shortage:
+            release(error)
+        elif torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # errors of the libraries on top may hide that it is lost
+        return indices if len(indices) > 1 else []
+
+    def _compute_once(
+        self, prepared: Prepared, indices: list[int], batch: Features | None
+    ) -> list[int]:
+        """Compute some items together; returns which must be computed in halves."""
+        model = self._model
+        if batch is None:
+            batch = self._collate(prepared, indices)
+        prepared.step = "forward"
+        outputs = model.forward(batch)
+        del batch  # its room is for what follows
+        prepared.step = "postprocess"
+        outputs = model.postprocess({name: out.cpu() for name, out in outputs.items()})
+        self._checks.check_shapes(outputs, len(indices))
+        if rows := self._checks.non_finite_rows(outputs):
+            return self._leave_out(prepared, indices, rows, outputs)
+        self._settle(prepared, indices, outputs)
+        return []
+
+    def _leave_out(
+        self, prepared: Prepared, indices: list[int], rows: list[int], outputs: Features
+    ) -> list[int]:
+        """Settle the rows that are finite. Of several others, one may have spoilt the rest."""
+        good = [row for row in range(len(indices)) if row not in rows]
+        if good:
+            chosen = {name: tensor[good] for name, tensor in outputs.items()}
+            self._settle(prepared, [indices[row] for row in good], chosen)
+        if len(rows) > 1:
+            return [indices[row] for row in rows]
+        i = indices[rows[0]]
+        extra = prepared.refs[i].log_ids()
+        logger.error("the model's output for an input is not finite", extra=extra)
+        prepared.outcomes[i] = ItemError(
+            "non_finite_output", "the model's output for this input has NaN or an infinity in it"
+        )
+        return []
+
+    def _settle(self, prepared: Prepared, indices: list[int], outputs: Features) -> None:
+        if prepared.is_canary:  # nobody reads its answer, which may have no form as bytes
+            prepared.outcomes = [b""] * len(prepared.outcomes)
+            return
+        refs = prepared.refs
+        as_tensors = [row for row, i in enumerate(indices) if refs[i].wants_tensors]
+        if not as_tensors:
+            self._render(prepared, indices, outputs)
+            return
+        if rest := [row for row, i in enumerate(indices) if not refs[i].wants_tensors]:
+            chosen = {name: tensor[rest] for name, tensor in outputs.items()}
+            self._render(prepared, [indices[row] for row in rest], chosen)
+        outgoing = Outgoing(outputs, len(indices))
+        prepared.num_bytes += outgoing.row_bytes * len(as_tensors)
+        for row in as_tensors:
+            i = indices[row]
+            try:
+                prepared.outcomes[i] = outgoing.row(row, self._keep)
+            except Exception as error:
+                # It fails alone: to compute its neighbours again would keep their outputs twice.
+                prepared.outcomes[i] = self._error_of(error, "postprocess", refs[i])
+
+    def _render(self, prepared: Prepared, indices: list[int], outputs: Features) -> None:
+        items, outcomes, encode = prepared.items, prepared.outcomes, self._encode
+        prepared.step = self._renders_in
+        values = self._model.render_batch(outputs, [items[i].parameters for i in indices])
+        for i, value in zip(indices, values, strict=True):
+            if isinstance(value, InputError):
+                outcomes[i] = self._error_of(value, "render", prepared.refs[i])
+                continue
+            try:
+                outcomes[i] = text = encode(value)
+                if (size := len(text)) > _CHEAP_BYTES:
+                    prepared.num_bytes += size
+                    check_size(size)
+            except (TypeError, ValueError, RecursionError) as error:
+                must, found = "a value that JSON can say", text_of(error)
+                wrong = bad_return(self._model, "render", must, found)
+                outcomes[i] = self._error_of(wrong, "render", prepared.refs[i])
+            except Exception as error:  # it is too large, or what it is made of raises
+                outcomes[i] = self._error_of(error, "render", prepared.refs[i])
+
+    def _error_of(self, error: BaseException, step: str, ref: ItemRef) -> ItemError:
+        return error_of(error, step, ref, self._error_detail)
+
+
+def _prepared(id: int, refs: Sequence[ItemRef], items: Sequence[Item]) -> Prepared:
+    num_items = len(refs)
+    return Prepared(
+        id=id,
+        refs=refs,
+        items=items,
+        features=[None] * num_items,
+        buckets=[None] * num_items,
+        outcomes=[None] * num_items,
+    )
+
+
+def _pinned(value: object) -> Any:
+    """A tensor that a GPU can copy by itself; a model's own `forward` may take other things."""
+    if not isinstance(value, Tensor) or value.is_cuda:  # it may have decoded on the device already
+        return value
+    return value.pin_memory()
+
+
+def _in_time(prepared: Prepared, indices: Sequence[int]) -> list[int]:
+    """Those whose deadline has not passed."""
+    now = time.monotonic()
+    return [i for i in indices if prepared.refs[i].deadline > now]

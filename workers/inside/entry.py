@@ -1,0 +1,41 @@
+"""Where a worker's processes begin: named by the front end, so torch is imported only here."""
+
+from mmap import mmap
+from typing import TYPE_CHECKING
+
+from inferpool.workers.config import WorkerConfig
+from inferpool.workers.guard import die_with_front_end
+from inferpool.workers.inside.stacks import record
+from inferpool.workers.wiring import RankEnds
+
+if TYPE_CHECKING:
+    from inferpool.workers.inside.worker_queue import WorkerQueue
+
+
+def run(
+    config: WorkerConfig,
+    inbox: "WorkerQueue",
+    outbox: "WorkerQueue",
+    arena: mmap,
+    row: mmap,
+    region: mmap,
+    ends: RankEnds | None,
+    stacks: int,
+) -> None:
+    """Run one incarnation of a worker, or its lead; see `workers.inside.process.main`."""
+    die_with_front_end()
+    record(stacks)  # early: importing torch may take its time too
+    from inferpool.workers.inside import process
+
+    process.main(config, inbox, outbox, arena, row, region, ends)
+
+
+def follow(
+    config: WorkerConfig, outbox: "WorkerQueue", row: mmap, ends: RankEnds, stacks: int
+) -> None:
+    """Run a rank that follows the lead of its group; see `workers.inside.follower.main`."""
+    die_with_front_end()
+    record(stacks)
+    from inferpool.workers.inside import follower
+
+    follower.main(config, outbox, row, ends)

@@ -1,0 +1,182 @@
+"""The ranks of a split replica, as each of them reaches the others. Worker processes only.
+
+Messages cross private pipes; their tensors follow by `torch.distributed`, whose NCCL or gloo is
+told nothing before both sides know what comes. A rank that finds another one gone does nothing
+about it: the front end sees each death at once, and ends the whole group.
+"""
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import NoReturn
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from inferpool.models.spec import Placement, Split
+from inferpool.models.split.own_time import OwnTime
+from inferpool.workers.memory import available_bytes
+from inferpool.workers.wiring import RankEnds
+
+logger = logging.getLogger(__name__)
+
+_LOOPBACK = "lo"
+_FOREVER = timedelta(days=365)
+"""The front end ends what hangs: no timeout of a collective must come before that."""
+_KILLED_WITHIN_S = 5.0
+"""A rank that has lost another is killed by the front end long before."""
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(tuple[object, list[tuple[str, tuple[int, ...]]]]).decode
+_FAREWELL = b""
+
+
+class Group:
+    """This process's `models.split.ranks.Ranks`."""
+
+    def __init__(self, ends: RankEnds, placement: Placement) -> None:
+        """Meet the other ranks; CUDA may be initialised from here on.
+
+        Args:
+            ends: What reaches them.
+            placement: Of the replica; each rank has pinned itself to its own part.
+
+        Raises:
+            RuntimeError: They cannot be met.
+        """
+        assert placement.split is not None, "only a split replica has several ranks"
+        self.rank, self.size = ends.rank, ends.num_ranks
+        self.split: Split = placement.split
+        self.device = torch.device(placement.devices[self.rank])
+        self.giving_way: Callable[[], AbstractContextManager[OwnTime]] = _alone
+        """See `Ranks`; the loop that has several batches under way sets it."""
+        self._ends = ends
+        self._under_way: SimpleQueue[tuple[dist.Work | None, Tensor]] = SimpleQueue()
+        self._num_sharing = placement.devices.count(placement.devices[self.rank])
+        backend = backend_for(placement.devices)
+        self._is_staged = self.device.type == "cuda" and backend == "gloo"
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        # All ranks are of this host, whose name need not mean any address.
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = _LOOPBACK
+        store = torch.distributed.FileStore(str(ends.meeting), self.size)  # type: ignore[attr-defined]  # its module does not export it
+        try:
+            dist.init_process_group(
+                backend, store=store, rank=self.rank, world_size=self.size, timeout=_FOREVER
+            )
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the ranks of a replica cannot meet over the loopback interface {_LOOPBACK!r}: "
+                f"{error}; is it up (ip link set lo up)?"
+            ) from error
+        # In a group, NCCL does what goes between two ranks one after the other, and a send is over
+        # when it is received: two stages that send to each other might wait so for ever.
+        back = dist.new_group(timeout=_FOREVER) if backend == "nccl" else None
+        assert not isinstance(back, int), "every rank is in it"
+        self._back = back
+        """What goes to a lower rank goes through that; None where it need not."""
+        threading.Thread(target=self._see_off, name="see-off", daemon=True).start()
+
+    @property
+    def room_bytes(self) -> int:
+        """What this rank may still take of its device's memory, an equal share where some share it.
+
+        Initialises CUDA.
+        """
+        if self.device.type == "cuda":
+            free_bytes, _ = torch.cuda.mem_get_info(self.device)
+        else:
+            free_bytes = available_bytes()
+        return free_bytes // self._num_sharing
+
+    def send(self, to: int, message: object, tensors: Sequence[Tensor] = ()) -> None:
+        """See `Ranks`."""
+        sent = [self._outgoing(tensor) for tensor in tensors]
+        shapes = [(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in sent]
+        try:
+            self._ends.writers[to].send_bytes(_encode((message, shapes)))
+            for tensor in sent:
+                if tensor.numel():
+                    work = dist.isend(tensor, to, group=self._way(self.rank, to))
+                    self._under_way.put((work, tensor))
+        except torch.AcceleratorError:
+            raise
+        except (OSError, RuntimeError) as error:
+            self._lose(to, error)
+
+    def receive(self, source: int, timeout_s: float | None = None) -> tuple[object, list[Tensor]]:
+        """See `Ranks`."""
+        reader = self._ends.readers[source]
+        try:
+            if not reader.poll(timeout_s):
+                raise TimeoutError(f"no message of rank {source} within {timeout_s:g} s")
+            frame = reader.recv_bytes()
+            if frame != _FAREWELL:
+                message, shapes = _decode(frame)
+                return message, [self._incoming(source, *shape) for shape in shapes]
+        except (TimeoutError, torch.AcceleratorError):
+            raise
+        except (EOFError, OSError, RuntimeError) as error:
+            self._lose(source, error)
+        raise EOFError(f"rank {source} has no more calls")
+
+    def let_go(self) -> None:
+        """Tell those that may listen to this rank that there are no more calls."""
+        for rank, writer in self._ends.writers.items():
+            if rank < self.rank:
+                continue
+            try:
+                writer.send_bytes(_FAREWELL)
+            except OSError as error:
+                logger.debug("rank %d is gone before it was let go: %s", rank, error)
+
+    def _outgoing(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach().to("cpu" if self._is_staged else self.device)
+        return tensor.contiguous()
+
+    def _incoming(self, source: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
+        device = "cpu" if self._is_staged else self.device
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        if tensor.numel():
+            dist.recv(tensor, source, group=self._way(source, self.rank))
+        return tensor.to(self.device)
+
+    def _way(self, source: int, to: int) -> dist.ProcessGroup | None:
+        return self._back if to < source else None
+
+    def _see_off(self) -> None:
+        """Keep what is sent until it has arrived. In a thread, since only waiting tells of that."""
+        while True:
+            work, tensor = self._under_way.get()
+            if work is not None:
+                with contextlib.suppress(RuntimeError):  # it will not arrive: its rank is gone
+                    work.wait()
+            del work, tensor
+
+    def _lose(self, rank: int, error: Exception) -> NoReturn:
+        """Wait for the front end, which knows by now, and says better why that rank is gone."""
+        level = logging.DEBUG if isinstance(error, EOFError | OSError) else logging.ERROR
+        logger.log(level, "rank %d cannot be reached: %s", rank, error)
+        time.sleep(_KILLED_WITHIN_S)
+        os._exit(1)
+
+
+def _alone() -> AbstractContextManager[OwnTime]:
+    """There is nobody to give way to."""
+    return nullcontext(OwnTime())
+
+
+def backend_for(devices: Sequence[str]) -> str:
+    """What carries tensors between these devices.
+
+    NCCL takes no two ranks on one GPU: those go by way of the host's memory.
+    """
+    on_gpus = all(device.startswith("cuda") for device in devices)
+    return "nccl" if on_gpus and len(set(devices)) == len(devices) else "gloo"

@@ -1,0 +1,176 @@
+"""From what a model returned or raised to what can be sent: the one way out of a worker.
+
+Number, names and bytes of outputs are bounded before any of them is copied, and the texts of errors
+before they are formatted. What is too much fails its own instance.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from inferpool.models.base import MAX_JSON_NUMBERS
+from inferpool.models.errors import InputError
+from inferpool.models.out_of_memory import lacks_resources
+from inferpool.models.texts import described, name_of, text_of, traceback_of
+from inferpool.workers.config import ErrorDetail
+from inferpool.workers.inside.checks import BrokenPromiseError
+from inferpool.workers.messages import ItemError, ItemRef, Outcome, Stored, TensorBlob
+
+logger = logging.getLogger(__name__)
+
+MAX_ANSWER_BYTES = 1 << 28
+"""The largest answer to one instance: the front end needs room for several copies of it."""
+MAX_BATCH_BYTES = 1 << 29
+"""Answers of a batch go in messages of about so many bytes; one may have twice as many."""
+MAX_OUTPUTS = 1024
+_MAX_NAME_CHARS = 256
+
+Keep = Callable[[memoryview], bytes | Stored]
+"""Copies the bytes of an output, which the model may use again."""
+
+
+class Outgoing:
+    """The outputs of some instances of a batch, ready to be sent as tensors."""
+
+    def __init__(self, outputs: Mapping[str, Tensor], num_rows: int) -> None:
+        """See that they can be sent.
+
+        Raises:
+            BrokenPromiseError: They cannot.
+        """
+        if len(outputs) > MAX_OUTPUTS:
+            raise BrokenPromiseError(
+                f"the model returned {len(outputs):,} outputs; at most {MAX_OUTPUTS:,} can be sent"
+            )
+        plain = [(name, _plain_of(name, tensor)) for name, tensor in outputs.items()]
+        self.row_bytes = sum(tensor.nbytes for _, tensor in plain) // max(1, num_rows)
+        """How many bytes the outputs of one instance have."""
+        check_size(self.row_bytes)
+        self._found = [
+            (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape[1:]), tensor)
+            for name, tensor in plain
+        ]
+
+    def row(self, row: int, keep: Keep) -> list[TensorBlob]:
+        """Copy the outputs of one instance."""
+        # All that may fail is done before anything is kept, since that would have no reader.
+        found = [
+            (name, dtype, shape, _bytes_of(tensor[row]))
+            for name, dtype, shape, tensor in self._found
+        ]
+        return [TensorBlob(name, dtype, shape, keep(data)) for name, dtype, shape, data in found]
+
+
+def bounded(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """The outcomes of a batch, of which those that are too much for one message are errors."""
+    found: list[Outcome] = []
+    left = MAX_BATCH_BYTES
+    for outcome in outcomes:
+        left -= _num_inline(outcome)
+        if left >= 0:
+            found.append(outcome)
+            continue
+        left += _num_inline(outcome)
+        text = "the answers of its batch are too large to be sent together; try it again"
+        found.append(ItemError("exhausted", text))
+    return found
+
+
+def check_size(num_bytes: int) -> None:
+    """Refuse an answer that is too large to be sent.
+
+    Raises:
+        BrokenPromiseError: It is.
+    """
+    if num_bytes > MAX_ANSWER_BYTES:
+        raise BrokenPromiseError(
+            f"the model's answer to one input has {num_bytes:,} bytes; at most "
+            f"{MAX_ANSWER_BYTES:,} can be sent: return less in `postprocess`"
+        )
+
+
+def error_of(error: BaseException, step: str, ref: ItemRef, detail: ErrorDetail) -> ItemError:
+    """Make an error of an instance of what was raised for it, and log it if it is not its own.
+
+    Args:
+        error: What was raised.
+        step: The method of the model that raised it.
+        ref: The instance.
+        detail: How much clients are told.
+    """
+    if isinstance(error, InputError):
+        return ItemError("invalid_input", text_of(error))
+    logger.error(
+        "%s failed on an input: %s", step, described(error), exc_info=error, extra=ref.log_ids()
+    )
+    if lacks_resources(error):
+        text = f"the worker ran out of memory or descriptors in {step}; another try may succeed"
+        return ItemError("exhausted", text)
+    return ItemError("model_error", f"{step} raised {told(error, detail)}")
+
+
+def told(error: BaseException, detail: ErrorDetail) -> str:
+    """Say an exception of the model's to a client, who may be a stranger."""
+    match detail:
+        case "name":
+            return f"{name_of(error)}; the service's log has the rest"
+        case "text":
+            return described(error)
+        case "traceback":
+            return f"{described(error)}\n{traceback_of(error)}"
+
+
+def plain_value(value: object) -> object:
+    """What msgspec cannot say by itself, as plain values: tensors and NumPy scalars and arrays."""
+    if not hasattr(value, "tolist"):
+        raise TypeError(f"a {type(value).__name__}, which JSON has no form for")
+    num = value.numel() if isinstance(value, Tensor) else getattr(value, "size", 1)
+    if num > MAX_JSON_NUMBERS:
+        raise ValueError(f"a {type(value).__name__} of {num:,} numbers, too many for JSON")
+    return value.tolist()
+
+
+def _num_inline(outcome: Outcome) -> int:
+    """The bytes of an answer that go in the message itself."""
+    if isinstance(outcome, bytes):
+        return len(outcome)
+    if isinstance(outcome, ItemError):
+        return 0
+    return sum(len(blob.data) for blob in outcome if not isinstance(blob.data, Stored))
+
+
+def _plain_of(name: str, tensor: Tensor) -> Tensor:
+    """A CPU tensor whose numbers are all there, and none of them still to be conjugated or negated.
+
+    Raises:
+        BrokenPromiseError: It is sparse or quantized, or its name cannot be sent.
+    """
+    if not isinstance(name, str) or len(name) > _MAX_NAME_CHARS or _has_surrogates(name):
+        raise BrokenPromiseError(
+            f"the model returned an output named {str(name)[:80]!r}; a name must be a string of "
+            f"at most {_MAX_NAME_CHARS} characters"
+        )
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise BrokenPromiseError(
+            f"the model returned {name!r} as a sparse or quantized tensor, which cannot be sent: "
+            "`to_dense` or `dequantize` it in `postprocess`"
+        )
+    return tensor.resolve_conj().resolve_neg()
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    flat = tensor.contiguous().reshape(-1)
+    if flat.stride() != (1,):  # a single number counts as contiguous, whatever its stride
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    data: memoryview = flat.view(torch.uint8).numpy().data
+    return data
+
+
+def _has_surrogates(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return True
+    return False

@@ -1,0 +1,151 @@
+"""What every process of a worker does before and around its work. Worker processes only.
+
+It leaves signals to the front end, binds itself to its device and cores, sends its log, and says
+for what reason it could not start.
+"""
+
+import contextlib
+import io
+import logging
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+import torch
+
+from inferpool.models.base import Model
+from inferpool.models.errors import ModelError
+from inferpool.models.out_of_memory import lacks_resources
+from inferpool.models.sources.registry import build
+from inferpool.models.spec import Placement
+from inferpool.models.texts import text_of, traceback_of
+from inferpool.workers.config import WorkerConfig
+from inferpool.workers.guard import give_way_for_memory
+from inferpool.workers.heartbeat import Heartbeat
+from inferpool.workers.inside.allocator import keep_large_buffers
+from inferpool.workers.inside.group import Group
+from inferpool.workers.inside.worker_queue import WorkerQueue
+from inferpool.workers.log_lines import LineHandler, PrintedLines
+from inferpool.workers.messages import Leaving, StartFailed
+
+logger = logging.getLogger(__name__)
+
+EXIT_ACCELERATOR = 70
+"""The device's context is lost (EX_SOFTWARE in sysexits.h)."""
+_MAX_TEXT_CHARS = 20_000
+
+
+def set_up(heartbeat: Heartbeat, outbox: WorkerQueue) -> None:
+    """Leave signals to the front end, and have it write this process's log."""
+    _guard(heartbeat)
+    outbox.send_only()
+    _log_to(outbox)
+    os.register_at_fork(after_in_child=outbox.leave_to_parent)
+    for name, level in (("stdout", logging.INFO), ("stderr", logging.WARNING)):
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+            lines = PrintedLines(stream, level, outbox.put)
+            setattr(sys, name, lines)
+            os.register_at_fork(after_in_child=lines.stop_sending)
+    if "PYTHONBREAKPOINT" not in os.environ:  # as a debugger that works from afar may have it
+        sys.breakpointhook = _refuse_breakpoint
+
+
+def pin(placement: Placement) -> None:
+    """Bind this process to its devices, cores and threads, before CUDA is initialised."""
+    assert not torch.cuda.is_initialized(), "CUDA must not be initialised before pinning"
+    if placement.visible:
+        os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(placement.visible)
+    elif placement.devices == ("cpu",):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if placement.cpus and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, placement.cpus)
+    torch.set_num_threads(placement.num_threads)
+    with contextlib.suppress(RuntimeError):  # a user's module has set it, or has begun to work
+        torch.set_num_interop_threads(1)
+    keep_large_buffers()
+    if placement.memory_fraction is not None:
+        torch.cuda.set_per_process_memory_fraction(placement.memory_fraction, placement.devices[0])
+
+
+def build_model(config: WorkerConfig, group: Group | None) -> Model:
+    """Make the model, ready to be loaded by this rank.
+
+    Raises:
+        ModelError: It cannot be made.
+    """
+    model = build(config.model.source, config.model.weights, dict(config.model.options))
+    model.max_image_pixels = config.max_image_pixels
+    model.ranks = group
+    model.known_split = config.known_split
+    if group is not None:
+        model.room_bytes = group.room_bytes
+    return model
+
+
+@contextmanager
+def failing_as_told(outbox: WorkerQueue) -> Iterator[None]:
+    """End this process, and tell the front end why, if what is done here fails."""
+    try:
+        yield
+    except ModelError as error:
+        # What came of a lack of memory or descriptors may be had another time.
+        text = text_of(error, _MAX_TEXT_CHARS)
+        outbox.put(StartFailed(text, permanent=not lacks_resources(error)))
+    except Exception as error:
+        trace = traceback_of(error)  # which is logged over there
+        last = trace.rpartition("\n")[2][:_MAX_TEXT_CHARS]
+        outbox.put(StartFailed(f"loading failed: {last}", permanent=False, traceback=trace))
+    else:
+        return
+    os._exit(1)
+
+
+def leave_device(error: torch.AcceleratorError, outbox: WorkerQueue) -> NoReturn:
+    """End this process, whose device's context is lost."""
+    logger.critical("the device's context is lost", exc_info=error)
+    first_line = text_of(error).partition("\n")[0]
+    outbox.put(Leaving("device", f"the device's context is lost: {first_line}"))
+    os._exit(EXIT_ACCELERATOR)
+
+
+def name_of(device: str) -> str:
+    """The device as a person knows it."""
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+
+
+def _refuse_breakpoint(*_: object, **__: object) -> NoReturn:
+    raise RuntimeError(
+        "breakpoint() needs a terminal, which a worker has not: inferpool serve MODEL --debug"
+    )
+
+
+def _guard(heartbeat: Heartbeat) -> None:
+    give_way_for_memory()
+    # Ctrl-C and a stop of the whole cgroup reach workers too; the front end alone decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def leave(signum: int, frame: FrameType | None) -> None:
+        if heartbeat.must_leave:
+            raise SystemExit(0)
+
+    signal.signal(signal.SIGTERM, leave)
+
+
+def _log_to(outbox: WorkerQueue) -> None:
+    root = logging.getLogger()
+    root.handlers = [LineHandler(outbox.put)]
+    root.setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    # Payloads are mapped read-only on purpose, and `Item.tensors` copies for those who write.
+    warnings.filterwarnings("ignore", message="The given buffer is not writable")
+    # What Pillow says of damaged metadata is a client's matter, and would fill the log.
+    warnings.filterwarnings("ignore", module="PIL")
+    logging.getLogger("PIL").setLevel(logging.CRITICAL)

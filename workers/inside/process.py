@@ -1,0 +1,312 @@
+"""All that a worker process runs: pin itself, load the model, compute batches until told to go.
+
+The main thread computes. While a batch that takes long enough is computed, a second thread waits
+for the next one and prepares it, so that preparation and computation overlap; a model that answers
+in microseconds is served by the main thread alone, since a hand-over would cost more than it gains.
+The lead of a pipeline computes several at once, in threads beside the main one: see
+`workers.inside.overlap`.
+"""
+
+import gc
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import partial
+from mmap import mmap
+from pathlib import Path
+
+import torch
+
+from inferpool.models.base import load_model
+from inferpool.models.example import example_of, reads_own_form
+from inferpool.models.files.opened import OpenedFiles
+from inferpool.models.speed.choose import SpeedWish, choose
+from inferpool.models.split.own_time import OwnTime
+from inferpool.workers.config import WorkerConfig
+from inferpool.workers.heartbeat import Heartbeat
+from inferpool.workers.inside.allocator import SpareMemory, give_back
+from inferpool.workers.inside.compiling import compile_package
+from inferpool.workers.inside.compute import Computer, Prepared
+from inferpool.workers.inside.group import Group
+from inferpool.workers.inside.overlap import ModelTurn, Overlap
+from inferpool.workers.inside.own_process import (
+    build_model,
+    failing_as_told,
+    leave_device,
+    name_of,
+    pin,
+    set_up,
+)
+from inferpool.workers.inside.pools import started_pool
+from inferpool.workers.inside.worker_queue import WorkerQueue
+from inferpool.workers.messages import BatchDone, ItemRef, Progress, Ready, Stored
+from inferpool.workers.outputs import OutputStore
+from inferpool.workers.wiring import RankEnds
+
+logger = logging.getLogger(__name__)
+
+_OVERLAP_PAYS_S = 0.001
+"""A computation shorter than this is not worth preparing the next batch in another thread."""
+_BEAT_S = 1.0
+
+
+def main(
+    config: WorkerConfig,
+    inbox: WorkerQueue,
+    outbox: WorkerQueue,
+    arena: mmap,
+    row: mmap,
+    region: mmap,
+    ends: RankEnds | None,
+) -> None:
+    """Run one incarnation, from its first instruction to its exit.
+
+    Args:
+        config: What to serve and where.
+        inbox: Batches from the front end; its end is the order to leave.
+        outbox: Messages to the front end.
+        arena: The payloads, mapped read-only.
+        row: The heartbeat, mapped for writing.
+        region: Large outputs, mapped for writing.
+        ends: How it reaches the other ranks, whose lead it is; None if it is alone.
+    """
+    heartbeat = Heartbeat(row)
+    outputs = OutputStore(region)
+    inbox.receive_only()
+    set_up(heartbeat, outbox)
+    with failing_as_told(outbox):
+        pin(config.placement.for_rank(0))
+        group = Group(ends, config.placement) if ends else None
+        computer, ready = load(
+            config,
+            group,
+            lambda stage: outbox.put(Progress(stage)),
+            on_progress=heartbeat.progressed,
+            keep=outputs.keep,
+        )
+    give_back()  # what loading and choosing a preset have left
+    gc.freeze()  # what is loaded now stays: later collections need not walk through it
+    heartbeat.beat()  # from now on silence means a hang, and the last sign was before the loading
+    outbox.put(ready)
+    try:
+        loop = Loop(computer, inbox, outbox, memoryview(arena), heartbeat, outputs)
+        num_at_once = config.placement.num_at_once
+        if group is None or num_at_once == 1:
+            loop.run()
+        else:
+            turn = ModelTurn(heartbeat.at_work_since)
+            group.giving_way = turn.given_up
+            computer.on_progress = turn.progressed
+            loop.run_overlapping(num_at_once, turn)
+        if group is not None:
+            group.let_go()
+    except (EOFError, BrokenPipeError):
+        os._exit(0)  # the front end is gone: nobody is left to tell
+    except torch.AcceleratorError as error:
+        leave_device(error, outbox)
+    except SystemExit as error:
+        os._exit(error.code if isinstance(error.code, int) else 1)
+    except BaseException:
+        # An ordinary exit would wait for the thread that waits for the next batch.
+        logger.critical("the worker's loop failed", exc_info=True)
+        os._exit(1)
+
+
+class Loop:
+    """Gets batches, has them computed, and answers, until the sentinel."""
+
+    def __init__(
+        self,
+        computer: Computer,
+        inbox: WorkerQueue,
+        outbox: WorkerQueue,
+        arena: memoryview,
+        heartbeat: Heartbeat,
+        outputs: OutputStore,
+    ) -> None:
+        self._computer = computer
+        self._inbox = inbox
+        self._outbox = outbox
+        self._arena = arena
+        self._heartbeat = heartbeat
+        self._outputs = outputs
+        self._ahead = started_pool(1, "receive")
+        self._compute_s = 0.0
+        self._spare_memory = SpareMemory(time.monotonic())
+
+    def run(self) -> None:
+        """Serve until the sentinel comes.
+
+        Raises:
+            EOFError: The front end is gone.
+            torch.AcceleratorError: The device's context is lost.
+        """
+        coming: Future[Prepared | None] | None = None
+        with torch.inference_mode():  # once, since it costs as much as a small instance
+            while True:
+                prepared = self._receive_here() if coming is None else self._wait_for(coming)
+                if prepared is None:
+                    return
+                overlaps = self._compute_s > _OVERLAP_PAYS_S
+                coming = self._ahead.submit(self._receive_ahead) if overlaps else None
+                self._answer(prepared)
+                if not prepared.is_canary:
+                    self._spare_memory.worked(time.monotonic())
+
+    def run_overlapping(self, num_at_once: int, turn: ModelTurn) -> None:
+        """As `run`, with several batches under way at once.
+
+        Args:
+            num_at_once: How many.
+            turn: Had by the thread that runs the model's code.
+        """
+        under_way = Overlap(num_at_once, turn, self._answer)
+        coming = self._ahead.submit(self._receive_ahead)
+        while True:
+            has_worked = under_way.wait(coming, _BEAT_S)
+            now = time.monotonic()
+            if has_worked:
+                self._spare_memory.worked(now)
+            if not under_way:  # or what hangs would show signs of life
+                self._heartbeat.beat()
+                self._spare_memory.idle(now)
+            if not coming.done() or under_way.is_full:
+                continue
+            prepared = coming.result()
+            if prepared is None:
+                break
+            under_way.begin(prepared)
+            coming = self._ahead.submit(self._receive_ahead)
+        while under_way:
+            under_way.wait(None, _BEAT_S)
+
+    def _receive_ahead(self) -> Prepared | None:
+        """As `_receive`, in the thread that prepares."""
+        with torch.inference_mode():
+            return self._receive()
+
+    def _receive_here(self) -> Prepared | None:
+        """As `_receive`, in the main thread, which beats meanwhile."""
+        while not self._inbox.wait(_BEAT_S):
+            self._heartbeat.beat()
+            self._spare_memory.idle(time.monotonic())
+        self._heartbeat.beat()
+        return self._receive()
+
+    def _receive(self) -> Prepared | None:
+        batch = self._inbox.get()
+        if batch is None:
+            return None
+        self._heartbeat.received(batch.id)
+        if not batch.items:
+            return self._computer.prepare_sample(batch.id)
+        return self._computer.prepare(batch.id, batch.items, self._payloads(batch.items))
+
+    def _payloads(self, items: Sequence[ItemRef]) -> list[memoryview]:
+        arena = self._arena
+        return [arena[item.offset : item.offset + item.num_bytes] for item in items]
+
+    def _wait_for(self, coming: "Future[Prepared | None]") -> Prepared | None:
+        while True:
+            try:
+                return coming.result(_BEAT_S)
+            except FutureTimeoutError:
+                self._heartbeat.beat()
+                self._spare_memory.idle(time.monotonic())
+
+    def _answer(self, prepared: Prepared, own_time: OwnTime | None = None) -> None:
+        began = time.monotonic()
+        num_stored_before = self._outputs.num_stored
+        outcomes = self._computer.compute(prepared)
+        compute_s = time.monotonic() - began
+        if own_time is not None:
+            began += own_time.waited_s
+            compute_s -= own_time.waited_s
+        self._compute_s = compute_s
+        if prepared.is_canary:
+            outcomes = self._computer.judge_sample(outcomes)
+            self._heartbeat.beat()
+        else:
+            self._heartbeat.answered()
+        self._outbox.put(
+            BatchDone(
+                prepared.id,
+                outcomes,
+                prepared.prepare_s,
+                compute_s,
+                self._outputs.num_stored - num_stored_before,
+                prepared.began,
+                began,
+            )
+        )
+
+
+def load(
+    config: WorkerConfig,
+    group: Group | None,
+    tell: Callable[[str], None],
+    *,
+    on_progress: Callable[[], None] = lambda: None,
+    keep: Callable[[memoryview], bytes | Stored] = bytes,
+) -> tuple[Computer, Ready]:
+    """Build, load and warm up a model in this thread.
+
+    Args:
+        config: What to serve and where.
+        group: The other ranks; None if it is alone.
+        tell: Told what it is doing, for people.
+        on_progress: See `Computer`.
+        keep: See `Computer`.
+
+    Raises:
+        ModelError: It cannot be had.
+    """
+    began = time.monotonic()
+    tell(f"loading {config.model.source}")
+    opened = OpenedFiles(config.model.source)
+    with opened.noting():
+        model = build_model(config, group)
+        load_model(model, config.placement)
+    wish = SpeedWish(
+        speed=config.speed,
+        max_batch_size=config.max_batch_size,
+        cache_dir=Path(config.cache_dir) if config.cache_dir else None,
+        compile_package=partial(compile_package, config),
+        chosen=config.chosen,
+        decode=config.decode,
+    )
+    speed = choose(model, wish, tell)
+    device = config.placement.devices[0]
+    samples = list(model.warmup())
+    computer = Computer(
+        model,
+        num_threads=config.prepare_threads,
+        pin_memory=device.startswith("cuda"),
+        sample=samples[0] if samples else None,
+        on_progress=on_progress,
+        keep=keep,
+        error_detail=config.error_detail,
+    )
+    warmup_s: float | None = None
+    if samples:
+        tell("warming up")
+        warmup_s = computer.warm_up(samples, (1, config.max_batch_size))
+    return computer, Ready(
+        pid=os.getpid(),
+        inputs=list(model.inputs),
+        outputs=list(model.outputs),
+        device=name_of(device),
+        load_s=time.monotonic() - began - speed.measured_s,
+        warmup_s=warmup_s,
+        preloaded="inferpool.workers.inside.preload" in sys.modules,
+        speed=speed,
+        part=model.split_network.part if model.split_network else None,
+        split=model.split_network.report if model.split_network else None,
+        example=example_of(model, samples),
+        reads_own_form=reads_own_form(model),
+        files=opened.marks(),
+    )

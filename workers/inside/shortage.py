@@ -1,0 +1,79 @@
+"""Out of memory, on a device or on the host: to get over it. In workers."""
+
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from inferpool.workers.inside.allocator import give_back
+from inferpool.workers.inside.shapes import signature_of
+
+_MAX_SIGNATURES = 256
+_GOOD_BATCHES = 100
+"""Full batches of a safe size before a larger one is tried, which costs one batch at most."""
+
+
+def release(error: BaseException) -> None:
+    """Let go of what a failed computation held, also outside of this process.
+
+    Args:
+        error: Its traceback has the frames, and they have the tensors.
+    """
+    traceback.clear_frames(error.__traceback__)
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    give_back()
+
+
+@dataclass(slots=True)
+class _SafeSize:
+    num_rows: int
+    num_good: int = 0
+    """Full batches of it, since it was last changed."""
+
+
+class SafeSizes:
+    """How many instances of each shape could be computed at once when memory ran out.
+
+    What took the memory may be gone later, so sizes that go well grow again.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: dict[object, _SafeSize] = {}
+
+    def note(self, signature: object, num_rows: int) -> int:
+        """That many were too many; returns how many to try from now on."""
+        size = max(1, num_rows // 2)
+        if signature not in self._sizes and len(self._sizes) >= _MAX_SIGNATURES:
+            del self._sizes[next(iter(self._sizes))]
+        known = self._sizes.get(signature)
+        if known is not None and known.num_rows <= size:
+            return known.num_rows
+        self._sizes[signature] = _SafeSize(size)
+        return size
+
+    def note_good(
+        self, indices: Sequence[int], features: Sequence[Mapping[str, Tensor] | None]
+    ) -> None:
+        """So many went well together; twice as many are tried after `_GOOD_BATCHES` full ones."""
+        if not self._sizes:
+            return
+        for signature in {signature_of(features[i]) for i in indices}:
+            size = self._sizes.get(signature)
+            if size is None or len(indices) != size.num_rows:
+                continue
+            size.num_good += 1
+            if size.num_good >= _GOOD_BATCHES:
+                size.num_rows, size.num_good = size.num_rows * 2, 0
+
+    def split(
+        self, indices: list[int], features: Sequence[Mapping[str, Tensor] | None]
+    ) -> list[list[int]]:
+        """The indices in pieces that are known to fit."""
+        if not self._sizes or not indices:
+            return [indices]
+        known = (self._sizes.get(signature_of(features[i])) for i in indices)
+        size = min((each.num_rows for each in known if each is not None), default=len(indices))
+        return [indices[start : start + size] for start in range(0, len(indices), size)]
