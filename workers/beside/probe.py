@@ -61,7 +61,7 @@ def _try_building(order: Mapping[str, Any]) -> dict[str, object]:
 
 def _why_unsurveyed(model: Any) -> str:
     """Why the network of a model cannot be measured; empty if it may be."""
-    from inferpool.models.split.survey import may_have_network
+    from inferpool.models.survey import may_have_network
 
     if getattr(model, "download", ""):
         return "its weights have to be downloaded first"
@@ -73,7 +73,7 @@ def _survey(order: Mapping[str, Any]) -> dict[str, object]:
     import torch
 
     from inferpool.models.spec import Placement
-    from inferpool.models.split.survey import find_network, survey
+    from inferpool.models.survey import find_network, survey
     from inferpool.workers.beside.peak import PeakMemory
     from inferpool.workers.inside.own_process import pin
 

@@ -12,7 +12,7 @@ from inferpool.models.base import Model
 from inferpool.models.sources.modules import ModuleModel
 from inferpool.models.spec import Placement, TensorSpec
 from inferpool.models.split.measures import Survey
-from inferpool.models.split.survey import find_network, may_have_network, survey
+from inferpool.models.survey import find_network, may_have_network, survey
 from inferpool.service.settings.loader import load
 from inferpool.service.tools.doctor import report
 from inferpool.service.tools.doctor.facts import gather
