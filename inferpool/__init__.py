@@ -2,68 +2,120 @@
 
 Write a model with these:
     Model, Features, Item, TensorSpec, Placement, InputError
+Serve it from Python, mount it in an application of yours, and test it:
+    serve, RunningService; asgi_app, MountedApp; testing.predict, testing.client
+    and what they may raise: SettingsError, SourceError, StartError
 Ask a running service with these:
-    Client, AsyncClient, Prediction, Label, Timing, Retry, Health, ModelInfo, Progress, and the
-    errors under InferpoolError
+    Client, AsyncClient, Prediction, Label, Timing, Retry, Health, ModelInfo, Progress
+    and what they may raise: InferpoolError, and under it ConnectError, ProtocolError,
+    DeadlineExceededError, AnswerError, InvalidInputError, ModelFailedError, OverloadedError,
+    UnavailableError (`inferpool.service.client.errors` has them all)
 
 Each is imported when it is first named, so that a client needs neither torch nor the server.
 """
 
 TYPE_CHECKING = False  # of `typing`, which costs more to import than the command's first line
 if TYPE_CHECKING:
+    from inferpool import testing
     from inferpool.models.base import Model
-    from inferpool.models.errors import InputError
+    from inferpool.models.errors import InputError, SourceError
     from inferpool.models.item import Features, Item
     from inferpool.models.spec import Placement, TensorSpec
     from inferpool.service.client.async_client import AsyncClient
-    from inferpool.service.client.errors import InferpoolError
+    from inferpool.service.client.errors import (
+        AnswerError,
+        ConnectError,
+        DeadlineExceededError,
+        InferpoolError,
+        InvalidInputError,
+        ModelFailedError,
+        OverloadedError,
+        ProtocolError,
+        UnavailableError,
+    )
     from inferpool.service.client.health import Health, ModelInfo
     from inferpool.service.client.options import Progress
     from inferpool.service.client.results import Label, Prediction, Timing
     from inferpool.service.client.retries import Retry
     from inferpool.service.client.sync_client import Client
+    from inferpool.service.embedded.mounted import MountedApp, asgi_app
+    from inferpool.service.embedded.serve import RunningService, serve
+    from inferpool.service.errors import StartError
+    from inferpool.service.settings.names import SettingsError
 
 _PLACES = {
     "models.base": ("Model",),
-    "models.errors": ("InputError",),
+    "models.errors": ("InputError", "SourceError"),
     "models.item": ("Features", "Item"),
     "models.spec": ("Placement", "TensorSpec"),
     "service.client.async_client": ("AsyncClient",),
-    "service.client.errors": ("InferpoolError",),
+    "service.client.errors": (
+        "AnswerError",
+        "ConnectError",
+        "DeadlineExceededError",
+        "InferpoolError",
+        "InvalidInputError",
+        "ModelFailedError",
+        "OverloadedError",
+        "ProtocolError",
+        "UnavailableError",
+    ),
     "service.client.health": ("Health", "ModelInfo"),
     "service.client.options": ("Progress",),
     "service.client.results": ("Label", "Prediction", "Timing"),
     "service.client.retries": ("Retry",),
     "service.client.sync_client": ("Client",),
+    "service.embedded.mounted": ("MountedApp", "asgi_app"),
+    "service.embedded.serve": ("RunningService", "serve"),
+    "service.errors": ("StartError",),
+    "service.settings.names": ("SettingsError",),
 }
 _PLACE_OF = {name: place for place, names in _PLACES.items() for name in names}
 
 __all__ = [
+    "AnswerError",
     "AsyncClient",
     "Client",
+    "ConnectError",
+    "DeadlineExceededError",
     "Features",
     "Health",
     "InferpoolError",
     "InputError",
+    "InvalidInputError",
     "Item",
     "Label",
     "Model",
+    "ModelFailedError",
     "ModelInfo",
+    "MountedApp",
+    "OverloadedError",
     "Placement",
     "Prediction",
     "Progress",
+    "ProtocolError",
     "Retry",
+    "RunningService",
+    "SettingsError",
+    "SourceError",
+    "StartError",
     "TensorSpec",
     "Timing",
+    "UnavailableError",
+    "asgi_app",
+    "serve",
+    "testing",
 ]
 
 
 def __getattr__(name: str) -> object:
     """Import a public name from its place (PEP 562)."""
-    if name not in _PLACE_OF:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "testing":
+        return import_module(f"{__name__}.testing")
     found: object = getattr(import_module(f"{__name__}.{_PLACE_OF[name]}"), name)
     globals()[name] = found
     return found

@@ -1,0 +1,61 @@
+"""The names that users import, on the one page `inferpool/__init__.py`."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import inferpool
+from tests.e2e.running import ROOT
+
+_SERVERS = {"torch", "numpy", "fastapi", "starlette", "uvicorn", "pydantic", "msgspec"}
+
+
+def modules_after(code: str) -> set[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys\n{code}\nprint(*sys.modules)"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return set(done.stdout.split())
+
+
+def test_every_name_is_found_where_it_is_said_to_be():
+    for name in inferpool.__all__:
+        found = getattr(inferpool, name)
+        assert getattr(found, "__name__", name).rpartition(".")[2] == name or name == "Features"
+        assert name in dir(inferpool)
+    assert inferpool.__all__ == sorted(inferpool.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'Modell'"):
+        inferpool.Modell  # type: ignore[attr-defined]  # noqa: B018  # as a user may type it
+
+
+def test_type_checkers_and_the_interpreter_find_the_same():
+    tree = ast.parse(Path(str(inferpool.__file__)).read_text())
+    told = {
+        alias.name: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module != "importlib"
+        for alias in node.names
+    }
+    assert told.pop("testing") == "inferpool"
+    assert told == {name: f"inferpool.{place}" for name, place in inferpool._PLACE_OF.items()}
+    assert sorted([*told, "testing"]) == inferpool.__all__
+
+
+@pytest.mark.parametrize("name", ["Client", "AsyncClient", "Prediction", "OverloadedError"])
+def test_client_imports_nothing_that_serves(name: str):
+    found = modules_after(f"from inferpool import {name}")
+    assert "httpx" in found
+    assert found & _SERVERS == set()
+
+
+def test_naming_nothing_imports_nothing():
+    assert {name for name in modules_after("import inferpool") if "inferpool" in name} == {
+        "inferpool"
+    }
+
+
+def test_serving_from_python_needs_no_torch_here():
+    assert "torch" not in modules_after("from inferpool import serve, asgi_app")
