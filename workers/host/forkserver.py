@@ -7,22 +7,17 @@ ends it when the front end closes the other end, or ends.
 
 import asyncio
 import contextlib
-import io
 import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from asyncio import Task
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import popen_forkserver, reduction, resource_tracker, spawn, util
-from multiprocessing.context import set_spawning_popen
-from multiprocessing.process import BaseProcess
+from multiprocessing import resource_tracker, util
 from pathlib import Path
-from typing import ClassVar
 
 import psutil
 
@@ -31,7 +26,7 @@ from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host.endings import describe_exit
 from inferpool.workers.host.engine import ForkserverVitals
 from inferpool.workers.host.keep_going import KeepGoing
-from inferpool.workers.host.orphans import Orphans, adopt_orphans, end_group
+from inferpool.workers.host.orphans import Orphans, adopt_orphans
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +40,6 @@ _MAX_PAUSE_S = 30.0
 _RETRY_S = 1.0
 """Until there is a process or a descriptor to be had."""
 _EXIT_S = 1.0
-_UNKNOWN = 255
-"""The exit code of a process that has none any more, as multiprocessing has it."""
 _MAX_CRASHES = 3
 """So many of its lives in a row may crash on their own before a start that waits is told."""
 
@@ -339,6 +332,12 @@ class _Holder:
     num_guests = 0
 
 
+def running_forkserver() -> Forkserver:
+    """Return this process's forkserver, which has been started."""
+    assert _Holder.forkserver is not None, "there is a forkserver before there is a process"
+    return _Holder.forkserver
+
+
 def start_forkserver(modules: Sequence[str], extra: Sequence[str]) -> Forkserver:
     """Return this process's forkserver, which is started unless there is one. Main thread only.
 
@@ -377,76 +376,6 @@ def guest_forkserver(modules: Sequence[str], extra: Sequence[str]) -> Iterator[N
         if not _Holder.num_guests:
             _Holder.forkserver.end()
             _Holder.forkserver = None
-
-
-class ForkedProcess(BaseProcess):
-    """A process that the forkserver forks; once it is started, a child of this one."""
-
-    _start_method: ClassVar[str] = "forkserver"
-
-    @staticmethod
-    def _Popen(process: BaseProcess) -> "_Popen":  # noqa: N802  # as `BaseProcess.start` has it
-        return _Popen(process)
-
-
-_polling = threading.Lock()
-"""Held to wait for a dead process: its exit code can be had once."""
-
-
-class _Popen(popen_forkserver.Popen):
-    """Starts a `ForkedProcess`, and waits for it. The exit code is the kernel's."""
-
-    def _launch(self, process: BaseProcess) -> None:
-        assert _Holder.forkserver is not None, "there is a forkserver before there is a process"
-        body = io.BytesIO()
-        set_spawning_popen(self)
-        try:
-            reduction.dump(_preparation_for(process), body)
-            reduction.dump(process, body)
-        finally:
-            set_spawning_popen(None)
-        self.pid, lifeline = _Holder.forkserver.fork(body.getvalue(), self._fds)  # type: ignore[attr-defined]  # private
-        try:
-            self.sentinel = os.pidfd_open(self.pid)
-        except BaseException:
-            os.close(lifeline)  # the kernel ends it
-            _Holder.forkserver.forget(self.pid)  # nobody else will wait for it
-            raise
-        self.finalizer = util.Finalize(self, _close, (lifeline, self.sentinel))
-
-    def poll(self, flag: int = os.WNOHANG) -> int | None:
-        # Without a descriptor, for there may be none to be had.
-        if self.returncode is None and not flag & os.WNOHANG:
-            with contextlib.suppress(ChildProcessError):
-                os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-        # `BaseProcess.start` polls all processes, so two threads may see one exit.
-        with _polling:
-            return self._poll()
-
-    def _poll(self) -> int | None:
-        if self.returncode is None:
-            assert _Holder.forkserver is not None
-            try:
-                if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
-                    return None
-                # Before it is waited for: until then its number is nobody else's.
-                end_group(self.pid)
-                self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-            except ChildProcessError:  # someone who waits for any process has had it
-                self.returncode = _UNKNOWN
-            _Holder.forkserver.forget(self.pid)
-        return self.returncode
-
-
-def _preparation_for(process: BaseProcess) -> dict[str, object]:
-    """What a new process is told of this one; not its main module, which it would run again."""
-    told = spawn.get_preparation_data(process.name)
-    return {name: value for name, value in told.items() if not name.startswith("init_main")}
-
-
-def _close(*fds: int) -> None:
-    for fd in fds:
-        os.close(fd)
 
 
 def can_fork() -> bool:

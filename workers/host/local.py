@@ -24,8 +24,8 @@ from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host import forkserver
 from inferpool.workers.host.endings import OomKills
 from inferpool.workers.host.engine import ForkserverVitals, WorkerId
+from inferpool.workers.host.forked import ForkedProcess
 from inferpool.workers.host.forkserver import (
-    ForkedProcess,
     Forkserver,
     ForkserverLostError,
     can_fork,

@@ -16,7 +16,7 @@ from inferpool.models.out_of_memory import is_out_of_memory
 from inferpool.models.spec import Placement
 from inferpool.models.split.network import serve
 from inferpool.models.split.report import RankPart, SplitReport
-from inferpool.workers.host.forkserver import ForkedProcess
+from inferpool.workers.host.forked import ForkedProcess
 from inferpool.workers.host.local import start_forkserver
 from inferpool.workers.inside.group import Group
 from inferpool.workers.wiring import Wiring

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import inferpool.workers.host.forked
 import inferpool.workers.host.forkserver
 from inferpool.service.tools.trial.family import is_alive
 from inferpool.workers.arena import Arena
@@ -247,9 +248,7 @@ def test_exit_that_two_threads_see_at_once_has_one_code(
 
     run(go())  # so that there is a forkserver
     sleeper = os.posix_spawn("/bin/sleep", ["sleep", "60"], os.environ, setpgroup=0)
-    popen = inferpool.workers.host.forkserver._Popen.__new__(
-        inferpool.workers.host.forkserver._Popen
-    )
+    popen = inferpool.workers.host.forked._Popen.__new__(inferpool.workers.host.forked._Popen)
     popen.pid, popen.returncode = sleeper, None
     other = threading.Thread(target=popen.poll)
 
@@ -258,7 +257,7 @@ def test_exit_that_two_threads_see_at_once_has_one_code(
             other.start()
             other.join(0.2)  # it has waited for the process by now, unless it may not
 
-    monkeypatch.setattr(inferpool.workers.host.forkserver, "end_group", end_group)
+    monkeypatch.setattr(inferpool.workers.host.forked, "end_group", end_group)
     os.kill(sleeper, signal.SIGKILL)
     assert popen.poll(0) == -signal.SIGKILL
     other.join()

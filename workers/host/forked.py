@@ -1,0 +1,85 @@
+"""A process that the forkserver has forked: started, waited for and known by its exit code."""
+
+import contextlib
+import io
+import os
+import threading
+from multiprocessing import popen_forkserver, reduction, spawn, util
+from multiprocessing.context import set_spawning_popen
+from multiprocessing.process import BaseProcess
+from typing import ClassVar
+
+from inferpool.workers.host.forkserver import running_forkserver
+from inferpool.workers.host.orphans import end_group
+
+_UNKNOWN = 255
+"""The exit code of a process that has none any more, as multiprocessing has it."""
+
+
+class ForkedProcess(BaseProcess):
+    """A process that the forkserver forks; once it is started, a child of this one."""
+
+    _start_method: ClassVar[str] = "forkserver"
+
+    @staticmethod
+    def _Popen(process: BaseProcess) -> "_Popen":  # noqa: N802  # as `BaseProcess.start` has it
+        return _Popen(process)
+
+
+_polling = threading.Lock()
+"""Held to wait for a dead process: its exit code can be had once."""
+
+
+class _Popen(popen_forkserver.Popen):
+    """Starts a `ForkedProcess`, and waits for it. The exit code is the kernel's."""
+
+    def _launch(self, process: BaseProcess) -> None:
+        forkserver = running_forkserver()
+        body = io.BytesIO()
+        set_spawning_popen(self)
+        try:
+            reduction.dump(_preparation_for(process), body)
+            reduction.dump(process, body)
+        finally:
+            set_spawning_popen(None)
+        self.pid, lifeline = forkserver.fork(body.getvalue(), self._fds)  # type: ignore[attr-defined]  # private
+        try:
+            self.sentinel = os.pidfd_open(self.pid)
+        except BaseException:
+            os.close(lifeline)  # the kernel ends it
+            forkserver.forget(self.pid)  # nobody else will wait for it
+            raise
+        self.finalizer = util.Finalize(self, _close, (lifeline, self.sentinel))
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        # Without a descriptor, for there may be none to be had.
+        if self.returncode is None and not flag & os.WNOHANG:
+            with contextlib.suppress(ChildProcessError):
+                os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        # `BaseProcess.start` polls all processes, so two threads may see one exit.
+        with _polling:
+            return self._poll()
+
+    def _poll(self) -> int | None:
+        if self.returncode is None:
+            try:
+                if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+                    return None
+                # Before it is waited for: until then its number is nobody else's.
+                end_group(self.pid)
+                self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            except ChildProcessError:  # someone who waits for any process has had it
+                self.returncode = _UNKNOWN
+            running_forkserver().forget(self.pid)
+        return self.returncode
+
+
+def _preparation_for(process: BaseProcess) -> dict[str, object]:
+    """What a new process is told of this one; not its main module, which it would run again."""
+    told = spawn.get_preparation_data(process.name)
+    return {name: value for name, value in told.items() if not name.startswith("init_main")}
+
+
+def _close(*fds: int) -> None:
+    for fd in fds:
+        os.close(fd)
