@@ -28,6 +28,7 @@ from inferpool.service.api.wire.listening import (
 )
 from inferpool.service.api.wire.protocol import PredictProtocol
 from inferpool.service.api.wire.server import Server
+from inferpool.service.checks.quick import check_quickly
 from inferpool.service.endpoint import (
     make_cors,
     make_guard,
@@ -49,7 +50,6 @@ from inferpool.service.telemetry.console import Console
 from inferpool.service.telemetry.metrics import Metrics, Reading
 from inferpool.service.telemetry.raw_output import RawOutput
 from inferpool.service.telemetry.versions import version_of
-from inferpool.service.tools.doctor.diagnosis import diagnose_quickly
 from inferpool.workers.arena import Arena
 from inferpool.workers.host.devices import DeviceError, Host, find_host
 from inferpool.workers.host.local import LocalEngine
@@ -133,12 +133,12 @@ def _logging(settings: Settings, raw: RawOutput | None) -> Iterator[log_setup.Lo
 
 
 def look_around(settings: Settings, host: Host) -> None:
-    """Log what the quick checks of `inferpool doctor` find wrong with this machine.
+    """Log what is wrong with this machine, as the quick checks find it.
 
     Raises:
         StartError: Nothing could be served.
     """
-    for finding in diagnose_quickly(settings, host):
+    for finding in check_quickly(settings, host):
         if finding.is_fatal:
             raise StartError(str(finding))
         if finding.level in ("warning", "error"):

@@ -6,11 +6,11 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from inferpool.service.checks.findings import grouped
 from inferpool.service.cli.flags import settings_in
 from inferpool.service.settings.loader import Loaded, load, secret_variables
 from inferpool.service.tools.doctor import report
 from inferpool.service.tools.doctor.diagnosis import diagnose
-from inferpool.service.tools.doctor.findings import grouped
 from inferpool.service.tools.trial.screen import Screen
 from inferpool.workers.host.devices import find_host
 

@@ -9,16 +9,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from ipaddress import ip_address
-from itertools import combinations
 from pathlib import Path
 
 from inferpool.service.api.wire.listening import listen
+from inferpool.service.checks.facts import Facts
+from inferpool.service.checks.findings import Finding, error, note, ok, warning
 from inferpool.service.errors import StartError
-from inferpool.service.settings.keys import Keys, fingerprint_of
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.tls import TlsError, expiry_warning, server_context
-from inferpool.service.tools.doctor.facts import Facts
-from inferpool.service.tools.doctor.findings import Finding, error, note, ok, warning
 
 _MIN_BACKLOG = 1024
 _ANSWER_S = 3.0
@@ -61,24 +59,6 @@ def check_address(settings: Settings, somaxconn: Path) -> Iterator[Finding]:
             f"the kernel keeps {backlog} connections that wait to be accepted",
             f"sysctl net.core.somaxconn={socket.SOMAXCONN}",
         )
-
-
-def check_keys(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """Whether each key is for one kind of call: else whoever may predict may do the other too."""
-    scopes: Mapping[str, Keys] = {
-        "predict_keys": settings.predict_keys,
-        "metrics_keys": settings.metrics_keys,
-        "admin_keys": settings.admin_keys,
-    }
-    for (name, keys), (other_name, others) in combinations(scopes.items(), 2):
-        if shared := sorted(keys.digests & others.digests):
-            which = ", ".join(fingerprint_of(digest) for digest in shared)
-            yield warning(
-                "API keys",
-                f"{name} and {other_name} share a key (SHA-256 {which}...): whoever has it may ask "
-                "for both",
-                "give each a key of its own: `openssl rand -hex 32`",
-            )
 
 
 def check_tls(facts: Facts, settings: Settings) -> Iterator[Finding]:

@@ -15,11 +15,11 @@ import psutil
 
 from inferpool.models.spec import Placement
 from inferpool.models.split.measures import Survey, Way
+from inferpool.service.checks.facts import Facts
+from inferpool.service.checks.findings import Finding, error, in_words, note, ok, warning
+from inferpool.service.checks.memory import FORKSERVER_BYTES, FRONT_END_BYTES, WORKER_BYTES
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
-from inferpool.service.tools.doctor.facts import Facts
-from inferpool.service.tools.doctor.findings import Finding, error, in_words, note, ok, warning
-from inferpool.service.tools.doctor.memory import FORKSERVER_BYTES, FRONT_END_BYTES, WORKER_BYTES
 from inferpool.service.tools.doctor.probes import PROBE_TIMEOUT_S, may_split, order_for, probe
 from inferpool.service.tools.doctor.speeds import Race, Speed
 from inferpool.workers.host.devices import Host

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from inferpool.service.checks.facts import Facts
+from inferpool.service.checks.findings import Finding, error, in_words, note, ok, warning
+from inferpool.service.checks.weights import MODEL_SUFFIXES, is_lost
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
-from inferpool.service.tools.doctor.facts import Facts
-from inferpool.service.tools.doctor.findings import Finding, error, in_words, note, ok, warning
-from inferpool.service.tools.doctor.weights import MODEL_SUFFIXES, is_lost
 
 PROBE_TIMEOUT_S = 120.0
 """For the imports of torch and every model: torch takes 3 s, and more from a cold disk."""

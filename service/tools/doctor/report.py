@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TextIO
 
-from inferpool.service.tools.doctor.findings import LEVELS, Finding
+from inferpool.service.checks.findings import LEVELS, Finding
 
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
 _WIDTH = 100

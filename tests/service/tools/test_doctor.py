@@ -14,22 +14,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from inferpool.service.checks import devices, limits, memory, system, weights
+from inferpool.service.checks.facts import Build, Facts, Folder, gather
+from inferpool.service.checks.findings import Finding, error, grouped, note, ok, warning
+from inferpool.service.checks.quick import check_quickly
 from inferpool.service.settings.loader import load
 from inferpool.service.settings.settings import Settings
-from inferpool.service.tools.doctor import (
-    devices,
-    limits,
-    memory,
-    network,
-    placement,
-    probes,
-    report,
-    system,
-    weights,
-)
-from inferpool.service.tools.doctor.diagnosis import FOUND_BY_STARTING, diagnose_quickly
-from inferpool.service.tools.doctor.facts import Build, Facts, Folder, gather
-from inferpool.service.tools.doctor.findings import Finding, error, grouped, note, ok, warning
+from inferpool.service.tools.doctor import gpus, network, placement, probes, report, starting
+from inferpool.service.tools.doctor.diagnosis import FOUND_BY_STARTING
 from inferpool.workers.cgroups import CgroupLimits
 from inferpool.workers.host.devices import Gpu, Host
 from inferpool.workers.host.nvml import NvmlState, read_nvml
@@ -89,15 +81,15 @@ def test_machine_is_read_from_proc_and_sys(facts: Facts):
 
 
 def test_sound_machine_has_no_errors(facts: Facts, settings: Settings):
-    assert [f for f in diagnose_quickly(settings, TWO_CORES) if f.level == "error"] == []
-    assert levels(memory.check_arena(facts, settings)) == [("ok", "arena")]
+    assert [f for f in check_quickly(settings, TWO_CORES) if f.level == "error"] == []
+    assert levels(starting.check_arena(facts, settings)) == [("ok", "arena")]
     assert levels(memory.check_replicas(facts, settings)) == [("ok", "memory")]
     assert levels(system.check_processor(facts, settings)) == [("ok", "processor")]
 
 
 def test_arena_that_does_not_fit_the_control_group(facts: Facts, settings: Settings):
     small = replace(facts, cgroup=CgroupLimits(memory_bytes=GIB, memory_left_bytes=100 << 20))
-    (found,) = memory.check_arena(small, settings)
+    (found,) = starting.check_arena(small, settings)
     assert found.level == "error"
     assert "of 100 MiB that can be had" in found.message
     assert "lower arena_bytes" in found.advice
@@ -107,11 +99,11 @@ def test_each_front_end_needs_its_part_of_the_arena_and_memory_of_its_own(
     facts: Facts, settings: Settings
 ):
     settings = settings.model_copy(update={"front_ends": 3, "arena_bytes": 3 * 2**25})
-    assert levels(memory.check_fronts(facts, settings)) == [("ok", "front ends")]
+    assert levels(starting.check_fronts(facts, settings)) == [("ok", "front ends")]
     (alone,) = memory.check_replicas(facts, settings.model_copy(update={"front_ends": 1}))
     (more,) = memory.check_replicas(facts, settings)
     assert alone.message != more.message
-    (found,) = memory.check_fronts(facts, settings.model_copy(update={"arena_bytes": 2**26}))
+    (found,) = starting.check_fronts(facts, settings.model_copy(update={"arena_bytes": 2**26}))
     assert found.level == "error"
     assert "set arena_bytes to" in found.message
 
@@ -251,7 +243,7 @@ def test_cache_folder(tmp_path: Path, facts: Facts):
     def check(cache_dir: Path, speed: str) -> str:
         env = {"INFERPOOL_CACHE_DIR": str(cache_dir)}
         found = load({"model": "echo", "speed": speed}, env, tmp_path).settings
-        return words(system.check_cache(facts, found))
+        return words(starting.check_cache(facts, found))
 
     (tmp_path / "file").touch()
     assert check(tmp_path / "not" / "yet", "auto").startswith("ok cache folder")
@@ -262,7 +254,7 @@ def test_cache_folder(tmp_path: Path, facts: Facts):
 def test_compiler(tmp_path: Path, facts: Facts, monkeypatch: pytest.MonkeyPatch):
     def check(speed: str, search: str = "true", at: Facts = facts) -> str:
         env = {"INFERPOOL_SPEED_SEARCH": search}
-        return words(system.check_compiler(at, load({"speed": speed}, env, tmp_path).settings))
+        return words(starting.check_compiler(at, load({"speed": speed}, env, tmp_path).settings))
 
     monkeypatch.setenv("CXX", "sh")
     assert check("auto").startswith("ok C++ compiler: /")
@@ -402,7 +394,7 @@ class FakeNvml:
 def gpu_words(settings: Settings, nvml: NvmlState) -> str:
     facts = gather(settings, ONE_GPU)
     facts = replace(facts, torch=Build(version="2.15.0+cu132", cuda="13.2"))
-    return words(iter([*devices.check_driver(facts, nvml), *devices.check_gpus(facts, nvml)]))
+    return words(iter([*gpus.check_driver(facts, nvml), *gpus.check_gpus(facts, nvml)]))
 
 
 def test_sound_gpu(settings: Settings):
@@ -452,16 +444,16 @@ def test_processes_that_share_a_gpu(tmp_path: Path):
     twice = {"a": facts.placements["echo"], "b": facts.placements["echo"]}
     assert "may allocate 196 % of its memory together" in said(placements=twice)
     exclusive = read_nvml(FakeNvml(nvmlDeviceGetComputeMode=3))
-    assert "error cuda:0: its compute mode" in words(devices.check_gpus(facts, exclusive))
+    assert "error cuda:0: its compute mode" in words(gpus.check_gpus(facts, exclusive))
     shared = replace(facts, is_mps_running=True)
-    assert levels(devices.check_gpus(shared, exclusive)) == [("ok", "cuda:0")]
+    assert levels(gpus.check_gpus(shared, exclusive)) == [("ok", "cuda:0")]
 
 
 def test_split_replicas_are_counted_by_their_processes(tmp_path: Path):
     split = {"model": "minilm_l6", "placement": "pipeline", "devices": "cpu", "replicas": "2"}
     settings = settings_of(tmp_path, **split)
     facts = gather(settings, ONE_GPU)
-    (found,) = devices.check_placement(facts, settings)
+    (found,) = starting.check_placement(facts, settings)
     assert str(found) == ("devices of minilm_l6: 2 replicas, each split into 2 stages, on cpu+cpu")
     assert "16 computing threads on 16 cores" in words(limits.check_cores(facts, settings))
     assert "2 workers of 4 processes and the front" in words(memory.check_replicas(facts, settings))
@@ -469,14 +461,14 @@ def test_split_replicas_are_counted_by_their_processes(tmp_path: Path):
 
 def test_no_gpu_at_all_is_fine(facts: Facts):
     nvml = read_nvml(FakeNvml(nvmlInit=FakeNvml.NVMLError("library not found")))
-    assert levels(devices.check_driver(facts, nvml)) == [("ok", "GPU")]
-    assert levels(devices.check_gpus(facts, nvml)) == []
+    assert levels(gpus.check_driver(facts, nvml)) == [("ok", "GPU")]
+    assert levels(gpus.check_gpus(facts, nvml)) == []
 
 
 def test_devices_that_are_not_there(tmp_path: Path):
     settings = settings_of(tmp_path, devices="cuda:3")
     facts = gather(settings, TWO_CORES)
-    assert "error devices of echo" in words(devices.check_placement(facts, settings))
+    assert "error devices of echo" in words(starting.check_placement(facts, settings))
 
 
 @pytest.mark.parametrize(("visible", "level"), [("", "note"), ("0,7", "warning"), ("0", "ok")])
@@ -533,11 +525,11 @@ def test_key_for_two_kinds_of_calls_is_warned_of_at_start_and_by_doctor(tmp_path
     one, two = "k" * 20, "o" * 20
     environ = {"INFERPOOL_PREDICT_KEYS": f"{one},{two}", "INFERPOOL_ADMIN_KEYS": two}
     settings = load({"model": "echo"}, environ, tmp_path).settings
-    said = words(iter(diagnose_quickly(settings, TWO_CORES)))
+    said = words(iter(check_quickly(settings, TWO_CORES)))
     assert said.count("share a key") == 1
     assert f"predict_keys and admin_keys share a key (SHA-256 {digest_of(two)[:8]}" in said
     apart = load({"model": "echo"}, environ | {"INFERPOOL_ADMIN_KEYS": "a" * 20}, tmp_path)
-    assert "share" not in words(iter(diagnose_quickly(apart.settings, TWO_CORES)))
+    assert "share" not in words(iter(check_quickly(apart.settings, TWO_CORES)))
 
 
 def digest_of(key: str) -> str:

@@ -13,10 +13,10 @@ from inferpool.models.sources.modules import ModuleModel
 from inferpool.models.spec import Placement, TensorSpec
 from inferpool.models.split.measures import Survey
 from inferpool.models.survey import find_network, may_have_network, survey
+from inferpool.service.checks.facts import gather
+from inferpool.service.checks.findings import Finding
 from inferpool.service.settings.loader import load
 from inferpool.service.tools.doctor import report
-from inferpool.service.tools.doctor.facts import gather
-from inferpool.service.tools.doctor.findings import Finding
 from inferpool.service.tools.doctor.placement import judge, room_for
 from inferpool.service.tools.doctor.speeds import Speed
 from inferpool.workers.beside.peak import PeakMemory

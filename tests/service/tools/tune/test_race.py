@@ -10,8 +10,8 @@ import pytest
 import inferpool.service.tools.doctor.placement
 import inferpool.service.tools.tune.race
 import inferpool.service.tools.tune.stage
+from inferpool.service.checks.facts import gather
 from inferpool.service.settings.loader import load
-from inferpool.service.tools.doctor.facts import gather
 from inferpool.service.tools.doctor.placement import check_ways
 from inferpool.service.tools.doctor.speeds import Speed
 from inferpool.service.tools.trial.screen import Screen

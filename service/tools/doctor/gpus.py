@@ -1,53 +1,15 @@
-"""Devices: those asked for, the driver, and the state of each GPU."""
+"""The driver, and the state of each GPU."""
 
 from collections import Counter
 from collections.abc import Iterator
 
-from inferpool.models.spec import Placement
-from inferpool.service.settings.settings import Settings
-from inferpool.service.tools.doctor.facts import Facts
-from inferpool.service.tools.doctor.findings import Finding, error, in_words, note, ok, warning
+from inferpool.service.checks.devices import all_placements
+from inferpool.service.checks.facts import Facts
+from inferpool.service.checks.findings import Finding, error, in_words, note, ok, warning
 from inferpool.workers.host.nvml import GpuState, NvmlState
 
 _IN_USE = 0.1
 """Of a GPU's memory: what an idle desktop takes is less."""
-_SHARED = 2
-_WHOLE = 100
-"""Per cent."""
-
-
-def check_placement(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """Whether the devices asked for are there."""
-    for name, reason in facts.misplaced.items():
-        yield error(f"devices of {name}", reason, "change devices, or leave it at auto")
-    for name, placements in facts.placements.items():
-        where = ", ".join(sorted({str(placement) for placement in placements}))
-        count = f"{len(placements)} replica{'s' if len(placements) != 1 else ''}"
-        first = placements[0]
-        if first.split:
-            how = "stages" if first.split == "pipeline" else "parts of each matrix"
-            count += f", each split into {first.num_ranks} {how},"
-        yield ok(f"devices of {name}", f"{count} on {where}")
-
-
-def check_visible(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """CUDA_VISIBLE_DEVICES: CUDA stops at the first name that it does not know."""
-    visible = settings.cuda_visible_devices
-    if visible is None:
-        return
-    names = [name.strip() for name in visible.split(",") if name.strip()]
-    num_found = len(facts.host.gpus)
-    if not names or names == ["-1"]:
-        yield note("CUDA_VISIBLE_DEVICES", "hides every GPU", "unset it to use them")
-    elif num_found < len(names):
-        yield warning(
-            "CUDA_VISIBLE_DEVICES",
-            f"{visible!r} names {len(names)}, and {names[num_found]!r} is not on this host: it and "
-            "those after it are left out",
-            "name GPUs by the index or the UUID that `nvidia-smi -L` prints",
-        )
-    else:
-        yield ok("CUDA_VISIBLE_DEVICES", visible)
 
 
 def check_driver(facts: Facts, nvml: NvmlState) -> Iterator[Finding]:
@@ -73,7 +35,7 @@ def check_driver(facts: Facts, nvml: NvmlState) -> Iterator[Finding]:
 
 def check_gpus(facts: Facts, nvml: NvmlState) -> Iterator[Finding]:
     """The state of each GPU that is to be used."""
-    users = Counter(uuid for p in _all(facts) for uuid in p.gpu_of_each_rank)
+    users = Counter(uuid for p in all_placements(facts) for uuid in p.gpu_of_each_rank)
     for gpu in nvml.gpus:
         num_processes = sum(users[uuid] for uuid in (gpu.uuid, *gpu.slices))
         if gpu.is_mig and not gpu.slices:
@@ -90,39 +52,6 @@ def check_gpus(facts: Facts, nvml: NvmlState) -> Iterator[Finding]:
                 free = in_words(gpu.total_bytes - gpu.used_bytes)
                 cut = f", cut into {len(gpu.slices)} MIG slices" if gpu.is_mig else ""
                 yield ok(f"cuda:{gpu.index}", f"{gpu.name}{cut}, {free} free, no errors")
-
-
-def check_sharing(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """Processes that share a GPU, or a slice of one."""
-    users = Counter(uuid for p in _all(facts) for uuid in p.gpu_of_each_rank)
-    bounds: Counter[str] = Counter()
-    for placement in _all(facts):
-        for uuid in placement.gpu_of_each_rank:
-            bounds[uuid] += round(100 * (placement.memory_fraction or 0))
-    for gpu in facts.host.gpus:
-        num = users[gpu.uuid]
-        if num < _SHARED:
-            continue
-        if facts.is_mps_running:
-            yield ok("GPU sharing", f"{num} processes share {gpu} through CUDA MPS")
-        else:
-            yield note(
-                "GPU sharing",
-                f"{num} processes share {gpu} by turns: one waits while another computes",
-                "`nvidia-cuda-mps-control -d` before the service starts has them compute side by "
-                "side, and MIG slices keep them apart",
-            )
-        if bounds[gpu.uuid] > _WHOLE:
-            yield warning(
-                "GPU memory",
-                f"the processes on {gpu} may allocate {bounds[gpu.uuid]} % of its memory together",
-                "set gpu_memory_fraction of each model that is served there",
-            )
-
-
-def _all(facts: Facts) -> Iterator[Placement]:
-    for placements in facts.placements.values():
-        yield from placements
 
 
 def _problems(gpu: GpuState, num_processes: int, *, is_mps_running: bool) -> Iterator[Finding]:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+from inferpool.service.checks.facts import Facts
+from inferpool.service.checks.findings import Finding, error, in_words, ok
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
-from inferpool.service.tools.doctor.facts import Facts
-from inferpool.service.tools.doctor.findings import Finding, error, in_words, ok
 
 MODEL_SUFFIXES = (".pt2", ".pt", ".ts", ".torchscript")
 _WEIGHT_SUFFIXES = (".pth", ".pt", ".safetensors")

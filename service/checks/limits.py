@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 
 from inferpool.service.api.wire.descriptors import MIN_CONNECTIONS, max_connections
+from inferpool.service.checks.facts import Facts
+from inferpool.service.checks.findings import Finding, error, in_words, note, ok, warning
 from inferpool.service.settings.settings import Settings
-from inferpool.service.tools.doctor.facts import Facts
-from inferpool.service.tools.doctor.findings import Finding, error, in_words, note, ok, warning
 
 _FEW_CONNECTIONS = 256
-_MORE_FILES = "raise the hard limit: LimitNOFILE=65536, or docker's --ulimit nofile=65536"
+MORE_FILES = "raise the hard limit: LimitNOFILE=65536, or docker's --ulimit nofile=65536"
 _BASE_PIDS = 12
 """The front end with its threads, the forkserver, and a helper of multiprocessing."""
 _FRONT_END_AS_BYTES = 4 << 30
@@ -20,19 +20,11 @@ def check_descriptors(facts: Facts, settings: Settings) -> Iterator[Finding]:
     fitting = max_connections(limit, facts.num_processes)
     message = f"{limit} open files leave room for {fitting} connections"
     if fitting <= MIN_CONNECTIONS:
-        yield error("descriptors", f"{message}, and may be too few for the workers", _MORE_FILES)
+        yield error("descriptors", f"{message}, and may be too few for the workers", MORE_FILES)
     elif fitting < _FEW_CONNECTIONS:
-        yield warning("descriptors", message, _MORE_FILES)
+        yield warning("descriptors", message, MORE_FILES)
     else:
         yield ok("descriptors", message)
-
-
-def check_connections(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """What the settings ask for against what fits."""
-    wanted = settings.max_connections
-    fitting = max_connections(facts.num_files, facts.num_processes)
-    if wanted != "auto" and wanted > fitting:
-        yield warning("max_connections", f"{wanted} do not fit: {fitting} do", _MORE_FILES)
 
 
 def check_processes(facts: Facts, settings: Settings) -> Iterator[Finding]:

@@ -6,13 +6,10 @@ import re
 import sys
 from collections.abc import Iterator
 from multiprocessing import get_all_start_methods
-from pathlib import Path
 
-from inferpool.models.speed.names import COMPILED
+from inferpool.service.checks.facts import Build, Facts
+from inferpool.service.checks.findings import Finding, error, in_words, note, ok, warning
 from inferpool.service.settings.settings import Settings
-from inferpool.service.speed.search import compiler_name, find_compiler
-from inferpool.service.tools.doctor.facts import Build, Facts, folder
-from inferpool.service.tools.doctor.findings import Finding, error, in_words, note, ok, warning
 
 _MIN_FREE_BYTES = 64 << 20
 _MAX_SOCKET_PATH = 107
@@ -146,46 +143,6 @@ def check_disk(facts: Facts, settings: Settings) -> Iterator[Finding]:
         )
     else:
         yield ok("disk", f"{in_words(facts.cwd.free_bytes)} free in {facts.cwd.path}")
-
-
-def check_cache(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """Where the choice of speed presets is kept."""
-    path = settings.cache_folder()
-    if path is None or all(model.speed == "exact" for model in settings.models.values()):
-        return
-    nearest = next(p for p in (Path(path), *Path(path).parents) if os.path.lexists(p))
-    found = folder(nearest)
-    if found is None or not found.is_writable or not nearest.is_dir():
-        yield warning(
-            "cache folder",
-            f"{nearest} cannot be written: each start measures speed presets anew",
-            "set cache_dir to another folder",
-        )
-    else:
-        yield ok("cache folder", path)
-
-
-def check_compiler(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """What the presets need that are machine code, which are for CPUs."""
-    on_cpus = [m for m in settings.models.values() if not facts.host.gpus or m.devices == "cpu"]
-    is_asked_for = any(model.speed in COMPILED for model in on_cpus)
-    is_searched = settings.speed_search and any(model.speed == "auto" for model in on_cpus)
-    if not is_asked_for and not is_searched:
-        return
-    if compiler := find_compiler():
-        yield ok("C++ compiler", compiler)
-    elif is_asked_for:
-        yield warning(
-            "C++ compiler",
-            f"there is none ({compiler_name()}): a compiled preset must be in cache_dir already",
-            "install g++, or set CXX",
-        )
-    else:
-        yield note(
-            "C++ compiler",
-            f"there is none ({compiler_name()}): no compiled preset can be searched for",
-            "install g++, or set speed_search = false",
-        )
 
 
 def _variant(build: Build) -> str:

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 
+from inferpool.service.checks.facts import Facts
+from inferpool.service.checks.findings import Finding, error, in_words, note, ok, warning
+from inferpool.service.checks.weights import weights_file
 from inferpool.service.errors import StartError
 from inferpool.service.fronts.number import number_of_fronts
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
-from inferpool.service.tools.doctor.facts import Facts
-from inferpool.service.tools.doctor.findings import Finding, error, in_words, note, ok, warning
-from inferpool.service.tools.doctor.weights import weights_file
 
 # From /proc/PID/smaps_rollup on x86-64 with torch 2.15, two workers, efficientnet_lite0.
 FRONT_END_BYTES = 70 << 20
@@ -20,30 +20,6 @@ _CUDA_WORKER_BYTES = 1 << 30
 """Of the host's memory, with a CUDA context. An estimate: no GPU has been measured yet."""
 _TIGHT = 0.8
 _MIN_SHM_BYTES = 64 << 20
-
-
-def check_arena(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """The arena is memory of its own, fully reserved at start."""
-    arena, free = settings.arena_bytes, facts.free_bytes
-    message = f"{in_words(arena)} of shared memory, of {in_words(free)} that can be had"
-    if arena > free:
-        yield error(
-            "arena",
-            message,
-            "free some memory, raise the container's limit, or lower arena_bytes",
-        )
-    else:
-        yield ok("arena", message)
-
-
-def check_fronts(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """Each front end has its own part of the arena."""
-    try:
-        num, why = number_of_fronts(settings, facts.host.num_cores)
-    except StartError as problem:
-        yield error("front ends", str(problem), "raise arena_bytes, or lower front_ends")
-    else:
-        yield ok("front ends", f"{num} ({why})")
 
 
 def check_shared_memory(facts: Facts, settings: Settings) -> Iterator[Finding]:
