@@ -1,9 +1,15 @@
-"""What crosses between the front end and a worker: one msgpack value per batch, each way.
+"""What crosses between the front end and a worker, and how one message follows another in a pipe.
+
+A batch is one msgpack value, and so is its answer. The framing is that of
+multiprocessing.connection: a signed 32-bit length, big-endian, or -1 and an unsigned 64-bit one,
+and then so many bytes.
 
 Both sides are decoded by type with msgspec, never by pickle: a worker that writes rubbish makes
 one of `UNREADABLE` in the front end and nothing else.
 """
 
+import struct
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 import msgspec
@@ -16,7 +22,7 @@ from inferpool.models.split.report import RankPart, SplitReport
 Kind = Literal["image", "bytes", "json", "tensors"]
 """As `models.item.Kind`, which the front end cannot import without torch."""
 
-
+MAX_FRAME_BYTES = 1 << 30
 ID_FIELDS = ("request_id", "trace_id", "span_id")
 """Of log lines about a call."""
 
@@ -185,3 +191,49 @@ UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError)
 """All that msgspec raises on bytes that are no message; the second is none of its own."""
 
 FromWorker = BatchDone | Leaving | LogLine | Progress | RankReady | Ready | StartFailed
+
+
+class FrameError(Exception):
+    """The other end wrote something that is no frame."""
+
+
+class Frames:
+    """Makes frames of what is read, and keeps what is half a frame."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterable[bytes]:
+        """The frames that are whole now, to be gone through at once.
+
+        Raises:
+            FrameError: A length is out of bounds.
+        """
+        if not self._buffer and len(data) >= 4 and int.from_bytes(data[:4], "big") == len(data) - 4:
+            return (data[4:],)  # the usual case: exactly one frame
+        return self._cut(data)
+
+    def _cut(self, data: bytes) -> Iterator[bytes]:
+        buffer = self._buffer
+        buffer += data
+        while len(buffer) >= 4:
+            start, length = _parse_head(buffer)
+            if length is None or len(buffer) < start + length:
+                return
+            frame = bytes(memoryview(buffer)[start : start + length])
+            del buffer[: start + length]
+            yield frame
+
+
+def _parse_head(buffer: bytearray) -> tuple[int, int | None]:
+    """Where the first frame's body starts, and its length if that has arrived."""
+    (length,) = struct.unpack_from("!i", buffer)
+    start = 4
+    if length == -1:
+        if len(buffer) < 12:
+            return 12, None
+        (length,) = struct.unpack_from("!Q", buffer, 4)
+        start = 12
+    if not 0 <= length <= MAX_FRAME_BYTES:
+        raise FrameError(f"a frame of {length} bytes")
+    return start, length

@@ -34,9 +34,8 @@ from inferpool.service.fronts.messages import (
 from inferpool.service.queue.request import CallOptions, Payload, Result
 from inferpool.service.queue.steps import Steps
 from inferpool.workers.arena import slot_bytes
-from inferpool.workers.inside.frames import FrameError
 from inferpool.workers.log_lines import log_line
-from inferpool.workers.messages import LogLine
+from inferpool.workers.messages import FrameError, LogLine
 
 if TYPE_CHECKING:
     from inferpool.models.spec import TensorSpec

@@ -11,8 +11,7 @@ import msgspec
 
 from inferpool.service.fronts.messages import Answer, Ask
 from inferpool.workers.host.queues import FrameReader, FrameWriter
-from inferpool.workers.inside.frames import FrameError
-from inferpool.workers.messages import UNREADABLE
+from inferpool.workers.messages import UNREADABLE, FrameError
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,7 @@ from inferpool.service.queue.batcher import Batcher, Bucket
 from inferpool.service.queue.deadlines import NO_TICK, TICK_S, Deadlines
 from inferpool.workers.arena import MIN_BLOCK_BYTES, Arena
 from inferpool.workers.host.queues import FrameReader, PrivateQueue
-from inferpool.workers.inside.frames import FrameError
-from inferpool.workers.messages import UNREADABLE, BatchDone, FromWorker
+from inferpool.workers.messages import UNREADABLE, BatchDone, FrameError, FromWorker
 from tests.properties import untimed
 
 NUM_BLOCKS = 96

@@ -17,8 +17,7 @@ from inferpool.workers.heartbeat import HeartbeatReader
 from inferpool.workers.host.canary import Canary
 from inferpool.workers.host.held import Held, HeldBatches, batch_timeout_s
 from inferpool.workers.host.queues import FrameWriter
-from inferpool.workers.inside.frames import FrameError
-from inferpool.workers.messages import Batch, BatchDone, ItemError, ItemRef
+from inferpool.workers.messages import Batch, BatchDone, FrameError, ItemError, ItemRef
 from inferpool.workers.outputs import OutputRegion
 
 _encode = msgspec.msgpack.Encoder().encode

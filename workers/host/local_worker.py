@@ -23,10 +23,10 @@ from inferpool.workers.host.held import batch_timeout_s
 from inferpool.workers.host.keep_going import KeepGoing
 from inferpool.workers.host.queues import PrivateQueue
 from inferpool.workers.host.rank_process import RankProcess
-from inferpool.workers.inside.frames import FrameError
 from inferpool.workers.log_lines import log_line
 from inferpool.workers.messages import (
     BatchDone,
+    FrameError,
     FromWorker,
     ItemRef,
     Leaving,

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable
 from multiprocessing.connection import Connection, Pipe
 
-from inferpool.workers.inside.frames import Frames
+from inferpool.workers.messages import Frames
 
 _READ_BYTES = 1 << 18
 _PIPE_BYTES = 1 << 20

@@ -17,10 +17,9 @@ from inferpool.workers.host.endings import OomKills
 from inferpool.workers.host.engine import Cause, WorkerId
 from inferpool.workers.host.observed import EXIT_AFTER_EOF_S, ObservedProcess
 from inferpool.workers.host.queues import FrameReader, PrivateQueue
-from inferpool.workers.inside.frames import FrameError
 from inferpool.workers.inside.stacks import Stacks
 from inferpool.workers.log_lines import log_line
-from inferpool.workers.messages import UNREADABLE, FromWorker, LogLine
+from inferpool.workers.messages import UNREADABLE, FrameError, FromWorker, LogLine
 from inferpool.workers.outputs import StoredError
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,7 @@ from multiprocessing.connection import Connection
 import msgspec
 from torch.multiprocessing.queue import ConnectionWrapper, SimpleQueue
 
-from inferpool.workers.inside.frames import Frames
-from inferpool.workers.messages import Batch, FromWorker
+from inferpool.workers.messages import Batch, Frames, FromWorker
 
 _READ_BYTES = 1 << 16
 _KEPT_BYTES = 1 << 20

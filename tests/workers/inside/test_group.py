@@ -21,9 +21,8 @@ from inferpool.workers.errors import WorkerLostError, WorkerStartError
 from inferpool.workers.host.engine import WorkerHandle, WorkerId
 from inferpool.workers.host.local import LocalEngine
 from inferpool.workers.host.local_worker import LocalWorker
-from inferpool.workers.inside.frames import FrameError
 from inferpool.workers.inside.group import Group, backend_for
-from inferpool.workers.messages import RankReady
+from inferpool.workers.messages import FrameError, RankReady
 from inferpool.workers.wiring import Wiring
 from tests.workers.contract import EngineContract, answers, config_of, is_gone, started, suspend
 from tests.workers.host.test_local import arena, put, run  # noqa: F401  # fixtures
