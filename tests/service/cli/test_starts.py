@@ -1,0 +1,70 @@
+"""Every start imports what it runs, and nothing that only others run."""
+
+import subprocess
+import sys
+
+import pytest
+
+from inferpool.service.cli.verbs import VERBS
+
+_TORCH = ("torch", "torchvision", "inferpool.models.base")
+_SERVER = ("fastapi", "starlette", "uvicorn", "inferpool.service.app", "inferpool.service.api.web")
+_SETTINGS = ("pydantic", "inferpool.service.settings.settings")
+_CLIENT = "inferpool.service.client"
+_CLIENTS = ("httpx", _CLIENT)
+_TOOLS = {
+    name: f"inferpool.service.tools.{name}" for name in ("chaos", "doctor", "top", "trial", "tune")
+}
+_NOT_BY_CODE = {  # of each verb
+    "serve": (*_TORCH, *_CLIENTS, *_TOOLS.values()),
+    "predict": (*_TORCH, *_SERVER, *_SETTINGS, *_TOOLS.values(), "numpy", "inferpool.workers"),
+    "top": (
+        *_TORCH,
+        *_SERVER,
+        *_SETTINGS,
+        "numpy",
+        "inferpool.workers",
+        "inferpool.service.client",
+    ),
+    "config": (*_TORCH, *_SERVER, *_CLIENTS, *_TOOLS.values(), "numpy", "asyncio", "rich"),
+    "doctor": (*_TORCH, *_SERVER, *_CLIENTS, _TOOLS["chaos"], _TOOLS["tune"], _TOOLS["top"]),
+    "tune": (*_TORCH, *_SERVER, _TOOLS["chaos"], _TOOLS["doctor"], _TOOLS["top"]),
+    "chaos": (*_TORCH, *_SERVER, _TOOLS["tune"], _TOOLS["doctor"], _TOOLS["top"]),
+    "version": (*_TORCH, *_SERVER, *_SETTINGS, *_CLIENTS, *_TOOLS.values(), "asyncio"),
+}
+_NOT_BY_HELP = (*_TORCH, *_SERVER, *_SETTINGS, *_CLIENTS, "asyncio", "msgspec", "numpy", "rich")
+
+
+def loaded_by(code: str) -> set[str]:
+    """All modules that a fresh interpreter has after some code, and the packages they are in."""
+    tell = "finally:\n    print(*sys.modules, file=sys.stderr)"
+    command = [sys.executable, "-c", f"import sys\ntry:\n    {code}\n{tell}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return set(done.stderr.splitlines()[0].split())
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_code_of_a_verb_loads_nothing_of_the_others(verb: str):
+    module, _, function = VERBS[verb].code.partition(":")
+    imports = f"from {module} import {function}"
+    if verb == "serve":
+        imports += "; import inferpool.service.app"
+    loaded = loaded_by(imports)
+    assert module in loaded
+    assert loaded.intersection(_NOT_BY_CODE[verb]) == set()
+
+
+@pytest.mark.parametrize("verb", ["", *VERBS])
+def test_help_loads_next_to_nothing(verb: str):
+    line = [verb, "--help"] if verb else ["--help"]
+    loaded = loaded_by(f"from inferpool.service.cli.main import run; run({line})")
+    assert "inferpool.service.cli.verbs" in loaded
+    assert loaded.intersection(_NOT_BY_HELP) == set()
+    own = {_TOOLS[verb], f"{_TOOLS[verb]}.plan"} if verb in _TOOLS else set()
+    assert {each for each in loaded if each.startswith("inferpool.service.tools.")} <= own
+
+
+def test_workers_load_nothing_of_the_front_end():
+    loaded = loaded_by("import inferpool.workers.inside.preload")
+    assert "torch" in loaded
+    assert loaded.intersection({*_SERVER, *_SETTINGS, *_CLIENTS, "inferpool.service"}) == set()
