@@ -26,7 +26,7 @@ from tests.bench.report import save, table
 
 HELP = "our own files that one call enters in the front end, and how often"
 _SIGNAL = signal.SIGUSR2
-_OWN = tuple(str(ROOT / name) + os.sep for name in ("service", "workers", "models"))
+_OWN = str(ROOT / "inferpool") + os.sep
 _NUM_CALLS = 5
 _WAIT_S = 10.0
 _LOOP = "(loop)"
