@@ -11,7 +11,7 @@ from tests.bench.soak_load import Counts, kinds
 from tests.bench.trend import Trend
 from tests.ports import free_port
 
-pytestmark = pytest.mark.measures
+pytestmark = [pytest.mark.measures, pytest.mark.slow]
 
 _HOLDINGS = Holdings(
     descriptors=30,

@@ -39,6 +39,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield service
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_queue_is_kept_so_short_that_answers_are_within_the_objective(service: Running):
     async def go() -> list[Answer]:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.running import ROOT
 
-pytestmark = pytest.mark.measures
+pytestmark = [pytest.mark.measures, pytest.mark.slow]
 
 
 def chaos(*arguments: str) -> subprocess.CompletedProcess[str]:

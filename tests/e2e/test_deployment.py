@@ -19,7 +19,7 @@ from tests.e2e.load import Tally, ask_until
 from tests.e2e.proxy import CONFIG, needs_nginx, proxy
 from tests.e2e.running import Running, left_over, running, until
 
-pytestmark = pytest.mark.measures
+pytestmark = [pytest.mark.measures, pytest.mark.slow]
 
 DELAY_S = 3
 """Longer than nginx leaves a service alone that has just come back: two seconds, since it counts

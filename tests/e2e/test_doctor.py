@@ -15,7 +15,7 @@ from inferpool.workers.host.devices import find_host
 from tests.e2e.running import ROOT, running
 from tests.pty_screen import on_terminal
 
-pytestmark = pytest.mark.measures
+pytestmark = [pytest.mark.measures, pytest.mark.slow]
 
 FAULTY = "tests.fault_model:FaultModel"
 

@@ -8,7 +8,7 @@ import pytest
 from tests.bench.overload import Phase, measure
 from tests.e2e.running import running
 
-pytestmark = pytest.mark.measures
+pytestmark = [pytest.mark.measures, pytest.mark.slow]
 
 MAX_BATCH_SIZE = 4
 MAX_QUEUE_LENGTH = 48

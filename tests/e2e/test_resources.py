@@ -19,7 +19,7 @@ from tests.e2e.photos import jpeg
 from tests.e2e.running import ROOT, Running, running, until
 from tests.groups import control_group, with_mounts
 
-pytestmark = pytest.mark.measures
+pytestmark = [pytest.mark.measures, pytest.mark.slow]
 
 FAULTY = "tests.fault_model:FaultModel"
 SERVICE = (sys.executable, "-m", "inferpool")

@@ -14,7 +14,7 @@ import torch
 
 from tests.e2e.running import Running, running, until
 
-pytestmark = pytest.mark.measures
+pytestmark = [pytest.mark.measures, pytest.mark.slow]
 
 ADMIN = "an-admin-key-of-enough-characters"
 HEADERS = {"Authorization": f"Bearer {ADMIN}"}

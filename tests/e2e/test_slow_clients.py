@@ -20,7 +20,7 @@ import pytest
 from tests.certificates import make_certificate
 from tests.e2e.running import Running, running, until
 
-pytestmark = pytest.mark.measures
+pytestmark = [pytest.mark.measures, pytest.mark.slow]
 
 HEAD = b"POST /predict HTTP/1.1\r\nhost: h\r\n"
 BYTES = {"content-type": "application/octet-stream"}

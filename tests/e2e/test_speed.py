@@ -27,6 +27,7 @@ def verdict_in(path):
     return json.JSONDecoder().raw_decode(path.read_text())[0]
 
 
+@pytest.mark.slow
 def test_two_replicas_share_one_verdict_and_say_which(tmp_path):
     env = {"INFERPOOL_CACHE_DIR": str(tmp_path), "INFERPOOL_SPEED_SEARCH": "false"}
     with running(SMALL, "--replicas", "2", "--speed", "auto", env=env) as service:
@@ -75,6 +76,7 @@ def test_without_a_folder_one_worker_measures_once_in_a_run_and_that_is_told(tmp
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.slow
 def test_whatever_has_become_of_the_cache_it_starts_and_answers_as_before(tmp_path):
     cache, temp = tmp_path / "cache", tmp_path / "temp"
     temp.mkdir()

@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.running import Running, running, until
 
-pytestmark = pytest.mark.measures
+pytestmark = [pytest.mark.measures, pytest.mark.slow]
 
 HEAD = b"POST /predict HTTP/1.1\r\nhost: h\r\n"
 CALL = HEAD + b"content-type: application/octet-stream\r\ncontent-length: 1\r\n\r\nx"

@@ -15,7 +15,7 @@ import pytest
 from inferpool.service.settings.loader import load
 from tests.e2e.running import ROOT, left_over
 
-pytestmark = pytest.mark.measures
+pytestmark = [pytest.mark.measures, pytest.mark.slow]
 
 _COMMAND = (sys.executable, "-m", "inferpool", "tune")
 _TIMEOUT_S = 90.0

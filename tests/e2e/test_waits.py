@@ -15,7 +15,7 @@ import pytest
 
 from tests.e2e.running import Running, running
 
-pytestmark = pytest.mark.measures
+pytestmark = [pytest.mark.measures, pytest.mark.slow]
 
 KEY = "k" * 40
 BODY_GAP_S, HEAD_TIMEOUT_S, KEEP_ALIVE_S = 0.5, 0.5, 9

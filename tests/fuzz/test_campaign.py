@@ -9,7 +9,7 @@ from tests.fuzz.campaign import Verdict, campaign, judge, keep, read_input
 from tests.fuzz.client import Answer, Outcome
 from tests.fuzz.inputs import KINDS, Input, make_input
 
-pytestmark = pytest.mark.measures
+pytestmark = [pytest.mark.measures, pytest.mark.slow]
 
 SEED = 20261121
 

@@ -68,6 +68,7 @@ def test_requests_carry_what_was_asked_for(server, tmp_path):
 
 
 @pytest.mark.alone
+@pytest.mark.slow
 def test_an_open_loop_arrives_at_its_rate_at_random_moments(server, tmp_path):
     status, found = _run(tmp_path, "open", server.url, "--rate", "100", "-d", "2s", "--json", "{}")
     assert status == 0
@@ -77,6 +78,7 @@ def test_an_open_loop_arrives_at_its_rate_at_random_moments(server, tmp_path):
 
 
 @pytest.mark.alone
+@pytest.mark.slow
 def test_an_open_loop_does_not_omit_what_a_stall_delays(server, tmp_path):
     words = [f"{server.url}/stall", "-d", "2s", "--json", "{}"]
     _, found = _run(tmp_path, "open", *words, "--rate", "100")
@@ -105,6 +107,7 @@ def test_requests_without_an_answer_time_out(server, tmp_path):
 
 
 @pytest.mark.alone
+@pytest.mark.slow
 def test_ramp_finds_the_capacity(server, tmp_path, capsys):
     status, found = _run(
         tmp_path, "ramp", f"{server.url}/lane", "--rate", "40", "-d", "1s", "--json", "{}",
@@ -118,6 +121,7 @@ def test_ramp_finds_the_capacity(server, tmp_path, capsys):
 
 
 @pytest.mark.alone
+@pytest.mark.slow
 def test_soak_says_that_a_server_becomes_slower(server, tmp_path):
     words = ["soak", f"{server.url}/ageing", "--rate", "50", "-d", "5s", "--json", "{}"]
     for _ in range(3):  # what others do meanwhile may hide it

@@ -45,6 +45,7 @@ def views():
     return datas
 
 
+@pytest.mark.slow
 def test_photographs_keep_their_label_and_about_their_scores(model):
     datas = views()
     exact, fast = (scores(model, datas, decode) for decode in ("exact", "fast"))

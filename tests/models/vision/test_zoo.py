@@ -123,6 +123,7 @@ def test_classes_and_labels_of_ones_own_are_options(tmp_path):
         assert sorted(each["label"] for each in answer) == labels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["googlenet", "inception_v3"])
 def test_networks_with_a_second_head_load_their_own_checkpoints(name, tmp_path):
     network = torchvision.models.get_model(name, init_weights=False, num_classes=10)

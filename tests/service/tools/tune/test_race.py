@@ -59,6 +59,7 @@ def test_nothing_is_measured_on_a_machine_that_is_busy(
     assert (found.level, found.advice) == ("note", "measure when they are done")
 
 
+@pytest.mark.slow
 def test_placements_of_a_model_are_started_and_put_under_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
