@@ -70,7 +70,7 @@ VERBS: Mapping[str, Verb] = {
         summary="print every setting in force, and who set it",
         description="Print the settings that `inferpool serve` with the same arguments would have.",
         flags="inferpool.service.cli.flags:add_config_flags",
-        code="inferpool.service.cli.show:run",
+        code="inferpool.service.cli.config:run",
         takes_settings=True,
     ),
     "doctor": Verb(
