@@ -21,7 +21,7 @@ from inferpool.service.api.wire.listening import BACKLOG
 from inferpool.service.api.wire.protocol import PredictProtocol
 from inferpool.service.errors import StartError
 from inferpool.service.settings.settings import Settings
-from inferpool.service.telemetry.metrics import ModelMetrics
+from inferpool.service.telemetry.metrics import ModelMetrics, recorder
 from inferpool.service.telemetry.sparing import Sparing
 
 if TYPE_CHECKING:
@@ -192,15 +192,3 @@ def failure_log() -> Callable[[Call, int, float], None]:
             )
 
     return log_failure
-
-
-def recorder(metrics: Callable[[str], ModelMetrics]) -> Callable[[str, int, float], None]:
-    """Counts each call that is over, by what counts those of its model."""
-
-    def on_done(model: str, status: int, duration_s: float) -> None:
-        record = metrics(model)
-        record.requests[status] += 1
-        durations = record.answer_duration if status == 200 else record.error_duration
-        durations.observe(duration_s)
-
-    return on_done

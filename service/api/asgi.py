@@ -18,12 +18,12 @@ class _Answered(asyncio.Future[Reply | None]):
     def send_continue(self) -> None:
         """Leave it to the server, which sends this when it is asked for the body."""
 
-    def send_answer(self, exchange: Exchange, reply: Reply) -> None:
+    def send_answer(self, exchange: Exchange, reply: Reply) -> int | None:
         """Have the answer sent."""
         if self.done():  # it was cancelled this moment
-            exchange.close(_CLIENT_GONE)
-        else:
-            self.set_result(reply)
+            return _CLIENT_GONE
+        self.set_result(reply)
+        return None
 
 
 async def answer(predict: Predict, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,9 +1,9 @@
-"""One HTTP call to `/predict` as a value, and the model that it asks, as calls see it."""
+"""One HTTP call to `/predict` as a value, its head if it is known, and the model that it asks."""
 
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -20,6 +20,11 @@ UNKNOWN_MODEL = "unknown"
 """The label of calls for models that are not there: any other would let clients make up labels."""
 
 DEFAULT_PRIORITY = 5
+HEAD_END = b"\r\n\r\n"
+MAX_KNOWN_HEAD_BYTES = 2048
+_MAX_HEADS = 512
+_OF_ONE_CALL = (b"x-request-id", b"traceparent", b"tracestate", b"expect", b"transfer-encoding")
+"""A head with one of these will not come again, or needs more than to be known."""
 
 
 class Tracing(Protocol):
@@ -106,11 +111,6 @@ class Call(msgspec.Struct):
     form: WholeBody | None = None
     """How the body is read, if that is known from an earlier call with the same head."""
 
-    @property
-    def label(self) -> str:
-        """The model, for metrics."""
-        return UNKNOWN_MODEL if self.entry is None else self.entry.name
-
     def log_ids(self) -> dict[str, str]:
         """By which a log line about it is found, and the trace that it belongs to."""
         return {
@@ -136,7 +136,8 @@ def begin_call(
     if len(found) != len(headers):
         found = joined(headers)
     trace_id, span_id = new_ids()
-    request_id = request_id_of(found.get(b"x-request-id")) or trace_id
+    given = found.get(b"x-request-id")
+    request_id = trace_id if given is None else request_id_of(given) or trace_id
     call = Call(method, path, query, found, started, None, request_id, trace_id, span_id)
     given = found.get(b"traceparent")
     trace = trace_of(given) if given is not None else None
@@ -145,6 +146,37 @@ def begin_call(
         call.trace_state = trace_state_of(found)
         call.trace = f"{call.trace_id}-{span_id}"
     return call
+
+
+class KnownHead(NamedTuple):
+    """A head, as the call that it began, and how many bytes of body follow it."""
+
+    head: bytes
+    call: Call
+    num_body_bytes: int
+
+
+class KnownHeads(dict[bytes, KnownHead]):
+    """Heads of calls that were checked before, so that the same bytes are not parsed again.
+
+    A client sends the same head with every call of a connection, and a load balancer much the same.
+    What the checks depend on (keys, limits, models) does not change while the service runs. There
+    is a bounded number of heads. Used by the event loop alone.
+    """
+
+    def remember(self, head: bytes, call: Call) -> None:
+        """Keep the head of a call that was checked and not submitted, if it may come again."""
+        num_body_bytes = call.headers.get(b"content-length")
+        if num_body_bytes is None or not head.endswith(HEAD_END):
+            return
+        if not head.startswith(b"POST "):
+            return  # the parser skips empty lines before a request, and so may have seen another
+        if any(name in call.headers for name in _OF_ONE_CALL):
+            return
+        if len(self) >= _MAX_HEADS:
+            self.clear()
+        call = call.__copy__()  # type: ignore[attr-defined]  # its stubs lack it
+        self[head] = KnownHead(head, call, int(num_body_bytes))
 
 
 _MAX_TRACED_INSTANCES = 16

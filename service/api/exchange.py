@@ -12,7 +12,14 @@ from typing import Any, ClassVar, Protocol
 
 import msgspec
 
-from inferpool.service.api.call import Call, ModelEntry, WholeBody, begin_call, options_of
+from inferpool.service.api.call import (
+    UNKNOWN_MODEL,
+    Call,
+    ModelEntry,
+    WholeBody,
+    begin_call,
+    options_of,
+)
 from inferpool.service.api.codecs.answers import choose_format
 from inferpool.service.api.codecs.body import Decoded, Head, add_piece
 from inferpool.service.api.codecs.requests import decode
@@ -32,6 +39,8 @@ from inferpool.service.queue.request import Buffer, CallOptions, Payload, Result
 _CLIENT_GONE = 499
 _FIRST_ERROR = 400
 _PREFLIGHT = 204
+_MANY_DIGITS = 19
+"""Of a number that is not worth reading; Python reads 4,300 at most."""
 _PRIORITIES = {b"%d" % priority: priority for priority in range(1, 10)}
 
 
@@ -41,8 +50,13 @@ class Wire(Protocol):
     def send_continue(self) -> None:
         """Tell the client to send its body."""
 
-    def send_answer(self, exchange: "Exchange", reply: Reply) -> None:
-        """Send the answer, and close the exchange with the status that came of it."""
+    def send_answer(self, exchange: "Exchange", reply: Reply) -> int | None:
+        """Send the answer.
+
+        Returns:
+            The status that came of it: 499 where nobody was left to read it. None if that is not
+            known yet; then the wire closes the exchange.
+        """
 
 
 class _NoEvent:
@@ -219,7 +233,8 @@ class Exchange(msgspec.Struct, eq=False):
             return
         duration_s = time.monotonic() - call.started
         if predict.on_done is not None:
-            predict.on_done(call.label, status, duration_s)
+            name = UNKNOWN_MODEL if call.entry is None else call.entry.name
+            predict.on_done(name, status, duration_s)
         if status >= _FIRST_ERROR and predict.on_failure is not None:
             predict.on_failure(call, status, duration_s)
         if call.steps is not None and predict.tracing is not None:
@@ -257,11 +272,13 @@ class Exchange(msgspec.Struct, eq=False):
             raise MethodNotAllowedError(f"{call.path} takes POST, not {call.method}")
         if call.entry is None:
             raise predict.unknown(call.path)
-        length = headers.get(b"content-length")
-        if length is not None:
-            predict.limits.check_length(length)
-        timeout = headers.get(b"x-timeout-ms")
         limits = predict.limits
+        length = headers.get(b"content-length")
+        if length is not None and not (
+            length.isdigit() and len(length) < _MANY_DIGITS and int(length) <= limits.max_body_bytes
+        ):
+            raise limits.bad_length(length)
+        timeout = headers.get(b"x-timeout-ms")
         timeout_s = limits.default_timeout_s if timeout is None else limits.timeout_s(timeout)
         call.deadline = call.started + timeout_s
         priority = headers.get(b"x-priority")
@@ -358,7 +375,9 @@ class Exchange(msgspec.Struct, eq=False):
 
     def _answer(self, reply: Reply) -> None:
         self.response_complete = True
-        self.wire.send_answer(self, reply)
+        status = self.wire.send_answer(self, reply)
+        if status is not None:
+            self.close(status)
 
     def _give_up(self) -> None:
         """Give up all instances: nobody waits for them any more."""

@@ -1,7 +1,8 @@
 """Ids: of requests (`X-Request-ID`) and of traces (W3C Trace Context, level 2)."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import chain
 
 _ID_CHARACTERS = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._:-"
 _MAX_ID_LENGTH = 128
@@ -14,23 +15,23 @@ _MAX_STATE_BYTES = 1024
 """The recommendation asks for 512 at least (3.3.1.5)."""
 
 _random = random.Random()  # noqa: S311 RUF100  # unique, and nobody's secret
-_spare: list[tuple[str, str]] = []
 _NUM_AT_ONCE = 64
 
 
-def new_ids() -> tuple[str, str]:
-    """A request or trace id, and a span id: 128 and 64 random bits in hexadecimal digits.
+def _make_ids() -> list[tuple[str, str]]:
+    digits = _random.randbytes(24 * _NUM_AT_ONCE).hex()
+    return [
+        (digits[start : start + 32], digits[start + 32 : start + 48])
+        for start in range(0, len(digits), 48)
+    ]
 
-    From a generator seeded by the operating system once, since `os.urandom` costs a system call;
-    and many at once, which costs a fifth.
-    """
-    if not _spare:
-        digits = _random.randbytes(24 * _NUM_AT_ONCE).hex()
-        _spare.extend(
-            (digits[start : start + 32], digits[start + 32 : start + 48])
-            for start in range(0, len(digits), 48)
-        )
-    return _spare.pop()
+
+new_ids: Callable[[], tuple[str, str]] = chain.from_iterable(iter(_make_ids, None)).__next__
+"""Makes a request or trace id, and a span id: 128 and 64 random bits in hexadecimal digits.
+
+From a generator seeded by the operating system once, since `os.urandom` costs a system call; and
+many at once, which costs a fifth.
+"""
 
 
 def request_id_of(value: bytes | None) -> str:

@@ -3,10 +3,10 @@
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import APIRouter, FastAPI
@@ -20,7 +20,6 @@ from starlette.types import Lifespan, Receive, Scope, Send
 from inferpool.service.api.asgi import answer, route_path
 from inferpool.service.api.auth import Guard, policy_of
 from inferpool.service.api.call import Call, Tracing, begin_call
-from inferpool.service.api.call_headers import with_call_headers
 from inferpool.service.api.cors import Cors
 from inferpool.service.api.errors import (
     CALL_KEY,
@@ -30,7 +29,13 @@ from inferpool.service.api.errors import (
 )
 from inferpool.service.api.openapi.document import INFO, complete
 from inferpool.service.api.predict import Predict, is_predict
-from inferpool.service.api.replies import preflight_reply, send_reply
+from inferpool.service.api.replies import (
+    common_lines,
+    lines_of,
+    pairs_of,
+    preflight_reply,
+    send_reply,
+)
 from inferpool.service.api.routes.events import WAS_HEAD
 from inferpool.service.api.routes.page import Page
 from inferpool.service.api.routes.page_headers import POLICY_HEADER, policy_for, with_page_headers
@@ -43,6 +48,8 @@ _REFUSALS_PER_S = 5
 """Of administration: so many are logged, one by one."""
 _DOCUMENT_PATH = "/openapi.json"
 _ASSETS_PATH = "/docs/assets"
+_ADDS_UP = b"vary"
+"""May be there several times (RFC 9110, 12.5.5)."""
 _ASSETS_PACKAGE = "fastapi_offline"
 """Swagger UI comes from this package's files, so that `/docs` asks no other host for anything."""
 
@@ -222,6 +229,23 @@ class _Document(NamedTuple):
     """What it was made from, to be compared."""
     body: bytes
     etag: str
+
+
+def with_call_headers(call: Call, send: Send) -> Send:
+    """An ASGI `send` that adds ids and times to an answer, as those of `/predict` have them."""
+
+    async def sending(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            call.status = message["status"]
+            headers = list(message.get("headers", ()))
+            there = {name for name, _ in headers}
+            ours = pairs_of(common_lines(call, None).encode())
+            headers += [pair for pair in ours if pair[0] not in there or pair[0] == _ADDS_UP]
+            lines_of(headers)  # raises before anything of the answer is sent
+            message = {**message, "headers": headers}
+        await send(message)
+
+    return sending
 
 
 def _id_of(route: APIRoute) -> str:

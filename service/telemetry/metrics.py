@@ -281,6 +281,18 @@ class Metrics:
         yield from families.values()
 
 
+def recorder(metrics: Callable[[str], ModelMetrics]) -> Callable[[str, int, float], None]:
+    """Counts each call that is over, by the metrics of its model."""
+
+    def on_done(model: str, status: int, duration_s: float) -> None:
+        record = metrics(model)
+        record.requests[status] += 1
+        durations = record.answer_duration if status == 200 else record.error_duration
+        durations.observe(duration_s)
+
+    return on_done
+
+
 class _ServiceCollector(Collector):
     """Asks for the families anew at each scrape."""
 

@@ -19,11 +19,10 @@ from uvicorn.server import ServerState
 
 from inferpool.service.api.predict import Predict
 from inferpool.service.api.wire.protocol import PredictProtocol
-from inferpool.service.endpoint import recorder
 from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.dispatcher import Dispatcher
 from inferpool.service.queue.quarantine import Quarantine
-from inferpool.service.telemetry.metrics import Metrics
+from inferpool.service.telemetry.metrics import Metrics, recorder
 from inferpool.workers.arena import Arena
 from inferpool.workers.host.engine import WorkerId
 from tests.bench import rounds

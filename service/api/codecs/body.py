@@ -39,17 +39,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         longest_s = self.max_timeout_s
         return min(int(digits) / 1e3, longest_s) if len(digits) < _MAX_DIGITS else longest_s
 
-    def check_length(self, header: bytes) -> None:
-        """See whether a body may be as long as its `Content-Length` says.
-
-        Raises:
-            BadRequestError: It is no number.
-            TooLargeError: It is too long.
-        """
+    def bad_length(self, header: bytes) -> ServiceError:
+        """The error for a `Content-Length` that is no number, or over the limit."""
         if not header.isdigit():
-            raise BadRequestError("Content-Length: is not a number")
-        if len(header) > _MAX_DIGITS or int(header) > self.max_body_bytes:
-            raise self.too_large()
+            return BadRequestError("Content-Length: is not a number")
+        return self.too_large()
 
     def too_large(self) -> TooLargeError:
         """The error for a body over the limit."""
@@ -80,7 +74,7 @@ class BodyTimer:
     """Ends a body that is held back, or comes too slowly. Lives in the event loop."""
 
     __slots__ = (
-        "_count", "_deadline", "_gap_s", "_is_paused", "_num_bytes", "_on_slow", "_timer",
+        "_count", "_deadline", "_gap_s", "_is_paused", "_num_bytes", "_on_slow", "_timer", "is_on",
     )  # fmt: skip
 
     def __init__(
@@ -103,6 +97,8 @@ class BodyTimer:
         self._on_slow = on_slow
         self._is_paused = is_paused
         self._timer: asyncio.TimerHandle | None = None
+        self.is_on = False
+        """A body is timed."""
         self._deadline = 0.0
         self._num_bytes = 0
 
@@ -112,13 +108,15 @@ class BodyTimer:
         Args:
             deadline: Of its call: a moment of the event loop's clock (CLOCK_MONOTONIC).
         """
-        if self._timer is None:
+        if not self.is_on:
+            self.is_on = True
             self._deadline = deadline
             self._num_bytes = self._count()
             self._look_at(min(deadline, time.monotonic() + self._gap_s))
 
     def stop(self) -> None:
         """The body has arrived, or is not waited for."""
+        self.is_on = False
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -132,8 +130,10 @@ class BodyTimer:
         if self._is_paused():
             self._look_at(now + self._gap_s)
         elif now >= self._deadline:
+            self.is_on = False
             self._on_slow(SlowBodyError("the body was not complete before the deadline"))
         elif num_bytes - self._num_bytes < MIN_PROGRESS_BYTES:
+            self.is_on = False
             self._on_slow(
                 SlowBodyError(
                     f"the body came too slowly: less than {MIN_PROGRESS_BYTES} bytes in "

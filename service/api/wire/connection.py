@@ -9,7 +9,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from inferpool.service.api.call import begin_call
 from inferpool.service.api.exchange import Exchange
 from inferpool.service.api.predict import Predict
-from inferpool.service.api.replies import CLOSE_LINE, Reply, lines_of, refusal_of
+from inferpool.service.api.replies import CLOSE_LINE, Reply, refusal_of
 from inferpool.service.api.wire.connections import Connections
 from inferpool.service.api.wire.intake import Flow
 from inferpool.service.api.wire.writing import AnswerWriter
@@ -23,6 +23,15 @@ _LINGER_S = 2.0
 """How long a client that is still sending may take to read that it was refused.
 
 A socket that is closed while data arrives is reset, and what the client has not read is lost."""
+
+
+class _UnreadAnswer:
+    """Stands for an answer that is given and not read: what comes behind it waits for its turn."""
+
+    response_complete = False
+
+
+UNREAD = _UnreadAnswer()
 
 
 class HttpConnection(HttpToolsProtocol):
@@ -57,7 +66,7 @@ class HttpConnection(HttpToolsProtocol):
     def is_idle(self) -> bool:
         """No call of it is being answered."""
         cycle = self.cycle
-        return (cycle is None or cycle.response_complete) and not self._writer.has_answer
+        return (cycle is None or cycle.response_complete) and self._unended is None
 
     @property
     def num_unread_bytes(self) -> int:
@@ -95,30 +104,33 @@ class HttpConnection(HttpToolsProtocol):
         """See `Wire`."""
         self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
-    def send_answer(self, exchange: Exchange, reply: Reply) -> None:
+    def send_answer(self, exchange: Exchange, reply: Reply) -> int:
         """See `Wire`. Then close, go on with what is pipelined, or wait for the next call."""
         transport = self.transport
         if transport.is_closing():
-            exchange.close(_CLIENT_GONE)
-            return
+            return _CLIENT_GONE
         status, lines, body = reply
-        default_head, end = self._current_default_head(), b"\r\n"
+        if self.server_state.default_headers is not self._default_headers:
+            self._take_default_headers()
+        end = b"\r\n"
         if self._default_head_closes or (status != _OK and CLOSE_LINE in lines):
             exchange.keep_alive = False
         elif not exchange.keep_alive:
             end = _CLOSE_AND_END
-        head = b"%b%b%b%b" % (STATUS_LINE[status], default_head, lines, end)
-        if len(body) <= _COPIED_BODY_BYTES:
-            transport.write(head + body)
-        else:
-            self._writer.send(head, body)
-        exchange.close(status)
         self._active = None
+        if len(body) <= _COPIED_BODY_BYTES:
+            transport.write(
+                b"%b%b%b%b%b" % (STATUS_LINE[status], self._default_head, lines, end, body)
+            )
+            self._end(exchange)
+            return status
+        self._writer.send(b"%b%b%b%b" % (STATUS_LINE[status], self._default_head, lines, end), body)
         if self._writer.has_answer:  # all but what the client has not read; see `resume_writing`
             self._unended = exchange
             self._hold()
         else:
             self._end(exchange)
+        return status
 
     def on_response_complete(self) -> None:
         """As uvicorn has it, for the calls that it answers."""
@@ -209,21 +221,18 @@ class HttpConnection(HttpToolsProtocol):
         """There are too many connections: say so and go."""
         error = UnavailableError("there are too many connections", retry_after_s=1)
         status, lines, body = refusal_of(begin_call("-", "/", b"", ()), error)
+        self._take_default_headers()
         self.transport.write(
-            b"%b%b%b%b%b"
-            % (STATUS_LINE[status], self._current_default_head(), lines, _CLOSE_AND_END, body)
+            b"%b%b%b%b%b" % (STATUS_LINE[status], self._default_head, lines, _CLOSE_AND_END, body)
         )
         self._is_deaf = True
         self.close()
 
-    def _current_default_head(self) -> bytes:
-        """The header lines that every answer begins with; uvicorn renews them each second."""
-        headers = self.server_state.default_headers
-        if headers is not self._default_headers:
-            self._default_headers = headers
-            self._default_head = lines_of(headers)
-            self._default_head_closes = (b"connection", b"close") in headers
-        return self._default_head
+    def _take_default_headers(self) -> None:
+        """Render the lines that every answer begins with; uvicorn renews them each second."""
+        self._default_headers = headers = self.server_state.default_headers
+        self._default_head = b"".join([b"%b: %b\r\n" % header for header in headers])
+        self._default_head_closes = (b"connection", b"close") in headers
 
     def _be_idle(self) -> None:
         """One timer per connection that looks when it fires, rather than one per call."""

@@ -1,22 +1,24 @@
 """Bounds what a connection may send besides bodies: heads, and calls in line. Event loop."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence, Sized
-from urllib.parse import unquote
 
 import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 
 from inferpool.service.api.errors import LargeHeadError, LongUrlError
 from inferpool.service.api.wire.budgets import UnfinishedRequests
-from inferpool.service.errors import BadRequestError, OverloadedError, ServiceError
+from inferpool.service.errors import BadRequestError, InternalError, OverloadedError, ServiceError
+
+logger = logging.getLogger(__name__)
 
 MAX_HEADERS = 100
 MAX_URL_BYTES = 8 * 1024
 """More than the 8,000 that RFC 9110 (4.1) asks for at least."""
 MAX_PIPELINED = 1024
 """Calls of one connection that wait for their turn; one read may bring thousands."""
-_MAX_HEAD_BYTES = 64 * 1024
+MAX_HEAD_BYTES = 64 * 1024
 """Of request line and headers."""
 _CALL_BYTES = 4096
 """What a call that waits for its turn takes besides its bytes."""
@@ -48,8 +50,8 @@ class Intake:
     """Counts what has come of the heads of one connection, and of its calls in line."""
 
     __slots__ = (
-        "_flow", "_head_bytes", "_loop", "_num_in_head", "_num_in_line", "_on_late", "_refuse",
-        "_timeout_s", "_timer", "_unfinished", "give_way",
+        "_flow", "_loop", "_num_in_head", "_num_in_line", "_on_late", "_refuse", "_timeout_s",
+        "_timer", "_unfinished", "give_way", "num_head_bytes",
     )  # fmt: skip
 
     def __init__(
@@ -80,20 +82,17 @@ class Intake:
         self._on_late = on_late
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
-        self._head_bytes = 0
+        self.num_head_bytes = 0
+        """Bytes of a head that has not come in one piece, or 0."""
         self._num_in_head = 0
         """Bytes of a head that is not whole, as they were counted."""
         self._num_in_line = 0
         """Bytes that calls which wait for their turn are taken to need."""
 
-    def begin_head(self) -> None:
-        """A head begins."""
-        self._head_bytes = 0
-
     def take_head(self, num_bytes: int) -> None:
         """Count more of a head that has not come in one piece, and time it."""
-        self._head_bytes += num_bytes
-        if self._head_bytes > _MAX_HEAD_BYTES:
+        self.num_head_bytes += num_bytes
+        if self.num_head_bytes > MAX_HEAD_BYTES:
             self._refuse(_too_large_head())
             return
         try:
@@ -106,44 +105,12 @@ class Intake:
 
     def end_head(self) -> None:
         """The head is whole, or not waited for."""
+        self.num_head_bytes = 0
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if self._num_in_head:
             self._count(0, self._num_in_line)
-
-    def check_head(
-        self,
-        url: bytes,
-        headers: Sequence[tuple[bytes, bytes]],
-        num_hosts: int,
-        *,
-        is_old: bool,
-        num_read: int,
-    ) -> None:
-        """See whether a head that is whole can be taken.
-
-        Args:
-            url: As it came.
-            headers: All of them.
-            num_hosts: How many of them are `Host`.
-            is_old: It is HTTP/1.0, which needs none.
-            num_read: Bytes of the newest read, which the head is a part of.
-
-        Raises:
-            LongUrlError: The URL is too long.
-            LargeHeadError: The head is.
-            BadRequestError: It does not name one host.
-        """
-        if len(url) > MAX_URL_BYTES:
-            raise LongUrlError(f"the URL has more than {MAX_URL_BYTES} bytes")
-        if num_hosts != 1 and (num_hosts or not is_old):
-            raise BadRequestError(f"there must be one Host header, and there are {num_hosts}")
-        # A head that came in one short read needs no count.
-        if self._head_bytes or num_read > _MAX_HEAD_BYTES:
-            num_bytes = len(url) + sum(len(name) + len(value) for name, value in headers)
-            if num_bytes > _MAX_HEAD_BYTES:
-                raise _too_large_head()
 
     def take_line(self, num_calls: int, num_bytes: int) -> None:
         """Count calls that wait for their turn, and what was read to make them."""
@@ -172,19 +139,40 @@ class Intake:
             self._on_late()
 
 
-def target_of(url: bytes) -> tuple[str, bytes]:
-    """The path that a URL names, decoded, and its query: as uvicorn reads them.
+def check_head(
+    url: bytes, headers: Sequence[tuple[bytes, bytes]], num_hosts: int, *, is_old: bool
+) -> None:
+    """See whether a head that is whole can be taken.
+
+    Args:
+        url: As it came.
+        headers: All of them.
+        num_hosts: How many of them are `Host`.
+        is_old: It is HTTP/1.0, which needs none.
 
     Raises:
-        HttpParserError: It is no URL.
-        UnicodeDecodeError: It has characters that a URL has not.
+        LongUrlError: The URL is too long.
+        LargeHeadError: The head is.
+        BadRequestError: It does not name one host.
     """
-    if not url.startswith(b"/") or b"%" in url or b"#" in url:
-        parsed = httptools.parse_url(url)
-        return unquote((parsed.path or b"").decode("ascii")), parsed.query or b""
-    path, _, query = url.partition(b"?")
-    return path.decode("ascii"), query
+    if len(url) > MAX_URL_BYTES:
+        raise LongUrlError(f"the URL has more than {MAX_URL_BYTES} bytes")
+    if num_hosts != 1 and (num_hosts or not is_old):
+        raise BadRequestError(f"there must be one Host header, and there are {num_hosts}")
+    if len(url) + sum(len(name) + len(value) for name, value in headers) > MAX_HEAD_BYTES:
+        raise _too_large_head()
+
+
+def error_of(error: httptools.HttpParserError) -> ServiceError:
+    """What to tell a client whose bytes the parser could not take, or we could not."""
+    cause = error.__context__
+    if isinstance(cause, ServiceError):
+        return cause
+    if cause is None or isinstance(cause, (httptools.HttpParserError, UnicodeDecodeError)):
+        return BadRequestError(f"this is no HTTP that can be read: {error}")
+    logger.error("a request could not be taken: %r", cause, exc_info=cause)
+    return InternalError("this is a mistake of the service; its log has more")
 
 
 def _too_large_head() -> LargeHeadError:
-    return LargeHeadError(f"the request line and headers have more than {_MAX_HEAD_BYTES} bytes")
+    return LargeHeadError(f"the request line and headers have more than {MAX_HEAD_BYTES} bytes")

@@ -7,41 +7,32 @@ is bounded for all of them: by `Intake` (heads, and calls in line), `BodyTimer`,
 """
 
 import asyncio
-import logging
 from typing import Any
+from urllib.parse import unquote
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from inferpool.service.api.call import HEAD_END, MAX_KNOWN_HEAD_BYTES, KnownHead, KnownHeads
 from inferpool.service.api.codecs.body import BodyTimer
 from inferpool.service.api.errors import LargeHeadError
 from inferpool.service.api.exchange import Exchange
-from inferpool.service.api.predict import Predict, is_predict
-from inferpool.service.api.wire.connection import HttpConnection
+from inferpool.service.api.predict import PREFIX, Predict, is_predict
+from inferpool.service.api.wire.connection import UNREAD, HttpConnection
 from inferpool.service.api.wire.connections import Connections, EdgeLimits
 from inferpool.service.api.wire.framing import Framing
 from inferpool.service.api.wire.intake import (
+    MAX_HEAD_BYTES,
     MAX_HEADERS,
     MAX_PIPELINED,
     MAX_URL_BYTES,
     Intake,
-    target_of,
+    check_head,
+    error_of,
 )
-from inferpool.service.api.wire.known_heads import KnownHead, KnownHeads
-from inferpool.service.errors import BadRequestError, InternalError, ServiceError, UnavailableError
-
-logger = logging.getLogger(__name__)
+from inferpool.service.errors import BadRequestError, ServiceError, UnavailableError
 
 _OF_AN_UPGRADE = (b"connection", b"upgrade", b"http2-settings")
-
-
-class _UnreadAnswer:
-    """Stands for an answer that is given and not read: what comes behind it waits for its turn."""
-
-    response_complete = False
-
-
-_UNREAD = _UnreadAnswer()
 
 
 class PredictProtocol(HttpConnection):
@@ -117,11 +108,17 @@ class PredictProtocol(HttpConnection):
         """Feed the parser."""
         if self._is_deaf:
             return
-        if not (self._is_in_head or self._is_in_body or self._is_held) and self.is_idle:
-            known, length = self.known_heads.find(data, self._last_head)
-            if known is not None and self._take_known(known, data, length):
+        cycle = self.cycle
+        if (cycle is None or cycle.response_complete) and not (
+            self._is_in_head or self._is_in_body or self._is_held
+        ):
+            known = self._last_head
+            if known is None or not data.startswith(known.head):
+                end = data.find(HEAD_END, 0, MAX_KNOWN_HEAD_BYTES) + len(HEAD_END)
+                self._new_head = data[:end]
+                known = self.known_heads.get(self._new_head)
+            if known is not None and self._take_known(known, data):
                 return
-            self._new_head = data[:length]
         elif self._num_missing:
             self._take_piece(data)
             return
@@ -157,7 +154,6 @@ class PredictProtocol(HttpConnection):
         if self._is_deaf:
             raise EOFError
         self._is_in_head = True
-        self._intake.begin_head()
         self._head_has_others_before = self._is_behind_others
         self.url = b""
         self.expect_100_continue = False
@@ -186,7 +182,10 @@ class PredictProtocol(HttpConnection):
         self._num_body_bytes = 0
         self._is_behind_others = True
         head, self._new_head = self._new_head, b""
-        self._intake.end_head()
+        url, is_long = self.url, self._num_read > MAX_HEAD_BYTES
+        if self._intake.num_head_bytes:
+            is_long = True
+            self._intake.end_head()
         if len(self.pipeline) >= MAX_PIPELINED:
             self._stop_listening()
             return
@@ -194,20 +193,19 @@ class PredictProtocol(HttpConnection):
         self._framing = Framing() if b"transfer-encoding" in names else None
         parser = self.parser
         is_old = parser.get_http_version() == "1.0"
-        num_hosts, num_read = names.count(b"host"), self._num_read
-        try:
-            self._intake.check_head(
-                self.url, self.headers, num_hosts, is_old=is_old, num_read=num_read
-            )
-        except ServiceError as error:
-            self._refuse(error)
-            return
+        num_hosts = names.count(b"host")
+        if is_long or num_hosts != 1 or len(url) > MAX_URL_BYTES:
+            try:
+                check_head(url, self.headers, num_hosts, is_old=is_old)
+            except ServiceError as error:
+                self._refuse(error)
+                return
         if parser.should_upgrade():
             self._asks_for_upgrade = True
             return
         self._is_in_body = True
-        path, query = target_of(self.url)
-        if not is_predict(path):
+        path, query = _target_of(url)
+        if path != PREFIX and not is_predict(path):
             self._hand_on()
             return
         method = parser.get_method().decode("ascii")
@@ -251,13 +249,15 @@ class PredictProtocol(HttpConnection):
         elif not cycle.response_complete:
             cycle.complete()
 
-    def _take_known(self, known: KnownHead, data: bytes, length: int) -> bool:
-        """Begin a call with a head that is known; False if its body wants the parser."""
+    def _take_known(self, known: KnownHead, data: bytes) -> bool:
+        """Begin a call with a head that is known; False if what follows wants the parser."""
         self._last_head = known
-        earlier = known.call
+        earlier, length = known.call, len(known.head)
         num_missing = length + known.num_body_bytes - len(data)
-        if num_missing and earlier.form is None:
+        if num_missing < 0 or (num_missing and earlier.form is None):
+            self._new_head = known.head
             return False
+        self._new_head = b""
         self.cycle = self._active = exchange = Exchange.again(self, self.predict, earlier)
         body = data[length:] if earlier.form is None else memoryview(data)[length:]
         if not num_missing:
@@ -354,21 +354,14 @@ class PredictProtocol(HttpConnection):
     def _end_body(self) -> None:
         """The body of the newest request has arrived."""
         self._is_in_body = False
-        self._body_timer.stop()
+        if self._body_timer.is_on:
+            self._body_timer.stop()
 
     def _on_parser_error(self, error: httptools.HttpParserError) -> None:
         """What came is no HTTP, or we failed on it: say so, after the answers that are due."""
         if self._is_deaf:
             return
-        cause = error.__context__
-        if isinstance(cause, ServiceError):
-            self._on_garbage(cause)
-            return
-        if cause is None or isinstance(cause, (httptools.HttpParserError, UnicodeDecodeError)):
-            self._on_garbage(BadRequestError(f"this is no HTTP that can be read: {error}"))
-            return
-        logger.error("a request could not be taken: %r", cause, exc_info=cause)
-        self._on_garbage(InternalError("this is a mistake of the service; its log has more"))
+        self._on_garbage(error_of(error))
 
     def _on_garbage(self, error: ServiceError) -> None:
         if not self._is_in_body:
@@ -427,7 +420,7 @@ class PredictProtocol(HttpConnection):
         self.url, self.expect_100_continue = url, expect
         self.headers.extend(headers)  # the scope holds this list
         if self._is_held and self.is_idle:
-            self.cycle = _UNREAD  # uvicorn looks whether it is complete
+            self.cycle = UNREAD  # uvicorn looks whether it is complete
         super().on_headers_complete()
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
@@ -442,3 +435,17 @@ class PredictProtocol(HttpConnection):
                 self._watch_body()
         else:
             super()._start_asgi_task(cycle, self._writer.in_pieces(app))
+
+
+def _target_of(url: bytes) -> tuple[str, bytes]:
+    """The path that a URL names, decoded, and its query: as uvicorn reads them.
+
+    Raises:
+        HttpParserError: It is no URL.
+        UnicodeDecodeError: It has characters that a URL has not.
+    """
+    if not url.startswith(b"/") or b"%" in url or b"#" in url:
+        parsed = httptools.parse_url(url)
+        return unquote((parsed.path or b"").decode("ascii")), parsed.query or b""
+    path, _, query = url.partition(b"?")
+    return path.decode("ascii"), query

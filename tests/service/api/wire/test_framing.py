@@ -31,7 +31,7 @@ async def send_endlessly(bench: Bench, head: bytes, piece: bytes, most: int) -> 
     """Send a piece again and again until the server has had enough; what was sent and answered."""
     async with bench.connect() as (reader, writer):
         writer.write(head)
-        await until(lambda: bench.server.server_state.connections)
+        await until(lambda: bench.server.server_state.connections or reader._buffer)  # type: ignore[attr-defined]
         num_sent = 0
         with contextlib.suppress(ConnectionError):
             while num_sent < most and not reader.at_eof() and not reader._buffer:  # type: ignore[attr-defined]

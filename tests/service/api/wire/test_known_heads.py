@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from inferpool.models.spec import TensorSpec
-from inferpool.service.api.wire.known_heads import KnownHeads
+from inferpool.service.api.call import KnownHeads
 from inferpool.service.api.wire.protocol import PredictProtocol
 from inferpool.service.errors import OverloadedError
 from tests.service.api import test_predict_over_sockets as sockets
@@ -28,7 +28,7 @@ class Bench(sockets.Bench):
 
     @property
     def num_known(self) -> int:
-        return len(self.known._heads)
+        return len(self.known)
 
 
 def bench(**limits: float) -> Callable[[], Bench]:
@@ -150,7 +150,7 @@ def test_empty_lines_before_a_call_are_not_remembered_as_its_head() -> None:
                 await asyncio.sleep(0.03)
                 writer.write(b"\r\n\r\n" + HEAD + b"y")
                 assert (await read_answer(reader))[0] == 200
-        assert bench.known.find(b"\r\n\r\n", None)[0] is None
+        assert b"\r\n\r\n" not in bench.known
         assert bench.model.bodies == [b"x" * 500, b"y", b"y"]
 
     run(bench(), test)
