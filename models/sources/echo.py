@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from struct import Struct
+from typing import Any
 
 import msgspec
 import torch
@@ -37,17 +38,21 @@ class Echo(Model):
         self._delay_s = delay_s
 
     def preprocess(self, item: Item) -> Features:
-        """Make one tensor of what the answer needs."""
+        """Keep what the answer needs."""
         payload = item.payload
         if item.kind == "tensors":
             return item.views()
         if item.kind == "json":
             item.plain_json()  # what is not JSON fails here, on its own
             return {_JSON: _tensor_of(payload.tobytes())}
-        return {_BYTES: _tensor_of(_HEAD.pack(payload[:8].tobytes(), len(payload)))}
+        head = _HEAD.pack(payload[:8].tobytes(), len(payload))
+        return {_BYTES: head}  # type: ignore[dict-item]  # `collate` makes one tensor of all heads
 
     def collate(self, instances: Sequence[Features]) -> Features:
         """Stack; JSON is padded with spaces, which mean nothing at its end."""
+        if _BYTES in instances[0]:
+            heads: list[Any] = [each[_BYTES] for each in instances]
+            return {_BYTES: _tensor_of(b"".join(heads)).view(-1, _HEAD.size)}
         if _JSON not in instances[0]:
             return super().collate(instances)
         rows = [each[_JSON] for each in instances]
