@@ -52,7 +52,7 @@ def serve(
     """Start a service and return once each of its workers is ready. Any thread may call it.
 
     >>> with inferpool.serve(MyModel, replicas=2) as service:
-    ...     print(inferpool.service.client.predict([1, 2, 3]).value)
+    ...     print(service.client.predict([1, 2, 3]).value)
 
     It is another process, which ends with the block, and with this process however that ends. What
     it logs goes to `logging` here. A class is imported by the worker processes: from its module, or
@@ -242,7 +242,8 @@ class RunningService:
         level = _LEVELS.get(record.level.upper(), logging.WARNING)
         if level >= _LEVELS[self._settings.log_level.upper()]:
             text = "\n".join(filter(None, [record.message, record.exception]))
-            logging.getLogger(f"inferpool.{record.logger}").log(level, "%s", text)
+            place = "" if record.logger.startswith("inferpool.") else "inferpool."
+            logging.getLogger(f"{place}{record.logger}").log(level, "%s", text)
 
     def _client_for(self, url: str) -> Client:
         certificate = self._settings.tls_certificate

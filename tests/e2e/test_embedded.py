@@ -40,7 +40,7 @@ class Doubler(Model):
 _SERVE = """
 with serve(Doubler, replicas=2, speed="exact") as service:
     print(service.url, flush=True)
-    print(inferpool.service.client.predict([1, 2, 3]).value, flush=True)
+    print(service.client.predict([1, 2, 3]).value, flush=True)
     IN_BLOCK
 """
 _NOTEBOOK = """
@@ -53,7 +53,7 @@ exec(compile(CELL, name, "exec"))
 
 async def run_cell():
     service = serve(Doubler, speed="exact")
-    print(inferpool.service.client.predict([1, 2, 3]).value)
+    print(service.client.predict([1, 2, 3]).value)
     service.close()
 
 thread = threading.Thread(target=asyncio.run, args=[run_cell()])
