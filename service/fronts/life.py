@@ -148,7 +148,7 @@ class Life:
     def kill(self, cause: Cause, reason: str) -> None:
         """End it now."""
         if not self.is_gone:
-            self._ending = self._ending or self.process.ending
+            self._ending = self._ending or Ending(cause=cause, reason=reason)
             self.process.signal(signal.SIGKILL)
 
     def _take_counts(self, counts: Counts) -> None:
