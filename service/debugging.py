@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from inferpool.service.app import run as run_app
-from inferpool.service.settings.address import FlagError
 from inferpool.service.settings.loader import Loaded
 from inferpool.service.settings.settings import Settings
+from inferpool.service.settings.usage import FlagError
 from inferpool.workers.host.in_process import InProcessEngine
 
 _PATIENCE_S = 3600.0

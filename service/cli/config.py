@@ -8,8 +8,8 @@ from pathlib import Path
 from inferpool.service.cli import describe as describe
 from inferpool.service.cli.flags import settings_in
 from inferpool.service.settings import formats as in_force
-from inferpool.service.settings.address import FlagError
 from inferpool.service.settings.loader import load
+from inferpool.service.settings.usage import FlagError
 
 
 def run(args: Namespace) -> int:

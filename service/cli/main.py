@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 from inferpool.service.cli.parser import USAGE_ERROR, make_parser, nearest, unrecognised
 from inferpool.service.cli.verbs import VERBS
-from inferpool.service.settings.address import FlagError
-from inferpool.service.settings.names import SettingsError
+from inferpool.service.settings.usage import FlagError, SettingsError
 
 NOT_INSTALLED = 1
 """The exit status where there is only the client, and a verb takes more."""

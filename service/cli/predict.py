@@ -13,8 +13,9 @@ from inferpool.service.cli.flags import PREDICT_KEY_VARIABLE
 from inferpool.service.client import AsyncClient, ConnectError, InferpoolError, Prediction
 from inferpool.service.client.results import Json
 from inferpool.service.client.retries import Retry
-from inferpool.service.settings.address import FlagError, key_of, url_of
+from inferpool.service.settings.address import key_of, url_of
 from inferpool.service.settings.urls import without_password
+from inferpool.service.settings.usage import FlagError
 
 _FAILED = 1
 """The exit status where an input has no prediction."""

@@ -5,8 +5,8 @@ from argparse import Namespace
 from pathlib import Path
 
 from inferpool.service.cli.flags import settings_in
-from inferpool.service.settings.address import FlagError
 from inferpool.service.settings.loader import load
+from inferpool.service.settings.usage import FlagError
 from inferpool.service.tools.tune.plan import plan_of, problem_with
 from inferpool.service.tools.tune.run import run as search
 

@@ -12,15 +12,7 @@ from pydantic_core import ErrorDetails
 from inferpool.models.files.reading import read_file
 from inferpool.service.settings.keys import Keys, read_keys
 from inferpool.service.settings.model import ModelSettings
-from inferpool.service.settings.names import (
-    FLAGS,
-    KEY_SETTINGS,
-    PREFIX,
-    Key,
-    SettingsError,
-    dotted,
-    is_foreign,
-)
+from inferpool.service.settings.names import FLAGS, KEY_SETTINGS, PREFIX, Key, dotted, is_foreign
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.sources import (
     BUILT_IN_SOURCES,
@@ -39,6 +31,7 @@ from inferpool.service.settings.tracing import (
     told_by,
 )
 from inferpool.service.settings.types import expected
+from inferpool.service.settings.usage import SettingsError
 from inferpool.service.settings.words import (
     PIPE_WAIT_S,
     shown,

@@ -14,17 +14,11 @@ from pathlib import Path
 from inferpool.models.files.reading import read_file
 from inferpool.service.settings.draft import Draft
 from inferpool.service.settings.model import ModelSettings
-from inferpool.service.settings.names import (
-    CONFIG_VARIABLE,
-    KEY_SETTINGS,
-    PREFIX,
-    Key,
-    SettingsError,
-    dotted,
-)
+from inferpool.service.settings.names import CONFIG_VARIABLE, KEY_SETTINGS, PREFIX, Key, dotted
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.tracing import ENDPOINT_VARIABLES, HEADER_VARIABLES
 from inferpool.service.settings.urls import without_password
+from inferpool.service.settings.usage import SettingsError
 from inferpool.service.settings.words import PIPE_WAIT_S
 
 FILE_NAME = "inferpool.toml"

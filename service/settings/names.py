@@ -1,10 +1,7 @@
-"""How settings are named: in the file, in the environment, as flags; and the error of wrong ones.
-
-Pure, and imported for every verb, so it imports little.
-"""
+"""How settings are named: in the file, in the environment, as flags. Pure."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 PREFIX = "INFERPOOL_"
 """Of the environment's variables that are ours."""
@@ -60,16 +57,3 @@ def is_foreign(variable: str, text: str) -> bool:
     if re.fullmatch(rf"{PREFIX}(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|{ports})", variable):
         return True
     return variable.endswith("PORT") and re.match(r"(tcp|udp|sctp)://", text) is not None
-
-
-class SettingsError(Exception):
-    """The settings cannot be used.
-
-    Attributes:
-        problems: One line each: the place, what is there, and what would be right.
-    """
-
-    def __init__(self, problems: Sequence[str]) -> None:
-        """Keep the problems apart, so that each can have its line."""
-        super().__init__("\n".join(problems))
-        self.problems = tuple(problems)

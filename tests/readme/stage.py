@@ -11,7 +11,7 @@ from pathlib import Path
 
 from inferpool.service.cli.parser import make_parser
 from inferpool.service.settings.loader import load
-from inferpool.service.settings.names import SettingsError
+from inferpool.service.settings.usage import SettingsError
 from tests.ports import free_port
 from tests.readme import command
 from tests.readme.blocks import LANGUAGES, Block

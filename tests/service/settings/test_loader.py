@@ -14,9 +14,10 @@ from inferpool.service.settings.formats import write_json, write_table, write_to
 from inferpool.service.settings.keys import read_keys
 from inferpool.service.settings.loader import Loaded, load, load_arguments, secret_variables
 from inferpool.service.settings.model import ModelSettings
-from inferpool.service.settings.names import FLAGS, SettingsError
+from inferpool.service.settings.names import FLAGS
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.tls import TlsError, server_context
+from inferpool.service.settings.usage import SettingsError
 
 
 @pytest.fixture
