@@ -15,7 +15,7 @@ from inferpool.models.files.checkpoint import (
 )
 
 # torch.jit is deprecated, and still what users have.
-scripting = pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")
+scripting = pytest.mark.filterwarnings("ignore:`torch.jit")
 
 
 class Net(nn.Module):

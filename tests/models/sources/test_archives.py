@@ -12,7 +12,7 @@ from inferpool.models.spec import TensorSpec
 from tests.models.items import CPU, answers, json_item, run, tensor_item
 
 # torch.jit is deprecated, and still what users have.
-scripting = pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")
+scripting = pytest.mark.filterwarnings("ignore:`torch.jit")
 
 
 class Pair(nn.Module):
@@ -43,6 +43,7 @@ BATCH = Dim("batch")
 # torch.export
 
 
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # before torch 2.12
 def test_a_program_says_what_it_takes_and_gives(tmp_path):
     free = ({0: BATCH}, {0: BATCH})
     model = exported(

@@ -113,7 +113,7 @@ def test_a_users_network_is_wrapped_and_its_weights_loaded(user):
         build("mymodels:Net", "w.pth", {"width": 7}).load(CPU)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")  # deprecated, and what users have
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # deprecated, and what users have
 def test_archives_are_built_by_their_suffix(tmp_path):
     program = torch.export.export(nn.ReLU(), (torch.zeros(1, 2),))
     torch.export.save(program, tmp_path / "a.pt2")

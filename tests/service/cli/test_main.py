@@ -285,6 +285,7 @@ _ONLY_OF_THE_SERVER = (
 )
 
 
+@pytest.mark.measures
 def test_a_client_only_installation_has_its_verbs_and_says_what_the_others_lack():
     def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
         code = CLIENT_ONLY % (_ONLY_OF_THE_SERVER,)

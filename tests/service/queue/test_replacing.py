@@ -231,6 +231,7 @@ def test_restart_without_memory_for_two_is_refused_and_says_what_to_do(
     run(go)
 
 
+@pytest.mark.measures
 def test_stop_while_the_files_of_a_successor_are_read_leaves_no_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -56,6 +56,7 @@ async def send_endlessly(bench: Bench, head: bytes, piece: bytes, most: int) -> 
     ],
     ids=["trailers", "an endless value", "an endless name", "an endless extension"],
 )
+@pytest.mark.measures
 def test_trailers_that_do_not_end_are_cut_off_with_an_answer(
     route: str, before: bytes, piece: bytes
 ) -> None:
