@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Sequence, Sized
+from urllib.parse import unquote
 
 import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -176,3 +177,17 @@ def error_of(error: httptools.HttpParserError) -> ServiceError:
 
 def _too_large_head() -> LargeHeadError:
     return LargeHeadError(f"the request line and headers have more than {MAX_HEAD_BYTES} bytes")
+
+
+def target_of(url: bytes) -> tuple[str, bytes]:
+    """Split a URL into the path that it names, decoded, and its query: as uvicorn reads them.
+
+    Raises:
+        HttpParserError: It is no URL.
+        UnicodeDecodeError: It has characters that a URL has not.
+    """
+    if not url.startswith(b"/") or b"%" in url or b"#" in url:
+        parsed = httptools.parse_url(url)
+        return unquote((parsed.path or b"").decode("ascii")), parsed.query or b""
+    path, _, query = url.partition(b"?")
+    return path.decode("ascii"), query

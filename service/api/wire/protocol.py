@@ -8,7 +8,6 @@ is bounded for all of them: by `Intake` (heads, and calls in line), `BodyTimer`,
 
 import asyncio
 from typing import Any
-from urllib.parse import unquote
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
@@ -29,6 +28,7 @@ from inferpool.service.api.wire.intake import (
     Intake,
     check_head,
     error_of,
+    target_of,
 )
 from inferpool.service.errors import BadRequestError, ServiceError, UnavailableError
 
@@ -204,7 +204,7 @@ class PredictProtocol(HttpConnection):
             self._asks_for_upgrade = True
             return
         self._is_in_body = True
-        path, query = _target_of(url)
+        path, query = target_of(url)
         if path != PREFIX and not is_predict(path):
             self._hand_on()
             return
@@ -435,17 +435,3 @@ class PredictProtocol(HttpConnection):
                 self._watch_body()
         else:
             super()._start_asgi_task(cycle, self._writer.in_pieces(app))
-
-
-def _target_of(url: bytes) -> tuple[str, bytes]:
-    """The path that a URL names, decoded, and its query: as uvicorn reads them.
-
-    Raises:
-        HttpParserError: It is no URL.
-        UnicodeDecodeError: It has characters that a URL has not.
-    """
-    if not url.startswith(b"/") or b"%" in url or b"#" in url:
-        parsed = httptools.parse_url(url)
-        return unquote((parsed.path or b"").decode("ascii")), parsed.query or b""
-    path, _, query = url.partition(b"?")
-    return path.decode("ascii"), query
