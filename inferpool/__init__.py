@@ -108,17 +108,19 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    """Import a public name from its place (PEP 562)."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
+if not TYPE_CHECKING:  # to which every name would be one of ours
 
-    if name == "testing":
-        return import_module(f"{__name__}.testing")
-    found: object = getattr(import_module(f"{__name__}.{_PLACE_OF[name]}"), name)
-    globals()[name] = found
-    return found
+    def __getattr__(name: str) -> object:
+        """Import a public name from its place (PEP 562)."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
+
+        if name == "testing":
+            return import_module(f"{__name__}.testing")
+        found: object = getattr(import_module(f"{__name__}.{_PLACE_OF[name]}"), name)
+        globals()[name] = found
+        return found
 
 
 def __dir__() -> list[str]:
