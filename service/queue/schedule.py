@@ -1,11 +1,12 @@
 """When the next batch goes, and to which worker.
 
-An idle worker gets what there is, at once. Several idle ones share it, unless one alone is done
-with it so soon that a second batch would cost more than it gains. A busy one gets its next batch
-when that is full, or just before it is done with the one that it has. A worker that is clearly
-slower than others (a CPU beside a GPU) gets of what would be answered last, as much as it has
-answered by the time when the others would have answered everything: so it never makes a request
-wait, and is as busy as it can be where there is a lot to do.
+An idle worker gets what there is, at once; several share it. But where one worker is done with it
+within half a millisecond, a second batch would cost more than it gains: then one gets all, and none
+gets any while another, which should be back just as soon, holds more than waits. A busy worker gets
+its next batch when that is full, or just before it is done with the one that it has. A worker that
+is clearly slower than others (a CPU beside a GPU) gets of what would be answered last, as much as
+it has answered by the time when the others would have answered everything: so it never makes a
+request wait, and is as busy as it can be where there is a lot to do.
 """
 
 import asyncio
@@ -83,8 +84,13 @@ class Schedule:
                 if self._waits_for_more(now):
                     return
                 num = self._queue.num_waiting
-                share = num if num * self.item_s < _SHARING_PAYS_S else -(-num // len(idle))
-                self._send(idle[0], share, now)
+                if num * self.item_s >= _SHARING_PAYS_S:
+                    self._send(idle[0], -(-num // len(idle)), now)
+                elif num < self._limit.now and self._is_more_due(num, now):
+                    self.wake_in(_LEAST_WAIT_S)
+                    return
+                else:
+                    self._send(idle[0], num, now)
                 continue
             if self._lanes.lagging and self._give_rest(now):
                 continue
@@ -92,6 +98,17 @@ class Schedule:
             if lane is None:
                 return
             self._send(lane, self._limit.now, now)
+
+    def _is_more_due(self, num: int, now: float) -> bool:
+        """Whether a worker that should be back within a millisecond holds more than so many.
+
+        What its callers ask next makes one batch with what waits, rather than two small ones.
+        """
+        return any(
+            len(lane.batches[0]) > num and now < lane.busy_since + _LEAST_WAIT_S
+            for lane in self._lanes.leading
+            if lane.batches
+        )
 
     def _give_rest(self, now: float) -> bool:
         """Give a slower worker what it can answer no later than the others would; whether it was.

@@ -122,6 +122,42 @@ def test_idle_workers_share_what_waits_unless_one_is_soon_done_with_all_of_it(be
     run(go())
 
 
+def test_few_wait_for_a_quick_worker_with_more_but_not_if_it_does_not_come_back(bench):
+    async def go():
+        b = bench()
+        workers = [b.worker(), b.worker()]
+        b.submit()
+        await turn()
+        workers[0].answer(compute_s=20e-6)
+        await turn()
+        for _ in range(2):
+            for _ in range(3):
+                b.submit()
+            await turn()
+            b.submit()
+            await turn()
+            assert [worker.sizes for worker in workers] == [[3], []]
+            workers[0].answer(compute_s=20e-6)
+            await turn()
+            assert [worker.sizes for worker in workers] == [[1], []]
+            workers[0].answer(compute_s=20e-6)
+            await turn()
+        for num in (3, 1):
+            for _ in range(num):
+                b.submit()
+            await turn()
+        until = time.monotonic() + 5
+        while not workers[1].batches:
+            assert time.monotonic() < until
+            await asyncio.sleep(0.001)
+        for worker in workers:
+            worker.answer()
+        await turn()
+        b.check_books()
+
+    run(go())
+
+
 def test_idle_worker_starts_at_once_and_a_busy_one_gets_a_full_batch_in_advance(bench):
     async def go():
         b = bench(max_batch_size=4)
