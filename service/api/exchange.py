@@ -8,7 +8,7 @@ The exchange gives its answer to a `Wire`: `service.api.wire.protocol` is that o
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import msgspec
 
@@ -140,7 +140,7 @@ class Exchange(msgspec.Struct, eq=False):
         call.earlier = earlier
         if predict.tracing is not None:
             predict.tracing.begin(call)
-        return cls(wire, predict, call, is_started=True)
+        return cls(wire, predict, call, True, False, True)
 
     def start(self) -> None:
         """It is this call's turn to be answered."""
@@ -296,38 +296,28 @@ class Exchange(msgspec.Struct, eq=False):
 
     def _submit(self, chunks: Sequence[Buffer]) -> None:
         """Submit all instances of the body, and answer when each has its outcome."""
-        try:
-            future = self._submitted(chunks)
-        except Exception as error:
-            self._refuse(error)
-            return
-        self._let_go()
-        future.add_done_callback(self._on_done)
-
-    def _submitted(self, chunks: Sequence[Buffer]) -> "asyncio.Future[Any]":
-        """A future that is done when each instance has its answer.
-
-        For a single instance it is the instance's, and may raise its `ServiceError`.
-
-        Raises:
-            ServiceError: The body cannot be taken, or its only instance is refused.
-        """
         call = self.call
         call.is_read = True
         entry, form = call.entry, call.form
         assert entry is not None
-        if form is not None and form.inputs is entry.inputs:
-            payload, parameters = Payload(form.kind, chunks), form.parameters
-        else:
-            decoded = self._decode(entry, chunks)
-            parameters = decoded.parameters
-            if len(decoded.payloads) > 1:
-                return self._submit_several(entry, decoded.payloads, parameters)
-            payload = decoded.payloads[0]
-        future = entry.submit(payload, options_of(call, parameters), call.request_id)
+        try:
+            if form is not None and form.inputs is entry.inputs:
+                payload, parameters = Payload(form.kind, chunks), form.parameters
+            else:
+                decoded = self._decode(entry, chunks)
+                payload, parameters = decoded.payloads[0], decoded.parameters
+                if len(decoded.payloads) > 1:
+                    self._submit_several(entry, decoded.payloads, parameters)
+                    return
+            future = entry.submit(payload, options_of(call, parameters), call.request_id)
+        except Exception as error:
+            self._refuse(error)
+            return
         call.num_instances = 1
         call.outcomes.append(future)
-        return future
+        if self._chunks:
+            self._let_go()
+        future.add_done_callback(self._on_done)
 
     def _decode(self, entry: ModelEntry, chunks: Sequence[Buffer]) -> Decoded:
         call = self.call
@@ -341,7 +331,7 @@ class Exchange(msgspec.Struct, eq=False):
 
     def _submit_several(
         self, entry: ModelEntry, payloads: Sequence[Payload], parameters: bytes
-    ) -> "asyncio.Future[Any]":
+    ) -> None:
         """Submit several instances; one that is refused is an error in its place."""
         call = self.call
         outcomes = call.outcomes
@@ -356,7 +346,9 @@ class Exchange(msgspec.Struct, eq=False):
                 outcomes.append(error)
                 if options.steps is not None:
                     options.steps.code, options.steps.message = error.code, error.message
-        return _all_done([each for each in outcomes if not isinstance(each, ServiceError)])
+        self._let_go()
+        done = _all_done([each for each in outcomes if not isinstance(each, ServiceError)])
+        done.add_done_callback(self._on_done)
 
     def _on_done(self, _: object) -> None:
         if self.response_complete:
@@ -366,7 +358,10 @@ class Exchange(msgspec.Struct, eq=False):
         except Exception as error:
             self._refuse(error)
             return
-        self._answer(reply)
+        self.response_complete = True
+        status = self.wire.send_answer(self, reply)
+        if status is not None:
+            self.close(status)
 
     def _refuse(self, error: Exception) -> None:
         self._give_up()

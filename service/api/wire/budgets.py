@@ -5,7 +5,8 @@ or reads none of a large answer, makes this process keep it.
 """
 
 import asyncio
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -31,6 +32,9 @@ class EdgeUse(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Connections that were closed to make room, since the process began."""
 
 
+C = TypeVar("C")
+
+
 class Sender(Protocol):
     """Holds what has come of a client's requests."""
 
@@ -38,13 +42,15 @@ class Sender(Protocol):
         """Refuse what is not whole, and forget its bytes."""
 
 
-class _Unfinished:
-    """What one sender holds."""
+class _Held:
+    """What one client makes this process keep."""
 
-    __slots__ = ("num_bytes", "since")
+    __slots__ = ("num_at_first", "num_bytes", "since")
 
-    def __init__(self, since: float) -> None:
+    def __init__(self, since: float, num_at_first: int = 0) -> None:
         self.since = since
+        self.num_at_first = num_at_first
+        """Bytes that it had still to read."""
         self.num_bytes = 0
 
 
@@ -61,8 +67,7 @@ class UnfinishedRequests:
         self.num_bytes = 0
         self.num_refused = 0
         """Requests for which there was no room."""
-        self._senders: dict[Sender, _Unfinished] = {}
-        """The longest there first."""
+        self._senders: dict[Sender, _Held] = {}
 
     def hold(self, sender: Sender, num_bytes: int) -> None:
         """Count what a sender holds now, and make room if that is too much.
@@ -75,7 +80,7 @@ class UnfinishedRequests:
         if num_more > 0 and self.num_bytes + num_more > self.max_bytes:
             self._make_room(sender, num_more)
         if held is None:
-            held = self._senders[sender] = _Unfinished(asyncio.get_running_loop().time())
+            held = self._senders[sender] = _Held(asyncio.get_running_loop().time())
         held.num_bytes = num_bytes
         self.num_bytes += num_more
 
@@ -87,14 +92,10 @@ class UnfinishedRequests:
 
     def _make_room(self, newcomer: Sender, num_bytes: int) -> None:
         now = asyncio.get_running_loop().time()
-        paces: dict[Sender, float] = {}
-        for sender, held in self._senders.items():
-            if now - held.since < _MIN_AGE_S:
-                break
-            paces[sender] = held.num_bytes / (now - held.since)
         num_before, num_left = self.num_bytes, self.max_bytes * _SHARE_LEFT
-        for slowest in sorted(paces, key=paces.__getitem__):
-            if slowest is newcomer or self.num_bytes + num_bytes <= num_left:
+        for slowest in _slowest_first(self._senders, lambda _, held: held.num_bytes, now):
+            is_young = now - self._senders[slowest].since < _MIN_AGE_S
+            if slowest is newcomer or is_young or self.num_bytes + num_bytes <= num_left:
                 break
             self.give_back(slowest)
             self.num_refused += 1
@@ -122,17 +123,6 @@ class SlowReader(Protocol):
         """Close it at once, and forget what it has not read."""
 
 
-class _Unread:
-    """What one connection holds."""
-
-    __slots__ = ("num_at_first", "num_bytes", "since")
-
-    def __init__(self, since: float, num_unread_bytes: int) -> None:
-        self.since = since
-        self.num_at_first = num_unread_bytes
-        self.num_bytes = 0
-
-
 class UnreadAnswers:
     """The bytes of answers that wait to be read: the slowest readers go when they are too many.
 
@@ -145,14 +135,14 @@ class UnreadAnswers:
         self.num_bytes = 0
         self.num_cut = 0
         """Connections that were closed to make room."""
-        self._readers: dict[SlowReader, _Unread] = {}
+        self._readers: dict[SlowReader, _Held] = {}
 
     def take(self, reader: SlowReader, num_bytes: int) -> None:
         """Count what a reader's answers take now, and make room if that is too much."""
         unread = self._readers.get(reader)
         if unread is None:
             now = asyncio.get_running_loop().time()
-            unread = self._readers[reader] = _Unread(now, reader.num_unread_bytes)
+            unread = self._readers[reader] = _Held(now, reader.num_unread_bytes)
         elif num_bytes > unread.num_bytes:
             unread.num_at_first += num_bytes - unread.num_bytes
         self.num_bytes += num_bytes - unread.num_bytes
@@ -170,15 +160,32 @@ class UnreadAnswers:
         """Cut off readers, the slowest first, until there is room for some time to come."""
         now = asyncio.get_running_loop().time()
 
-        def rank(reader: SlowReader) -> tuple[bool, float, float]:
-            unread = self._readers[reader]
-            age_s = now - unread.since
-            num_read = unread.num_at_first - reader.num_unread_bytes
-            return age_s < _MIN_AGE_S, num_read / max(age_s, _MIN_AGE_S), unread.since
+        def num_read(reader: SlowReader, held: _Held) -> int:
+            return held.num_at_first - reader.num_unread_bytes
 
-        for slowest in sorted(self._readers, key=rank):
+        for slowest in _slowest_first(self._readers, num_read, now):
             if len(self._readers) == 1 or self.num_bytes <= self.max_bytes * _SHARE_LEFT:
                 return
             self.give_back(slowest)
             self.num_cut += 1
             slowest.cut_off()
+
+
+def _slowest_first(
+    clients: Mapping[C, _Held], num_moved: Callable[[C, _Held], int], now: float
+) -> list[C]:
+    """Clients by how fast they send or read; those that have had less than a second come last.
+
+    Args:
+        clients: What each holds.
+        num_moved: Tells how many bytes one has sent or read.
+        now: Seconds of the event loop's clock.
+    """
+
+    def rank(client: C) -> tuple[bool, float, float]:
+        held = clients[client]
+        age_s = now - held.since
+        pace = num_moved(client, held) / max(age_s, _MIN_AGE_S)
+        return age_s < _MIN_AGE_S, pace, held.since
+
+    return sorted(clients, key=rank)

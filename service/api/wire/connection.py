@@ -122,7 +122,17 @@ class HttpConnection(HttpToolsProtocol):
             transport.write(
                 b"%b%b%b%b%b" % (STATUS_LINE[status], self._default_head, lines, end, body)
             )
-            self._end(exchange)
+            if (
+                self.pipeline
+                or not exchange.keep_alive
+                or self._idle_timer is None
+                or self.flow.write_paused
+                or self.flow.read_paused
+            ):
+                self._end(exchange)
+            else:  # by far the most, and so here; `_end` would do the same
+                self.server_state.total_requests += 1
+                self.idle_since = self.loop.time()
             return status
         self._writer.send(b"%b%b%b%b" % (STATUS_LINE[status], self._default_head, lines, end), body)
         if self._writer.has_answer:  # all but what the client has not read; see `resume_writing`
