@@ -179,20 +179,6 @@ class KnownHeads(dict[bytes, KnownHead]):
         self[head] = KnownHead(head, call, int(num_body_bytes))
 
 
-_MAX_TRACED_INSTANCES = 16
-"""Of one call: the others are counted."""
-
-
-def options_of(call: Call, parameters: bytes) -> CallOptions:
-    """What a call asks of an instance; if the call is traced, of one only."""
-    wants_tensors = call.chosen != "json"
-    steps = None
-    if call.steps is not None and len(call.steps) < _MAX_TRACED_INSTANCES:
-        steps = Steps()
-        call.steps.append(steps)
-    return CallOptions(call.deadline, call.priority, wants_tensors, parameters, call.trace, steps)
-
-
 OnDone = Callable[[str, int, float], None]
 """Told the model, the status and the seconds of each call."""
 OnFailure = Callable[[Call, int, float], None]

@@ -18,7 +18,6 @@ from inferpool.service.api.call import (
     ModelEntry,
     WholeBody,
     begin_call,
-    options_of,
 )
 from inferpool.service.api.codecs.answers import choose_format
 from inferpool.service.api.codecs.body import Decoded, Head, add_piece
@@ -35,12 +34,15 @@ from inferpool.service.errors import (
     UnavailableError,
 )
 from inferpool.service.queue.request import Buffer, CallOptions, Payload, Result
+from inferpool.service.queue.steps import Steps
 
 _CLIENT_GONE = 499
 _FIRST_ERROR = 400
 _PREFLIGHT = 204
 _MANY_DIGITS = 19
 """Of a number that is not worth reading; Python reads 4,300 at most."""
+_MAX_TRACED_INSTANCES = 16
+"""Of one call: the others are counted."""
 _PRIORITIES = {b"%d" % priority: priority for priority in range(1, 10)}
 
 
@@ -309,7 +311,7 @@ class Exchange(msgspec.Struct, eq=False):
                 if len(decoded.payloads) > 1:
                     self._submit_several(entry, decoded.payloads, parameters)
                     return
-            future = entry.submit(payload, options_of(call, parameters), call.request_id)
+            future = entry.submit(payload, self._options(parameters), call.request_id)
         except Exception as error:
             self._refuse(error)
             return
@@ -329,6 +331,17 @@ class Exchange(msgspec.Struct, eq=False):
             call.earlier.form = WholeBody(kind, decoded.parameters, entry.inputs)
         return decoded
 
+    def _options(self, parameters: bytes) -> CallOptions:
+        """What the call asks of an instance; if the call is traced, of one only."""
+        call, steps = self.call, None
+        if call.steps is not None and len(call.steps) < _MAX_TRACED_INSTANCES:
+            steps = Steps()
+            call.steps.append(steps)
+        wants_tensors = call.chosen != "json"
+        return CallOptions(
+            call.deadline, call.priority, wants_tensors, parameters, call.trace, steps
+        )
+
     def _submit_several(
         self, entry: ModelEntry, payloads: Sequence[Payload], parameters: bytes
     ) -> None:
@@ -339,7 +352,7 @@ class Exchange(msgspec.Struct, eq=False):
         options: CallOptions | None = None
         for payload in payloads:
             if options is None or options.steps is not None:  # which are of one alone
-                options = options_of(call, parameters)
+                options = self._options(parameters)
             try:
                 outcomes.append(entry.submit(payload, options, call.request_id))
             except ServiceError as error:

@@ -8,11 +8,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Protocol, get_args
+from typing import TYPE_CHECKING, Protocol, get_args
 
 import msgspec
 
-from inferpool.models.spec import TensorSpec
 from inferpool.models.speed.names import SpeedReport
 from inferpool.models.split.report import SplitReport
 from inferpool.service.errors import GivenUpError, ServiceError, UnavailableError
@@ -26,6 +25,9 @@ from inferpool.workers.host.engine import Cause, Engine, RankVitals, WorkerHandl
 from inferpool.workers.host.generation import FilesOfAll
 from inferpool.workers.host.supervisor import RestartPolicy, State, WorkerSlot, WorkerSupervisor
 from inferpool.workers.messages import UNREADABLE
+
+if TYPE_CHECKING:
+    from inferpool.models.spec import TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +78,8 @@ class Pool:
     ) -> None:
         self.name = name
         self.dispatcher = dispatcher
+        self.inputs: Sequence[TensorSpec] = ()
+        """What the model takes; empty until a worker is ready."""
         self.example: object = None
         """An instance that the model takes, as JSON; None until a worker has shown one."""
         self.reads_own_form = False
@@ -97,11 +101,6 @@ class Pool:
         files = FilesOfAll[WorkerHandle](lambda worker: worker.ready.files, self._forget_found_out)
         self._supervisor = WorkerSupervisor(engine.start, self, policy, files)
         self._replacing = Replacing(name, self._supervisor, self._note_successor)
-
-    @property
-    def inputs(self) -> Sequence[TensorSpec]:
-        """What the model takes; empty until a worker is ready."""
-        return self.dispatcher.inputs
 
     @property
     def slots(self) -> Sequence[WorkerSlot]:
@@ -219,6 +218,7 @@ class Pool:
         assert slot.handle is not None
         self.dispatcher.attach(slot.handle)
         ready = slot.handle.ready
+        self.inputs = ready.inputs
         self._load_s = ready.load_s
         self._expect()
         now = asyncio.get_running_loop().time()
