@@ -158,6 +158,7 @@ def test_server_does_not_start_where_no_model_can_be_loaded(folder: Path):
     assert "FileNotFoundError: weights.bin" in log
 
 
+@pytest.mark.slow
 def test_test_clients_in_any_thread_start_and_stop_the_models(folder: Path):
     (folder / "caller.py").write_text(_CALLER)
     done = subprocess.run(
