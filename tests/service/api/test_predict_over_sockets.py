@@ -652,3 +652,16 @@ def test_pages_of_other_origins_are_not_answered_for_unless_that_is_set() -> Non
             assert (await read_answer(reader))[0] == 405
 
     run(lambda: Bench(FakeModel()), test)
+
+
+def test_an_answer_to_head_has_no_body_and_the_connection_serves_on() -> None:
+    async def test(bench: Bench) -> None:
+        async with bench.connect() as (reader, writer):
+            writer.write(b"HEAD /predict HTTP/1.1\r\nhost: h\r\n\r\n")
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 405 ")
+            assert b"allow: POST\r\n" in head
+            writer.write(POST + b"content-length: 1\r\n\r\nx")
+            assert (await read_answer(reader))[0] == 200
+
+    run(lambda: Bench(FakeModel()), test)
