@@ -23,7 +23,8 @@ MEMBERS = {
 
 
 def test_every_error_of_the_service_has_a_row() -> None:
-    tree = {each for each in vars(errors).values() if isinstance(each, type)} - {ServiceError}
+    tree = {each for each in vars(errors).values() if isinstance(each, type)}
+    tree -= {ServiceError, errors.StartError}  # the latter comes before there is a call
     assert tree <= TABLE.keys()
     codes = [each.code for each in TABLE]
     assert len(set(codes)) == len(codes)
