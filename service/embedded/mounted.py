@@ -82,9 +82,9 @@ class MountedApp:
         self._make_engine = make_engine
         self._app: App | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._starting: asyncio.Task[App] | None = None
-        self._unended = AsyncExitStack()
-        """What a first call has started, which ends with this process."""
+        self._ready: asyncio.Future[App] | None = None
+        """What a first call has started, and others wait for."""
+        self._life: asyncio.Task[None] | None = None
 
     @asynccontextmanager
     async def lifespan(self, app: ASGIApp | None = None) -> AsyncIterator[None]:
@@ -124,21 +124,29 @@ class MountedApp:
             )
         app = self._app
         if app is None:
-            if self._starting is None:
+            if self._ready is None:
                 self._loop = loop
-                self._starting = asyncio.create_task(self._start(), name="start the models")
-            app = await asyncio.shield(self._starting)
+                self._ready = loop.create_future()
+                self._life = asyncio.create_task(self._run(self._ready), name="life of the models")
+            app = await asyncio.shield(self._ready)
         await app(scope, receive, send)
 
-    async def _start(self) -> App:
-        """Start for want of a lifespan; the first calls wait as long as a call may take."""
+    async def _run(self, ready: asyncio.Future[App]) -> None:
+        """Run for want of a lifespan, until the event loop ends and cancels its tasks.
+
+        The first calls wait for the models as long as a call may take.
+        """
         logger.info("started by a call: with `lifespan` the models would be ready before it")
-        app, service = await self._unended.enter_async_context(self._running())
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._loaded.settings.default_timeout_s):
-                await service.until_settled()
-        self._app = app
-        return app
+        try:
+            async with self._running() as (app, service):
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._loaded.settings.default_timeout_s):
+                        await service.until_settled()
+                self._app = app
+                ready.set_result(app)
+                await asyncio.Event().wait()
+        except StartError as error:
+            ready.set_exception(error)
 
     @asynccontextmanager
     async def _running(self) -> AsyncIterator[tuple[App, Service]]:

@@ -34,7 +34,7 @@ class _Popen(popen_forkserver.Popen):
     """Starts a `ForkedProcess`, and waits for it. The exit code is the kernel's."""
 
     def _launch(self, process: BaseProcess) -> None:
-        forkserver = running_forkserver()
+        self._forkserver = forkserver = running_forkserver()
         body = io.BytesIO()
         set_spawning_popen(self)
         try:
@@ -70,7 +70,7 @@ class _Popen(popen_forkserver.Popen):
                 self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
             except ChildProcessError:  # someone who waits for any process has had it
                 self.returncode = _UNKNOWN
-            running_forkserver().forget(self.pid)
+            self._forkserver.forget(self.pid)
         return self.returncode
 
 

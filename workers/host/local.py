@@ -67,11 +67,11 @@ def guest_forkserver(extra: Sequence[str] = ()) -> Iterator[None]:
 
     Workers that are left when the interpreter exits are killed: it would wait for them for ever.
     """
+    atexit.unregister(_kill_forked)
+    atexit.register(_kill_forked)  # after multiprocessing's own, so it runs before that
     with contextlib.ExitStack() as stack:
         if can_fork():
             stack.enter_context(forkserver.guest_forkserver(_PRELOAD, extra))
-        atexit.register(_kill_forked)  # after multiprocessing's own, so it runs before that
-        stack.callback(atexit.unregister, _kill_forked)
         yield
 
 
