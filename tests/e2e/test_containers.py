@@ -26,7 +26,7 @@ from tests.e2e.running import until
 ROOT = Path(__file__).resolve().parents[2]
 IMAGE = "inferpool:tests"
 KEY = "a-key-for-the-tests-of-containers"
-PHOTO = (ROOT / "models" / "photos" / "chelsea.jpg").read_bytes()
+PHOTO = (ROOT / "models/vision/photos/chelsea.jpg").read_bytes()
 PROFILES = ("cpu", "gpu", "monitoring")
 ROOM_BYTES = 8 * 2**30
 """For the image, its layers on the way, and what is downloaded."""
