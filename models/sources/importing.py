@@ -2,16 +2,21 @@
 
 A script may define a model and serve it, without a guard around the serving. The workers of that
 service import the script too. Its import ends where it would start a service of its own: by then it
-has defined the model.
+has defined the model. Code in another thread cannot end the import, so it gets an error instead.
 """
 
 import importlib
 import sys
-from contextvars import ContextVar
+import threading
+from multiprocessing import parent_process
 from types import ModuleType
 
-_imported: ContextVar[str] = ContextVar("imported", default="")
-"""The module that is imported for a model; empty where none is."""
+from inferpool.models.errors import SourceError
+
+_under_way: dict[threading.Thread, tuple[str, str]] = {}
+"""By thread, the module that it imports and the class that is wanted."""
+_imported: set[str] = set()
+"""The modules that this worker process has imported for models, or begun to."""
 
 
 class HasDefinedModelError(BaseException):
@@ -23,27 +28,58 @@ class HasDefinedModelError(BaseException):
         """As far as it has run."""
 
 
-def import_for_model(name: str) -> ModuleType:
+def import_for_model(name: str, wanted: str) -> ModuleType:
     """Import a module; if it is a script that serves its model, only up to there.
+
+    Args:
+        name: The module.
+        wanted: The class in it.
 
     Raises:
         Exception: What the code of the module raises.
     """
-    token = _imported.set(name)
+    thread = threading.current_thread()
+    before = _under_way.get(thread)
+    _under_way[thread] = name, wanted
+    if parent_process() is not None:  # a worker: a thread of the script may outlast the import
+        _imported.add(name)
     try:
         return importlib.import_module(name)
     except HasDefinedModelError as reached:
         sys.modules[name] = reached.module  # a failed import has removed it
         return reached.module
     finally:
-        _imported.reset(token)
+        del _under_way[thread]
+        if before is not None:
+            _under_way[thread] = before
 
 
-def end_import_for_model() -> None:
+def end_import_for_model(*, starts: bool = True) -> None:
     """End the import that this code runs for, if there is one.
 
+    Args:
+        starts: Whether the caller is about to start a service. If not, code that comes before the
+            class goes on.
+
     Raises:
-        HasDefinedModelError: There is one.
+        HasDefinedModelError: There is one, in this thread.
+        SourceError: There is one, in another thread; or it has not come to the class yet.
     """
-    if name := _imported.get():
-        raise HasDefinedModelError(sys.modules[name])
+    if under_way := _under_way.get(threading.current_thread()):
+        name, wanted = under_way
+        module = sys.modules.get(name)
+        if module is not None and hasattr(module, wanted.partition(".")[0]):
+            raise HasDefinedModelError(module)
+        if starts:
+            raise SourceError(_unguarded(name))
+    elif of_main := _under_way.get(threading.main_thread()):
+        raise SourceError(_unguarded(of_main[0]))
+    elif _imported:
+        raise SourceError(_unguarded(", ".join(sorted(_imported))))
+
+
+def _unguarded(name: str) -> str:
+    return (
+        f"worker processes import {name} for its model, and must not start a service then: put "
+        'what starts it under `if __name__ == "__main__":`'
+    )

@@ -109,7 +109,7 @@ def _users(
     module_name: str, class_name: str, weights: str | None, options: Mapping[str, object]
 ) -> Model:
     source = f"{module_name}:{class_name}"
-    found = _attribute(_import(module_name), class_name)
+    found = _attribute(_import(module_name, class_name), class_name)
     if not isinstance(found, type):
         raise SourceError(
             f"{source} is no class: it must be a subclass of inferpool.Model or torch.nn.Module"
@@ -134,13 +134,13 @@ def _users(
     return checked(_construct(found, {"weights": checkpoint, **options}, source))
 
 
-def _import(name: str) -> ModuleType:
+def _import(name: str, wanted: str) -> ModuleType:
     folder = os.getcwd()
     if folder not in sys.path:  # as `python -m` does
         sys.path.insert(0, folder)
     importlib.invalidate_caches()
     try:
-        return importing.import_for_model(name)
+        return importing.import_for_model(name, wanted)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise SourceError(f"module {name!r} fails on import: {_last_line(error)}") from error

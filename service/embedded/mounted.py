@@ -15,6 +15,7 @@ from pathlib import Path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from inferpool.models.errors import SourceError
+from inferpool.models.sources.importing import end_import_for_model
 from inferpool.service.api.web import App
 from inferpool.service.app import look_around, make_service, make_whole_app, start_tracing
 from inferpool.service.embedded.arguments import ServedModels, read_arguments
@@ -59,6 +60,7 @@ def asgi_app(
         SettingsError: A setting is misspelt, or has a value that cannot be.
         SourceError: Worker processes cannot import the class.
     """
+    end_import_for_model(starts=False)
     loaded, found = read_arguments(models, config, settings)
     if typed := [each.source for each in found if each.text]:
         name = typed[0].partition(":")[2]

@@ -194,6 +194,17 @@ def test_script_without_a_guard_serves_its_own_class(tmp_path: Path):
     assert not is_listening(url)
 
 
+def test_thread_of_a_script_starts_one_service_and_no_more(tmp_path: Path):
+    serve = "def main():\n    time.sleep(0.3)  # in a worker, until the import has ended\n"
+    serve += _SERVE.replace("IN_BLOCK", "time.sleep(1)").replace("\n", "\n    ")
+    serve += "\nthread = threading.Thread(target=main)\nthread.start()\n"
+    begin = "import logging, threading\nlogging.basicConfig(level='INFO')"
+    process = start(tmp_path, f"{begin}\n{_MODEL}\n{serve}if __name__ == '__main__': thread.join()")
+    _, err = process.communicate(timeout=100)
+    assert 'put what starts it under `if __name__ == "__main__":`' in err
+    assert process.returncode == 0
+
+
 def test_service_ends_with_a_script_that_is_killed(tmp_path: Path):
     process = start(tmp_path, _MODEL + _SERVE.replace("IN_BLOCK", "time.sleep(60)"))
     url = first_line(process)
