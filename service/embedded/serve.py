@@ -161,14 +161,17 @@ class RunningService:
             atexit.unregister(self.close)
             if self.url:
                 self.client.close()
-            if self._has_begun.is_set() and self._process is not None:
+            if self._thread.ident is not None:
+                self._has_begun.wait()  # its process may be about to start
+            if self._process is not None:
                 _end(self._process, grace_s)
             self._thread.join(_LAST_LINES_S)
             if self._folder is not None:
                 self._folder.cleanup()
 
     def _wait_until_ready(self, until: float, timeout_s: float) -> None:
-        self._has_begun.wait(timeout_s)
+        if not self._has_begun.wait(timeout_s):
+            raise self._too_late(timeout_s)
         if self._failure is not None:
             raise StartError(f"the service cannot be started: {self._failure}") from self._failure
         assert self._process is not None
@@ -179,11 +182,14 @@ class RunningService:
                 reason = reason or f"it ended with code {self._process.returncode}"
                 raise StartError(f"the service did not come up: {reason}{self._tail(reason)}")
             if time.monotonic() > until:
-                raise StartError(
-                    f"the service is not ready within {timeout_s:g} s (ready_timeout_s)"
-                    f"{self._said.tail()}"
-                )
+                raise self._too_late(timeout_s)
             time.sleep(_LOOK_S)
+
+    def _too_late(self, timeout_s: float) -> StartError:
+        tail = self._said.tail()
+        return StartError(
+            f"the service is not ready within {timeout_s:g} s (ready_timeout_s){tail}"
+        )
 
     def _tail(self, reason: str) -> str:
         """The log where it has not said the reason itself."""
