@@ -58,14 +58,15 @@ def source_of(model: type) -> FoundSource:
         return FoundSource(source=f"{model.__module__}:{name}")
     spec = getattr(module, "__spec__", None)
     if spec is not None and spec.name != _MAIN:  # python -m package.module
-        return FoundSource(source=f"{spec.name.removesuffix('.__main__')}:{name}")
+        return FoundSource(source=f"{spec.name}:{name}")
     file = getattr(module, "__file__", None)
     if file is None or not os.path.isfile(file):
         module_name = "typed_" + re.sub(r"\W", "_", name).lower()
         return FoundSource(source=f"{module_name}:{name}", text=text_of(model))
     script = Path(file).resolve()
     if script.suffix != ".py" or "." in script.stem:
-        raise SourceError(f"{script.name} cannot be imported for {name}: {_CURE}")
+        why = "it does not end in .py" if script.suffix != ".py" else "its name has a dot in it"
+        raise SourceError(f"{script.name} cannot be imported for {name}, as {why}: {_CURE}")
     return FoundSource(source=f"{script.stem}:{name}", folder=str(script.parent))
 
 
@@ -96,7 +97,10 @@ class _Pieces:
         if isinstance(value, type | FunctionType) and value.__module__ == _MAIN:
             text = _text_of(value)
             if text is None:
-                raise SourceError(f"the source of {value.__qualname__} is not known: {_CURE}")
+                raise SourceError(
+                    f"the source of {value.__qualname__} is not known, as of all that is typed "
+                    f"into `python -c` or stdin: {_CURE}"
+                )
             for used in sorted(_free_names(text)):
                 if used in self._names:
                     self.add(used, self._names[used], (*users, name))

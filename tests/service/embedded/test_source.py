@@ -86,7 +86,9 @@ def test_class_that_uses_what_no_source_says_is_refused(notebook: ModuleType):
 
 def test_class_whose_source_nobody_kept_is_refused(notebook: ModuleType):
     exec("class Gone(Base):\n    def forward(self, batch): ...", vars(notebook))
-    with pytest.raises(SourceError, match="the source of Gone is not known: put it into a file"):
+    with pytest.raises(
+        SourceError, match=r"the source of Gone is not known, .* stdin: put it into a file"
+    ):
         text_of(notebook.Gone)
 
 
@@ -116,3 +118,17 @@ def test_class_of_a_script_is_imported_from_its_file(tmp_path: Path, start: list
         capture_output=True, text=True, check=True,
     ).stdout.strip()  # fmt: skip
     assert shown == ("nets.script:Net" if start[0] == "-m" else f"script:Net {folder}")
+
+
+def test_class_of_a_package_that_is_run_is_imported_from_there(tmp_path: Path):
+    (tmp_path / "nets").mkdir()
+    (tmp_path / "nets" / "__main__.py").write_text(
+        "from inferpool.service.embedded.source import source_of\n"
+        "class Net: pass\n"
+        "print(source_of(Net).source)\n"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-m", "nets"], cwd=tmp_path, env={"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, check=True,
+    ).stdout.strip()  # fmt: skip
+    assert shown == "nets.__main__:Net"
