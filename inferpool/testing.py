@@ -10,9 +10,10 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from types import ModuleType
 
@@ -21,13 +22,14 @@ import httpx
 from inferpool.service.client.results import Prediction
 from inferpool.service.client.sync_client import Client
 from inferpool.service.debugging import settings_for
-from inferpool.service.embedded.arguments import Served
+from inferpool.service.embedded.arguments import Served, checked_class, plain_settings
 from inferpool.service.embedded.mounted import MountedApp
 from inferpool.service.settings.loader import load_arguments
 from inferpool.workers.host.in_process import InProcessEngine
 
 _URL = "http://model"
-_MODULE = "inferpool_tested"
+_numbers = count()
+"""One for each class that is tested: clients may be open side by side."""
 
 
 def predict(model: Served, input: object, /, **parameters: object) -> Prediction:
@@ -66,8 +68,10 @@ def client(model: Served, /, **settings: object) -> Iterator[Client]:
         SettingsError: A setting is misspelt, or has a value that cannot be.
         StartError: The model cannot be loaded.
     """
+    if "models" in settings:
+        raise TypeError("models cannot be set here: one model is tested, the first argument")
     with _importable(model) as source:
-        loaded = load_arguments(settings, os.environ, Path.cwd(), model=source)
+        loaded = load_arguments(plain_settings(settings), os.environ, Path.cwd(), model=source)
         chosen = settings_for(loaded.settings)
         if "arena_bytes" not in settings:  # to reserve more takes longer than all the rest
             chosen = chosen.model_copy(update={"arena_bytes": 2 * chosen.max_body_bytes})
@@ -85,44 +89,50 @@ def _importable(model: Served) -> Iterator[str]:
     if isinstance(model, str):
         yield model
         return
-    module = ModuleType(_MODULE)
-    setattr(module, model.__name__, model)
-    before = sys.modules.get(_MODULE)
-    sys.modules[_MODULE] = module
+    found = checked_class(model)
+    name = f"inferpool_tested_{next(_numbers)}"
+    module = ModuleType(name)
+    setattr(module, found.__name__, found)
+    sys.modules[name] = module
     try:
-        yield f"{_MODULE}:{model.__name__}"
+        yield f"{name}:{found.__name__}"
     finally:
-        del sys.modules[_MODULE]
-        if before is not None:
-            sys.modules[_MODULE] = before
+        sys.modules.pop(name, None)
 
 
 @contextmanager
 def _alive(app: MountedApp) -> Iterator[asyncio.AbstractEventLoop]:
     """Run an application in a thread, with an event loop of its own: the caller's may run."""
-    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+    begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[None] | None]] = Future()
+    ready: Future[None] = Future()
 
     async def live() -> None:
-        end = asyncio.Event()
+        begun.set_result((asyncio.get_running_loop(), asyncio.current_task()))
         async with app.lifespan():
-            started.set_result((asyncio.get_running_loop(), end))
-            await end.wait()
+            ready.set_result(None)
+            await asyncio.Event().wait()  # until this task is cancelled
 
     def run() -> None:
         try:
             asyncio.run(live())
+        except asyncio.CancelledError:
+            return
         except BaseException as error:
-            if started.done():
+            if ready.done():
                 raise
-            started.set_exception(error)
+            ready.set_exception(error)
 
-    thread = threading.Thread(target=run, name="inferpool testing")
+    # A daemon: Ctrl-C may end this process while the model loads, which nothing can interrupt.
+    thread = threading.Thread(target=run, name="inferpool testing", daemon=True)
     thread.start()
-    loop, end = started.result()
+    loop, task = begun.result()
+    assert task is not None
     try:
+        ready.result()
         yield loop
     finally:
-        loop.call_soon_threadsafe(end.set)
+        with suppress(RuntimeError):  # the loop has ended, as no model could be loaded
+            loop.call_soon_threadsafe(task.cancel)
         thread.join()
 
 

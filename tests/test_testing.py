@@ -2,6 +2,9 @@
 
 import asyncio
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Mapping
 
 import pytest
@@ -99,3 +102,57 @@ def test_process_is_left_as_it_was():
     assert len(predict(SmallClassifier, photo, top_k=3).labels) == 3
     assert (torch.get_num_threads(), os.sched_getaffinity(0)) == (threads, affinity)
     assert dict(os.environ) == environ
+
+
+def test_options_are_what_a_service_could_be_given():
+    with client(Rooted, options={"offset": 1.0}) as asking, client(Rooted) as other:
+        assert asking.predict([4, 9]).value == [3.0, 4.0]
+        assert other.predict([4, 9]).value == [2.0, 3.0]
+    with pytest.raises(SettingsError, match=r"^options\.offset: None cannot be told"):
+        predict_with({"offset": None})
+    with pytest.raises(SettingsError, match=r"^options\.of\.set: a object cannot be told"):
+        predict_with({"of": {"set": object()}})
+
+
+def predict_with(options: Mapping[str, object]) -> None:
+    with client(Rooted, options=options) as asking:
+        asking.predict([1, 2])
+
+
+def test_instance_of_a_model_is_refused_as_a_service_refuses_it():
+    with pytest.raises(TypeError, match="a Rooted cannot be served: give its class"):
+        predict(Rooted(), [1, 2])  # type: ignore[arg-type]  # what a user may do
+    with pytest.raises(TypeError, match="models cannot be set"), client(Rooted, models={}):
+        pass
+
+
+def test_clients_may_be_closed_in_any_order():
+    first, second = client(Rooted), client(SmallClassifier)
+    first.__enter__()
+    asking = second.__enter__()
+    first.__exit__(None, None, None)
+    assert asking.models()[0].name == "smallclassifier"
+    second.__exit__(None, None, None)
+
+
+def test_ctrl_c_ends_a_test_while_its_model_loads():
+    text = """
+import time
+from inferpool import Model, testing
+class Slow(Model):
+    def load(self, placement):
+        print("loads", flush=True)
+        time.sleep(600)
+testing.predict(Slow, 1)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "loads\n"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert err.splitlines()[-1] == "KeyboardInterrupt"

@@ -2,11 +2,14 @@
 
 import os
 from collections.abc import Mapping
+from datetime import date, time
 from pathlib import Path
 from typing import TypeAlias
 
 from inferpool.service.embedded.source import FoundSource, source_of
 from inferpool.service.settings.loader import Loaded, load_arguments
+from inferpool.service.settings.names import dotted
+from inferpool.service.settings.usage import SettingsError
 
 ModelClass: TypeAlias = type[object]
 """A subclass of `Model`, or of `torch.nn.Module`."""
@@ -34,42 +37,88 @@ def read_arguments(
     Raises:
         SettingsError: Something is misspelt, or has a value that cannot be.
         SourceError: Worker processes cannot import a class.
-        TypeError: That is nothing that can be served.
+        TypeError: `models` is not a class, a source or a mapping of them.
     """
     if "models" in settings:
         raise TypeError("models is the first argument, without its name")
     found: list[FoundSource] = []
-    arguments: dict[str, object] = {name: _plain(value) for name, value in settings.items()}
+    arguments = plain_settings(settings)
     model = None
     if isinstance(models, Mapping):
-        arguments["models"] = {name: _table(each, found) for name, each in models.items()}
+        if not models:
+            raise TypeError("models is empty: name at least one model")
+        arguments["models"] = {
+            name: _table(str(name), each, found) for name, each in models.items()
+        }
     elif models is not None:
         model = _source(models, found)
     loaded = load_arguments(arguments, os.environ, Path.cwd(), model=model, file=config)
     return loaded, found
 
 
-def _table(model: object, found: list[FoundSource]) -> dict[str, object]:
-    if not isinstance(model, Mapping):
-        return {"source": _source(model, found)}
-    table = {str(name): _plain(value) for name, value in model.items()}
-    if isinstance(table.get("source"), type):
-        table["source"] = _source(table["source"], found)
-    return table
+def plain_settings(
+    settings: Mapping[str, object], place: tuple[str, ...] = ()
+) -> dict[str, object]:
+    """Turn settings from Python code into values that a file of settings could have.
+
+    Args:
+        settings: By name.
+        place: The table that they are in.
+
+    Raises:
+        SettingsError: An option of a model is None, or of a type that no file can have.
+    """
+    return {
+        str(name): _plain(value, (*place, str(name)), name == "options")
+        for name, value in settings.items()
+    }
 
 
-def _source(model: object, found: list[FoundSource]) -> str:
-    if isinstance(model, str):
-        return model
+def checked_class(model: object) -> ModelClass:
+    """Return a class that may be served.
+
+    Raises:
+        TypeError: This is no class.
+    """
     if not isinstance(model, type):
         raise TypeError(
             f"a {type(model).__name__} cannot be served: give its class, since each worker process "
             "makes one of its own. Arguments of its constructor go into options={...}"
         )
-    found.append(source_of(model))
+    return model
+
+
+def _table(name: str, model: object, found: list[FoundSource]) -> dict[str, object]:
+    if not isinstance(model, Mapping):
+        return {"source": _source(model, found)}
+    table = dict(model)
+    if isinstance(table.get("source"), type):
+        table["source"] = _source(table["source"], found)
+    return plain_settings(table, ("models", name))
+
+
+def _source(model: object, found: list[FoundSource]) -> str:
+    if isinstance(model, str):
+        return model
+    found.append(source_of(checked_class(model)))
     return found[-1].source
 
 
-def _plain(value: object) -> object:
+def _plain(value: object, place: tuple[str, ...], is_option: bool) -> object:
     """A value as a file of settings would have it."""
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        items = value.items()
+        return {str(key): _plain(each, (*place, str(key)), is_option) for key, each in items}
+    if isinstance(value, list | tuple):
+        return [_plain(each, place, is_option) for each in value]
+    if is_option and not isinstance(value, str | int | float | date | time):
+        what = "None" if value is None else f"a {type(value).__name__}"
+        raise SettingsError(
+            [
+                f"{dotted(place)}: {what} cannot be told to a worker process: give text, a number, "
+                "true or false, a list or a dict, or leave it out"
+            ]
+        )
+    return value

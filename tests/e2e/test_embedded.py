@@ -163,6 +163,13 @@ def test_service_that_takes_too_long_is_given_up(tmp_path: Path):
     assert left_over(list(new)) == []
 
 
+def test_service_that_has_no_time_at_all_leaves_nothing_behind():
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.raises(StartError, match=r"not ready within 0 s \(ready_timeout_s\)"):
+        serve("echo", ready_timeout_s=0)
+    assert left_over(list(set(psutil.Process().children(recursive=True)) - before)) == []
+
+
 def test_port_that_is_taken_is_told():
     with socket.create_server(("127.0.0.1", free_port())) as taken:
         port = taken.getsockname()[1]
@@ -177,6 +184,10 @@ def test_setting_that_there_is_not_is_told_at_once():
         serve("echo", replicas=0)
     with pytest.raises(SettingsError, match=r"models\.e\.replicsa: .* did you mean replicas"):
         serve({"e": {"source": "echo", "replicsa": 1}})
+    with pytest.raises(SettingsError, match=r"^models\.e\.options\.k: None cannot be told"):
+        serve({"e": {"source": "echo", "options": {"k": None}}})
+    with pytest.raises(TypeError, match="models is empty"):
+        serve({})
     with pytest.raises(TypeError, match="a Echoing cannot be served: give its class"):
         serve(Echoing())  # type: ignore[arg-type]  # what a user may do
 
