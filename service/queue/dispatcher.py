@@ -344,9 +344,8 @@ class Dispatcher:
         if not isinstance(done.outcomes[0], ItemError):  # or it may not have been computed
             self._lanes.learn(lane, num, now)
             if not lane.is_lagging:
-                worker_s = done.prepare_s + done.compute_s
-                self._limit.note(num, worker_s)
-                self._schedule.prepare_s, self._schedule.item_s = done.prepare_s, worker_s / num
+                self._limit.note(num, done.prepare_s + done.compute_s)
+                self._schedule.prepare_s = done.prepare_s
         if lane.batches:
             lane.begin(now, was_idle=False)
         if self._objective:

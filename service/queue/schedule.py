@@ -1,12 +1,11 @@
 """When the next batch goes, and to which worker.
 
-An idle worker gets what there is, at once; several share it. But where one worker is done with it
-within half a millisecond, a second batch would cost more than it gains: then one gets all, and none
-gets any while another, which should be back just as soon, holds more than waits. A busy worker gets
-its next batch when that is full, or just before it is done with the one that it has. A worker that
-is clearly slower than others (a CPU beside a GPU) gets of what would be answered last, as much as
-it has answered by the time when the others would have answered everything: so it never makes a
-request wait, and is as busy as it can be where there is a lot to do.
+An idle worker gets what there is, at once. Several idle ones share it, unless one alone is done
+with it so soon that a second batch would cost more than it gains. A busy one gets its next batch
+when that is full, or just before it is done with the one that it has. A worker that is clearly
+slower than others (a CPU beside a GPU) gets of what would be answered last, as much as it has
+answered by the time when the others would have answered everything: so it never makes a request
+wait, and is as busy as it can be where there is a lot to do.
 """
 
 import asyncio
@@ -24,8 +23,8 @@ _EARLY_S = 0.001
 _LEAST_WAIT_S = 0.001
 """A shorter one may be over by the clock's own rounding before it has begun, again and again."""
 _SHARING_PAYS_S = 0.0005
-"""What a worker has done in less time is not divided among idle ones. With an echo, whose batches
-of 16 take 0.12 ms, each batch costs the front end 80 µs and a worker 45 µs whatever its size."""
+"""What a worker answers in less time is not divided among idle ones. With an echo, whose batches of
+16 take 0.12 ms, each batch costs the front end 80 µs and a worker 45 µs whatever its size."""
 _OVERLAP_PAYS_S = 0.002
 """Below this, a worker is back for more before a timer could be of use."""
 
@@ -55,8 +54,6 @@ class Schedule:
         """
         self.prepare_s = 0.0
         """What it took to prepare the last batch."""
-        self.item_s = inf
-        """Seconds of a worker for each instance of the last batch."""
         self._queue = queue
         self._lanes = lanes
         self._limit = limit
@@ -83,14 +80,7 @@ class Schedule:
             if idle:
                 if self._waits_for_more(now):
                     return
-                num = self._queue.num_waiting
-                if num * self.item_s >= _SHARING_PAYS_S:
-                    self._send(idle[0], -(-num // len(idle)), now)
-                elif num < self._limit.now and self._is_more_due(num, now):
-                    self.wake_in(_LEAST_WAIT_S)
-                    return
-                else:
-                    self._send(idle[0], num, now)
+                self._give_idle(idle, now)
                 continue
             if self._lanes.lagging and self._give_rest(now):
                 continue
@@ -99,16 +89,15 @@ class Schedule:
                 return
             self._send(lane, self._limit.now, now)
 
-    def _is_more_due(self, num: int, now: float) -> bool:
-        """Whether a worker that should be back within a millisecond holds more than so many.
-
-        What its callers ask next makes one batch with what waits, rather than two small ones.
-        """
-        return any(
-            len(lane.batches[0]) > num and now < lane.busy_since + _LEAST_WAIT_S
-            for lane in self._lanes.leading
-            if lane.batches
-        )
+    def _give_idle(self, idle: list[Lane], now: float) -> None:
+        """Divide what waits evenly among idle workers, or give one what it is soon done with."""
+        num, curve = self._queue.num_waiting, idle[0].next_curve
+        if len(idle) == 1 or (curve.is_known and curve.time_s(num) < _SHARING_PAYS_S):
+            self._send(idle[0], num, now)
+            return
+        for position, lane in enumerate(idle):
+            if num := self._queue.num_waiting:
+                self._send(lane, -(-num // (len(idle) - position)), now)
 
     def _give_rest(self, now: float) -> bool:
         """Give a slower worker what it can answer no later than the others would; whether it was.

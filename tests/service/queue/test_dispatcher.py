@@ -100,59 +100,62 @@ def test_each_instance_gets_the_answer_to_its_own_payload(bench):
     run(go())
 
 
-def test_idle_workers_share_what_waits_unless_one_is_soon_done_with_all_of_it(bench):
+async def have(b: Bench, workers: list[FakeWorker], num: int, took_s: float) -> list[list[int]]:
+    """Have so many instances answered by batches that take so long; return how they went out."""
+    for _ in range(num):
+        b.submit()
+    await turn()
+    sizes = [worker.sizes for worker in workers]
+    await asyncio.sleep(took_s)
+    for worker in workers:
+        if worker.batches:
+            worker.answer(compute_s=took_s / 2)
+    await turn()
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("took_s", "num", "shares"),
+    [
+        (20e-6, 4, [[4], []]),
+        (0.002, 4, [[2], [2]]),
+        (0.00012, 9, [[5], [4]]),  # of which the second alone would soon be done
+    ],
+)
+def test_idle_workers_share_what_waits_at_once_unless_one_is_soon_done_with_it(
+    bench, took_s, num, shares
+):
     async def go():
-        b = bench()
+        b = bench(max_batch_size=16)
         workers = [b.worker(), b.worker()]
-        for compute_s, shares in ((20e-6, [4, 0]), (0.002, [2, 2])):
-            b.submit()
-            await turn()
-            next(worker for worker in workers if worker.batches).answer(compute_s=compute_s)
-            await turn()
-            for _ in range(4):
-                b.submit()
-            await turn()
-            assert [sum(worker.sizes) for worker in workers] == shares
-            for worker in workers:
-                while worker.batches:
-                    worker.answer(compute_s=compute_s)
-            await turn()
+        await have(b, workers, 1, took_s)
+        assert await have(b, workers, num, took_s) == shares
         b.check_books()
 
     run(go())
 
 
-def test_few_wait_for_a_quick_worker_with_more_but_not_if_it_does_not_come_back(bench):
+def test_a_light_batch_does_not_put_all_heavy_instances_on_one_worker(bench):
+    async def go():
+        b = bench(max_batch_size=32)
+        workers = [b.worker() for _ in range(4)]
+        await have(b, workers, 8, 0.001)
+        await have(b, workers, 1, 20e-6)
+        assert await have(b, workers, 32, 0.004) == [[8]] * 4
+        b.check_books()
+
+    run(go())
+
+
+def test_a_lone_instance_does_not_wait_for_a_quick_worker_while_another_is_idle(bench):
     async def go():
         b = bench()
         workers = [b.worker(), b.worker()]
-        b.submit()
-        await turn()
-        workers[0].answer(compute_s=20e-6)
-        await turn()
-        for _ in range(2):
-            for _ in range(3):
-                b.submit()
-            await turn()
+        await have(b, workers, 1, 20e-6)
+        for _ in range(3):
             b.submit()
-            await turn()
-            assert [worker.sizes for worker in workers] == [[3], []]
-            workers[0].answer(compute_s=20e-6)
-            await turn()
-            assert [worker.sizes for worker in workers] == [[1], []]
-            workers[0].answer(compute_s=20e-6)
-            await turn()
-        for num in (3, 1):
-            for _ in range(num):
-                b.submit()
-            await turn()
-        until = time.monotonic() + 5
-        while not workers[1].batches:
-            assert time.monotonic() < until
-            await asyncio.sleep(0.001)
-        for worker in workers:
-            worker.answer()
         await turn()
+        assert await have(b, workers, 1, 20e-6) == [[3], [1]]
         b.check_books()
 
     run(go())
