@@ -53,7 +53,7 @@ class Books:
         """An instance is admitted.
 
         Args:
-            instance: It.
+            instance: The admitted instance.
             now: CLOCK_MONOTONIC seconds.
             steps: Where to note what becomes of it, if it is traced.
         """

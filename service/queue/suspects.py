@@ -29,7 +29,7 @@ class Suspects:
         Args:
             quarantine: Inputs that have killed workers.
             arena: Where the payloads of instances lie.
-            metrics: Counts the refused.
+            metrics: Counts the instances that are refused.
         """
         self._quarantine = quarantine
         self._arena = arena
