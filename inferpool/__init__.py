@@ -116,11 +116,33 @@ if not TYPE_CHECKING:  # to which every name would be one of ours
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from importlib import import_module
 
-        if name == "testing":
-            return import_module(f"{__name__}.testing")
-        found: object = getattr(import_module(f"{__name__}.{_PLACE_OF[name]}"), name)
+        try:
+            if name == "testing":
+                return import_module(f"{__name__}.testing")
+            found: object = getattr(import_module(f"{__name__}.{_PLACE_OF[name]}"), name)
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(_why_missing(error, name), name=error.name) from error
         globals()[name] = found
         return found
+
+
+def _why_missing(error: ModuleNotFoundError, wish: str) -> str:
+    """Say why a name of ours cannot be imported, and what to do."""
+    missing = error.name or ""
+    if missing in (f"{__name__}.service", f"{__name__}.workers", f"{__name__}.models"):
+        folder = missing.partition(".")[2]
+        return (
+            f"inferpool/{folder} is missing. In a checkout it is a symbolic link, for which some "
+            "tools write a text file: clone again with `git clone -c core.symlinks=true`, or "
+            "install from the source distribution"
+        )
+    package = missing.partition(".")[0]
+    if package in ("", __name__):
+        return str(error)
+    return (
+        f"{wish} needs {package}, which is not installed. Where there is only the client, its "
+        "names work; `pip install .` in the clone installs the rest"
+    )
 
 
 def __dir__() -> list[str]:

@@ -18,6 +18,13 @@ def main() -> int:
             if signum := early_signal():
                 return SHELL_OFFSET + signum
             raise
+    except ModuleNotFoundError as error:
+        if error.name != "inferpool.service":
+            raise
+        raise SystemExit(
+            "inferpool/service is missing. In a checkout it is a symbolic link, for which some "
+            "tools write a text file: clone again with `git clone -c core.symlinks=true`"
+        ) from error
     except KeyboardInterrupt:  # while those are imported; afterwards `run` knows what to do
         return 130
 

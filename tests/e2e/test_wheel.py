@@ -113,5 +113,38 @@ def test_a_folder_of_the_clone_is_imported_by_its_new_name_alone(name: str):
     assert f"ImportError: write `inferpool.{name}` to import this." in done.stderr
 
 
-def python(arguments: Sequence[str]) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)
+def python(arguments: Sequence[str], cwd: Path = ROOT) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True)
+
+
+@pytest.fixture
+def without_links(tmp_path: Path) -> Path:
+    """A checkout as tools leave it that write links as text files."""
+    (tmp_path / "inferpool").mkdir()
+    for path in [*ROOT.glob("*.*"), *(ROOT / "inferpool").glob("*.*"), ROOT / "LICENSE"]:
+        if path.is_file():
+            (tmp_path / path.relative_to(ROOT)).write_bytes(path.read_bytes())
+    for name in ("service", "workers", "models"):
+        (tmp_path / "inferpool" / name).write_text(f"../{name}")
+    return tmp_path
+
+
+def test_checkout_without_links_builds_no_wheel(without_links: Path):
+    built = python(["-m", "hatchling", "build", "--target", "wheel"], without_links)
+    assert built.returncode != 0
+    assert "core.symlinks=true" in built.stderr
+    assert not list(without_links.rglob("*.whl"))
+
+
+def test_checkout_without_links_says_so_when_it_is_used(without_links: Path):
+    for arguments in (["-c", "from inferpool import Client"], ["-m", "inferpool", "version"]):
+        done = python(arguments, without_links)
+        assert done.returncode == 1
+        assert "inferpool/service is missing" in done.stderr
+        assert "core.symlinks=true" in done.stderr
+
+
+def test_name_says_which_package_it_needs():
+    blocked = "import sys; sys.modules['pydantic'] = None; import inferpool; inferpool.serve"
+    done = python(["-c", blocked])
+    assert "ModuleNotFoundError: serve needs pydantic, which is not installed" in done.stderr
