@@ -9,7 +9,7 @@ Ask a running service with these:
     Client, AsyncClient, Prediction, Label, Timing, Retry, Health, ModelInfo, Progress
     and what they may raise: InferpoolError, and under it ConnectError, ProtocolError,
     DeadlineExceededError, AnswerError, InvalidInputError, ModelFailedError, OverloadedError,
-    UnavailableError (`inferpool.service.client.errors` has them all)
+    UnavailableError, UnsendableError (`inferpool.service.client.errors` has them all)
 
 Each is imported when it is first named, so that a client needs neither torch nor the server.
 """
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         OverloadedError,
         ProtocolError,
         UnavailableError,
+        UnsendableError,
     )
     from inferpool.service.client.health import Health, ModelInfo
     from inferpool.service.client.options import Progress
@@ -59,6 +60,7 @@ _PLACES = {
         "OverloadedError",
         "ProtocolError",
         "UnavailableError",
+        "UnsendableError",
     ),
     "service.client.health": ("Health", "ModelInfo"),
     "service.client.options": ("Progress",),
@@ -102,6 +104,7 @@ __all__ = [
     "TensorSpec",
     "Timing",
     "UnavailableError",
+    "UnsendableError",
     "asgi_app",
     "serve",
     "testing",

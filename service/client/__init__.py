@@ -10,11 +10,11 @@ from inferpool.service.client.errors import (
     ConnectError,
     DeadlineExceededError,
     InferpoolError,
-    InputError,
     InvalidInputError,
     OverloadedError,
     ProtocolError,
     UnavailableError,
+    UnsendableError,
 )
 from inferpool.service.client.health import Health, ModelInfo
 from inferpool.service.client.options import Progress
@@ -30,7 +30,6 @@ __all__ = [
     "DeadlineExceededError",
     "Health",
     "InferpoolError",
-    "InputError",
     "InvalidInputError",
     "Label",
     "ModelInfo",
@@ -41,4 +40,5 @@ __all__ = [
     "Retry",
     "Timing",
     "UnavailableError",
+    "UnsendableError",
 ]

@@ -14,7 +14,7 @@ from typing import IO, Any, cast
 
 import httpx
 
-from inferpool.service.client.errors import InputError
+from inferpool.service.client.errors import UnsendableError
 from inferpool.service.client.safetensors import safetensors_parts
 from inferpool.service.client.tensors import is_tensor, tensor_of
 
@@ -98,7 +98,7 @@ def body_of(value: object, parameters: Mapping[str, object] | None) -> Body:
         parameters: For the model.
 
     Raises:
-        InputError: There is no way to send it.
+        UnsendableError: There is no way to send it.
     """
     with _told():
         if isinstance(value, str) and names_file(value):
@@ -141,7 +141,7 @@ def _told() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise InputError(f"this cannot be read: {error}") from error
+        raise UnsendableError(f"this cannot be read: {error}") from error
 
 
 def _of_file(path: Path, parameters: Mapping[str, object] | None) -> Body:
@@ -150,11 +150,11 @@ def _of_file(path: Path, parameters: Mapping[str, object] | None) -> Body:
         try:
             content = json.loads(path.read_bytes())
         except (ValueError, RecursionError) as error:
-            raise InputError(f"{path} is no JSON: {error}") from None
+            raise UnsendableError(f"{path} is no JSON: {error}") from None
         if isinstance(content, dict) and "instances" in content:
             own = content.get("parameters") or {}
             if not isinstance(content["instances"], list) or not isinstance(own, dict):
-                raise InputError(f"{path}: instances is no list, or parameters is no object")
+                raise UnsendableError(f"{path}: instances is no list, or parameters is no object")
             return _of_json(content["instances"], {**own, **(parameters or {})})
         return _of_json([content], parameters)
     if content_type := _TYPE_BY_SUFFIX.get(suffix):
@@ -162,20 +162,20 @@ def _of_file(path: Path, parameters: Mapping[str, object] | None) -> Body:
     with path.open("rb") as file:
         start = file.read(_MAGIC_BYTES)
     if not start:
-        raise InputError(f"{path} is empty")
+        raise UnsendableError(f"{path} is empty")
     return Body(path, _type_of(start), query=_query_of(parameters))
 
 
 def _of_open_file(file: IO[Any], parameters: Mapping[str, object] | None) -> Body:
     content = file.read()
     if isinstance(content, str):
-        raise InputError("a file that is open as text: open it with mode 'rb'")
+        raise UnsendableError("a file that is open as text: open it with mode 'rb'")
     return _of_bytes(content, parameters)
 
 
 def _of_bytes(content: bytes, parameters: Mapping[str, object] | None) -> Body:
     if not content:
-        raise InputError("there are no bytes")
+        raise UnsendableError("there are no bytes")
     return Body([content], _type_of(content[:_MAGIC_BYTES]), query=_query_of(parameters))
 
 
@@ -193,7 +193,7 @@ def _json(value: object) -> bytes:
         )
         return text.encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"this cannot be sent as JSON: {error}") from None
+        raise UnsendableError(f"this cannot be sent as JSON: {error}") from None
 
 
 def _plain(value: Any) -> object:
@@ -209,9 +209,9 @@ def _query_of(parameters: Mapping[str, object] | None) -> dict[str, str]:
     """Parameters beside a body that has no room for them."""
     query = {name: _json(value).decode() for name, value in (parameters or {}).items()}
     if taken := sorted(set(query) & set(_RESERVED)):
-        raise InputError(f"a parameter named {taken[0]!r} can only be sent beside JSON")
+        raise UnsendableError(f"a parameter named {taken[0]!r} can only be sent beside JSON")
     if sum(map(len, [*query, *query.values()])) > _MAX_QUERY_CHARACTERS:
-        raise InputError("so long parameters can only be sent beside JSON")
+        raise UnsendableError("so long parameters can only be sent beside JSON")
     return query
 
 

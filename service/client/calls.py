@@ -24,9 +24,9 @@ from inferpool.service.client.errors import (
     ConnectError,
     DeadlineExceededError,
     InferpoolError,
-    InputError,
     ProtocolError,
     UnavailableError,
+    UnsendableError,
     error_class,
 )
 from inferpool.service.client.health import Health, health_of
@@ -254,7 +254,9 @@ class Calls:
             headers["traceparent"] = traceparent
         for name, text in headers.items():
             if not (text.isascii() and text.isprintable()):
-                raise InputError(f"what was given for {name} has characters no header may have")
+                raise UnsendableError(
+                    f"what was given for {name} has characters no header may have"
+                )
         return headers
 
     def _reply_of(self, came: Came, deadline: float, request_id: str) -> Reply:
@@ -320,7 +322,7 @@ def _raise_from(error: httpx.RequestError, deadline: float, url: str, request_id
     """Raise what it means that there was no answer."""
     message = str(error) or type(error).__name__
     if isinstance(error, _HOPELESS):
-        raise InputError(f"this cannot be asked: {message}", request_id=request_id) from error
+        raise UnsendableError(f"this cannot be asked: {message}", request_id=request_id) from error
     if isinstance(error, httpx.DecodingError):
         raise ProtocolError(
             f"the answer cannot be read: {message}", request_id=request_id

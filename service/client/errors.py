@@ -1,7 +1,7 @@
 """What can go wrong with a prediction, one tree for both clients.
 
 InferpoolError
-+-- InputError                  this input cannot be sent; nothing was asked
++-- UnsendableError             this input cannot be sent; nothing was asked
 +-- ConnectError                no connection, or it broke before there was an answer
 +-- ProtocolError               what came back is not an answer of inferpool's
 +-- DeadlineExceededError       no answer in time: the service says so (504), or our own clock
@@ -83,7 +83,7 @@ class InferpoolError(Exception):
         return f"{self.detail} [{', '.join(facts)}]"
 
 
-class InputError(InferpoolError):
+class UnsendableError(InferpoolError):
     """This input cannot be sent; nothing was asked."""
 
     code = "input"

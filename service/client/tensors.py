@@ -6,7 +6,7 @@ numpy and torch are imported only where someone has handed theirs in, or asks fo
 import sys
 from typing import TYPE_CHECKING, Any
 
-from inferpool.service.client.errors import InputError
+from inferpool.service.client.errors import UnsendableError
 from inferpool.service.client.safetensors import SAFETENSORS_DTYPES, Tensor
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def tensor_of(value: Any) -> Tensor:
     """The bytes of an array or tensor, from whatever device; a copy only where one is needed.
 
     Raises:
-        InputError: Its numbers are of a kind that does not travel.
+        UnsendableError: Its numbers are of a kind that does not travel.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
@@ -67,4 +67,6 @@ def to_torch(tensor: Tensor) -> "torch.Tensor":
 
 def _check_dtype(dtype: str) -> None:
     if dtype not in SAFETENSORS_DTYPES:
-        raise InputError(f"{dtype} cannot be sent; what can is {', '.join(SAFETENSORS_DTYPES)}")
+        raise UnsendableError(
+            f"{dtype} cannot be sent; what can is {', '.join(SAFETENSORS_DTYPES)}"
+        )

@@ -17,12 +17,12 @@ from inferpool.service.client import (
     Client,
     ConnectError,
     DeadlineExceededError,
-    InputError,
     InvalidInputError,
     OverloadedError,
     Prediction,
     Retry,
     UnavailableError,
+    UnsendableError,
 )
 from inferpool.service.client.errors import ModelFailedError, UnknownModelError
 from tests.e2e.photos import jpeg
@@ -97,7 +97,7 @@ def test_json_goes_as_one_instance_and_parameters_beside_it(client, tmp_path: Pa
 def test_parameters_go_beside_a_picture_too(client):
     photo = jpeg("chelsea")
     assert len(client.predict(photo, model="classes", parameters={"top_k": 2}).labels) == 2
-    with pytest.raises(InputError, match="'name'"):
+    with pytest.raises(UnsendableError, match="'name'"):
         client.predict(photo, model="classes", parameters={"name": "x"})
 
 
@@ -199,7 +199,7 @@ def test_what_cannot_be_sent_is_an_error_before_anything_is_asked(client, tmp_pa
         torch.ones(2, dtype=torch.complex64),
     )
     for value in bad:
-        with pytest.raises(InputError) as raised:
+        with pytest.raises(UnsendableError) as raised:
             client.predict(value)
         assert raised.value.num_attempts == 0
 
