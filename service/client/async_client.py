@@ -8,7 +8,7 @@ from typing import Literal, Self, TypeVar, Unpack, overload
 import httpx
 
 from inferpool.service.client.calls import Calls, Came, Send, Steps
-from inferpool.service.client.errors import InferpoolError
+from inferpool.service.client.errors import InferpoolError, UnsendableError
 from inferpool.service.client.health import Health, ModelInfo
 from inferpool.service.client.options import ClientOptions, ManyOptions, PredictOptions
 from inferpool.service.client.results import Prediction, Reply
@@ -228,6 +228,10 @@ class AsyncClient:
                 await response.aclose()
         except httpx.RequestError as error:
             return error
+        except RuntimeError as error:
+            if not self._http.is_closed:
+                raise
+            raise UnsendableError("this client is closed: make another one") from error
         finally:
             self._free.release()
         return Reply(

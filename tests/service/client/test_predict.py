@@ -1,3 +1,4 @@
+import asyncio
 import io
 import json
 import re
@@ -14,6 +15,7 @@ from PIL import Image
 
 from inferpool.service.client import (
     AnswerError,
+    AsyncClient,
     Client,
     ConnectError,
     DeadlineExceededError,
@@ -402,3 +404,18 @@ def test_unavailable_error_is_the_base_of_given_up():
 
     assert issubclass(GivenUpError, UnavailableError)
     assert not GivenUpError.is_retryable
+
+
+def test_client_that_is_closed_says_so():
+    client = Client("http://127.0.0.1:9")
+    client.close()
+    with pytest.raises(UnsendableError, match="this client is closed"):
+        client.predict(1)
+
+    async def ask() -> None:
+        async with AsyncClient("http://127.0.0.1:9") as asking:
+            pass
+        await asking.predict(1)
+
+    with pytest.raises(UnsendableError, match="this client is closed"):
+        asyncio.run(ask())
