@@ -147,8 +147,11 @@ class MountedApp:
                 self._app = app
                 ready.set_result(app)
                 await asyncio.Event().wait()
-        except StartError as error:
-            ready.set_exception(error)
+        except Exception as error:
+            if ready.done():
+                raise
+            self._ready = self._loop = None  # so that the next call tries again
+            ready.set_exception(error)  # for the calls that wait
 
     @asynccontextmanager
     async def _running(self) -> AsyncIterator[tuple[App, Service]]:

@@ -1,5 +1,6 @@
 """`inferpool.asgi_app` inside of applications of users, served by uvicorn as they serve them."""
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -12,6 +13,8 @@ import httpx
 import psutil
 import pytest
 
+from inferpool.service.embedded.mounted import asgi_app
+from inferpool.service.errors import StartError
 from tests.e2e.running import ROOT, left_over, until
 from tests.ports import free_port
 
@@ -139,6 +142,26 @@ def test_first_call_starts_the_models_where_nothing_else_does(folder: Path):
         _, log = process.communicate(timeout=60)
         assert "Traceback" not in log
         assert left_over(family) == []
+
+
+def test_call_after_a_start_that_failed_starts_the_models_again(monkeypatch: pytest.MonkeyPatch):
+    tries = []
+
+    def refuse(_: object) -> None:
+        tries.append(1)
+        raise OSError("no room")
+
+    monkeypatch.setattr("inferpool.service.embedded.mounted.find_host", refuse)
+
+    async def ask() -> None:
+        app = asgi_app("echo")
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
+            for _ in range(2):
+                with pytest.raises(StartError, match="no room"):
+                    await client.get("http://models/health")
+
+    asyncio.run(ask())
+    assert len(tries) == 2
 
 
 def test_models_end_with_a_server_that_is_killed(folder: Path):
