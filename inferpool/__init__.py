@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from inferpool.service.errors import StartError
     from inferpool.service.settings.usage import SettingsError
 
+    __version__: str
+
 _PLACES = {
     "models.base": ("Model",),
     "models.errors": ("InputError", "SourceError"),
@@ -115,10 +117,12 @@ if not TYPE_CHECKING:  # to which every name would be one of ours
 
     def __getattr__(name: str) -> object:
         """Import a public name from its place (PEP 562)."""
-        if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from importlib import import_module
 
+        if name == "__version__":
+            return import_module(f"{__name__}.service.telemetry.versions").version_of()
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:
             if name == "testing":
                 return import_module(f"{__name__}.testing")

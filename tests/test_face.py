@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,10 @@ def test_every_name_is_found_where_it_is_said_to_be():
     assert inferpool.__all__ == sorted(inferpool.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'Modell'"):
         inferpool.Modell  # type: ignore[attr-defined]  # noqa: B018  # as a user may type it
+
+
+def test_version_is_that_of_the_package():
+    assert inferpool.__version__ == version("inferpool")
 
 
 def test_type_checkers_and_the_interpreter_find_the_same():
