@@ -92,13 +92,15 @@ class Life:
         Raises:
             WorkerStartError: It has ended.
         """
+        is_up = False
         try:
             await _first_of(self.desk.is_up, self._gone, timeout_s=timeout_s)
+            is_up = self.desk.is_up.done()
         finally:
-            if not self.desk.is_up.done():
+            if not is_up:
                 self.kill("start", f"it was not up within {timeout_s:g} s")
                 await _first_of(self._gone, timeout_s=_KILL_S)
-        if not self.desk.is_up.done():
+        if not is_up:
             raise WorkerStartError((await self.wait()).reason, permanent=False)
 
     async def wait(self) -> Ending:

@@ -45,7 +45,7 @@ def live(monkeypatch: pytest.MonkeyPatch):
             (where,) = arena.give_away(1)
             part = Part(arena.memory.map, where)
             job = Job(
-                name="front 0", main_pid=os.getpid(), settings=SETTINGS, limits=EdgeLimits(),
+                name="front/0", main_pid=os.getpid(), settings=SETTINGS, limits=EdgeLimits(),
                 part=where, held={}, relay_path="", family=0, log_level=0,
             )  # fmt: skip
             id = WorkerId(model="front", slot=0)
@@ -72,6 +72,18 @@ def test_a_front_whose_start_nobody_waits_for_any_more_is_ended(live):
     async def test(life: Life) -> None:
         start = asyncio.create_task(life.until_up(60))
         await asyncio.sleep(0)
+        start.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await start
+
+    live(test)
+
+
+def test_a_front_that_comes_up_just_as_nobody_waits_for_it_any_more_is_ended(live):
+    async def test(life: Life) -> None:
+        start = asyncio.create_task(life.until_up(60))
+        await asyncio.sleep(0)
+        life.desk.is_up.set_result(None)
         start.cancel()
         with pytest.raises(asyncio.CancelledError):
             await start
