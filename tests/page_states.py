@@ -208,7 +208,7 @@ def state(
             ready=status in ("ready", "degraded"),
             draining=status == "draining",
             models=[model, *others],
-            fronts=[FrontHealth(name="front 0", state="up", pid=4700, num_connections=12)],
+            fronts=[FrontHealth(name="front/0", state="up", pid=4700, num_connections=12)],
             gpus=[gpu(0), gpu(1)],
         ),
         host=HostState(connections=12, arena_bytes=256 << 20, arena_used_bytes=9 << 20),

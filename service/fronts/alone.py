@@ -42,7 +42,7 @@ class OnlyFront:
         """Itself now."""
         state = "up" if self.up.is_set() else "starting"
         num = len(self.connections)
-        return [FrontHealth(name="front 0", state=state, pid=os.getpid(), num_connections=num)]
+        return [FrontHealth(name="front/0", state=state, pid=os.getpid(), num_connections=num)]
 
     def read_gauges(self) -> Iterator[Reading]:
         """What `/metrics` shows of it now."""

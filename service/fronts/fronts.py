@@ -142,7 +142,7 @@ class Fronts:
         """Each of them now."""
         return [
             FrontHealth(
-                name=f"front {slot.id.slot}",
+                name=slot.id.worker,
                 state=_STATES.get(slot.state, slot.state),
                 pid=slot.handle.process.pid if slot.handle else None,
                 num_connections=slot.handle.num_open if slot.handle else 0,
@@ -185,7 +185,7 @@ class Fronts:
             WorkerStartError: It does not.
         """
         job = Job(
-            name=f"front {id.slot}",
+            name=id.worker,
             main_pid=os.getpid(),
             settings=self._settings,
             limits=self._limits,

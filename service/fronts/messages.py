@@ -23,7 +23,7 @@ class Job:
     """All that a front needs to know; pickled into its process."""
 
     name: str
-    """For the log: "front 0"."""
+    """For the log: "front/0"."""
     main_pid: int
     settings: Settings
     limits: EdgeLimits

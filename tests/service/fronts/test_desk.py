@@ -78,7 +78,7 @@ class Bench:
         from_front, to_main = Pipe(duplex=False)
         from_main, to_front = Pipe(duplex=False)
         self.desk = Desk(
-            "front 0", from_front, to_front, part=self.part, models=[self.model],
+            "front/0", from_front, to_front, part=self.part, models=[self.model],
             on_counts=self.counts.append, on_end=lambda _: None,
         )  # fmt: skip
         self.slots = Slots(self.arena.memory.map, self.part.where.start, len(self.part.where))
