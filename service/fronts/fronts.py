@@ -88,6 +88,7 @@ class Fronts:
         """Calls that they have traced: exported, and dropped."""
         self._up = asyncio.Event()
         self._oom_kills = OomKills()
+        self._is_hurried = False
 
     @property
     def used_bytes(self) -> int:
@@ -115,12 +116,17 @@ class Fronts:
             await asyncio.wait(counting, timeout=_COUNT_S)
 
     async def move_clients_away(self) -> None:
-        """Accept no more connections, and have answers close those that there are."""
+        """Accept no more connections, and have answers close those that there are.
+
+        A front that ends from now on is not started again: it would have nothing to do.
+        """
         await self._doorway.see_last_in()
+        self._supervisor.start_no_more()
         await asyncio.gather(*(life.move_clients_away() for life in self._open()))
 
     def hurry(self) -> None:
         """Wait for no client when they are stopped, or no longer where that has begun."""
+        self._is_hurried = True
         for life in self._open():
             life.hurry()
 
@@ -161,6 +167,8 @@ class Fronts:
 
     def on_ready(self, slot: Slot[Part, Life]) -> None:
         """See `Watcher`."""
+        if self._is_hurried and slot.handle:
+            slot.handle.hurry()
         self._up.set()
         self._doorway.open()
 
@@ -169,6 +177,8 @@ class Fronts:
 
     def on_down(self, slot: Slot[Part, Life]) -> None:
         """See `Watcher`."""
+        if slot.state == "failed":
+            logger.error("%s is given up: %s", slot.id.worker, slot.reason)
         if all(each.state == "failed" for each in self._supervisor.slots):
             self._on_lost()
 

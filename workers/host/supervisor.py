@@ -130,6 +130,7 @@ class Supervisor(Generic[C, L]):
         self._tasks: list[Task[None]] = []
         self._leaving: list[L] = []
         """Those whose successors are ready already."""
+        self._starts_more = True
         self._is_stopping = False
         self._files = files or FilesOfAll[L](lambda _: ())
 
@@ -140,12 +141,19 @@ class Supervisor(Generic[C, L]):
             self.slots.append(slot)
             self._tasks.append(asyncio.create_task(self._keep(slot), name=f"keep {slot.id}"))
 
+    def start_no_more(self) -> None:
+        """Let those that are ready go on until they end, and end those that start or pause."""
+        if not self._starts_more:
+            return
+        self._starts_more = False
+        for slot, task in zip(self.slots, self._tasks, strict=True):
+            if slot.handle is None:
+                task.cancel()
+
     async def stop(self, grace_s: float) -> None:
         """Tell all of them to leave, and see each of them out."""
         self._is_stopping = True
-        for slot, task in zip(self.slots, self._tasks, strict=True):
-            if slot.handle is None:
-                task.cancel()  # it starts or pauses
+        self.start_no_more()
         handles = [slot.handle for slot in self.slots if slot.handle]
         await asyncio.gather(*(handle.stop(grace_s) for handle in (*handles, *self._leaving)))
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -171,7 +179,7 @@ class Supervisor(Generic[C, L]):
             slot.is_asked_to_leave = True
             self._watcher.on_gone(handle)
             await handle.stop(grace_s)
-        elif slot.state == "failed" and not self._is_stopping:
+        elif slot.state == "failed" and self._starts_more:
             slot.num_failures = 0
             slot.id = slot.id.next_life()
             task = asyncio.create_task(self._keep(slot), name=f"keep {slot.id}")
@@ -217,7 +225,7 @@ class Supervisor(Generic[C, L]):
             again = _as_told(slot, id)
             logger.warning("%s did not start%s, and %s stays: %s", id, again, slot.id, error)
             raise
-        if slot.handle is not predecessor or slot.is_asked_to_leave or self._is_stopping:
+        if slot.handle is not predecessor or slot.is_asked_to_leave or not self._starts_more:
             await successor.stop(0)
             raise WorkerStartError(f"{predecessor.id} ended meanwhile", permanent=False)
         slot.id, slot.handle, slot.config, slot.raised = id, successor, config, ""
@@ -254,7 +262,7 @@ class Supervisor(Generic[C, L]):
         try:
             while True:
                 is_permanent = await self._live_once(slot)
-                if self._is_stopping:
+                if not self._starts_more:
                     return
                 pause_s = self._judge(slot, is_permanent=is_permanent)
                 slot.due = asyncio.get_running_loop().time() + (pause_s or 0.0)
@@ -296,7 +304,7 @@ class Supervisor(Generic[C, L]):
             slot.num_failures += 1
             slot.settled.set()
             return error.permanent
-        if self._is_stopping:
+        if not self._starts_more:
             await handle.stop(0)
             return False
         slot.handle, slot.was_ever_ready, slot.raised = handle, True, ""

@@ -37,6 +37,7 @@ class FakeLife:
     """A front that takes connections at once, and never says anything more."""
 
     has_worked = False
+    is_hurried = is_moving = False
     num_open = 0
     fails = False
 
@@ -61,6 +62,13 @@ class FakeLife:
 
     async def stop(self, grace_s: float) -> None:
         self.kill("asked", "")
+
+    async def move_clients_away(self) -> None:
+        self.is_moving = True
+        await self.wait()
+
+    def hurry(self) -> None:
+        self.is_hurried = True
 
     def kill(self, cause: Cause, reason: str) -> None:
         if not self.is_gone:
@@ -124,8 +132,38 @@ def test_a_front_that_says_nothing_is_replaced(keep):
     keep(test)
 
 
+def test_a_front_that_ends_as_clients_are_moved_away_is_not_started_again(
+    keep, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(FakeDesk, "take_sign_of_life", lambda _: True)
+
+    async def test(fronts: Fronts, lost: list[str]) -> None:
+        await until(lambda: states(fronts) == ["up", "up"])
+        lives = fronts._open()
+        moving = asyncio.create_task(fronts.move_clients_away())
+        await until(lambda: all(life.is_moving for life in lives))
+        lives[0].kill("signal", "SIGKILL")
+        await until(lambda: states(fronts) != ["up", "up"])
+        assert states(fronts) == ["stopped", "up"]
+        assert "front/0#0 ended: SIGKILL" in caplog.text
+        lives[1].kill("signal", "SIGKILL")
+        await moving
+        assert [front.restarts for front in fronts.health()] == [0, 2]
+
+    keep(test)
+
+
+def test_a_front_that_comes_up_after_a_second_signal_is_hurried_as_well(keep):
+    async def test(fronts: Fronts, lost: list[str]) -> None:
+        fronts.hurry()
+        await until(lambda: states(fronts) == ["up", "up"])
+        assert all(life.is_hurried for life in fronts._open())
+
+    keep(test)
+
+
 def test_fronts_that_never_come_up_are_given_up_and_it_is_said_once(
-    keep, monkeypatch: pytest.MonkeyPatch
+    keep, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr(FakeLife, "fails", True)
 
@@ -135,5 +173,7 @@ def test_fronts_that_never_come_up_are_given_up_and_it_is_said_once(
         assert [front.restarts for front in fronts.health()] == [4, 4]
         assert "no process is to be had" in fronts.health()[0].reason
         assert lost == ["lost"]
+        for name in ("front/0", "front/1"):
+            assert caplog.text.count(f"{name} is given up: it could not be started: no proc") == 1
 
     keep(test)
