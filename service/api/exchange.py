@@ -145,7 +145,7 @@ class Exchange(msgspec.Struct, eq=False):
         return cls(wire, predict, call, True, False, True)
 
     def start(self) -> None:
-        """It is this call's turn to be answered."""
+        """Check the call, and submit it if its body has come."""
         self.is_started = True
         try:
             if self._refusal is not None:
@@ -183,7 +183,7 @@ class Exchange(msgspec.Struct, eq=False):
                 self._refuse(error)
 
     def complete(self) -> None:
-        """The body has arrived."""
+        """Note that the body is whole, and submit it."""
         self.is_complete = True
         if self.is_started:
             self._submit(self._chunks or (b"",))
@@ -199,7 +199,7 @@ class Exchange(msgspec.Struct, eq=False):
                 self._is_counted = True
 
     def give_way(self, error: ServiceError) -> None:
-        """Refuse the call, since its body came more slowly than those that need the room."""
+        """Refuse the call, to make room for bodies that come faster."""
         self.fail(error)
 
     def fail(self, error: ServiceError) -> None:
