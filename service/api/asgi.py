@@ -26,13 +26,12 @@ class _Answered(asyncio.Future[Reply | None]):
         return None
 
 
-async def answer(predict: Predict, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer one ASGI call to `/predict`."""
+async def answer(predict: Predict, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer one ASGI call to `/predict`; its path is without what the server is mounted under."""
     answered = _Answered()
+    method, query = scope["method"], scope["query_string"]
     headers = [(name, value.strip(b" \t")) for name, value in scope["headers"]]  # RFC 9112, 5.1
-    exchange = Exchange.open(
-        answered, predict, scope["method"], route_path(scope), scope["query_string"], headers
-    )
+    exchange = Exchange.open(answered, predict, method, path, query, headers)
     exchange.start()
     try:
         async with asyncio.TaskGroup() as group:
@@ -70,10 +69,3 @@ async def _listen(exchange: Exchange, answered: _Answered, receive: Receive) -> 
     exchange.abandon()
     if not answered.done():
         answered.set_result(None)
-
-
-def route_path(scope: Scope) -> str:
-    """The path of an ASGI call without what the server is mounted under."""
-    path: str = scope["path"]
-    root = scope.get("root_path")
-    return path.removeprefix(root) if root else path

@@ -17,7 +17,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import Lifespan, Receive, Scope, Send
 
-from inferpool.service.api.asgi import answer, route_path
+from inferpool.service.api.asgi import answer
 from inferpool.service.api.auth import Guard, policy_of
 from inferpool.service.api.call import Call, Tracing, begin_call
 from inferpool.service.api.cors import Cors
@@ -114,9 +114,9 @@ class App(FastAPI):
         if scope["type"] != "http":
             await super().__call__(scope, receive, send)
             return
-        path = route_path(scope)
+        path = _route_path(scope)
         if self.predict is not None and is_predict(path):
-            await answer(self.predict, scope, receive, send)
+            await answer(self.predict, path, scope, receive, send)
             return
         call = begin_call(scope["method"], path, scope["query_string"], scope["headers"])
         if self._cors is not None:
@@ -263,3 +263,10 @@ def _assets_folder() -> Path:
     assert spec is not None, f"{_ASSETS_PACKAGE} is a dependency"
     assert spec.origin is not None
     return Path(spec.origin).parent / "static"
+
+
+def _route_path(scope: Scope) -> str:
+    """The path of an ASGI call without what the server is mounted under."""
+    path: str = scope["path"]
+    root = scope.get("root_path")
+    return path.removeprefix(root) if root else path

@@ -160,9 +160,7 @@ def as_app(predict: Predict) -> Callable[..., Awaitable[None]]:
     """An endpoint under any ASGI server, where `MOUNTED` leads to it too."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        if scope["path"].startswith(MOUNTED):
-            scope = {**scope, "root_path": MOUNTED}
-        await answer(predict, scope, receive, send)
+        await answer(predict, scope["path"].removeprefix(MOUNTED), scope, receive, send)
 
     return app
 
