@@ -10,10 +10,13 @@ from inferpool.service.api.predict import Predict
 from inferpool.service.api.replies import Reply, send_reply
 
 _CLIENT_GONE = 499
+_TO_NOBODY: Reply = _CLIENT_GONE, b"content-length: 0\r\n", b""
 
 
-class _Answered(asyncio.Future[Reply | None]):
-    """The wire of an exchange under ASGI: done with its answer, or with None if nobody waits."""
+class _Answered(asyncio.Future[Reply]):
+    """The wire of an exchange under ASGI: done with its answer, or with that to nobody."""
+
+    is_by_exchange = False
 
     def send_continue(self) -> None:
         """Leave it to the server, which sends this when it is asked for the body."""
@@ -22,6 +25,7 @@ class _Answered(asyncio.Future[Reply | None]):
         """Have the answer sent."""
         if self.done():  # it was cancelled this moment
             return _CLIENT_GONE
+        self.is_by_exchange = True
         self.set_result(reply)
         return None
 
@@ -33,21 +37,20 @@ async def answer(predict: Predict, path: str, scope: Scope, receive: Receive, se
     headers = [(name, value.strip(b" \t")) for name, value in scope["headers"]]  # RFC 9112, 5.1
     exchange = Exchange.open(answered, predict, method, path, query, headers)
     exchange.start()
+    status = _CLIENT_GONE
     try:
         async with asyncio.TaskGroup() as group:
             listener = group.create_task(_listen(exchange, answered, receive), name="listen")
             reply = await answered
             listener.cancel()
+        await send_reply(send, reply)
+        status = reply[0]
+    except OSError:  # what ASGI 2.4 has `send` raise when the client has gone
+        pass
     finally:
         exchange.abandon()  # unless it has its answer
-    if reply is None:
-        return
-    status = reply[0]
-    try:
-        await send_reply(send, reply)
-    except OSError:  # what ASGI 2.4 has `send` raise when the client has gone
-        status = _CLIENT_GONE
-    exchange.close(status)
+        if answered.is_by_exchange:
+            exchange.close(status)
 
 
 async def _listen(exchange: Exchange, answered: _Answered, receive: Receive) -> None:
@@ -55,17 +58,22 @@ async def _listen(exchange: Exchange, answered: _Answered, receive: Receive) -> 
     timer = BodyTimer(exchange.predict.limits, lambda: exchange.num_bytes, exchange.fail)
     try:
         while (message := await receive())["type"] != "http.disconnect":
-            if exchange.is_complete or exchange.response_complete:
-                continue
+            if exchange.is_complete:
+                return  # middleware gives the body again: it cannot tell whether the client is gone
             exchange.feed(message.get("body", b""))
-            if not message.get("more_body", False):
-                timer.stop()
-                exchange.complete()
-            else:  # only who has sent a part of a body is timed: the others hold no memory
+            if exchange.response_complete:
+                return  # the body is too large
+            if message.get("more_body", False):
                 exchange.count()
                 timer.start(exchange.call.deadline)
+            else:
+                timer.stop()
+                exchange.complete()
+    except Exception:
+        if not exchange.is_complete:
+            raise
+        return  # middleware that has no more to give: the answer is owed all the same
     finally:
         timer.stop()
-    exchange.abandon()
     if not answered.done():
-        answered.set_result(None)
+        answered.set_result(_TO_NOBODY)  # no server sends it; Starlette's middleware needs one

@@ -214,6 +214,16 @@ def test_a_chunked_body_is_refused_as_soon_as_it_passes_the_limit() -> None:
     assert run(lambda: Bench(FakeModel(), max_body_bytes=1000), test).statuses == [413]
 
 
+def test_a_chunked_body_over_the_limit_that_comes_at_once_is_not_submitted() -> None:
+    async def test(bench: Bench) -> None:
+        async with bench.connect() as (reader, writer):
+            writer.write(CHUNKED + b"4b0\r\n" + b"x" * 0x4B0 + b"\r\n0\r\n\r\n")
+            assert (await read_answer(reader))[0] == 413
+        assert not bench.model.payloads
+
+    assert run(lambda: Bench(FakeModel(), max_body_bytes=1000), test).statuses == [413]
+
+
 def test_the_bodies_of_a_connection_are_each_held_to_the_limit() -> None:
     length = b"content-length: 400\r\n\r\n"
     others = POST.replace(b"/predict", b"/mounted/predict")
@@ -244,10 +254,11 @@ def test_the_connection_lives_on_after_a_short_refused_body() -> None:
     run(lambda: Bench(FakeModel()), test)
 
 
-def test_a_body_that_trickles_in_past_the_deadline_is_given_up() -> None:
+@pytest.mark.parametrize("begun", [b"abc"])
+def test_a_body_that_is_not_whole_at_the_deadline_is_given_up(begun: bytes) -> None:
     async def test(bench: Bench) -> None:
         async with bench.connect() as (reader, writer):
-            writer.write(POST + b"x-timeout-ms: 60\r\ncontent-length: 9\r\n\r\nabc")
+            writer.write(POST + b"x-timeout-ms: 60\r\ncontent-length: 9\r\n\r\n" + begun)
             status, _, body = await read_answer(reader)
             assert (status, json.loads(body)["code"]) == (408, "slow_body")
 
