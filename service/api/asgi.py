@@ -56,6 +56,7 @@ async def answer(predict: Predict, path: str, scope: Scope, receive: Receive, se
 async def _listen(exchange: Exchange, answered: _Answered, receive: Receive) -> None:
     """Hand on the body as it comes, and then wait for the client to hang up."""
     timer = BodyTimer(exchange.predict.limits, lambda: exchange.num_bytes, exchange.fail)
+    timer.start(exchange.call.deadline)
     try:
         while (message := await receive())["type"] != "http.disconnect":
             if exchange.is_complete:
@@ -65,7 +66,6 @@ async def _listen(exchange: Exchange, answered: _Answered, receive: Receive) -> 
                 return  # the body is too large
             if message.get("more_body", False):
                 exchange.count()
-                timer.start(exchange.call.deadline)
             else:
                 timer.stop()
                 exchange.complete()

@@ -254,7 +254,7 @@ def test_the_connection_lives_on_after_a_short_refused_body() -> None:
     run(lambda: Bench(FakeModel()), test)
 
 
-@pytest.mark.parametrize("begun", [b"abc"])
+@pytest.mark.parametrize("begun", [b"", b"abc"])
 def test_a_body_that_is_not_whole_at_the_deadline_is_given_up(begun: bytes) -> None:
     async def test(bench: Bench) -> None:
         async with bench.connect() as (reader, writer):
