@@ -231,28 +231,27 @@ def test_restart_without_memory_for_two_is_refused_and_says_what_to_do(
     run(go)
 
 
-@pytest.mark.measures
-def test_stop_while_the_files_of_a_successor_are_read_leaves_no_worker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_stop_while_the_files_of_a_successor_are_read_leaves_no_worker(tmp_path: Path):
     (tmp_path / "w").write_text("1")
     mark = mark_of(str(tmp_path / "w"))
     assert mark is not None
 
-    async def go(arena: Arena) -> None:
-        engine = FakeEngine()
-        pool = await two_ready(engine, arena)
-        start = engine.start
-
-        async def with_files(
-            id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
+    class Engine(FakeEngine):
+        async def start(
+            self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
         ) -> FakeWorker:
-            worker = await start(id, config, on_progress)
-            worker.ready = msgspec.structs.replace(worker.ready, files=[mark])
-            restart.cancel()  # at the next await, which is for the files
+            worker = await super().start(id, config, on_progress)
+            if restart is not None:
+                worker.ready = msgspec.structs.replace(worker.ready, files=[mark])
+                restart.cancel()  # at the next await, which is for the files
             return worker
 
-        engine.start = with_files  # type: ignore[method-assign]
+    restart: asyncio.Task[None] | None = None
+
+    async def go(arena: Arena) -> None:
+        nonlocal restart
+        engine = Engine()
+        pool = await two_ready(engine, arena)
         restart = asyncio.create_task(pool.replace(pool.slots, 1))
         with pytest.raises(asyncio.CancelledError):
             await restart
