@@ -1,6 +1,7 @@
 """Fakes behind the seams, each as small as the seam allows."""
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 
 from inferpool.models.speed.names import SpeedReport
@@ -8,6 +9,12 @@ from inferpool.workers.config import WorkerConfig
 from inferpool.workers.errors import WorkerLostError, WorkerStartError
 from inferpool.workers.host.engine import Ending, Vitals, WorkerId
 from inferpool.workers.messages import BatchDone, ItemRef, Outcome, Ready
+
+
+def ref_to(payload: bytes, timeout_s: float = 30.0, priority: int = 5, id: str = "") -> ItemRef:
+    """What a call asks of an instance, before its payload lies in the arena."""
+    deadline = time.monotonic() + timeout_s
+    return ItemRef("bytes", 0, len(payload), deadline, request_id=id, priority=priority)
 
 
 class FakeWorker:

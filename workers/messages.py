@@ -27,8 +27,12 @@ ID_FIELDS = ("request_id", "trace_id", "span_id")
 """Of log lines about a call."""
 
 
-class ItemRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One instance of a batch: where its payload lies in the arena and what is asked of it."""
+class ItemRef(msgspec.Struct, array_like=True, gc=False):
+    """One instance: what its call asks of it, and where its payload lies in the arena.
+
+    It is made with the head of the call, completed with the body and with a slot of the arena, and
+    goes to the worker as it is. Nobody changes it after that.
+    """
 
     kind: Kind
     offset: int
@@ -44,6 +48,8 @@ class ItemRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Of the HTTP call, for the log."""
     trace: str = ""
     """For the log too: trace id, a hyphen and span id, where others know that trace."""
+    priority: int = 5
+    """1 goes first, 9 last. The worker does not look at it."""
 
     def log_ids(self) -> dict[str, str]:
         """By which a log line about it is found."""

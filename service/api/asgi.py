@@ -56,7 +56,7 @@ async def answer(predict: Predict, path: str, scope: Scope, receive: Receive, se
 async def _listen(exchange: Exchange, answered: _Answered, receive: Receive) -> None:
     """Hand on the body as it comes, and then wait for the client to hang up."""
     timer = BodyTimer(exchange.predict.limits, lambda: exchange.num_bytes, exchange.fail)
-    timer.start(exchange.call.deadline)
+    timer.start(exchange.call.ref.deadline)
     try:
         while (message := await receive())["type"] != "http.disconnect":
             if exchange.is_complete:

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -12,14 +13,13 @@ from inferpool.service.api.codecs.answers import AnswerFormat
 from inferpool.service.api.codecs.body import joined
 from inferpool.service.api.trace import new_ids, request_id_of, trace_of, trace_state_of
 from inferpool.service.errors import ServiceError
-from inferpool.service.queue.request import CallOptions, Payload, Result
+from inferpool.service.queue.request import Buffer, Result
 from inferpool.service.queue.steps import Steps
-from inferpool.workers.messages import Kind
+from inferpool.workers.messages import ItemRef, Kind
 
 UNKNOWN_MODEL = "unknown"
 """The label of calls for models that are not there: any other would let clients make up labels."""
 
-DEFAULT_PRIORITY = 5
 HEAD_END = b"\r\n\r\n"
 MAX_KNOWN_HEAD_BYTES = 2048
 _MAX_HEADS = 512
@@ -31,7 +31,7 @@ class Tracing(Protocol):
     """Who decides which calls are traced, and takes them when they are over."""
 
     def begin(self, call: "Call") -> None:
-        """Set `flags`, `steps` and `trace` of a call; with `steps`, it is traced."""
+        """Set `flags`, `steps` and the ref's `trace` of a call; with `steps`, it is traced."""
 
     def take(self, call: "Call", status: int, duration_s: float) -> None:
         """A call with `steps` is over; never blocks."""
@@ -49,9 +49,14 @@ class ModelEntry(Protocol):
         """What it takes; empty where that is not known."""
 
     def submit(
-        self, payload: Payload, options: CallOptions, request_id: str
+        self, ref: ItemRef, chunks: Sequence[Buffer], steps: Steps | None = None
     ) -> asyncio.Future[Result]:
         """Admit an instance. Cancelling the future gives the instance up.
+
+        Args:
+            ref: Complete but for its offset; it belongs to the instance from now on.
+            chunks: The payload, in pieces.
+            steps: Where to note what becomes of the instance, if its call is traced.
 
         Raises:
             ServiceError: It is refused.
@@ -81,14 +86,14 @@ class Call(msgspec.Struct):
     request_id: str
     trace_id: str
     span_id: str
+    ref: ItemRef
+    """What it asks of each instance; of a single instance, the one that goes to the worker."""
     flags: str = "00"
     trace_state: bytes = b""
     parent_id: str = ""
     """The caller's span, where it has named one."""
     cors_lines: str = ""
     """Header lines of the answer, for the browser of a page."""
-    trace: str = ""
-    """Trace id, a hyphen and span id, if others know that trace; for the log of workers."""
     steps: list[Steps] | None = None
     """Of its first instances, if it is traced."""
     error: tuple[str, str] | None = None
@@ -97,8 +102,6 @@ class Call(msgspec.Struct):
     """Which one it took, as a pattern; empty: that of its model."""
     status: int = 0
     """Of an answer on another route."""
-    deadline: float = 0.0
-    priority: int = DEFAULT_PRIORITY
     chosen: AnswerFormat = "json"
     is_read: bool = False
     """The whole body has arrived."""
@@ -138,13 +141,14 @@ def begin_call(
     trace_id, span_id = new_ids()
     given = found.get(b"x-request-id")
     request_id = trace_id if given is None else request_id_of(given) or trace_id
-    call = Call(method, path, query, found, started, None, request_id, trace_id, span_id)
+    ref = ItemRef("bytes", 0, 0, 0.0, request_id=request_id)
+    call = Call(method, path, query, found, started, None, request_id, trace_id, span_id, ref)
     given = found.get(b"traceparent")
     trace = trace_of(given) if given is not None else None
     if trace is not None:
         call.trace_id, call.parent_id, call.flags = trace
         call.trace_state = trace_state_of(found)
-        call.trace = f"{call.trace_id}-{span_id}"
+        ref.trace = f"{call.trace_id}-{span_id}"
     return call
 
 
@@ -175,7 +179,8 @@ class KnownHeads(dict[bytes, KnownHead]):
             return
         if len(self) >= _MAX_HEADS:
             self.clear()
-        call = call.__copy__()  # type: ignore[attr-defined]  # its stubs lack it
+        call = copy(call)
+        call.ref = copy(call.ref)
         self[head] = KnownHead(head, call, int(num_body_bytes))
 
 

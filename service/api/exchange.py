@@ -8,6 +8,7 @@ The exchange gives its answer to a `Wire`: `service.api.wire.protocol` is that o
 import asyncio
 import time
 from collections.abc import Sequence
+from copy import copy
 from typing import ClassVar, Protocol
 
 import msgspec
@@ -20,7 +21,7 @@ from inferpool.service.api.call import (
     begin_call,
 )
 from inferpool.service.api.codecs.answers import choose_format
-from inferpool.service.api.codecs.body import Decoded, Head, add_piece
+from inferpool.service.api.codecs.body import Decoded, Head, Payload, add_piece
 from inferpool.service.api.codecs.requests import decode
 from inferpool.service.api.errors import MethodNotAllowedError
 from inferpool.service.api.predict import PREFIX, Predict
@@ -33,8 +34,9 @@ from inferpool.service.errors import (
     TooLargeError,
     UnavailableError,
 )
-from inferpool.service.queue.request import Buffer, CallOptions, Payload, Result
+from inferpool.service.queue.request import Buffer, Result
 from inferpool.service.queue.steps import Steps
+from inferpool.workers.messages import ItemRef
 
 _CLIENT_GONE = 499
 _FIRST_ERROR = 400
@@ -135,9 +137,11 @@ class Exchange(msgspec.Struct, eq=False):
         """
         call: Call = earlier.__copy__()  # type: ignore[attr-defined]  # its stubs lack it
         call.started = started = time.monotonic()
-        call.deadline = started + (earlier.deadline - earlier.started)
         call.trace_id, call.span_id = new_ids()
         call.request_id = call.trace_id
+        call.ref = ref = earlier.ref.__copy__()  # type: ignore[attr-defined]  # as above
+        ref.deadline = started + (ref.deadline - earlier.started)
+        ref.request_id = call.request_id
         call.outcomes = []
         call.earlier = earlier
         if predict.tracing is not None:
@@ -165,6 +169,7 @@ class Exchange(msgspec.Struct, eq=False):
     def take(self, body: Buffer) -> None:
         """Take the whole body of a call that has begun again."""
         self.is_complete = True
+        self.num_bytes = len(body)
         self._submit((body,))
 
     def feed(self, chunk: Buffer) -> None:
@@ -282,15 +287,16 @@ class Exchange(msgspec.Struct, eq=False):
             raise limits.bad_length(length)
         timeout = headers.get(b"x-timeout-ms")
         timeout_s = limits.default_timeout_s if timeout is None else limits.timeout_s(timeout)
-        call.deadline = call.started + timeout_s
+        call.ref.deadline = call.started + timeout_s
         priority = headers.get(b"x-priority")
         if priority is not None:
             if priority not in _PRIORITIES:
                 raise BadRequestError("X-Priority: must be 1 (first) to 9 (last)")
-            call.priority = _PRIORITIES[priority]
+            call.ref.priority = _PRIORITIES[priority]
         accept = headers.get(b"accept")
         if accept is not None:
             call.chosen = choose_format(accept)
+            call.ref.wants_tensors = call.chosen != "json"
 
     def _check_size(self) -> None:
         if self.num_bytes > self.predict.limits.max_body_bytes:
@@ -300,18 +306,19 @@ class Exchange(msgspec.Struct, eq=False):
         """Submit all instances of the body, and answer when each has its outcome."""
         call = self.call
         call.is_read = True
-        entry, form = call.entry, call.form
+        entry, form, ref = call.entry, call.form, call.ref
         assert entry is not None
         try:
             if form is not None and form.inputs is entry.inputs:
-                payload, parameters = Payload(form.kind, chunks), form.parameters
+                ref.kind, ref.num_bytes, ref.parameters = form.kind, self.num_bytes, form.parameters
             else:
                 decoded = self._decode(entry, chunks)
-                payload, parameters = decoded.payloads[0], decoded.parameters
+                ref.parameters = decoded.parameters
                 if len(decoded.payloads) > 1:
-                    self._submit_several(entry, decoded.payloads, parameters)
+                    self._submit_several(entry, decoded.payloads)
                     return
-            future = entry.submit(payload, self._options(parameters), call.request_id)
+                chunks = _put_into(ref, decoded.payloads[0])
+            future = entry.submit(ref, chunks, self._steps())
         except Exception as error:
             self._refuse(error)
             return
@@ -331,34 +338,28 @@ class Exchange(msgspec.Struct, eq=False):
             call.earlier.form = WholeBody(kind, decoded.parameters, entry.inputs)
         return decoded
 
-    def _options(self, parameters: bytes) -> CallOptions:
-        """What the call asks of an instance; if the call is traced, of one only."""
-        call, steps = self.call, None
-        if call.steps is not None and len(call.steps) < _MAX_TRACED_INSTANCES:
-            steps = Steps()
-            call.steps.append(steps)
-        wants_tensors = call.chosen != "json"
-        return CallOptions(
-            call.deadline, call.priority, wants_tensors, parameters, call.trace, steps
-        )
+    def _steps(self) -> Steps | None:
+        """Where to note what becomes of one more instance, if the call is traced."""
+        traced = self.call.steps
+        if traced is None or len(traced) >= _MAX_TRACED_INSTANCES:
+            return None
+        steps = Steps()
+        traced.append(steps)
+        return steps
 
-    def _submit_several(
-        self, entry: ModelEntry, payloads: Sequence[Payload], parameters: bytes
-    ) -> None:
+    def _submit_several(self, entry: ModelEntry, payloads: Sequence[Payload]) -> None:
         """Submit several instances; one that is refused is an error in its place."""
         call = self.call
         outcomes = call.outcomes
         call.num_instances = len(payloads)
-        options: CallOptions | None = None
         for payload in payloads:
-            if options is None or options.steps is not None:  # which are of one alone
-                options = self._options(parameters)
+            ref, steps = copy(call.ref), self._steps()
             try:
-                outcomes.append(entry.submit(payload, options, call.request_id))
+                outcomes.append(entry.submit(ref, _put_into(ref, payload), steps))
             except ServiceError as error:
                 outcomes.append(error)
-                if options.steps is not None:
-                    options.steps.code, options.steps.message = error.code, error.message
+                if steps is not None:
+                    steps.code, steps.message = error.code, error.message
         self._let_go()
         done = _all_done([each for each in outcomes if not isinstance(each, ServiceError)])
         done.add_done_callback(self._on_done)
@@ -403,6 +404,13 @@ class Exchange(msgspec.Struct, eq=False):
         if self._is_counted:
             self._is_counted = False
             self.predict.unfinished.give_back(self)
+
+
+def _put_into(ref: ItemRef, payload: Payload) -> Sequence[Buffer]:
+    """Complete a ref with the instance that it is for; returns what goes into the arena."""
+    ref.kind, ref.headers = payload.kind, payload.headers
+    ref.num_bytes = sum(map(len, payload.chunks))
+    return payload.chunks
 
 
 def _all_done(futures: Sequence["asyncio.Future[Result]"]) -> "asyncio.Future[None]":

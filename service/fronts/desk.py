@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -31,11 +31,11 @@ from inferpool.service.fronts.messages import (
     Turn,
     failure_of,
 )
-from inferpool.service.queue.request import CallOptions, Payload, Result
+from inferpool.service.queue.request import Buffer, Result, SlotOwner
 from inferpool.service.queue.steps import Steps
 from inferpool.workers.arena import slot_bytes
 from inferpool.workers.log_lines import log_line
-from inferpool.workers.messages import FrameError, LogLine
+from inferpool.workers.messages import FrameError, ItemRef, LogLine
 
 if TYPE_CHECKING:
     from inferpool.models.spec import TensorSpec
@@ -48,6 +48,19 @@ _GIVEN_UP = Failure("cancelled", "nobody waits for it any more")
 _decode = msgspec.msgpack.Decoder(FromFront).decode
 
 
+class OwnModel(ModelEntry, Protocol):
+    """A model whose dispatcher is in this process."""
+
+    def submit(
+        self,
+        ref: ItemRef,
+        chunks: Sequence[Buffer],
+        steps: Steps | None = None,
+        owner: SlotOwner | None = None,
+    ) -> "asyncio.Future[Result]":
+        """See `Dispatcher.submit`."""
+
+
 class Desk:
     """Submits for one front; one message each way per turn of the loop."""
 
@@ -58,7 +71,7 @@ class Desk:
         writer: Connection,
         *,
         part: "Part",
-        models: Sequence[ModelEntry],
+        models: Sequence[OwnModel],
         on_counts: Callable[[Counts], None],
         on_end: Callable[[str], None],
     ) -> None:
@@ -160,30 +173,22 @@ class Desk:
                 self.has_moved.set_result(None)
 
     def _submit(self, ask: Ask) -> None:
-        part = self._part
-        data = part.take(ask.offset, ask.num_bytes)
-        payload = Payload(ask.kind, (data,), ask.headers, part, ask.offset)
-        options = CallOptions(
-            deadline=ask.deadline,
-            priority=ask.priority,
-            wants_tensors=ask.wants_tensors,
-            parameters=ask.parameters,
-            trace=ask.trace,
-            steps=Steps() if ask.is_traced else None,
-        )
+        part, ref = self._part, ask.ref
+        data = part.take(ref.offset, ref.num_bytes)
+        steps = Steps() if ask.is_traced else None
         try:
-            instance = self._models[ask.model].submit(payload, options, ask.request_id)
+            instance = self._models[ask.model].submit(ref, (data,), steps, part)
         except Exception as error:
             if not isinstance(error, ServiceError):
                 logger.exception("an instance of %s could not be taken", self._name)
-            part.free(ask.offset)
+            part.free(ref.offset)
             failure = failure_of(error)
-            if options.steps is not None:
-                options.steps.code, options.steps.message = failure.code, failure.message
-            self._answer(Answer(ask.id, failure, steps=options.steps))
+            if steps is not None:
+                steps.code, steps.message = failure.code, failure.message
+            self._answer(Answer(ask.id, failure, steps=steps))
             return
         self._instances[ask.id] = instance
-        instance.add_done_callback(partial(self._on_done, ask.id, options.steps))
+        instance.add_done_callback(partial(self._on_done, ask.id, steps))
 
     def _on_done(self, id: int, steps: Steps | None, instance: "asyncio.Future[Result]") -> None:
         if self._instances.pop(id, None) is None:

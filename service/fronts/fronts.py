@@ -11,11 +11,10 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-from inferpool.service.api.call import ModelEntry
 from inferpool.service.api.routes.health import FrontHealth
 from inferpool.service.api.wire.connections import EdgeLimits
 from inferpool.service.fronts.alone import read_fronts
-from inferpool.service.fronts.desk import Part
+from inferpool.service.fronts.desk import OwnModel, Part
 from inferpool.service.fronts.doorway import Doorway
 from inferpool.service.fronts.life import Life
 from inferpool.service.fronts.messages import Counts, Job
@@ -55,7 +54,7 @@ class Fronts:
         listener: socket.socket,
         relay_path: str,
         arena: Arena,
-        models: Mapping[str, ModelEntry],
+        models: Mapping[str, OwnModel],
         metrics: Metrics,
         on_lost: Callable[[], None],
     ) -> None:

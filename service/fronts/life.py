@@ -10,10 +10,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from inferpool.service.api.call import ModelEntry
 from inferpool.service.api.wire.budgets import EdgeUse
 from inferpool.service.fronts import entry
-from inferpool.service.fronts.desk import Desk, Part
+from inferpool.service.fronts.desk import Desk, OwnModel, Part
 from inferpool.service.fronts.messages import Counts, Job, Leave, MoveAway
 from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host.endings import OomKills
@@ -39,7 +38,7 @@ class Life:
         job: Job,
         memory: WritableMemory,
         part: Part,
-        models: Sequence[ModelEntry],
+        models: Sequence[OwnModel],
         oom_kills: OomKills,
         on_counts: Callable[[Counts], None],
     ) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from inferpool.models.spec import TensorHeader, TensorSpec
+from inferpool.models.spec import TensorSpec
 from inferpool.service import errors
 from inferpool.service.api.wire.budgets import EdgeUse
 from inferpool.service.api.wire.connections import EdgeLimits
@@ -15,7 +15,7 @@ from inferpool.service.errors import ServiceError
 from inferpool.service.queue.steps import Steps
 from inferpool.service.settings.settings import Settings
 from inferpool.service.telemetry.exemplars import Exemplar
-from inferpool.workers.messages import Kind, LogLine, TensorBlob
+from inferpool.workers.messages import ItemRef, LogLine, TensorBlob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,16 +44,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, gc=False):
     id: int
     model: int
     """Its place among the models of the settings."""
-    kind: Kind
-    offset: int
-    num_bytes: int
-    deadline: float
-    priority: int
-    wants_tensors: bool
-    request_id: str
-    parameters: bytes
-    headers: tuple[TensorHeader, ...]
-    trace: str
+    ref: ItemRef
     is_traced: bool
     """What becomes of it is wanted with the answer."""
 

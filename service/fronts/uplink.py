@@ -21,9 +21,10 @@ from inferpool.service.fronts.messages import (
     Turn,
     error_of,
 )
-from inferpool.service.queue.request import CallOptions, Payload, Result, Timing
+from inferpool.service.queue.request import Buffer, Result, Timing
 from inferpool.service.queue.steps import Steps
 from inferpool.workers.arena import Slots
+from inferpool.workers.messages import ItemRef
 
 if TYPE_CHECKING:
     from inferpool.models.spec import TensorSpec
@@ -61,13 +62,13 @@ class RemoteModel:
         self._uplink = uplink
         self._index = index
 
-    def submit(self, payload: Payload, options: CallOptions, request_id: str) -> Asked:
+    def submit(self, ref: ItemRef, chunks: Sequence[Buffer], steps: Steps | None = None) -> Asked:
         """Copy a payload into the arena, and submit it; the future says if it is refused.
 
         Raises:
             OverloadedError: There is no room for it.
         """
-        asked = self._uplink.ask(self._index, payload, options, request_id)
+        asked = self._uplink.ask(self._index, ref, chunks, steps)
         if asked is None:
             self.num_full += 1
             raise OverloadedError("the arena for payloads is full", retry_after_s=1)
@@ -124,32 +125,16 @@ class Uplink:
         self.link = Link(reader, writer, _decode, self._take, commands.on_lost)
 
     def ask(
-        self, model: int, payload: Payload, options: CallOptions, request_id: str
+        self, model: int, ref: ItemRef, chunks: Sequence[Buffer], steps: Steps | None
     ) -> Asked | None:
         """Submit an instance; None where the arena has no room for it."""
-        num_bytes = payload.num_bytes
-        offset = self._slots.put(payload.chunks, num_bytes)
+        offset = self._slots.put(chunks, ref.num_bytes)
         if offset is None:
             return None
+        ref.offset = offset
         self._last_id = id = self._last_id + 1
-        self._asks.append(
-            Ask(
-                id,
-                model,
-                payload.kind,
-                offset,
-                num_bytes,
-                options.deadline,
-                options.priority,
-                options.wants_tensors,
-                request_id,
-                options.parameters,
-                payload.headers,
-                options.trace,
-                options.steps is not None,
-            )
-        )
-        self._open[id] = asked = Asked(self, id, options.steps)
+        self._asks.append(Ask(id, model, ref, steps is not None))
+        self._open[id] = asked = Asked(self, id, steps)
         self._flush_soon()
         return asked
 
@@ -175,7 +160,7 @@ class Uplink:
 
     def _fail(self, ask: Ask) -> None:
         """Settle an instance that cannot be sent."""
-        self._slots.free(ask.offset)
+        self._slots.free(ask.ref.offset)
         self._given_up.pop(ask.id, None)
         asked = self._open.pop(ask.id, None)
         if asked is not None:

@@ -43,7 +43,7 @@ def fitting(queue: "Batcher[Q]", most: int, begin: float, curve: "CostCurve") ->
     alone_s = curve.time_s(1) * SPARE
     num, allowed, tightest = 0, most, inf
     for request in islice(queue, most):
-        deadline = request.deadline
+        deadline = request.ref.deadline
         if deadline < tightest and begin + alone_s <= deadline:
             fits = max(1, curve.size_within((deadline - begin) / SPARE, allowed))  # as was seen
             if num >= fits:

@@ -17,6 +17,8 @@ from math import frexp, inf
 from operator import attrgetter
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+from inferpool.workers.messages import ItemRef
+
 _OCTAVES, _OCTAVE_1_S = 26, 5
 """Lengths of timeouts that are told apart, by factors of 2 from 1/32 s up; and that of 1 s."""
 _PER_OCTAVE = 8
@@ -39,9 +41,8 @@ _LOOKS = 4
 class Queueable(Protocol, Hashable):
     """What the batcher looks at."""
 
-    priority: int
-    """1 goes first, 9 last."""
-    deadline: float
+    ref: ItemRef
+    """Has its priority and its deadline."""
     arrived: float
     is_solo: bool
     """It makes a batch of its own: the last one it was in did not survive."""
@@ -181,7 +182,7 @@ class Batcher(Generic[Q]):
 
     def push(self, request: Q, now: float) -> None:
         """Add a request behind its equals."""
-        deadline, priority, bucket = request.deadline, request.priority, self._newest
+        deadline, priority, bucket = request.ref.deadline, request.ref.priority, self._newest
         if (
             not bucket.deadline <= deadline < bucket.end
             or bucket.priority != priority
@@ -221,7 +222,7 @@ class Batcher(Generic[Q]):
             requests = bucket.requests
             while requests:
                 request = next(iter(requests))
-                if request.deadline >= alone_by or request.is_solo:
+                if request.ref.deadline >= alone_by or request.is_solo:
                     return
                 self._sums = None
                 del requests[request]

@@ -120,7 +120,7 @@ class Books:
     def expire(self, instance: Instance, message: str) -> None:
         """An instance did not get its answer in time."""
         self.metrics.expired += 1
-        after_s = instance.deadline - instance.arrived
+        after_s = instance.ref.deadline - instance.arrived
         self._end(instance, DeadlineExceededError(f"{message}, {after_s:.2f} s after it came"))
 
     def fail(self, instance: Instance, error: ServiceError) -> None:

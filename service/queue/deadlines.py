@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable
 from math import ceil
 from typing import Generic, Protocol, TypeVar
 
+from inferpool.workers.messages import ItemRef
+
 TICK_S = 0.01
 """How late a deadline may be noticed, at most, while the event loop turns."""
 FAR_S = 1.0
@@ -20,8 +22,8 @@ NO_TICK = 0
 class Due(Protocol):
     """What has a deadline."""
 
-    deadline: float
-    """Seconds of the event loop's clock."""
+    ref: ItemRef
+    """Its deadline is in seconds of the event loop's clock."""
     tick: int
     """Written here; `NO_TICK` (0) at first."""
 
@@ -52,7 +54,7 @@ class Deadlines(Generic[T]):
 
     def add(self, thing: T, now: float) -> None:
         """Remember a thing."""
-        if thing.deadline - now <= FAR_S:
+        if thing.ref.deadline - now <= FAR_S:
             self._keep(thing)
         elif not self._is_looking:
             self._is_looking = True
@@ -65,7 +67,7 @@ class Deadlines(Generic[T]):
             things.discard(thing)
 
     def _keep(self, thing: T) -> None:
-        thing.tick = tick = ceil(thing.deadline / TICK_S)
+        thing.tick = tick = ceil(thing.ref.deadline / TICK_S)
         things = self._ticks.get(tick)
         if things is None:
             things = self._ticks[tick] = set()
@@ -78,7 +80,7 @@ class Deadlines(Generic[T]):
         for thing in self._waiting():
             if thing.tick != NO_TICK:
                 continue
-            if thing.deadline <= near:
+            if thing.ref.deadline <= near:
                 self._keep(thing)
             elif not self._is_looking:
                 self._is_looking = True

@@ -34,7 +34,7 @@ from inferpool.service.queue.instance import QUEUED, SENT, SETTLED, Instance
 from inferpool.service.queue.lanes import Lane, Lanes
 from inferpool.service.queue.objective import Objective
 from inferpool.service.queue.quarantine import MAX_CRASHES, Quarantine
-from inferpool.service.queue.request import CallOptions, Payload
+from inferpool.service.queue.request import Buffer, SlotOwner
 from inferpool.service.queue.schedule import Schedule
 from inferpool.service.queue.suspects import Suspects
 from inferpool.service.telemetry.metrics import ModelMetrics
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from inferpool.models.spec import TensorSpec
+    from inferpool.service.queue.steps import Steps
 
 logger = logging.getLogger(__name__)
 
@@ -140,10 +141,23 @@ class Dispatcher:
         """Workers that take batches."""
         return len(self._lanes.open)
 
-    def submit(self, payload: Payload, options: CallOptions, request_id: str = "") -> Instance:
+    def submit(
+        self,
+        ref: ItemRef,
+        chunks: "Sequence[Buffer]",
+        steps: "Steps | None" = None,
+        owner: SlotOwner | None = None,
+    ) -> Instance:
         """Admit one instance: copy its payload into the arena, if it is not there, and queue it.
 
         Without a worker it waits for one; whether one is to come is for the pool to know.
+
+        Args:
+            ref: It belongs to the instance from now on; its offset is set here.
+            chunks: The payload, in pieces as they came, so that the arena gets the only copy.
+            steps: Where to note what becomes of the instance, if its call is traced.
+            owner: Who takes back the slot that the payload lies in, where it is in the arena
+                already.
 
         Returns:
             The future of its result, which raises a `ServiceError`. Cancelling it gives it up.
@@ -155,35 +169,24 @@ class Dispatcher:
             UnavailableError: The service is draining.
         """
         now = time.monotonic()
-        num_bytes = payload.num_bytes
+        num_bytes = ref.num_bytes
         quarantine = self._quarantine
         is_suspect = (
             num_bytes in quarantine.lengths or num_bytes in quarantine.suspect_lengths
-        ) and self._suspects.check(payload, options, now)
-        self._check_admission(options, now)
-        owner, offset = payload.owner, payload.offset
+        ) and self._suspects.check(ref, chunks, now)
+        self._check_admission(ref, now)
         if owner is None:
             owner = self._arena
-            offset = self._arena.put(payload.chunks, num_bytes)
-        if offset is None:
-            self._metrics.rejected["arena_full"] += 1
-            raise OverloadedError("the arena for payloads is full", retry_after_s=1)
-        ref = ItemRef(
-            payload.kind,
-            offset,
-            num_bytes,
-            options.deadline,
-            options.wants_tensors,
-            payload.headers,
-            options.parameters,
-            request_id,
-            options.trace,
-        )
-        instance = Instance(self, ref, owner, now, options)
+            offset = self._arena.put(chunks, num_bytes)
+            if offset is None:
+                self._metrics.rejected["arena_full"] += 1
+                raise OverloadedError("the arena for payloads is full", retry_after_s=1)
+            ref.offset = offset
+        instance = Instance(self, ref, owner, now)
         if is_suspect:
             instance.is_solo = True
             instance.num_crashes = 1
-        self._books.open(instance, now, options.steps)
+        self._books.open(instance, now, steps)
         self._queue.push(instance, now)
         if not self._schedule.is_due:
             self._schedule.soon()
@@ -247,10 +250,10 @@ class Dispatcher:
         self._unqueue(instance)
         self._books.expire(instance, f"the deadline passed {where}")
 
-    def _check_admission(self, options: CallOptions, now: float) -> None:
+    def _check_admission(self, ref: ItemRef, now: float) -> None:
         admission, queue, lanes = self._admission, self._queue, self._lanes
         num_queued = queue.num_waiting
-        left_s = options.deadline - now
+        left_s = ref.deadline - now
         num_workers = len(lanes.open) or 1
         # Where there are several kinds, all that wait may be of its own. Its kind may take half of
         # the time until its deadline, so each counts twice.
@@ -258,7 +261,7 @@ class Dispatcher:
         if admission.is_welcome(num_counted, num_counted + lanes.num_sent, num_workers, left_s):
             return
         admission.check(num_queued, num_workers, left_s)
-        position = queue.position(options.priority, options.deadline, now)
+        position = queue.position(ref.priority, ref.deadline, now)
         admission.check_share(position, num_queued, num_workers)
         admission.check_time(position, lanes.free_in(now), num_workers, left_s, now)
 
@@ -280,7 +283,7 @@ class Dispatcher:
         objective_s = self._objective.held_s if self._objective else inf
 
         def fits(instance: Instance) -> bool:
-            return end <= min(instance.deadline, instance.arrived + objective_s)
+            return end <= min(instance.ref.deadline, instance.arrived + objective_s)
 
         batch = self._queue.last_batch(most, fits)
         if batch:

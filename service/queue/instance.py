@@ -3,7 +3,7 @@
 import asyncio
 from typing import TYPE_CHECKING, Final, Protocol
 
-from inferpool.service.queue.request import CallOptions, Result, SlotOwner
+from inferpool.service.queue.request import Result, SlotOwner
 from inferpool.workers.messages import ItemRef
 
 if TYPE_CHECKING:
@@ -28,26 +28,16 @@ class Instance(asyncio.Future[Result]):
     """One instance in the ledger, and the future of its result. Cancelling it takes it out."""
 
     __slots__ = (
-        "arrived", "bucket", "deadline", "is_solo", "ledger", "num_crashes", "owner", "priority",
-        "ref", "state", "tick",
+        "arrived", "bucket", "is_solo", "ledger", "num_crashes", "owner", "ref", "state", "tick",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        ref: ItemRef,
-        owner: SlotOwner,
-        arrived: float,
-        options: CallOptions,
-    ) -> None:
+    def __init__(self, ledger: Ledger, ref: ItemRef, owner: SlotOwner, arrived: float) -> None:
         super().__init__(loop=ledger.loop)
         self.ledger = ledger
         self.ref = ref
         self.owner = owner
         """Of its slot."""
         self.arrived = arrived
-        self.deadline = options.deadline
-        self.priority = options.priority
         self.state = QUEUED
         self.num_crashes = 0
         """Workers that died with it: all that died with a batch count as one."""

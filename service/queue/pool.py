@@ -18,13 +18,14 @@ from inferpool.service.errors import GivenUpError, ServiceError, UnavailableErro
 from inferpool.service.queue.dispatcher import Dispatcher
 from inferpool.service.queue.instance import Instance
 from inferpool.service.queue.replacing import Replacing, Restart
-from inferpool.service.queue.request import CallOptions, Payload
+from inferpool.service.queue.request import Buffer, SlotOwner
+from inferpool.service.queue.steps import Steps
 from inferpool.service.telemetry.metrics import ModelMetrics, Reading
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.host.engine import Cause, Engine, RankVitals, WorkerHandle, WorkerId
 from inferpool.workers.host.generation import FilesOfAll
 from inferpool.workers.host.supervisor import RestartPolicy, State, WorkerSlot, WorkerSupervisor
-from inferpool.workers.messages import UNREADABLE
+from inferpool.workers.messages import UNREADABLE, ItemRef
 
 if TYPE_CHECKING:
     from inferpool.models.spec import TensorSpec
@@ -168,7 +169,13 @@ class Pool:
         """Begin to start the workers."""
         self._supervisor.start(self.name, self._configs)
 
-    def submit(self, payload: Payload, options: CallOptions, request_id: str) -> Instance:
+    def submit(
+        self,
+        ref: ItemRef,
+        chunks: Sequence[Buffer],
+        steps: Steps | None = None,
+        owner: SlotOwner | None = None,
+    ) -> Instance:
         """Admit one instance; see `Dispatcher.submit`.
 
         Raises:
@@ -179,7 +186,7 @@ class Pool:
         if not dispatcher.num_ready and not self._is_expecting and not dispatcher.is_draining:
             self._metrics.rejected["unavailable"] += 1
             raise self._nobody()
-        return dispatcher.submit(payload, options, request_id)
+        return dispatcher.submit(ref, chunks, steps, owner)
 
     async def drain(self, grace_s: float) -> None:
         """Finish what was accepted."""

@@ -12,10 +12,10 @@ from math import ceil
 from inferpool.service.errors import QuarantinedError
 from inferpool.service.queue.instance import Instance
 from inferpool.service.queue.quarantine import MAX_CRASHES, Input, Quarantine
-from inferpool.service.queue.request import CallOptions, Payload
+from inferpool.service.queue.request import Buffer
 from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.arena import Arena
-from inferpool.workers.messages import ItemError, Outcome
+from inferpool.workers.messages import ItemError, ItemRef, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -40,16 +40,15 @@ class Suspects:
         """Inputs that are refused."""
         return self._quarantine.num_inputs(time.monotonic())
 
-    def check(self, payload: Payload, options: CallOptions, now: float) -> bool:
+    def check(self, ref: ItemRef, chunks: Sequence[Buffer], now: float) -> bool:
         """Tell whether an input must be computed alone, since a worker has died with it.
 
         Raises:
             QuarantinedError: It must not be computed at all.
         """
         quarantine = self._quarantine
-        chunks = payload.chunks
         whole = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-        input = Input(payload.kind, payload.headers, options.parameters, whole)
+        input = Input(ref.kind, ref.headers, ref.parameters, whole)
         left_s = quarantine.left_s(input, now)
         if left_s > 0:
             self._metrics.rejected["quarantined"] += 1

@@ -68,11 +68,11 @@ class Recorder:
             call.flags = _SAMPLED if is_sampled else _NOT_SAMPLED
         if is_sampled:
             call.steps = []
-            call.trace = f"{call.trace_id}-{call.span_id}"
+            call.ref.trace = f"{call.trace_id}-{call.span_id}"
         else:
             call.steps = None
             if not call.parent_id:
-                call.trace = ""
+                call.ref.trace = ""
 
     def take(self, call: Call, status: int, duration_s: float) -> None:
         """See `Tracing`."""

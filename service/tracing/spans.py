@@ -76,10 +76,10 @@ class SpanMaker:
             found |= _address_of(host.decode("latin-1"))
         if call.entry is not None:
             found["inferpool.model"] = call.entry.name
-            found["inferpool.priority"] = call.priority
+            found["inferpool.priority"] = call.ref.priority
             found["inferpool.num_instances"] = call.num_instances
-        if call.deadline:
-            found["inferpool.timeout_ms"] = round((call.deadline - call.started) * 1e3)
+        if call.ref.deadline:
+            found["inferpool.timeout_ms"] = round((call.ref.deadline - call.started) * 1e3)
         if num_retries := sum(max(0, len(steps.tries) - 1) for steps in call.steps or ()):
             found["inferpool.num_retries"] = num_retries
         return found

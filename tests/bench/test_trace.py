@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from inferpool.service.queue.request import Payload
+from inferpool.service.api.codecs.body import Payload
 from inferpool.workers.host.local import start_forkserver
 from tests.bench.trace import Span, busy, events, overlap, picture, traced
 from tests.workers.contract import config_of

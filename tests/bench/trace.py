@@ -16,10 +16,10 @@ from html import escape
 from typing import TYPE_CHECKING, cast
 
 from inferpool.models.spec import Placement
+from inferpool.service.api.codecs.body import Payload
 from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.dispatcher import Dispatcher
 from inferpool.service.queue.quarantine import Quarantine
-from inferpool.service.queue.request import CallOptions, Payload
 from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.arena import Arena
 from inferpool.workers.config import ModelConfig, WorkerConfig
@@ -125,7 +125,7 @@ async def traced(
 ) -> list[Span]:
     """Keep so many instances in flight for a while; returns each batch, oldest first."""
     metrics = ModelMetrics(config.model.name)
-    num_bytes = max(payload.num_bytes for payload in payloads)
+    num_bytes = max(sum(map(len, payload.chunks)) for payload in payloads)
     arena = Arena(max(1 << 20, 4 * at_once * num_bytes))
     dispatcher = Dispatcher(
         name=config.model.name,
@@ -151,8 +151,9 @@ async def traced(
 
         async def keep_asking() -> None:
             while time.monotonic() < ends_at:
-                options = CallOptions(deadline=time.monotonic() + 60)
-                await dispatcher.submit(next(turns), options)
+                payload, deadline = next(turns), time.monotonic() + 60
+                ref = ItemRef(payload.kind, 0, sum(map(len, payload.chunks)), deadline)
+                await dispatcher.submit(ref, payload.chunks)
 
         await asyncio.gather(*(keep_asking() for _ in range(at_once)))
     finally:

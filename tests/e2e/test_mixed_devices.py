@@ -1,18 +1,17 @@
 """Two real workers of one model, of which one is four times slower: who gets what."""
 
 import asyncio
-import time
 from dataclasses import replace
 
 from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.dispatcher import Dispatcher
 from inferpool.service.queue.quarantine import Quarantine
-from inferpool.service.queue.request import CallOptions, Payload
 from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.arena import Arena
 from inferpool.workers.config import ModelConfig
 from inferpool.workers.host.engine import WorkerId
 from inferpool.workers.host.local import LocalEngine, start_forkserver
+from tests.fakes import ref_to
 from tests.workers.contract import config_of
 
 _NUM = 400
@@ -49,10 +48,7 @@ async def _serve(arena: Arena) -> list[int]:
     try:
         for worker in workers:
             dispatcher.attach(worker)
-        options = CallOptions(deadline=time.monotonic() + 60)
-        await asyncio.gather(
-            *(dispatcher.submit(Payload("bytes", [b"x"]), options) for _ in range(_NUM))
-        )
+        await asyncio.gather(*(dispatcher.submit(ref_to(b"x", 60), [b"x"]) for _ in range(_NUM)))
         return [worker.vitals().num_batches for worker in workers]
     finally:
         await asyncio.gather(*(worker.stop(1.0) for worker in workers))

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 from hypothesis import given
@@ -20,7 +20,7 @@ from inferpool.service.queue.batcher import Batcher, Bucket
 from inferpool.service.queue.deadlines import NO_TICK, TICK_S, Deadlines
 from inferpool.workers.arena import MIN_BLOCK_BYTES, Arena
 from inferpool.workers.host.queues import FrameReader, PrivateQueue
-from inferpool.workers.messages import UNREADABLE, BatchDone, FrameError, FromWorker
+from inferpool.workers.messages import UNREADABLE, BatchDone, FrameError, FromWorker, ItemRef
 from tests.properties import untimed
 
 NUM_BLOCKS = 96
@@ -162,6 +162,10 @@ class Waiting:
     deadline: float
     is_solo: bool
     bucket: Bucket | None = None
+    ref: ItemRef = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ref = ItemRef("bytes", 0, 0, self.deadline, priority=self.priority)
 
     @property
     def rank(self) -> tuple[int, float, int]:
@@ -201,6 +205,9 @@ def test_batches_hold_the_best_in_their_order_and_each_once(waiting, removed, si
 class Thing:
     deadline: float
     tick: int = NO_TICK
+
+    def __post_init__(self) -> None:
+        self.ref = ItemRef("bytes", 0, 0, self.deadline)
 
 
 @untimed(max_examples=15)

@@ -13,9 +13,9 @@ from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.dispatcher import Dispatcher
 from inferpool.service.queue.instance import Instance
 from inferpool.service.queue.quarantine import Quarantine
-from inferpool.service.queue.request import CallOptions, Payload
 from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.arena import Arena
+from tests.fakes import ref_to
 from tests.service.simulation import SimulatedWorker
 from tests.virtual_time import VirtualLoop
 
@@ -75,11 +75,9 @@ def simulate_mix(
             for _ in range(stream.burst):
                 counts = due >= began + warm_s
                 stream.num_asked += counts
-                options = CallOptions(
-                    deadline=loop.time() + stream.timeout_s, priority=stream.priority
-                )
+                ref = ref_to(b"x", stream.timeout_s, stream.priority)
                 try:
-                    instance = dispatcher.submit(Payload("bytes", [b"x"]), options)
+                    instance = dispatcher.submit(ref, [b"x"])
                 except OverloadedError:
                     continue
                 instance.add_done_callback(lambda done, counts=counts: note(stream, done, counts))

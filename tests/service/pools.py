@@ -1,7 +1,6 @@
 """A pool of workers that are played, for its tests."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
@@ -12,13 +11,12 @@ from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.dispatcher import Dispatcher
 from inferpool.service.queue.pool import Announcer, Pool
 from inferpool.service.queue.quarantine import Quarantine
-from inferpool.service.queue.request import CallOptions, Payload
 from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.arena import Arena
 from inferpool.workers.config import ModelConfig, WorkerConfig
 from inferpool.workers.host.engine import WorkerId
 from inferpool.workers.host.supervisor import RestartPolicy
-from tests.fakes import FakeEngine, FakeWorker
+from tests.fakes import FakeEngine, FakeWorker, ref_to
 
 CONFIG = WorkerConfig(
     model=ModelConfig(name="m", source="echo"), placement=Placement(devices=("cpu",))
@@ -60,8 +58,7 @@ def pool_over(
 
 
 def submit(pool: Pool) -> "asyncio.Future[object]":
-    options = CallOptions(deadline=time.monotonic() + 30)
-    return pool.submit(Payload("bytes", [b"x"]), options, "id")  # type: ignore[return-value]
+    return pool.submit(ref_to(b"x"), [b"x"])  # type: ignore[return-value]
 
 
 def run(go: Callable[[Arena], Awaitable[None]]) -> None:

@@ -18,11 +18,10 @@ from inferpool.service.queue.dispatcher import Dispatcher
 from inferpool.service.queue.instance import Instance
 from inferpool.service.queue.objective import Objective, ObjectiveAdmission
 from inferpool.service.queue.quarantine import Quarantine
-from inferpool.service.queue.request import CallOptions, Payload
 from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.arena import Arena
 from inferpool.workers.messages import ItemRef
-from tests.fakes import FakeWorker
+from tests.fakes import FakeWorker, ref_to
 from tests.virtual_time import VirtualLoop
 
 
@@ -162,9 +161,7 @@ def simulate(
             timeout_s = timeouts_s(chance)
             counts = due >= began + warm_s
             try:
-                instance = dispatcher.submit(
-                    Payload("bytes", [b"x"]), CallOptions(deadline=loop.time() + timeout_s)
-                )
+                instance = dispatcher.submit(ref_to(b"x", timeout_s), [b"x"])
             except OverloadedError:
                 outcome.num_refused += counts
                 continue

@@ -6,7 +6,7 @@ import pytest
 from starlette.routing import BaseRoute, Mount, Route
 
 from inferpool.service.api.auth import POLICIES, policy_of
-from inferpool.service.api.call import Call
+from inferpool.service.api.call import begin_call
 from inferpool.service.api.web import App
 from inferpool.service.api.wire.listening import warn_if_open
 from inferpool.service.app import make_app
@@ -70,10 +70,7 @@ def test_every_route_is_in_the_document_but_for_pages_and_what_is_there_is_a_rou
 def test_a_flood_of_failures_is_a_few_warnings_and_a_count(caplog):
     async def go() -> None:
         log = failure_log()
-        call = Call(
-            method="POST", path="/predict", query=b"", headers={}, started=0, entry=None,
-            request_id="id", trace_id="", span_id="",
-        )  # fmt: skip
+        call = begin_call("POST", "/predict", b"", ())
         for status in [503] * 100 + [500, 429]:
             log(call, status, 0.1)
         await asyncio.sleep(2)

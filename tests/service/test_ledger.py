@@ -27,11 +27,10 @@ from inferpool.service.queue import dispatcher as dispatcher_module
 from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.dispatcher import Dispatcher
 from inferpool.service.queue.quarantine import Quarantine
-from inferpool.service.queue.request import CallOptions, Payload
 from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.arena import MIN_BLOCK_BYTES, Arena
 from inferpool.workers.messages import BatchDone, ItemError, ItemRef
-from tests.fakes import FakeWorker
+from tests.fakes import FakeWorker, ref_to
 
 if TYPE_CHECKING:
     from inferpool.service.queue.instance import Instance
@@ -183,12 +182,10 @@ class Schedule:
             if self.chance.random() < 0.03:
                 payload += UNSAYABLE
             timeout_s = self.chance.choice([60.0, 60.0, 2.0, 0.05, 0.004, -0.01])
-            options = CallOptions(
-                deadline=self.clock.now + timeout_s, priority=self.chance.choice([1, 5, 9])
-            )
+            ref = ref_to(payload, timeout_s, self.chance.choice([1, 5, 9]))
             before = self.metrics.accepted
             try:
-                instance = self.dispatcher.submit(Payload("bytes", [payload]), options)
+                instance = self.dispatcher.submit(ref, [payload])
             except ServiceError as error:
                 if isinstance(error, QuarantinedError):
                     assert self.num_deaths_alone[payload] >= 2

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from inferpool.models.spec import TensorSpec
+from inferpool.models.spec import TensorHeader, TensorSpec
 from inferpool.service.api.errors import SlowBodyError
 from inferpool.service.errors import BadRequestError, ServiceError, TooLargeError
-from inferpool.service.queue.request import Buffer, Payload
+from inferpool.service.queue.request import Buffer
+from inferpool.workers.messages import Kind
 
 _MAX_DIGITS = 18
 """Of a number that is worth reading; Python reads 4,300 at most."""
@@ -155,6 +156,16 @@ class Head(msgspec.Struct, frozen=True, gc=False):
     inputs: Sequence[TensorSpec]
     """What the model takes; empty where that is not known."""
     limits: Limits
+
+
+class Payload(msgspec.Struct, frozen=True, gc=False):
+    """One instance in a body."""
+
+    kind: Kind
+    chunks: Sequence[Buffer]
+    """The bytes, in pieces as they came."""
+    headers: tuple[TensorHeader, ...] = ()
+    """For kind "tensors": what lies where in the joined chunks."""
 
 
 class Decoded(msgspec.Struct, frozen=True, gc=False):

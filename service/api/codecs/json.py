@@ -14,9 +14,8 @@ import msgspec
 from msgspec import Raw
 
 from inferpool.service.api.codecs import parameters
-from inferpool.service.api.codecs.body import Decoded, Head
+from inferpool.service.api.codecs.body import Decoded, Head, Payload
 from inferpool.service.errors import BadRequestError, InvalidInputError, TooLargeError
-from inferpool.service.queue.request import Payload
 
 _LARGE_BYTES = 64 * 1024
 """From here, decoding stops at the first instance too many.

@@ -13,7 +13,7 @@ from multipart import (  # type: ignore[import-untyped]  # ships without annotat
 )
 
 from inferpool.service.api.codecs import parameters
-from inferpool.service.api.codecs.body import Decoded, Head
+from inferpool.service.api.codecs.body import Decoded, Head, Payload
 from inferpool.service.api.codecs.json import decode_json, image_or_bytes, is_image
 from inferpool.service.api.codecs.tensors import (
     NPY_MAGIC,
@@ -30,7 +30,6 @@ from inferpool.service.errors import (
     TooLargeError,
     UnsupportedTypeError,
 )
-from inferpool.service.queue.request import Payload
 
 Decoder = Callable[[Sequence[bytes], Head], Decoded]
 

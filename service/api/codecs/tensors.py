@@ -13,9 +13,9 @@ import msgspec
 
 from inferpool.models.spec import DTYPE_BYTES, TensorHeader, TensorSpec
 from inferpool.service.api.codecs import parameters
-from inferpool.service.api.codecs.body import Decoded, Head
+from inferpool.service.api.codecs.body import Decoded, Head, Payload
 from inferpool.service.errors import BadRequestError, InvalidInputError, TooLargeError
-from inferpool.service.queue.request import Buffer, Payload
+from inferpool.service.queue.request import Buffer
 
 NPY_MAGIC = b"\x93NUMPY"
 NPY_DTYPES = {

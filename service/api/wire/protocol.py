@@ -347,7 +347,7 @@ class PredictProtocol(HttpConnection):
             if not cycle.is_started:
                 return
             cycle.count()
-            deadline = cycle.call.deadline
+            deadline = cycle.call.ref.deadline
         if not self._is_deaf:
             self._body_timer.start(deadline)
 

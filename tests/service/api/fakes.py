@@ -10,7 +10,7 @@ import httpx
 from inferpool.models.spec import TensorSpec
 from inferpool.service.api.asgi import answer
 from inferpool.service.api.call import ModelEntry
-from inferpool.service.api.codecs.body import Decoded, Head, Limits
+from inferpool.service.api.codecs.body import Decoded, Head, Limits, Payload
 from inferpool.service.api.exchange import Exchange
 from inferpool.service.api.predict import Predict
 from inferpool.service.api.replies import Reply as Answered
@@ -18,8 +18,10 @@ from inferpool.service.errors import ServiceError
 from inferpool.service.fronts.desk import Desk, Part
 from inferpool.service.fronts.messages import Count
 from inferpool.service.fronts.uplink import RemoteModel, Uplink
-from inferpool.service.queue.request import CallOptions, Payload, Result, Timing
+from inferpool.service.queue.request import Buffer, Result, SlotOwner, Timing
+from inferpool.service.queue.steps import Steps
 from inferpool.workers.arena import Arena, Slots
+from inferpool.workers.messages import ItemRef
 
 Reply = Result | Exception | None
 MOUNTED = "/mounted"
@@ -52,7 +54,7 @@ class FakeModel:
         self.name = name
         self.inputs = inputs
         self.payloads: list[Payload] = []
-        self.options: list[CallOptions] = []
+        self.refs: list[ItemRef] = []
         self.futures: list[asyncio.Future[Result]] = []
         self._reply = reply
         self._refusals = list(refusals)
@@ -62,15 +64,20 @@ class FakeModel:
         return [body_of(payload) for payload in self.payloads]
 
     def submit(
-        self, payload: Payload, options: CallOptions, request_id: str
+        self,
+        ref: ItemRef,
+        chunks: Sequence[Buffer],
+        steps: Steps | None = None,
+        owner: SlotOwner | None = None,
     ) -> "asyncio.Future[Result]":
-        assert request_id
+        assert ref.request_id
+        assert ref.num_bytes == sum(map(len, chunks))
         refusal = self._refusals.pop(0) if self._refusals else None
         if refusal is not None:
             raise refusal
         index = len(self.payloads)
-        self.payloads.append(payload)
-        self.options.append(options)
+        self.payloads.append(Payload(ref.kind, chunks, ref.headers))
+        self.refs.append(ref)
         future = FakeInstance()
         self.futures.append(future)
         asyncio.get_running_loop().call_soon(self._settle, future, self._reply(index))

@@ -101,20 +101,20 @@ def test_options_reach_the_model() -> None:
     began = time.monotonic()
     headers = {**IMAGE, "x-timeout-ms": "2500", "x-priority": "2"}
     post(endpoint(model), "/predict?top_k=3", content=b"x", headers=headers)
-    (options,) = model.options
-    assert 2.5 <= options.deadline - began < 12.5
-    assert options.priority == 2
-    assert json.loads(options.parameters) == {"top_k": 3}
-    assert not options.wants_tensors
+    (ref,) = model.refs
+    assert 2.5 <= ref.deadline - began < 12.5
+    assert ref.priority == 2
+    assert json.loads(ref.parameters) == {"top_k": 3}
+    assert not ref.wants_tensors
 
 
 def test_without_options_the_defaults_hold() -> None:
     model = FakeModel()
     began = time.monotonic()
     post(endpoint(model, limits=Limits(default_timeout_s=7)), content=b"x", headers=IMAGE)
-    (options,) = model.options
-    assert 7 <= options.deadline - began < 17
-    assert (options.priority, options.parameters) == (5, b"")
+    (ref,) = model.refs
+    assert 7 <= ref.deadline - began < 17
+    assert (ref.priority, ref.parameters) == (5, b"")
 
 
 @pytest.mark.parametrize("timeout_ms", ["300001", "9" * 5000])
@@ -123,7 +123,7 @@ def test_who_would_wait_longer_than_may_be_gets_the_longest_time(timeout_ms: str
     began = time.monotonic()
     headers = {**IMAGE, "x-timeout-ms": timeout_ms}
     assert post(endpoint(model), content=b"x", headers=headers).status_code == 200
-    assert 300 <= model.options[0].deadline - began < 310
+    assert 300 <= model.refs[0].deadline - began < 310
 
 
 def test_instances_are_answered_in_their_order_with_errors_in_place() -> None:
@@ -197,7 +197,7 @@ def test_tensors_are_answered_in_the_form_that_is_accepted() -> None:
     response = post(endpoint(model), content=body, headers=headers)
     assert np.array_equal(np.load(io.BytesIO(response.content)), np.ones((4, 2)))
     assert len(model.payloads) == 4
-    assert all(options.wants_tensors for options in model.options)
+    assert all(ref.wants_tensors for ref in model.refs)
 
 
 @pytest.mark.parametrize(
@@ -300,15 +300,15 @@ def test_base64_in_json_is_answered_like_the_image_itself() -> None:
     post(endpoint(model), files={"file": ("a.jpg", JPEG)})
     assert [payload.kind for payload in model.payloads] == ["image", "image"]
     assert model.bodies == [JPEG, JPEG]
-    assert model.options[0].parameters == b'{"top_k":1}'
+    assert model.refs[0].parameters == b'{"top_k":1}'
 
 
 def test_many_calls_at_once_get_their_own_answers() -> None:
     class Mirror(FakeModel):
-        def submit(self, payload: Any, options: Any, request_id: str) -> Any:
-            body = b'"%s"' % bytes(payload.chunks[0])
+        def submit(self, ref: Any, chunks: Any, *rest: Any) -> Any:
+            body = b'"%s"' % bytes(chunks[0])
             self._reply = lambda _: result(body)
-            return super().submit(payload, options, request_id)
+            return super().submit(ref, chunks, *rest)
 
     async def go() -> None:
         transport = httpx.ASGITransport(app=as_app(endpoint(Mirror())))

@@ -3,9 +3,8 @@
 import asyncio
 import contextlib
 import random
-import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from multiprocessing import Pipe
 from typing import TYPE_CHECKING
 
@@ -27,11 +26,12 @@ from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.dispatcher import Dispatcher
 from inferpool.service.queue.instance import Instance
 from inferpool.service.queue.quarantine import Quarantine
-from inferpool.service.queue.request import CallOptions, Payload
+from inferpool.service.queue.request import Buffer, SlotOwner
+from inferpool.service.queue.steps import Steps
 from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.arena import Arena, Slots
-from inferpool.workers.messages import ItemError, TensorBlob
-from tests.fakes import FakeWorker
+from inferpool.workers.messages import ItemError, ItemRef, TensorBlob
+from tests.fakes import FakeWorker, ref_to
 from tests.service.api.fakes import NoCommands
 from tests.virtual_time import run_in_virtual_time
 
@@ -58,8 +58,14 @@ class Model:
             max_batch_size=2,
         )
 
-    def submit(self, payload: Payload, options: CallOptions, request_id: str) -> Instance:
-        return self.dispatcher.submit(payload, options, request_id)
+    def submit(
+        self,
+        ref: ItemRef,
+        chunks: Sequence[Buffer],
+        steps: Steps | None = None,
+        owner: SlotOwner | None = None,
+    ) -> Instance:
+        return self.dispatcher.submit(ref, chunks, steps, owner)
 
 
 class Bench:
@@ -89,8 +95,7 @@ class Bench:
         self.uplink = uplink
 
     def ask(self, data: bytes = b"x", timeout_s: float = 30.0) -> asyncio.Future:
-        options = CallOptions(deadline=time.monotonic() + timeout_s)
-        return self.front.submit(Payload("bytes", [data]), options, "id")
+        return self.front.submit(ref_to(data, timeout_s, id="id"), [data])
 
     async def until(self, claim: Callable[[], object]) -> None:
         async with asyncio.timeout(10):
@@ -238,12 +243,7 @@ def test_a_front_that_names_a_slot_which_cannot_be_is_not_listened_to():
         ended: list[str] = []
         b.desk.link._on_end = ended.append
         b.ask()
-        b.uplink._asks[0] = type(b.uplink._asks[0])(
-            *[
-                1 << 40 if name == "offset" else getattr(b.uplink._asks[0], name)
-                for name in b.uplink._asks[0].__struct_fields__
-            ]
-        )
+        b.uplink._asks[0].ref.offset = 1 << 40
         await b.until(lambda: ended)
         assert "slot" in ended[0]
         assert b.model.metrics.accepted == 0
@@ -258,7 +258,7 @@ def test_what_cannot_be_said_fails_alone_and_everything_else_is_answered_once(
     encode = link._encode
 
     def failing(message: object) -> bytes:
-        if isinstance(message, Turn) and any(ask.request_id == "bad" for ask in message.asks):
+        if isinstance(message, Turn) and any(ask.ref.request_id == "bad" for ask in message.asks):
             raise OverflowError("can't serialize this")
         if isinstance(message, Settled) and any(each.value == b"bad" for each in message.answers):
             raise OverflowError("can't serialize this")
@@ -273,11 +273,11 @@ def test_what_cannot_be_said_fails_alone_and_everything_else_is_answered_once(
         for _ in range(60):
             if chance.random() < 0.6:
                 kind = chance.choice(["good", "good", "bad ask", "bad answer"])
-                options = CallOptions(deadline=time.monotonic() + chance.choice([30.0, 0.02]))
+                timeout_s = chance.choice([30.0, 0.02])
                 data = kind.encode() + bytes(chance.choice([0, 3000]))
                 id = "bad" if kind == "bad ask" else "id"
                 with contextlib.suppress(OverloadedError):
-                    future = b.front.submit(Payload("bytes", [data]), options, id)
+                    future = b.front.submit(ref_to(data, timeout_s, id=id), [data])
                     future.add_done_callback(lambda done: num_done.update([done]))
                     asked.append((future, kind))
             elif chance.random() < 0.3 and asked:

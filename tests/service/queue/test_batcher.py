@@ -2,6 +2,7 @@ import random
 from dataclasses import dataclass
 
 from inferpool.service.queue.batcher import Batcher, Bucket
+from inferpool.workers.messages import ItemRef
 
 
 @dataclass(eq=False)
@@ -12,6 +13,9 @@ class Waiting:
     arrived: float = 0.0
     is_solo: bool = False
     bucket: Bucket | None = None
+
+    def __post_init__(self) -> None:
+        self.ref = ItemRef("bytes", 0, 0, self.deadline, priority=self.priority)
 
 
 def names(batch: list[Waiting]) -> str:

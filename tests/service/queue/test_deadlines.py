@@ -3,6 +3,7 @@ import time
 from dataclasses import dataclass
 
 from inferpool.service.queue.deadlines import FAR_S, NO_TICK, TICK_S, Deadlines
+from inferpool.workers.messages import ItemRef
 from tests.virtual_time import run_in_virtual_time
 
 
@@ -11,6 +12,9 @@ class Thing:
     name: str
     deadline: float
     tick: int = NO_TICK
+
+    def __post_init__(self) -> None:
+        self.ref = ItemRef("bytes", 0, 0, self.deadline)
 
 
 class Bench:

@@ -19,11 +19,10 @@ from inferpool.service.queue.deadlines import TICK_S
 from inferpool.service.queue.dispatcher import Dispatcher
 from inferpool.service.queue.instance import Instance
 from inferpool.service.queue.quarantine import Quarantine
-from inferpool.service.queue.request import CallOptions, Payload
 from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.arena import Arena
 from inferpool.workers.messages import ItemError
-from tests.fakes import FakeWorker
+from tests.fakes import FakeWorker, ref_to
 from tests.virtual_time import run_in_virtual_time as run
 
 
@@ -55,8 +54,7 @@ class Bench:
         return worker
 
     def submit(self, timeout_s: float = 30.0, priority: int = 5, payload: bytes = b"x") -> Instance:
-        options = CallOptions(deadline=time.monotonic() + timeout_s, priority=priority)
-        return self.dispatcher.submit(Payload("bytes", [payload]), options)
+        return self.dispatcher.submit(ref_to(payload, timeout_s, priority), [payload])
 
     def check_books(self) -> None:
         """Nothing is in flight, and all that was accepted is accounted for."""
@@ -282,10 +280,9 @@ def test_full_arena_refuses(bench):
     async def go():
         b = bench()
         b.worker()
-        options = CallOptions(deadline=time.monotonic() + 30)
-        b.dispatcher.submit(Payload("bytes", [bytes(60_000)]), options)
+        b.submit(payload=bytes(60_000))
         with pytest.raises(OverloadedError, match="arena"):
-            b.dispatcher.submit(Payload("bytes", [bytes(60_000)]), options)
+            b.submit(payload=bytes(60_000))
 
     run(go())
 
@@ -376,10 +373,9 @@ def test_a_payload_that_lies_in_the_arena_is_left_there_and_its_owner_gets_the_s
         worker, owner = b.worker(credit=1), Owner()
         futures = []
         for offset in (4096, 8192, 1024):
-            payload = Payload("bytes", [b"x"], owner=owner, offset=offset)
-            futures.append(
-                b.dispatcher.submit(payload, CallOptions(deadline=time.monotonic() + 30))
-            )
+            ref = ref_to(b"x")
+            ref.offset = offset
+            futures.append(b.dispatcher.submit(ref, [b"x"], owner=owner))
         await turn()
         assert b.arena.used_bytes == 0
         futures[1].cancel()

@@ -41,9 +41,9 @@ def test_a_caller_decides_unless_that_is_not_wanted() -> None:
 
 def test_a_call_with_the_head_of_a_traced_one_is_decided_anew() -> None:
     call = begun(Recorder(1.0, is_parent_based=True, metrics=ModelMetrics))
-    assert call.trace
+    assert call.ref.trace
     Recorder(0.0, is_parent_based=True, metrics=ModelMetrics).begin(call)
-    assert (call.steps, call.flags, call.trace) == (None, "00", "")
+    assert (call.steps, call.flags, call.ref.trace) == (None, "00", "")
 
 
 def test_calls_beyond_the_bound_are_dropped_and_counted() -> None:

@@ -164,9 +164,9 @@ def test_spaces_around_values_of_headers_are_no_part_of_them() -> None:
                         writer.write(without_id + b"\r\nx")
                         assert (await read_answer(reader))[0] == 200
 
-    options = run(test).model.options
-    assert {each.priority for each in options} == {3}
-    assert len(options) == 2 * 4 * 4
+    refs = run(test).model.refs
+    assert {each.priority for each in refs} == {3}
+    assert len(refs) == 2 * 4 * 4
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_the_second_call_with_a_head_is_not_parsed_and_answered_alike() -> None:
         assert names[0] == names[1] == names[2]
         assert len({headers["x-request-id"] for _, headers, _ in answers}) == 3
         assert len({headers["traceparent"] for _, headers, _ in answers}) == 3
-        deadlines = [options.deadline for options in bench.model.options]
+        deadlines = [ref.deadline for ref in bench.model.refs]
         assert deadlines == sorted(set(deadlines))
 
     run(bench(), test)
