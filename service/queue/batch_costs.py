@@ -139,6 +139,10 @@ class BatchCosts:
         own, other = (self._idle, self._ahead) if is_idle else (self._ahead, self._idle)
         return own if own.is_known or not other.is_known else other
 
+    def time_s(self, size: int, *, is_idle: bool) -> float:
+        """What a batch of that size will probably take; 0 if nothing is known."""
+        return self.curve(is_idle=is_idle).time_s(size)
+
     def note(self, size: int, took_s: float, *, was_idle: bool) -> None:
         """A batch took this long."""
         (self._idle if was_idle else self._ahead).note(size, took_s)

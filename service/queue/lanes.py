@@ -70,8 +70,7 @@ class Lane:
         """It begins with its oldest batch now."""
         self.busy_since = now
         self._was_idle = was_idle
-        curve = self.costs.curve(is_idle=was_idle)
-        self.ends_at = now + curve.time_s(len(self.batches[0]))
+        self.ends_at = now + self.costs.time_s(len(self.batches[0]), is_idle=was_idle)
 
     def learn(self, size: int, now: float) -> None:
         """It has answered its oldest batch, which had this size."""
@@ -131,10 +130,11 @@ class Lanes:
 
     def learn(self, lane: Lane, size: int, now: float) -> None:
         """A worker has answered its oldest batch, which had this size."""
-        is_first = not lane.costs.curve(is_idle=False).is_known
+        are_several = len(self.open) > 1
+        is_first = are_several and not lane.costs.curve(is_idle=False).is_known
         lane.learn(size, now)
         self._num_learned += 1
-        if len(self.open) > 1 and (
+        if are_several and (
             is_first
             or self._num_learned <= _COMPARED_AFTER * len(self.open)
             or not self._num_learned % _COMPARED_AFTER
@@ -163,7 +163,7 @@ class Lanes:
         """
         size = max(1, min(num, most))
         beginnings = sorted(
-            (lane.begins_at(now), lane.costs.curve(is_idle=False).time_s(size) / size)
+            (lane.begins_at(now), lane.costs.time_s(size, is_idle=False) / size)
             for lane in self.leading
             if now < lane.late_at
         )
@@ -179,9 +179,7 @@ class Lanes:
     def _compare(self) -> None:
         """Tell those that are clearly slower than the fastest from the others."""
         self._free_at = 0.0
-        times_s = {
-            id(lane): lane.costs.curve(is_idle=False).time_s(_COMPARED_AT) for lane in self.open
-        }
+        times_s = {id(lane): lane.costs.time_s(_COMPARED_AT, is_idle=False) for lane in self.open}
         known_s = [time_s for time_s in times_s.values() if time_s]
         fastest_s = max(_LEAST_S / _LAGS_FROM, min(known_s, default=0.0))
         for lane in self.open:

@@ -183,7 +183,7 @@ class Pool:
             GivenUpError: None ever will be.
         """
         dispatcher = self.dispatcher
-        if not dispatcher.num_ready and not self._is_expecting and not dispatcher.is_draining:
+        if not self._is_expecting and not dispatcher.num_ready and not dispatcher.is_draining:
             self._metrics.rejected["unavailable"] += 1
             raise self._nobody()
         return dispatcher.submit(ref, chunks, steps, owner)

@@ -6,7 +6,7 @@ from tests.bench.entries import count
 from tests.bench.processes import INFERPOOL
 from tests.ports import free_port
 
-_MOST = {1: (31, 64), 2: (34, 83)}
+_MOST = {1: (30, 59), 2: (33, 77)}
 """Files and entries, by the number of fronts."""
 
 
