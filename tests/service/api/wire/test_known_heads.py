@@ -214,6 +214,19 @@ def test_a_known_head_is_read_anew_once_the_model_says_what_it_takes() -> None:
     run(bench(), test)
 
 
+def test_a_known_head_keeps_nothing_of_the_body_that_came_with_it_first() -> None:
+    async def test(bench: Bench) -> None:
+        async with bench.connect() as (reader, writer):
+            for inputs in ([TensorSpec(name="x", dtype="uint8", shape=(-1, 1))], (), (), ()):
+                bench.model.inputs = inputs
+                writer.write(of_type(b"application/octet-stream", 1) + b"x")
+                assert (await read_answer(reader))[0] == 200
+        assert [len(payload.headers) for payload in bench.model.payloads] == [1, 0, 0, 0]
+        assert bench.num_known == 1
+
+    run(bench(), test)
+
+
 def test_each_body_of_json_is_read_under_a_known_head_too() -> None:
     bodies = [b'{"instances": [%d]}' % number for number in range(1, 5)]
 
