@@ -91,8 +91,10 @@ class Schedule:
 
     def _give_idle(self, idle: list[Lane], now: float) -> None:
         """Divide what waits evenly among idle workers, or give one what it is soon done with."""
-        num, curve = self._queue.num_waiting, idle[0].next_curve
-        if len(idle) == 1 or (curve.is_known and curve.time_s(num) < _SHARING_PAYS_S):
+        num = self._queue.num_waiting
+        if len(idle) == 1 or (
+            (curve := idle[0].next_curve).is_known and curve.time_s(num) < _SHARING_PAYS_S
+        ):
             self._send(idle[0], num, now)
             return
         for position, lane in enumerate(idle):
