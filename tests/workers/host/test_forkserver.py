@@ -250,6 +250,7 @@ def test_exit_that_two_threads_see_at_once_has_one_code(
     sleeper = os.posix_spawn("/bin/sleep", ["sleep", "60"], os.environ, setpgroup=0)
     popen = inferpool.workers.host.forked._Popen.__new__(inferpool.workers.host.forked._Popen)
     popen.pid, popen.returncode = sleeper, None
+    popen._forkserver = inferpool.workers.host.forkserver.running_forkserver()
     other = threading.Thread(target=popen.poll)
 
     def end_group(pid: int) -> None:
