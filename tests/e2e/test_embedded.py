@@ -198,7 +198,7 @@ def test_script_without_a_guard_serves_its_own_class(tmp_path: Path):
     url = first_line(process)
     family = psutil.Process(process.pid).children(recursive=True)
     out, err = process.communicate(timeout=60)
-    assert out == "[2.0, 4.0, 6.0]\n"
+    assert out == "[2.0, 4.0, 6.0]\n", err
     assert "NameError: name 'Undefined'" in err
     assert process.returncode == 1
     assert left_over(family) == []
