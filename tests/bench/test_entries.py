@@ -6,8 +6,9 @@ from tests.bench.entries import count
 from tests.bench.processes import INFERPOOL
 from tests.ports import free_port
 
-_MOST = {1: (30, 59), 2: (33, 77)}
-"""Files and entries, by the number of fronts."""
+_MOST = {1: (32, 65), 2: (36, 85)}
+"""Files and entries, by the number of fronts: as counted, and a few more. A timer may fall due
+meanwhile, or a message come in two pieces."""
 
 
 @pytest.mark.parametrize("num_fronts", _MOST)

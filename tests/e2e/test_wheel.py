@@ -83,6 +83,7 @@ def test_it_installs_one_package(wheel: Path):
     assert any(name.endswith("photos/chelsea.jpg") for name in names)
 
 
+@pytest.mark.slow
 def test_a_class_is_served_from_a_users_own_package_models(installed: Path, project: Path):
     command = [str(installed / "inferpool")]
     arguments = ["models.line:Line", "--replicas", "1"]
@@ -91,6 +92,7 @@ def test_a_class_is_served_from_a_users_own_package_models(installed: Path, proj
         assert answer.json()["predictions"] == [[4.0, 7.0]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("project", ["packages"], indirect=True)
 def test_a_script_serves_a_class_of_its_own_package_models(installed: Path, project: Path):
     (project / "ask.py").write_text(

@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.running import Running, running, until
 from tests.groups import control_group
 
-pytestmark = pytest.mark.measures
+pytestmark = [pytest.mark.measures, pytest.mark.slow]
 
 FAULTY = "tests.fault_model:FaultModel"
 SPLIT = "tests.split_fault_model:SplitFaultModel"
