@@ -106,10 +106,13 @@ def start(tmp_path: Path, text: str) -> "subprocess.Popen[str]":
 
 
 def first_line(process: "subprocess.Popen[str]") -> str:
+    """Read no further than its end: `communicate` misses what a buffer has read already."""
     assert process.stdout is not None
-    line = process.stdout.readline().strip()
+    line = b""
+    while (byte := os.read(process.stdout.fileno(), 1)) not in (b"", b"\n"):
+        line += byte
     assert line, process.communicate(timeout=60)
-    return line
+    return line.decode()
 
 
 def is_listening(url: str) -> bool:
