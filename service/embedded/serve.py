@@ -178,9 +178,9 @@ class RunningService:
         while not self._is_ready():
             if self._process.poll() is not None:
                 self._thread.join(_LAST_LINES_S)
-                reason = self._said.last_words()
-                reason = reason or f"it ended with code {self._process.returncode}"
-                raise StartError(f"the service did not come up: {reason}{self._tail(reason)}")
+                code = self._process.returncode
+                reason = self._said.last_words() or f"it ended with code {code}{self._said.tail()}"
+                raise StartError(f"the service did not come up: {reason}")
             if time.monotonic() > until:
                 raise self._too_late(timeout_s)
             time.sleep(_LOOK_S)
@@ -190,10 +190,6 @@ class RunningService:
         return StartError(
             f"the service is not ready within {timeout_s:g} s (ready_timeout_s){tail}"
         )
-
-    def _tail(self, reason: str) -> str:
-        """The log where it has not said the reason itself."""
-        return "" if self._said.last_words() == reason else self._said.tail()
 
     def _is_ready(self) -> bool:
         """Whether all workers are ready.
