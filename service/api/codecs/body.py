@@ -13,7 +13,7 @@ from inferpool.service.queue.request import Buffer
 from inferpool.workers.messages import Kind
 
 _MAX_DIGITS = 18
-"""Of a number that is worth reading; Python reads 4,300 at most."""
+"""Longer numbers are not worth reading; Python reads 4,300 digits at most."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,11 +40,17 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         longest_s = self.max_timeout_s
         return min(int(digits) / 1e3, longest_s) if len(digits) < _MAX_DIGITS else longest_s
 
-    def bad_length(self, header: bytes) -> ServiceError:
-        """The error for a `Content-Length` that is no number, or over the limit."""
+    def check_length(self, header: bytes) -> None:
+        """See that a body may be as long as its `Content-Length` says.
+
+        Raises:
+            BadRequestError: It is no number.
+            TooLargeError: It is over the limit.
+        """
         if not header.isdigit():
-            return BadRequestError("Content-Length: is not a number")
-        return self.too_large()
+            raise BadRequestError("Content-Length: is not a number")
+        if len(header) > _MAX_DIGITS or int(header) > self.max_body_bytes:
+            raise self.too_large()
 
     def too_large(self) -> TooLargeError:
         """The error for a body over the limit."""
