@@ -42,7 +42,7 @@ def predict(model: Served, input: object, /, **parameters: object) -> Prediction
     Args:
         model: A class, wherever it is defined, or a source.
         input: As `Client.predict` takes it.
-        **parameters: Of the call, for the model.
+        **parameters: Parameters of the call, for the model.
 
     Raises:
         InferpoolError: There is no prediction: what the client of a service would raise, but that

@@ -42,12 +42,12 @@ _CLIENT_GONE = 499
 _FIRST_ERROR = 400
 _PREFLIGHT = 204
 _MAX_TRACED_INSTANCES = 16
-"""Of one call: the others are counted."""
+"""More instances of a call are counted, and not traced."""
 _PRIORITIES = {b"%d" % priority: priority for priority in range(1, 10)}
 
 
 class Wire(Protocol):
-    """What an exchange writes to."""
+    """Takes the answer of an exchange, and sends it."""
 
     def send_continue(self) -> None:
         """Tell the client to send its body."""

@@ -1,4 +1,4 @@
-"""What Python code says is to be served, as settings: classes become sources."""
+"""Turns what Python code wants served into settings: classes become sources."""
 
 import os
 from collections.abc import Mapping

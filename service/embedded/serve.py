@@ -86,7 +86,7 @@ class RunningService:
     """A service that this process has started. A context manager: leaving it closes the service."""
 
     url: str
-    """Where it is."""
+    """The address of the service."""
     client: Client
     """Asks it for predictions. Any thread may use it."""
 

@@ -29,11 +29,11 @@ class FoundSource:
     """Where a class is found."""
 
     source: str
-    """As the settings name it."""
+    """The source, as the settings name it."""
     folder: str = ""
-    """Where its module lies, if that is not to be found otherwise."""
+    """The folder of its module, if that is not to be found otherwise."""
     text: str = ""
-    """Of its module, if that has no file yet."""
+    """The text of its module, if that has no file yet."""
 
 
 def source_of(model: type) -> FoundSource:

@@ -1,4 +1,4 @@
-"""Which instances of a model are computed alone, or not at all, after workers died of their input.
+"""Decides which instances are computed alone, or not at all, after workers died of their input.
 
 The quarantine knows inputs; this applies it to the dispatcher's instances. Used by the event loop's
 thread alone.

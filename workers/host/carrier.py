@@ -1,4 +1,4 @@
-"""What goes to one worker and comes back: batches, and canaries among them. Front end.
+"""Carries batches to one worker and their answers back, canaries among them. Front end.
 
 Nothing here waits: what the pipe does not take at once is written when there is room again.
 """
@@ -39,7 +39,7 @@ class Carrier:
         """Carry nothing yet.
 
         Args:
-            heartbeat: Of the process that gets the batches.
+            heartbeat: The heartbeat of the process that gets the batches.
             outputs: Where it puts large outputs.
             wanted_timeout_s: How long a batch may run; None: find out.
             patience_s: How long it may take to begin with one when it is idle.

@@ -1,4 +1,4 @@
-"""What a service says in its log, as JSON: line by line, and why it ended."""
+"""Reads what a service says in its log, line by line as JSON, and why it ended."""
 
 from collections import deque
 
@@ -21,7 +21,7 @@ class Record(msgspec.Struct):
 
 
 class Said:
-    """What a service has said so far."""
+    """Keeps the end of what a service has said, and why it gave up."""
 
     def __init__(self) -> None:
         """Begin with nothing."""
