@@ -2,22 +2,17 @@
 
 import asyncio
 import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import pytest
-
 from inferpool.service.errors import OverloadedError
-from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.dispatcher import Dispatcher
 from inferpool.service.queue.instance import Instance
-from inferpool.service.queue.quarantine import Quarantine
-from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.arena import Arena
 from tests.fakes import ref_to
+from tests.service.pools import make_dispatcher
 from tests.service.simulation import SimulatedWorker
-from tests.virtual_time import VirtualLoop
+from tests.virtual_time import run_in_virtual_time
 
 
 @dataclass
@@ -49,7 +44,6 @@ def simulate_mix(
     cost: Callable[[int], float],
     seconds: float,
     *,
-    monkeypatch: pytest.MonkeyPatch,
     num_workers: int = 2,
     noise: float = 0.0,
     warm_s: float = 2.0,
@@ -97,18 +91,8 @@ def simulate_mix(
         dispatcher.attach(SimulatedWorker(cost, worker.id.slot, noise))
 
     async def go() -> None:
-        metrics = ModelMetrics("m")
         arena = Arena(8 * 2**20)
-        dispatcher = Dispatcher(
-            name="m",
-            arena=arena,
-            admission=Admission(
-                max_queue_length=max_queue_length, max_batch_size=8, rejected=metrics.rejected
-            ),
-            quarantine=Quarantine(name="m", duration_s=60.0),
-            metrics=metrics,
-            max_batch_size=8,
-        )
+        dispatcher = make_dispatcher(arena, max_queue_length=max_queue_length, max_batch_size=8)
         workers = [SimulatedWorker(cost, slot, noise) for slot in range(num_workers)]
         for worker in workers:
             dispatcher.attach(worker)
@@ -125,6 +109,4 @@ def simulate_mix(
         await asyncio.sleep(0)
         arena.close()
 
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner, monkeypatch.context() as patch:
-        patch.setattr(time, "monotonic", runner.get_loop().time)
-        runner.run(go())
+    run_in_virtual_time(go(), limit_s=1e9)

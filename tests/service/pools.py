@@ -1,7 +1,8 @@
-"""A pool of workers that are played, for its tests."""
+"""Dispatchers and pools whose workers are fakes."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -23,50 +24,65 @@ CONFIG = WorkerConfig(
 )
 
 
-class Silent:
+def make_dispatcher(
+    arena: Arena,
+    metrics: ModelMetrics | None = None,
+    *,
+    max_queue_length: int = 100,
+    max_batch_size: int = 4,
+    quarantine_s: float = 60.0,
+    batch_wait_ms: float = 0.0,
+) -> Dispatcher:
+    metrics = metrics or ModelMetrics("m")
+    admission = Admission(
+        max_queue_length=max_queue_length, max_batch_size=max_batch_size, rejected=metrics.rejected
+    )
+    return Dispatcher(
+        name="m",
+        arena=arena,
+        admission=admission,
+        quarantine=Quarantine(name="m", duration_s=quarantine_s),
+        metrics=metrics,
+        max_batch_size=max_batch_size,
+        batch_wait_ms=batch_wait_ms,
+    )
+
+
+class SilentAnnouncer:
     def progress(self, worker: str, stage: str) -> None: ...
     def ready(self, worker: str, seconds: float) -> None: ...
     def failed(self, worker: str, reason: str) -> None: ...
 
 
-def pool_over(
+def make_pool(
     engine: FakeEngine,
     arena: Arena,
     announcer: Announcer | None = None,
     configs: Sequence[WorkerConfig] = (CONFIG,),
-    **policy: int,
 ) -> Pool:
     metrics = ModelMetrics("m")
-    dispatcher = Dispatcher(
-        name="m",
-        arena=arena,
-        admission=Admission(max_queue_length=10, max_batch_size=1, rejected=metrics.rejected),
-        quarantine=Quarantine(name="m", duration_s=60),
-        metrics=metrics,
-        max_batch_size=1,
-    )
     return Pool(
         name="m",
         configs=configs,
         engine=engine,
-        dispatcher=dispatcher,
-        policy=RestartPolicy(**policy),
+        dispatcher=make_dispatcher(arena, metrics, max_queue_length=10, max_batch_size=1),
+        policy=RestartPolicy(),
         metrics=metrics,
-        announcer=announcer or Silent(),
+        announcer=announcer or SilentAnnouncer(),
         on_change=lambda: None,
     )
 
 
+async def ready_pool(engine: FakeEngine, arena: Arena, num_workers: int = 1, **config: str) -> Pool:
+    """Start a pool, and return it once all its workers are ready."""
+    pool = make_pool(engine, arena, configs=[replace(CONFIG, **config)] * num_workers)
+    pool.start()
+    await until(lambda: all(slot.handle for slot in pool.slots))
+    return pool
+
+
 def submit(pool: Pool) -> "asyncio.Future[object]":
     return pool.submit(ref_to(b"x"), [b"x"])  # type: ignore[return-value]
-
-
-def run(go: Callable[[Arena], Awaitable[None]]) -> None:
-    arena = Arena(1 << 16)
-    try:
-        asyncio.run(asyncio.wait_for(go(arena), 10))
-    finally:
-        arena.close()
 
 
 async def until(claim: Callable[[], object]) -> None:
@@ -74,13 +90,13 @@ async def until(claim: Callable[[], object]) -> None:
         await asyncio.sleep(0)
 
 
-class Measuring(FakeEngine):
-    """Its workers take a while for their presets, which is no part of what a restart would take."""
+class MeasuringEngine(FakeEngine):
+    """Its workers measure presets for a while, which is not part of their load time."""
 
     def __init__(self) -> None:
         super().__init__()
         self.told: dict[str, SpeedReport | None] = {}
-        """By incarnation: the preset that it need not choose."""
+        """The preset that each incarnation need not choose."""
 
     async def start(
         self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]

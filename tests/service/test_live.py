@@ -1,5 +1,6 @@
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import pytest
@@ -12,32 +13,32 @@ from inferpool.service.settings.settings import Settings
 from inferpool.service.telemetry.metrics import Metrics, ModelMetrics
 from inferpool.workers.arena import Arena
 from tests.fakes import FakeEngine
-from tests.service.queue.test_pool import pool_over, run, until
+from tests.service.pools import ready_pool, until
 
 HEALTH = HealthReport(status="ready", ready=True, draining=False, models=[])
 HOST = HostState(connections=2, arena_bytes=100, arena_used_bytes=10)
 
 
-def over(go: Callable[[Live, ModelMetrics, FakeEngine], Awaitable[None]]) -> None:
-    """Run with a feed of one model that samples every few milliseconds."""
+@pytest.fixture
+def feed(arena: Arena) -> AbstractAsyncContextManager[tuple[Live, ModelMetrics, FakeEngine]]:
+    """A feed of one model that samples every few milliseconds."""
 
-    async def within(arena: Arena) -> None:
+    @asynccontextmanager
+    async def sampling() -> AsyncIterator[tuple[Live, ModelMetrics, FakeEngine]]:
         engine = FakeEngine()
-        pool = pool_over(engine, arena)
+        pool = await ready_pool(engine, arena)
         model = ModelSettings(source="echo")
         settings = Settings(models={"m": model}, default_model="m", max_queue_length=77)
         metrics = Metrics(["m"], {})
         live = Live(
             settings, {"m": pool}, metrics, report=lambda: HEALTH, host=lambda: HOST, every_s=0.01
         )
-        pool.start()
-        await until(lambda: pool.is_ready)
         live.start()
-        await go(live, metrics.model("m"), engine)
+        yield live, metrics.model("m"), engine
         await live.stop()
         await pool.stop(0)
 
-    run(within)
+    return sampling()
 
 
 async def next_of(live: Live) -> Any:
@@ -45,8 +46,8 @@ async def next_of(live: Live) -> Any:
 
 
 @pytest.mark.measures
-def test_an_event_tells_what_was_counted_in_its_interval():
-    async def go(live: Live, metrics: ModelMetrics, engine: FakeEngine) -> None:
+async def test_an_event_tells_what_was_counted_in_its_interval(feed):
+    async with feed as (live, metrics, _engine):
         await live.next()
         metrics.requests[200] += 4
         metrics.requests[429] += 1
@@ -77,11 +78,9 @@ def test_an_event_tells_what_was_counted_in_its_interval():
         assert later["requests_per_s"] == later["num_batched"] == 0
         assert later["latency_ms"] is None
 
-    over(go)
 
-
-def test_who_begins_to_listen_gets_the_past_once():
-    async def go(live: Live, metrics: ModelMetrics, engine: FakeEngine) -> None:
+async def test_who_begins_to_listen_gets_the_past_once(feed):
+    async with feed as (live, metrics, _engine):
         metrics.requests[200] += 9
         for _ in range(3):
             await live.next()
@@ -91,11 +90,9 @@ def test_who_begins_to_listen_gets_the_past_once():
         assert history[0]["time"] < history[-1]["time"]
         assert (await next_of(live))["history"] == []
 
-    over(go)
 
-
-def test_the_ends_of_workers_are_told_with_their_reasons_newest_first():
-    async def go(live: Live, metrics: ModelMetrics, engine: FakeEngine) -> None:
+async def test_the_ends_of_workers_are_told_with_their_reasons_newest_first(feed):
+    async with feed as (live, _metrics, engine):
         for life in range(2):
             await until(lambda life=life: len(engine.started) == life + 1)
             engine.started[life].die()
@@ -107,14 +104,10 @@ def test_the_ends_of_workers_are_told_with_their_reasons_newest_first():
             ("signal", "SIGKILL")
         }
 
-    over(go)
 
-
-def test_the_end_is_told_to_all_who_listen():
-    async def go(live: Live, metrics: ModelMetrics, engine: FakeEngine) -> None:
+async def test_the_end_is_told_to_all_who_listen(feed):
+    async with feed as (live, _metrics, _engine):
         await live.next()
         live.end()
         assert live.is_ending
         assert json.loads(live.first())["health"]
-
-    over(go)

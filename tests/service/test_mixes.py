@@ -17,43 +17,43 @@ PER_S = 8 / slow(8)
 """What a worker answers in full batches: 9.4 a second."""
 
 
-def test_long_timeouts_are_answered_in_time_beside_more_short_ones_than_can_be_served(monkeypatch):
+def test_long_timeouts_are_answered_in_time_beside_more_short_ones_than_can_be_served():
     short, long = Stream(2.2 * PER_S, timeout_s=9.0), Stream(0.2 * PER_S, timeout_s=30.0)
-    simulate_mix([short, long], slow, 150.0, monkeypatch=monkeypatch)
+    simulate_mix([short, long], slow, 150.0)
     assert short.num_missed == long.num_missed == 0
     assert long.num_answered == long.num_asked > 200
     assert short.num_answered + long.num_answered >= 0.95 * 2 * PER_S * 150
 
 
-def test_flood_of_low_priority_neither_delays_nor_refuses_the_high_one(monkeypatch):
+def test_flood_of_low_priority_neither_delays_nor_refuses_the_high_one():
     high, low = Stream(PER_S, 30.0, priority=1), Stream(6 * PER_S, 30.0, priority=9)
-    simulate_mix([high, low], slow, 100.0, monkeypatch=monkeypatch, warm_s=30.0)
+    simulate_mix([high, low], slow, 100.0, warm_s=30.0)
     assert high.num_missed == low.num_missed == 0
     assert high.num_answered == high.num_asked
     assert sorted(high.latencies_s)[len(high.latencies_s) // 2] < 3 * slow(8)
     assert low.num_answered >= 0.9 * PER_S * 100
 
 
-def test_flood_of_high_priority_leaves_the_low_one_a_share(monkeypatch):
+def test_flood_of_high_priority_leaves_the_low_one_a_share():
     high, low = Stream(4 * PER_S, 30.0, priority=1), Stream(PER_S, 30.0, priority=9)
-    simulate_mix([high, low], slow, 150.0, monkeypatch=monkeypatch)
+    simulate_mix([high, low], slow, 150.0)
     assert high.num_missed == low.num_missed == 0
     assert low.num_answered >= 0.3 * low.num_asked
     assert high.num_answered >= 1.2 * PER_S * 150
 
 
-def test_high_priority_goes_first_where_all_are_in_time(monkeypatch):
+def test_high_priority_goes_first_where_all_are_in_time():
     streams = [Stream(0.6 * PER_S, 30.0, priority, burst=4) for priority in (1, 5, 9)]
-    simulate_mix(streams, slow, 200.0, monkeypatch=monkeypatch)
+    simulate_mix(streams, slow, 200.0)
     assert all(stream.num_answered == stream.num_asked for stream in streams)
     high_s, middle_s, low_s = (sorted(each.latencies_s)[-20] for each in streams)
     assert high_s < middle_s < low_s
 
 
-def test_queue_that_fills_sooner_than_time_runs_out_keeps_room_for_others(monkeypatch):
+def test_queue_that_fills_sooner_than_time_runs_out_keeps_room_for_others():
     high, low = Stream(50.0, 30.0, priority=1), Stream(5000.0, 30.0, priority=9)
     simulate_mix(
-        [high, low], lambda size: 0.001 * size, 1.0, monkeypatch=monkeypatch, warm_s=0.5,
+        [high, low], lambda size: 0.001 * size, 1.0, warm_s=0.5,
         max_queue_length=256,
     )  # fmt: skip
     assert high.num_answered == high.num_asked
@@ -86,14 +86,14 @@ def drawn(seed: int) -> tuple[int, float, float, list[Stream]]:
 )
 @pytest.mark.parametrize("seed", [104, 107, 119])
 def test_what_is_admitted_is_answered_in_time_and_no_kind_starves(
-    monkeypatch, seed: int, noise: float, loses_worker: bool, most_missed: float
+    seed: int, noise: float, loses_worker: bool, most_missed: float
 ):
     """Bounds of 160 seeds and 10^5 instances: none missed, 0.035 % and 0.3 % (at worst 1.7 %)."""
     num_workers, item_s, fixed_s, streams = drawn(seed)
     per_s = num_workers * 8 / (fixed_s + 8 * item_s)
     seconds = 600 / per_s + max(stream.timeout_s for stream in streams)
     simulate_mix(
-        streams, lambda size: fixed_s + item_s * size, seconds, monkeypatch=monkeypatch,
+        streams, lambda size: fixed_s + item_s * size, seconds,
         num_workers=num_workers, noise=noise, warm_s=seconds / 4, seed=seed,
         lost_at=seconds / 2 if loses_worker and num_workers > 1 else None, back_after_s=seconds / 8,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from inferpool.service.operations import Operations
 from inferpool.workers.host.engine import WorkerId
 
 
-class FakePool:
+class HeldPool:
     def __init__(self, num_workers: int) -> None:
         self.slots = [
             SimpleNamespace(id=WorkerId(model="m", slot=number)) for number in range(num_workers)
@@ -31,7 +31,7 @@ class FakePool:
             raise RestartFailedError(self.failure)
 
 
-def operations(pool: FakePool, *, is_stopping: bool = False) -> Operations:
+def operations(pool: HeldPool, *, is_stopping: bool = False) -> Operations:
     return Operations(
         {"m": pool},  # type: ignore[dict-item]
         grace_s=1,
@@ -40,81 +40,62 @@ def operations(pool: FakePool, *, is_stopping: bool = False) -> Operations:
     )
 
 
-def test_one_restart_of_a_model_at_a_time():
-    async def test() -> None:
-        pool = FakePool(2)
-        target = operations(pool)
-        assert target.restart("m", None, old_first=False) == ["m/0", "m/1"]
-        with pytest.raises(ConflictError, match="are being restarted"):
-            target.restart("m", 1, old_first=False)
+async def test_one_restart_of_a_model_at_a_time():
+    pool = HeldPool(2)
+    target = operations(pool)
+    assert target.restart("m", None, old_first=False) == ["m/0", "m/1"]
+    with pytest.raises(ConflictError, match="are being restarted"):
+        target.restart("m", 1, old_first=False)
+    await asyncio.sleep(0)
+    pool.may_end.set()
+    for _ in range(5):
         await asyncio.sleep(0)
-        pool.may_end.set()
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert target.restart("m", 1, old_first=False) == ["m/1"]
-        await asyncio.sleep(0)
-        assert pool.replaced == [["m/0", "m/1"], ["m/1"]]
-        await target.stop()
-
-    asyncio.run(test())
+    assert target.restart("m", 1, old_first=False) == ["m/1"]
+    await asyncio.sleep(0)
+    assert pool.replaced == [["m/0", "m/1"], ["m/1"]]
+    await target.stop()
 
 
-def test_who_restarts_is_told_what_failed():
-    async def test() -> None:
-        pool = FakePool(1)
-        target = operations(pool)
-        pool.failure = "m/0 was not replaced: SyntaxError"
-        pool.may_end.set()
-        target.restart("m", None, old_first=False)
-        with pytest.raises(RestartFailedError, match="SyntaxError"):
-            await target.until_restarted("m")
-
-    asyncio.run(test())
+async def test_who_restarts_is_told_what_failed():
+    pool = HeldPool(1)
+    target = operations(pool)
+    pool.failure = "m/0 was not replaced: SyntaxError"
+    pool.may_end.set()
+    target.restart("m", None, old_first=False)
+    with pytest.raises(RestartFailedError, match="SyntaxError"):
+        await target.until_restarted("m")
 
 
-def test_a_long_restart_is_answered_before_it_is_over(monkeypatch: pytest.MonkeyPatch):
+async def test_a_long_restart_is_answered_before_it_is_over(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(inferpool.service.operations, "_ANSWER_S", 0.01)
+    target = operations(HeldPool(1))
+    target.restart("m", None, old_first=False)
+    assert not await target.until_restarted("m")
+    await target.stop()
 
-    async def test() -> None:
-        target = operations(FakePool(1))
+
+async def test_what_is_not_there_is_named():
+    target = operations(HeldPool(1))
+    with pytest.raises(UnknownModelError, match="there are: m"):
+        target.restart("x", None, old_first=False)
+    with pytest.raises(NotFoundError, match="has 1 workers"):
+        target.restart("m", 1, old_first=False)
+
+
+async def test_a_shutdown_is_not_undone():
+    target = operations(HeldPool(1), is_stopping=True)
+    target.set_draining(True)
+    with pytest.raises(ConflictError, match="shutting down"):
+        target.set_draining(False)
+
+
+async def test_a_stop_ends_restarts_that_are_under_way():
+    target = operations(HeldPool(1))
+    target.restart("m", None, old_first=False)
+    waiting = asyncio.create_task(target.until_restarted("m"))
+    await asyncio.sleep(0)
+    await asyncio.wait_for(target.stop(), 20)
+    with pytest.raises(UnavailableError, match="shutting down"):
+        await waiting
+    with pytest.raises(ConflictError, match="shutting down"):
         target.restart("m", None, old_first=False)
-        assert not await target.until_restarted("m")
-        await target.stop()
-
-    asyncio.run(test())
-
-
-def test_what_is_not_there_is_named():
-    async def test() -> None:
-        target = operations(FakePool(1))
-        with pytest.raises(UnknownModelError, match="there are: m"):
-            target.restart("x", None, old_first=False)
-        with pytest.raises(NotFoundError, match="has 1 workers"):
-            target.restart("m", 1, old_first=False)
-
-    asyncio.run(test())
-
-
-def test_a_shutdown_is_not_undone():
-    async def test() -> None:
-        target = operations(FakePool(1), is_stopping=True)
-        target.set_draining(True)
-        with pytest.raises(ConflictError, match="shutting down"):
-            target.set_draining(False)
-
-    asyncio.run(test())
-
-
-def test_a_stop_ends_restarts_that_are_under_way():
-    async def test() -> None:
-        target = operations(FakePool(1))
-        target.restart("m", None, old_first=False)
-        waiting = asyncio.create_task(target.until_restarted("m"))
-        await asyncio.sleep(0)
-        await asyncio.wait_for(target.stop(), 20)
-        with pytest.raises(UnavailableError, match="shutting down"):
-            await waiting
-        with pytest.raises(ConflictError, match="shutting down"):
-            target.restart("m", None, old_first=False)
-
-    asyncio.run(test())

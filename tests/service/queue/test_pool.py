@@ -7,69 +7,65 @@ from inferpool.service.errors import GivenUpError, UnavailableError
 from inferpool.workers.arena import Arena
 from inferpool.workers.errors import WorkerStartError
 from tests.fakes import FakeEngine
-from tests.service.pools import CONFIG, Measuring, Silent, pool_over, run, submit, until
+from tests.service.pools import (
+    CONFIG,
+    MeasuringEngine,
+    SilentAnnouncer,
+    make_pool,
+    ready_pool,
+    submit,
+    until,
+)
 
 
-def test_nobody_is_ready_yet_and_that_can_be_tried_again():
-    async def go(arena: Arena) -> None:
-        pool = pool_over(FakeEngine(), arena)
-        pool.start()
-        with pytest.raises(UnavailableError, match="starting: waiting to start") as caught:
-            submit(pool)
-        assert caught.value.retry_after_s == 1
-        await until(lambda: pool.is_ready)
-        submit(pool).cancel()
-        await pool.stop(0)
-
-    run(go)
+async def test_nobody_is_ready_yet_and_that_can_be_tried_again(arena: Arena):
+    pool = make_pool(FakeEngine(), arena)
+    pool.start()
+    with pytest.raises(UnavailableError, match="starting: waiting to start") as caught:
+        submit(pool)
+    assert caught.value.retry_after_s == 1
+    await until(lambda: pool.is_ready)
+    submit(pool).cancel()
+    await pool.stop(0)
 
 
-def test_time_to_come_back_covers_the_pause_before_the_next_start():
-    async def go(arena: Arena) -> None:
-        failures = [WorkerStartError("no luck", permanent=False)] * 5
-        pool = pool_over(FakeEngine(failures), arena)
-        pool.start()
-        slot = pool.slots[0]
-        await until(lambda: slot.state == "backoff" and slot.num_failures == 2)
-        slot.due += 6  # as after a few failures more
-        with pytest.raises(UnavailableError, match="backoff: no luck") as caught:
-            submit(pool)
-        assert caught.value.retry_after_s in (4, 5, 6, 7)
-        await pool.stop(0)
-
-    run(go)
+async def test_time_to_come_back_covers_the_pause_before_the_next_start(arena: Arena):
+    failures = [WorkerStartError("no luck", permanent=False)] * 5
+    pool = make_pool(FakeEngine(failures), arena)
+    pool.start()
+    slot = pool.slots[0]
+    await until(lambda: slot.state == "backoff" and slot.num_failures == 2)
+    slot.due += 6  # as after a few failures more
+    with pytest.raises(UnavailableError, match="backoff: no luck") as caught:
+        submit(pool)
+    assert caught.value.retry_after_s in (4, 5, 6, 7)
+    await pool.stop(0)
 
 
-def test_model_that_was_given_up_does_not_ask_for_another_try():
-    async def go(arena: Arena) -> None:
-        pool = pool_over(FakeEngine([WorkerStartError("wrong weights", permanent=True)]), arena)
-        pool.start()
-        await until(lambda: pool.is_lost)
-        with pytest.raises(GivenUpError, match="wrong weights") as caught:
-            submit(pool)
-        assert caught.value.retry_after_s is None
-        await pool.stop(0)
-
-    run(go)
+async def test_model_that_was_given_up_does_not_ask_for_another_try(arena: Arena):
+    pool = make_pool(FakeEngine([WorkerStartError("wrong weights", permanent=True)]), arena)
+    pool.start()
+    await until(lambda: pool.is_lost)
+    with pytest.raises(GivenUpError, match="wrong weights") as caught:
+        submit(pool)
+    assert caught.value.retry_after_s is None
+    await pool.stop(0)
 
 
-def test_worker_after_a_crash_is_told_what_the_one_before_chose_and_one_asked_for_is_not():
-    async def go(arena: Arena) -> None:
-        engine = Measuring()
-        pool = pool_over(engine, arena, configs=[replace(CONFIG, speed="auto")])
-        pool.start()
-        await until(lambda: pool.is_ready)
-        engine.started[0].die()
-        await until(lambda: len(engine.started) == 2 and pool.is_ready)
-        await pool.replace(pool.slots, 1)
-        chosen = engine.started[0].ready.speed
-        assert engine.told == {"m/0#0": None, "m/0#1": chosen, "m/0#2": None}
-        await pool.stop(0)
-
-    run(go)
+async def test_worker_after_a_crash_is_told_what_the_one_before_chose_and_one_asked_for_is_not(
+    arena: Arena,
+):
+    engine = MeasuringEngine()
+    pool = await ready_pool(engine, arena, speed="auto")
+    engine.started[0].die()
+    await until(lambda: len(engine.started) == 2 and pool.is_ready)
+    await pool.replace(pool.slots, 1)
+    chosen = engine.started[0].ready.speed
+    assert engine.told == {"m/0#0": None, "m/0#1": chosen, "m/0#2": None}
+    await pool.stop(0)
 
 
-class Noting(Silent):
+class TimingAnnouncer(SilentAnnouncer):
     def __init__(self) -> None:
         self.seconds: list[float] = []
 
@@ -77,21 +73,17 @@ class Noting(Silent):
         self.seconds.append(seconds)
 
 
-def test_ready_tells_all_the_time_since_the_start_and_the_speed_once(
-    caplog: pytest.LogCaptureFixture,
+async def test_ready_tells_all_the_time_since_the_start_and_the_speed_once(
+    arena: Arena, caplog: pytest.LogCaptureFixture
 ):
-    async def go(arena: Arena) -> None:
-        engine, told = Measuring(), Noting()
-        config = replace(CONFIG, speed="auto")
-        pool = pool_over(engine, arena, announcer=told, configs=[config, config])
-        pool.start()
-        await until(lambda: len(told.seconds) == 2)
-        engine.started[0].die()
-        await until(lambda: len(told.seconds) == 3)
-        assert min(told.seconds) >= 0.19
-        await pool.stop(0)
-
-    with caplog.at_level(logging.INFO):
-        run(go)
+    caplog.set_level(logging.INFO)
+    engine, told = MeasuringEngine(), TimingAnnouncer()
+    pool = make_pool(engine, arena, told, [replace(CONFIG, speed="auto")] * 2)
+    pool.start()
+    await until(lambda: len(told.seconds) == 2)
+    engine.started[0].die()
+    await until(lambda: len(told.seconds) == 3)
+    assert min(told.seconds) >= 0.19
+    await pool.stop(0)
     lines = [line for line in caplog.messages if "speed" in line]
     assert lines == ["m speed: folded, 1.50 x exact, largest deviation 0"]

@@ -1,6 +1,5 @@
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -15,248 +14,201 @@ from inferpool.workers.config import WorkerConfig
 from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host.engine import WorkerId
 from tests.fakes import FakeEngine, FakeWorker
-from tests.service.pools import CONFIG, Measuring, pool_over, run, until
+from tests.service.pools import MeasuringEngine, ready_pool, until
 
 
 @pytest.mark.parametrize(("wanted", "is_changed"), [("folded", True), ("compiled", False)])
-def test_worker_is_changed_over_without_a_moment_in_which_none_is_ready(
-    wanted: str, is_changed: bool
+async def test_worker_is_changed_over_without_a_moment_in_which_none_is_ready(
+    wanted: str, is_changed: bool, arena: Arena
 ):
-    async def go(arena: Arena) -> None:
-        engine = Measuring()
-        pool = pool_over(engine, arena, configs=[replace(CONFIG, speed="auto")])
-        pool.start()
-        await until(lambda: pool.is_ready)
-        changing = asyncio.create_task(pool.change_over(pool.slots[0], wanted, 1))
-        await until(lambda: len(engine.started) == 2 or not pool.is_ready)
-        while not changing.done():
-            assert pool.is_ready
-            await asyncio.sleep(0)
-        assert await changing is is_changed
-        assert engine.told == {"m/0#0": None, "m/0#1": None}  # it looks into the cache
-        await pool.stop(0)
-
-    run(go)
+    engine = MeasuringEngine()
+    pool = await ready_pool(engine, arena, speed="auto")
+    changing = asyncio.create_task(pool.change_over(pool.slots[0], wanted, 1))
+    await until(lambda: len(engine.started) == 2 or not pool.is_ready)
+    while not changing.done():
+        assert pool.is_ready
+        await asyncio.sleep(0)
+    assert await changing is is_changed
+    assert engine.told == {"m/0#0": None, "m/0#1": None}  # it looks into the cache
+    await pool.stop(0)
 
 
-def unlucky() -> WorkerStartError:
-    return WorkerStartError("SyntaxError", permanent=True)
-
-
-async def two_ready(engine: FakeEngine, arena: Arena) -> Pool:
-    pool = pool_over(engine, arena, configs=[CONFIG, CONFIG])
-    pool.start()
-    await until(lambda: all(slot.handle for slot in pool.slots))
-    return pool
-
-
-def test_restart_whose_first_successor_fails_changes_nothing():
-    async def go(arena: Arena) -> None:
-        engine = FakeEngine()
-        pool = await two_ready(engine, arena)
-        engine.failures = [unlucky()]
-        with pytest.raises(RestartFailedError, match=r"m/0 .* serves on as it was: SyntaxError"):
-            await pool.replace(pool.slots, 1)
-        assert [slot.handle for slot in pool.slots] == engine.started
-        assert (pool.restart.state, pool.is_ready) == ("failed", True)
-        await pool.stop(0)
-
-    run(go)
-
-
-class Loading(FakeEngine):
-    """Its workers are made of one file, as it is when they start."""
+class FileEngine(FakeEngine):
+    """Each worker is made of one file, as the file is when the worker starts."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
         path.write_text("old")
-        self.on_start: Callable[[WorkerId], None] = lambda id: None
+        self.on_start: Callable[[FileEngine, WorkerId], None] = lambda engine, id: None
         """May raise, or change the file, before a worker starts."""
 
     async def start(
         self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
     ) -> FakeWorker:
-        self.on_start(id)
+        self.on_start(self, id)
         mark = mark_of(str(self.path))
         worker = await super().start(id, config, on_progress)
         worker.ready = msgspec.structs.replace(worker.ready, files=[mark] if mark else [])
         return worker
 
 
-async def all_ready(engine: FakeEngine, arena: Arena, num_workers: int = 3) -> Pool:
-    pool = pool_over(engine, arena, configs=[CONFIG] * num_workers)
-    pool.start()
-    await until(lambda: all(slot.handle for slot in pool.slots))
+@pytest.fixture
+def engine(tmp_path: Path) -> FileEngine:
+    return FileEngine(tmp_path / "w")
+
+
+async def three_ready(engine: FakeEngine, arena: Arena) -> Pool:
+    pool = await ready_pool(engine, arena, 3)
     await pool._supervisor._files.until_remembered()
     return pool
 
 
-def names_of_serving(pool: Pool) -> list[str]:
+def serving(pool: Pool) -> list[str]:
     return [str(slot.handle.id) for slot in pool.slots if slot.handle]
 
 
-def test_restart_during_which_the_files_change_again_ends_with_the_last_for_all(tmp_path: Path):
-    async def go(arena: Arena) -> None:
-        engine = Loading(tmp_path / "w")
-        pool = await all_ready(engine, arena)
-
-        def change(id: WorkerId) -> None:
-            if str(id) == "m/1#1":
-                engine.path.write_text("newest")
-            assert len(names_of_serving(pool)) == 3  # none leaves before its successor is ready
-
-        engine.path.write_text("newer")
-        engine.on_start = change
-        await pool.replace(pool.slots, 1)
-        assert names_of_serving(pool) == ["m/0#2", "m/1#1", "m/2#1"]
-        assert {str(slot.handle.ready.files) for slot in pool.slots if slot.handle} == {
-            str([mark_of(str(engine.path))])
-        }
-        engine.on_start = lambda id: None
-        engine.started[-1].die()  # the last to start is m/0
-        await until(lambda: names_of_serving(pool)[0] == "m/0#3")
-        await pool.stop(0)
-
-    run(go)
+UNLUCKY = WorkerStartError("SyntaxError", permanent=True)
 
 
-def test_restart_tries_again_what_did_not_come_up_once_a_successor_is_up(tmp_path: Path):
-    async def go(arena: Arena) -> None:
-        engine = Loading(tmp_path / "w")
-        pool = await all_ready(engine, arena)
-        luck = iter([True, False])
+def fail_second() -> Callable[[FileEngine, WorkerId], None]:
+    """Let the second successor fail, the first time."""
+    luck = iter([True, False])
 
-        def fail_once(id: WorkerId) -> None:
-            if not next(luck, True):
-                raise unlucky()
+    def on_start(engine: FileEngine, id: WorkerId) -> None:
+        if not next(luck, True):
+            raise UNLUCKY
 
-        engine.path.write_text("newer")
-        engine.on_start = fail_once
-        await pool.replace(pool.slots, 1)
-        assert names_of_serving(pool) == ["m/0#1", "m/1#1", "m/2#1"]
-        await pool.stop(0)
-
-    run(go)
+    return on_start
 
 
-def fail_beside(engine: FakeEngine, *workers: str) -> Callable[[WorkerId], None]:
-    """Successors of these do not come up while their predecessors are there."""
+def fail_all_but_first(engine: FileEngine, id: WorkerId) -> None:
+    if id.worker != "m/0":
+        raise UNLUCKY
 
-    def on_start(id: WorkerId) -> None:
+
+def fail_beside(*workers: str) -> Callable[[FileEngine, WorkerId], None]:
+    """Let no successor of these come up while its predecessor is there."""
+
+    def on_start(engine: FileEngine, id: WorkerId) -> None:
         if id.worker in workers and not engine.started[id.slot].is_gone:
             raise WorkerStartError("out of memory", permanent=False)
 
     return on_start
 
 
-def test_worker_with_old_files_leaves_first_where_two_have_loaded_the_new(tmp_path: Path):
-    async def go(arena: Arena) -> None:
-        engine = Loading(tmp_path / "w")
-        pool = await all_ready(engine, arena)
-        engine.path.write_text("newer")
-        engine.on_start = fail_beside(engine, "m/1")
-        await pool.replace(pool.slots, 1)
-        assert names_of_serving(pool) == ["m/0#1", "m/1#1", "m/2#1"]
-        assert pool.restart.state == "done"
-        await pool.stop(0)
+@pytest.mark.parametrize(
+    "on_start", [fail_second(), fail_beside("m/1")], ids=["failed once", "no room for two"]
+)
+async def test_restart_ends_with_the_new_files_for_all_once_two_have_loaded_them(
+    engine: FileEngine,
+    arena: Arena,
+    on_start: Callable[[FileEngine, WorkerId], None],
+):
+    pool = await three_ready(engine, arena)
+    engine.path.write_text("newer")
+    engine.on_start = on_start
+    await pool.replace(pool.slots, 1)
+    assert serving(pool) == ["m/0#1", "m/1#1", "m/2#1"]
+    assert pool.restart.state == "done"
+    await pool.stop(0)
 
-    run(go)
 
-
-def test_restart_whose_new_files_load_only_once_ends_with_the_old_ones(tmp_path: Path):
-    async def go(arena: Arena) -> None:
-        engine = Loading(tmp_path / "w")
-        pool = await all_ready(engine, arena)
-        engine.path.write_text("newer")
-        engine.on_start = fail_beside(engine, "m/1", "m/2")
-        with pytest.raises(RestartFailedError, match=r"m/1 .* serves on .*m/0 served with other"):
-            await pool.replace(pool.slots, 1)
-        assert names_of_serving(pool) == ["m/1#0", "m/2#0"]
+@pytest.mark.parametrize(
+    ("content", "on_start", "old_first", "error", "after"),
+    [
+        # A file that could be loaded only once is given up for the old one.
+        (
+            "newer",
+            fail_beside("m/1", "m/2"),
+            False,
+            r"m/1 .* serves on .*m/0 served with other",
+            ["m/1#0", "m/2#0"],
+        ),
+        ("old", fail_beside("m/1"), False, "m/1 was not replaced", ["m/0#1", "m/1#0", "m/2#1"]),
+        ("old", fail_all_but_first, True, "m/1 did not come up again", ["m/0#1", "m/2#0"]),
+    ],
+    ids=["loaded only once", "same files", "old first"],
+)
+async def test_restart_that_fails_leaves_what_can_serve_with_the_same_files(
+    engine: FileEngine,
+    arena: Arena,
+    content: str,
+    on_start: Callable[[FileEngine, WorkerId], None],
+    old_first: bool,
+    error: str,
+    after: list[str],
+):
+    pool = await three_ready(engine, arena)
+    if content != "old":
+        engine.path.write_text(content)
+    engine.on_start = on_start
+    with pytest.raises(RestartFailedError, match=error):
+        await pool.replace(pool.slots, 1, old_first=old_first)
+    assert serving(pool) == after
+    if content == "newer":
         assert (pool.slots[0].state, pool.slots[0].cause) == ("backoff", "files")
         engine.path.write_text("old")
         pool.slots[0].is_asked_to_start.set()  # or its pause would have to end first
         await until(lambda: pool.slots[0].state == "ready")
-        await pool.stop(0)
-
-    run(go)
+    await pool.stop(0)
 
 
-def test_worker_that_cannot_be_replaced_stays_where_the_files_are_the_same(tmp_path: Path):
-    async def go(arena: Arena) -> None:
-        engine = Loading(tmp_path / "w")
-        pool = await all_ready(engine, arena)
-        engine.on_start = fail_beside(engine, "m/1")
-        with pytest.raises(RestartFailedError, match="m/1 was not replaced"):
-            await pool.replace(pool.slots, 1)
-        assert names_of_serving(pool) == ["m/0#1", "m/1#0", "m/2#1"]
-        await pool.stop(0)
+async def test_restart_during_which_the_files_change_again_ends_with_the_last_for_all(
+    engine: FileEngine, arena: Arena
+):
+    pool = await three_ready(engine, arena)
 
-    run(go)
+    def change(engine: FileEngine, id: WorkerId) -> None:
+        if str(id) == "m/1#1":
+            engine.path.write_text("newest")
+        assert len(serving(pool)) == 3  # none leaves before its successor is ready
 
-
-def test_restart_that_lets_the_old_leave_first_stops_at_the_first_that_stays_down(tmp_path: Path):
-    async def go(arena: Arena) -> None:
-        engine = Loading(tmp_path / "w")
-        pool = await all_ready(engine, arena)
-
-        def fail(id: WorkerId) -> None:
-            if id.worker != "m/0":
-                raise unlucky()
-
-        engine.on_start = fail
-        with pytest.raises(RestartFailedError, match="m/1 did not come up again"):
-            await pool.replace(pool.slots, 1, old_first=True)
-        assert names_of_serving(pool) == ["m/0#1", "m/2#0"]
-        await pool.stop(0)
-
-    run(go)
+    engine.path.write_text("newer")
+    engine.on_start = change
+    await pool.replace(pool.slots, 1)
+    assert serving(pool) == ["m/0#2", "m/1#1", "m/2#1"]
+    newest = [mark_of(str(engine.path))]
+    assert all(slot.handle and slot.handle.ready.files == newest for slot in pool.slots)
+    engine.on_start = lambda engine, id: None
+    engine.started[-1].die()  # the last to start is m/0
+    await until(lambda: serving(pool)[0] == "m/0#3")
+    await pool.stop(0)
 
 
-def test_restart_without_memory_for_two_is_refused_and_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch,
+async def test_restart_whose_first_successor_fails_changes_nothing(arena: Arena):
+    engine = FakeEngine()
+    pool = await ready_pool(engine, arena, 2)
+    engine.failures = [UNLUCKY]
+    with pytest.raises(RestartFailedError, match=r"m/0 .* serves on as it was: SyntaxError"):
+        await pool.replace(pool.slots, 1)
+    assert [slot.handle for slot in pool.slots] == engine.started
+    assert (pool.restart.state, pool.is_ready) == ("failed", True)
+    await pool.stop(0)
+
+
+async def test_restart_without_memory_for_two_is_refused_and_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, arena: Arena
 ):
     monkeypatch.setattr(inferpool.service.queue.replacing, "available_bytes", lambda: -1)
-
-    async def go(arena: Arena) -> None:
-        engine = FakeEngine()
-        pool = await two_ready(engine, arena)
-        with pytest.raises(RestartFailedError, match=r"MiB are free; .*old_first=true"):
-            await pool.replace(pool.slots, 1)
-        assert len(engine.started) == 2
-        await pool.replace(pool.slots, 1, old_first=True)
-        assert [slot.handle for slot in pool.slots] == engine.started[2:]
-        await pool.stop(0)
-
-    run(go)
+    engine = FakeEngine()
+    pool = await ready_pool(engine, arena, 2)
+    with pytest.raises(RestartFailedError, match=r"MiB are free; .*old_first=true"):
+        await pool.replace(pool.slots, 1)
+    assert len(engine.started) == 2
+    await pool.replace(pool.slots, 1, old_first=True)
+    assert [slot.handle for slot in pool.slots] == engine.started[2:]
+    await pool.stop(0)
 
 
-def test_stop_while_the_files_of_a_successor_are_read_leaves_no_worker(tmp_path: Path):
-    (tmp_path / "w").write_text("1")
-    mark = mark_of(str(tmp_path / "w"))
-    assert mark is not None
-
-    class Engine(FakeEngine):
-        async def start(
-            self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
-        ) -> FakeWorker:
-            worker = await super().start(id, config, on_progress)
-            if restart is not None:
-                worker.ready = msgspec.structs.replace(worker.ready, files=[mark])
-                restart.cancel()  # at the next await, which is for the files
-            return worker
-
-    restart: asyncio.Task[None] | None = None
-
-    async def go(arena: Arena) -> None:
-        nonlocal restart
-        engine = Engine()
-        pool = await two_ready(engine, arena)
-        restart = asyncio.create_task(pool.replace(pool.slots, 1))
-        with pytest.raises(asyncio.CancelledError):
-            await restart
-        assert [worker.is_gone for worker in engine.started] == [False, False, True]
-        assert (pool.restart.state, pool.is_ready) == ("failed", True)
-        await pool.stop(0)
-
-    run(go)
+async def test_stop_while_the_files_of_a_successor_are_read_leaves_no_worker(
+    engine: FileEngine, arena: Arena
+):
+    pool = await ready_pool(engine, arena, 2)
+    restart = asyncio.create_task(pool.replace(pool.slots, 1))
+    engine.on_start = lambda engine, id: restart.cancel()  # at the next await, for the files
+    with pytest.raises(asyncio.CancelledError):
+        await restart
+    assert [worker.is_gone for worker in engine.started] == [False, False, True]
+    assert (pool.restart.state, pool.is_ready) == ("failed", True)
+    await pool.stop(0)

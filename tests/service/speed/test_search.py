@@ -12,7 +12,7 @@ from inferpool.workers.config import WorkerConfig
 from inferpool.workers.host.engine import WorkerId
 from inferpool.workers.host.supervisor import WorkerSlot
 from tests.fakes import FakeWorker
-from tests.service.queue.test_pool import CONFIG, until
+from tests.service.pools import CONFIG, until
 
 QUICK = SpeedReport(preset="bf16", gain=2.0, is_final=False, key="key")
 FOUND = SpeedReport(preset="compiled_bf16", gain=3.0, note="bf16 2.00 x; compiled_bf16 3.00 x")
