@@ -11,6 +11,8 @@ from collections.abc import Generator, Iterable
 
 import httpx
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 from tests.turns import turn
 
@@ -42,6 +44,19 @@ def pytest_configure(config: pytest.Config) -> None:
         sys.dont_write_bytecode = False
         os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+class _ByFileOrPage(LoadFileScheduling):
+    """Gives one process all tests of a file; the examples of the docs go page by page."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        page, found, _ = nodeid.partition(".md:")
+        return page if found else super()._split_scope(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling:
+    """Spread the pages of the docs over the processes, since each starts services of its own."""
+    return _ByFileOrPage(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses

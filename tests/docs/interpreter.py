@@ -1,7 +1,7 @@
-"""One interpreter for all Python examples: later ones may use what earlier ones defined.
+"""One interpreter for all Python examples of a page: later ones may use what earlier ones defined.
 
-Reads lines of JSON, `{"text": ..., "name": ...}`, and answers each with what was printed and, if it
-raised, the traceback.
+It reads lines of JSON, `{"text": ..., "name": ...}`, and answers each with what the example printed
+and, if it raised, the traceback.
 """
 
 import contextlib

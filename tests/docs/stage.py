@@ -1,5 +1,7 @@
-"""A folder of its own in which the examples of a README run one after another, as a reader's do."""
+"""A folder in which the examples of one page run one after another, as they would for a reader."""
 
+import functools
+import io
 import json
 import os
 import re
@@ -9,15 +11,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import skimage.data
+from PIL import Image
+
 from inferpool.service.cli.parser import make_parser
 from inferpool.service.settings.loader import load
 from inferpool.service.settings.usage import SettingsError
+from tests.docs import command
+from tests.docs.pages import LANGUAGES, ROOT, Block
+from tests.docs.shapes import difference, printed
 from tests.ports import free_port
-from tests.readme import command
-from tests.readme.blocks import LANGUAGES, Block
-from tests.readme.shapes import difference, printed
 
-ROOT = Path(__file__).resolve().parents[2]
 _BLOCK_S = 120.0
 _PORT = re.compile(r"(?<![\w.,])8000\b")
 _OUR_COMMAND = re.compile(r"(?:^|&&|\|\|?|;|\buv run)\s*inferpool\s+([^|;&<>\n]+)", re.MULTILINE)
@@ -32,7 +36,10 @@ while [ $# -gt 0 ]; do
   esac
 done
 while [ "${1#-}" != "${1:-}" ]; do shift; done
-[ "$1" = pytest ] && exit 0  # it is what runs us
+case "$*" in
+  *.py) ;;
+  pytest*) exit 0 ;;  # the whole suite, which is what runs us
+esac
 exec "$@"
 """
 _NOTHING = "#!/bin/sh\nexit 0\n"
@@ -45,16 +52,20 @@ class ExampleError(AssertionError):
 class Stage:
     """Runs blocks. A context manager: leaving it ends the service that they started last."""
 
-    def __init__(self, folder: Path) -> None:
-        """Begin in an empty folder."""
+    def __init__(self, folder: Path, page: Path) -> None:
+        """Begin in a new folder below `folder`, with what the reader of `page` would have there.
+
+        That is a copy of the page's own folder for the projects in `docs/examples`, and else
+        nothing but a photo.
+        """
         self.folder = folder / "inferpool"
         self._own = folder / "own"
         self._port = free_port()
         self._output: str | None = None
-        """Of the block before."""
+        """Output of the block before."""
         self._serving = ""
         self._interpreter: subprocess.Popen[str] | None = None
-        self._set_up()
+        self._set_up(page)
 
     def __enter__(self) -> "Stage":
         """Start nothing yet."""
@@ -64,17 +75,13 @@ class Stage:
         """End what runs."""
         command.stop(self._own)
         if self._interpreter is not None:
-            assert self._interpreter.stdin is not None
-            assert self._interpreter.stdout is not None
-            self._interpreter.stdin.close()
-            self._interpreter.wait(10)
-            self._interpreter.stdout.close()
+            self._interpreter.communicate(timeout=10)
 
     def run(self, block: Block) -> None:
-        """Do what a block says, or see that it can be done.
+        """Do what a block says, or check that it could be done.
 
         Raises:
-            ExampleError: It cannot, or it did something else than is printed.
+            ExampleError: It cannot be done, or something else came out than the page prints.
         """
         if block.language in ("sh", "bash"):
             _check_command_lines(block.text)
@@ -88,8 +95,9 @@ class Stage:
                 f"{block.language!r} cannot be run here; mark it: <!-- not run: WHY --> or "
                 "<!-- file: PATH -->"
             )
-        if arguments := block.marks.get("serve"):
-            self._serve(arguments)
+        if (arguments := block.marks.get("serve", self._serving)) != self._serving:
+            self._run_shell(f"inferpool serve {arguments}")
+            self._serving = arguments
         text = _PORT.sub(str(self._port), block.text)
         before, self._output = self._output, None
         if path := block.marks.get("file"):
@@ -103,14 +111,9 @@ class Stage:
         elif "file" in block.marks:
             pass
         elif block.language == "python":
-            self._output = self._run_python(text, block.line)
+            self._output = self._run_python(text, block)
         else:
             self._output = self._run_shell(text)
-
-    def _serve(self, arguments: str) -> None:
-        if self._serving != arguments:
-            self._run_shell(f"inferpool serve {arguments}")
-            self._serving = arguments
 
     def _run_shell(self, text: str) -> str:
         if re.search(r"\binferpool serve\b", text):
@@ -128,10 +131,10 @@ class Stage:
             raise ExampleError(f"exit status {done.returncode}:\n{done.stdout}{done.stderr}")
         return done.stdout
 
-    def _run_python(self, text: str, line: int) -> str:
+    def _run_python(self, text: str, block: Block) -> str:
         if self._interpreter is None:
             self._interpreter = subprocess.Popen(
-                [sys.executable, "-m", "tests.readme.interpreter"],
+                [sys.executable, "-m", "tests.docs.interpreter"],
                 cwd=self.folder,
                 env=self._environ(),
                 stdin=subprocess.PIPE,
@@ -140,8 +143,8 @@ class Stage:
             )
         assert self._interpreter.stdin is not None
         assert self._interpreter.stdout is not None
-        placed = "\n" * (line - 1) + text  # so that tracebacks name the README's lines
-        self._interpreter.stdin.write(json.dumps({"text": placed, "name": "README.md"}) + "\n")
+        placed = "\n" * (block.line - 1) + text  # so that tracebacks name the page's lines
+        self._interpreter.stdin.write(json.dumps({"text": placed, "name": block.page}) + "\n")
         self._interpreter.stdin.flush()
         answer = json.loads(self._interpreter.stdout.readline())
         if answer["error"]:
@@ -170,14 +173,12 @@ class Stage:
             command.COMMAND: str(Path(sys.executable).parent / "inferpool"),
         }
 
-    def _set_up(self) -> None:
-        self.folder.mkdir(parents=True)
-        for name in ("docker", "compose.yaml", "pyproject.toml"):  # what is no code of a clone
-            source = ROOT / name
-            if source.is_dir():
-                shutil.copytree(source, self.folder / name)
-            elif source.exists():
-                shutil.copy(source, self.folder)
+    def _set_up(self, page: Path) -> None:
+        if page.is_relative_to(ROOT / "docs/examples"):
+            shutil.copytree(page.parent, self.folder)
+        else:
+            self.folder.mkdir(parents=True)
+        (self.folder / "photo.jpg").write_bytes(_photo())
         binaries = self._own / "bin"
         binaries.mkdir(parents=True)
         ours = f'#!/bin/sh\nexec "{sys.executable}" "{command.__file__}" "$@"\n'
@@ -187,8 +188,16 @@ class Stage:
         (self._own / ".curlrc").write_text("fail-with-body\nmax-time = 30\n")  # 4xx is a failure
 
 
+@functools.cache
+def _photo() -> bytes:
+    """Return the picture of a cat that the first page makes and the others use."""
+    file = io.BytesIO()
+    Image.fromarray(skimage.data.chelsea()).save(file, "JPEG")
+    return file.getvalue()
+
+
 def _check_command_lines(text: str) -> None:
-    """See that each `inferpool ...` of a block is a command line that there is."""
+    """Check that the parser knows each `inferpool ...` of a block, with its flags."""
     for found in _OUR_COMMAND.finditer(text.replace("\\\n", " ")):
         words = shlex.split(found[1], comments=True)
         parser, verbs = make_parser(words[0] if words else "")
@@ -205,7 +214,7 @@ def _check_command_lines(text: str) -> None:
 
 
 def _check_answer(output: str | None, text: str) -> None:
-    """See that what the block before printed last has the form of this one."""
+    """Compare what the block before printed last with this one."""
     try:
         shown = printed(text)
     except json.JSONDecodeError as error:

@@ -1,7 +1,7 @@
-"""Every example of README.md does what it says.
+"""Every example of the docs does what its page says, and every link leads somewhere.
 
-Its fenced blocks run in order, each as a test of its own, in one scratch folder, against real
-services. What can be had from a block's language:
+The fenced blocks of a page run in order, each as a test of its own, in one scratch folder, against
+real services. A page's folder has a `photo.jpg`. The language says what happens:
 
 `sh`, `bash`    runs in bash, in a shell of its own (`-euo pipefail`). `inferpool serve ...` returns
                 once it is ready, and ends the one that served before, as its reader would with
@@ -10,15 +10,14 @@ services. What can be had from a block's language:
                 do nothing, `uv run X` runs X, and `uv run pytest` nothing, since it is what runs.
                 curl fails with an answer of 400 and more. Arguments of `inferpool` are checked in
                 any case.
-`python`        runs in one interpreter, which keeps what earlier blocks defined.
+`python`        runs in one interpreter, which keeps what earlier blocks of the page defined.
 `toml`          must be settings that can be used.
 `json`          is what the block before it printed: the same keys, types and strings. `...` or `…`
                 stand for what is left out, in strings too; lists may go on, numbers differ.
 `text`, none    output and drawings: only shown.
 
 Port 8000 is some free port instead. Any other language, and what a test cannot do, needs a mark: an
-HTML comment on a line of its own above the fence (blank lines between do no harm; several marks
-may follow each other):
+HTML comment on a line of its own above the fence (several marks may follow each other):
 
 <!-- not run: WHY -->      needs a GPU, Docker, minutes, weights from the network, ...
 <!-- file: nets.py -->     is written to this file; TOML files are checked as settings, too
@@ -26,29 +25,53 @@ may follow each other):
 """
 
 import shutil
+from pathlib import Path
 
 import pytest
 
-from tests.readme.blocks import SHOWN, Block, blocks_of
-from tests.readme.stage import ROOT, ExampleError, Stage
+from tests.docs.pages import ROOT, SHOWN, Block, all_pages, blocks_of, broken_links_of
+from tests.docs.stage import Stage
 
 EXAMPLES = [
-    block for block in blocks_of(ROOT / "README.md") if block.language not in SHOWN or block.marks
+    block
+    for page in all_pages()
+    for block in blocks_of(page)
+    if block.language not in SHOWN or block.marks
 ]
 
 
 @pytest.fixture(scope="module")
-def stage(tmp_path_factory):
+def stage(request, tmp_path_factory):
     for tool in ("bash", "curl"):
         if shutil.which(tool) is None:
             pytest.skip(f"the examples use {tool}: install it")
-    with Stage(tmp_path_factory.mktemp("readme")) as stage:
+    with Stage(tmp_path_factory.mktemp("docs"), ROOT / request.param) as stage:
         yield stage
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda block: block.name)
+@pytest.mark.parametrize(
+    ("stage", "example"),
+    [pytest.param(block.page, block, id=str(block)) for block in EXAMPLES],
+    indirect=["stage"],
+    scope="module",
+)
 def test_example_does_what_it_says(stage: Stage, example: Block):
     stage.run(example)
+
+
+@pytest.mark.parametrize("page", all_pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path):
+    assert broken_links_of(page) == []
+
+
+def test_links_that_lead_nowhere_are_found(tmp_path):
+    (tmp_path / "a.md").write_text("# The `one` & only: it\n# Two\n# Two\n[c](#three)\n[d](e.md)\n")
+    page = tmp_path / "b.md"
+    page.write_text(
+        "[a](a.md#the-one--only-it) [b](a.md#two-1) [c](a.md#two-2) ![d](e.png) [f](https://f.example)"
+        "\n\n| |\n|-|\n| [g](#g) |\n\n```\n[h](h.md)\n```\n"
+    )
+    assert broken_links_of(page) == ["a.md#two-2", "e.png", "#g"]
 
 
 @pytest.mark.parametrize(
@@ -57,24 +80,24 @@ def test_example_does_what_it_says(stage: Stage, example: Block):
         ("```sh\nfalse\n```", "exit status 1"),
         ("```sh\ninferpool serve echo --prot 1 &\n```", "there is no"),
         ("<!-- not run: slow -->\n```sh\ninferpool sreve echo\n```", "no command line"),
-        ("```python\nx = 1\nx.y\n```", 'README.md", line 3'),
+        ("```python\nx = 1\nx.y\n```", 'page.md", line 3'),
         ("```toml\nprot = 1\n```", "did you mean port"),
         ("```yaml\na: 1\n```", "mark it"),
         ("<!-- not run: -->\n```sh\nfalse\n```", "needs a reason"),
+        ("<!-- serve: echo -->\nhere\n```sh\ntrue\n```", "no block that follows"),
         ('```sh\necho \'{"a": [1, {"b": 2}]}\'\n```\n```json\n{"a": [1, {"c": 2}]}\n```', "a[1]"),
         ('```sh\necho \'{"a": "x"}\'\n```\n```json\n{"a": "y"}\n```', "'x', and 'y'"),
     ],
 )
 def test_example_that_does_not_work_is_found(tmp_path, markdown: str, problem: str):
-    (tmp_path / "README.md").write_text(markdown)
-    with Stage(tmp_path / "stage") as stage, pytest.raises(ExampleError) as raised:  # noqa: PT012
-        for block in blocks_of(tmp_path / "README.md"):
-            stage.run(block)
+    with pytest.raises(AssertionError) as raised:
+        _run(tmp_path, markdown)
     assert problem in str(raised.value)
 
 
 def test_printed_answer_may_leave_out(tmp_path):
-    (tmp_path / "README.md").write_text(
+    _run(
+        tmp_path,
         """```python
 import json
 print("HTTP/1.1 200 OK")
@@ -83,8 +106,13 @@ print(json.dumps({"a": [1, 2, 3], "b": {"id": "4bf92f", "n": None}, "c": True}))
 ```json
 {"a": [7, ...], "b": {"id": "4b…", ...}, ...}
 ```
-"""
+""",
     )
-    with Stage(tmp_path / "stage") as stage:
-        for block in blocks_of(tmp_path / "README.md"):
+
+
+def _run(folder: Path, markdown: str) -> None:
+    page = folder / "page.md"
+    page.write_text(markdown)
+    with Stage(folder / "stage", page) as stage:
+        for block in blocks_of(page, folder):
             stage.run(block)

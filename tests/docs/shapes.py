@@ -1,4 +1,4 @@
-"""Whether an answer has the form of the one that is printed in a README."""
+"""Compares an answer with the one that a page prints."""
 
 import json
 import re
@@ -20,10 +20,10 @@ def printed(text: str) -> object:
 
 
 def difference(shown: object, real: object, place: str = "answer") -> str:
-    """What is different between a printed value and a real one, or nothing.
+    """Return where a real value differs from the printed one, or an empty text.
 
-    Keys, types, and strings must be the same, but for strings with `…` in them; lists may be longer
-    than they are printed, and numbers are numbers.
+    Keys, types and strings must be the same, but a printed string may leave things out by `…`, a
+    real list may be longer, and any number equals any other.
     """
     if shown == _REST:
         return ""

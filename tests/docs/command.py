@@ -4,21 +4,18 @@ A reader starts it in a terminal of its own, and ends it by Ctrl-C before the ne
 """
 
 import os
-import re
 import signal
-import ssl
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 
-FOLDER = "README_STAGE"
-COMMAND = "README_INFERPOOL"
+import psutil
+
+FOLDER = "DOCS_STAGE"
+COMMAND = "DOCS_INFERPOOL"
 _READY_S = 110.0
 _LEAVE_S = 20.0
-_ADDRESS = re.compile(r' at (https?://[^\s"]+)')
 
 
 def main() -> None:
@@ -37,49 +34,33 @@ def main() -> None:
         )
     (folder / "service.pid").write_text(str(process.pid))
     until = time.monotonic() + _READY_S
-    while not _is_ready(log.read_text()):
+    while '"url": "http' not in log.read_text():  # it serves now, and says where
         if process.poll() is not None or time.monotonic() > until:
             sys.exit(f"`inferpool {' '.join(arguments)}` does not serve:\n{log.read_text()}")
         time.sleep(0.02)
 
 
 def stop(folder: Path) -> None:
-    """End the service that was started last, as Ctrl-C does, and await that it is gone."""
+    """End the service that was started last, as Ctrl-C does, and wait until it is gone."""
     file = folder / "service.pid"
     if not file.exists():
         return
     pid = int(file.read_text())
     file.unlink()
+    if _is_alive(pid):
+        os.kill(pid, signal.SIGINT)
     until = time.monotonic() + _LEAVE_S
-    signum: int = signal.SIGINT
-    while _lives(pid):
-        if signum:
-            os.kill(pid, signum)
-            signum = 0
-        elif time.monotonic() > until:
+    while _is_alive(pid):
+        if time.monotonic() > until:
             os.killpg(pid, signal.SIGKILL)
         time.sleep(0.02)
 
 
-def _lives(pid: int) -> bool:
-    """Whether a process is there and no zombie; nobody here is its parent."""
+def _is_alive(pid: int) -> bool:
+    """Return whether a process runs; one that nobody has reaped does not."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def _is_ready(log: str) -> bool:
-    found = _ADDRESS.search(re.sub(r"\x1b\[[0-9;]*m", "", log))
-    if found is None:
-        return False
-    anyone = ssl.create_default_context()
-    anyone.check_hostname = False
-    anyone.verify_mode = ssl.CERT_NONE
-    try:
-        with urllib.request.urlopen(f"{found[1]}/health/ready", timeout=5, context=anyone):
-            return True
-    except (urllib.error.URLError, OSError):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
 
 

@@ -1,0 +1,1 @@
+"""Runs the examples of the docs as a reader would; see `tests/test_docs.py`."""
