@@ -16,13 +16,13 @@ from inferpool.service.api.cors import Cors
 from inferpool.service.api.predict import Predict
 from inferpool.service.api.wire.budgets import UnfinishedRequests
 from inferpool.service.api.wire.connections import EdgeLimits
-from inferpool.service.api.wire.handshakes import Handshake
+from inferpool.service.api.wire.handshakes import TlsHandshake
 from inferpool.service.api.wire.listening import BACKLOG
 from inferpool.service.api.wire.protocol import PredictProtocol
 from inferpool.service.errors import StartError
 from inferpool.service.settings.settings import Settings
+from inferpool.service.telemetry.log_throttle import LogThrottle
 from inferpool.service.telemetry.metrics import ModelMetrics, recorder
-from inferpool.service.telemetry.sparing import Sparing
 
 if TYPE_CHECKING:
     from inferpool.service.tracing.tracer import Tracer
@@ -150,7 +150,7 @@ def server_config(
     return uvicorn.Config(
         app,
         loop="uvloop",
-        http=http if tls is None else partial(Handshake, http, tls),  # type: ignore[arg-type]  # it only calls it
+        http=http if tls is None else partial(TlsHandshake, http, tls),  # type: ignore[arg-type]  # it only calls it
         ws="none",
         lifespan=lifespan,
         log_config=None,
@@ -168,7 +168,7 @@ def failure_log() -> Callable[[Call, int, float], None]:
 
     Of each status it warns a few times in a second and then with a count: an outage fails all.
     """
-    warnings: dict[int, Sparing] = {}
+    warnings: dict[int, LogThrottle] = {}
 
     def warn_of_rest(status: int, num: int) -> None:
         logger.warning("%d more answers of %d in the last second", num, status)
@@ -177,7 +177,7 @@ def failure_log() -> Callable[[Call, int, float], None]:
         level = logging.DEBUG
         if status >= 500:
             if status not in warnings:
-                warnings[status] = Sparing(partial(warn_of_rest, status), most=_WARNINGS_PER_S)
+                warnings[status] = LogThrottle(partial(warn_of_rest, status), most=_WARNINGS_PER_S)
             if warnings[status].may_write():
                 level = logging.WARNING
         if logger.isEnabledFor(level):

@@ -40,7 +40,7 @@ from inferpool.service.api.routes.events import WAS_HEAD
 from inferpool.service.api.routes.page import Page
 from inferpool.service.api.routes.page_headers import POLICY_HEADER, policy_for, with_page_headers
 from inferpool.service.errors import ServiceError
-from inferpool.service.telemetry.sparing import Sparing
+from inferpool.service.telemetry.log_throttle import LogThrottle
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class App(FastAPI):
         self._guard = guard
         self._cors = cors
         self._document: _Document | None = None
-        self._refusals = Sparing(_log_more_refusals, most=_REFUSALS_PER_S)
+        self._refusals = LogThrottle(_log_more_refusals, most=_REFUSALS_PER_S)
         install_error_handlers(self)
         for router in routers:
             self.include_router(router)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 _PERIOD_S = 1.0
 
 
-class Sparing:
+class LogThrottle:
     """Lets the first few lines of each second be written, and then counts the rest."""
 
     def __init__(self, write_rest: Callable[[int], None], *, most: int = 1) -> None:
