@@ -38,10 +38,10 @@ from inferpool.service.endpoint import (
 )
 from inferpool.service.errors import StartError
 from inferpool.service.example import try_or_ask
-from inferpool.service.fronts.alone import OnlyFront
+from inferpool.service.fronts.forwarded import forwarded_config, forwarding_path
 from inferpool.service.fronts.fronts import Fronts
 from inferpool.service.fronts.number import number_of_fronts
-from inferpool.service.fronts.relayed import relay_path, relayed_config
+from inferpool.service.fronts.only_front import OnlyFront
 from inferpool.service.service import ClosableEngine, Service
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.tls import TlsError
@@ -254,7 +254,7 @@ def _serve(
             settings=settings,
             limits=limits,
             listener=listener,
-            relay_path=relay_path(),
+            forwarding_path=forwarding_path(),
             arena=service.arena,
             models=service.pools,
             metrics=service.metrics,
@@ -271,7 +271,7 @@ def _serve(
             service.cut_off()
             fronts.hurry()
 
-        config = relayed_config(app, fronts.relay_path)
+        config = forwarded_config(app, fronts.forwarding_path)
         server = Server(
             config,
             shutdown_delay_s=settings.shutdown_delay_s,

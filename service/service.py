@@ -12,7 +12,7 @@ from inferpool.models.spec import Placement
 from inferpool.service.api.routes.events import HostState
 from inferpool.service.api.routes.health import HealthReport
 from inferpool.service.errors import StartError
-from inferpool.service.fronts.alone import OnlyFront
+from inferpool.service.fronts.only_front import OnlyFront
 from inferpool.service.live import Live
 from inferpool.service.operations import Operations
 from inferpool.service.queue.admission import Admission

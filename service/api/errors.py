@@ -104,7 +104,7 @@ class LargeHeadError(ServiceError):
     code = "head_too_large"
 
 
-class Kind(NamedTuple):
+class ErrorKind(NamedTuple):
     """How HTTP shows one kind of error."""
 
     status: int
@@ -113,32 +113,32 @@ class Kind(NamedTuple):
     """The same request may succeed later."""
 
 
-TABLE: dict[type[ServiceError], Kind] = {
-    BadRequestError: Kind(400, "The request cannot be read", False),
-    UnauthorizedError: Kind(401, "A valid key is needed", False),
-    ForbiddenError: Kind(403, "The key is for something else", False),
-    UnknownModelError: Kind(404, "No such model", False),
-    NotFoundError: Kind(404, "Not Found", False),
-    MethodNotAllowedError: Kind(405, "Method not allowed", False),
-    NotAcceptableError: Kind(406, "No answer in an accepted form", False),
-    SlowBodyError: Kind(408, "The body did not arrive in time", True),
-    ConflictError: Kind(409, "Something else is being done", True),
-    TooLargeError: Kind(413, "Too large", False),
-    LongUrlError: Kind(414, "The URL is too long", False),
-    UnsupportedTypeError: Kind(415, "Unsupported content type", False),
-    InvalidInputError: Kind(422, "The input does not fit", False),
-    QuarantinedError: Kind(422, "The input is in quarantine", False),
-    OverloadedError: Kind(429, "Overloaded", True),
-    LargeHeadError: Kind(431, "The headers are too large", False),
-    CancelledByClientError: Kind(499, "The client hung up", False),
-    ModelFailedError: Kind(500, "The model failed on this input", False),
-    NonFiniteOutputError: Kind(500, "The model's output is not finite", False),
-    WorkerCrashedError: Kind(500, "Workers died of this input", False),
-    RestartFailedError: Kind(500, "The restart failed", False),
-    InternalError: Kind(500, "Internal error", False),
-    UnavailableError: Kind(503, "Unavailable", True),
-    GivenUpError: Kind(503, "Given up", False),
-    DeadlineExceededError: Kind(504, "Deadline exceeded", True),
+TABLE: dict[type[ServiceError], ErrorKind] = {
+    BadRequestError: ErrorKind(400, "The request cannot be read", False),
+    UnauthorizedError: ErrorKind(401, "A valid key is needed", False),
+    ForbiddenError: ErrorKind(403, "The key is for something else", False),
+    UnknownModelError: ErrorKind(404, "No such model", False),
+    NotFoundError: ErrorKind(404, "Not Found", False),
+    MethodNotAllowedError: ErrorKind(405, "Method not allowed", False),
+    NotAcceptableError: ErrorKind(406, "No answer in an accepted form", False),
+    SlowBodyError: ErrorKind(408, "The body did not arrive in time", True),
+    ConflictError: ErrorKind(409, "Something else is being done", True),
+    TooLargeError: ErrorKind(413, "Too large", False),
+    LongUrlError: ErrorKind(414, "The URL is too long", False),
+    UnsupportedTypeError: ErrorKind(415, "Unsupported content type", False),
+    InvalidInputError: ErrorKind(422, "The input does not fit", False),
+    QuarantinedError: ErrorKind(422, "The input is in quarantine", False),
+    OverloadedError: ErrorKind(429, "Overloaded", True),
+    LargeHeadError: ErrorKind(431, "The headers are too large", False),
+    CancelledByClientError: ErrorKind(499, "The client hung up", False),
+    ModelFailedError: ErrorKind(500, "The model failed on this input", False),
+    NonFiniteOutputError: ErrorKind(500, "The model's output is not finite", False),
+    WorkerCrashedError: ErrorKind(500, "Workers died of this input", False),
+    RestartFailedError: ErrorKind(500, "The restart failed", False),
+    InternalError: ErrorKind(500, "Internal error", False),
+    UnavailableError: ErrorKind(503, "Unavailable", True),
+    GivenUpError: ErrorKind(503, "Given up", False),
+    DeadlineExceededError: ErrorKind(504, "Deadline exceeded", True),
 }
 """A subclass is shown as its nearest base here. 499 is seen in metrics and logs only."""
 
@@ -177,7 +177,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Of each instance, where there were several."""
 
 
-def kind_of(error: ServiceError) -> Kind:
+def kind_of(error: ServiceError) -> ErrorKind:
     """The row of the table for an error."""
     kind = TABLE.get(type(error))
     if kind is not None:

@@ -21,7 +21,7 @@ from inferpool.service.api.call import (
     begin_call,
 )
 from inferpool.service.api.codecs.answers import choose_format
-from inferpool.service.api.codecs.body import Decoded, Head, Payload, add_piece
+from inferpool.service.api.codecs.body import BodyContext, Decoded, Payload, add_piece
 from inferpool.service.api.codecs.requests import decode
 from inferpool.service.api.errors import MethodNotAllowedError
 from inferpool.service.api.predict import PREFIX, Predict
@@ -125,7 +125,7 @@ class Exchange(msgspec.Struct, eq=False):
         return cls(wire, predict, call)
 
     @classmethod
-    def again(cls, wire: Wire, predict: Predict, earlier: Call) -> "Exchange":
+    def from_known_head(cls, wire: Wire, predict: Predict, earlier: Call) -> "Exchange":
         """Begin a call whose head is that of an earlier one that was checked, byte for byte.
 
         Args:
@@ -326,7 +326,7 @@ class Exchange(msgspec.Struct, eq=False):
 
     def _decode(self, entry: ModelEntry, chunks: Sequence[Buffer]) -> Decoded:
         call = self.call
-        head = Head(call.headers, call.query, entry.inputs, self.predict.limits)
+        head = BodyContext(call.headers, call.query, entry.inputs, self.predict.limits)
         decoded = decode(call.headers.get(b"content-type", b""), list(map(bytes, chunks)), head)
         call.is_batch = decoded.is_batch
         if decoded.is_whole and call.earlier is not None:

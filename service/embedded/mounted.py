@@ -20,7 +20,7 @@ from inferpool.service.api.web import App
 from inferpool.service.app import look_around, make_service, make_whole_app, start_tracing
 from inferpool.service.embedded.arguments import ServedModels, read_arguments
 from inferpool.service.errors import StartError
-from inferpool.service.fronts.alone import OnlyFront
+from inferpool.service.fronts.only_front import OnlyFront
 from inferpool.service.service import ClosableEngine, Service
 from inferpool.service.settings.loader import Loaded
 from inferpool.service.settings.preload import modules_to_preload

@@ -1,4 +1,4 @@
-"""All that a front runs: it takes connections, answers predictions, and relays the rest."""
+"""The process of a front: it takes connections, answers predictions, and forwards other calls."""
 
 import asyncio
 import contextlib
@@ -17,9 +17,15 @@ from multiprocessing.connection import Connection
 from inferpool.service.api.wire.protocol import PredictProtocol
 from inferpool.service.api.wire.server import DrainingServer
 from inferpool.service.endpoint import make_guard, make_predict, make_tracer, server_config
-from inferpool.service.fronts.messages import Count, Counts, Job, Listening, MovedAway
-from inferpool.service.fronts.relay import Relay
-from inferpool.service.fronts.uplink import Uplink
+from inferpool.service.fronts.forwarding import Forwarder
+from inferpool.service.fronts.front_side import FrontSide
+from inferpool.service.fronts.messages import (
+    CountRequest,
+    FrontConfig,
+    FrontCounts,
+    Listening,
+    MovedAway,
+)
 from inferpool.service.settings.tls import server_context
 from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.arena import Slots
@@ -31,26 +37,38 @@ from inferpool.workers.messages import LogLine
 logger = logging.getLogger(__name__)
 
 _MAX_TAKEN = 64
-"""Connections in one turn of the loop."""
+"""Connections taken in one turn of the loop."""
 
 
 def run(
-    job: Job, memory: mmap, reader: Connection, writer: Connection, channel: socket.socket
+    config: FrontConfig,
+    memory: mmap,
+    reader: Connection,
+    writer: Connection,
+    channel: socket.socket,
 ) -> None:
-    """Be a front until told to leave; see `service.fronts.entry`."""
-    die_with_parent(job.main_pid)
+    """Be a front until told to leave, or until the main process ends.
+
+    Args:
+        config: What the front needs to know.
+        memory: The arena, mapped for writing.
+        reader: Messages from the main process.
+        writer: Messages to the main process.
+        channel: Where connections come from.
+    """
+    die_with_parent(config.main_pid)
     die_with_front_end()
-    # Ctrl-C and a stop of the whole cgroup reach fronts too; the main process alone decides.
+    # Ctrl-C and a stop of the whole cgroup reach fronts too; only the main process decides.
     for signum in DEAF_TO:
         signal.signal(signum, signal.SIG_IGN)
     faulthandler.register(signal.SIGQUIT, 2, chain=False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, DEAF_TO)
-    slots = Slots(memory, job.part.start, len(job.part))
-    for offset, num_bytes in job.held.items():
+    slots = Slots(memory, config.part.start, len(config.part))
+    for offset, num_bytes in config.held.items():
         slots.reserve(offset, num_bytes)
 
     async def main() -> None:
-        await Front(job, slots, reader, writer, channel).run()
+        await Front(config, slots, reader, writer, channel).run()
 
     import uvloop
 
@@ -59,72 +77,72 @@ def run(
 
 
 class _Server(DrainingServer):
-    """Serves connections that others accept."""
+    """A server of connections that the main process has accepted."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals alone: the main process says when to go."""
+        """Ignore signals: the main process says when to leave."""
         yield
 
 
 class Front:
-    """Takes connections from the main process, and does what that says. Lives in the event loop."""
+    """Takes connections from the main process and does what it says. Lives in the event loop."""
 
     def __init__(
         self,
-        job: Job,
+        config: FrontConfig,
         slots: Slots,
         reader: Connection,
         writer: Connection,
         channel: socket.socket,
     ) -> None:
-        settings = job.settings
+        settings = config.settings
         self._thread = threading.get_ident()
-        self._family = job.family
+        self._family = config.family
         self._channel = channel
         self._num_taken = 0
         self._moving: asyncio.Task[None] | None = None
         self._metrics: defaultdict[str, ModelMetrics] = defaultdict(lambda: ModelMetrics(""))
-        self._uplink = Uplink(reader, writer, slots, list(settings.models), self)
-        self._log_up(job.log_level)
+        self._front_side = FrontSide(reader, writer, slots, list(settings.models), self)
+        self._send_logs_to_main(config.log_level)
         self._tracer = make_tracer(settings, self._metrics.__getitem__)
         predict = make_predict(
-            self._uplink.models,
+            self._front_side.models,
             settings,
             make_guard(settings),
             None if self._tracer is None else self._tracer.recorder,
             self._metrics.__getitem__,
-            job.limits,
+            config.limits,
         )
-        self._relay = Relay(job.relay_path)
-        http = PredictProtocol.bound_to(predict, job.limits)
+        self._forwarder = Forwarder(config.forwarding_path)
+        http = PredictProtocol.bound_to(predict, config.limits)
         self._edge = http.others
         tls = None
         if settings.tls_certificate is not None:
             tls = server_context(settings.tls_certificate, settings.tls_key)
-        self._config = server_config(self._relay, http, settings, tls, lifespan="off")
+        self._config = server_config(self._forwarder, http, settings, tls, lifespan="off")
         self._server = _Server(self._config)
 
     async def run(self) -> None:
         """Serve until told to leave."""
-        gc.freeze()  # the modules stay: later collections need not walk through them
+        gc.freeze()  # later collections need not walk through the modules
         self._config.load()
         self._channel.setblocking(False)
         loop = asyncio.get_running_loop()
         loop.add_reader(self._channel.fileno(), self._take_connections)
         if self._tracer is not None:
             self._tracer.start()
-        self._uplink.link.send(Listening())
+        self._front_side.link.send(Listening())
         await self._server.serve(sockets=[])
         loop.remove_reader(self._channel.fileno())
-        await self._relay.close()
+        await self._forwarder.close()
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.stop)
-        self.count(Count(0, logging.getLogger().level))
-        self._uplink.link.flush()
+        self.count(CountRequest(0, logging.getLogger().level))
+        self._front_side.link.flush()
 
-    def count(self, command: Count) -> None:
-        """See `Commands`."""
+    def count(self, command: CountRequest) -> None:
+        """See `CommandHandler`."""
         logging.getLogger().setLevel(command.log_level)
         calls, durations, exemplars = [], [], []
         for label, metrics in self._metrics.items():
@@ -135,13 +153,13 @@ class Front:
             durations.append((label, metrics.answer_duration.take(), metrics.error_duration.take()))
             exemplars.append((label, metrics.exemplars.take()))
         num_full = []
-        for model in self._uplink.models.values():
+        for model in self._front_side.models.values():
             if model.num_full:
                 num_full.append((model.name, model.num_full))
                 model.num_full = 0
         num_open = len(self._server.server_state.connections)
         traced = (0, 0) if self._tracer is None else self._tracer.take_counts()
-        counts = Counts(
+        counts = FrontCounts(
             command.id,
             calls,
             durations,
@@ -152,26 +170,26 @@ class Front:
             self._edge.use(),
             traced,
         )
-        self._uplink.link.send(counts)
+        self._front_side.link.send(counts)
 
     def move_away(self) -> None:
-        """See `Commands`."""
+        """See `CommandHandler`."""
         self._moving = asyncio.create_task(self._move_away(), name="move away")
 
     def leave(self, *, is_hurried: bool, flush_until: float) -> None:
-        """See `Commands`."""
+        """See `CommandHandler`."""
         self._server.flush_until = flush_until
         self._server.should_exit = True
         self._server.force_exit = self._server.force_exit or is_hurried
 
     def on_lost(self, reason: str) -> None:
-        """See `Commands`. The kernel or a thread is about to end this process in any case."""
+        """See `CommandHandler`. The kernel or a thread is about to end this process in any case."""
         os._exit(1)
 
     async def _move_away(self) -> None:
         self._take_connections()
-        await self._server.see_clients_off()
-        self._uplink.link.send(MovedAway())
+        await self._server.move_clients_away()
+        self._front_side.link.send(MovedAway())
 
     def _take_connections(self) -> None:
         for _ in range(_MAX_TAKEN):
@@ -184,20 +202,20 @@ class Front:
                 self._num_taken += 1
                 return
             if not data:
-                return  # the end of the channel, which is that of the main process
+                return  # the main process has ended
             self._num_taken += 1
             for descriptor in descriptors:
                 self._server.take(socket.socket(self._family, socket.SOCK_STREAM, 0, descriptor))
 
     def _send_line(self, line: LogLine) -> None:
-        """Send a log line, whichever thread has logged it."""
+        """Send a log line to the main process, from any thread."""
         if threading.get_ident() == self._thread:
-            self._uplink.link.send(line)
+            self._front_side.link.send(line)
         else:
             with contextlib.suppress(RuntimeError):  # the loop has ended
-                self._uplink.loop.call_soon_threadsafe(self._uplink.link.send, line)
+                self._front_side.loop.call_soon_threadsafe(self._front_side.link.send, line)
 
-    def _log_up(self, level: int) -> None:
+    def _send_logs_to_main(self, level: int) -> None:
         root = logging.getLogger()
         root.handlers = [LineHandler(self._send_line)]
         root.setLevel(level)

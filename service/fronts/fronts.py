@@ -1,4 +1,4 @@
-"""All fronts of a service: kept by a supervisor, given connections, counted and seen out.
+"""All fronts of a service: a supervisor keeps them running, and connections are shared among them.
 
 Lives in the main process's event loop.
 """
@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 
 from inferpool.service.api.routes.health import FrontHealth
 from inferpool.service.api.wire.connections import EdgeLimits
-from inferpool.service.fronts.alone import read_fronts
-from inferpool.service.fronts.desk import OwnModel, Part
-from inferpool.service.fronts.doorway import Doorway
-from inferpool.service.fronts.life import Life
-from inferpool.service.fronts.messages import Counts, Job
+from inferpool.service.fronts.balancer import ConnectionBalancer
+from inferpool.service.fronts.front_process import FrontProcess
+from inferpool.service.fronts.main_side import ArenaPart, LocalModel
+from inferpool.service.fronts.messages import FrontConfig, FrontCounts
+from inferpool.service.fronts.only_front import read_fronts
 from inferpool.service.settings.settings import Settings
 from inferpool.service.telemetry.metrics import Metrics, Reading
 from inferpool.workers.arena import Arena
@@ -35,15 +35,15 @@ _COUNT_EVERY_S = 0.5
 _COUNT_S = 0.5
 """How long a scrape waits for fronts that do not answer."""
 _HANG_S = 10.0
-"""A front that has not said anything for so long hangs: it is asked twice in a second."""
+"""A front that has sent nothing for so long hangs: it is asked twice a second."""
 _HANG_ROUNDS = int(_HANG_S / _COUNT_EVERY_S)
 _POLICY = RestartPolicy(max_restarts=4)
 _STATES = {"ready": "up", "failed": "stopped"}
-"""The supervisor's words that `/health` has others for."""
+"""The supervisor's states that `/health` calls by other names."""
 
 
 class Fronts:
-    """Keeps so many of them until told to stop."""
+    """Keeps a number of fronts running until it is stopped."""
 
     def __init__(
         self,
@@ -52,50 +52,50 @@ class Fronts:
         settings: Settings,
         limits: EdgeLimits,
         listener: socket.socket,
-        relay_path: str,
+        forwarding_path: str,
         arena: Arena,
-        models: Mapping[str, OwnModel],
+        models: Mapping[str, LocalModel],
         metrics: Metrics,
         on_lost: Callable[[], None],
     ) -> None:
         """Divide the arena, and start nothing yet.
 
         Args:
-            num: How many.
-            settings: Of the service.
-            limits: What connections may cost, all fronts together.
-            listener: Where clients connect.
-            relay_path: The Unix socket on which the main process answers.
-            arena: Empty; nothing can be put there afterwards but by the fronts.
-            models: What takes instances, in the order of the settings.
-            metrics: What counts them.
-            on_lost: Told that no front can ever be started; the log has said why.
+            num: The number of fronts.
+            settings: The service's.
+            limits: What the connections of all fronts together may cost.
+            listener: The socket where clients connect.
+            forwarding_path: The Unix socket on which the main process answers.
+            arena: Empty; from now on only the fronts put payloads there.
+            models: In the order of the settings.
+            metrics: Counts the fronts' calls.
+            on_lost: Called when no front can ever be started; the log has said why.
         """
         self._settings = settings
         self._limits = limits.share(num)
         self._family = listener.family
-        self.relay_path = relay_path
+        self.forwarding_path = forwarding_path
         self._memory = arena.memory.writable
         self._models = models
         self._metrics = metrics
         self._on_lost = on_lost
-        self._parts = [Part(arena.memory.map, where) for where in arena.give_away(num)]
-        self._supervisor = Supervisor[Part, Life](self._bring_up, self, _POLICY)
-        self._doorway = Doorway(listener, self._open)
+        self._parts = [ArenaPart(arena.memory.map, where) for where in arena.give_away(num)]
+        self._supervisor = Supervisor[ArenaPart, FrontProcess](self._bring_up, self, _POLICY)
+        self._balancer = ConnectionBalancer(listener, self._open)
         self._watching: asyncio.Task[None] | None = None
         self.traced = (0, 0)
-        """Calls that they have traced: exported, and dropped."""
+        """Calls that the fronts have traced: exported, and dropped."""
         self._up = asyncio.Event()
         self._oom_kills = OomKills()
         self._is_hurried = False
 
     @property
     def used_bytes(self) -> int:
-        """Of the arena."""
+        """Bytes of the arena that the fronts use."""
         return sum(part.used_bytes for part in self._parts)
 
     def start(self) -> None:
-        """Begin to keep them."""
+        """Start them."""
         self._supervisor.start("front", self._parts)
         self._watching = asyncio.create_task(self._watch(), name="watch fronts")
 
@@ -104,38 +104,38 @@ class Fronts:
         await self._up.wait()
 
     def tell_inputs(self) -> None:
-        """What the models take may have become known."""
-        for life in self._open():
-            life.desk.tell_inputs()
+        """Tell the fronts what the models take."""
+        for front in self._open():
+            front.main_side.tell_inputs()
 
     async def count(self) -> None:
-        """Have all that they counted by now in the metrics, if they say it soon."""
-        counting = [life.desk.count() for life in self._open()]
+        """Add what the fronts have counted to the metrics; wait for that only for a moment."""
+        counting = [front.main_side.count() for front in self._open()]
         if counting:
             await asyncio.wait(counting, timeout=_COUNT_S)
 
     async def move_clients_away(self) -> None:
-        """Accept no more connections, and have answers close those that there are.
+        """Accept no more connections, and have each answer close its connection.
 
         A front that ends from now on is not started again: it would have nothing to do.
         """
-        await self._doorway.see_last_in()
+        await self._balancer.accept_last()
         self._supervisor.start_no_more()
-        await asyncio.gather(*(life.move_clients_away() for life in self._open()))
+        await asyncio.gather(*(front.move_clients_away() for front in self._open()))
 
     def hurry(self) -> None:
-        """Wait for no client when they are stopped, or no longer where that has begun."""
+        """Wait for no client when the fronts are stopped, or from now on if they are stopping."""
         self._is_hurried = True
-        for life in self._open():
-            life.hurry()
+        for front in self._open():
+            front.hurry()
 
     async def stop(self, flush_until: float = 0.0) -> None:
-        """See them out; all that they asked for must be settled.
+        """Stop the fronts; all their instances must be settled.
 
         Args:
             flush_until: The moment until which clients may read their answers.
         """
-        self._doorway.close()
+        self._balancer.close()
         await self._supervisor.stop(max(0.0, flush_until - time.monotonic()))
         if self._watching is not None:
             self._watching.cancel()
@@ -144,7 +144,7 @@ class Fronts:
             part.close()
 
     def health(self) -> list[FrontHealth]:
-        """Each of them now."""
+        """Return the state of each front."""
         return [
             FrontHealth(
                 name=slot.id.worker,
@@ -158,86 +158,87 @@ class Fronts:
         ]
 
     def read_gauges(self) -> Iterator[Reading]:
-        """What `/metrics` shows of them now."""
-        return read_fronts(self.health(), [life.edge for life in self._open()])
+        """Return the metrics of the fronts."""
+        return read_fronts(self.health(), [front.edge for front in self._open()])
 
-    def on_progress(self, slot: Slot[Part, Life]) -> None:
+    def on_progress(self, slot: Slot[ArenaPart, FrontProcess]) -> None:
         """See `Watcher`."""
 
-    def on_ready(self, slot: Slot[Part, Life]) -> None:
+    def on_ready(self, slot: Slot[ArenaPart, FrontProcess]) -> None:
         """See `Watcher`."""
         if self._is_hurried and slot.handle:
             slot.handle.hurry()
         self._up.set()
-        self._doorway.open()
+        self._balancer.open()
 
-    def on_gone(self, handle: Life) -> None:
+    def on_gone(self, handle: FrontProcess) -> None:
         """See `Watcher`."""
 
-    def on_down(self, slot: Slot[Part, Life]) -> None:
+    def on_down(self, slot: Slot[ArenaPart, FrontProcess]) -> None:
         """See `Watcher`."""
         if slot.state == "failed":
             logger.error("%s is given up: %s", slot.id.worker, slot.reason)
         if all(each.state == "failed" for each in self._supervisor.slots):
             self._on_lost()
 
-    def _open(self) -> list[Life]:
-        """Those that take connections."""
+    def _open(self) -> list[FrontProcess]:
         return [slot.handle for slot in self._supervisor.slots if slot.handle]
 
     async def _bring_up(
-        self, id: WorkerId, part: Part, _on_progress: Callable[[str], None]
-    ) -> Life:
+        self, id: WorkerId, part: ArenaPart, _on_progress: Callable[[str], None]
+    ) -> FrontProcess:
         """Start a front, and wait until it takes connections.
 
         Raises:
-            WorkerStartError: It does not.
+            WorkerStartError: It did not come up.
         """
-        job = Job(
+        config = FrontConfig(
             name=id.worker,
             main_pid=os.getpid(),
             settings=self._settings,
             limits=self._limits,
             part=part.where,
             held=dict(part.held),
-            relay_path=self.relay_path,
+            forwarding_path=self.forwarding_path,
             family=self._family,
             log_level=logging.getLogger().level,
         )
         models = list(self._models.values())
-        # What we start inherits this and is deaf to them at once: it is for us to end it.
+        # The new process inherits this: it ignores these signals from the start, and we end it.
         signal.pthread_sigmask(signal.SIG_BLOCK, DEAF_TO)
         try:
-            life = Life(id, job, self._memory, part, models, self._oom_kills, self._take_counts)
+            front = FrontProcess(
+                id, config, self._memory, part, models, self._oom_kills, self._take_counts
+            )
         except OSError as error:
             text = f"it could not be started: {error}"
             raise WorkerStartError(text, permanent=False) from error
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, DEAF_TO)
-        await life.until_up(_START_S)
-        return life
+        await front.until_up(_START_S)
+        return front
 
     async def _watch(self) -> None:
-        """Twice in a second: have them count, and see that they answer."""
-        silent_since: dict[Life, int] = {}
+        """Ask for counts twice a second, and replace fronts that do not answer."""
+        silent_since: dict[FrontProcess, int] = {}
         num_rounds = 0
         keep_going = KeepGoing("the watch of the fronts")
         while True:
             await asyncio.sleep(_COUNT_EVERY_S)
             num_rounds += 1
-            for life in self._open():
+            for front in self._open():
                 with keep_going:
-                    # Rounds and not seconds: a host that paused has paused us as well.
-                    if life.desk.take_sign_of_life():
-                        silent_since[life] = num_rounds
-                    elif num_rounds - silent_since.setdefault(life, num_rounds) > _HANG_ROUNDS:
-                        life.kill("hang", f"it has not answered for {_HANG_S:g} s")
-                    life.desk.count()
-                    life.process.look()
-            for life in [each for each in silent_since if each.is_gone]:
-                del silent_since[life]
+                    # Count rounds, not seconds: a host that paused has paused us as well.
+                    if front.main_side.has_been_heard():
+                        silent_since[front] = num_rounds
+                    elif num_rounds - silent_since.setdefault(front, num_rounds) > _HANG_ROUNDS:
+                        front.kill("hang", f"it has not answered for {_HANG_S:g} s")
+                    front.main_side.count()
+                    front.process.look()
+            for front in [each for each in silent_since if each.is_gone]:
+                del silent_since[front]
 
-    def _take_counts(self, counts: Counts) -> None:
+    def _take_counts(self, counts: FrontCounts) -> None:
         for label, status, num in counts.calls:
             self._metrics.model(label).requests[status] += num
         for label, answers, errors in counts.durations:

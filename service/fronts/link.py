@@ -1,4 +1,4 @@
-"""One end of the pair of pipes between a front and the main process; both event loops use it."""
+"""One end of the pair of pipes between a front and the main process; both sides use it."""
 
 import asyncio
 import contextlib
@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from inferpool.service.fronts.messages import Answer, Ask
+from inferpool.service.fronts.messages import InstanceAnswer, Submission
 from inferpool.workers.host.queues import FrameReader, FrameWriter
 from inferpool.workers.messages import UNREADABLE, FrameError
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 _encode = msgspec.msgpack.Encoder().encode
 
 M = TypeVar("M")
-T = TypeVar("T", Ask, Answer)
+T = TypeVar("T", Submission, InstanceAnswer)
 
 
 class Link(Generic[M]):
@@ -35,11 +35,11 @@ class Link(Generic[M]):
         """Begin to listen.
 
         Args:
-            reader: What the other end writes to.
-            writer: What the other end reads from.
+            reader: The pipe that the other end writes to.
+            writer: The pipe that the other end reads from.
             decode: Makes a message of a frame.
-            on_message: Given each message.
-            on_end: Told once why nothing more will come.
+            on_message: Called with each message.
+            on_end: Called once with the reason why nothing more will come.
         """
         self._loop = asyncio.get_running_loop()
         self._reader = FrameReader(reader)
@@ -54,23 +54,23 @@ class Link(Generic[M]):
         """Send a message, in as many pieces as the pipe has room for.
 
         Raises:
-            Exception: It cannot be encoded, and nothing of it was sent.
+            Exception: It cannot be encoded; nothing of it was sent.
         """
         if self._is_open and not self._writer.write(_encode(message)):
             self._loop.add_writer(self._writer.fd, self._on_writable)
 
-    def send_turn(
+    def send_all(
         self,
         kind: Callable[[list[T], list[int]], msgspec.Struct],
         items: list[T],
         ids: list[int],
         on_failure: Callable[[T], None],
     ) -> None:
-        """Send what came up in one turn, and one by one what cannot be encoded together.
+        """Send all items in one message, or one by one if that cannot be encoded.
 
         Args:
-            kind: Makes the message.
-            items: What may not be encodable.
+            kind: Makes the message of items and ids.
+            items: The items, some of which may not be encodable.
             ids: The numbers that go with them.
             on_failure: Called with each item that cannot be sent; the log says why.
         """
@@ -86,17 +86,17 @@ class Link(Generic[M]):
             self.send(kind([], ids))
 
     def flush(self) -> None:
-        """Write what waits and fits, outside of the loop's turn."""
+        """Write what waits and fits, without waiting for the loop."""
         self._writer.flush()
 
     def read_rest(self) -> None:
-        """Take what the other end wrote before it ended."""
+        """Read what the other end wrote before it ended."""
         self._reader.is_dry = False
         while self._is_open and not self._reader.is_dry:
             self._on_readable()
 
     def close(self) -> None:
-        """Let go of both pipes."""
+        """Close both pipes."""
         if self._is_open:
             self._is_open = False
             self._loop.remove_reader(self._reader.fd)

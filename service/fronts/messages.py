@@ -1,6 +1,7 @@
-"""All that crosses between a front and the main process.
+"""The messages between a front and the main process.
 
-A front is started with a `Job`. After that it is one msgpack value per turn of a loop.
+A front is started with a `FrontConfig`. Then each side sends at most one msgpack message per turn
+of its event loop.
 """
 
 from dataclasses import dataclass
@@ -19,60 +20,60 @@ from inferpool.workers.messages import ItemRef, LogLine, TensorBlob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """All that a front needs to know; pickled into its process."""
+class FrontConfig:
+    """Everything a front needs to know; pickled into its process."""
 
     name: str
-    """For the log: "front/0"."""
+    """The name in the log: "front/0"."""
     main_pid: int
     settings: Settings
     limits: EdgeLimits
     part: range
-    """Where in the arena it puts payloads."""
+    """The part of the arena where it puts payloads."""
     held: dict[int, int]
-    """Slots there that workers still read on behalf of an earlier life, and their lengths."""
-    relay_path: str
-    """The socket on which the main process answers what is no prediction."""
+    """Offsets and lengths of slots there that workers still read for a front that died."""
+    forwarding_path: str
+    """The Unix socket on which the main process answers all other routes."""
     family: int
-    """Of the connections' addresses."""
+    """The address family of the connections."""
     log_level: int
 
 
-class Ask(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One instance that a front submits; its payload lies in the front's part of the arena."""
+class Submission(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One instance; its payload lies in the front's part of the arena."""
 
     id: int
     model: int
-    """Its place among the models of the settings."""
+    """Index in the order of the settings."""
     ref: ItemRef
     is_traced: bool
-    """What becomes of it is wanted with the answer."""
+    """The answer should bring `steps`."""
 
 
-class Turn(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
-    """Front to main: what its callers began and gave up in one turn of its loop."""
+class Submissions(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
+    """Front to main: instances submitted and given up in one turn of the event loop."""
 
-    asks: list[Ask]
+    submissions: list[Submission]
     cancelled: list[int]
 
 
-class Counts(msgspec.Struct, frozen=True, array_like=True, tag="counts"):
-    """Front to main, in answer to `Count`: what it has counted since the last time."""
+class FrontCounts(msgspec.Struct, frozen=True, array_like=True, tag="counts"):
+    """Front to main, in answer to `CountRequest`: what it has counted since the last time."""
 
     id: int
     calls: list[tuple[str, int, int]]
-    """Label of the model, status, how many."""
+    """Model label, status, number of calls."""
     durations: list[tuple[str, tuple[list[int], float], tuple[list[int], float]]]
-    """Label of the model, and of its answers and of its errors: calls by part of
-    `DURATION_EDGES_S`, and their sum in seconds."""
+    """Model label, then successful calls and errors: each the number of calls per bucket of
+    `DURATION_EDGES_S`, and the sum of their durations in seconds."""
     exemplars: list[tuple[str, list[tuple[int, Exemplar]]]]
-    """Label of the model, and those of its durations by bucket."""
+    """Model label, and an exemplar per bucket."""
     num_full: list[tuple[str, int]]
-    """Model, and instances for which the front's part of the arena had no room."""
+    """Model name, and instances refused because the front's part of the arena was full."""
     num_taken: int
-    """Connections that it was ever given and has taken."""
+    """Connections received from the main process since the start."""
     num_open: int
-    """Of those, the ones that are open."""
+    """Connections that are open now."""
     edge: EdgeUse
     traced: tuple[int, int]
     """Traced calls that were exported and dropped."""
@@ -83,21 +84,21 @@ class Listening(msgspec.Struct, frozen=True, array_like=True, tag="listening"):
 
 
 class MovedAway(msgspec.Struct, frozen=True, array_like=True, tag="moved"):
-    """Front to main, in answer to `MoveAway`."""
+    """Front to main, in answer to `MoveAway`: most clients have gone."""
 
 
-FromFront = Turn | Counts | Listening | MovedAway | LogLine
+FromFront = Submissions | FrontCounts | Listening | MovedAway | LogLine
 
 
 class Failure(msgspec.Struct, frozen=True, gc=False):
-    """A `ServiceError`, as text and code."""
+    """A `ServiceError` as text and code."""
 
     code: str
     message: str
     retry_after_s: int | None = None
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class InstanceAnswer(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """How one instance ended, and where its time went."""
 
     id: int
@@ -106,62 +107,59 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False):
     prepare_s: float = 0.0
     compute_s: float = 0.0
     steps: Steps | None = None
-    """Of one that is traced."""
 
 
-class Settled(msgspec.Struct, frozen=True, array_like=True, tag="settled"):
-    """Main to front: what ended in one turn of the loop."""
+class Answers(msgspec.Struct, frozen=True, array_like=True, tag="settled"):
+    """Main to front: instances that ended in one turn of the event loop."""
 
-    answers: list[Answer]
+    answers: list[InstanceAnswer]
     freed: list[int]
-    """Slots that no worker reads any more."""
+    """Offsets of slots that no worker reads any more."""
 
 
-class Inputs(msgspec.Struct, frozen=True, array_like=True, tag="inputs"):
-    """Main to front: what each model takes, as far as that is known."""
+class ModelInputs(msgspec.Struct, frozen=True, array_like=True, tag="inputs"):
+    """Main to front: the inputs of each model, as far as they are known."""
 
     models: list[list[TensorSpec]]
 
 
-class Count(msgspec.Struct, frozen=True, array_like=True, tag="count"):
-    """Main to front: say what you have counted, and log from this level on."""
+class CountRequest(msgspec.Struct, frozen=True, array_like=True, tag="count"):
+    """Main to front: send your counts, and log from this level on."""
 
     id: int
     log_level: int
 
 
 class MoveAway(msgspec.Struct, frozen=True, array_like=True, tag="move"):
-    """Main to front: let each answer close its connection, and say when most have gone."""
+    """Main to front: let each answer close its connection, and say when most clients have gone."""
 
 
 class Leave(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
-    """Main to front: close what is left, and end. Comes again where that is to be hurried."""
+    """Main to front: close what is left, and end. Sent again to hurry a front that is leaving."""
 
     is_hurried: bool
     flush_until: float
     """The moment until which clients may read their answers."""
 
 
-FromMain = Settled | Inputs | Count | MoveAway | Leave
+FromMain = Answers | ModelInputs | CountRequest | MoveAway | Leave
 
 _ERRORS: dict[str, type[ServiceError]] = {
     error.code: error
     for error in vars(errors).values()
     if isinstance(error, type) and issubclass(error, ServiceError)
 }
-_MISTAKE = "mistake"
-"""The code of what is no `ServiceError`."""
 
 
 def failure_of(error: BaseException) -> Failure:
-    """An error as it crosses."""
+    """Return an error in the form in which it crosses to a front."""
     if isinstance(error, ServiceError):
         return Failure(error.code, error.message, error.retry_after_s)
-    return Failure(_MISTAKE, f"in the main process: {error!r}")
+    return Failure("mistake", f"in the main process: {error!r}")
 
 
 def error_of(failure: Failure) -> Exception:
-    """An error that has crossed."""
+    """Return the error that has crossed; a `RuntimeError` if it was no `ServiceError`."""
     error = _ERRORS.get(failure.code)
     if error is None:
         return RuntimeError(failure.message)

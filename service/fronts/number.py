@@ -1,4 +1,4 @@
-"""How many fronts there are to be."""
+"""The number of fronts."""
 
 import logging
 
@@ -9,30 +9,30 @@ logger = logging.getLogger(__name__)
 
 _CORES_PER_FRONT = 4
 _MAX_AUTO = 4
-_LEAST_SLOTS = 2
-"""Largest bodies that each part of the arena must hold: a slot is a power of two, so that a body
-may take nearly twice its size."""
+_MIN_SLOTS = 2
+"""Largest bodies that each part of the arena must hold: slots are powers of two, so a body may take
+nearly twice its size."""
 
 
 def number_of_fronts(settings: Settings, num_cores: int) -> tuple[int, str]:
-    """The number, and why, for a person.
+    """Return the number of fronts, and the reason for it.
 
     One process answers some 30,000 small calls per second on a core of its own, and the workers
     need cores too; below eight cores a second front would take its time from them. Per small call
-    the main process does some 0.45 of what it does alone (README, "Several front ends"), so that
-    two fronts can keep it busy; of TLS, JSON and large bodies it notices nothing.
+    the main process does some 0.45 of what it does alone, so two
+    fronts can keep it busy. TLS, JSON and large bodies cost it nothing.
 
     Raises:
         StartError: The arena is too small for so many.
     """
-    fitting = max(1, settings.arena_bytes // (_LEAST_SLOTS * settings.max_body_bytes))
+    fitting = max(1, settings.arena_bytes // (_MIN_SLOTS * settings.max_body_bytes))
     if settings.front_ends != "auto":
         num = settings.front_ends
         if num > 1 and num > fitting:
             raise StartError(
                 f"front_ends: {num} parts of the arena would each be less than twice "
                 f"max_body_bytes; set arena_bytes to "
-                f"{num * _LEAST_SLOTS * settings.max_body_bytes} or more"
+                f"{num * _MIN_SLOTS * settings.max_body_bytes} or more"
             )
         if num > num_cores:
             logger.warning(

@@ -66,14 +66,14 @@ def test_instances_of_json_are_repeated():
 
 
 def test_instances_of_files_become_a_form_that_the_service_reads(tmp_path):
-    from inferpool.service.api.codecs.body import Head, Limits
+    from inferpool.service.api.codecs.body import BodyContext, Limits
     from inferpool.service.api.codecs.requests import decode
 
     file = io.BytesIO()
     np.save(file, np.zeros(3, np.float32))
     (tmp_path / "x.npy").write_bytes(file.getvalue())
     body = Source(files=[tmp_path / "x.npy"], instances=3).bodies()[0]
-    head = Head({}, b"", (), Limits())
+    head = BodyContext({}, b"", (), Limits())
     assert len(decode(body.content_type.encode(), [body.content], head).payloads) == 3
 
 

@@ -152,7 +152,7 @@ class BodyTimer:
             self._look_at(min(self._deadline, now + self._gap_s))
 
 
-class Head(msgspec.Struct, frozen=True, gc=False):
+class BodyContext(msgspec.Struct, frozen=True, gc=False):
     """What describes a body besides its content type."""
 
     headers: Mapping[bytes, bytes]

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Raw
 
 from inferpool.service.api.codecs import parameters
-from inferpool.service.api.codecs.body import Decoded, Head, Payload
+from inferpool.service.api.codecs.body import BodyContext, Decoded, Payload
 from inferpool.service.errors import BadRequestError, InvalidInputError, TooLargeError
 
 _LARGE_BYTES = 64 * 1024
@@ -39,7 +39,7 @@ _body = msgspec.json.Decoder(_Body)
 _encoded = msgspec.json.Decoder(_Encoded)
 
 
-def decode_json(chunks: Sequence[bytes], head: Head) -> Decoded:
+def decode_json(chunks: Sequence[bytes], head: BodyContext) -> Decoded:
     """Read a JSON body.
 
     Raises:

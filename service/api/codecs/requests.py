@@ -13,7 +13,7 @@ from multipart import (  # type: ignore[import-untyped]  # ships without annotat
 )
 
 from inferpool.service.api.codecs import parameters
-from inferpool.service.api.codecs.body import Decoded, Head, Payload
+from inferpool.service.api.codecs.body import BodyContext, Decoded, Payload
 from inferpool.service.api.codecs.json import decode_json, image_or_bytes, is_image
 from inferpool.service.api.codecs.tensors import (
     NPY_MAGIC,
@@ -31,7 +31,7 @@ from inferpool.service.errors import (
     UnsupportedTypeError,
 )
 
-Decoder = Callable[[Sequence[bytes], Head], Decoded]
+Decoder = Callable[[Sequence[bytes], BodyContext], Decoded]
 
 NPY_TYPES = ("application/x-npy", "application/npy")
 TYPES = (
@@ -58,7 +58,7 @@ _MAX_FIELDS = 64
 """Parts of a form that are no files."""
 
 
-def decode(content_type: bytes, chunks: Sequence[bytes], head: Head) -> Decoded:
+def decode(content_type: bytes, chunks: Sequence[bytes], head: BodyContext) -> Decoded:
     """Read a body.
 
     Args:
@@ -105,7 +105,7 @@ def _find(content_type: bytes) -> Decoder:
     )
 
 
-def _decode_untyped(chunks: Sequence[bytes], head: Head) -> Decoded:
+def _decode_untyped(chunks: Sequence[bytes], head: BodyContext) -> Decoded:
     """Read what curl sends with -d alone, under a type that nobody has chosen: JSON or nothing."""
     if next((chunk for chunk in chunks if chunk), b"").lstrip()[:1] == b"{":
         return decode_json(chunks, head)
@@ -115,7 +115,7 @@ def _decode_untyped(chunks: Sequence[bytes], head: Head) -> Decoded:
     )
 
 
-def _decode_image(chunks: Sequence[bytes], head: Head) -> Decoded:
+def _decode_image(chunks: Sequence[bytes], head: BodyContext) -> Decoded:
     if not any(chunks):
         raise InvalidInputError("the body is empty; it must be an encoded image")
     rest = b""
@@ -124,7 +124,7 @@ def _decode_image(chunks: Sequence[bytes], head: Head) -> Decoded:
     return Decoded([Payload("image", chunks)], False, rest, is_whole=True)
 
 
-def _decode_text(content_type: bytes, chunks: Sequence[bytes], head: Head) -> Decoded:
+def _decode_text(content_type: bytes, chunks: Sequence[bytes], head: BodyContext) -> Decoded:
     """Read a text, which goes to the model as the JSON string that it would be in `instances`."""
     _, options = parse_options_header(content_type.decode("latin-1"))
     charset = options.get("charset", "utf-8").lower()
@@ -146,7 +146,7 @@ def _decode_text(content_type: bytes, chunks: Sequence[bytes], head: Head) -> De
     return Decoded([Payload("json", (msgspec.json.encode(text),))], False, given)
 
 
-def _decode_form(content_type: bytes, chunks: Sequence[bytes], head: Head) -> Decoded:
+def _decode_form(content_type: bytes, chunks: Sequence[bytes], head: BodyContext) -> Decoded:
     """Read a form (RFC 7578): each file is an instance, each field a parameter.
 
     If parts have the names of the model's inputs, where these are several, they are one instance.
@@ -184,7 +184,7 @@ def _decode_form(content_type: bytes, chunks: Sequence[bytes], head: Head) -> De
 class _Form:
     """Gathers the parts of a form."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: BodyContext) -> None:
         self.payloads: list[Payload] = []
         self.fields: dict[str, bytes] = {}
         self.parameters = b""
@@ -267,7 +267,7 @@ class _Form:
             if content_type in ("", "application/octet-stream"):
                 if is_image(content):  # a form says octet-stream where it does not know
                     return [image_or_bytes(content)]
-                bare = Head({}, b"", self._head.inputs, self._head.limits)
+                bare = BodyContext({}, b"", self._head.inputs, self._head.limits)
                 return decode_raw([content], bare).payloads
         except ServiceError as error:
             if not error.message.startswith(place):

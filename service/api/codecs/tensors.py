@@ -13,7 +13,7 @@ import msgspec
 
 from inferpool.models.spec import DTYPE_BYTES, TensorHeader, TensorSpec
 from inferpool.service.api.codecs import parameters
-from inferpool.service.api.codecs.body import Decoded, Head, Payload
+from inferpool.service.api.codecs.body import BodyContext, Decoded, Payload
 from inferpool.service.errors import BadRequestError, InvalidInputError, TooLargeError
 from inferpool.service.queue.request import Buffer
 
@@ -91,7 +91,7 @@ _entries = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _entry = msgspec.json.Decoder(_Entry)
 
 
-def decode_raw(chunks: Sequence[bytes], head: Head) -> Decoded:
+def decode_raw(chunks: Sequence[bytes], head: BodyContext) -> Decoded:
     """Read application/octet-stream: a tensor if its dtype and shape are known, else bytes."""
     headers = head.headers
     if not head.query and b"x-tensor-dtype" not in headers and b"x-tensor-shape" not in headers:
@@ -115,7 +115,7 @@ def decode_raw(chunks: Sequence[bytes], head: Head) -> Decoded:
     return instances_of([tensor], head, rest)
 
 
-def decode_npy(chunks: Sequence[bytes], head: Head) -> Decoded:
+def decode_npy(chunks: Sequence[bytes], head: BodyContext) -> Decoded:
     """Read application/x-npy: one array."""
     tensor = read_npy(chunks, "the body")
     rest = b""
@@ -125,13 +125,13 @@ def decode_npy(chunks: Sequence[bytes], head: Head) -> Decoded:
     return instances_of([tensor], head, rest)
 
 
-def decode_safetensors(chunks: Sequence[bytes], head: Head) -> Decoded:
+def decode_safetensors(chunks: Sequence[bytes], head: BodyContext) -> Decoded:
     """Read application/safetensors: the named inputs of one instance, or of a batch."""
     tensors = read_safetensors(chunks)
     return instances_of(tensors, head, parameters.merge(parameters.from_query(head.query)))
 
 
-def instances_of(tensors: Sequence[Tensor], head: Head, rest: bytes = b"") -> Decoded:
+def instances_of(tensors: Sequence[Tensor], head: BodyContext, rest: bytes = b"") -> Decoded:
     """Make instances of the tensors of one body: one, or as many as a batch dimension says.
 
     A tensor of the rank that the model's input has with its batch dimension is a batch; one rank
@@ -265,7 +265,7 @@ def check_length(num_bytes: int, dtype: str, shape: Sequence[int], place: str) -
         )
 
 
-def _decode_undescribed(chunks: Sequence[bytes], head: Head, rest: bytes) -> Decoded:
+def _decode_undescribed(chunks: Sequence[bytes], head: BodyContext, rest: bytes) -> Decoded:
     """Raw bytes without dtype and shape: those of the model's only input, if its shape is fixed."""
     if len(head.inputs) == 1:
         spec = head.inputs[0]

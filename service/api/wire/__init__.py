@@ -1,1 +1,1 @@
-"""Connections: listened for, accepted, bounded, timed, and read."""
+"""ConnectionLimits: listened for, accepted, bounded, timed, and read."""

@@ -29,7 +29,7 @@ class EdgeUse(msgspec.Struct, frozen=True, array_like=True, gc=False):
     unread_bytes: int = 0
     max_unread_bytes: int = 0
     num_cut: int = 0
-    """Connections that were closed to make room, since the process began."""
+    """ConnectionLimits that were closed to make room, since the process began."""
 
 
 C = TypeVar("C")
@@ -134,7 +134,7 @@ class UnreadAnswers:
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self.num_cut = 0
-        """Connections that were closed to make room."""
+        """ConnectionLimits that were closed to make room."""
         self._readers: dict[SlowReader, _Held] = {}
 
     def take(self, reader: SlowReader, num_bytes: int) -> None:

@@ -10,8 +10,8 @@ from inferpool.service.api.call import begin_call
 from inferpool.service.api.exchange import Exchange
 from inferpool.service.api.predict import Predict
 from inferpool.service.api.replies import CLOSE_LINE, Reply, refusal_of
-from inferpool.service.api.wire.connections import Connections
-from inferpool.service.api.wire.intake import Flow
+from inferpool.service.api.wire.connections import ConnectionLimits
+from inferpool.service.api.wire.incoming import QueueAwareFlow
 from inferpool.service.api.wire.writing import AnswerWriter
 from inferpool.service.errors import UnavailableError
 
@@ -38,8 +38,8 @@ class HttpConnection(HttpToolsProtocol):
     """uvicorn's protocol, as a wire of exchanges; `PredictProtocol` adds what the client sends."""
 
     predict: Predict
-    others: Connections
-    flow: Flow
+    others: ConnectionLimits
+    flow: QueueAwareFlow
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -78,7 +78,7 @@ class HttpConnection(HttpToolsProtocol):
         super().connection_made(transport)
         self.connections.discard(self.handshake)
         others = self.others
-        self.flow = Flow(transport, self.pipeline)
+        self.flow = QueueAwareFlow(transport, self.pipeline)
         self._writer = AnswerWriter(
             transport, self.flow, others.unread, others.limits.write_timeout_s
         )

@@ -53,7 +53,7 @@ class Connection(Protocol):
         """Close it at once: its place is needed."""
 
 
-class Connections:
+class ConnectionLimits:
     """Bounds their number: the longest idle one goes first, then the newcomer is turned away."""
 
     def __init__(self, limits: EdgeLimits, unfinished: UnfinishedRequests) -> None:

@@ -16,7 +16,7 @@ _MEAN_CHUNK_BYTES = 64
 event loop, in turns of a few milliseconds."""
 
 
-class Framing:
+class ChunkLimits:
     """Counts the chunks and trailers of one message. Its errors end the message."""
 
     __slots__ = (

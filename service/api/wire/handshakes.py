@@ -14,7 +14,7 @@ from typing import Any
 from inferpool.service.api.wire.protocol import PredictProtocol
 
 
-class Handshake(asyncio.Protocol):
+class TlsHandshake(asyncio.Protocol):
     """Has a connection until its TLS handshake is over, and then hands it to HTTP's protocol.
 
     The loop begins a handshake only on a socket that it does not have yet, so the connection gets a

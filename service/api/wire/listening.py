@@ -15,7 +15,7 @@ from inferpool.service.settings.tls import expiry_warning, server_context
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
-"""Connections that the kernel accepts for us before we do."""
+"""ConnectionLimits that the kernel accepts for us before we do."""
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -1,9 +1,9 @@
 """`/predict` straight off the socket: a uvicorn protocol class that needs no ASGI for it.
 
-It reads calls for `Exchange`, and is its wire: here a call costs no task, no scope, no events, and
-one write. Calls to other paths go to the application as uvicorn has it. What a connection may cost
-is bounded for all of them: by `Intake` (heads, and calls in line), `BodyTimer`, `AnswerWriter`
-(answers that nobody reads) and `Connections` (their number).
+It reads calls for `Exchange`, and is its wire: a call costs no task, no scope, no events, and one
+write. Calls to other paths go to the application, as in uvicorn. For all of them, the cost of a
+connection is bounded by `IncomingLimits` (heads, and calls in line), `BodyTimer`, `AnswerWriter`
+(answers that nobody reads) and `ConnectionLimits` (the number of connections).
 """
 
 import asyncio
@@ -18,14 +18,14 @@ from inferpool.service.api.errors import LargeHeadError
 from inferpool.service.api.exchange import Exchange
 from inferpool.service.api.predict import PREFIX, Predict, is_predict
 from inferpool.service.api.wire.connection import UNREAD, HttpConnection
-from inferpool.service.api.wire.connections import Connections, EdgeLimits
-from inferpool.service.api.wire.framing import Framing
-from inferpool.service.api.wire.intake import (
+from inferpool.service.api.wire.connections import ConnectionLimits, EdgeLimits
+from inferpool.service.api.wire.framing import ChunkLimits
+from inferpool.service.api.wire.incoming import (
     MAX_HEAD_BYTES,
     MAX_HEADERS,
     MAX_PIPELINED,
     MAX_URL_BYTES,
-    Intake,
+    IncomingLimits,
     check_head,
     error_of,
     target_of,
@@ -54,7 +54,7 @@ class PredictProtocol(HttpConnection):
         self._head_has_others_before = False
         """The newest head began in the newest data, and something else came before it there."""
         self._asks_for_upgrade = False
-        self._framing: Framing | None = None
+        self._framing: ChunkLimits | None = None
         """Counts the newest message, if its body is chunked."""
         self._last_head: KnownHead | None = None
         self._new_head = b""
@@ -65,14 +65,14 @@ class PredictProtocol(HttpConnection):
         cls, predict: Predict, limits: EdgeLimits | None = None
     ) -> type["PredictProtocol"]:
         """The class for one endpoint, as `uvicorn.Config(http=...)` takes it."""
-        others = Connections(limits or EdgeLimits(), predict.unfinished)
+        others = ConnectionLimits(limits or EdgeLimits(), predict.unfinished)
         bound = {"predict": predict, "others": others, "known_heads": KnownHeads()}
         return type(cls.__name__, (cls,), bound)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client is here."""
         super().connection_made(transport)
-        self._intake = Intake(
+        self._incoming = IncomingLimits(
             self.flow,
             self.predict.unfinished,
             self.others.limits.head_timeout_s,
@@ -90,7 +90,7 @@ class PredictProtocol(HttpConnection):
     def connection_lost(self, exc: Exception | None) -> None:
         """The client hung up, or all is said."""
         self._body_timer.stop()
-        self._intake.end_head()
+        self._incoming.end_head()
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
@@ -140,10 +140,10 @@ class PredictProtocol(HttpConnection):
         if self._is_in_body:
             self._watch_body()
         if self.pipeline:
-            self._intake.take_line(len(self.pipeline), len(data))
+            self._incoming.take_line(len(self.pipeline), len(data))
         if self._is_in_head and not self._is_deaf:
             # Of a head behind others we know only that it has begun.
-            self._intake.take_head(1 if self._head_has_others_before else len(data))
+            self._incoming.take_head(1 if self._head_has_others_before else len(data))
 
     def on_message_begin(self) -> None:
         """Begin a request; uvicorn's scope is made when it turns out to be needed.
@@ -183,14 +183,14 @@ class PredictProtocol(HttpConnection):
         self._is_behind_others = True
         head, self._new_head = self._new_head, b""
         url, is_long = self.url, self._num_read > MAX_HEAD_BYTES
-        if self._intake.num_head_bytes:
+        if self._incoming.num_head_bytes:
             is_long = True
-            self._intake.end_head()
+            self._incoming.end_head()
         if len(self.pipeline) >= MAX_PIPELINED:
             self._stop_listening()
             return
         names = [name for name, _ in self.headers]
-        self._framing = Framing() if b"transfer-encoding" in names else None
+        self._framing = ChunkLimits() if b"transfer-encoding" in names else None
         parser = self.parser
         is_old = parser.get_http_version() == "1.0"
         num_hosts = names.count(b"host")
@@ -258,7 +258,7 @@ class PredictProtocol(HttpConnection):
             self._new_head = known.head
             return False
         self._new_head = b""
-        self.cycle = self._active = exchange = Exchange.again(self, self.predict, earlier)
+        self.cycle = self._active = exchange = Exchange.from_known_head(self, self.predict, earlier)
         body = data[length:] if earlier.form is None else memoryview(data)[length:]
         if not num_missing:
             exchange.take(body)
@@ -391,7 +391,7 @@ class PredictProtocol(HttpConnection):
         """Answer a head that is not taken, when it is its turn, and listen to nothing after it."""
         self._is_deaf = True
         self._is_in_head = False
-        self._intake.end_head()
+        self._incoming.end_head()
         path = self.url[:MAX_URL_BYTES].partition(b"?")[0].decode("ascii", "replace")
         exchange = Exchange.open(self, self.predict, "-", path, b"", self.headers)
         exchange.call.entry = None
@@ -412,7 +412,7 @@ class PredictProtocol(HttpConnection):
     def _clear_line(self) -> None:
         """Forget the calls that wait for their turn."""
         super()._clear_line()
-        self._intake.end_line()
+        self._incoming.end_line()
 
     def _hand_on(self) -> None:
         url, headers, expect = self.url, self.headers, self.expect_100_continue
@@ -426,7 +426,7 @@ class PredictProtocol(HttpConnection):
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         """Start what was pipelined, whichever kind it is."""
         if not self.pipeline:
-            self._intake.end_line()
+            self._incoming.end_line()
         if isinstance(cycle, Exchange):
             self._active = cycle
             cycle.start()

@@ -19,7 +19,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from inferpool.service.api.wire.backlog import take_last
-from inferpool.service.api.wire.handshakes import Handshake
+from inferpool.service.api.wire.handshakes import TlsHandshake
 from inferpool.service.api.wire.protocol import PredictProtocol
 from inferpool.service.signals import early_signal, stop_signals
 
@@ -32,7 +32,7 @@ _ECHO_S = 0.3
 the command that started us passes it on."""
 _CLOSE = (b"connection", b"close")
 _MAX_ACCEPTED = 4096
-"""Connections at once; more than a backlog has room for, unless somebody has raised somaxconn."""
+"""Connections at once; more than a backlog holds, unless somebody has raised somaxconn."""
 _LAST_WORDS_S = 2.0
 """How long a connection may hold up the end once all is answered and nothing is left to be read."""
 _LOOK_EVERY_S = 0.02
@@ -65,7 +65,7 @@ class DrainingServer(uvicorn.Server):
         await super().startup(sockets)
         self._listeners = sockets or ()
 
-    async def see_clients_off(self) -> None:
+    async def move_clients_away(self) -> None:
         """Take the last connections, and have each answer close its own; wait a moment for that."""
         self.config.encoded_headers.append(_CLOSE)
         self.server_state.default_headers = [*self.server_state.default_headers, _CLOSE]
@@ -175,7 +175,7 @@ class Server(DrainingServer):
         self._on_stopping = on_stopping
         self._drain = drain
         self._cut_off = cut_off
-        self._move_clients_away = move_clients_away or self.see_clients_off
+        self._move_clients_away = move_clients_away or self.move_clients_away
         self._stopped_at = 0.0
         self._is_listening = asyncio.Event()
         self._leaving: asyncio.Task[None] | None = None
@@ -237,7 +237,7 @@ class Server(DrainingServer):
 
 
 def _num_unread(connection: object) -> int:
-    if isinstance(connection, PredictProtocol | Handshake):
+    if isinstance(connection, PredictProtocol | TlsHandshake):
         return connection.num_unread_bytes
     assert isinstance(connection, HttpToolsProtocol)
     return connection.transport.get_write_buffer_size()

@@ -10,14 +10,14 @@ import httpx
 from inferpool.models.spec import TensorSpec
 from inferpool.service.api.asgi import answer
 from inferpool.service.api.call import ModelEntry
-from inferpool.service.api.codecs.body import Decoded, Head, Limits, Payload
+from inferpool.service.api.codecs.body import BodyContext, Decoded, Limits, Payload
 from inferpool.service.api.exchange import Exchange
 from inferpool.service.api.predict import Predict
 from inferpool.service.api.replies import Reply as Answered
 from inferpool.service.errors import ServiceError
-from inferpool.service.fronts.desk import Desk, Part
-from inferpool.service.fronts.messages import Count
-from inferpool.service.fronts.uplink import RemoteModel, Uplink
+from inferpool.service.fronts.front_side import FrontSide, RemoteModel
+from inferpool.service.fronts.main_side import ArenaPart, MainSide
+from inferpool.service.fronts.messages import CountRequest
 from inferpool.service.queue.request import Buffer, Result, SlotOwner, Timing
 from inferpool.service.queue.steps import Steps
 from inferpool.workers.arena import Arena, Slots
@@ -92,10 +92,10 @@ class FakeModel:
             future.set_result(reply)
 
 
-class NoCommands:
+class NoCommandHandler:
     """Nobody tells this front anything."""
 
-    def count(self, command: Count) -> None:
+    def count(self, command: CountRequest) -> None:
         raise AssertionError
 
     def move_away(self) -> None:
@@ -127,14 +127,14 @@ def in_front(model: FakeModel, arena: Arena) -> RemoteModel:
     (where,) = arena.give_away(1)
     from_front, to_main = Pipe(duplex=False)
     from_main, to_front = Pipe(duplex=False)
-    part = Part(arena.memory.map, where)
-    Desk(
+    part = ArenaPart(arena.memory.map, where)
+    MainSide(
         "front", from_front, to_front,
         part=part, models=[model], on_counts=print, on_end=print,
     ).tell_inputs()  # fmt: skip
     slots = Slots(arena.memory.map, where.start, len(where))
-    uplink = Uplink(from_main, to_main, slots, [model.name], NoCommands())
-    return uplink.models[model.name]
+    front_side = FrontSide(from_main, to_main, slots, [model.name], NoCommandHandler())
+    return front_side.models[model.name]
 
 
 def body_of(payload: Payload) -> bytes:
@@ -147,8 +147,8 @@ def head(
     headers: dict[bytes, bytes] | None = None,
     inputs: Sequence[TensorSpec] = (),
     **limits: int,
-) -> Head:
-    return Head(headers or {}, query, inputs, Limits(**limits))
+) -> BodyContext:
+    return BodyContext(headers or {}, query, inputs, Limits(**limits))
 
 
 def spec(*shape: int, name: str = "x", dtype: str = "float32") -> TensorSpec:

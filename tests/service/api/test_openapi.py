@@ -184,7 +184,7 @@ def test_every_operation_has_a_name_of_its_own_and_says_what_it_does(document: A
 
 
 def test_no_operation_but_those_of_predict_takes_a_body(document: Any) -> None:
-    """Fronts pass none on: see `service.fronts.relay`."""
+    """Fronts pass none on: see `service.fronts.forwarding`."""
     taking = {path for path, _, operation in operations(document) if "requestBody" in operation}
     assert {path.split("/")[1] for path in taking} == {"predict"}
 

@@ -18,8 +18,8 @@ from inferpool.workers.host.engine import Cause, Ending, WorkerId
 SETTINGS = Settings(models={"echo": ModelSettings(source="echo")}, default_model="echo")
 
 
-class FakeDesk:
-    def take_sign_of_life(self) -> bool:
+class FakeMainSide:
+    def has_been_heard(self) -> bool:
         return False
 
     def count(self) -> "asyncio.Future[None]":
@@ -33,7 +33,7 @@ class FakeProcess:
         pass
 
 
-class FakeLife:
+class FakeFrontProcess:
     """A front that takes connections at once, and never says anything more."""
 
     has_worked = False
@@ -45,7 +45,7 @@ class FakeLife:
         if self.fails:
             raise OSError("no process is to be had")
         self.id = id
-        self.desk = FakeDesk()
+        self.main_side = FakeMainSide()
         self.process = FakeProcess()
         self.ending: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
 
@@ -79,7 +79,7 @@ class FakeLife:
 def keep(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(inferpool.workers.host.supervisor, "_FIRST_BACKOFF_S", 0.01)
     monkeypatch.setattr(inferpool.service.fronts.fronts, "_COUNT_EVERY_S", 0.001)
-    monkeypatch.setattr(inferpool.service.fronts.fronts, "Life", FakeLife)
+    monkeypatch.setattr(inferpool.service.fronts.fronts, "FrontProcess", FakeFrontProcess)
 
     def keep(test: Callable[[Fronts, list[str]], Awaitable[None]]) -> None:
         async def go() -> None:
@@ -90,7 +90,7 @@ def keep(monkeypatch: pytest.MonkeyPatch):
                 settings=SETTINGS,
                 limits=EdgeLimits(),
                 listener=socket.create_server(("127.0.0.1", 0)),
-                relay_path="",
+                forwarding_path="",
                 arena=arena,
                 models={},
                 metrics=Metrics({}, {}),
@@ -135,18 +135,18 @@ def test_a_front_that_says_nothing_is_replaced(keep):
 def test_a_front_that_ends_as_clients_are_moved_away_is_not_started_again(
     keep, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(FakeDesk, "take_sign_of_life", lambda _: True)
+    monkeypatch.setattr(FakeMainSide, "has_been_heard", lambda _: True)
 
     async def test(fronts: Fronts, lost: list[str]) -> None:
         await until(lambda: states(fronts) == ["up", "up"])
-        lives = fronts._open()
+        open_fronts = fronts._open()
         moving = asyncio.create_task(fronts.move_clients_away())
-        await until(lambda: all(life.is_moving for life in lives))
-        lives[0].kill("signal", "SIGKILL")
+        await until(lambda: all(front.is_moving for front in open_fronts))
+        open_fronts[0].kill("signal", "SIGKILL")
         await until(lambda: states(fronts) != ["up", "up"])
         assert states(fronts) == ["stopped", "up"]
         assert "front/0#0 ended: SIGKILL" in caplog.text
-        lives[1].kill("signal", "SIGKILL")
+        open_fronts[1].kill("signal", "SIGKILL")
         await moving
         assert [front.restarts for front in fronts.health()] == [0, 2]
 
@@ -157,7 +157,7 @@ def test_a_front_that_comes_up_after_a_second_signal_is_hurried_as_well(keep):
     async def test(fronts: Fronts, lost: list[str]) -> None:
         fronts.hurry()
         await until(lambda: states(fronts) == ["up", "up"])
-        assert all(life.is_hurried for life in fronts._open())
+        assert all(front.is_hurried for front in fronts._open())
 
     keep(test)
 
@@ -165,7 +165,7 @@ def test_a_front_that_comes_up_after_a_second_signal_is_hurried_as_well(keep):
 def test_fronts_that_never_come_up_are_given_up_and_it_is_said_once(
     keep, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(FakeLife, "fails", True)
+    monkeypatch.setattr(FakeFrontProcess, "fails", True)
 
     async def test(fronts: Fronts, lost: list[str]) -> None:
         await until(lambda: bool(lost))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferpool.service.api.codecs.body import Decoded, Head
+from inferpool.service.api.codecs.body import BodyContext, Decoded
 from inferpool.service.api.codecs.requests import decode
 from inferpool.service.errors import (
     BadRequestError,
@@ -25,7 +25,7 @@ from tests.service.api.fakes import body_of, head, kinds, spec
 FILE = ("a.jpg", JPEG, "image/jpeg")
 
 
-def decode_form(asked: Head | None = None, **request: object) -> Decoded:
+def decode_form(asked: BodyContext | None = None, **request: object) -> Decoded:
     """Decode the form that httpx makes."""
     made = httpx.Request("POST", "http://host", **request)  # type: ignore[arg-type]
     return decode(made.headers["content-type"].encode(), [made.read()], asked or head())

@@ -7,7 +7,7 @@ import json
 import httptools
 import pytest
 
-from inferpool.service.api.wire.framing import MAX_TRAILER_BYTES, Framing
+from inferpool.service.api.wire.framing import MAX_TRAILER_BYTES, ChunkLimits
 from tests.service.api.test_predict_over_sockets import POST, read_answer, until
 from tests.service.api.wire.test_protocol import Bench, is_well, run
 
@@ -137,7 +137,7 @@ def test_the_work_for_a_read_of_tiny_chunks_is_bounded() -> None:
             calls += 1
             framing.take_chunk(len(body))
 
-    framing = Framing()
+    framing = ChunkLimits()
     parser = httptools.HttpRequestParser(Parsed())
     parser.feed_data(POST + CHUNKED)
     with pytest.raises(httptools.HttpParserCallbackError):

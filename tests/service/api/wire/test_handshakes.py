@@ -12,7 +12,7 @@ import pytest
 import uvloop
 
 from inferpool.service.api.wire.connections import EdgeLimits
-from inferpool.service.api.wire.handshakes import Handshake
+from inferpool.service.api.wire.handshakes import TlsHandshake
 from inferpool.service.api.wire.protocol import PredictProtocol
 from tests.certificates import make_certificate
 from tests.service.api.fakes import FakeModel, endpoint, result
@@ -45,7 +45,7 @@ def run(
     async def go() -> None:
         bench = Bench(model or FakeModel())
         http = PredictProtocol.bound_to(endpoint(bench.model), EdgeLimits(**edge))  # type: ignore[arg-type]  # numbers as they are asked for
-        bench.server.config.http = partial(Handshake, http, server_tls)  # type: ignore[assignment]  # as the service has it
+        bench.server.config.http = partial(TlsHandshake, http, server_tls)  # type: ignore[assignment]  # as the service has it
         async with bench.serving():
             await test(bench)
             await until(lambda: not bench.server.server_state.connections)

@@ -1,6 +1,6 @@
-"""Where a front's instances are handed in: submits them, and sends back what becomes of them.
+"""The main process's side of a front: submits its instances and sends back their results.
 
-Runs in the main process's event loop; there is one for each life of a front.
+Runs in the main process's event loop, one for each process that a front has had.
 """
 
 import asyncio
@@ -18,17 +18,17 @@ from inferpool.service.api.call import ModelEntry
 from inferpool.service.errors import InternalError, ServiceError
 from inferpool.service.fronts.link import Link
 from inferpool.service.fronts.messages import (
-    Answer,
-    Ask,
-    Count,
-    Counts,
+    Answers,
+    CountRequest,
     Failure,
     FromFront,
-    Inputs,
+    FrontCounts,
+    InstanceAnswer,
     Listening,
+    ModelInputs,
     MovedAway,
-    Settled,
-    Turn,
+    Submission,
+    Submissions,
     failure_of,
 )
 from inferpool.service.queue.request import Buffer, Result, SlotOwner
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MAX_SETTLED_BYTES = 1 << 20
-"""Answers that go out at once, though the turn is not over: a frame is not to be huge."""
+_MAX_ANSWER_BYTES = 1 << 20
+"""More answers than this are sent before the turn is over, so that no message gets huge."""
 _GIVEN_UP = Failure("cancelled", "nobody waits for it any more")
 _decode = msgspec.msgpack.Decoder(FromFront).decode
 
 
-class OwnModel(ModelEntry, Protocol):
+class LocalModel(ModelEntry, Protocol):
     """A model whose dispatcher is in this process."""
 
     def submit(
@@ -61,8 +61,8 @@ class OwnModel(ModelEntry, Protocol):
         """See `Dispatcher.submit`."""
 
 
-class Desk:
-    """Submits for one front; one message each way per turn of the loop."""
+class MainSide:
+    """Submits what one front sends, with one message each way per turn of the event loop."""
 
     def __init__(
         self,
@@ -70,33 +70,33 @@ class Desk:
         reader: Connection,
         writer: Connection,
         *,
-        part: "Part",
-        models: Sequence[OwnModel],
-        on_counts: Callable[[Counts], None],
+        part: "ArenaPart",
+        models: Sequence[LocalModel],
+        on_counts: Callable[[FrontCounts], None],
         on_end: Callable[[str], None],
     ) -> None:
         """Begin to listen.
 
         Args:
-            name: Of the front, for the log.
-            reader: What the front writes to.
-            writer: What the front reads from.
-            part: Its part of the arena.
+            name: The front's name, for the log.
+            reader: The pipe that the front writes to.
+            writer: The pipe that the front reads from.
+            part: The front's part of the arena.
             models: In the order of the settings.
-            on_counts: Told what the front has counted.
-            on_end: Told why it will say nothing more.
+            on_counts: Called with the front's counts.
+            on_end: Called once with the reason why the front will send nothing more.
         """
         self._name = name
         self._loop = asyncio.get_running_loop()
         self.is_up: asyncio.Future[None] = self._loop.create_future()
-        """Done once it takes connections."""
+        """Done once the front takes connections."""
         self.has_moved: asyncio.Future[None] = self._loop.create_future()
         """Done once most of its clients have gone."""
         self._part = part
         self._models = models
         self._on_counts = on_counts
         self._instances: dict[int, asyncio.Future[Result]] = {}
-        self._answers: list[Answer] = []
+        self._answers: list[InstanceAnswer] = []
         self._freed: list[int] = []
         self._num_bytes = 0
         self._is_flush_due = False
@@ -113,35 +113,35 @@ class Desk:
         return bool(self._instances)
 
     def tell_inputs(self) -> None:
-        """Say what the models take, if that has changed."""
+        """Send the models' inputs, if they have changed."""
         inputs = [list(model.inputs) for model in self._models]
         if inputs != self._inputs:
             self._inputs = inputs
-            self.link.send(Inputs(inputs))
+            self.link.send(ModelInputs(inputs))
 
     def count(self) -> "asyncio.Future[None]":
-        """Ask what it has counted; done once that has been passed on, or there is no more."""
+        """Ask for the front's counts; done once they are passed on, or the front is gone."""
         future: asyncio.Future[None] = self._loop.create_future()
         id = next(self._count_ids)
         self._counting[id] = future
-        self.link.send(Count(id, logging.getLogger().level))
+        self.link.send(CountRequest(id, logging.getLogger().level))
         return future
 
-    def take_sign_of_life(self) -> bool:
-        """Whether it has said anything since this was last asked."""
+    def has_been_heard(self) -> bool:
+        """Return whether the front has sent anything since the last call."""
         has_spoken, self._has_spoken = self._has_spoken, False
         return has_spoken
 
     def flush(self) -> None:
-        """Send what is settled now."""
+        """Send the answers that there are now."""
         self._is_flush_due = False
         if self._answers or self._freed:
             answers, freed = self._answers, self._freed
             self._answers, self._freed, self._num_bytes = [], [], 0
-            self.link.send_turn(Settled, answers, freed, self._send_failure)
+            self.link.send_all(Answers, answers, freed, self._send_failure)
 
     def close(self) -> None:
-        """Give up all that the front waited for: it is gone."""
+        """Give up all instances of a front that is gone."""
         self.link.read_rest()
         self.link.close()
         self._part.on_freed = None
@@ -155,14 +155,14 @@ class Desk:
     def _take(self, message: FromFront) -> None:
         self._has_spoken = True
         match message:
-            case Turn():
-                for ask in message.asks:
-                    self._submit(ask)
+            case Submissions():
+                for submission in message.submissions:
+                    self._submit(submission)
                 for id in message.cancelled:
                     instance = self._instances.get(id)
                     if instance is not None:
                         instance.cancel()
-            case Counts():
+            case FrontCounts():
                 self._take_counts(message)
             case LogLine():
                 log_line(message, {"front": self._name})
@@ -172,12 +172,12 @@ class Desk:
             case MovedAway():
                 self.has_moved.set_result(None)
 
-    def _submit(self, ask: Ask) -> None:
-        part, ref = self._part, ask.ref
+    def _submit(self, submission: Submission) -> None:
+        part, ref = self._part, submission.ref
         data = part.take(ref.offset, ref.num_bytes)
-        steps = Steps() if ask.is_traced else None
+        steps = Steps() if submission.is_traced else None
         try:
-            instance = self._models[ask.model].submit(ref, (data,), steps, part)
+            instance = self._models[submission.model].submit(ref, (data,), steps, part)
         except Exception as error:
             if not isinstance(error, ServiceError):
                 logger.exception("an instance of %s could not be taken", self._name)
@@ -185,43 +185,43 @@ class Desk:
             failure = failure_of(error)
             if steps is not None:
                 steps.code, steps.message = failure.code, failure.message
-            self._answer(Answer(ask.id, failure, steps=steps))
+            self._answer(InstanceAnswer(submission.id, failure, steps=steps))
             return
-        self._instances[ask.id] = instance
-        instance.add_done_callback(partial(self._on_done, ask.id, steps))
+        self._instances[submission.id] = instance
+        instance.add_done_callback(partial(self._on_done, submission.id, steps))
 
     def _on_done(self, id: int, steps: Steps | None, instance: "asyncio.Future[Result]") -> None:
         if self._instances.pop(id, None) is None:
             return  # the front is gone
-        if instance.cancelled():  # nobody waits, but the trace of the call is to tell of it
+        if instance.cancelled():  # nobody waits for it, but a trace still wants its steps
             if steps is not None:
-                self._answer(Answer(id, _GIVEN_UP, steps=steps))
+                self._answer(InstanceAnswer(id, _GIVEN_UP, steps=steps))
             return
         error = instance.exception()
         if error is not None:
-            self._answer(Answer(id, failure_of(error), steps=steps))
+            self._answer(InstanceAnswer(id, failure_of(error), steps=steps))
             return
         result = instance.result()
         timing = result.timing
         times = timing.queue_s, timing.prepare_s, timing.compute_s
-        self._answer(Answer(id, result.value, *times, steps))
+        self._answer(InstanceAnswer(id, result.value, *times, steps))
 
-    def _answer(self, answer: Answer) -> None:
+    def _answer(self, answer: InstanceAnswer) -> None:
         self._answers.append(answer)
         value = answer.value
         if isinstance(value, list):
             self._num_bytes += sum(len(each.buffer) for each in value)
         elif not isinstance(value, Failure):
             self._num_bytes += len(value)
-        if self._num_bytes > _MAX_SETTLED_BYTES:
+        if self._num_bytes > _MAX_ANSWER_BYTES:
             self.flush()
         else:
             self._flush_soon()
 
-    def _send_failure(self, answer: Answer) -> None:
-        """Tell the front that an answer cannot be sent."""
+    def _send_failure(self, answer: InstanceAnswer) -> None:
+        """Tell the front that an answer could not be encoded."""
         failure = failure_of(InternalError("its answer cannot be sent on; see the log"))
-        self.link.send(Settled([Answer(answer.id, failure)], []))
+        self.link.send(Answers([InstanceAnswer(answer.id, failure)], []))
 
     def _on_freed(self, offset: int) -> None:
         self._freed.append(offset)
@@ -233,51 +233,46 @@ class Desk:
             self._loop.call_soon(self._flush_turn)
 
     def _flush_turn(self) -> None:
-        """Send what came up in this turn; slots that came back wait for the answers to follow."""
+        """Send the answers of this turn; freed slots alone wait one turn for their answers."""
         if self._answers:
             self.flush()
         else:
             self._loop.call_soon(self.flush)
 
-    def _take_counts(self, counts: Counts) -> None:
+    def _take_counts(self, counts: FrontCounts) -> None:
         future = self._counting.pop(counts.id, None)
-        if future is None and counts.id:  # its last words have no number
+        if future is None and counts.id:  # a front that leaves sends its last counts as number 0
             raise FrameError(f"counts {counts.id}, which nobody asked for")
         self._on_counts(counts)
         if future is not None and not future.done():
             future.set_result(None)
 
 
-class Part:
-    """Knows which slots are in use, whichever life of the front gave them out.
+class ArenaPart:
+    """A front's part of the arena, and the slots of it that are in use.
 
-    A front that dies leaves slots that workers read yet; its successor begins with those taken.
+    It outlives the front's process: workers may still read slots of a front that died, and the next
+    process begins with those taken.
     """
 
     def __init__(self, memory: mmap.mmap, where: range) -> None:
-        """Begin with all of it free.
-
-        Args:
-            memory: The arena.
-            where: The part of it.
-        """
         self.where = where
         self.held: dict[int, int] = {}
         """Offsets of the slots in use, and the lengths of their payloads."""
         self.on_freed: Callable[[int], None] | None = None
-        """Told of each slot that comes back, while there is a front to be told."""
+        """Called with the offset of each slot that is freed, while the front lives."""
         self._memory = memoryview(memory)
 
     @property
     def used_bytes(self) -> int:
-        """Of the slots in use, rounding included."""
+        """Bytes of the slots in use, with their padding."""
         return sum(map(slot_bytes, self.held.values()))
 
     def take(self, offset: int, num_bytes: int) -> memoryview:
-        """Note that a slot is in use, and show what lies in it.
+        """Mark a slot as used, and return its memory.
 
         Raises:
-            FrameError: There can be no such slot.
+            FrameError: The slot is in use, or lies outside this part.
         """
         end = offset + num_bytes
         if offset < self.where.start or end > self.where.stop or offset in self.held:
@@ -286,7 +281,7 @@ class Part:
         return self._memory[offset:end]
 
     def free(self, offset: int) -> None:
-        """No worker reads this slot any more."""
+        """Free a slot that no worker reads any more."""
         del self.held[offset]
         if self.on_freed is not None:
             self.on_freed(offset)

@@ -1,4 +1,4 @@
-"""A front's life, with a real process that never says anything."""
+"""A front's front, with a real process that never says anything."""
 
 import asyncio
 import os
@@ -10,11 +10,11 @@ from multiprocessing import Pipe, get_context
 
 import pytest
 
-import inferpool.service.fronts.life
+import inferpool.service.fronts.front_process
 from inferpool.service.api.wire.connections import EdgeLimits
-from inferpool.service.fronts.desk import Part
-from inferpool.service.fronts.life import Life
-from inferpool.service.fronts.messages import Job
+from inferpool.service.fronts.front_process import FrontProcess
+from inferpool.service.fronts.main_side import ArenaPart
+from inferpool.service.fronts.messages import FrontConfig
 from inferpool.workers.arena import Arena
 from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host.endings import OomKills
@@ -37,21 +37,21 @@ def live(monkeypatch: pytest.MonkeyPatch):
         process.start()
         return process, channel, from_front, to_front
 
-    monkeypatch.setattr(inferpool.service.fronts.life, "_launch", launch)
+    monkeypatch.setattr(inferpool.service.fronts.front_process, "_launch", launch)
 
-    def live(test: Callable[[Life], Awaitable[None]]) -> None:
+    def live(test: Callable[[FrontProcess], Awaitable[None]]) -> None:
         async def go() -> None:
             arena = Arena(1 << 16)
             (where,) = arena.give_away(1)
-            part = Part(arena.memory.map, where)
-            job = Job(
+            part = ArenaPart(arena.memory.map, where)
+            config = FrontConfig(
                 name="front/0", main_pid=os.getpid(), settings=SETTINGS, limits=EdgeLimits(),
-                part=where, held={}, relay_path="", family=0, log_level=0,
+                part=where, held={}, forwarding_path="", family=0, log_level=0,
             )  # fmt: skip
             id = WorkerId(model="front", slot=0)
-            life = Life(id, job, arena.memory.writable, part, [], OomKills(), print)
-            await test(life)
-            assert life.is_gone
+            front = FrontProcess(id, config, arena.memory.writable, part, [], OomKills(), print)
+            await test(front)
+            assert front.is_gone
             part.close()
             arena.close()
 
@@ -61,16 +61,16 @@ def live(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_front_that_does_not_come_up_in_time_is_ended(live):
-    async def test(life: Life) -> None:
+    async def test(front: FrontProcess) -> None:
         with pytest.raises(WorkerStartError, match="it was not up within"):
-            await life.until_up(0.01)
+            await front.until_up(0.01)
 
     live(test)
 
 
 def test_a_front_whose_start_nobody_waits_for_any_more_is_ended(live):
-    async def test(life: Life) -> None:
-        start = asyncio.create_task(life.until_up(60))
+    async def test(front: FrontProcess) -> None:
+        start = asyncio.create_task(front.until_up(60))
         await asyncio.sleep(0)
         start.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -80,10 +80,10 @@ def test_a_front_whose_start_nobody_waits_for_any_more_is_ended(live):
 
 
 def test_a_front_that_comes_up_just_as_nobody_waits_for_it_any_more_is_ended(live):
-    async def test(life: Life) -> None:
-        start = asyncio.create_task(life.until_up(60))
+    async def test(front: FrontProcess) -> None:
+        start = asyncio.create_task(front.until_up(60))
         await asyncio.sleep(0)
-        life.desk.is_up.set_result(None)
+        front.main_side.is_up.set_result(None)
         start.cancel()
         with pytest.raises(asyncio.CancelledError):
             await start
@@ -92,16 +92,16 @@ def test_a_front_that_comes_up_just_as_nobody_waits_for_it_any_more_is_ended(liv
 
 
 def test_a_front_that_is_killed_ends_for_the_reason_it_was_killed_for(live):
-    async def test(life: Life) -> None:
-        life.kill("hang", "it says nothing")
-        assert await life.wait() == Ending(cause="hang", reason="it says nothing")
+    async def test(front: FrontProcess) -> None:
+        front.kill("hang", "it says nothing")
+        assert await front.wait() == Ending(cause="hang", reason="it says nothing")
 
     live(test)
 
 
 def test_the_signal_that_ended_a_front_is_told(live):
-    async def test(life: Life) -> None:
-        os.kill(life.process.pid, signal.SIGTERM)
-        assert await life.wait() == Ending(cause="signal", reason="SIGTERM")
+    async def test(front: FrontProcess) -> None:
+        os.kill(front.process.pid, signal.SIGTERM)
+        assert await front.wait() == Ending(cause="signal", reason="SIGTERM")
 
     live(test)

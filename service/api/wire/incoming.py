@@ -25,7 +25,7 @@ _CALL_BYTES = 4096
 """What a call that waits for its turn takes besides its bytes."""
 
 
-class Flow(FlowControl):
+class QueueAwareFlow(FlowControl):
     """Does not read on while calls wait in line, though uvicorn does for each call of its own.
 
     What came then would be the body of a call that nobody has looked at: as much as is sent.
@@ -47,7 +47,7 @@ class Flow(FlowControl):
             super().resume_reading()
 
 
-class Intake:
+class IncomingLimits:
     """Counts what has come of the heads of one connection, and of its calls in line."""
 
     __slots__ = (

@@ -1,4 +1,4 @@
-"""A desk over a real dispatcher, and the uplink of a front, in one process and over real pipes."""
+"""Both sides of a front in one process: real pipes, and a real dispatcher behind them."""
 
 import asyncio
 import contextlib
@@ -19,9 +19,9 @@ from inferpool.service.errors import (
     UnavailableError,
 )
 from inferpool.service.fronts import link
-from inferpool.service.fronts.desk import Desk, Part
-from inferpool.service.fronts.messages import Settled, Turn
-from inferpool.service.fronts.uplink import RemoteModel, Uplink
+from inferpool.service.fronts.front_side import FrontSide, RemoteModel
+from inferpool.service.fronts.main_side import ArenaPart, MainSide
+from inferpool.service.fronts.messages import Answers, Submissions
 from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.dispatcher import Dispatcher
 from inferpool.service.queue.instance import Instance
@@ -32,11 +32,11 @@ from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.arena import Arena, Slots
 from inferpool.workers.messages import ItemError, ItemRef, TensorBlob
 from tests.fakes import FakeWorker, ref_to
-from tests.service.api.fakes import NoCommands
+from tests.service.api.fakes import NoCommandHandler
 from tests.virtual_time import run_in_virtual_time
 
 if TYPE_CHECKING:
-    from inferpool.service.fronts.messages import Counts
+    from inferpool.service.fronts.messages import FrontCounts
 
 
 class Model:
@@ -72,27 +72,27 @@ class Bench:
     def __init__(self) -> None:
         self.arena = Arena(64 * 1024)
         (where,) = self.arena.give_away(1)
-        self.part = Part(self.arena.memory.map, where)
+        self.part = ArenaPart(self.arena.memory.map, where)
         self.model = Model(self.arena)
         self.worker = FakeWorker(credit=1)
         self.model.dispatcher.attach(self.worker)
-        self.counts: list[Counts] = []
+        self.counts: list[FrontCounts] = []
         self.open_front()
 
     def open_front(self) -> None:
         """Begin one life of the front, which knows what an earlier one has left."""
         from_front, to_main = Pipe(duplex=False)
         from_main, to_front = Pipe(duplex=False)
-        self.desk = Desk(
+        self.main_side = MainSide(
             "front/0", from_front, to_front, part=self.part, models=[self.model],
             on_counts=self.counts.append, on_end=lambda _: None,
         )  # fmt: skip
         self.slots = Slots(self.arena.memory.map, self.part.where.start, len(self.part.where))
         for offset, num_bytes in self.part.held.items():
             self.slots.reserve(offset, num_bytes)
-        uplink = Uplink(from_main, to_main, self.slots, ["m"], NoCommands())
-        self.front: RemoteModel = uplink.models["m"]
-        self.uplink = uplink
+        front_side = FrontSide(from_main, to_main, self.slots, ["m"], NoCommandHandler())
+        self.front: RemoteModel = front_side.models["m"]
+        self.front_side = front_side
 
     def ask(self, data: bytes = b"x", timeout_s: float = 30.0) -> asyncio.Future:
         return self.front.submit(ref_to(data, timeout_s, id="id"), [data])
@@ -200,7 +200,7 @@ def test_the_slots_of_a_front_that_died_are_used_again_only_when_workers_are_don
         await b.until(lambda: b.worker.batches)
         b.ask(b"waits")
         await b.until(lambda: b.model.dispatcher.num_queued == 1)
-        b.desk.close()
+        b.main_side.close()
         assert b.model.metrics.cancelled == 3
         assert sorted(b.part.held.values()) == [5000, 5000]
         b.open_front()
@@ -220,15 +220,15 @@ def test_the_slots_of_a_front_that_died_are_used_again_only_when_workers_are_don
 
 def test_the_front_learns_what_a_model_takes_when_that_is_known():
     async def test(b: Bench) -> None:
-        b.desk.tell_inputs()
+        b.main_side.tell_inputs()
         spec = TensorSpec(name="x", dtype="float32", shape=(-1, 3))
         b.model.inputs = (spec,)
-        b.desk.tell_inputs()
+        b.main_side.tell_inputs()
         await b.until(lambda: b.front.inputs)
         known = b.front.inputs
         assert list(known) == [spec]
         b.model.inputs = (spec,)
-        b.desk.tell_inputs()
+        b.main_side.tell_inputs()
         future = b.ask()
         await b.until(lambda: b.worker.batches)
         b.worker.answer()
@@ -241,9 +241,9 @@ def test_the_front_learns_what_a_model_takes_when_that_is_known():
 def test_a_front_that_names_a_slot_which_cannot_be_is_not_listened_to():
     async def test(b: Bench) -> None:
         ended: list[str] = []
-        b.desk.link._on_end = ended.append
+        b.main_side.link._on_end = ended.append
         b.ask()
-        b.uplink._asks[0].ref.offset = 1 << 40
+        b.front_side._submissions[0].ref.offset = 1 << 40
         await b.until(lambda: ended)
         assert "slot" in ended[0]
         assert b.model.metrics.accepted == 0
@@ -258,9 +258,11 @@ def test_what_cannot_be_said_fails_alone_and_everything_else_is_answered_once(
     encode = link._encode
 
     def failing(message: object) -> bytes:
-        if isinstance(message, Turn) and any(ask.ref.request_id == "bad" for ask in message.asks):
+        if isinstance(message, Submissions) and any(
+            ask.ref.request_id == "bad" for ask in message.submissions
+        ):
             raise OverflowError("can't serialize this")
-        if isinstance(message, Settled) and any(each.value == b"bad" for each in message.answers):
+        if isinstance(message, Answers) and any(each.value == b"bad" for each in message.answers):
             raise OverflowError("can't serialize this")
         return encode(message)
 
@@ -298,7 +300,7 @@ def test_what_cannot_be_said_fails_alone_and_everything_else_is_answered_once(
         assert not b.worker.batches
         assert not b.part.held
         assert metrics.in_flight == 0
-        assert not b.uplink._open
+        assert not b.front_side._open
         for future, kind in asked:
             assert num_done[future] == 1
             if future.cancelled():
@@ -310,7 +312,7 @@ def test_what_cannot_be_said_fails_alone_and_everything_else_is_answered_once(
                 assert kind != "good"
             else:
                 assert isinstance(error, DeadlineExceededError | OverloadedError)
-        assert b.uplink.link._is_open
+        assert b.front_side.link._is_open
 
     def answer(b: Bench) -> None:
         items, _ = b.worker.batches[0]

@@ -1,10 +1,10 @@
 """Accepts connections and gives each to the front that has the fewest. Main process's event loop.
 
 Measured with bursts of 64 keep-alive connections over two processes of uvloop: a listening socket
-that both inherit gave one of them 50 to 64, since whoever wakes first takes all that wait, and
-SO_REUSEPORT gave 32 to 38 (of 8 connections up to 7). Here both get 32. It costs the main process
-two system calls for each connection and none for each call; and a front that dies takes no
-connections with it that were still to be accepted.
+that both inherit gave one of them 50 to 64, because the process that wakes first takes all that
+wait; SO_REUSEPORT gave 32 to 38 (of 8 connections up to 7). Here both get 32. It costs the main
+process two system calls per connection and none per call; and a front that dies takes no
+connections with it that were not accepted yet.
 """
 
 import asyncio
@@ -18,56 +18,58 @@ from inferpool.service.api.wire.backlog import take_last
 logger = logging.getLogger(__name__)
 
 _MAX_ACCEPTED = 64
-"""Connections in one turn of the loop."""
+"""Connections accepted in one turn of the loop."""
 _PAUSE_S = 0.05
-"""After no descriptor was left, or nobody took a connection: the backlog waits that long."""
+"""How long connections wait in the backlog after no descriptor was left, or no front took one."""
 
 
-class Taker(Protocol):
+class ConnectionTaker(Protocol):
     """A front that takes connections."""
 
     num_open: int
-    """Connections that it has."""
+    """Connections that the front has."""
 
     def give(self, connection: socket.socket) -> bool:
-        """Hand a connection over; False where it takes none."""
+        """Hand a connection over; return False if the front takes none."""
 
 
-class Doorway:
-    """Shares out what comes to one listening socket, while there is somebody to take it."""
+class ConnectionBalancer:
+    """Shares the connections of one listening socket among the fronts that take any."""
 
-    def __init__(self, listener: socket.socket, takers: Callable[[], Sequence[Taker]]) -> None:
+    def __init__(
+        self, listener: socket.socket, takers: Callable[[], Sequence[ConnectionTaker]]
+    ) -> None:
         """Accept nothing yet.
 
         Args:
             listener: Bound and listening.
-            takers: Those that take connections now.
+            takers: Returns the fronts that take connections now.
         """
         self._listener = listener
         self._takers = takers
         self._is_open = False
         self._is_closed = False
         self._timer: asyncio.TimerHandle | None = None
-        """Ends a pause, while there is one."""
+        """Ends a pause."""
         self._in_hand: socket.socket | None = None
-        """Accepted, and no front has taken it yet."""
+        """A connection that was accepted and that no front has taken yet."""
         listener.setblocking(False)
 
     def open(self) -> None:
-        """Begin to accept, unless it does; what came before has waited in the backlog."""
+        """Begin to accept; connections that came earlier have waited in the backlog."""
         if not self._is_open and not self._is_closed:
             self._is_open = True
             self._timer = None
             asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
 
-    async def see_last_in(self) -> None:
-        """Give out all who have connected, and let no more come."""
+    async def accept_last(self) -> None:
+        """Give out all connections that have been made, and let no more come."""
         if self._is_open or self._timer is not None:
             await take_last(self._listener, self._accept)
         self.close()
 
     def close(self) -> None:
-        """Give out what has come by now, and let no more come."""
+        """Give out the connections that wait now, and let no more come."""
         if self._is_closed:
             return
         if self._is_open or self._timer is not None:

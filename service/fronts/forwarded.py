@@ -1,6 +1,6 @@
-"""The main process's end of what fronts relay: it answers on a Unix socket as if on its port.
+"""The main process's end of forwarding: it answers fronts on a Unix socket as if on its port.
 
-It runs without the client that a front needs for this, whose import takes a tenth of a second.
+It does without the HTTP client that fronts forward with, whose import takes a tenth of a second.
 """
 
 from multiprocessing import util
@@ -10,16 +10,15 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 CLIENT, SCHEME = b"x-inferpool-client", b"x-inferpool-scheme"
-"""What only the front knows of a call; taken off before the application sees it."""
+"""Headers for what only the front knows of a call; the application does not see them."""
 IDLE_S = 5.0
-"""How long a front keeps a connection to the main process that is not used."""
+"""How long a front keeps an unused connection to the main process."""
 
 
-class Relayed:
-    """Gives the application calls that a front has relayed, as if they had come to it."""
+class ForwardedApp:
+    """Gives an application the calls that fronts forward, as if clients had sent them to it."""
 
     def __init__(self, app: ASGIApp) -> None:
-        """Stand before an application."""
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -34,18 +33,15 @@ class Relayed:
         await self._app(scope, receive, send)
 
 
-def relay_path() -> str:
-    """Where the main process's socket goes: a folder that nobody else may look into.
-
-    It is that of `multiprocessing`, which removes it at the end.
-    """
+def forwarding_path() -> str:
+    """Return a path for the socket in a private folder, which `multiprocessing` removes."""
     return str(Path(util.get_temp_dir()) / "relay")
 
 
-def relayed_config(app: ASGIApp, path: str) -> uvicorn.Config:
-    """How the main process serves an application to its fronts."""
+def forwarded_config(app: ASGIApp, path: str) -> uvicorn.Config:
+    """Return the configuration of the server that answers fronts."""
     return uvicorn.Config(
-        Relayed(app),
+        ForwardedApp(app),
         uds=path,
         loop="uvloop",
         http="httptools",
@@ -57,5 +53,5 @@ def relayed_config(app: ASGIApp, path: str) -> uvicorn.Config:
         proxy_headers=False,
         server_header=False,
         date_header=False,
-        timeout_keep_alive=int(10 * IDLE_S),  # or it may close one that a call is on its way by
+        timeout_keep_alive=int(10 * IDLE_S),  # else it may close a connection with a call under way
     )

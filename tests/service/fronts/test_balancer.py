@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from inferpool.service.fronts.doorway import Doorway
+from inferpool.service.fronts.balancer import ConnectionBalancer
 
 
 class FakeTaker:
@@ -38,12 +38,12 @@ def test_a_burst_of_connections_is_shared_out_evenly(listener):
     async def go() -> None:
         takers = [FakeTaker(), FakeTaker(), FakeTaker()]
         takers[2].num_open = 10
-        doorway = Doorway(listener, lambda: takers)
-        doorway.open()
+        balancer = ConnectionBalancer(listener, lambda: takers)
+        balancer.open()
         clients = await connect(listener, 20)
         await until(lambda: sum(taker.num_open for taker in takers) == 30)
         assert [taker.num_open for taker in takers] == [10, 10, 10]
-        doorway.close()
+        balancer.close()
         for client in clients:
             client.close()
 
@@ -53,11 +53,11 @@ def test_a_burst_of_connections_is_shared_out_evenly(listener):
 def test_what_a_front_does_not_take_another_gets(listener):
     async def go() -> None:
         takers = [FakeTaker(takes=False), FakeTaker()]
-        doorway = Doorway(listener, lambda: takers)
-        doorway.open()
+        balancer = ConnectionBalancer(listener, lambda: takers)
+        balancer.open()
         clients = await connect(listener, 4)
         await until(lambda: takers[1].num_open == 4)
-        doorway.close()
+        balancer.close()
         for client in clients:
             client.close()
 
@@ -67,8 +67,8 @@ def test_what_a_front_does_not_take_another_gets(listener):
 def test_a_burst_waits_for_fronts_that_take_no_more_for_a_moment(listener):
     async def go() -> None:
         taker = FakeTaker(takes=False)
-        doorway = Doorway(listener, lambda: [taker])
-        doorway.open()
+        balancer = ConnectionBalancer(listener, lambda: [taker])
+        balancer.open()
         clients = await connect(listener, 20)
         await asyncio.sleep(0.1)
         taker.takes = True
@@ -76,7 +76,7 @@ def test_a_burst_waits_for_fronts_that_take_no_more_for_a_moment(listener):
         taker.takes = False
         clients += await connect(listener, 1)
         await asyncio.sleep(0.1)
-        doorway.close()
+        balancer.close()
         with pytest.raises(ConnectionError):
             socket.create_connection(clients[0].getpeername())
         assert clients[-1].recv(1) == b""
@@ -89,14 +89,14 @@ def test_a_burst_waits_for_fronts_that_take_no_more_for_a_moment(listener):
 def test_connections_wait_while_nobody_is_there_and_none_is_lost(listener):
     async def go() -> None:
         takers: list[FakeTaker] = []
-        doorway = Doorway(listener, lambda: takers)
-        doorway.open()
+        balancer = ConnectionBalancer(listener, lambda: takers)
+        balancer.open()
         clients = await connect(listener, 3)
         await asyncio.sleep(0.1)
         takers.append(FakeTaker())
         await until(lambda: takers[0].num_open == 3)
         clients += await connect(listener, 2)
-        doorway.close()
+        balancer.close()
         assert takers[0].num_open == 5
         with pytest.raises(ConnectionError):
             socket.create_connection(clients[0].getpeername())
@@ -109,13 +109,13 @@ def test_connections_wait_while_nobody_is_there_and_none_is_lost(listener):
 def test_the_last_are_seen_in_though_the_doorway_pauses(listener):
     async def go() -> None:
         taker = FakeTaker(takes=False)
-        doorway = Doorway(listener, lambda: [taker])
-        doorway.open()
+        balancer = ConnectionBalancer(listener, lambda: [taker])
+        balancer.open()
         clients = await connect(listener, 1)
-        await until(lambda: not doorway._is_open)
+        await until(lambda: not balancer._is_open)
         clients += await connect(listener, 99)
         taker.takes = True
-        await doorway.see_last_in()
+        await balancer.accept_last()
         assert taker.num_open == 100
         with pytest.raises(ConnectionError):
             socket.create_connection(clients[0].getpeername())

@@ -1,19 +1,19 @@
-"""One life of a front, as the main process sees it: its process, its desk, its connections."""
+"""A front's process as the main process sees it, from its start to its end."""
 
 import asyncio
 import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
+from mmap import mmap
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from inferpool.service.api.wire.budgets import EdgeUse
-from inferpool.service.fronts import entry
-from inferpool.service.fronts.desk import Desk, OwnModel, Part
-from inferpool.service.fronts.messages import Counts, Job, Leave, MoveAway
+from inferpool.service.fronts.main_side import ArenaPart, LocalModel, MainSide
+from inferpool.service.fronts.messages import FrontConfig, FrontCounts, Leave, MoveAway
 from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host.endings import OomKills
 from inferpool.workers.host.engine import Cause, Ending, WorkerId
@@ -21,46 +21,37 @@ from inferpool.workers.host.observed import EXIT_AFTER_EOF_S, ObservedProcess
 from inferpool.workers.memory import WritableMemory
 
 _LEAVE_S = 4.0
-"""How long a front may take to see its connections off, once nobody has anything left to read; half
+"""How long a front may take to close its connections once no client has anything left to read; half
 a request holds it up for 2 s."""
 _KILL_S = 1.0
 
 
-class Life:
-    """A front from its start to its end. Lives in the event loop."""
+class FrontProcess:
+    """One process of a front, its pipes and its connections. Lives in the event loop."""
 
     has_worked = False
-    """Answers prove nothing: a call that ends this life may end the next one as soon."""
+    """A front's answers do not excuse its death: the next one may die as soon of the same call."""
 
     def __init__(
         self,
         id: WorkerId,
-        job: Job,
+        config: FrontConfig,
         memory: WritableMemory,
-        part: Part,
-        models: Sequence[OwnModel],
+        part: ArenaPart,
+        models: Sequence[LocalModel],
         oom_kills: OomKills,
-        on_counts: Callable[[Counts], None],
+        on_counts: Callable[[FrontCounts], None],
     ) -> None:
         """Start the process. Main thread only: the kernel ends it with the thread that started it.
 
-        Args:
-            id: Which front, and which of its lives.
-            job: What the front is to do.
-            memory: The arena.
-            part: Its part of that.
-            models: In the order of the settings.
-            oom_kills: Where the kernel's kills for memory are counted.
-            on_counts: Told what the front has counted.
-
         Raises:
-            OSError: There is no process or no descriptor to be had.
+            OSError: No process or no descriptor is left.
         """
         self.id = id
         self.num_open = 0
-        """Connections that it had when it last said so, and has been given since."""
+        """Connections that it had at its last counts, plus those given to it since."""
         self.edge = EdgeUse()
-        """What those held when it last said so."""
+        """The memory that its connections held at its last counts."""
         self._num_given = 0
         self._loop = asyncio.get_running_loop()
         self._on_counts = on_counts
@@ -68,10 +59,10 @@ class Life:
         self._ending: Ending | None = None
         """Why we end it, if we do."""
         self._gone: asyncio.Future[Ending] = self._loop.create_future()
-        process, self._channel, reader, writer = _launch(job, memory)
+        process, self._channel, reader, writer = _launch(config, memory)
         self.process = ObservedProcess(process, oom_kills, self._on_exit)
-        self.desk = Desk(
-            job.name,
+        self.main_side = MainSide(
+            config.name,
             reader,
             writer,
             part=part,
@@ -82,19 +73,19 @@ class Life:
 
     @property
     def is_gone(self) -> bool:
-        """Its process has ended."""
+        """The process has ended."""
         return self._gone.done()
 
     async def until_up(self, timeout_s: float) -> None:
-        """Wait until it takes connections; end it where it does not, or nobody waits any more.
+        """Wait until it takes connections; kill it if it is late or the wait is cancelled.
 
         Raises:
             WorkerStartError: It has ended.
         """
         is_up = False
         try:
-            await _first_of(self.desk.is_up, self._gone, timeout_s=timeout_s)
-            is_up = self.desk.is_up.done()
+            await _first_of(self.main_side.is_up, self._gone, timeout_s=timeout_s)
+            is_up = self.main_side.is_up.done()
         finally:
             if not is_up:
                 self.kill("start", f"it was not up within {timeout_s:g} s")
@@ -103,11 +94,11 @@ class Life:
             raise WorkerStartError((await self.wait()).reason, permanent=False)
 
     async def wait(self) -> Ending:
-        """Wait until the process has ended, and say how."""
+        """Wait until the process has ended, and return how."""
         return await asyncio.shield(self._gone)
 
     def give(self, connection: socket.socket) -> bool:
-        """Hand a connection over, which can then be closed here; False where it takes none."""
+        """Send it a connection, which the caller may then close; return False if it takes none."""
         try:
             socket.send_fds(self._channel, [b"+"], [connection.fileno()])
         except OSError:  # it has gone, or has not looked for a long time
@@ -117,9 +108,9 @@ class Life:
         return True
 
     async def move_clients_away(self) -> None:
-        """Have its answers close their connections; returns when most clients have gone."""
-        self.desk.link.send(MoveAway())
-        await _first_of(self.desk.has_moved, self._gone)
+        """Have its answers close their connections, and wait until most clients have gone."""
+        self.main_side.link.send(MoveAway())
+        await _first_of(self.main_side.has_moved, self._gone)
 
     async def stop(self, grace_s: float) -> None:
         """Let it send its last answers and end; kill it if that takes too long.
@@ -128,56 +119,56 @@ class Life:
             grace_s: How long clients may take to read their answers.
         """
         flush_until = time.monotonic() + grace_s
-        while self.desk.has_unsettled and not self.is_gone:  # noqa: ASYNC110  # settled, not sent
+        while self.main_side.has_unsettled and not self.is_gone:  # noqa: ASYNC110  # settled, unsent
             await asyncio.sleep(0)
         if self.is_gone:
             return
-        self.desk.flush()
+        self.main_side.flush()
         self._ending = self._ending or Ending(cause="asked", reason="it was told to leave")
-        self.desk.link.send(Leave(self._is_hurried, flush_until))
+        self.main_side.link.send(Leave(self._is_hurried, flush_until))
         await _first_of(self._gone, timeout_s=_LEAVE_S + grace_s)
         if not self.is_gone:
             self.kill("asked", "it did not leave in time")
             await _first_of(self._gone, timeout_s=_KILL_S)
 
     def hurry(self) -> None:
-        """Have it wait for no client when it is told to leave, or no longer."""
+        """Have it wait for no client when it leaves, or from now on if it is leaving."""
         self._is_hurried = True
         if self._ending is not None:
-            self.desk.link.send(Leave(True, 0.0))
+            self.main_side.link.send(Leave(True, 0.0))
 
     def kill(self, cause: Cause, reason: str) -> None:
-        """End it now."""
+        """Kill it now."""
         if not self.is_gone:
             self._ending = self._ending or Ending(cause=cause, reason=reason)
             self.process.signal(signal.SIGKILL)
 
-    def _take_counts(self, counts: Counts) -> None:
+    def _take_counts(self, counts: FrontCounts) -> None:
         self.num_open = counts.num_open + self._num_given - counts.num_taken
         self.edge = counts.edge
         self._on_counts(counts)
 
     def _on_end(self, reason: str) -> None:
-        """Nothing more will be read: it is ending, or has gone mad."""
+        """Kill it soon: it is ending anyway, or sends what nobody can read."""
         self._loop.call_later(EXIT_AFTER_EOF_S, self.kill, "exit", reason)
 
     def _on_exit(self) -> None:
-        self.desk.close()
+        self.main_side.close()
         self._channel.close()
         self._gone.set_result(self._ending or self.process.ending)
 
 
 def _launch(
-    job: Job, memory: WritableMemory
+    config: FrontConfig, memory: WritableMemory
 ) -> tuple[SpawnProcess, socket.socket, Connection, Connection]:
-    """Start a front with its ends of the pipes, and return it with ours."""
+    """Start a front, and return it with our ends of the channel and the pipes."""
     from_front, to_main = Pipe(duplex=False)
     from_main, to_front = Pipe(duplex=False)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     try:
         process = get_context("spawn").Process(
-            target=entry.run, name=job.name, args=(job, memory, from_main, to_main, theirs)
+            target=_run, name=config.name, args=(config, memory, from_main, to_main, theirs)
         )
         process.start()
     except BaseException:
@@ -188,6 +179,18 @@ def _launch(
         for end in (to_main, from_main, theirs):
             end.close()
     return process, ours, from_front, to_front
+
+
+def _run(
+    config: FrontConfig,
+    memory: mmap,
+    reader: Connection,
+    writer: Connection,
+    channel: socket.socket,
+) -> None:
+    from inferpool.service.fronts import front  # the main process does without what this imports
+
+    front.run(config, memory, reader, writer, channel)
 
 
 async def _first_of(*futures: "asyncio.Future[Any]", timeout_s: float | None = None) -> None:

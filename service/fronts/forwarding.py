@@ -1,7 +1,7 @@
-"""What is no prediction: a front passes it on to the main process over a Unix socket, and back.
+"""Forwards all calls but predictions to the main process, over a Unix socket. Runs in a front.
 
-Runs in a front; `service.fronts.relayed` has the other end. No route but `/predict` reads a body,
-so none is passed on: a client that sends half of one holds up nobody.
+`service.fronts.forwarded` is the other end. No route but `/predict` reads a body, so bodies are not
+forwarded: a client that sends half of one holds up nobody.
 """
 
 import asyncio
@@ -15,29 +15,29 @@ from starlette.types import Receive, Scope, Send
 from inferpool.service.api.call import Call, begin_call
 from inferpool.service.api.replies import refusal_of, send_reply
 from inferpool.service.errors import BadRequestError, ServiceError, UnavailableError
-from inferpool.service.fronts.relayed import CLIENT, IDLE_S, SCHEME
+from inferpool.service.fronts.forwarded import CLIENT, IDLE_S, SCHEME
 
 logger = logging.getLogger(__name__)
 
-_OF_A_CONNECTION = frozenset(
+_CONNECTION_HEADERS = frozenset(
     b"connection keep-alive proxy-connection te trailer transfer-encoding upgrade expect".split()
 )
-"""Headers that end where the connection ends (RFC 9110, 7.6.1)."""
-_NOT_PASSED_ON = _OF_A_CONNECTION | {b"content-length", CLIENT, SCHEME}
+"""Headers of one connection, which are not forwarded (RFC 9110, 7.6.1)."""
+_NOT_FORWARDED = _CONNECTION_HEADERS | {b"content-length", CLIENT, SCHEME}
 
 
-class Relay:
-    """Has all that is no prediction answered by the main process."""
+class Forwarder:
+    """Has the main process answer every call that is not a prediction."""
 
     def __init__(self, path: str) -> None:
-        """Relay to the main process's Unix socket."""
+        """Forward to the main process's Unix socket."""
         limits = httpx.Limits(
             max_connections=None, max_keepalive_connections=8, keepalive_expiry=IDLE_S
         )
         self._transport = httpx.AsyncHTTPTransport(uds=path, limits=limits, retries=1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one ASGI call."""
+        """InstanceAnswer one ASGI call."""
         call = begin_call(scope["method"], scope["path"], scope["query_string"], scope["headers"])
         try:
             answer = await self._transport.handle_async_request(_request(scope))
@@ -51,7 +51,7 @@ class Relay:
             return
         task = asyncio.current_task()
         assert task is not None
-        watch = asyncio.create_task(_cancel_when_gone(receive, task), name="relay hangup")
+        watch = asyncio.create_task(_cancel_when_gone(receive, task), name="forwarding hangup")
         try:
             try:
                 await _pass_back(answer, send)
@@ -68,7 +68,7 @@ class Relay:
 
 
 def _request(scope: Scope) -> httpx.Request:
-    headers = [each for each in scope["headers"] if each[0] not in _NOT_PASSED_ON]
+    headers = [each for each in scope["headers"] if each[0] not in _NOT_FORWARDED]
     if scope.get("client"):
         host, port = scope["client"]
         headers.append((CLIENT, f"{host} {port}".encode()))
@@ -83,7 +83,7 @@ def _request(scope: Scope) -> httpx.Request:
 
 
 async def _pass_back(answer: httpx.Response, send: Send) -> None:
-    headers = [each for each in answer.headers.raw if each[0].lower() not in _OF_A_CONNECTION]
+    headers = [each for each in answer.headers.raw if each[0].lower() not in _CONNECTION_HEADERS]
     start: dict[str, Any] = {"type": "http.response.start", "status": answer.status_code}
     await send({**start, "headers": headers})
     assert isinstance(answer.stream, httpx.AsyncByteStream)
@@ -97,7 +97,7 @@ async def _pass_back(answer: httpx.Response, send: Send) -> None:
 
 
 async def _cancel_when_gone(receive: Receive, task: "asyncio.Task[Any]") -> None:
-    """Give a relayed answer up when nobody is left to read it."""
+    """Cancel a forwarded call when its client is gone."""
     while (await receive())["type"] != "http.disconnect":
         pass
     task.cancel()

@@ -1,4 +1,4 @@
-"""The main process as the only front that there is, and what is shown of any fronts."""
+"""The main process as the only front, and the metrics of fronts."""
 
 import asyncio
 import os
@@ -10,51 +10,51 @@ from inferpool.service.telemetry.metrics import Reading
 
 
 class OnlyFront:
-    """Takes connections itself; there is nothing to start, to count or to stop."""
+    """The main process as the only front: it takes connections itself, and has nothing to start."""
 
     used_bytes = 0
-    """Of the arena, by others than the main process."""
+    """Bytes of the arena that other processes use."""
     traced = (0, 0)
-    """Calls traced by others: exported, and dropped."""
+    """Calls traced by other processes: exported, and dropped."""
 
     def __init__(self) -> None:
         self.connections: Collection[object] = ()
-        """Those that are open; set once there is a server."""
+        """Open connections; set once there is a server."""
         self.use: Callable[[], EdgeUse] = EdgeUse
-        """What they hold; set with them."""
+        """Returns what the connections hold; set once there is a server."""
         self.up = asyncio.Event()
-        """Set once there is."""
+        """Set once there is a server."""
 
     def start(self) -> None:
-        """It has started."""
+        """Do nothing: it has started."""
 
     async def until_up(self) -> None:
         """Wait until it takes connections."""
         await self.up.wait()
 
     def tell_inputs(self) -> None:
-        """It knows what the models take."""
+        """Do nothing: it knows the models' inputs."""
 
     async def stop(self) -> None:
-        """It ends with the main process."""
+        """Do nothing: it ends with the main process."""
 
     def health(self) -> list[FrontHealth]:
-        """Itself now."""
+        """Return its state now."""
         state = "up" if self.up.is_set() else "starting"
         num = len(self.connections)
         return [FrontHealth(name="front/0", state=state, pid=os.getpid(), num_connections=num)]
 
     def read_gauges(self) -> Iterator[Reading]:
-        """What `/metrics` shows of it now."""
+        """Return the metrics of the only front."""
         return read_fronts(self.health(), [self.use()])
 
 
 def read_fronts(fronts: Sequence[FrontHealth], uses: Sequence[EdgeUse]) -> Iterator[Reading]:
-    """What `/metrics` shows of fronts.
+    """Return the metrics of fronts.
 
     Args:
-        fronts: Each of them, in order.
-        uses: What their connections hold.
+        fronts: In order.
+        uses: What the connections of each hold.
     """
     for number, front in enumerate(fronts):
         labels = (str(number),)
