@@ -65,8 +65,8 @@ class Model:
     """Submodules of the network in front of which a pipeline is cut, one fewer than its stages; by
     default the cuts are found. The class of the network may have this attribute instead."""
     tensor_plan: Mapping[str, object] | None = None
-    """Which submodules of the network are tensor-parallel, and how; `models.split.own_plan` has the
-    words. By default that is found. The class of the network may have this attribute instead."""
+    """Submodules of the network that are tensor-parallel, and how; `models.split.tensor_plan` lists
+    the words. By default it is found. The class of the network may have this attribute instead."""
     ranks: Ranks | None = None
     """The processes that this replica is split over, if it is; set by the worker before `load`."""
     known_split: SplitReport | None = None

@@ -103,7 +103,6 @@ def _shard_of(whole: nn.Module, cut: Cut, collectives: Collectives) -> Shard:
         collectives,
         units=cut.units,
         gathers=cut.how == "gather",
-        num_dims=cut.num_dims,
     )
 
 

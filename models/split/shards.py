@@ -62,7 +62,6 @@ class ColumnLinear(Shard):
         collectives: Of this rank.
         units: Into how many parts the outputs may be cut at most: heads, or features.
         gathers: Whether the result is whole.
-        num_dims: Of what it must be given, where the plan has assumed that.
     """
 
     weight: Tensor
@@ -75,10 +74,8 @@ class ColumnLinear(Shard):
         *,
         units: int,
         gathers: bool,
-        num_dims: int | None = None,
     ) -> None:
         super().__init__(collectives)
-        self.num_dims = num_dims
         self.in_features = whole.in_features
         self.widths = widths_of(units, collectives.size, whole.out_features // units)
         self.out_features = whole.out_features if gathers else self.widths[collectives.rank]
@@ -89,11 +86,6 @@ class ColumnLinear(Shard):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute this rank's outputs, or all."""
-        if self.num_dims is not None and x.dim() != self.num_dims:
-            raise ValueError(
-                f"attention was split for inputs of {self.num_dims} dimensions, not {x.dim()}: "
-                "give the model a tensor_plan"
-            )
         part = functional.linear(x, self.weight, self.bias)
         return self.collectives.gather(part, self.widths) if self.gathers else part
 

@@ -1,7 +1,7 @@
 """Tensor-parallel networks: each rank holds a part of every large matrix, and all compute at once.
 
 Each rank builds the network without its numbers, puts shards (see `shards`) in the place of the
-layers that its plan cuts (see `own_plan`, `tensor_search`), and reads its own slices of the
+layers that its plan cuts (see `tensor_plan`), and reads its own slices of the
 checkpoint. A plan is read off the network's code, which may do more than was seen: so before the
 numbers are read all is computed, split and whole, with numbers that are made up (see `rehearsal`).
 
@@ -34,7 +34,6 @@ from inferpool.models.errors import ModelError, OutOfStepError
 from inferpool.models.files.checkpoint import StoredWeights, check_fit
 from inferpool.models.out_of_memory import is_out_of_memory
 from inferpool.models.split.collectives import Collectives
-from inferpool.models.split.own_plan import OwnPlan, own_plan
 from inferpool.models.split.packing import pack, unpack
 from inferpool.models.split.parts import (
     BuiltWeights,
@@ -48,8 +47,7 @@ from inferpool.models.split.ranks import Ranks
 from inferpool.models.split.rehearsal import Example, Origin, Rehearsal, copied, made_up
 from inferpool.models.split.report import RankPart, SplitReport
 from inferpool.models.split.sketch import Sketch
-from inferpool.models.split.tensor_plan import TensorPlan
-from inferpool.models.split.tensor_search import find_plan
+from inferpool.models.split.tensor_plan import OwnPlan, TensorPlan, find_plan, own_plan
 
 _LEAD = 0
 _CALL = True

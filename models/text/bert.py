@@ -74,6 +74,14 @@ class Bert(nn.Module):
 
     unused_weights = ("pooler.", "embeddings.position_ids")
     """Of checkpoints: what is made of the first token in training, and mere numbers."""
+    tensor_plan: Mapping[str, str] = {
+        "embeddings.word_embeddings": "embedding",
+        "embeddings.position_embeddings": "embedding",
+        "encoder.layer.*.attention": "attention",
+        "encoder.layer.*.intermediate.dense": "column",
+        "encoder.layer.*.output.dense": "row",
+    }
+    """How the ranks of a tensor-parallel replica share it."""
 
     def __init__(self, config: BertConfig, *, pooling: Pooling = "mean") -> None:
         super().__init__()

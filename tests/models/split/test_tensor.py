@@ -21,7 +21,7 @@ def deviation(one, other):
     return ((one - other).abs().max() / other.abs().max()).item()
 
 
-def test_the_encoder_of_texts_is_cut_with_no_plan_of_its_own(pair, tmp_path):
+def test_the_encoder_of_texts_is_cut_by_the_plan_of_its_class(pair, tmp_path):
     network, path = whole(networks.bert, tmp_path)
     num_bytes = sum(each.nbytes for each in network.parameters())
     mask = torch.arange(9) < torch.tensor([[9], [4], [1]])

@@ -3,7 +3,9 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils import prune
 
-from inferpool.models.split.tensor_search import find_plan
+from inferpool.models.errors import ModelError
+from inferpool.models.split.tensor_plan import find_plan, own_plan
+from tests.models.split import networks
 
 
 class Reading(nn.Module):
@@ -78,3 +80,26 @@ def test_an_activation_that_is_not_elementwise_keeps_its_layer_whole():
 
     assert halves(functional.gelu)["linear1"] == "column"
     assert halves(lambda x: x.softmax(-1))["linear1"] == "gather"
+
+
+def test_an_attention_is_cut_by_the_heads_that_its_attributes_count():
+    plan = own_plan(networks.Blocks(), {"first": "attention"}, 4)
+    assert {each.name: (each.how, each.units) for each in plan.cuts} == {
+        "first.q": ("column", 4),
+        "first.k": ("column", 4),
+        "first.v": ("column", 4),
+        "first.out": ("row", 4),
+    }
+    shares = {(each.attribute, each.units * each.per_unit) for each in plan.counts}
+    assert shares == {("num_heads", 4), ("width", 32)}
+
+
+def test_an_attention_of_fewer_heads_than_ranks_is_gathered():
+    plan = own_plan(networks.Blocks(), {"first": "attention"}, 8)
+    assert [each.how for each in plan.cuts] == ["gather"] * 4
+    assert not plan.counts
+
+
+def test_an_attention_that_does_not_show_its_heads_is_refused():
+    with pytest.raises(ModelError, match="the heads of second are not to be told"):
+        own_plan(networks.Blocks(), {"second": "attention"}, 2)
