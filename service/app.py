@@ -79,7 +79,7 @@ def run(
 
     Args:
         settings: What to serve and how.
-        origins: Who set each of them, for /admin/settings; see `Loaded`.
+        origins: Who set each of them, for /admin/settings; see `LoadedSettings`.
         raw: What was taken of stdout and stderr, to be logged, and given back at the end.
         warnings: What to log of them first.
         make_engine: Makes what computes the batches.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from inferpool.service.app import run as run_app
-from inferpool.service.settings.loader import Loaded
+from inferpool.service.settings.loader import LoadedSettings
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.usage import FlagError
 from inferpool.workers.host.in_process import InProcessEngine
@@ -26,7 +26,7 @@ _MAX_FILES = 5000
 _NOT_OURS = {"__pycache__", "node_modules", "site-packages"}
 
 
-def run(loaded: Loaded, *, reloads: bool) -> int:
+def run(loaded: LoadedSettings, *, reloads: bool) -> int:
     """Serve until a signal, in the main thread; the model has a thread of its own.
 
     Args:

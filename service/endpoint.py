@@ -21,7 +21,7 @@ from inferpool.service.api.wire.listening import BACKLOG
 from inferpool.service.api.wire.protocol import PredictProtocol
 from inferpool.service.errors import StartError
 from inferpool.service.settings.settings import Settings
-from inferpool.service.telemetry.log_throttle import LogThrottle
+from inferpool.service.telemetry.logs import LogThrottle
 from inferpool.service.telemetry.metrics import ModelMetrics, recorder
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def set_up_tracing(
 
     Args:
         settings: Whether to trace, and how.
-        origin: Who set the endpoint; see `Loaded`.
+        origin: Who set the endpoint; see `LoadedSettings`.
         metrics: Finds what counts the calls of a model.
 
     Raises:

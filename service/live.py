@@ -34,7 +34,7 @@ _NUM_KEPT = 300
 _OUTCOMES = ("accepted", "succeeded", "failed", "expired", "cancelled")
 
 
-class Live:
+class LiveFeed:
     """Keeps the past, and makes the events of the present; see `service.api.routes.events.Feed`."""
 
     def __init__(

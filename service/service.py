@@ -13,7 +13,7 @@ from inferpool.service.api.routes.events import HostState
 from inferpool.service.api.routes.health import HealthReport
 from inferpool.service.errors import StartError
 from inferpool.service.fronts.only_front import OnlyFront
-from inferpool.service.live import Live
+from inferpool.service.live import LiveFeed
 from inferpool.service.operations import Operations
 from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.dispatcher import Dispatcher
@@ -22,14 +22,13 @@ from inferpool.service.queue.pool import Pool
 from inferpool.service.queue.quarantine import Quarantine
 from inferpool.service.report import is_host_ready, report_of
 from inferpool.service.settings.formats import json_of
-from inferpool.service.settings.loader import Loaded
+from inferpool.service.settings.loader import LoadedSettings
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
 from inferpool.service.speed.cache import SpeedCache
 from inferpool.service.speed.search import SpeedSearch
 from inferpool.service.telemetry.console import Console
-from inferpool.service.telemetry.gpu_gauges import gpu_gauges
-from inferpool.service.telemetry.metrics import Metrics, Reading
+from inferpool.service.telemetry.metrics import Metrics, Reading, gpu_gauges
 from inferpool.workers.arena import Arena
 from inferpool.workers.beside.searching import search
 from inferpool.workers.config import WorkerConfig
@@ -85,7 +84,7 @@ class Service:
         self._is_stopping = False
         self._is_hurried = False
         self._console = console
-        loaded = Loaded(settings=settings, origins=origins or {})
+        loaded = LoadedSettings(settings=settings, origins=origins or {})
         self.operations = Operations(
             self.pools,
             grace_s=settings.drain_timeout_s,
@@ -106,7 +105,9 @@ class Service:
         self._lost = asyncio.Event()
         self._gpu_watch = GpuWatch(host.gpus, pynvml)
         metrics.gauge_source(self._read_gauges)
-        self.live = Live(settings, self.pools, metrics, report=self.report, host=self._host_state)
+        self.live = LiveFeed(
+            settings, self.pools, metrics, report=self.report, host=self._host_state
+        )
 
     @property
     def plan(self) -> list[tuple[str, str]]:

@@ -10,7 +10,7 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 
-class Collector:
+class FakeCollector:
     """What has come so far."""
 
     def __init__(self) -> None:
@@ -50,8 +50,8 @@ def attributes(pairs: "Iterator[KeyValue]") -> dict[str, str | int]:
 
 
 @contextmanager
-def collecting() -> Iterator[Collector]:
-    collector = Collector()
+def collecting() -> Iterator[FakeCollector]:
+    collector = FakeCollector()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

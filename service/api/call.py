@@ -13,8 +13,8 @@ from inferpool.service.api.codecs.answers import AnswerFormat
 from inferpool.service.api.codecs.body import joined
 from inferpool.service.api.trace import new_ids, request_id_of, trace_of, trace_state_of
 from inferpool.service.errors import ServiceError
-from inferpool.service.queue.request import Buffer, Result
-from inferpool.service.queue.steps import Steps
+from inferpool.service.queue.instance import Buffer, Result
+from inferpool.service.queue.steps import InstanceSteps
 from inferpool.workers.messages import ItemRef, Kind
 
 UNKNOWN_MODEL = "unknown"
@@ -49,7 +49,7 @@ class ModelEntry(Protocol):
         """What it takes; empty where that is not known."""
 
     def submit(
-        self, ref: ItemRef, chunks: Sequence[Buffer], steps: Steps | None = None
+        self, ref: ItemRef, chunks: Sequence[Buffer], steps: InstanceSteps | None = None
     ) -> asyncio.Future[Result]:
         """Admit an instance. Cancelling the future gives the instance up.
 
@@ -94,7 +94,7 @@ class Call(msgspec.Struct):
     """The caller's span, where it has named one."""
     cors_lines: str = ""
     """Header lines of the answer, for the browser of a page."""
-    steps: list[Steps] | None = None
+    steps: list[InstanceSteps] | None = None
     """Of its first instances, if it is traced."""
     error: tuple[str, str] | None = None
     """Code and message of what it was refused with."""

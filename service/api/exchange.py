@@ -34,8 +34,8 @@ from inferpool.service.errors import (
     TooLargeError,
     UnavailableError,
 )
-from inferpool.service.queue.request import Buffer, Result
-from inferpool.service.queue.steps import Steps
+from inferpool.service.queue.instance import Buffer, Result
+from inferpool.service.queue.steps import InstanceSteps
 from inferpool.workers.messages import ItemRef
 
 _CLIENT_GONE = 499
@@ -334,12 +334,12 @@ class Exchange(msgspec.Struct, eq=False):
             call.earlier.form = WholeBody(kind, decoded.parameters, entry.inputs)
         return decoded
 
-    def _steps(self) -> Steps | None:
+    def _steps(self) -> InstanceSteps | None:
         """Where to note what becomes of one more instance, if the call is traced."""
         traced = self.call.steps
         if traced is None or len(traced) >= _MAX_TRACED_INSTANCES:
             return None
-        steps = Steps()
+        steps = InstanceSteps()
         traced.append(steps)
         return steps
 

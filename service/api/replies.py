@@ -23,7 +23,7 @@ from inferpool.service.errors import (
     ServiceError,
     UnavailableError,
 )
-from inferpool.service.queue.request import Result, Timing
+from inferpool.service.queue.instance import Result, Timing
 
 logger = logging.getLogger(__name__)
 

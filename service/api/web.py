@@ -40,7 +40,7 @@ from inferpool.service.api.routes.events import WAS_HEAD
 from inferpool.service.api.routes.page import Page
 from inferpool.service.api.routes.page_headers import POLICY_HEADER, policy_for, with_page_headers
 from inferpool.service.errors import ServiceError
-from inferpool.service.telemetry.log_throttle import LogThrottle
+from inferpool.service.telemetry.logs import LogThrottle
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from inferpool.service.cli.parser import nearest
 from inferpool.service.settings.formats import cell
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.names import FLAGS, PREFIX
+from inferpool.service.settings.problems import expected
 from inferpool.service.settings.settings import Settings
-from inferpool.service.settings.types import expected
 
 _GROUPS: Mapping[str, Sequence[str]] = {
     "Address": ("host", "port", "front_ends", "default_model"),

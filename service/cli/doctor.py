@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from inferpool.service.checks.findings import grouped
 from inferpool.service.cli.flags import settings_in
-from inferpool.service.settings.loader import Loaded, load, secret_variables
+from inferpool.service.settings.loader import LoadedSettings, load, secret_variables
 from inferpool.service.tools.doctor import report
 from inferpool.service.tools.doctor.diagnosis import diagnose
 from inferpool.service.tools.trial.screen import Screen
@@ -41,7 +41,7 @@ def run(args: Namespace) -> int:
     return FOUND_ERRORS if any(finding.level == "error" for finding in findings) else 0
 
 
-def _race(loaded: Loaded, screen: Screen) -> "PlacementRace":
+def _race(loaded: LoadedSettings, screen: Screen) -> "PlacementRace":
     from inferpool.service.tools.tune.race import PlacementRace  # with clients, for which few ask
 
     return PlacementRace(loaded, screen)

@@ -11,7 +11,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 
 from inferpool.service.cli.flags import settings_in
-from inferpool.service.settings.loader import Loaded, load, secret_variables
+from inferpool.service.settings.loader import LoadedSettings, load, secret_variables
 from inferpool.service.settings.preload import modules_to_preload
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.tls import TlsError, server_context
@@ -67,7 +67,7 @@ def run(args: Namespace) -> int:
         return run_app(loaded.settings, loaded.origins, raw, loaded.warnings)
 
 
-def _debug(loaded: Loaded, *, reloads: bool) -> int:
+def _debug(loaded: LoadedSettings, *, reloads: bool) -> int:
     from inferpool.service.debugging import run as run_debugging  # which imports torch
 
     return run_debugging(loaded, reloads=reloads)

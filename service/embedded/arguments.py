@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from inferpool.service.embedded.source import FoundSource, source_of
-from inferpool.service.settings.loader import Loaded, load_arguments
+from inferpool.service.settings.loader import LoadedSettings, load_arguments
 from inferpool.service.settings.names import dotted
 from inferpool.service.settings.usage import SettingsError
 
@@ -23,7 +23,7 @@ def read_arguments(
     models: ServedModels | None,
     config: str | os.PathLike[str] | None,
     settings: Mapping[str, object],
-) -> tuple[Loaded, list[FoundSource]]:
+) -> tuple[LoadedSettings, list[FoundSource]]:
     """Read the settings that Python code gives.
 
     Args:

@@ -22,7 +22,7 @@ from inferpool.service.embedded.arguments import ServedModels, read_arguments
 from inferpool.service.errors import StartError
 from inferpool.service.fronts.only_front import OnlyFront
 from inferpool.service.service import ClosableEngine, Service
-from inferpool.service.settings.loader import Loaded
+from inferpool.service.settings.loader import LoadedSettings
 from inferpool.service.settings.preload import modules_to_preload
 from inferpool.service.telemetry.console import Console
 from inferpool.workers.arena import Arena
@@ -72,7 +72,7 @@ class MountedApp:
     """An ASGI application with models behind it; `lifespan` starts and stops them."""
 
     def __init__(
-        self, loaded: Loaded, make_engine: Callable[[Arena], ClosableEngine] = LocalEngine
+        self, loaded: LoadedSettings, make_engine: Callable[[Arena], ClosableEngine] = LocalEngine
     ) -> None:
         """Start nothing yet.
 

@@ -27,7 +27,7 @@ from inferpool.service.embedded.source import FoundSource
 from inferpool.service.errors import StartError
 from inferpool.service.settings.formats import Row, write_toml
 from inferpool.service.settings.keys import first_key
-from inferpool.service.settings.loader import Loaded
+from inferpool.service.settings.loader import LoadedSettings
 from inferpool.service.settings.names import KEY_SETTINGS, PREFIX
 from inferpool.service.tools.trial.bound import bound_command
 from inferpool.service.tools.trial.family import Family
@@ -91,7 +91,7 @@ class RunningService:
     """Asks it for predictions. Any thread may use it."""
 
     def __init__(
-        self, loaded: Loaded, found: Sequence[FoundSource], keys: Mapping[str, str]
+        self, loaded: LoadedSettings, found: Sequence[FoundSource], keys: Mapping[str, str]
     ) -> None:
         """Start nothing yet.
 

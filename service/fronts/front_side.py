@@ -21,8 +21,8 @@ from inferpool.service.fronts.messages import (
     Submissions,
     error_of,
 )
-from inferpool.service.queue.request import Buffer, Result, Timing
-from inferpool.service.queue.steps import Steps
+from inferpool.service.queue.instance import Buffer, Result, Timing
+from inferpool.service.queue.steps import InstanceSteps
 from inferpool.workers.arena import Slots
 from inferpool.workers.messages import ItemRef
 
@@ -37,7 +37,7 @@ class PendingInstance(asyncio.Future[Result]):
 
     __slots__ = ("front_side", "id", "steps")
 
-    def __init__(self, front_side: "FrontSide", id: int, steps: Steps | None) -> None:
+    def __init__(self, front_side: "FrontSide", id: int, steps: InstanceSteps | None) -> None:
         super().__init__(loop=front_side.loop)
         self.front_side = front_side
         self.id = id
@@ -63,7 +63,7 @@ class RemoteModel:
         self._index = index
 
     def submit(
-        self, ref: ItemRef, chunks: Sequence[Buffer], steps: Steps | None = None
+        self, ref: ItemRef, chunks: Sequence[Buffer], steps: InstanceSteps | None = None
     ) -> PendingInstance:
         """Copy a payload into the arena, and submit it; the future fails if it is refused.
 
@@ -118,8 +118,8 @@ class FrontSide:
         self._slots = slots
         self._commands = commands
         self._open: dict[int, PendingInstance] = {}
-        self._given_up: dict[int, Steps] = {}
-        """Steps of traced instances that were given up: their answers still come."""
+        self._given_up: dict[int, InstanceSteps] = {}
+        """InstanceSteps of traced instances that were given up: their answers still come."""
         self._last_id = 0
         self._submissions: list[Submission] = []
         self._cancelled: list[int] = []
@@ -127,7 +127,7 @@ class FrontSide:
         self.link = Link(reader, writer, _decode, self._take, commands.on_lost)
 
     def submit(
-        self, model: int, ref: ItemRef, chunks: Sequence[Buffer], steps: Steps | None
+        self, model: int, ref: ItemRef, chunks: Sequence[Buffer], steps: InstanceSteps | None
     ) -> PendingInstance | None:
         """Submit an instance; return None if the arena has no room for it."""
         offset = self._slots.put(chunks, ref.num_bytes)

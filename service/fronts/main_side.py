@@ -31,8 +31,8 @@ from inferpool.service.fronts.messages import (
     Submissions,
     failure_of,
 )
-from inferpool.service.queue.request import Buffer, Result, SlotOwner
-from inferpool.service.queue.steps import Steps
+from inferpool.service.queue.instance import Buffer, Result, SlotOwner
+from inferpool.service.queue.steps import InstanceSteps
 from inferpool.workers.arena import slot_bytes
 from inferpool.workers.log_lines import log_line
 from inferpool.workers.messages import FrameError, ItemRef, LogLine
@@ -55,7 +55,7 @@ class LocalModel(ModelEntry, Protocol):
         self,
         ref: ItemRef,
         chunks: Sequence[Buffer],
-        steps: Steps | None = None,
+        steps: InstanceSteps | None = None,
         owner: SlotOwner | None = None,
     ) -> "asyncio.Future[Result]":
         """See `Dispatcher.submit`."""
@@ -175,7 +175,7 @@ class MainSide:
     def _submit(self, submission: Submission) -> None:
         part, ref = self._part, submission.ref
         data = part.take(ref.offset, ref.num_bytes)
-        steps = Steps() if submission.is_traced else None
+        steps = InstanceSteps() if submission.is_traced else None
         try:
             instance = self._models[submission.model].submit(ref, (data,), steps, part)
         except Exception as error:
@@ -190,7 +190,9 @@ class MainSide:
         self._instances[submission.id] = instance
         instance.add_done_callback(partial(self._on_done, submission.id, steps))
 
-    def _on_done(self, id: int, steps: Steps | None, instance: "asyncio.Future[Result]") -> None:
+    def _on_done(
+        self, id: int, steps: InstanceSteps | None, instance: "asyncio.Future[Result]"
+    ) -> None:
         if self._instances.pop(id, None) is None:
             return  # the front is gone
         if instance.cancelled():  # nobody waits for it, but a trace still wants its steps

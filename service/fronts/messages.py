@@ -13,9 +13,9 @@ from inferpool.service import errors
 from inferpool.service.api.wire.budgets import EdgeUse
 from inferpool.service.api.wire.connections import EdgeLimits
 from inferpool.service.errors import ServiceError
-from inferpool.service.queue.steps import Steps
+from inferpool.service.queue.steps import InstanceSteps
 from inferpool.service.settings.settings import Settings
-from inferpool.service.telemetry.exemplars import Exemplar
+from inferpool.service.telemetry.distribution import Exemplar
 from inferpool.workers.messages import ItemRef, LogLine, TensorBlob
 
 
@@ -106,7 +106,7 @@ class InstanceAnswer(msgspec.Struct, frozen=True, array_like=True, gc=False):
     queue_s: float = 0.0
     prepare_s: float = 0.0
     compute_s: float = 0.0
-    steps: Steps | None = None
+    steps: InstanceSteps | None = None
 
 
 class Answers(msgspec.Struct, frozen=True, array_like=True, tag="settled"):

@@ -17,9 +17,8 @@ from inferpool.service.errors import (
     UnavailableError,
 )
 from inferpool.service.queue.deadlines import NO_TICK, Deadlines
-from inferpool.service.queue.instance import SETTLED, Instance
-from inferpool.service.queue.request import Result, Timing
-from inferpool.service.queue.steps import Steps, Traced
+from inferpool.service.queue.instance import SETTLED, Instance, Result, Timing
+from inferpool.service.queue.steps import InstanceSteps, Traced
 from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.host.engine import WorkerHandle
 from inferpool.workers.messages import BatchDone, ItemError
@@ -49,7 +48,7 @@ class Books:
         self._traced: Traced[Instance] = Traced()
         self._drained = asyncio.Event()
 
-    def open(self, instance: Instance, now: float, steps: Steps | None) -> None:
+    def open(self, instance: Instance, now: float, steps: InstanceSteps | None) -> None:
         """An instance is admitted.
 
         Args:

@@ -30,11 +30,10 @@ from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.batch_sizes import SPARE, SizeLimit, fitting
 from inferpool.service.queue.batcher import Batcher
 from inferpool.service.queue.books import Books
-from inferpool.service.queue.instance import QUEUED, SENT, SETTLED, Instance
+from inferpool.service.queue.instance import QUEUED, SENT, SETTLED, Buffer, Instance, SlotOwner
 from inferpool.service.queue.lanes import Lane, Lanes
 from inferpool.service.queue.objective import Objective
 from inferpool.service.queue.quarantine import MAX_CRASHES, Quarantine
-from inferpool.service.queue.request import Buffer, SlotOwner
 from inferpool.service.queue.schedule import Schedule
 from inferpool.service.queue.suspects import Suspects
 from inferpool.service.telemetry.metrics import ModelMetrics
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from inferpool.models.spec import TensorSpec
-    from inferpool.service.queue.steps import Steps
+    from inferpool.service.queue.steps import InstanceSteps
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +144,7 @@ class Dispatcher:
         self,
         ref: ItemRef,
         chunks: "Sequence[Buffer]",
-        steps: "Steps | None" = None,
+        steps: "InstanceSteps | None" = None,
         owner: SlotOwner | None = None,
     ) -> Instance:
         """Admit one instance: copy its payload into the arena, if it is not there, and queue it.

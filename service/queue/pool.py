@@ -16,10 +16,9 @@ from inferpool.models.speed.names import SpeedReport
 from inferpool.models.split.report import SplitReport
 from inferpool.service.errors import GivenUpError, ServiceError, UnavailableError
 from inferpool.service.queue.dispatcher import Dispatcher
-from inferpool.service.queue.instance import Instance
+from inferpool.service.queue.instance import Buffer, Instance, SlotOwner
 from inferpool.service.queue.replacing import Replacing, Restart
-from inferpool.service.queue.request import Buffer, SlotOwner
-from inferpool.service.queue.steps import Steps
+from inferpool.service.queue.steps import InstanceSteps
 from inferpool.service.telemetry.metrics import ModelMetrics, Reading
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.host.engine import Cause, Engine, RankVitals, WorkerHandle, WorkerId
@@ -173,7 +172,7 @@ class Pool:
         self,
         ref: ItemRef,
         chunks: Sequence[Buffer],
-        steps: Steps | None = None,
+        steps: InstanceSteps | None = None,
         owner: SlotOwner | None = None,
     ) -> Instance:
         """Admit one instance; see `Dispatcher.submit`.

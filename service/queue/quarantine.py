@@ -22,7 +22,7 @@ from typing import NamedTuple
 import msgspec
 
 from inferpool.models.spec import TensorHeader
-from inferpool.service.queue.request import Buffer
+from inferpool.service.queue.instance import Buffer
 from inferpool.workers.messages import Kind
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from inferpool.workers.host.engine import WorkerHandle
 from inferpool.workers.messages import BatchDone
 
 
-class Try(msgspec.Struct, array_like=True):
+class Attempt(msgspec.Struct, array_like=True):
     """One time that an instance was sent to a worker."""
 
     worker: str
@@ -34,7 +34,7 @@ class Try(msgspec.Struct, array_like=True):
     """Why that was lost."""
 
 
-class Steps(msgspec.Struct, array_like=True):
+class InstanceSteps(msgspec.Struct, array_like=True):
     """From the arrival of an instance to its end."""
 
     arrived: float = 0.0
@@ -43,9 +43,9 @@ class Steps(msgspec.Struct, array_like=True):
     code: str = ""
     """Of the error that it ended with; empty if it succeeded."""
     message: str = ""
-    tries: list[Try] = []
+    tries: list[Attempt] = []
 
-    def take(self, noted: "Steps") -> None:
+    def take(self, noted: "InstanceSteps") -> None:
         """Take over what another process has noted of the same instance.
 
         Of one that was given up, spans may be made meanwhile; without its arrival there are none.
@@ -65,13 +65,13 @@ class Arrived(Protocol):
 T = TypeVar("T", bound=Arrived)
 
 
-class Traced(dict[T, Steps]):
+class Traced(dict[T, InstanceSteps]):
     """The steps of a dispatcher's instances that are traced and have no answer yet.
 
     Empty, and so false, while nothing is traced: that is all that it costs then.
     """
 
-    def add(self, instance: T, steps: Steps) -> None:
+    def add(self, instance: T, steps: InstanceSteps) -> None:
         """It was admitted."""
         steps.arrived = instance.arrived
         self[instance] = steps
@@ -80,7 +80,7 @@ class Traced(dict[T, Steps]):
         """They go to a worker."""
         id, device = worker.id, worker.ready.device
         for steps in self._of(batch):
-            steps.tries.append(Try(id.worker, id.incarnation, device, len(batch), now))
+            steps.tries.append(Attempt(id.worker, id.incarnation, device, len(batch), now))
 
     def lose(self, batch: Sequence[T], reason: str, now: float) -> None:
         """The worker that they were sent to is lost."""
@@ -107,7 +107,7 @@ class Traced(dict[T, Steps]):
         if steps is not None:
             steps.settled = time.monotonic()
 
-    def _of(self, batch: Sequence[T]) -> Iterator[Steps]:
+    def _of(self, batch: Sequence[T]) -> Iterator[InstanceSteps]:
         for instance in batch:
             steps = self.get(instance)
             if steps is not None:

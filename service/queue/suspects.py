@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from math import ceil
 
 from inferpool.service.errors import QuarantinedError
-from inferpool.service.queue.instance import Instance
+from inferpool.service.queue.instance import Buffer, Instance
 from inferpool.service.queue.quarantine import MAX_CRASHES, Input, Quarantine
-from inferpool.service.queue.request import Buffer
 from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.arena import Arena
 from inferpool.workers.messages import ItemError, ItemRef, Outcome

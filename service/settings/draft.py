@@ -13,6 +13,15 @@ from inferpool.models.files.reading import read_file
 from inferpool.service.settings.keys import Keys, read_keys
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.names import FLAGS, KEY_SETTINGS, PREFIX, Key, dotted, is_foreign
+from inferpool.service.settings.problems import (
+    PIPE_WAIT_S,
+    expected,
+    shown,
+    unknown,
+    unknown_argument,
+    unknown_variable,
+    unreadable,
+)
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.sources import (
     BUILT_IN_SOURCES,
@@ -30,16 +39,7 @@ from inferpool.service.settings.tracing import (
     parted,
     told_by,
 )
-from inferpool.service.settings.types import expected
 from inferpool.service.settings.usage import SettingsError
-from inferpool.service.settings.words import (
-    PIPE_WAIT_S,
-    shown,
-    unknown,
-    unknown_argument,
-    unknown_variable,
-    unreadable,
-)
 
 _MODEL_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 

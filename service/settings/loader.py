@@ -15,17 +15,17 @@ from inferpool.models.files.reading import read_file
 from inferpool.service.settings.draft import Draft
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.names import CONFIG_VARIABLE, KEY_SETTINGS, PREFIX, Key, dotted
+from inferpool.service.settings.problems import PIPE_WAIT_S
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.tracing import ENDPOINT_VARIABLES, HEADER_VARIABLES
 from inferpool.service.settings.urls import without_password
 from inferpool.service.settings.usage import SettingsError
-from inferpool.service.settings.words import PIPE_WAIT_S
 
 FILE_NAME = "inferpool.toml"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
+class LoadedSettings:
     """The settings in force, and who set each."""
 
     settings: Settings
@@ -42,7 +42,7 @@ class Loaded:
         ]
 
 
-def load(flags: Mapping[str, str], environ: Mapping[str, str], cwd: Path) -> Loaded:
+def load(flags: Mapping[str, str], environ: Mapping[str, str], cwd: Path) -> LoadedSettings:
     """Read the settings: the file, then the environment over it, then the flags over both.
 
     Args:
@@ -67,7 +67,7 @@ def load(flags: Mapping[str, str], environ: Mapping[str, str], cwd: Path) -> Loa
     draft.complete()
     draft.add_key_files(cwd)
     settings, origins, warnings = draft.finish()
-    return Loaded(settings=settings, origins=origins, warnings=warnings)
+    return LoadedSettings(settings=settings, origins=origins, warnings=warnings)
 
 
 def load_arguments(
@@ -77,7 +77,7 @@ def load_arguments(
     *,
     model: str | None = None,
     file: str | os.PathLike[str] | None = None,
-) -> Loaded:
+) -> LoadedSettings:
     """Read settings that Python code gives: keyword arguments, over a file if it names one.
 
     Neither `inferpool.toml` nor the variables of the environment that are ours count, so that a
@@ -104,7 +104,7 @@ def load_arguments(
     draft.complete()
     draft.add_key_files(cwd)
     settings, origins, warnings = draft.finish()
-    return Loaded(settings=settings, origins=origins, warnings=warnings)
+    return LoadedSettings(settings=settings, origins=origins, warnings=warnings)
 
 
 def secret_variables(environ: Mapping[str, str]) -> list[str]:

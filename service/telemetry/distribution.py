@@ -1,12 +1,19 @@
 """A histogram that is cheap to count in, and fine enough to read percentiles off."""
 
+import time
+from bisect import bisect_left
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+from prometheus_client.samples import Exemplar as RenderedExemplar
 from prometheus_client.utils import floatToGoString
 
 _MAX_PENDING = 4096
 """Values kept before they are counted, which takes some 0.2 ms then."""
+
+Bucket = tuple[str, float] | tuple[str, float, RenderedExemplar]
+"""Upper bound, values up to it, and perhaps an exemplar."""
 
 
 class Distribution:
@@ -141,6 +148,47 @@ class Recent:
         names = [*(f"{edge:g}" for edge in self._edges.tolist()), "+Inf"]
         counts = self._counts.tolist()
         return {name: count for name, count in zip(names, counts, strict=True) if count}
+
+
+class Exemplar(NamedTuple):
+    """One value, and the trace of the call that it was measured in."""
+
+    trace_id: str
+    value: float
+    time: float
+    """Seconds since the epoch."""
+
+
+class Exemplars:
+    """The newest exemplar of each bucket (OpenMetrics 1.0, "Exemplars")."""
+
+    __slots__ = ("_edges", "_newest")
+
+    def __init__(self, edges: Sequence[float]) -> None:
+        self._edges = edges
+        self._newest: dict[int, Exemplar] = {}
+
+    def note(self, value: float, trace_id: str) -> None:
+        """Keep the trace of a value."""
+        place = bisect_left(self._edges, value)
+        self._newest[place] = Exemplar(trace_id, value, time.time())
+
+    def take(self) -> list[tuple[int, Exemplar]]:
+        """Return all exemplars by bucket, and start again with none."""
+        taken = list(self._newest.items())
+        self._newest.clear()
+        return taken
+
+    def add(self, taken: Sequence[tuple[int, Exemplar]]) -> None:
+        """Add what another process has taken."""
+        self._newest.update(taken)
+
+    def put_on(self, buckets: Sequence[tuple[str, float]]) -> list[Bucket]:
+        """Return the buckets of a histogram with the exemplars on them."""
+        found: list[Bucket] = list(buckets)
+        for place, (trace_id, value, at) in self._newest.items():
+            found[place] = (*buckets[place], RenderedExemplar({"trace_id": trace_id}, value, at))
+        return found
 
 
 def _divided(edges: Sequence[float], parts: int) -> list[float]:

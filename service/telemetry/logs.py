@@ -4,6 +4,7 @@ Whoever logs only puts a record on a bounded queue: a reader of our output that 
 costs log lines (counted), never a wait in the event loop.
 """
 
+import asyncio
 import atexit
 import contextlib
 import copy
@@ -44,6 +45,8 @@ _UNSAFE_IN_JSON = re.compile("[\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\u
 
 _COLORS = {"DEBUG": "2", "INFO": "32", "WARNING": "33", "ERROR": "31", "CRITICAL": "1;31"}
 """Terminal attributes by level: ECMA-48, Select Graphic Rendition."""
+
+_THROTTLE_PERIOD_S = 1.0
 
 
 class Logs:
@@ -127,6 +130,35 @@ def is_json(format: Literal["auto", "human", "json"], stream: TextIO) -> bool:
 def escape(text: str) -> str:
     r"""The text on one line: control characters and lone surrogates as \n, \x1b or \u2028."""
     return _UNSAFE.sub(_escaped, text)
+
+
+class LogThrottle:
+    """Lets a few lines a second be logged and counts the rest. Used by the event loop alone."""
+
+    def __init__(self, write_rest: Callable[[int], None], *, most: int = 1) -> None:
+        """Start with none written.
+
+        Args:
+            write_rest: Called at the end of a second with the number left out, if any.
+            most: Lines that may be written in a second.
+        """
+        self._write_rest = write_rest
+        self._most = most
+        self._num = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def may_write(self) -> bool:
+        """Count a line, and return whether it may be written."""
+        if self._timer is None:
+            self._num = 0
+            self._timer = asyncio.get_running_loop().call_later(_THROTTLE_PERIOD_S, self._end)
+        self._num += 1
+        return self._num <= self._most
+
+    def _end(self) -> None:
+        self._timer = None
+        if self._num > self._most:
+            self._write_rest(self._num - self._most)
 
 
 class JsonFormatter(Formatter):

@@ -21,9 +21,9 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from inferpool.service.telemetry.distribution import Distribution
-from inferpool.service.telemetry.exemplars import Bucket, Exemplars
+from inferpool.service.telemetry.distribution import Bucket, Distribution, Exemplars
 from inferpool.workers.host.engine import Cause
+from inferpool.workers.host.gpu_watch import GpuVitals
 
 logger = logging.getLogger(__name__)
 
@@ -224,10 +224,6 @@ class Metrics:
         """The metrics of a model; of `unknown_model` if it is not served here."""
         return self._models.get(name, self.unknown_model)
 
-    def add_model(self, name: str) -> ModelMetrics:
-        """Serve one more model."""
-        return self._models.setdefault(name, ModelMetrics(name))
-
     def gauge_source(self, source: GaugeSource) -> None:
         """Ask this whenever the metrics are rendered, in the event loop: it must be quick."""
         self._sources.append(source)
@@ -291,6 +287,24 @@ def recorder(metrics: Callable[[str], ModelMetrics]) -> Callable[[str, int, floa
         durations.observe(duration_s)
 
     return on_done
+
+
+def gpu_gauges(gpus: Iterable[GpuVitals]) -> Iterator[Reading]:
+    """Yield what is known of each GPU."""
+    for gpu in gpus:
+        labels = (str(gpu.index), gpu.uuid)
+        for name, value in (
+            ("up", gpu.is_up),
+            ("memory_bytes", gpu.memory_bytes),
+            ("memory_used_bytes", gpu.used_bytes),
+            ("utilization_ratio", gpu.utilization),
+            ("temperature_celsius", gpu.temperature_c),
+            ("power_watts", gpu.power_w),
+            ("last_xid", gpu.last_xid),
+            ("xid_errors", gpu.num_xid_errors),
+        ):
+            if value is not None:
+                yield Reading(name=f"gpu_{name}", value=value, labels=labels)
 
 
 class _ServiceCollector(Collector):

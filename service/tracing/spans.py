@@ -15,7 +15,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import ScopeSpans, Span, Status
 
 from inferpool.service.api.call import Call
 from inferpool.service.api.predict import is_predict
-from inferpool.service.queue.steps import Steps, Try
+from inferpool.service.queue.steps import Attempt, InstanceSteps
 from inferpool.service.tracing.recorder import Ended
 
 _METHODS = frozenset(
@@ -120,7 +120,7 @@ class _Tree:
         if settled and ended.status != _CLIENT_GONE:
             self._add("answer", root.span_id, settled, end)
 
-    def _add_steps(self, root: Span, parent: Span, steps: Steps, end: float) -> None:
+    def _add_steps(self, root: Span, parent: Span, steps: InstanceSteps, end: float) -> None:
         """Add where one instance waited and was worked on, try by try."""
         waiting_since = steps.arrived
         end = steps.settled or end
@@ -196,13 +196,13 @@ def _pair(name: str, value: str | int) -> KeyValue:
     return KeyValue(key=name, value=AnyValue(int_value=value))
 
 
-def _fail_if(span: Span, steps: Steps, codes: tuple[str, ...]) -> None:
+def _fail_if(span: Span, steps: InstanceSteps, codes: tuple[str, ...]) -> None:
     if steps.code in codes:
         span.status.code, span.status.message = Status.STATUS_CODE_ERROR, steps.message
         describe(span, {"error.type": steps.code})
 
 
-def _about(each: Try, number: int) -> dict[str, str | int]:
+def _about(each: Attempt, number: int) -> dict[str, str | int]:
     return {
         "inferpool.try": number,
         "inferpool.worker": each.worker,
@@ -212,7 +212,7 @@ def _about(each: Try, number: int) -> dict[str, str | int]:
     }
 
 
-def _outcome_attributes(steps: Steps) -> dict[str, str]:
+def _outcome_attributes(steps: InstanceSteps) -> dict[str, str]:
     if not steps.code:
         return {"inferpool.outcome": "succeeded" if steps.settled else "cancelled"}
     return {"inferpool.outcome": steps.code, "error.type": steps.code}

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-from tests.collector import Collector, attributes, collecting
+from tests.collector import FakeCollector, attributes, collecting
 from tests.e2e.running import Running, running
 
 CALLER = "00f067aa0ba902b7"
@@ -44,7 +44,7 @@ CALLS = {
 class Traced:
     """The calls that were made of a service, which has ended since."""
 
-    def __init__(self, service: Running, collector: Collector, gate: Path) -> None:
+    def __init__(self, service: Running, collector: FakeCollector, gate: Path) -> None:
         self.service = service
         self.gate = gate
         """See `FaultModel`."""

@@ -7,7 +7,7 @@ import pytest
 
 from inferpool.service.api.routes.events import HostState
 from inferpool.service.api.routes.health import HealthReport
-from inferpool.service.live import Live
+from inferpool.service.live import LiveFeed
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
 from inferpool.service.telemetry.metrics import Metrics, ModelMetrics
@@ -20,17 +20,17 @@ HOST = HostState(connections=2, arena_bytes=100, arena_used_bytes=10)
 
 
 @pytest.fixture
-def feed(arena: Arena) -> AbstractAsyncContextManager[tuple[Live, ModelMetrics, FakeEngine]]:
+def feed(arena: Arena) -> AbstractAsyncContextManager[tuple[LiveFeed, ModelMetrics, FakeEngine]]:
     """A feed of one model that samples every few milliseconds."""
 
     @asynccontextmanager
-    async def sampling() -> AsyncIterator[tuple[Live, ModelMetrics, FakeEngine]]:
+    async def sampling() -> AsyncIterator[tuple[LiveFeed, ModelMetrics, FakeEngine]]:
         engine = FakeEngine()
         pool = await ready_pool(engine, arena)
         model = ModelSettings(source="echo")
         settings = Settings(models={"m": model}, default_model="m", max_queue_length=77)
         metrics = Metrics(["m"], {})
-        live = Live(
+        live = LiveFeed(
             settings, {"m": pool}, metrics, report=lambda: HEALTH, host=lambda: HOST, every_s=0.01
         )
         live.start()
@@ -41,7 +41,7 @@ def feed(arena: Arena) -> AbstractAsyncContextManager[tuple[Live, ModelMetrics, 
     return sampling()
 
 
-async def next_of(live: Live) -> Any:
+async def next_of(live: LiveFeed) -> Any:
     return json.loads(await live.next())
 
 

@@ -11,7 +11,7 @@ from inferpool.models.spec import DTYPE_BYTES
 from inferpool.service.api.codecs.tensors import NPY_DTYPES, NPY_MAGIC, SAFETENSORS_DTYPES
 from inferpool.service.api.errors import Answer, Headers, instance_error, problem
 from inferpool.service.errors import BadRequestError, NotAcceptableError, ServiceError
-from inferpool.service.queue.request import Result
+from inferpool.service.queue.instance import Result
 from inferpool.workers.messages import TensorBlob
 
 AnswerFormat = Literal["json", "npy", "safetensors", "raw"]

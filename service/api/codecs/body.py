@@ -9,7 +9,7 @@ import msgspec
 from inferpool.models.spec import TensorHeader, TensorSpec
 from inferpool.service.api.errors import SlowBodyError
 from inferpool.service.errors import BadRequestError, ServiceError, TooLargeError
-from inferpool.service.queue.request import Buffer
+from inferpool.service.queue.instance import Buffer
 from inferpool.workers.messages import Kind
 
 _MAX_DIGITS = 18

@@ -15,7 +15,7 @@ from inferpool.models.spec import DTYPE_BYTES, TensorHeader, TensorSpec
 from inferpool.service.api.codecs import parameters
 from inferpool.service.api.codecs.body import BodyContext, Decoded, Payload
 from inferpool.service.errors import BadRequestError, InvalidInputError, TooLargeError
-from inferpool.service.queue.request import Buffer
+from inferpool.service.queue.instance import Buffer
 
 NPY_MAGIC = b"\x93NUMPY"
 NPY_DTYPES = {

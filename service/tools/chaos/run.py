@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import uvloop
 
-from inferpool.service.settings.loader import Loaded
+from inferpool.service.settings.loader import LoadedSettings
 from inferpool.service.tools.chaos.faults import Faults
 from inferpool.service.tools.chaos.load import Load, Tally
 from inferpool.service.tools.chaos.plan import ChaosPlan, Fault
@@ -59,7 +59,7 @@ _ECHO_S = 0.5
 what the terminal has sent us already. A later one ends the run at once."""
 
 
-def run(loaded: Loaded, plan: ChaosPlan) -> int:
+def run(loaded: LoadedSettings, plan: ChaosPlan) -> int:
     """Test the promise on a service with these settings; returns the exit status."""
     try:
         with Subject(rows_for(loaded, can_be_poisoned=plan.every_s["poison"] > 0)) as subject:
@@ -92,7 +92,7 @@ class _Knowledge:
 class _Run:
     """One run, from a service that starts to a report. Lives in the event loop."""
 
-    def __init__(self, subject: Subject, loaded: Loaded, plan: ChaosPlan) -> None:
+    def __init__(self, subject: Subject, loaded: LoadedSettings, plan: ChaosPlan) -> None:
         self._subject = subject
         self._settings = loaded.settings
         self._plan = plan

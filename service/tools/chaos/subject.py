@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from inferpool.service.settings.formats import Row
-from inferpool.service.settings.loader import Loaded
+from inferpool.service.settings.loader import LoadedSettings
 from inferpool.service.settings.names import Key
 from inferpool.service.tools.trial.subject import rows_of
 
@@ -12,7 +12,7 @@ BATCH_TIMEOUT_S = 5.0
 POISONABLE = "inferpool.models.sources.poisonable:Poisonable"
 
 
-def rows_for(loaded: Loaded, *, can_be_poisoned: bool) -> list[Row]:
+def rows_for(loaded: LoadedSettings, *, can_be_poisoned: bool) -> list[Row]:
     """The user's settings as rows, changed as far as the test needs it.
 
     Args:

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from inferpool.service.settings.formats import Row, write_toml
-from inferpool.service.settings.loader import Loaded
+from inferpool.service.settings.loader import LoadedSettings
 from inferpool.service.settings.names import KEY_SETTINGS, PREFIX
 from inferpool.service.settings.settings import Settings
 from inferpool.service.tools.trial.bound import bound_command
@@ -166,7 +166,7 @@ class Subject:
         return said
 
 
-def rows_of(loaded: Loaded) -> list[Row]:
+def rows_of(loaded: LoadedSettings) -> list[Row]:
     """The user's settings as far as they mean anything to a service that only this host sees.
 
     It is not traced: whoever watches the user's services would take what is tried for their work.

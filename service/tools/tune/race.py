@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import uvloop
 
-from inferpool.service.settings.loader import Loaded
+from inferpool.service.settings.loader import LoadedSettings
 from inferpool.service.tools.doctor.speeds import Speed
 from inferpool.service.tools.trial.errors import TrialError
 from inferpool.service.tools.trial.screen import Screen
@@ -24,7 +24,7 @@ _MAX_S = 300.0
 class PlacementRace:
     """Measures placements of the user's models. See `service.tools.doctor.speeds.Race`."""
 
-    def __init__(self, loaded: Loaded, screen: Screen) -> None:
+    def __init__(self, loaded: LoadedSettings, screen: Screen) -> None:
         self._loaded = loaded
         self._screen = screen
 
@@ -104,8 +104,8 @@ async def measured(
     return found
 
 
-def _alone(loaded: Loaded, model: str) -> Loaded:
+def _alone(loaded: LoadedSettings, model: str) -> LoadedSettings:
     """The settings with one of the models."""
     settings = loaded.settings
     only = {"models": {model: settings.models[model]}, "default_model": model}
-    return Loaded(settings=settings.model_copy(update=only), origins=loaded.origins)
+    return LoadedSettings(settings=settings.model_copy(update=only), origins=loaded.origins)

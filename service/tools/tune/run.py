@@ -11,7 +11,7 @@ from math import ceil
 
 import uvloop
 
-from inferpool.service.settings.loader import Loaded
+from inferpool.service.settings.loader import LoadedSettings
 from inferpool.service.tools.trial.errors import TrialError
 from inferpool.service.tools.trial.screen import Screen
 from inferpool.service.tools.tune.charts import figure
@@ -37,7 +37,7 @@ _ECHO_S = 0.5
 what the terminal has sent us already. A later one ends the run at once."""
 
 
-def run(loaded: Loaded, whole: Loaded, plan: TunePlan) -> int:
+def run(loaded: LoadedSettings, whole: LoadedSettings, plan: TunePlan) -> int:
     """Tune the one model of some settings; returns the exit status.
 
     Args:
@@ -95,7 +95,7 @@ def _write_files(plan: TunePlan, report: TuneReport, text: str, *, has_settings:
 class _Run:
     """One run. Lives in the event loop."""
 
-    def __init__(self, loaded: Loaded, plan: TunePlan) -> None:
+    def __init__(self, loaded: LoadedSettings, plan: TunePlan) -> None:
         (self._model,) = loaded.settings.models
         self._loaded = loaded
         self._plan = plan

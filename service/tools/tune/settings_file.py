@@ -4,11 +4,13 @@ import io
 from collections.abc import Iterable
 
 from inferpool.service.settings.formats import Row, write_toml
-from inferpool.service.settings.loader import Loaded
+from inferpool.service.settings.loader import LoadedSettings
 from inferpool.service.tools.tune.knobs import Changes, key_of
 
 
-def settings_text(loaded: Loaded, whole: Loaded, changes: Changes, comments: Iterable[str]) -> str:
+def settings_text(
+    loaded: LoadedSettings, whole: LoadedSettings, changes: Changes, comments: Iterable[str]
+) -> str:
     """The text of the file.
 
     Args:
@@ -33,7 +35,7 @@ def settings_text(loaded: Loaded, whole: Loaded, changes: Changes, comments: Ite
     return file.getvalue()
 
 
-def _merged(loaded: Loaded, whole: Loaded, model: str) -> list[Row]:
+def _merged(loaded: LoadedSettings, whole: LoadedSettings, model: str) -> list[Row]:
     """What the user's file says, but for the model that was tuned: that is as it was tuned."""
     if not any(origin.startswith("file") for origin in whole.origins.values()):
         return loaded.rows()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from inferpool.service.settings.formats import Row
-from inferpool.service.settings.loader import Loaded
+from inferpool.service.settings.loader import LoadedSettings
 from inferpool.service.tools.trial.client import NoAnswerError, connect, head_of
 from inferpool.service.tools.trial.errors import TrialError
 from inferpool.service.tools.trial.health import ServiceHealth, read_health
@@ -96,7 +96,7 @@ class ServiceContender:
 class ServiceStage:
     """Starts services with the user's settings, changed. See `search.Stage`."""
 
-    def __init__(self, loaded: Loaded, model: str, plan: TunePlan) -> None:
+    def __init__(self, loaded: LoadedSettings, model: str, plan: TunePlan) -> None:
         """Start nothing yet.
 
         Args:

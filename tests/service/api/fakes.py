@@ -18,8 +18,8 @@ from inferpool.service.errors import ServiceError
 from inferpool.service.fronts.front_side import FrontSide, RemoteModel
 from inferpool.service.fronts.main_side import ArenaPart, MainSide
 from inferpool.service.fronts.messages import CountRequest
-from inferpool.service.queue.request import Buffer, Result, SlotOwner, Timing
-from inferpool.service.queue.steps import Steps
+from inferpool.service.queue.instance import Buffer, Result, SlotOwner, Timing
+from inferpool.service.queue.steps import InstanceSteps
 from inferpool.workers.arena import Arena, Slots
 from inferpool.workers.messages import ItemRef
 
@@ -67,7 +67,7 @@ class FakeModel:
         self,
         ref: ItemRef,
         chunks: Sequence[Buffer],
-        steps: Steps | None = None,
+        steps: InstanceSteps | None = None,
         owner: SlotOwner | None = None,
     ) -> "asyncio.Future[Result]":
         assert ref.request_id

@@ -22,7 +22,7 @@ from inferpool.service.errors import (
     UnavailableError,
     WorkerCrashedError,
 )
-from inferpool.service.queue.request import Result, Timing
+from inferpool.service.queue.instance import Result, Timing
 from inferpool.workers.messages import TensorBlob
 from tests.service.api.codecs.test_json import JPEG
 from tests.service.api.codecs.test_tensors import npy

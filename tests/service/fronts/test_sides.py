@@ -24,10 +24,9 @@ from inferpool.service.fronts.main_side import ArenaPart, MainSide
 from inferpool.service.fronts.messages import Answers, Submissions
 from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.dispatcher import Dispatcher
-from inferpool.service.queue.instance import Instance
+from inferpool.service.queue.instance import Buffer, Instance, SlotOwner
 from inferpool.service.queue.quarantine import Quarantine
-from inferpool.service.queue.request import Buffer, SlotOwner
-from inferpool.service.queue.steps import Steps
+from inferpool.service.queue.steps import InstanceSteps
 from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.arena import Arena, Slots
 from inferpool.workers.messages import ItemError, ItemRef, TensorBlob
@@ -62,7 +61,7 @@ class Model:
         self,
         ref: ItemRef,
         chunks: Sequence[Buffer],
-        steps: Steps | None = None,
+        steps: InstanceSteps | None = None,
         owner: SlotOwner | None = None,
     ) -> Instance:
         return self.dispatcher.submit(ref, chunks, steps, owner)

@@ -17,8 +17,7 @@ from inferpool.service.errors import (
     WorkerCrashedError,
 )
 from inferpool.service.queue.deadlines import TICK_S
-from inferpool.service.queue.instance import Instance
-from inferpool.service.queue.request import Result
+from inferpool.service.queue.instance import Instance, Result
 from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.arena import Arena
 from inferpool.workers.messages import ItemError

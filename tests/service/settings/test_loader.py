@@ -12,7 +12,7 @@ import inferpool.service.settings.draft
 import inferpool.service.settings.loader
 from inferpool.service.settings.formats import write_json, write_table, write_toml
 from inferpool.service.settings.keys import read_keys
-from inferpool.service.settings.loader import Loaded, load, load_arguments, secret_variables
+from inferpool.service.settings.loader import LoadedSettings, load, load_arguments, secret_variables
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.names import FLAGS
 from inferpool.service.settings.settings import Settings
@@ -34,7 +34,7 @@ def problems(tmp_path):
     return find
 
 
-def origin_of(loaded: Loaded, key: str) -> str:
+def origin_of(loaded: LoadedSettings, key: str) -> str:
     return loaded.origins.get(key, "default")
 
 

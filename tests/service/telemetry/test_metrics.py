@@ -4,7 +4,15 @@ from prometheus_client.openmetrics.parser import (
 )
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from inferpool.service.telemetry.metrics import COUNTERS, GAUGES, NO_MODEL, Metrics, Reading
+from inferpool.service.telemetry.metrics import (
+    COUNTERS,
+    GAUGES,
+    NO_MODEL,
+    Metrics,
+    Reading,
+    gpu_gauges,
+)
+from inferpool.workers.host.gpu_watch import GpuVitals
 
 
 @pytest.fixture
@@ -81,12 +89,6 @@ def test_names_that_callers_make_up_become_no_labels(metrics):
     assert {labels for _, labels in found if "drop" in labels} == set()
 
 
-def test_a_model_can_be_added_later(metrics):
-    metrics.add_model("late").in_flight += 1
-    metrics.add_model("late")
-    assert samples(metrics)["inferpool_instances_in_flight", "model=late"] == 1
-
-
 def test_a_broken_source_costs_only_its_own_gauges(metrics, caplog):
     def broken():
         raise RuntimeError("gone")
@@ -129,3 +131,24 @@ def test_the_format_follows_the_accept_header_whatever_it_holds(metrics, accept,
     body, got = metrics.render(accept)
     assert got.startswith(content_type)
     assert body.endswith(b"# EOF\n") == ("openmetrics" in got)
+
+
+def test_a_gpu_that_is_lost_is_shown_with_what_is_known_of_it(metrics):
+    lost = GpuVitals(
+        index=1, uuid="b", name="H100", is_up=False, memory_bytes=80, num_xid_errors=1, last_xid=79
+    )
+    well = GpuVitals(
+        index=0, uuid="a", name="H100", is_up=True, memory_bytes=80, used_bytes=7, utilization=0.5
+    )
+    metrics.gauge_source(lambda: gpu_gauges([well, lost]))
+    found = samples(metrics)
+    for name, gpu, value in (
+        ("up", "gpu=0,uuid=a", 1),
+        ("memory_used_bytes", "gpu=0,uuid=a", 7),
+        ("utilization_ratio", "gpu=0,uuid=a", 0.5),
+        ("up", "gpu=1,uuid=b", 0),
+        ("xid_errors_total", "gpu=1,uuid=b", 1),
+        ("last_xid", "gpu=1,uuid=b", 79),
+    ):
+        assert found[f"inferpool_gpu_{name}", gpu] == value
+    assert ("inferpool_gpu_memory_used_bytes", "gpu=1,uuid=b") not in found, "it is not known"

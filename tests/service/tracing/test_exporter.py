@@ -15,12 +15,12 @@ from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.service.tracing import exporter
 from inferpool.service.tracing.recorder import MAX_BATCH
 from inferpool.service.tracing.tracer import Tracer
-from tests.collector import Collector, collecting
+from tests.collector import FakeCollector, collecting
 from tests.service.tracing.test_recorder import begun
 
 
 @pytest.fixture
-def collector() -> Iterator[Collector]:
+def collector() -> Iterator[FakeCollector]:
     with collecting() as found:
         yield found
 
@@ -49,7 +49,7 @@ def wait_until(tracer: Tracer, exported: int, dropped: int) -> None:
         time.sleep(0.01)
 
 
-def test_what_waits_is_exported_at_the_end(collector: Collector) -> None:
+def test_what_waits_is_exported_at_the_end(collector: FakeCollector) -> None:
     tracer = tracer_for(collector.url)
     tracer.start()
     trace(tracer, MAX_BATCH + 1)
@@ -59,7 +59,7 @@ def test_what_waits_is_exported_at_the_end(collector: Collector) -> None:
 
 
 def test_a_collector_that_is_busy_is_tried_again(
-    collector: Collector, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    collector: FakeCollector, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(exporter, "_PAUSES_S", (0.01,) * 5000)
     caplog.set_level(logging.INFO)
@@ -80,7 +80,7 @@ def test_a_collector_that_is_busy_is_tried_again(
 
 
 def test_what_a_collector_does_not_take_is_lost_with_one_line_in_the_log(
-    collector: Collector, caplog: pytest.LogCaptureFixture
+    collector: FakeCollector, caplog: pytest.LogCaptureFixture
 ) -> None:
     collector.status = 401
     tracer = tracer_for(collector.url)
@@ -95,7 +95,7 @@ def test_what_a_collector_does_not_take_is_lost_with_one_line_in_the_log(
 
 @pytest.mark.measures
 def test_a_collector_that_is_not_there_or_silent_does_not_hold_up_the_end(
-    collector: Collector, monkeypatch: pytest.MonkeyPatch
+    collector: FakeCollector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("inferpool.service.tracing.tracer._FLUSH_S", 0.2)
     collector.may_answer.clear()

@@ -20,7 +20,7 @@ from inferpool.service.errors import (
     OverloadedError,
     UnavailableError,
 )
-from inferpool.service.queue.request import Result
+from inferpool.service.queue.instance import Result
 from inferpool.workers.messages import TensorBlob
 from tests.service.api.fakes import result
 

@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from inferpool.service.settings.loader import Loaded, load
+from inferpool.service.settings.loader import LoadedSettings, load
 from inferpool.service.tools.chaos.subject import rows_for
 
 _FILE = """
@@ -19,7 +19,7 @@ batch_timeout_s = 11.0
 """
 
 
-def loaded(tmp_path: Path, text: str = _FILE, **environ: str) -> Loaded:
+def loaded(tmp_path: Path, text: str = _FILE, **environ: str) -> LoadedSettings:
     (tmp_path / "inferpool.toml").write_text(text)
     return load({}, environ, tmp_path)
 

@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from inferpool.service.settings.loader import Loaded, load
+from inferpool.service.settings.loader import LoadedSettings, load
 from inferpool.service.tools.tune.settings_file import settings_text
 
 _FILE = """
@@ -18,7 +18,7 @@ _CHANGES = {"replicas": 1, "max_batch_size": 16}
 
 def written(
     tmp_path: Path, flags: dict[str, str], changes: dict[str, object], environ: dict[str, str]
-) -> Loaded:
+) -> LoadedSettings:
     """What the file that is written says, to whoever loads it."""
     own = {name: text for name, text in flags.items() if name == "config"}
     before, whole = load(flags, environ, tmp_path), load(own, environ, tmp_path)
