@@ -18,9 +18,9 @@ from inferpool.models.errors import ModelError
 from inferpool.models.spec import Placement
 from inferpool.models.split.balance import run_steps, sizes_of, times_of
 from inferpool.models.split.cuts import cut_positions, largest_share_for
-from inferpool.models.split.measures import Survey, Way
 from inferpool.models.split.packing import num_rows
 from inferpool.models.split.rehearsal import Example
+from inferpool.models.split.report import Survey, Way
 from inferpool.models.split.sketch import Sketch, num_bytes
 from inferpool.models.split.stages import Course
 from inferpool.models.split.tensor import choose_plan, cut_parameters

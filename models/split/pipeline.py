@@ -36,12 +36,12 @@ from inferpool.models.split.packing import (
     split_rows,
     unpack,
 )
-from inferpool.models.split.passage import Passage, Transit
 from inferpool.models.split.ranks import Ranks
 from inferpool.models.split.rehearsal import Example, copied, deviation
 from inferpool.models.split.report import RankPart, SplitReport
 from inferpool.models.split.sketch import Sketch, fill, num_bytes
 from inferpool.models.split.stages import Course
+from inferpool.models.split.turnstile import PipelineCall, Turnstile
 from inferpool.models.texts import described
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Pipeline:
         self._signature = inspect.signature(course.network.forward)
         self._arguments = course.arguments
         self._name = type(course.network).__name__
-        self._passage = Passage()
+        self._turnstile = Turnstile()
         self._alone, self._beside = MicroBatches(), MicroBatches()
         """What is best for a batch that has the pipeline to itself is not so beside another, which
         keeps the other stages busy."""
@@ -87,7 +87,7 @@ class Pipeline:
         rows = num_rows(inputs)
         if rows is None or not self._has_rows:
             return self._whole(inputs)
-        is_alone = self._passage.is_empty
+        is_alone = self._turnstile.is_empty
         micro_batches = self._alone if is_alone else self._beside
         num_pieces = micro_batches.choose(rows)
         if num_pieces == 1:
@@ -140,10 +140,10 @@ class Pipeline:
             message, tensors = self._computed(unpack(said, tensors, ranks.device), held_up_s)
         ranks.send((ranks.rank + 1) % ranks.size, message, tensors)
 
-    def _sent(self, pieces: Sequence[Any]) -> tuple[Transit, list[Any]]:
+    def _sent(self, pieces: Sequence[Any]) -> tuple[PipelineCall, list[Any]]:
         """Send pieces through all stages, while the caller's thread gives way to others."""
         with self._ranks.giving_way() as own_time:
-            call = self._passage.enter(own_time)
+            call = self._turnstile.enter(own_time)
             replies, failed = self._run(call, pieces)
             call.leave()
         if failed is not None:
@@ -151,7 +151,7 @@ class Pipeline:
         return call, [self._output(message, tensors) for message, tensors in replies]
 
     def _run(
-        self, call: Transit, pieces: Sequence[Any]
+        self, call: PipelineCall, pieces: Sequence[Any]
     ) -> tuple[list[tuple[object, list[Tensor]]], Exception | None]:
         """Compute the first stage of each piece while the other ranks have those before it.
 
@@ -175,12 +175,12 @@ class Pipeline:
                 break
             num_sent += 1
         # Not after what ends the process, here or below: another call would get this one's replies.
-        self._passage.let_next_in()
+        self._turnstile.let_next_in()
         while len(replies) < num_sent:
             replies.append(self._reply(call))
         return replies, failed
 
-    def _reply(self, call: Transit) -> tuple[object, list[Tensor]]:
+    def _reply(self, call: PipelineCall) -> tuple[object, list[Tensor]]:
         call.wait_for_others()
         message, tensors = self._ranks.receive(self._ranks.size - 1)
         assert isinstance(message, list)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from inferpool.models.spec import Split
-from inferpool.models.split.own_time import OwnTime
+from inferpool.models.split.turnstile import BatchClock
 
 
 class Ranks(Protocol):
@@ -63,7 +63,7 @@ class Ranks(Protocol):
             TimeoutError: None has come.
         """
 
-    def giving_way(self) -> AbstractContextManager[OwnTime]:
+    def giving_way(self) -> AbstractContextManager[BatchClock]:
         """What a call is in, on the lead, while all that it does is its own and the other ranks'.
 
         The lead may have several batches under way, each in a thread. One of these runs the model's

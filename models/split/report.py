@@ -1,22 +1,51 @@
-"""What is known of a split replica, for people and for its next life. Without torch."""
+"""How a network is split, and what it takes, as told to people and to other processes. No torch."""
 
 import msgspec
 
+from inferpool.models.spec import Split
+
 
 class RankPart(msgspec.Struct, frozen=True):
-    """What one rank holds of a network."""
+    """The part of a network that one rank holds."""
 
     rank: int
     num_bytes: int
-    """Of its parameters and buffers, counted in its own process."""
+    """Parameters and buffers, counted in the rank's own process."""
     text: str
-    """Which part that is, for a person: "layer3 to fc", "1/2 of each of 36 matrices"."""
+    """A description for a person: "layer3 to fc", "1/2 of each of 36 matrices"."""
 
 
 class SplitReport(msgspec.Struct, frozen=True):
-    """How a network was split."""
+    """How a network was split; a restarted replica is given it."""
 
     cuts: tuple[str, ...] = ()
-    """Of a pipeline: the submodules that its stages begin with, but for the first."""
+    """Submodules that the stages of a pipeline begin with, but for the first stage."""
     note: str = ""
-    """Why there, for a person."""
+    """The reason, for a person."""
+
+
+class Way(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to lay a network on devices."""
+
+    split: Split | None
+    num_ranks: int = 1
+    rank_bytes: tuple[int, ...] = ()
+    """Parameters and buffers of each rank."""
+    text: str = ""
+    """What each rank has, for a person."""
+    problem: str = ""
+    """Why the network cannot be laid so; empty if it can."""
+
+
+class Survey(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory that one network takes, whole and split."""
+
+    num_bytes: int
+    """Bytes of its parameters and buffers."""
+    num_rows: int
+    """Rows of the batch that was computed."""
+    activation_bytes: int | None = None
+    """The most that the batch needed beside the parameters; None where that was not measured."""
+    note: str = ""
+    """Why something was not measured."""
+    ways: tuple[Way, ...] = ()

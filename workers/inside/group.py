@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from inferpool.models.spec import Placement, Split
-from inferpool.models.split.own_time import OwnTime
+from inferpool.models.split.turnstile import BatchClock
 from inferpool.workers.memory import available_bytes
 from inferpool.workers.wiring import RankEnds
 
@@ -55,7 +55,7 @@ class Group:
         self.rank, self.size = ends.rank, ends.num_ranks
         self.split: Split = placement.split
         self.device = torch.device(placement.devices[self.rank])
-        self.giving_way: Callable[[], AbstractContextManager[OwnTime]] = _alone
+        self.giving_way: Callable[[], AbstractContextManager[BatchClock]] = _alone
         """See `Ranks`; the loop that has several batches under way sets it."""
         self._ends = ends
         self._under_way: SimpleQueue[tuple[dist.Work | None, Tensor]] = SimpleQueue()
@@ -168,9 +168,9 @@ class Group:
         os._exit(1)
 
 
-def _alone() -> AbstractContextManager[OwnTime]:
+def _alone() -> AbstractContextManager[BatchClock]:
     """There is nobody to give way to."""
-    return nullcontext(OwnTime())
+    return nullcontext(BatchClock())
 
 
 def backend_for(devices: Sequence[str]) -> str:

@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from inferpool.models.split.own_time import OwnTime
-from inferpool.models.split.passage import FairLock
+from inferpool.models.split.turnstile import BatchClock, FairLock
 from inferpool.workers.inside.compute import Prepared
 from inferpool.workers.inside.pools import started_pool
 
@@ -37,7 +36,7 @@ class ModelTurn:
         """
         self._lock = FairLock()
         self._owner: int | None = None
-        self._own_time = OwnTime()
+        self._own_time = BatchClock()
         """Of who has it."""
         self._tell = tell
         self._telling = threading.Lock()
@@ -45,10 +44,10 @@ class ModelTurn:
         """By thread, since when those have run that run now."""
 
     @contextmanager
-    def had(self) -> Iterator[OwnTime]:
+    def had(self) -> Iterator[BatchClock]:
         """Wait for it, and have it for a batch, whose time begins then."""
         self._take()
-        self._own_time = own_time = OwnTime(partial(self._show, threading.get_ident()))
+        self._own_time = own_time = BatchClock(partial(self._show, threading.get_ident()))
         try:
             yield own_time
         finally:
@@ -56,10 +55,10 @@ class ModelTurn:
             self._pass_on()
 
     @contextmanager
-    def given_up(self) -> Iterator[OwnTime]:
+    def given_up(self) -> Iterator[BatchClock]:
         """Let others have it meanwhile; does nothing in a thread that has not got it."""
         if self._owner != threading.get_ident():
-            yield OwnTime()
+            yield BatchClock()
             return
         own_time = self._own_time
         self._pass_on()
@@ -83,7 +82,7 @@ class ModelTurn:
         self._lock.release()
 
     def _show(self, thread: int, since: float) -> None:
-        """See `OwnTime`."""
+        """See `BatchClock`."""
         with self._telling:
             if since == math.inf:
                 self._clocks.pop(thread, None)
@@ -99,7 +98,7 @@ class Overlap:
         self,
         num_at_once: int,
         turn: ModelTurn,
-        answer: Callable[[Prepared, OwnTime], None],
+        answer: Callable[[Prepared, BatchClock], None],
     ) -> None:
         """Start the threads.
 

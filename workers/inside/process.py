@@ -25,7 +25,7 @@ from inferpool.models.base import load_model
 from inferpool.models.example import example_of, reads_own_form
 from inferpool.models.files.opened import OpenedFiles
 from inferpool.models.speed.choose import SpeedWish, choose
-from inferpool.models.split.own_time import OwnTime
+from inferpool.models.split.turnstile import BatchClock
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.heartbeat import Heartbeat
 from inferpool.workers.inside.allocator import SpareMemory, give_back
@@ -218,7 +218,7 @@ class Loop:
                 self._heartbeat.beat()
                 self._spare_memory.idle(time.monotonic())
 
-    def _answer(self, prepared: Prepared, own_time: OwnTime | None = None) -> None:
+    def _answer(self, prepared: Prepared, own_time: BatchClock | None = None) -> None:
         began = time.monotonic()
         num_stored_before = self._outputs.num_stored
         outcomes = self._computer.compute(prepared)

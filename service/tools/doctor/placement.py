@@ -14,7 +14,7 @@ import msgspec
 import psutil
 
 from inferpool.models.spec import Placement
-from inferpool.models.split.measures import Survey, Way
+from inferpool.models.split.report import Survey, Way
 from inferpool.service.checks.facts import Facts
 from inferpool.service.checks.findings import Finding, error, in_words, note, ok, warning
 from inferpool.service.checks.memory import FORKSERVER_BYTES, FRONT_END_BYTES, WORKER_BYTES

@@ -11,7 +11,7 @@ from torch import nn
 from inferpool.models.base import Model
 from inferpool.models.sources.modules import ModuleModel
 from inferpool.models.spec import Placement, TensorSpec
-from inferpool.models.split.measures import Survey
+from inferpool.models.split.report import Survey
 from inferpool.models.survey import find_network, may_have_network, survey
 from inferpool.service.checks.facts import gather
 from inferpool.service.checks.findings import Finding
