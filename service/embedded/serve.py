@@ -30,8 +30,7 @@ from inferpool.service.settings.keys import first_key
 from inferpool.service.settings.loader import LoadedSettings
 from inferpool.service.settings.names import KEY_SETTINGS, PREFIX
 from inferpool.service.tools.trial.bound import bound_command
-from inferpool.service.tools.trial.family import Family
-from inferpool.service.tools.trial.said import Record, Said
+from inferpool.service.tools.trial.processes import Family, LogReader, LogRecord
 
 _LOOK_S = 0.02
 _LEAVE_S = 15.0
@@ -107,7 +106,7 @@ class RunningService:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._failure: OSError | None = None
-        self._said = Said()
+        self._said = LogReader()
         self._has_begun = threading.Event()
         self._closing = threading.Lock()
         self._is_closed = False
@@ -236,7 +235,7 @@ class RunningService:
                 self._take(self._said.take(line))
         self._process.wait()
 
-    def _take(self, record: Record) -> None:
+    def _take(self, record: LogRecord) -> None:
         """Hand a line of its log to `logging`, unless the settings leave such lines out."""
         if record.url and not self.url:
             self.client = self._client_for(record.url)

@@ -9,7 +9,7 @@ from dataclasses import asdict
 import uvloop
 
 from inferpool.service.tools.chaos.resources import Holdings, LedgerReading
-from inferpool.service.tools.trial.client import NoAnswerError
+from inferpool.service.tools.trial.connection import NoAnswerError
 from tests.bench import plots, rounds
 from tests.bench.peers import conclude
 from tests.bench.processes import OUT, BenchError, Probe, Server, inferpool

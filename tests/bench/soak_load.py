@@ -18,8 +18,13 @@ from inferpool.service.tools.chaos.resources import (
     holdings_of,
     read_ledger,
 )
-from inferpool.service.tools.trial.client import NoAnswerError, TrialConnection, connect, head_of
-from inferpool.service.tools.trial.memory import pss_of
+from inferpool.service.tools.trial.connection import (
+    NoAnswerError,
+    TrialConnection,
+    connect,
+    request_head,
+)
+from inferpool.service.tools.trial.processes import pss_of
 from inferpool.service.tools.trial.screen import Screen
 from tests.bench.processes import HOST, Server
 
@@ -163,7 +168,7 @@ class Soak:
 
     async def _ask_badly(self, number: int, connection: TrialConnection) -> None:
         path, content_type, body, status = _BAD[number % len(_BAD)]
-        head = head_of("POST", path, content_type=content_type, num_bytes=len(body))
+        head = request_head("POST", path, content_type=content_type, num_bytes=len(body))
         request = b"%sX-Request-ID: %d\r\n\r\n%s" % (head, number, body)
         answer = await connection.ask(request, _TIMEOUT_S, b"%d" % number)
         if answer.status == status:

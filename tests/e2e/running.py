@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from inferpool.service.tools.trial.family import is_alive
+from inferpool.service.tools.trial.processes import is_alive
 
 ROOT = Path(__file__).resolve().parents[2]
 _START_TIMEOUT_S = 60.0

@@ -12,7 +12,7 @@ import httpx
 import msgspec
 import uvloop
 
-from inferpool.service.tools.trial.memory import pss_of
+from inferpool.service.tools.trial.processes import pss_of
 from tests.e2e.running import Running, running
 from tests.fuzz.client import Outcome, send_all
 from tests.fuzz.inputs import Input, make_input

@@ -18,7 +18,7 @@ from inferpool.service.tools.chaos.load import PATIENCE_S, Tally
 from inferpool.service.tools.chaos.plan import Fault
 from inferpool.service.tools.chaos.questions import Question, is_refusal, problem_code
 from inferpool.service.tools.chaos.watch import FORKSERVER, Recovery, Watch
-from inferpool.service.tools.trial.client import Address, NoAnswerError, connect
+from inferpool.service.tools.trial.connection import Address, NoAnswerError, connect
 from inferpool.service.tools.trial.health import WorkerState
 
 PLACES = ("preprocess", "forward", "render")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from inferpool.service.tools.chaos.questions import Question, is_refusal, problem_code
-from inferpool.service.tools.trial.client import (
+from inferpool.service.tools.trial.connection import (
     Address,
     NoAnswerError,
     TrialAnswer,

@@ -7,8 +7,7 @@ from typing import Protocol
 import msgspec
 
 from inferpool.service.tools.chaos.answers import Expected
-from inferpool.service.tools.trial.client import TrialConnection, head_of
-from inferpool.service.tools.trial.errors import TrialError
+from inferpool.service.tools.trial.connection import TrialConnection, TrialError, request_head
 from inferpool.service.tools.trial.inputs import TrialInput, echo_texts
 
 _ASK_ALONE_S = 120.0
@@ -51,7 +50,7 @@ class KnownQuestion:
 
     def _head_of(self, query: str) -> bytes:
         given = self.given
-        return head_of(
+        return request_head(
             "POST", self._path + query, content_type=given.content_type, num_bytes=len(given.body)
         )
 
@@ -68,7 +67,7 @@ class EchoQuestion:
     def request(self, number: int, query: str = "") -> bytes:
         """See `Question`."""
         body = b'{"instances":[%s]}' % self._instance(number)
-        head = head_of(
+        head = request_head(
             "POST", self._path + query, content_type="application/json", num_bytes=len(body)
         )
         return b"%sX-Request-ID: %d\r\n\r\n%s" % (head, number, body)
@@ -93,7 +92,7 @@ async def learn(
         TrialError: The input is refused, or has two answers.
         NoAnswerError: There is no answer.
     """
-    head = head_of("POST", path, content_type=given.content_type, num_bytes=len(given.body))
+    head = request_head("POST", path, content_type=given.content_type, num_bytes=len(given.body))
     request = head + b"X-Request-ID: learn\r\n\r\n" + given.body
     bodies = []
     for _ in range(2):

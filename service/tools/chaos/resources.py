@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from inferpool.service.tools.trial.client import TrialConnection
-from inferpool.service.tools.trial.memory import pss_of
+from inferpool.service.tools.trial.connection import TrialConnection
+from inferpool.service.tools.trial.processes import pss_of
 
 _TIMEOUT_S = 10.0
 _MAPPING = re.compile(

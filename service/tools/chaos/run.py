@@ -33,11 +33,15 @@ from inferpool.service.tools.chaos.resources import (
 from inferpool.service.tools.chaos.subject import rows_for
 from inferpool.service.tools.chaos.watch import Watch
 from inferpool.service.tools.trial import inputs
-from inferpool.service.tools.trial.client import NoAnswerError, TrialConnection, connect
-from inferpool.service.tools.trial.errors import TrialError
+from inferpool.service.tools.trial.connection import (
+    NoAnswerError,
+    TrialConnection,
+    TrialError,
+    connect,
+)
 from inferpool.service.tools.trial.health import ModelState, ServiceHealth
 from inferpool.service.tools.trial.screen import Screen
-from inferpool.service.tools.trial.subject import Subject
+from inferpool.service.tools.trial.service import TrialService
 
 EXIT_KEPT = 0
 EXIT_BROKEN = 1
@@ -62,7 +66,7 @@ what the terminal has sent us already. A later one ends the run at once."""
 def run(loaded: LoadedSettings, plan: ChaosPlan) -> int:
     """Test the promise on a service with these settings; returns the exit status."""
     try:
-        with Subject(rows_for(loaded, can_be_poisoned=plan.every_s["poison"] > 0)) as subject:
+        with TrialService(rows_for(loaded, can_be_poisoned=plan.every_s["poison"] > 0)) as subject:
             report = uvloop.run(_Run(subject, loaded, plan).run())
     except KeyboardInterrupt:
         sys.stderr.write("inferpool chaos: ended at once, without a report\n")
@@ -92,7 +96,7 @@ class _Knowledge:
 class _Run:
     """One run, from a service that starts to a report. Lives in the event loop."""
 
-    def __init__(self, subject: Subject, loaded: LoadedSettings, plan: ChaosPlan) -> None:
+    def __init__(self, subject: TrialService, loaded: LoadedSettings, plan: ChaosPlan) -> None:
         self._subject = subject
         self._settings = loaded.settings
         self._plan = plan

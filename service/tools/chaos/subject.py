@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from inferpool.service.settings.formats import Row
 from inferpool.service.settings.loader import LoadedSettings
 from inferpool.service.settings.names import Key
-from inferpool.service.tools.trial.subject import rows_of
+from inferpool.service.tools.trial.service import rows_of
 
 BATCH_TIMEOUT_S = 5.0
 """What a stopped worker is found by, unless the user's settings say otherwise."""

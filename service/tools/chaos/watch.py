@@ -8,14 +8,19 @@ from typing import Literal
 import msgspec
 import psutil
 
-from inferpool.service.tools.trial.client import Address, NoAnswerError, TrialConnection, connect
-from inferpool.service.tools.trial.family import is_alive
+from inferpool.service.tools.trial.connection import (
+    Address,
+    NoAnswerError,
+    TrialConnection,
+    connect,
+)
 from inferpool.service.tools.trial.health import (
     ForkserverState,
     ServiceHealth,
     WorkerState,
     read_health,
 )
+from inferpool.service.tools.trial.processes import is_alive
 
 Kind = Literal["kill", "stop", "forkserver"]
 FORKSERVER = "forkserver"

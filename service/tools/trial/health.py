@@ -3,7 +3,7 @@
 import msgspec
 
 from inferpool.models.spec import TensorSpec
-from inferpool.service.tools.trial.client import TrialConnection
+from inferpool.service.tools.trial.connection import TrialConnection
 
 _TIMEOUT_S = 10.0
 _NO_WORKER = "failed"

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from inferpool.models.spec import TensorSpec
 from inferpool.models.text.prose import PROSE
 from inferpool.service.client.safetensors import Tensor, safetensors_parts
-from inferpool.service.tools.trial.errors import TrialError
+from inferpool.service.tools.trial.connection import TrialError
 from inferpool.service.tools.trial.health import ModelState
 
 _ANY_LENGTH = 16

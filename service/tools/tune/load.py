@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import cast
 
-from inferpool.service.tools.trial.client import Address
-from inferpool.service.tools.trial.errors import TrialError
+from inferpool.service.tools.trial.connection import Address, TrialError
 
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 _HEAD_END = b"\r\n\r\n"

@@ -8,7 +8,7 @@ import uvloop
 
 from inferpool.service.settings.loader import LoadedSettings
 from inferpool.service.tools.doctor.speeds import Speed
-from inferpool.service.tools.trial.errors import TrialError
+from inferpool.service.tools.trial.connection import TrialError
 from inferpool.service.tools.trial.screen import Screen
 from inferpool.service.tools.tune.knobs import Changes
 from inferpool.service.tools.tune.plan import Goal, TunePlan

@@ -12,7 +12,7 @@ from math import ceil
 import uvloop
 
 from inferpool.service.settings.loader import LoadedSettings
-from inferpool.service.tools.trial.errors import TrialError
+from inferpool.service.tools.trial.connection import TrialError
 from inferpool.service.tools.trial.screen import Screen
 from inferpool.service.tools.tune.charts import figure
 from inferpool.service.tools.tune.knobs import KnobFacts, knobs_for

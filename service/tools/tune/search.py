@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from inferpool.service.tools.trial.errors import TrialError
+from inferpool.service.tools.trial.connection import TrialError
 from inferpool.service.tools.tune.knobs import Changes, Knob
 from inferpool.service.tools.tune.load import LoadSample
 from inferpool.service.tools.tune.plan import Goal

@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING
 
 from inferpool.service.settings.formats import Row
 from inferpool.service.settings.loader import LoadedSettings
-from inferpool.service.tools.trial.client import NoAnswerError, connect, head_of
-from inferpool.service.tools.trial.errors import TrialError
+from inferpool.service.tools.trial.connection import (
+    NoAnswerError,
+    TrialError,
+    connect,
+    request_head,
+)
 from inferpool.service.tools.trial.health import ServiceHealth, read_health
 from inferpool.service.tools.trial.inputs import TrialInput
-from inferpool.service.tools.trial.memory import pss_of
-from inferpool.service.tools.trial.subject import Subject, rows_of
+from inferpool.service.tools.trial.processes import pss_of
+from inferpool.service.tools.trial.service import TrialService, rows_of
 from inferpool.service.tools.tune.inputs import choose_inputs
 from inferpool.service.tools.tune.knobs import Changes, key_of
 from inferpool.service.tools.tune.load import LoadClients, LoadSample
@@ -35,7 +39,7 @@ NUM_ROUNDS = 3
 class ServiceContender:
     """A service that runs, and its clients. See `search.Contender`."""
 
-    def __init__(self, subject: Subject, warm_s: float, round_s: float) -> None:
+    def __init__(self, subject: TrialService, warm_s: float, round_s: float) -> None:
         """Take a service that is ready.
 
         Args:
@@ -133,7 +137,7 @@ class ServiceStage:
         """
         if self._most_bytes > available_bytes():
             raise TrialError("there is no memory for a second service beside the best one")
-        subject = Subject(self._changed(changes))
+        subject = TrialService(self._changed(changes))
         is_pipeline = changes.get("placement", self._placement) == "pipeline"
         warm_s = _WARM_PIPELINE_S if is_pipeline else _WARM_S
         contender = ServiceContender(subject, warm_s, self._plan.secs / NUM_ROUNDS)
@@ -167,7 +171,7 @@ class ServiceStage:
 
 def request_of(model: str, given: TrialInput) -> bytes:
     """The whole HTTP request."""
-    head = head_of(
+    head = request_head(
         "POST",
         f"/predict/{model}",
         content_type=given.content_type,

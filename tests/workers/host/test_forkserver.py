@@ -17,7 +17,7 @@ import pytest
 
 import inferpool.workers.host.forked
 import inferpool.workers.host.forkserver
-from inferpool.service.tools.trial.family import is_alive
+from inferpool.service.tools.trial.processes import is_alive
 from inferpool.workers.arena import Arena
 from inferpool.workers.errors import WorkerLostError, WorkerStartError
 from inferpool.workers.host.engine import WorkerId

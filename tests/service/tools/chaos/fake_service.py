@@ -5,7 +5,7 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
-from inferpool.service.tools.trial.client import Address
+from inferpool.service.tools.trial.connection import Address
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 Act = str

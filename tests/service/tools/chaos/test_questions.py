@@ -10,8 +10,7 @@ from inferpool.service.tools.chaos.questions import (
     is_refusal,
     learn,
 )
-from inferpool.service.tools.trial.client import connect
-from inferpool.service.tools.trial.errors import TrialError
+from inferpool.service.tools.trial.connection import TrialError, connect
 from inferpool.service.tools.trial.inputs import TrialInput
 from tests.service.tools.chaos.fake_service import answering
 

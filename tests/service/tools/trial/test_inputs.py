@@ -8,7 +8,7 @@ import safetensors.numpy
 from PIL import Image
 
 from inferpool.models.spec import TensorSpec
-from inferpool.service.tools.trial.errors import TrialError
+from inferpool.service.tools.trial.connection import TrialError
 from inferpool.service.tools.trial.health import ModelState
 from inferpool.service.tools.trial.inputs import made_up, read_inputs
 

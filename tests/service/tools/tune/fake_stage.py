@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Callable, Mapping
 from math import sin
 
-from inferpool.service.tools.trial.errors import TrialError
+from inferpool.service.tools.trial.connection import TrialError
 from inferpool.service.tools.tune.load import LoadSample
 
 START_S, ROUND_S = 10.0, 1.0

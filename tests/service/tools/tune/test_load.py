@@ -5,7 +5,7 @@ from contextlib import AbstractAsyncContextManager
 
 import pytest
 
-from inferpool.service.tools.trial.errors import TrialError
+from inferpool.service.tools.trial.connection import TrialError
 from inferpool.service.tools.tune.load import LoadClients, LoadSample
 from tests.service.tools.chaos.fake_service import serving
 

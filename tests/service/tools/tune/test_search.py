@@ -3,7 +3,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from inferpool.service.tools.trial.errors import TrialError
+from inferpool.service.tools.trial.connection import TrialError
 from inferpool.service.tools.tune.knobs import Knob
 from inferpool.service.tools.tune.load import LoadSample
 from inferpool.service.tools.tune.plan import Goal

@@ -10,16 +10,16 @@ import psutil
 import pytest
 
 from inferpool.service.settings.loader import load
-from inferpool.service.tools.trial.errors import TrialError
-from inferpool.service.tools.trial.subject import Subject, rows_of
+from inferpool.service.tools.trial.connection import TrialError
+from inferpool.service.tools.trial.service import TrialService, rows_of
 from tests.e2e.running import left_over
 
 _STARTER = """
 import time
 from pathlib import Path
 from inferpool.service.settings.loader import load
-from inferpool.service.tools.trial.subject import Subject, rows_of
-with Subject(rows_of(load({"model": "echo"}, {}, Path("/")))) as subject:
+from inferpool.service.tools.trial.service import TrialService, rows_of
+with TrialService(rows_of(load({"model": "echo"}, {}, Path("/")))) as subject:
     print(subject.pid, flush=True)
     time.sleep(60)
 """
@@ -27,9 +27,9 @@ _STOPPER = """
 import asyncio
 from pathlib import Path
 from inferpool.service.settings.loader import load
-from inferpool.service.tools.trial.subject import Subject, rows_of
+from inferpool.service.tools.trial.service import TrialService, rows_of
 async def stop():
-    with Subject(rows_of(load({"model": "echo"}, {}, Path("/")))) as subject:
+    with TrialService(rows_of(load({"model": "echo"}, {}, Path("/")))) as subject:
         await subject.until_ready(50.0)
         print(len(subject.family()), *await subject.stop())
 asyncio.run(stop())
@@ -58,7 +58,7 @@ def test_what_is_tried_sends_no_traces(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setenv(name, value)
     rows = rows_of(load({"model": "echo"}, environ, Path("/")))
     assert not [key for key, _, _ in rows if key[0].startswith("trace_")]
-    with Subject(rows) as subject:
+    with TrialService(rows) as subject:
         until = time.monotonic() + _TIMEOUT_S
         while "PATH" not in (given := psutil.Process(subject.pid).environ()):
             assert time.monotonic() < until  # while it becomes the service, it has none
@@ -95,7 +95,7 @@ def test_processes_that_have_ended_do_not_outlive_it_though_nobody_has_looked_at
 
 def test_why_a_service_does_not_start_is_told_without_its_log():
     async def start() -> str:
-        with Subject(rows_of(load({"model": "no_such.module:Net"}, {}, Path("/")))) as subject:
+        with TrialService(rows_of(load({"model": "no_such.module:Net"}, {}, Path("/")))) as subject:
             with pytest.raises(TrialError) as caught:
                 await subject.until_ready(_TIMEOUT_S)
             return str(caught.value)

@@ -17,11 +17,9 @@ from inferpool.service.settings.loader import LoadedSettings
 from inferpool.service.settings.names import KEY_SETTINGS, PREFIX
 from inferpool.service.settings.settings import Settings
 from inferpool.service.tools.trial.bound import bound_command
-from inferpool.service.tools.trial.client import Address, NoAnswerError, connect
-from inferpool.service.tools.trial.errors import TrialError
-from inferpool.service.tools.trial.family import Family
+from inferpool.service.tools.trial.connection import Address, NoAnswerError, TrialError, connect
 from inferpool.service.tools.trial.health import read_health
-from inferpool.service.tools.trial.said import Said
+from inferpool.service.tools.trial.processes import Family, LogReader
 
 HOST = "127.0.0.1"
 _HINT = "\n`inferpool serve` tells more of it"
@@ -43,7 +41,7 @@ _LEFT_OUT = (
 )
 
 
-class Subject:
+class TrialService:
     """A service while it runs. A context manager: leaving it ends every process of it."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
@@ -64,7 +62,7 @@ class Subject:
         self._process: subprocess.Popen[bytes] | None = None
         self._family: Family | None = None
 
-    def __enter__(self) -> "Subject":
+    def __enter__(self) -> "TrialService":
         """Start the service."""
         config = Path(self._folder.name, "inferpool.toml")
         with config.open("w", encoding="utf-8") as file:
@@ -158,8 +156,8 @@ class Subject:
         """The last lines of its log, to go behind a message."""
         return self._said().tail()
 
-    def _said(self) -> Said:
-        said = Said()
+    def _said(self) -> LogReader:
+        said = LogReader()
         with contextlib.suppress(OSError):
             for line in self._log.read_bytes().splitlines():
                 said.take(line)

@@ -1,0 +1,121 @@
+"""The processes of a service that was started here: which live, what they hold, what they log."""
+
+import contextlib
+import subprocess
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import psutil
+
+_NUM_TAIL_LINES = 15
+_TOLD_TO_PEOPLE = "inferpool.service.telemetry.console"
+"""The logger that says what became of each worker."""
+
+
+class Family:
+    """A front end and all processes under it."""
+
+    def __init__(self, front_end: subprocess.Popen[bytes]) -> None:
+        """Look at nothing yet."""
+        self._front_end = front_end
+        self._known: set[psutil.Process] = set()
+
+    def alive(self) -> list[psutil.Process]:
+        """Return those that are alive, of all that were seen now or at an earlier call."""
+        if self._front_end.poll() is None:  # else its number may be another's by now
+            with contextlib.suppress(psutil.NoSuchProcess):
+                front_end = psutil.Process(self._front_end.pid)
+                self._known |= {front_end, *front_end.children(recursive=True)}
+        self._known = {process for process in self._known if is_alive(process)}
+        return sorted(self._known, key=lambda process: process.pid)
+
+    def kill(self) -> None:
+        """End those that are alive."""
+        for process in self.alive():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Return whether a process has not ended, even if its number is another's by now.
+
+    A process that has ended is there until its parent looks, which may take a while if that is the
+    first process of the host.
+    """
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pss:
+    """Bytes of memory of a process, in which shared pages count by share."""
+
+    total: int
+    files: int
+    """Pages of files, such as libraries: they count for less while other programs map them, too."""
+
+    @property
+    def own(self) -> int:
+        """Memory of no file, which only the service itself shares among its processes."""
+        return self.total - self.files
+
+
+def pss_of(pid: int) -> Pss:
+    """Return the memory of a process; none if it has ended. Linux only."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    except OSError:
+        lines = []
+    found = {
+        name: int(size.split()[0]) * 1024
+        for name, _, size in (line.partition(":") for line in lines)
+    }
+    return Pss(total=found.get("Pss", 0), files=found.get("Pss_File", 0))
+
+
+class LogRecord(msgspec.Struct):
+    """A line of a service's log in JSON."""
+
+    level: str
+    logger: str
+    message: str
+    exception: str = ""
+    url: str = ""
+    """The service's address, in the line that says that it serves."""
+
+
+class LogReader:
+    """Keeps the end of a service's log, and why the service gave up."""
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self._first_failure = ""
+        self._end = ""
+        self._tail: deque[str] = deque(maxlen=_NUM_TAIL_LINES)
+
+    def take(self, line: bytes) -> LogRecord:
+        """Read a line; one that is no record was written past the log, and is a warning."""
+        text = line.decode(errors="replace").rstrip("\n")
+        self._tail.append(text)
+        try:
+            record = msgspec.json.decode(line, type=LogRecord)
+        except msgspec.MsgspecError:
+            return LogRecord("warning", "stderr", text)
+        if record.level == "critical":
+            self._end = record.message
+        elif record.level == "error" and record.logger == _TOLD_TO_PEOPLE:
+            self._first_failure = self._first_failure or record.message
+        return record
+
+    def last_words(self) -> str:
+        """Return why it gave up, if it said so: what the first worker failed of, and the end."""
+        return "; ".join(filter(None, [self._first_failure, self._end])) if self._end else ""
+
+    def tail(self) -> str:
+        """Return the last lines, to go behind a message; empty if there are none."""
+        lines = ["the end of its log:", *self._tail] if self._tail else []
+        return "".join(f"\n    {line}" for line in lines)

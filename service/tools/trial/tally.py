@@ -1,0 +1,169 @@
+"""What became of requests under load: counts, and latencies in memory that a run cannot fill."""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+
+_LOWEST_S = 1e-6
+_GROWTH = 1.01
+_PER_FACTOR_E = 1 / math.log(_GROWTH)
+_MAX_KINDS = 40
+"""Kinds of errors that are counted apart; all further ones count as "other"."""
+_MAX_BINS = 400
+
+
+class LatencyHistogram:
+    """How often each latency was seen, in buckets 1 % wide: some 2,000 from 1 us to 1,000 s."""
+
+    __slots__ = ("counts", "max_s", "min_s", "num", "sum_s")
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self.counts: Counter[int] = Counter()
+        self.num = 0
+        self.sum_s = 0.0
+        self.min_s = math.inf
+        self.max_s = 0.0
+
+    def record(self, latency_s: float, num: int = 1) -> None:
+        """Count a latency, as often as `num` says."""
+        bucket = int(math.log(latency_s / _LOWEST_S) * _PER_FACTOR_E) if latency_s > 1e-6 else 0
+        self.counts[bucket] += num
+        self.num += num
+        self.sum_s += latency_s * num
+        if latency_s < self.min_s:
+            self.min_s = latency_s
+        if latency_s > self.max_s:
+            self.max_s = latency_s
+
+    def add(self, other: "LatencyHistogram") -> None:
+        """Count all that another one has."""
+        self.counts.update(other.counts)
+        self.num += other.num
+        self.sum_s += other.sum_s
+        self.min_s = min(self.min_s, other.min_s)
+        self.max_s = max(self.max_s, other.max_s)
+
+    @property
+    def mean_s(self) -> float:
+        """The mean; 0 without a latency."""
+        return self.sum_s / self.num if self.num else 0.0
+
+    def percentile_s(self, percent: float) -> float:
+        """Return the latency that so many percent did not exceed (nearest rank); 0 without one."""
+        rank = max(1, math.ceil(percent / 100 * self.num))
+        if rank >= self.num:
+            return self.max_s
+        return next(latency_s for num, latency_s in self._ranks() if num >= rank)
+
+    def num_above(self, latency_s: float) -> int:
+        """Return how many took longer, as exactly as the buckets tell."""
+        return sum(num for bucket, num in self.counts.items() if _middle_s(bucket) > latency_s)
+
+    def curve(self) -> list[tuple[float, float]]:
+        """Return for each bucket the percent that took as long at most, and its latency in s."""
+        return [(100 * num / self.num, latency_s) for num, latency_s in self._ranks()]
+
+    def summary_ms(self) -> dict[str, float]:
+        """Return the usual figures in milliseconds: p50, p90, p99, p99.9, max and mean."""
+        percentiles = {f"p{each:g}": self.percentile_s(each) for each in (50, 90, 99, 99.9)}
+        figures = {**percentiles, "max": self.max_s, "mean": self.mean_s}
+        return {name: round(each * 1e3, 3) for name, each in figures.items()}
+
+    def _ranks(self) -> Iterator[tuple[int, float]]:
+        """Yield each bucket's last rank and its latency."""
+        num = 0
+        for bucket in sorted(self.counts):
+            num += self.counts[bucket]
+            yield num, min(max(_middle_s(bucket), self.min_s), self.max_s)
+
+
+def _middle_s(bucket: int) -> float:
+    return float(_LOWEST_S * _GROWTH ** (bucket + 0.5))
+
+
+@dataclass(slots=True, kw_only=True)
+class LoadTally:
+    """What became of some requests. Those of several processes or moments add up."""
+
+    latency: LatencyHistogram = field(default_factory=LatencyHistogram)
+    """Latencies of good answers, from the moment their request was due."""
+    refusal: LatencyHistogram = field(default_factory=LatencyHistogram)
+    """Latencies of all other answers."""
+    given_up: LatencyHistogram = field(default_factory=LatencyHistogram)
+    """How long the requests had waited that got no answer."""
+    lateness: LatencyHistogram = field(default_factory=LatencyHistogram)
+    """How long requests that were due waited until they were sent."""
+    statuses: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    """Everything else than good answers, by kind."""
+    sent_bytes: int = 0
+    """Bytes of requests, with their heads."""
+    received_bytes: int = 0
+    """Bytes of the bodies of answers."""
+    num_in_time: int = 0
+    """Good answers that came in the measured time, whenever their requests were due."""
+    num_unfinished: int = 0
+    """Requests under way when the run was stopped early: neither good nor bad."""
+    sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Whatever else a judge adds up, by name."""
+
+    @property
+    def num_good(self) -> int:
+        """Requests that were answered well."""
+        return self.latency.num
+
+    @property
+    def num_errors(self) -> int:
+        """All other requests that have come to an end."""
+        return self.errors.total()
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have come to an end."""
+        return self.num_good + self.num_errors
+
+    def fail(self, kind: str, num: int = 1) -> None:
+        """Count requests without a good answer."""
+        if kind not in self.errors and len(self.errors) >= _MAX_KINDS:
+            kind = "other"
+        self.errors[kind] += num
+
+    def add(self, other: "LoadTally") -> None:
+        """Count all that another one has."""
+        for each in fields(self):
+            mine, theirs = getattr(self, each.name), getattr(other, each.name)
+            if each.name == "errors":
+                for kind, num in other.errors.items():
+                    self.fail(kind, num)
+            elif isinstance(mine, LatencyHistogram):
+                mine.add(theirs)
+            elif isinstance(mine, Counter):
+                mine.update(theirs)
+            elif isinstance(mine, defaultdict):
+                for name, value in theirs.items():
+                    mine[name] += value
+            else:
+                setattr(self, each.name, mine + theirs)
+
+
+class LoadSeries:
+    """Tallies over time in bins of equal width; neighbours are merged when there are too many."""
+
+    def __init__(self, width_s: float) -> None:
+        """Begin with bins of this width."""
+        self.width_s = width_s
+        self.bins: list[LoadTally] = []
+
+    def add(self, at_s: float, tally: LoadTally) -> None:
+        """Count what became known at a moment, in seconds from the start of measuring."""
+        while at_s / self.width_s >= _MAX_BINS:
+            for left, right in zip(self.bins[::2], self.bins[1::2], strict=False):
+                left.add(right)
+            self.bins = self.bins[::2]
+            self.width_s *= 2
+        number = max(0, int(at_s / self.width_s))
+        while len(self.bins) <= number:
+            self.bins.append(LoadTally())
+        self.bins[number].add(tally)

@@ -1,0 +1,54 @@
+import io
+import json
+import re
+
+from inferpool.service.tools.trial.report import (
+    Markup,
+    Note,
+    Part,
+    ReportTable,
+    bar_chart,
+    console_for,
+    line_chart,
+    show,
+    write_json,
+    write_page,
+)
+
+_PARTS: list[Part] = [
+    ReportTable(title="T", columns=("a", "b"), rows=[("<x> [b]", "1")], caption="c"),
+    Note(text="all [good]", tone="good"),
+    line_chart(
+        "A </script> plot", "x", "y", {"a & b": [(0, 1), (1, 100)], "c": [(1, 5)]},
+        log_x=True, log_y=True, x_ticks=[(1, "one")], limit=(50, "limit"),
+    ),
+    bar_chart("Bars", "x", "y", ["one", "two"], {"a": [(3, 2, 4), None]}),
+    Markup(html="<svg></svg>"),
+]  # fmt: skip
+
+
+def test_a_terminal_shows_tables_and_notes_as_they_are():
+    stream = io.StringIO()
+    show(_PARTS, console_for(stream))
+    text = stream.getvalue()
+    assert "<x> [b]" in text
+    assert "all [good]" in text
+
+
+def test_a_page_is_one_file_that_asks_nothing_of_the_network(tmp_path):
+    write_page(tmp_path / "x.html", "Title & more", "sub", _PARTS)
+    text = (tmp_path / "x.html").read_text()
+    assert not re.search(r"<script[^>]*\bsrc=|<link|<img|@import", text)
+    assert text.count("Plotly.newPlot(") >= 2
+    assert "A </script>" not in text
+    assert "&lt;x&gt; [b]" in text
+    assert "prefers-color-scheme:dark" in text
+    write_page(tmp_path / "y.html", "Without charts", "", _PARTS[:2])
+    assert (tmp_path / "y.html").stat().st_size < 10_000
+
+
+def test_json_says_where_and_when_the_figures_came_about(tmp_path):
+    write_json(tmp_path / "new" / "x.json", {"rate": 1.5})
+    found = json.loads((tmp_path / "new" / "x.json").read_text())
+    assert found["rate"] == 1.5
+    assert {"time", "command", "machine"} <= found.keys()

@@ -1,0 +1,73 @@
+import random
+
+import pytest
+
+from inferpool.service.tools.trial.tally import LatencyHistogram, LoadSeries, LoadTally
+
+
+def histogram_of(values):
+    histogram = LatencyHistogram()
+    for value in values:
+        histogram.record(value)
+    return histogram
+
+
+def test_percentiles_are_exact_to_one_percent():
+    values = sorted(random.Random(1).lognormvariate(-5, 1.5) for _ in range(20_000))
+    histogram = histogram_of(values)
+    for percent in (1, 50, 90, 99, 99.9):
+        exact = values[int(percent / 100 * len(values)) - 1]
+        assert histogram.percentile_s(percent) == pytest.approx(exact, rel=0.01)
+    assert histogram.percentile_s(100) == values[-1]
+    assert histogram.mean_s == pytest.approx(sum(values) / len(values))
+    assert [percent for percent, _ in histogram.curve()][-1] == 100
+
+
+def test_histograms_add_up_to_that_of_all_values():
+    values = [0.001 * each for each in range(1, 1000)]
+    whole, parts = histogram_of(values), histogram_of(values[:400])
+    parts.add(histogram_of(values[400:]))
+    assert parts.counts == whole.counts
+    assert parts.summary_ms() == whole.summary_ms()
+
+
+def test_any_latency_finds_a_bucket_and_there_are_few():
+    histogram = histogram_of(
+        [0.0, 1e-9, 1e-6, 1.0, 5000.0, *(1.0002**each * 1e-6 for each in range(99_999))]
+    )
+    assert histogram.percentile_s(100) == 5000.0
+    assert len(histogram.counts) < 2500
+
+
+def test_the_number_above_a_limit_is_told():
+    assert histogram_of([0.01] * 90 + [0.2] * 10).num_above(0.05) == 10
+
+
+def test_an_empty_histogram_has_zeros():
+    assert set(LatencyHistogram().summary_ms().values()) == {0.0}
+
+
+def test_a_long_series_keeps_everything_in_a_bounded_number_of_bins():
+    series = LoadSeries(width_s=1.0)
+    for second in range(5000):
+        tally = LoadTally()
+        tally.latency.record(0.01, 2)
+        series.add(second + 0.5, tally)
+    assert len(series.bins) <= 400
+    assert sum(each.num_good for each in series.bins) == 10_000
+    assert series.width_s == 16.0
+    assert {each.num_good for each in series.bins[:-1]} == {32}
+
+
+def test_tallies_add_up_and_their_kinds_of_errors_are_bounded():
+    tally, other = LoadTally(sent_bytes=1), LoadTally(sent_bytes=2, num_unfinished=3)
+    for number in range(100):
+        tally.fail(f"error {number}")
+        other.fail(f"another {number}")
+    tally.sums["queue"] += 1.5
+    other.sums["queue"] += 2.0
+    other.latency.record(0.1)
+    tally.add(other)
+    assert (tally.num_errors, tally.num_good, tally.num_requests) == (200, 1, 201)
+    assert len(tally.errors) <= 41
+    assert (tally.sent_bytes, tally.num_unfinished, tally.sums["queue"]) == (3, 3, 3.5)
