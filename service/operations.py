@@ -63,7 +63,7 @@ class Operations:
             raise ConflictError(f"workers of {model} are being restarted")
         if self._is_ending:
             raise ConflictError("the service is shutting down")
-        replaced = pool.replace(slots, self._grace_s, old_first=old_first)
+        replaced = pool.replacer.replace(slots, self._grace_s, old_first=old_first)
         task = asyncio.create_task(replaced, name=f"restart {model}")
         self._restarts[model] = task
         task.add_done_callback(lambda task: self._on_done(model, task))

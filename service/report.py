@@ -81,7 +81,7 @@ def _model_health(pool: Pool, search: SearchProgress) -> ModelHealth:
         example=pool.example,
         reads_own_form=pool.reads_own_form,
         speed_search=SpeedSearchHealth(state=search.state, text=search.text),
-        restart=RestartHealth(state=pool.restart.state, text=pool.restart.text),
+        restart=RestartHealth(state=pool.replacer.restart.state, text=pool.replacer.restart.text),
         workers=[_worker_health(slot) for slot in pool.slots],
     )
 

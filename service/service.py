@@ -153,14 +153,14 @@ class Service:
         """Admit nothing more, and answer all that was accepted."""
         self.begin_stop()
         grace_s = self.settings.drain_timeout_s
-        await asyncio.gather(*(pool.drain(grace_s) for pool in self.pools.values()))
+        await asyncio.gather(*(pool.dispatcher.drain(grace_s) for pool in self.pools.values()))
 
     def cut_off(self) -> None:
         """Wait for nothing any more: answer what is in flight; `stop` will kill the workers."""
         self.begin_stop()
         self._is_hurried = True
         for pool in self.pools.values():
-            pool.cut_off("this server was told to stop at once")
+            pool.dispatcher.cut_off("this server was told to stop at once")
 
     async def stop(self) -> None:
         """See every worker and every front out and give the memory back."""

@@ -13,8 +13,7 @@ from inferpool.service.api.codecs.answers import AnswerFormat
 from inferpool.service.api.codecs.body import joined
 from inferpool.service.api.trace import new_ids, request_id_of, trace_of, trace_state_of
 from inferpool.service.errors import ServiceError
-from inferpool.service.queue.instance import Buffer, Result
-from inferpool.service.queue.steps import InstanceSteps
+from inferpool.service.queue.instance import Buffer, InstanceSteps, Result
 from inferpool.workers.messages import ItemRef, Kind
 
 UNKNOWN_MODEL = "unknown"

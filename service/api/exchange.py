@@ -34,8 +34,7 @@ from inferpool.service.errors import (
     TooLargeError,
     UnavailableError,
 )
-from inferpool.service.queue.instance import Buffer, Result
-from inferpool.service.queue.steps import InstanceSteps
+from inferpool.service.queue.instance import Buffer, InstanceSteps, Result
 from inferpool.workers.messages import ItemRef
 
 _CLIENT_GONE = 499

@@ -21,8 +21,7 @@ from inferpool.service.fronts.messages import (
     Submissions,
     error_of,
 )
-from inferpool.service.queue.instance import Buffer, Result, Timing
-from inferpool.service.queue.steps import InstanceSteps
+from inferpool.service.queue.instance import Buffer, InstanceSteps, Result, Timing
 from inferpool.workers.arena import Slots
 from inferpool.workers.messages import ItemRef
 

@@ -31,8 +31,7 @@ from inferpool.service.fronts.messages import (
     Submissions,
     failure_of,
 )
-from inferpool.service.queue.instance import Buffer, Result, SlotOwner
-from inferpool.service.queue.steps import InstanceSteps
+from inferpool.service.queue.instance import Buffer, InstanceSteps, Result, SlotOwner
 from inferpool.workers.arena import slot_bytes
 from inferpool.workers.log_lines import log_line
 from inferpool.workers.messages import FrameError, ItemRef, LogLine

@@ -13,7 +13,7 @@ from inferpool.service import errors
 from inferpool.service.api.wire.budgets import EdgeUse
 from inferpool.service.api.wire.connections import EdgeLimits
 from inferpool.service.errors import ServiceError
-from inferpool.service.queue.steps import InstanceSteps
+from inferpool.service.queue.instance import InstanceSteps
 from inferpool.service.settings.settings import Settings
 from inferpool.service.telemetry.distribution import Exemplar
 from inferpool.workers.messages import ItemRef, LogLine, TensorBlob

@@ -1,6 +1,7 @@
-"""Whether a request may wait: bounds on count and time, and when another try makes sense.
+"""Admits an instance to the queue, or refuses it at once and says when to try again.
 
-The bound on bytes is the arena: a payload that finds no slot is refused by the dispatcher.
+Count and time are bounded here. Bytes are bounded by the arena: the dispatcher refuses a payload
+that finds no slot.
 """
 
 from collections import deque
@@ -12,47 +13,47 @@ from inferpool.service.queue.batcher import Position
 from inferpool.service.telemetry.metrics import RejectReason
 
 _WEIGHT = 0.2
-"""Of the newest batch in the moving averages."""
+"""The weight of the newest batch in the moving averages."""
 _NUM_RECENT = 16
 _NUM_NEEDED = 4
 _RECENT_S = 10.0
 _RECENT_BATCHES = 8.0
-"""Batches of longer ago than this many of them would take, and than the above, say nothing of the
-rate now."""
+"""A batch counts for the current rate if it is younger than `_RECENT_S`, or than the time that so
+many like it take."""
 _SPARE = 1.2
-"""What an estimate is multiplied with: batches vary, and of those on the edge every other one would
-be late (3 in 100 of all that were admitted, at ten times the capacity)."""
+"""The factor on estimates: batches vary, and without it half of those on the edge would be late (3
+in 100 of all admitted, at ten times the capacity)."""
 _ADMITTED_SPARE, _TIGHT_SPARE = 1.05, 1.1
-"""Likewise, where what was admitted before must stay in time: less, so that some room is left for
-what has a nearer deadline."""
+"""The same factor when checking that what was admitted before stays in time. It is smaller, which
+leaves room for instances with a nearer deadline."""
 _LOST = 1.5
-"""A request is given up that would take so many times as long as is left. Estimates vary by less
-(with 1.2, one simulated mix in 50 lost 128 of 1,356); and one that will be late comes to this while
-its deadline draws near."""
+"""An admitted instance counts as lost if it would take so many times the time that is left.
+Estimates vary by less (with 1.2, one simulated mix in 50 lost 128 of 1,356), and an instance that
+will be late reaches this as its deadline draws near."""
 _TIMES_ROOM = 3
-"""See `Admission.check_share`."""
+"""The factor of `Admission.check_share`."""
 _ESTIMATE_AGAIN_S = 0.1
-"""An estimate under load holds this long where no batch comes back: refusals come in thousands."""
+"""How long an estimate is kept while no batch comes back, since refusals come in thousands."""
 _LARGE = 0.75
-"""Of the largest batch lately: from here on, one tells how long full ones take."""
+"""Batches of at least this share of the largest recent one tell how long full ones take."""
 
 
 class RateMeter:
-    """How fast the workers of one model answer, from what their batches took."""
+    """Estimates how fast the workers of one model answer, from what their batches took."""
 
     def __init__(self, max_batch_size: int) -> None:
         self.item_s = 0.0
-        """Seconds of one worker per instance, as a moving average; 0 until the first batch."""
+        """Moving average of one worker's seconds per instance; 0 until the first batch."""
         self.batch_s = 0.0
-        """Seconds of one worker per batch, likewise."""
+        """Moving average of one worker's seconds per batch."""
         self._max_batch_size = max_batch_size
         self._recent: dict[int, deque[tuple[float, int, float]]] = {}
-        """By worker, since one may be much slower than another."""
+        """Recent batches (time, size, seconds) by worker, since workers may differ a lot."""
         self._kept = (0.0, 0.0)
         self._kept_until = 0.0
 
     def note(self, num_items: int, elapsed_s: float, now: float, worker: int = 0) -> None:
-        """A worker, by its slot, that was never without work took this long for a batch."""
+        """Learn from a batch of a worker, given by its slot, that was busy all that time."""
         item_s = elapsed_s / num_items
         self.item_s += _WEIGHT * (item_s - self.item_s) if self.item_s else item_s
         self.batch_s += _WEIGHT * (elapsed_s - self.batch_s) if self.batch_s else elapsed_s
@@ -63,11 +64,11 @@ class RateMeter:
         self._kept_until = 0.0
 
     def under_load(self, now: float) -> tuple[float, float]:
-        """Seconds per instance and per batch once batches are full; 0 if unknown.
+        """Estimate the seconds per instance and per batch once batches are full; 0 if unknown.
 
-        What must not be refused by mistake is judged by this: by medians, since one slow batch says
-        little of the next, and as if a full batch took no longer than a small one where only small
-        ones were seen.
+        Refusals go by this, so it errs on the low side. It uses medians, since one slow batch says
+        little about the next. If only small batches were seen, it assumes that full ones take no
+        longer.
         """
         if now >= self._kept_until:
             self._kept = self._estimate(now)
@@ -101,35 +102,28 @@ class RateMeter:
 
 
 class Admission:
-    """Admits a request to the queue of one model, or refuses it at once."""
+    """Admits instances to the queue of one model, or refuses them at once."""
 
     def __init__(
         self, *, max_queue_length: int, max_batch_size: int, rejected: dict[RejectReason, int]
     ) -> None:
-        """Begin to admit.
-
-        Args:
-            max_queue_length: Requests that may wait.
-            max_batch_size: Of the model's batches.
-            rejected: Counts of the refused, by reason.
-        """
         self.rate = RateMeter(max_batch_size)
         self._rejected = rejected
         self.is_draining = False
         self.max_queue_length = max_queue_length
-        """Requests that may wait."""
+        """Instances that may wait."""
 
     def check(self, num_queued: int, num_workers: int, left_s: float) -> None:
-        """Admit an instance, as far as room goes, or say why not.
+        """Check that there is room for an instance.
 
         Args:
-            num_queued: How many wait.
-            num_workers: How many workers are ready, or one that soon will be.
-            left_s: Seconds until its deadline.
+            num_queued: Instances that wait.
+            num_workers: Ready workers, or 1 if one will soon be ready.
+            left_s: Seconds until the instance's deadline.
 
         Raises:
             UnavailableError: The service is shutting down.
-            DeadlineExceededError: It is too late already.
+            DeadlineExceededError: The deadline has passed.
             OverloadedError: The queue is full.
         """
         if self.is_draining:
@@ -146,9 +140,9 @@ class Admission:
             )
 
     def is_welcome(self, num_queued: int, num_ahead: int, num_workers: int, left_s: float) -> bool:
-        """Whether there is room, and the deadline so far off, that nothing need be looked at.
+        """Return whether there is room and the deadline is so far off that no check is needed.
 
-        All that waits is answered by then, so what goes behind it is in time too.
+        Everything that waits is answered by then, so whatever goes behind it is in time too.
         """
         if num_queued >= self.max_queue_length or self.is_draining or left_s <= 0:
             return False
@@ -156,14 +150,14 @@ class Admission:
         return (num_ahead * rate.item_s / num_workers + rate.batch_s) * _SPARE <= left_s
 
     def check_share(self, position: Position, num_queued: int, num_workers: int) -> None:
-        """Refuse what would have more than its share of the queue.
+        """Check that an instance's kind does not get more than its share of the queue.
 
-        Each kind may have three times as many as there is room left for (Choudhury and Hahne,
-        "Dynamic queue length thresholds for shared-memory packet switches", 1998). So a flood of
-        one kind leaves room for the others, and two floods have equal shares.
+        Each kind may have three times as many instances as there are free places (Choudhury and
+        Hahne, "Dynamic queue length thresholds for shared-memory packet switches", 1998). So a
+        flood of one kind leaves room for others, and two floods have equal shares.
 
         Raises:
-            OverloadedError: It would have more.
+            OverloadedError: Its kind would get more.
         """
         num_kin = position.num_kin
         if num_kin > _TIMES_ROOM * (self.max_queue_length - num_queued):
@@ -173,23 +167,24 @@ class Admission:
     def check_time(
         self, position: Position, free_s: float, num_workers: int, left_s: float, now: float
     ) -> None:
-        """Admit an instance, as far as deadlines go, or say why not.
+        """Check that an instance would be answered in time, and makes no admitted one late.
 
-        One that is admitted and then late takes the time of another that would not have been: at
-        ten times the capacity, with deadlines shorter than the queue, nearly all would be late.
+        An instance that is admitted and then late takes the time of another that could have been
+        in time. At ten times the capacity, with deadlines shorter than the queue, nearly all would
+        be late.
 
         Args:
-            position: Where it would stand.
+            position: The place that it would have in the queue.
             free_s: Seconds until workers are done with what they hold, on average.
-            num_workers: How many workers are ready.
+            num_workers: Ready workers.
             left_s: Seconds until its deadline.
             now: CLOCK_MONOTONIC seconds.
 
         Raises:
-            OverloadedError: It would be late, or make one late that was admitted before, or have
-                more than its share: its kind may have as much of the time until its deadline as
-                is left then, so that one with a higher priority need not wait for it. Where one
-                that was admitted before is lost already, none is refused for the others' sake.
+            OverloadedError: It would be late, or make an admitted one late, or take more than its
+                share of time. Its kind may use half of the time until its deadline, so that an
+                instance with a higher priority need not wait for it. If an admitted instance is
+                lost already, nothing is refused for the sake of admitted ones.
         """
         item_s, batch_s = self.rate.under_load(now)
         item_s /= num_workers
@@ -224,12 +219,12 @@ class Admission:
     def are_in_time(
         self, num: int, free_s: float, num_workers: int, left_s: float, now: float
     ) -> bool:
-        """Whether so many are answered by then if one other batch goes before them."""
+        """Return whether `num` are answered in time if one other batch goes before them."""
         item_s, batch_s = self.rate.under_load(now)
         return (free_s + num * item_s / num_workers + 2 * batch_s) * _TIGHT_SPARE <= left_s
 
     def _time_for_half(self, num_queued: int, num_workers: int) -> int:
-        """Whole seconds until half of the queue will have been worked off, to the best guess."""
+        """Estimate the whole seconds until half of the queue has been worked off."""
         return max(1, ceil(num_queued * self.rate.item_s / num_workers / 2))
 
 

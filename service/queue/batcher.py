@@ -1,12 +1,12 @@
-"""Which requests form the next batch: by priority, then the earliest deadline first.
+"""Orders what waits, and forms batches: by priority, then the earliest deadline first.
 
-Where what waits would else miss its deadline, the earliest deadline goes first whatever the
-priority: so a priority says who is answered sooner, and not who is answered at all.
+If going by priority would make something late, the earliest deadline goes first, whatever its
+priority. So a priority decides who is answered sooner, and not who is answered at all.
 
-Pure: it holds no clock, no future and no process. Requests of one priority and of about the same
-deadline share a bucket, where they are first come, first served: to put one in or to take one out,
-from the middle too, costs the same however many wait. Whatever looks at all that wait looks at the
-buckets, which are few.
+Requests (instances, and stand-ins in tests) of one priority and of about the same deadline share a
+bucket, which is first come, first served. To add one or to take one out, from the middle too, costs
+the same however many wait. What looks at everything that waits looks at the buckets, which are few.
+Pure: it holds no clock, no future and no process.
 """
 
 from bisect import bisect_right, insort
@@ -20,41 +20,41 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from inferpool.workers.messages import ItemRef
 
 _OCTAVES, _OCTAVE_1_S = 26, 5
-"""Lengths of timeouts that are told apart, by factors of 2 from 1/32 s up; and that of 1 s."""
+"""The number of timeout classes, which differ by factors of 2 from 1/32 s up, and that of 1 s."""
 _PER_OCTAVE = 8
-"""Buckets are so much narrower than the shortest timeout of their kind."""
+"""A bucket is so many times narrower than the shortest timeout of its kind."""
 _PER_S = tuple(_PER_OCTAVE * 2.0 ** (_OCTAVE_1_S + 1 - octave) for octave in range(_OCTAVES))
-"""Buckets per second, by the length of timeouts."""
+"""Buckets per second, by timeout class."""
 _KINDS = 512
-"""More than there are priorities times lengths of timeouts."""
+"""More than priorities times timeout classes."""
 _LATELY_S = 20.0
-"""A kind came lately if one was admitted within this time. With 5 s, a kind that comes in bursts
-every few seconds had half of its share of a slow model (one simulated mix)."""
+"""A kind came lately if one of it was admitted within this time. With 5 s, a kind that came in
+bursts every few seconds got half of its share of a slow model (one simulated mix)."""
 _LOOK_AGAIN_S = 0.5
-"""How often kinds are looked through for those that came lately no more."""
+"""Seconds between searches for kinds that have not come lately."""
 _MOST_SUMS = 64
-"""Sums of what waits that are looked at one by one: of more buckets, each is over several."""
+"""Sums that are looked at one by one. With more buckets, each sum covers several."""
 _LOOKS = 4
-"""For each request that is taken from the end, how many may be looked at."""
+"""Requests that may be looked at for each one taken from the end."""
 
 
 class Queueable(Protocol, Hashable):
-    """What the batcher looks at."""
+    """The part of an instance that the batcher uses."""
 
     ref: ItemRef
-    """Has its priority and its deadline."""
+    """Holds its priority and its deadline."""
     arrived: float
     is_solo: bool
-    """It makes a batch of its own: the last one it was in did not survive."""
+    """It must be alone in its batch, since a worker died with it."""
     bucket: "Bucket"
-    """Written by the batcher."""
+    """Set by the batcher."""
 
 
 Q = TypeVar("Q", bound=Queueable)
 
 
 class Bucket:
-    """Requests of one kind and of about the same deadline."""
+    """Requests of one kind with about the same deadline."""
 
     __slots__ = ("deadline", "end", "kind", "least_s", "number", "priority", "requests")
 
@@ -65,44 +65,44 @@ class Bucket:
         self.priority = kind // _OCTAVES
         self.number = number
         self.deadline = number / _PER_S[octave]
-        """None of its requests has an earlier one."""
+        """Its requests have no earlier deadline."""
         self.end = (number + 1) / _PER_S[octave]
-        """Nor as late a one. Minus infinity once the bucket is not in use any more."""
+        """Its requests' deadlines are earlier than this. Minus infinity once it is out of use."""
         self.least_s = _PER_OCTAVE / _PER_S[octave] if octave else -inf
-        """None came with a shorter timeout."""
+        """Its requests came with at least this timeout."""
         self.requests: OrderedDict[Any, None] = OrderedDict()
 
 
 class Position(NamedTuple):
-    """Where a request would stand if it came now, among those that wait."""
+    """The place of a request that came now among those that wait."""
 
     num_ahead: int
-    """Those that go first as long as all are in time."""
+    """Requests that go first as long as all are in time."""
     num_by_deadline: int
-    """Those with an earlier deadline, whatever their priority: what must be answered before it."""
+    """Requests with an earlier deadline, whatever their priority."""
     num_kin: int
-    """Those of its kind, where others wait or came lately; 0 where none do."""
+    """Requests of its kind, if other kinds wait or came lately; else 0."""
     num_kin_by_deadline: int
-    """Those of its kind with an earlier deadline, likewise."""
+    """Requests of its kind with an earlier deadline, under the same condition."""
     behind: Sequence[tuple[float, int]]
-    """Later deadlines, and how many that wait now have to be answered by each of them, if not a
+    """Later deadlines, and how many of those that wait must be answered by each of them, or a
     little later."""
 
 
-class Sums(NamedTuple):
-    """How many wait, by deadline."""
+class DeadlineSums(NamedTuple):
+    """The number of requests that wait, by deadline."""
 
     buckets: list[Bucket]
-    """Those that are not empty, by deadline."""
+    """The buckets that are not empty, by deadline."""
     deadlines: list[float]
-    """Theirs."""
+    """The deadlines of the buckets."""
     numbers: list[int]
     """Requests in each bucket and all before it."""
     by_priority: dict[int, tuple[int, list[int]]]
-    """Requests of better priorities, and those of this one in each bucket and all before it."""
+    """By priority: requests of better priorities, and those of this one up to each bucket."""
 
     def num_ahead(self, priority: int, index: int) -> int:
-        """How many go before one of this priority whose deadline is that of this bucket."""
+        """Return how many go before one of this priority and of this bucket's deadline."""
         counts = self.by_priority.get(priority)
         if counts is None:
             sizes = [(bucket.priority, len(bucket.requests)) for bucket in self.buckets]
@@ -113,7 +113,7 @@ class Sums(NamedTuple):
         return counts[0] + (counts[1][index - 1] if index else 0)
 
     def behind(self, index: int) -> list[tuple[float, int]]:
-        """Deadlines from this bucket on, and how many have to be answered by each of them."""
+        """Return the deadlines from this bucket on, and how many must be answered by each."""
         step = -(-(len(self.numbers) - index) // _MOST_SUMS) or 1
         numbers = self.numbers[index + step - 1 :: step]
         if (len(self.numbers) - index) % step:
@@ -126,40 +126,40 @@ class Batcher(Generic[Q]):
 
     def __init__(self) -> None:
         self._buckets: dict[int, Bucket] = {}
-        """Those in use, by number and kind."""
+        """The buckets in use, by number and kind."""
         self._by_deadline: list[Bucket] = []
-        """The same, in this order."""
+        """The same, by deadline."""
         self._order: list[Bucket] = []
-        """The same, the one that goes first in front."""
+        """The same, in the order in which they go."""
         self._is_tight = False
-        """The order is by deadline alone."""
+        """The order is by deadline alone, since time is tight."""
         self._newest = Bucket(0, 0)
-        """The one that the last request went to."""
+        """The bucket that the last request went to."""
         self._late = Bucket(0, 0)
-        """Requests that will be late whatever is done. They go last, and are counted as the others
-        are until they expire: so they take room of the queue."""
+        """Requests that will be late in any case. They go last, and take up room of the queue until
+        they expire."""
         self._kinds: dict[int, float] = {}
-        """The kinds that wait or came lately, and when one was last seen to come."""
+        """The kinds that wait or came lately, and when each last came."""
         self._kinds_looked_at = 0.0
         self.is_mixed = False
-        """Requests of several kinds wait or came lately. It may stay true until the next look."""
-        self._sums: Sums | None = None
-        """None once a request was added or taken."""
+        """Several kinds wait or came lately. It may stay true until the next look."""
+        self._sums: DeadlineSums | None = None
+        """None after a request was added or taken."""
         self.num_waiting = 0
-        """Requests that wait: as `len`, which costs a call."""
+        """The same as `len`, without the cost of a call."""
 
     def __len__(self) -> int:
-        """Requests that wait."""
+        """Return the number of requests that wait."""
         return self.num_waiting
 
     def __iter__(self) -> Iterator[Q]:
-        """Those that wait, the best first."""
+        """Yield those that wait, in the order in which they go."""
         for bucket in self._order:
             yield from bucket.requests
         yield from self._late.requests
 
     def position(self, priority: int, deadline: float, now: float) -> Position:
-        """Where a request would stand if it came now."""
+        """Return the place of a request that came now."""
         if self.is_mixed and now >= self._kinds_looked_at + _LOOK_AGAIN_S:
             self._forget_kinds(now)
         buckets = self._by_deadline
@@ -213,9 +213,9 @@ class Batcher(Generic[Q]):
         self._sums = None
 
     def put_last(self, alone_by: float) -> None:
-        """Have those in front go last that will be late even if they are answered alone, at once.
+        """Move those to the end that would be late even if they were answered alone, at once.
 
-        Else each of them would make the next one late.
+        Otherwise each of them would make the next one late.
         """
         late = self._late.requests
         for bucket in self._order:
@@ -231,14 +231,14 @@ class Batcher(Generic[Q]):
 
     @property
     def can_be_rearranged(self) -> bool:
-        """What waits has several priorities, or goes by deadline alone: see `arrange`."""
+        """Several priorities wait, or the order is by deadline alone: see `arrange`."""
         return self._is_tight or self._order is not self._by_deadline
 
     def arrange(self, is_in_time: Callable[[float, int], bool]) -> None:
-        """Go by priority while all that waits will be in time, or else by deadline alone.
+        """Order by priority while everything will be in time, or else by deadline alone.
 
         Args:
-            is_in_time: Whether so many can be answered by a moment.
+            is_in_time: Returns whether so many (second) can be answered by a deadline (first).
         """
         sums = self._sums or self._sum_up()
         is_tight = not all(is_in_time(deadline, num) for deadline, num in sums.behind(0))
@@ -266,11 +266,11 @@ class Batcher(Generic[Q]):
         return batch
 
     def last_batch(self, max_size: int, fits: Callable[[Q], bool]) -> list[Q]:
-        """Take the requests whose turn is furthest off, at most `max_size`; no solo requests.
+        """Take the requests that would go last, at most `max_size`; no solo requests.
 
         Args:
-            max_size: How many.
-            fits: Says of each whether it may be taken. Few that may not are passed over.
+            max_size: The most to take.
+            fits: Returns whether a request may be taken. Only a few that may not are passed over.
         """
         batch: list[Q] = []
         looked_at = (r for bucket in reversed(self._order) for r in reversed(bucket.requests))
@@ -285,13 +285,13 @@ class Batcher(Generic[Q]):
         return batch
 
     def oldest(self) -> Q | None:
-        """The request that a batch formed now would begin with."""
+        """Return the first request of the next batch."""
         return next(iter(self), None)
 
     def soonest(self) -> float:
-        """No request that waits and can be in time has an earlier deadline than this.
+        """Return a time before which no request that can be in time has its deadline.
 
-        A bound, from the buckets; infinite where none waits.
+        It is infinite if none waits.
         """
         for bucket in self._by_deadline:
             if bucket.requests:
@@ -306,7 +306,7 @@ class Batcher(Generic[Q]):
         return self._buckets.get(number * _KINDS + kind) or self._open(kind, number)
 
     def _open(self, kind: int, number: int) -> Bucket:
-        """Have one more bucket in use, and those that are empty no longer."""
+        """Put one more bucket in use, and those that are empty out of use."""
         for other in [other for other in self._by_deadline if not other.requests]:
             other.end = -inf
             del self._buckets[other.number * _KINDS + other.kind]
@@ -321,9 +321,9 @@ class Batcher(Generic[Q]):
         if not self._is_tight and any(bucket.priority != order[0].priority for bucket in order):
             self._order = sorted(order, key=_PRIORITY)
 
-    def _sum_up(self) -> "Sums":
+    def _sum_up(self) -> DeadlineSums:
         buckets = [bucket for bucket in self._by_deadline if bucket.requests]
-        self._sums = Sums(
+        self._sums = DeadlineSums(
             buckets,
             [bucket.deadline for bucket in buckets],
             list(accumulate([len(bucket.requests) for bucket in buckets])),
@@ -332,7 +332,7 @@ class Batcher(Generic[Q]):
         return self._sums
 
     def _forget_kinds(self, now: float) -> None:
-        """Keep those kinds of which one waits or came lately."""
+        """Keep only the kinds that wait or came lately."""
         waiting = {bucket.kind for bucket in self._by_deadline if bucket.requests}
         self._kinds = {
             kind: came

@@ -1,19 +1,20 @@
-"""Where requests become batches and results answers, for one model, in the event loop.
+"""Turns instances into batches and results into answers, for one model, in the event loop.
 
-The states of an instance, who owns its slot of the arena, and what ends each:
+The states of an instance, the owner of its arena slot in each, and what ends it:
 
-    queued    the dispatcher    sent to a worker; expired; cancelled; quarantined; abandoned
-    sent      the worker        its batch returns; the worker's exit is confirmed; and as for queued
-    settled   nobody            (an instance that ends otherwise while it is sent is settled at
-                                once, and its slot stays the worker's until either of the former)
+    queued    the dispatcher    it is sent, expires, is cancelled, quarantined or abandoned
+    sent      the worker        its batch returns, or the worker's exit is confirmed
+    settled   nobody            -
 
-Each instance is settled exactly once: see `Books`.
+An instance that expires, is cancelled, quarantined or abandoned while it is sent is settled at
+once. Its slot stays the worker's until the batch returns or the worker's exit is confirmed, since
+the worker may still read it.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
@@ -27,15 +28,21 @@ from inferpool.service.errors import (
     WorkerCrashedError,
 )
 from inferpool.service.queue.admission import Admission
-from inferpool.service.queue.batch_sizes import SPARE, SizeLimit, fitting
+from inferpool.service.queue.batch_sizing import SPARE, SizeLimit, fitting
 from inferpool.service.queue.batcher import Batcher
-from inferpool.service.queue.books import Books
-from inferpool.service.queue.instance import QUEUED, SENT, SETTLED, Buffer, Instance, SlotOwner
-from inferpool.service.queue.lanes import Lane, Lanes
+from inferpool.service.queue.instance import (
+    QUEUED,
+    SENT,
+    SETTLED,
+    Buffer,
+    Instance,
+    InstanceSteps,
+    SlotOwner,
+)
+from inferpool.service.queue.ledger import Ledger
 from inferpool.service.queue.objective import Objective
-from inferpool.service.queue.quarantine import MAX_CRASHES, Quarantine
-from inferpool.service.queue.schedule import Schedule
-from inferpool.service.queue.suspects import Suspects
+from inferpool.service.queue.quarantine import MAX_CRASHES, Quarantine, Suspects
+from inferpool.service.queue.scheduler import BatchScheduler, Lane, Lanes
 from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.arena import Arena
 from inferpool.workers.errors import WorkerLostError
@@ -43,15 +50,12 @@ from inferpool.workers.host.engine import WorkerHandle
 from inferpool.workers.messages import BatchDone, ItemError, ItemRef
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from inferpool.models.spec import TensorSpec
-    from inferpool.service.queue.steps import InstanceSteps
 
 logger = logging.getLogger(__name__)
 
 _NEAR_BATCHES = 100.0
-"""A deadline that is further off than so many batches of late needs no closer look."""
+"""A deadline further off than so many recent batches needs no closer look."""
 
 
 class Dispatcher:
@@ -74,7 +78,7 @@ class Dispatcher:
     ) -> None:
         self.name = name
         self.inputs: Sequence[TensorSpec] = ()
-        """What the model takes; known once a worker is ready."""
+        """The inputs of the model, once a worker is ready."""
         self.loop = asyncio.get_running_loop()
         self._arena = arena
         self._admission = admission
@@ -85,8 +89,8 @@ class Dispatcher:
         self._objective = objective
         self._queue: Batcher[Instance] = Batcher()
         self._lanes = Lanes()
-        self._books = Books(metrics, self._on_deadline, self._unsettled)
-        self._schedule = Schedule(
+        self._ledger = Ledger(metrics, self._on_deadline, self._unsettled)
+        self._scheduler = BatchScheduler(
             self._queue,
             self._lanes,
             self._limit,
@@ -107,12 +111,12 @@ class Dispatcher:
 
     @property
     def queued_bytes(self) -> int:
-        """Of the payloads of the instances that wait for a worker."""
+        """Payload bytes of the instances that wait for a worker."""
         return sum(instance.ref.num_bytes for instance in self._queue)
 
     @property
     def max_batch_size(self) -> int:
-        """Of the next batch."""
+        """The largest size of the next batch."""
         return self._limit.now
 
     @property
@@ -132,7 +136,7 @@ class Dispatcher:
 
     @property
     def num_responsive(self) -> int:
-        """Workers that take batches and, if they are not at work, show signs of life."""
+        """Workers that take batches and show signs of life, or are at work."""
         return sum(not lane.worker.is_stalled for lane in self._lanes.open)
 
     @property
@@ -143,27 +147,27 @@ class Dispatcher:
     def submit(
         self,
         ref: ItemRef,
-        chunks: "Sequence[Buffer]",
-        steps: "InstanceSteps | None" = None,
+        chunks: Sequence[Buffer],
+        steps: InstanceSteps | None = None,
         owner: SlotOwner | None = None,
     ) -> Instance:
         """Admit one instance: copy its payload into the arena, if it is not there, and queue it.
 
-        Without a worker it waits for one; whether one is to come is for the pool to know.
+        Without a worker it waits for one. The pool knows whether one will come.
 
         Args:
-            ref: It belongs to the instance from now on; its offset is set here.
-            chunks: The payload, in pieces as they came, so that the arena gets the only copy.
-            steps: Where to note what becomes of the instance, if its call is traced.
-            owner: Who takes back the slot that the payload lies in, where it is in the arena
-                already.
+            ref: Belongs to the instance from now on. Its offset is set here.
+            chunks: The payload, in the pieces in which it came, so that the arena gets the only
+                copy.
+            steps: Notes what happens to the instance, if its call is traced.
+            owner: The owner of the payload's slot, if it is in the arena already.
 
         Returns:
-            The future of its result, which raises a `ServiceError`. Cancelling it gives it up.
+            The future of its result, which may raise a `ServiceError`. Cancelling it gives it up.
 
         Raises:
             QuarantinedError: This input has killed workers.
-            DeadlineExceededError: It comes too late.
+            DeadlineExceededError: Its deadline has passed.
             OverloadedError: The queue or the arena is full, or the deadline cannot be met.
             UnavailableError: The service is draining.
         """
@@ -185,58 +189,58 @@ class Dispatcher:
         if is_suspect:
             instance.is_solo = True
             instance.num_crashes = 1
-        self._books.open(instance, now, steps)
+        self._ledger.open(instance, now, steps)
         self._queue.push(instance, now)
-        if not self._schedule.is_due:
-            self._schedule.soon()
+        if not self._scheduler.is_due:
+            self._scheduler.soon()
         return instance
 
     def attach(self, worker: WorkerHandle) -> None:
-        """Give a ready worker its share of the work, until it is lost."""
+        """Send a ready worker its share of the work, until it is detached."""
         self.inputs = worker.ready.inputs
         if worker.ready.speed.preset not in ANY_SIZE:
             self._limit.hold()
         self._lanes.attach(worker)
-        self._schedule.soon()
+        self._scheduler.soon()
 
     def detach(self, worker: WorkerHandle) -> None:
-        """Send nothing more to a worker: it is gone, or about to go."""
+        """Send nothing more to a worker, which is gone or about to go."""
         self._lanes.detach(worker)
 
     def abandon(self, error: Callable[[], ServiceError]) -> None:
-        """Answer all that is in flight: there is no worker, or no time, left for it.
+        """Answer everything in flight, since no worker or no time is left for it.
 
         Args:
-            error: Makes what each is answered with.
+            error: Makes the error that each is answered with.
         """
         while self._queue:
             for instance in self._queue.next_batch(self._limit.now):
                 instance.owner.free(instance.ref.offset)
-                self._books.fail(instance, error())
+                self._ledger.fail(instance, error())
         for instance in self._lanes.held():
             if instance.state != SETTLED:
-                self._books.fail(instance, error())
+                self._ledger.fail(instance, error())
 
     def cut_off(self, reason: str) -> None:
-        """Admit nothing more, and answer all that is in flight."""
+        """Admit nothing more, and answer everything in flight."""
         self._admission.is_draining = True
         self.abandon(lambda: UnavailableError(reason, retry_after_s=1))
 
     async def drain(self, grace_s: float) -> None:
-        """Admit nothing more, and wait until all is settled; after the grace the rest is failed."""
+        """Admit nothing more, wait until all is settled, and fail the rest after `grace_s`."""
         self._admission.is_draining = True
         try:
-            await self._books.drained(grace_s)
+            await self._ledger.drained(grace_s)
         except TimeoutError:
             logger.warning("%s: %d requests cut off", self.name, self._metrics.in_flight)
             self.cut_off("this server is shutting down and ran out of time")
 
     def on_cancelled(self, instance: Instance) -> None:
-        """The caller of an instance has gone."""
+        """Forget an instance whose caller has gone."""
         self._unqueue(instance)
-        self._books.cancel(instance)
+        self._ledger.cancel(instance)
 
-    def _unsettled(self) -> "Iterator[Instance]":
+    def _unsettled(self) -> Iterator[Instance]:
         yield from self._queue
         for instance in self._lanes.held():
             if instance.state != SETTLED:
@@ -247,14 +251,14 @@ class Dispatcher:
             return
         where = "in the queue" if instance.state == QUEUED else "in a worker"
         self._unqueue(instance)
-        self._books.expire(instance, f"the deadline passed {where}")
+        self._ledger.expire(instance, f"the deadline passed {where}")
 
     def _check_admission(self, ref: ItemRef, now: float) -> None:
         admission, queue, lanes = self._admission, self._queue, self._lanes
         num_queued = queue.num_waiting
         left_s = ref.deadline - now
         num_workers = len(lanes.open) or 1
-        # Where there are several kinds, all that wait may be of its own. Its kind may take half of
+        # If there are several kinds, all that wait may be of this one's. Its kind may take half of
         # the time until its deadline, so each counts twice.
         num_counted = 2 * num_queued if queue.is_mixed else num_queued
         if admission.is_welcome(num_counted, num_counted + lanes.num_sent, num_workers, left_s):
@@ -299,14 +303,14 @@ class Dispatcher:
             instance.state = SENT
         self._lanes.give(lane, batch)
         future.add_done_callback(partial(self._on_batch_done, lane, batch))
-        self._books.note_sent(batch, lane.worker, now)
+        self._ledger.note_sent(batch, lane.worker, now)
         if len(lane.batches) == 1:
             lane.begin(now, was_idle=True)
         if self._objective:
             self._plan(self._objective, now)
 
     def _keep_back(self, batch: list[Instance], error: Exception) -> None:
-        """Fail an instance that cannot be sent; of several, find out which: send each alone."""
+        """Fail an instance that cannot be sent, or send each of several alone to find it."""
         if len(batch) > 1:
             for instance in reversed(batch):
                 instance.is_solo = True
@@ -320,7 +324,7 @@ class Dispatcher:
             extra=instance.ref.log_ids(),
         )
         instance.owner.free(instance.ref.offset)
-        self._books.fail(
+        self._ledger.fail(
             instance, InternalError("this input cannot be sent to a worker; see the log")
         )
 
@@ -336,7 +340,7 @@ class Dispatcher:
         else:
             raise error
         self._arrange(now)
-        self._schedule.soon()
+        self._scheduler.soon()
 
     def _take_answers(self, lane: Lane, batch: list[Instance], done: BatchDone, now: float) -> None:
         """Learn how fast a worker is from a batch that has come back, and answer its instances."""
@@ -347,17 +351,17 @@ class Dispatcher:
             self._lanes.learn(lane, num, now)
             if not lane.is_lagging:
                 self._limit.note(num, done.prepare_s + done.compute_s)
-                self._schedule.prepare_s = done.prepare_s
+                self._scheduler.prepare_s = done.prepare_s
         if lane.batches:
             lane.begin(now, was_idle=False)
         if self._objective:
             self._objective.note(batch, now)
             self._plan(self._objective, now)
         self._suspects.note_answers(batch, done.outcomes)
-        self._books.settle_batch(batch, done, now)
+        self._ledger.settle_batch(batch, done, now)
 
     def _arrange(self, now: float) -> None:
-        """Have what waits go by priority, unless some of it would miss its deadline then."""
+        """Order what waits by priority, unless some of it would miss its deadline then."""
         if not self._queue.can_be_rearranged:
             return
         free_s, num_workers = self._lanes.free_in(now), len(self._lanes.open) or 1
@@ -367,34 +371,34 @@ class Dispatcher:
         )
 
     def _plan(self, objective: Objective, now: float) -> None:
-        """Have batches and queue fit the objective."""
+        """Adapt the size of batches to the objective."""
         lanes = self._lanes
         objective.plan(lanes.leading, lanes.num_sent, self._limit.own, now)
         self._limit.bound(objective.max_size)
 
     def _refuse_quarantined(self) -> None:
-        """See to it that no more workers die of an input, whoever waits for its answer."""
+        """Refuse the queued instances whose input has just been quarantined."""
         for instance in list(self._queue):
             if refusal := self._suspects.refusal(instance):
                 self._unqueue(instance)
-                self._books.fail(instance, refusal)
+                self._ledger.fail(instance, refusal)
 
     def _take_back(
         self, lane: Lane, batch: list[Instance], error: WorkerLostError, now: float
     ) -> None:
-        """Queue again what a lost worker held, and is not settled nor guilty of its death."""
-        # Those are blamed, too, that nobody waits for: they still have their slots.
+        """Queue again what a lost worker held, except what is settled or guilty of its death."""
+        # Settled instances are judged too: their payloads are still in their slots.
         if error.started and self._suspects.blame(batch, now):
             self._refuse_quarantined()
         self._lanes.take(lane, batch)
         self._lanes.detach(lane.worker)
-        self._books.note_lost(batch, str(error), now)
+        self._ledger.note_lost(batch, str(error), now)
         for instance in reversed(batch):
             if instance.state == SETTLED:
                 instance.owner.free(instance.ref.offset)
             elif instance.num_crashes >= MAX_CRASHES:
                 instance.owner.free(instance.ref.offset)
-                self._books.fail(
+                self._ledger.fail(
                     instance,
                     WorkerCrashedError(
                         f"{instance.num_crashes} workers died while they computed this input "
@@ -403,7 +407,7 @@ class Dispatcher:
                 )
             elif refusal := self._suspects.refusal(instance):
                 instance.owner.free(instance.ref.offset)
-                self._books.fail(instance, refusal)
+                self._ledger.fail(instance, refusal)
             else:
                 self._metrics.retried += 1
                 instance.state = QUEUED

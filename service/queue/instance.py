@@ -1,7 +1,8 @@
 """One instance in the queue: what a caller asked for, and the future of its result.
 
 An HTTP call carries one or more instances. Each has a deadline, is retried and is answered by
-itself.
+itself. If its call is traced, `InstanceSteps` notes what happened to it. All moments are seconds
+of CLOCK_MONOTONIC, which all processes of a host share.
 """
 
 import asyncio
@@ -20,6 +21,8 @@ QUEUED: Final = 0
 SENT: Final = 1
 SETTLED: Final = 2
 """The states of an instance; `dispatcher.py` says who owns its arena slot in each."""
+NO_TICK = 0
+"""The tick of an instance whose deadline is not near; see `ledger.py`."""
 
 
 class SlotOwner(Protocol):
@@ -61,14 +64,15 @@ class Instance(asyncio.Future[Result]):
     """One instance, and the future of its result. Cancelling it takes it out of the queue."""
 
     __slots__ = (
-        "arrived", "bucket", "is_solo", "ledger", "num_crashes", "owner", "ref", "state", "tick",
+        "arrived", "bucket", "dispatcher", "is_solo", "num_crashes", "owner", "ref", "state",
+        "tick",
     )  # fmt: skip
 
     def __init__(
-        self, ledger: CancelListener, ref: ItemRef, owner: SlotOwner, arrived: float
+        self, dispatcher: CancelListener, ref: ItemRef, owner: SlotOwner, arrived: float
     ) -> None:
-        super().__init__(loop=ledger.loop)
-        self.ledger = ledger
+        super().__init__(loop=dispatcher.loop)
+        self.dispatcher = dispatcher
         self.ref = ref
         self.owner = owner
         """The owner of the arena slot that holds the payload."""
@@ -79,7 +83,7 @@ class Instance(asyncio.Future[Result]):
         self.is_solo = False
         """The instance must be computed in a batch of its own."""
         self.bucket: Bucket
-        self.tick = 0
+        self.tick = NO_TICK
 
     __hash__ = asyncio.Future.__hash__
 
@@ -87,5 +91,48 @@ class Instance(asyncio.Future[Result]):
         """Give the instance up, since nobody waits for it any more."""
         if self.done():
             return False
-        self.ledger.on_cancelled(self)
+        self.dispatcher.on_cancelled(self)
         return super().cancel(msg)
+
+
+class Attempt(msgspec.Struct, array_like=True):
+    """One time that a traced instance was sent to a worker."""
+
+    worker: str
+    """Model and slot, such as "resnet/0", the same for all incarnations."""
+    incarnation: int
+    device: str
+    """The kind of device: "NVIDIA H100 80GB HBM3", "cpu"."""
+    batch_size: int
+    sent: float
+    prepare_began: float = 0.0
+    """0.0 if it is not known to have begun, as for the two below."""
+    prepare_s: float = 0.0
+    compute_began: float = 0.0
+    compute_s: float = 0.0
+    lost: float = 0.0
+    """When the worker was found to be lost; 0.0 if it was not."""
+    reason: str = ""
+    """Why the worker was lost."""
+
+
+class InstanceSteps(msgspec.Struct, array_like=True):
+    """The life of a traced instance, from its arrival to its end. Spans are made of it."""
+
+    arrived: float = 0.0
+    settled: float = 0.0
+    """0.0 while it has no answer."""
+    code: str = ""
+    """The code of the error that it ended with; empty if it succeeded."""
+    message: str = ""
+    tries: list[Attempt] = []
+
+    def take(self, noted: "InstanceSteps") -> None:
+        """Copy what another process has noted about the same instance.
+
+        If the call was given up, another thread may be making its spans meanwhile. It skips an
+        instance without an arrival, so that is set last.
+        """
+        self.code, self.message = noted.code, noted.message
+        self.settled, self.tries = noted.settled, noted.tries
+        self.arrived = noted.arrived

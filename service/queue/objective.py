@@ -1,68 +1,65 @@
-"""Holds the 99th percentile of the time to an answer within an objective, at the least cost. Pure.
-
-Workers never wait: a batch is what there is when one comes free, so the answer is as early as it
-can be at any load, and batches grow with the load by themselves. Two things would still take
-answers past the objective, and are decided here:
-
-- How large a batch may get. What arrives when a batch has just begun waits for the next worker to
-  come free and then for its own batch, so a full batch may take no more than what the objective
-  leaves: with W workers W / (W + 1) of it. Where more arrives than can be served so, batches may be
-  larger, and are filled with what comes shortly before a worker is free.
-- How many may wait. What would be answered too late is refused at once, so that what is admitted is
-  answered in time however much arrives, and workers are busy with full batches meanwhile.
-
-Where even a single instance takes longer than the objective, there is nothing to hold: batches are
-as large as without one, and nothing is refused for its sake.
-"""
+"""Holds a latency objective: bounds the batches and the queue of one model."""
 
 import logging
 import time
 from collections.abc import Sequence
 from math import ceil, inf, sqrt
-from typing import TYPE_CHECKING
 
 from inferpool.service.errors import OverloadedError
 from inferpool.service.queue.admission import Admission
+from inferpool.service.queue.batch_sizing import CostCurve
 from inferpool.service.queue.batcher import Position
+from inferpool.service.queue.instance import Instance
+from inferpool.service.queue.scheduler import Lane
 from inferpool.service.telemetry.metrics import RejectReason
-
-if TYPE_CHECKING:
-    from inferpool.service.queue.batch_costs import CostCurve
-    from inferpool.service.queue.instance import Instance
-    from inferpool.service.queue.lanes import Lane
 
 logger = logging.getLogger(__name__)
 
 _LATE_SHARE = 0.005
-"""Of the answers, to be aimed at: half of what the objective allows."""
+"""The share of late answers to aim at: half of what the objective allows."""
 _STEP = 0.05
-"""By how much a batch that is late as a whole lowers what is aimed at."""
+"""How much a batch that is late as a whole lowers the aim."""
 _FIRST_SHARE, _LEAST_SHARE = 0.9, 0.5
-"""Of the objective, what is aimed at at first, and at least."""
+"""The first and the lowest aim, as shares of the objective."""
 _ANY_SIZE = 65536
 _RATE_OVER_S = 0.25
-"""How long arrivals are counted for their rate."""
+"""Seconds over which arrivals are counted for their rate."""
 _SURE = 0.5
-"""Of the standard deviation of how many arrive, what is not counted on."""
+"""Standard deviations below the mean that are counted on of what arrives."""
 _BETTER = 1.03
-"""A larger batch must serve more by this factor."""
+"""A larger batch must serve more by at least this factor."""
 _SURELY_LOST = 100
-"""Looks in a row at which an instance takes too long, until the user is told: a few are chance."""
+"""Times in a row that a single instance takes too long before the user is told."""
 
 
 class Objective:
-    """What the batches and the queue of one model may be, for its answers to be in time."""
+    """Holds the 99th percentile of the time to an answer within an objective, at the least cost.
+
+    Workers never wait: a worker that comes free gets what there is. So answers are as early as they
+    can be at any load, and batches grow with the load by themselves. Two things could still make
+    answers late, and are decided here:
+
+    - How large a batch may get. An instance that arrives just after a batch began waits for the
+      next worker to come free and then for its own batch. So with W workers a full batch may take
+      W / (W + 1) of the objective. If more arrives than can be served so, batches may be larger,
+      and are filled with what comes shortly before a worker is free.
+    - How many may wait. An instance that would be answered too late is refused at once. So what is
+      admitted is answered in time whatever arrives, and workers stay busy with full batches.
+
+    If even a single instance takes longer than the objective, nothing can be held: batches are as
+    large as without one, and nothing is refused for its sake.
+    """
 
     def __init__(self, objective_s: float, *, model: str) -> None:
         self.objective_s = objective_s
         self._model = model
         self._num_lost = 0
-        """Looks in a row at which an instance takes longer than the objective."""
+        """Times in a row that a single instance took longer than the objective."""
         self._has_warned = False
         self.aim_s = _FIRST_SHARE * objective_s
-        """What an estimate may come to: less than the objective as far as estimates err."""
+        """The most that an estimate may be: less than the objective, as far as estimates err."""
         self.max_size = _ANY_SIZE
-        """Of a batch."""
+        """The largest batch."""
         self.num_sent = 0
         """Instances that workers hold."""
         self.num_asked = 0
@@ -70,28 +67,28 @@ class Objective:
         self._rate = 0.0
         self._counted_at = 0.0
         self._batch_s = 0.0
-        """What a full batch takes; 0 while nothing is known, or nothing is to be held."""
+        """The time of a full batch; 0 while it is unknown, or the objective cannot be held."""
         self._free_at: list[float] = []
-        """When each worker can begin with a further batch, the first one first."""
+        """When each worker can begin with a further batch, sorted."""
 
     @property
     def held_s(self) -> float:
-        """What is aimed at; infinite where that cannot be held, or is not known to be."""
+        """The aim; infinite if it cannot be held, or is not known to be."""
         return self.aim_s if self._batch_s else inf
 
-    def plan(self, lanes: Sequence["Lane"], num_sent: int, limit: int, now: float) -> None:
-        """See what the workers hold, and what they take; as often as either changes.
+    def plan(self, lanes: Sequence[Lane], num_sent: int, limit: int, now: float) -> None:
+        """Plan again after workers were sent or have answered something.
 
         Args:
             lanes: The workers, without those that are much slower than others.
             num_sent: Instances that workers hold.
-            limit: The largest batch that there may be for other reasons.
+            limit: The largest batch that is allowed for other reasons.
             now: CLOCK_MONOTONIC seconds.
         """
         self.num_sent = num_sent
         self._free_at = sorted(lane.begins_at(now) for lane in lanes)
         curves = [lane.costs.curve(is_idle=False) for lane in lanes]
-        curve = max(curves, key=_time_alone_s, default=None)
+        curve = max(curves, key=lambda curve: curve.time_s(1), default=None)
         if curve is None or not curve.is_known:
             return
         alone_s = curve.time_s(1)
@@ -100,16 +97,16 @@ class Objective:
             self._note_lost(alone_s)
             return
         self._num_lost = 0
-        self.aim_s = max(self.aim_s, alone_s)  # or not even an idle worker would do
+        self.aim_s = max(self.aim_s, alone_s)  # or even an idle worker would be refused work
         self._note_rate(now)
         self.max_size = self._best_size(curve, len(lanes), limit)
         self._batch_s = curve.time_s(self.max_size)
 
-    def note(self, batch: Sequence["Instance"], now: float) -> None:
-        """A batch has been answered: aim lower for each late answer, and higher for the others.
+    def note(self, batch: Sequence[Instance], now: float) -> None:
+        """Learn from an answered batch: aim lower for each late answer, higher for the others.
 
-        The share of late answers settles where both are in balance (Robbins and Monro, "A
-        stochastic approximation method", 1951).
+        The share of late answers settles where both balance (Robbins and Monro, "A stochastic
+        approximation method", 1951).
         """
         objective_s = self.objective_s
         num_late = sum(now - instance.arrived > objective_s for instance in batch)
@@ -120,7 +117,7 @@ class Objective:
         self._num_lost += 1
         if self._num_lost >= _SURELY_LOST and not self._has_warned:
             self._has_warned = True
-            text = "%s: objective_p99_ms = %g is let go: a single instance takes %.3g ms"
+            text = "%s: objective_p99_ms = %g cannot be held: a single instance takes %.3g ms"
             logger.warning(text, self._model, self.objective_s * 1e3, alone_s * 1e3)
 
     def _note_rate(self, now: float) -> None:
@@ -129,13 +126,13 @@ class Objective:
             self._rate = self.num_asked / elapsed_s
             self.num_asked, self._counted_at = 0, now
 
-    def _best_size(self, curve: "CostCurve", num_workers: int, limit: int) -> int:
-        """The largest batch that serves the most per second of what arrives now, in time."""
+    def _best_size(self, curve: CostCurve, num_workers: int, limit: int) -> int:
+        """Return the batch size that serves the most of what arrives now per second, in time."""
         aim_s, rate = self.aim_s, self._rate
         size = max(1, curve.size_within(aim_s * num_workers / (num_workers + 1), limit))
         best, best_rate = size, 0.0
         while size <= limit and (time_s := curve.time_s(size)) < aim_s:
-            # Those are admitted that come late enough, while a worker is about to come free.
+            # Only what comes shortly before a worker is free is admitted.
             num = rate * min(time_s / num_workers, aim_s - time_s)
             served = min(size, num - _SURE * sqrt(num)) / time_s
             if served > best_rate * _BETTER:
@@ -144,7 +141,7 @@ class Objective:
         return best
 
     def answered_s(self, num_ahead: int, now: float) -> float:
-        """When one that comes now will be answered, behind so many that wait; 0 if unknown."""
+        """Estimate the seconds to an answer behind `num_ahead` others; 0 if unknown."""
         free_at = self._free_at
         if not self._batch_s or not free_at or (not num_ahead and free_at[0] <= now):
             return 0.0
@@ -153,7 +150,7 @@ class Objective:
 
 
 class ObjectiveAdmission(Admission):
-    """Refuses, besides what `Admission` does, what would be answered after the objective."""
+    """Also refuses what would be answered after the objective."""
 
     def __init__(
         self,
@@ -163,7 +160,6 @@ class ObjectiveAdmission(Admission):
         max_batch_size: int,
         rejected: dict[RejectReason, int],
     ) -> None:
-        """Begin to admit; see `Admission`."""
         super().__init__(
             max_queue_length=max_queue_length, max_batch_size=max_batch_size, rejected=rejected
         )
@@ -191,7 +187,3 @@ class ObjectiveAdmission(Admission):
                 f"objective is {objective.objective_s * 1000:g} ms",
                 retry_after_s=max(1, ceil(answered_s - objective.aim_s)),
             )
-
-
-def _time_alone_s(curve: "CostCurve") -> float:
-    return curve.time_s(1)

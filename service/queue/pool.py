@@ -1,4 +1,4 @@
-"""All the workers of one model, with the dispatcher that feeds them."""
+"""One model: its workers, and the dispatcher that gives them work."""
 
 import asyncio
 import contextlib
@@ -16,9 +16,8 @@ from inferpool.models.speed.names import SpeedReport
 from inferpool.models.split.report import SplitReport
 from inferpool.service.errors import GivenUpError, ServiceError, UnavailableError
 from inferpool.service.queue.dispatcher import Dispatcher
-from inferpool.service.queue.instance import Buffer, Instance, SlotOwner
-from inferpool.service.queue.replacing import Replacing, Restart
-from inferpool.service.queue.steps import InstanceSteps
+from inferpool.service.queue.instance import Buffer, Instance, InstanceSteps, SlotOwner
+from inferpool.service.queue.replacer import Replacer
 from inferpool.service.telemetry.metrics import ModelMetrics, Reading
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.host.engine import Cause, Engine, RankVitals, WorkerHandle, WorkerId
@@ -32,14 +31,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NUM_ENDINGS = 20
-"""That are kept for people to look at."""
+"""Endings of workers that are kept for people to look at."""
 _MOMENT_S = 1.0
-"""A model that loads within this is worth waiting for when all its workers are down."""
+"""A model that loads within this time is worth waiting for when all its workers are down."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PastLife:
-    """How one life of a worker ended, or that it did not start."""
+class EndedIncarnation:
+    """The end of one incarnation of a worker, or its failure to start."""
 
     id: WorkerId
     time: float
@@ -49,20 +48,20 @@ class PastLife:
 
 
 class Announcer(Protocol):
-    """Who tells a person how the workers come up."""
+    """The console, as a pool sees it."""
 
     def progress(self, worker: str, stage: str) -> None:
-        """A worker that loads is doing something else now."""
+        """Show what a worker that loads is doing now."""
 
     def ready(self, worker: str, seconds: float) -> None:
-        """A worker takes batches."""
+        """Show that a worker takes batches."""
 
     def failed(self, worker: str, reason: str) -> None:
-        """A worker ended or did not start."""
+        """Show that a worker is given up."""
 
 
 class Pool:
-    """One model: its supervisor and its dispatcher, wired to each other."""
+    """The supervisor and the dispatcher of one model, connected to each other."""
 
     def __init__(
         self,
@@ -79,57 +78,57 @@ class Pool:
         self.name = name
         self.dispatcher = dispatcher
         self.inputs: Sequence[TensorSpec] = ()
-        """What the model takes; empty until a worker is ready."""
+        """The inputs of the model; empty until a worker is ready."""
         self.example: object = None
-        """An instance that the model takes, as JSON; None until a worker has shown one."""
+        """An example input, as JSON; None until a worker has shown one."""
         self.reads_own_form = False
-        """What clients send is not what `inputs` say, so nobody can make an instance up."""
-        self.endings: deque[PastLife] = deque(maxlen=_NUM_ENDINGS)
-        """The latest, the newest last."""
+        """Clients send something else than `inputs` say, so no example can be made up from them."""
+        self.endings: deque[EndedIncarnation] = deque(maxlen=_NUM_ENDINGS)
+        """The latest endings of workers, the newest last."""
         self._configs = configs
         self._metrics = metrics
         self._announcer = announcer
         self._on_change = on_change
         self._started_at: dict[str, float] = {}
-        """When those that start said so first, by worker, in the loop's time."""
+        """The time at which each starting worker first showed progress, on the loop's clock."""
         self._told_speeds: set[tuple[str, str]] = set()
         self._told_parts: Sequence[str] = ()
         self._load_s = 0.0
-        """What the last incarnation took to load."""
+        """The time that the last incarnation took to load."""
         self._is_expecting = False
-        """None is ready, but one will be within a moment: what comes may wait for it."""
+        """A worker will be back within a moment, so instances may wait for it."""
         files = FilesOfAll[WorkerHandle](lambda worker: worker.ready.files, self._forget_found_out)
         self._supervisor = WorkerSupervisor(engine.start, self, policy, files)
-        self._replacing = Replacing(name, self._supervisor, self._note_successor)
+        self.replacer = Replacer(name, self._supervisor, self._note_successor)
 
     @property
     def slots(self) -> Sequence[WorkerSlot]:
-        """The workers."""
+        """The workers of the model."""
         return self._supervisor.slots
 
     @property
     def is_draining(self) -> bool:
-        """Nothing more is admitted."""
+        """The pool admits nothing more."""
         return self.dispatcher.is_draining
 
     @property
     def is_ready(self) -> bool:
-        """A worker that shows signs of life takes batches, and new work is welcome."""
+        """A worker that shows signs of life takes batches, and new work is admitted."""
         return self.dispatcher.num_responsive > 0 and not self.is_draining
 
     @property
     def is_lost(self) -> bool:
-        """Every worker is given up: this model will never be served again."""
+        """Every worker is given up, so this model will never be served again."""
         return all(slot.state == "failed" for slot in self.slots)
 
     @property
     def has_served(self) -> bool:
-        """A worker was ready once."""
+        """A worker has been ready at least once."""
         return any(slot.was_ever_ready for slot in self.slots)
 
     @property
     def reason(self) -> str:
-        """Why it is not ready, for a person; empty if it is."""
+        """Why the pool is not ready, for a person; empty if it is."""
         if self.is_draining:
             return "draining"
         if self.is_ready:
@@ -141,18 +140,17 @@ class Pool:
         return f"{slot.state}: {about}" if about else slot.state
 
     def read_gauges(self) -> Iterator[Reading]:
-        """What `/metrics` shows of it now."""
-        yield Reading(name="queue_depth", value=self.dispatcher.num_queued, labels=(self.name,))
-        limit = self.dispatcher.max_queue_length
-        yield Reading(name="max_queue_length", value=limit, labels=(self.name,))
-        yield Reading(name="queue_bytes", value=self.dispatcher.queued_bytes, labels=(self.name,))
-        yield Reading(
-            name="max_batch_size", value=self.dispatcher.max_batch_size, labels=(self.name,)
-        )
-        yield Reading(
-            name="quarantined_inputs", value=self.dispatcher.num_quarantined, labels=(self.name,)
-        )
-        yield Reading(name="model_ready", value=self.is_ready, labels=(self.name,))
+        """Yield the gauges of the model and its workers for `/metrics`."""
+        dispatcher = self.dispatcher
+        for name, value in (
+            ("queue_depth", dispatcher.num_queued),
+            ("max_queue_length", dispatcher.max_queue_length),
+            ("queue_bytes", dispatcher.queued_bytes),
+            ("max_batch_size", dispatcher.max_batch_size),
+            ("quarantined_inputs", dispatcher.num_quarantined),
+            ("model_ready", self.is_ready),
+        ):
+            yield Reading(name=name, value=value, labels=(self.name,))
         states = Counter(slot.state for slot in self.slots)
         for state in get_args(State):
             yield Reading(name="workers", value=states[state], labels=(self.name, state))
@@ -178,8 +176,8 @@ class Pool:
         """Admit one instance; see `Dispatcher.submit`.
 
         Raises:
-            UnavailableError: No worker is ready, nor will be within a moment.
-            GivenUpError: None ever will be.
+            UnavailableError: No worker is ready or will be within a moment.
+            GivenUpError: No worker will ever be ready.
         """
         dispatcher = self.dispatcher
         if not self._is_expecting and not dispatcher.num_ready and not dispatcher.is_draining:
@@ -187,31 +185,8 @@ class Pool:
             raise self._nobody()
         return dispatcher.submit(ref, chunks, steps, owner)
 
-    async def drain(self, grace_s: float) -> None:
-        """Finish what was accepted."""
-        await self.dispatcher.drain(grace_s)
-
-    def cut_off(self, reason: str) -> None:
-        """Answer all that is in flight now, and admit nothing more."""
-        self.dispatcher.cut_off(reason)
-
-    @property
-    def restart(self) -> Restart:
-        """How the last restart goes that was asked for."""
-        return self._replacing.restart
-
-    async def replace(
-        self, slots: Sequence[WorkerSlot], grace_s: float, *, old_first: bool = False
-    ) -> None:
-        """Restart workers; see `Replacing.replace`."""
-        await self._replacing.replace(slots, grace_s, old_first=old_first)
-
-    async def change_over(self, slot: WorkerSlot, preset: str, grace_s: float) -> bool:
-        """Serve with another preset; see `Replacing.change_over`."""
-        return await self._replacing.change_over(slot, preset, grace_s)
-
     async def stop(self, grace_s: float) -> None:
-        """See every worker out."""
+        """Stop every worker; each may take `grace_s` to finish."""
         await self._supervisor.stop(grace_s)
 
     def on_progress(self, slot: WorkerSlot) -> None:
@@ -232,7 +207,7 @@ class Pool:
         self._announcer.ready(slot.id.worker, now - began)
         if slot.config.speed != "exact" or slot.config.decode == "fast":
             self._tell_speed(slot, ready.speed)
-            slot.config = replace(slot.config, chosen=ready.speed)  # for its next life
+            slot.config = replace(slot.config, chosen=ready.speed)  # for its next incarnation
         self.reads_own_form = ready.reads_own_form
         if ready.example:
             with contextlib.suppress(*UNREADABLE):
@@ -261,7 +236,7 @@ class Pool:
         self._on_change()
 
     def _forget_found_out(self) -> None:
-        """Other files may make another network, which is to be tried and split anew."""
+        """Forget what was measured: other files may make another network."""
         for slot in self.slots:
             slot.config = replace(slot.config, chosen=None, known_split=None)
 
@@ -270,10 +245,10 @@ class Pool:
         self._note_ending(predecessor, "asked", "its successor took over")
 
     def _note_ending(self, id: WorkerId, cause: Cause, reason: str) -> None:
-        self.endings.append(PastLife(id=id, time=time.time(), cause=cause, reason=reason))
+        self.endings.append(EndedIncarnation(id=id, time=time.time(), cause=cause, reason=reason))
 
     def _tell_speed(self, slot: WorkerSlot, speed: SpeedReport) -> None:
-        """Log which preset it serves with, once per model for as long as that is the same."""
+        """Log the speed preset, once per model as long as it stays the same."""
         told = (speed.preset, speed.decode)
         level = logging.DEBUG if told in self._told_speeds else logging.INFO
         self._told_speeds.add(told)
@@ -281,7 +256,7 @@ class Pool:
         logger.debug("%s tried: %s", slot.id, speed.note)
 
     def _tell_split(self, slot: WorkerSlot, split: SplitReport) -> None:
-        """Log which rank holds what, once per model for as long as that is the same."""
+        """Log which rank holds which part, once per model as long as that stays the same."""
         assert slot.handle is not None
         ranks = slot.handle.vitals().ranks
         parts = [_part_text(rank) for rank in ranks]
@@ -295,9 +270,9 @@ class Pool:
         logger.log(level, "%s %s: %s%s", self.name, how, ", ".join(parts), why)
 
     def _expect(self) -> None:
-        """Whether one of the workers will be back in no time, so that no caller need be told.
+        """Decide whether a worker will be back within a moment, so that callers may wait for it.
 
-        Not so one that has failed before, or takes long to load.
+        A worker that has failed repeatedly, or takes long to load, does not count.
         """
         self._is_expecting = self._load_s <= _MOMENT_S and any(
             slot.was_ever_ready and slot.num_failures <= 1 and slot.state != "failed"
@@ -305,7 +280,7 @@ class Pool:
         )
 
     def _nobody(self) -> ServiceError:
-        """Why there is no worker, and when there may be one."""
+        """Make the error that says why no worker is ready, and when one may be."""
         if self.is_lost:
             return GivenUpError(f"no worker of {self.name} can be started ({self.reason})")
         now = asyncio.get_running_loop().time()

@@ -1,56 +1,61 @@
-"""Inputs that have killed workers, by digest, so that the same input does not kill more.
+"""Keeps an input that has killed workers from killing more.
 
-The verdict is by deaths alone with an input. The death of a whole batch says only that each of its
-inputs may have been the cause: each is a *suspect* from then on, and computed alone whenever it
-comes, so that it takes nobody with it, until it has succeeded so. An input with which two workers
-have died while each held nothing else, and which has not succeeded between, is guilty, whoever
-asked for it and whether anybody still waited: it goes into quarantine. However often an input was
-in a batch with somebody else's poison counts for nothing.
+A worker's death proves something only if the worker held one input alone. When a whole batch dies,
+each of its inputs becomes a *suspect*: from then on it is computed alone, so that it takes no other
+with it, until it succeeds once. An input that two workers died of while they held nothing else goes
+into quarantine, unless it succeeded in between. It does not matter who asked for it, or whether
+anybody still waited. Sharing a batch with a bad input, however often, is never enough.
 
-When several different inputs in a row have killed while they were alone, and not one batch has
-succeeded between, it is not the inputs: they are let go, and none is taken until one succeeds.
+If several different inputs in a row kill workers while alone, and no batch succeeds in between,
+then the workers are at fault, not the inputs. All are released, and none is quarantined until a
+batch succeeds.
 
-Digests are kept, never payloads, and as many as a bound allows. Used by the event loop alone.
+Only digests are kept, never payloads, and only a bounded number. Used by the event loop's thread
+alone.
 """
 
 import logging
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
+from math import ceil
 from typing import NamedTuple
 
 import msgspec
 
 from inferpool.models.spec import TensorHeader
-from inferpool.service.queue.instance import Buffer
-from inferpool.workers.messages import Kind
+from inferpool.service.errors import QuarantinedError
+from inferpool.service.queue.instance import Buffer, Instance
+from inferpool.service.telemetry.metrics import ModelMetrics
+from inferpool.workers.arena import Arena
+from inferpool.workers.messages import ItemError, ItemRef, Kind, Outcome
 
 logger = logging.getLogger(__name__)
 
 MAX_CRASHES = 3
-"""Workers that may die with an input: in a batch, however many those are, and twice with it alone.
-"""
+"""Deaths that convict an input: one with a batch (however many those were), two with it alone."""
 MAX_INPUTS = 1024
-"""The oldest makes room for one more."""
+"""Quarantined inputs. The oldest makes room for one more."""
 _MAX_SUSPECTS = 4096
 _NUM_DOUBTFUL = 3
-"""Different inputs in a row of which workers have died: the workers' fault, not theirs."""
+"""Different inputs in a row that kill workers: from here on the workers are at fault."""
 _DIGEST_BYTES = 16
 _SAMPLE_BYTES = 32
-"""Of the begin, of the middle and of the end: enough to tell most payloads of one length apart."""
+"""Bytes from the start, the middle and the end: they tell most payloads of a length apart."""
 _NUM_BLOCKS = 16
 _BLOCK_BYTES = 1024
-"""What a mark looks at: of a batch of 64, whatever its size, some 1.2 ms of hashing."""
+"""The parts of a payload that `mark` hashes, which takes 1.2 ms for 64 payloads of any size."""
 
 
-class Input(NamedTuple):
-    """All that makes an input what it is."""
+class InputContent(NamedTuple):
+    """Everything that makes an input what it is."""
 
     kind: Kind
     headers: Sequence[TensorHeader]
-    """Of its tensors."""
+    """The headers of its tensors."""
     parameters: bytes
-    """What the model was told with it."""
+    """The parameters that the caller gave the model with it."""
     payload: Buffer
 
     @property
@@ -58,20 +63,15 @@ class Input(NamedTuple):
         """A few bytes that tell most payloads of one length apart."""
         payload = self.payload
         middle = len(payload) // 2
-        return b"".join(
-            (
-                payload[:_SAMPLE_BYTES],
-                payload[middle : middle + _SAMPLE_BYTES],
-                payload[-_SAMPLE_BYTES:],
-            )
-        )
+        parts = payload[middle : middle + _SAMPLE_BYTES], payload[-_SAMPLE_BYTES:]
+        return b"".join((payload[:_SAMPLE_BYTES], *parts))
 
     def digest(self) -> bytes:
-        """What a verdict goes by: it covers every byte."""
+        """Return the digest of every byte, which a verdict goes by."""
         return self._digest(b"", [self.payload])
 
     def mark(self) -> bytes:
-        """What suspicion goes by: of a long payload it covers parts, so that it costs little."""
+        """Return a cheap digest for suspicion, which covers only parts of a long payload."""
         payload = self.payload
         num_bytes = len(payload)
         if num_bytes <= _NUM_BLOCKS * _BLOCK_BYTES:
@@ -81,7 +81,7 @@ class Input(NamedTuple):
         return self._digest(b"mark", [payload[start : start + _BLOCK_BYTES] for start in starts])
 
     def _digest(self, purpose: bytes, pieces: Sequence[Buffer]) -> bytes:
-        # What stands before the payload is one msgpack value, which says where it ends.
+        # The rest is one msgpack value, which says where it ends and the payload begins.
         rest = (self.kind, self.headers, self.parameters, len(self.payload))
         digest = blake2b(msgspec.msgpack.encode(rest), digest_size=_DIGEST_BYTES, person=purpose)
         for piece in pieces:
@@ -90,70 +90,66 @@ class Input(NamedTuple):
 
 
 class Quarantine:
-    """The inputs of one model that are not to be tried for a while, and those under suspicion.
+    """The inputs of one model that are not tried for a while, and those under suspicion.
 
-    While it is empty, it costs those who ask a look-up in each of two empty dictionaries. While it
-    is not, inputs of another length cost the same, and of those of one of its lengths all but the
-    few with an equal sample are told apart without a digest.
+    While it is empty, a lookup costs two empty dictionaries. Otherwise inputs of another length
+    cost the same, and most others are told apart by their samples, without a digest.
     """
 
     def __init__(self, *, name: str, duration_s: float, max_inputs: int = MAX_INPUTS) -> None:
-        """Begin empty.
+        """Start empty.
 
         Args:
-            name: Of the model, for the log.
-            duration_s: How long an input stays, or is under suspicion; 0 keeps nothing.
-            max_inputs: How many may be inside at once.
+            name: The model's name, for the log.
+            duration_s: How long an input stays quarantined or under suspicion; 0 keeps nothing.
+            max_inputs: How many may be quarantined at once.
         """
         self.name = name
         self.duration_s = duration_s
         self._guilty = _Register(duration_s, max_inputs)
         self._suspects = _Register(duration_s, _MAX_SUSPECTS)
         self.lengths = self._guilty.lengths
-        """Samples of the payloads inside, by the payload's length in bytes."""
+        """Samples of the quarantined payloads, by the payload's length in bytes."""
         self.suspect_lengths = self._suspects.lengths
-        """Likewise, of those under suspicion."""
+        """The same for the inputs under suspicion."""
         self.recent: set[bytes] = set()
-        """Digests of the inputs that killed alone since a batch last succeeded."""
+        """Digests of the inputs that killed a worker while alone since a batch last succeeded."""
 
     def num_inputs(self, now: float) -> int:
-        """How many are inside."""
+        """Return the number of quarantined inputs."""
         self._guilty.release(now)
         return len(self._guilty.entries)
 
-    def left_s(self, input: Input, now: float) -> float:
-        """How long an input has to stay yet, in seconds; 0 for one that is not inside.
-
-        Args:
-            input: The input.
-            now: CLOCK_MONOTONIC seconds.
-        """
+    def left_s(self, input: InputContent, now: float) -> float:
+        """Return for how many seconds an input stays quarantined; 0 if it is not."""
         if not self._guilty.may_have(input, now):
             return 0.0
         entry = self._guilty.entries.get(input.digest())
         return 0.0 if entry is None else entry.until - now
 
-    def is_suspect(self, input: Input, now: float) -> bool:
-        """Whether a worker has died lately with an input that has not succeeded alone since."""
+    def is_suspect(self, input: InputContent, now: float) -> bool:
+        """Return whether a worker died with an input that has not succeeded alone since."""
         return self._suspects.may_have(input, now) and input.mark() in self._suspects.entries
 
-    def note_death(self, input: Input, now: float) -> None:
-        """A worker has died with an input and with others."""
+    def note_death(self, input: InputContent, now: float) -> None:
+        """Note that a worker died with an input and others."""
         if not self._is_in_doubt:
             self._suspects.put(input.mark(), input, 1, now)
 
-    def note_death_alone(self, input: Input, num_crashes: int, now: float) -> tuple[int, str]:
-        """A worker has died with an input and nothing else; which may be the verdict.
+    def note_death_alone(
+        self, input: InputContent, num_crashes: int, now: float
+    ) -> tuple[int, str]:
+        """Note that a worker died with an input and nothing else, and judge the input.
 
         Args:
             input: The input.
-            num_crashes: Workers that died with this instance of it before: those that died with a
+            num_crashes: Workers that died with this instance of it before. Those that died with a
                 whole batch count as one.
             now: CLOCK_MONOTONIC seconds.
 
         Returns:
-            Workers that died with it by now, other instances of it included, and its digest for
-            the log. From `MAX_CRASHES` on it is not to be tried again.
+            The number of workers that died with this input, in any instance of it, and its digest
+            for the log. From `MAX_CRASHES` on it must not be tried again.
         """
         digest = input.digest()
         if self.duration_s > 0 and len(self.recent) < _NUM_DOUBTFUL:
@@ -171,13 +167,13 @@ class Quarantine:
             self._guilty.put(digest, input, num_crashes, now)
         return num_crashes, digest.hex()
 
-    def acquit(self, input: Input) -> None:
-        """A suspect has succeeded alone: what its workers died of was something else."""
+    def acquit(self, input: InputContent) -> None:
+        """Drop the suspicion against an input that has succeeded alone."""
         self._suspects.drop(input.mark())
         self._suspects.drop(input.digest())
 
     def note_success(self) -> None:
-        """A batch has succeeded: workers do not die of everything."""
+        """Note that a batch has succeeded, so workers do not die of every input."""
         self.recent.clear()
 
     @property
@@ -185,10 +181,10 @@ class Quarantine:
         return len(self.recent) >= _NUM_DOUBTFUL
 
     def _let_go(self) -> None:
-        """Take back what was held against inputs while nothing succeeded."""
+        """Release the inputs that were convicted while nothing succeeded."""
         logger.warning(
-            "%s: workers have died of %d different inputs in a row, and nothing has succeeded "
-            "between: it is not the inputs, and none is quarantined until a batch succeeds",
+            "%s: workers have died of %d different inputs in a row, and no batch has succeeded in "
+            "between, so the inputs are not the cause; none is quarantined until a batch succeeds",
             self.name,
             len(self.recent),
         )
@@ -197,7 +193,87 @@ class Quarantine:
         self._suspects.clear()
 
 
-class _Entry(NamedTuple):
+class Suspects:
+    """Applies the quarantine to instances: which are refused, and which are computed alone."""
+
+    def __init__(self, quarantine: Quarantine, arena: Arena, metrics: ModelMetrics) -> None:
+        self._quarantine = quarantine
+        self._arena = arena
+        self._metrics = metrics
+
+    @property
+    def num_quarantined(self) -> int:
+        """The number of inputs that are refused."""
+        return self._quarantine.num_inputs(time.monotonic())
+
+    def check(self, ref: ItemRef, chunks: Sequence[Buffer], now: float) -> bool:
+        """Return whether an input must be computed alone, since a worker has died with it.
+
+        Raises:
+            QuarantinedError: It must not be computed at all.
+        """
+        quarantine = self._quarantine
+        whole = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        input = InputContent(ref.kind, ref.headers, ref.parameters, whole)
+        left_s = quarantine.left_s(input, now)
+        if left_s > 0:
+            self._metrics.rejected["quarantined"] += 1
+            raise _quarantined(left_s)
+        return quarantine.is_suspect(input, now)
+
+    def blame(self, batch: Sequence[Instance], now: float) -> bool:
+        """Hold a worker's death against the batch that it had begun.
+
+        Returns:
+            Whether an input went into quarantine, so that others in the queue may be refused now.
+        """
+        is_any_guilty = False
+        for instance in batch:
+            input = self._input_of(instance)
+            if not instance.is_solo:
+                self._quarantine.note_death(input, now)
+                instance.num_crashes = 1
+                instance.is_solo = True
+                continue
+            instance.num_crashes, digest = self._quarantine.note_death_alone(
+                input, instance.num_crashes, now
+            )
+            if instance.num_crashes >= MAX_CRASHES:
+                is_any_guilty = True
+                logger.error(
+                    "%s: an input has killed %d workers: not trying it again (digest %s)",
+                    self._quarantine.name,
+                    instance.num_crashes,
+                    digest,
+                    extra=instance.ref.log_ids(),
+                )
+        return is_any_guilty
+
+    def note_answers(self, batch: Sequence[Instance], outcomes: Sequence[Outcome]) -> None:
+        """Clear the suspicion against an input that has come back alone with an answer."""
+        quarantine = self._quarantine
+        if batch[0].is_solo and not isinstance(outcomes[0], ItemError):
+            quarantine.acquit(self._input_of(batch[0]))
+        if quarantine.recent and not all(isinstance(each, ItemError) for each in outcomes):
+            quarantine.note_success()
+
+    def refusal(self, instance: Instance) -> QuarantinedError | None:
+        """Return the error for an admitted instance whose input was quarantined meanwhile."""
+        if instance.ref.num_bytes not in self._quarantine.lengths:
+            return None
+        if self._quarantine.left_s(self._input_of(instance), time.monotonic()) <= 0:
+            return None
+        return _quarantined(self._quarantine.duration_s)
+
+    def _input_of(self, instance: Instance) -> InputContent:
+        """Return the input of an instance, as a view of its arena slot that must not be kept."""
+        ref = instance.ref
+        arena = memoryview(self._arena.memory.map)
+        payload = arena[ref.offset : ref.offset + ref.num_bytes]
+        return InputContent(ref.kind, ref.headers, ref.parameters, payload)
+
+
+class _QuarantineEntry(NamedTuple):
     until: float
     num_bytes: int
     sample: bytes
@@ -205,35 +281,35 @@ class _Entry(NamedTuple):
 
 
 class _Register:
-    """Digests of inputs, which leave after a time, or sooner if there are too many."""
+    """Digests of inputs that expire after a time, or sooner if there are too many."""
 
     def __init__(self, duration_s: float, max_inputs: int) -> None:
         self.lengths: dict[int, Counter[bytes]] = {}
-        self.entries: OrderedDict[bytes, _Entry] = OrderedDict()
-        """The next to leave comes first, since all stay equally long."""
+        self.entries: OrderedDict[bytes, _QuarantineEntry] = OrderedDict()
+        """The next to expire comes first, since all stay equally long."""
         self._duration_s = duration_s
         self._max_inputs = max_inputs
 
-    def put(self, digest: bytes, input: Input, num_crashes: int, now: float) -> None:
-        """Take an input in, or let it stay longer."""
+    def put(self, digest: bytes, input: InputContent, num_crashes: int, now: float) -> None:
+        """Add an input, or let it stay longer."""
         if not self._duration_s:
             return
         self.drop(digest)
         if len(self.entries) >= self._max_inputs:
             self.drop(next(iter(self.entries)))
         until = now + self._duration_s
-        entry = _Entry(until, len(input.payload), input.sample, num_crashes)
+        entry = _QuarantineEntry(until, len(input.payload), input.sample, num_crashes)
         self.entries[digest] = entry
         self.lengths.setdefault(entry.num_bytes, Counter())[entry.sample] += 1
 
-    def may_have(self, input: Input, now: float) -> bool:
-        """Whether a digest is needed to tell an input from all that are here."""
+    def may_have(self, input: InputContent, now: float) -> bool:
+        """Return whether only a digest can tell an input from all that are here."""
         self.release(now)
         samples = self.lengths.get(len(input.payload))
         return samples is not None and input.sample in samples
 
     def release(self, now: float) -> None:
-        """Let those go whose time is over."""
+        """Drop the inputs whose time is over."""
         while self.entries:
             digest, entry = next(iter(self.entries.items()))
             if entry.until > now:
@@ -241,7 +317,6 @@ class _Register:
             self.drop(digest)
 
     def drop(self, digest: bytes) -> None:
-        """Forget an input, if it is here."""
         entry = self.entries.pop(digest, None)
         if entry is None:
             return
@@ -253,6 +328,12 @@ class _Register:
             del self.lengths[entry.num_bytes]
 
     def clear(self) -> None:
-        """Forget all."""
         self.entries.clear()
         self.lengths.clear()
+
+
+def _quarantined(left_s: float) -> QuarantinedError:
+    return QuarantinedError(
+        "workers have died while they computed this very input; "
+        f"it is not tried again within the next {ceil(left_s)} s"
+    )

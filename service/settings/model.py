@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 from inferpool.models.spec import Placement, Split
 from inferpool.models.speed.names import CHOICES
-from inferpool.service.queue.batch_sizes import AUTO_SIZE
+from inferpool.service.queue.batch_sizing import AUTO_SIZE
 from inferpool.service.settings.sources import (
     BUILT_IN_SOURCES,
     MODEL_FILE_SUFFIXES,

@@ -11,11 +11,12 @@ import shutil
 from asyncio import Task
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import psutil
 
 from inferpool.models.speed.names import SpeedReport
+from inferpool.service.queue.pool import Pool
 from inferpool.workers.beside.searching import SearchFailedError
 from inferpool.workers.cgroups import read_limits
 from inferpool.workers.config import WorkerConfig
@@ -32,19 +33,6 @@ _NEEDED_BYTES = 2 << 30
 """What compiling resnet18 took at most, in two processes; each also holds the model."""
 
 
-class SearchedPool(Protocol):
-    """What is asked of the workers of a model."""
-
-    name: str
-
-    @property
-    def slots(self) -> Sequence[WorkerSlot]:
-        """The workers."""
-
-    async def change_over(self, slot: WorkerSlot, preset: str, grace_s: float) -> bool:
-        """Replace one by one that serves with another preset; whether it does."""
-
-
 @dataclass(slots=True, kw_only=True)
 class SearchProgress:
     """How the search for one model goes."""
@@ -57,9 +45,7 @@ class SearchProgress:
 class SpeedSearch:
     """Searches for one model after another, once their workers are up."""
 
-    def __init__(
-        self, pools: Mapping[str, SearchedPool], search: Search, *, grace_s: float
-    ) -> None:
+    def __init__(self, pools: Mapping[str, Pool], search: Search, *, grace_s: float) -> None:
         """Search for pools, which may come until `start`.
 
         Args:
@@ -103,13 +89,13 @@ class SpeedSearch:
                 logger.exception("%s speed: the search failed", pool.name)
                 progress.state, progress.text = "failed", "a mistake of the service"
 
-    async def _until_settled(self, pool: SearchedPool) -> None:
+    async def _until_settled(self, pool: Pool) -> None:
         """Wait until each worker is ready or given up."""
         while not all(slot.handle or slot.state == "failed" for slot in pool.slots):
             self._changed.clear()
             await self._changed.wait()
 
-    async def _improve(self, pool: SearchedPool, progress: SearchProgress) -> None:
+    async def _improve(self, pool: Pool, progress: SearchProgress) -> None:
         progress.state = "off"
         present: dict[str, list[WorkerSlot]] = {}
         for slot in pool.slots:
@@ -127,7 +113,7 @@ class SpeedSearch:
             await self._improve_some(pool, key, slots, progress)
 
     async def _improve_some(
-        self, pool: SearchedPool, key: str, slots: Sequence[WorkerSlot], progress: SearchProgress
+        self, pool: Pool, key: str, slots: Sequence[WorkerSlot], progress: SearchProgress
     ) -> None:
         """Search for workers that serve the same in the same way."""
         preset = _preset_of(slots[0])
@@ -153,7 +139,7 @@ class SpeedSearch:
         logger.info("%s speed: changing from %s to %s%s", pool.name, preset, found.text(), figures)
         progress.state, progress.text = "changing", f"from {preset} to {found.text()}"
         for slot in slots:
-            if not await pool.change_over(slot, found.preset, self._grace_s):
+            if not await pool.replacer.change_over(slot, found.preset, self._grace_s):
                 text = "%s speed: %s did not come up with %s: the rest stay as they are"
                 logger.warning(text, pool.name, slot.id.worker, found.preset)
                 progress.state = "failed"

@@ -15,7 +15,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import ScopeSpans, Span, Status
 
 from inferpool.service.api.call import Call
 from inferpool.service.api.predict import is_predict
-from inferpool.service.queue.steps import Attempt, InstanceSteps
+from inferpool.service.queue.instance import Attempt, InstanceSteps
 from inferpool.service.tracing.recorder import Ended
 
 _METHODS = frozenset(

@@ -80,7 +80,7 @@ def simulate_mix(
         if instance.exception():
             stream.num_missed += counts
         elif counts:
-            stream.latencies_s.append(instance.ledger.loop.time() - instance.arrived)
+            stream.latencies_s.append(instance.dispatcher.loop.time() - instance.arrived)
 
     async def lose(dispatcher: Dispatcher, worker: SimulatedWorker, at: float) -> None:
         loop = asyncio.get_running_loop()

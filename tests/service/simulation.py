@@ -179,7 +179,7 @@ def simulate(
         if isinstance(instance.exception(), DeadlineExceededError):
             outcome.num_missed += 1
         else:
-            outcome.latencies_s.append(instance.ledger.loop.time() - instance.arrived)
+            outcome.latencies_s.append(instance.dispatcher.loop.time() - instance.arrived)
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner, monkeypatch.context() as patch:
         loop = runner.get_loop()

@@ -78,7 +78,7 @@ def test_objective_that_no_batch_can_hold_costs_nothing_and_is_warned_of(monkeyp
     assert held.num_refused == free.num_refused == 0
     assert held.sizes == free.sizes
     (warning,) = caplog.messages
-    assert warning.startswith("m: objective_p99_ms = 5 is let go: a single instance takes 1")
+    assert warning.startswith("m: objective_p99_ms = 5 cannot be held: a single instance takes 1")
 
 
 def test_objective_that_leaves_no_time_to_wait_is_held_by_idle_workers(monkeypatch, caplog):

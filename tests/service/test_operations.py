@@ -23,6 +23,7 @@ class HeldPool:
         self.replaced: list[list[str]] = []
         self.may_end = asyncio.Event()
         self.failure = ""
+        self.replacer = self
 
     async def replace(self, slots, grace_s: float, *, old_first: bool) -> None:
         self.replaced.append([slot.id.worker for slot in slots])

@@ -18,8 +18,7 @@ from inferpool.service.errors import ServiceError
 from inferpool.service.fronts.front_side import FrontSide, RemoteModel
 from inferpool.service.fronts.main_side import ArenaPart, MainSide
 from inferpool.service.fronts.messages import CountRequest
-from inferpool.service.queue.instance import Buffer, Result, SlotOwner, Timing
-from inferpool.service.queue.steps import InstanceSteps
+from inferpool.service.queue.instance import Buffer, InstanceSteps, Result, SlotOwner, Timing
 from inferpool.workers.arena import Arena, Slots
 from inferpool.workers.messages import ItemRef
 

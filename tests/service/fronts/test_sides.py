@@ -24,9 +24,8 @@ from inferpool.service.fronts.main_side import ArenaPart, MainSide
 from inferpool.service.fronts.messages import Answers, Submissions
 from inferpool.service.queue.admission import Admission
 from inferpool.service.queue.dispatcher import Dispatcher
-from inferpool.service.queue.instance import Buffer, Instance, SlotOwner
+from inferpool.service.queue.instance import Buffer, Instance, InstanceSteps, SlotOwner
 from inferpool.service.queue.quarantine import Quarantine
-from inferpool.service.queue.steps import InstanceSteps
 from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.arena import Arena, Slots
 from inferpool.workers.messages import ItemError, ItemRef, TensorBlob

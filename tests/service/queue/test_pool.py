@@ -59,7 +59,7 @@ async def test_worker_after_a_crash_is_told_what_the_one_before_chose_and_one_as
     pool = await ready_pool(engine, arena, speed="auto")
     engine.started[0].die()
     await until(lambda: len(engine.started) == 2 and pool.is_ready)
-    await pool.replace(pool.slots, 1)
+    await pool.replacer.replace(pool.slots, 1)
     chosen = engine.started[0].ready.speed
     assert engine.told == {"m/0#0": None, "m/0#1": chosen, "m/0#2": None}
     await pool.stop(0)

@@ -1,21 +1,21 @@
 import pytest
 
 from inferpool.models.spec import TensorHeader
-from inferpool.service.queue.quarantine import MAX_CRASHES, Input, Quarantine
+from inferpool.service.queue.quarantine import MAX_CRASHES, InputContent, Quarantine
 
 HEADERS = (TensorHeader("x", "uint8", (4,), 0),)
-TENSORS = Input("tensors", HEADERS, b"{}", b"abcd")
+TENSORS = InputContent("tensors", HEADERS, b"{}", b"abcd")
 
 
-def plain(payload: bytes) -> Input:
-    return Input("bytes", (), b"", payload)
+def plain(payload: bytes) -> InputContent:
+    return InputContent("bytes", (), b"", payload)
 
 
 def make(duration_s: float = 10.0, max_inputs: int = 8) -> Quarantine:
     return Quarantine(name="m", duration_s=duration_s, max_inputs=max_inputs)
 
 
-def convict(quarantine: Quarantine, input: Input, now: float = 0.0) -> None:
+def convict(quarantine: Quarantine, input: InputContent, now: float = 0.0) -> None:
     num_crashes, _ = quarantine.note_death_alone(input, MAX_CRASHES - 1, now)
     assert num_crashes >= MAX_CRASHES
     quarantine.note_success()
@@ -43,7 +43,7 @@ def test_input_stays_for_its_time_and_not_longer():
         TENSORS._replace(headers=(TensorHeader("x", "uint8", (2, 2), 0),)),
     ],
 )
-def test_all_of_an_input_counts(other: Input):
+def test_all_of_an_input_counts(other: InputContent):
     quarantine = make()
     convict(quarantine, TENSORS)
     for same in (TENSORS, TENSORS._replace(payload=memoryview(b"abcd"))):

@@ -30,6 +30,7 @@ class FakePool:
         ]
         self.changed: list[tuple[str, str]] = []
         self._comes_up = comes_up
+        self.replacer = self
 
     def raise_all(self, speed: SpeedReport = QUICK) -> None:
         for slot in self.slots:
@@ -67,7 +68,7 @@ class FakeSearch:
 
 def run(pool: FakePool, search: FakeSearch, test: Callable[[SpeedSearch], Awaitable[None]]) -> None:
     async def go() -> None:
-        searching = SpeedSearch({"m": pool}, search, grace_s=1)
+        searching = SpeedSearch({"m": pool}, search, grace_s=1)  # type: ignore[dict-item]
         searching.start()
         await test(searching)
         await searching.stop()

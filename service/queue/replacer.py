@@ -1,4 +1,4 @@
-"""Workers replaced while they serve, each by a successor that is ready before it leaves."""
+"""Replaces workers while they serve, each by a successor that is ready before it leaves."""
 
 import asyncio
 import logging
@@ -16,21 +16,21 @@ from inferpool.workers.memory import available_bytes
 logger = logging.getLogger(__name__)
 
 _NUM_TRIES = 3
-"""How often a restart tries each worker, once one has been replaced."""
+"""Times that a restart tries each worker, once one has been replaced."""
 
 RestartState = Literal["none", "running", "done", "failed"]
 
 
 @dataclass(slots=True, kw_only=True)
 class Restart:
-    """How the last restart goes that was asked for."""
+    """The state of the last restart that was asked for."""
 
     state: RestartState = "none"
     text: str = ""
-    """What is being done, or why it failed; for a person."""
+    """What is being done, or why it failed, for a person."""
 
 
-class Replacing:
+class Replacer:
     """Replaces the workers of one model, one at a time."""
 
     def __init__(
@@ -39,8 +39,8 @@ class Replacing:
         """Replace none yet.
 
         Args:
-            name: The model's.
-            supervisor: Has its workers.
+            name: The model's name.
+            supervisor: The supervisor of its workers.
             on_succession: Called with each worker whose successor has taken over.
         """
         self.restart = Restart()
@@ -48,26 +48,28 @@ class Replacing:
         self._supervisor = supervisor
         self._on_succession = on_succession
         self._lock = asyncio.Lock()
-        """One worker at a time: an operator's restart and a change of presets take turns."""
+        """Held while a worker is replaced: a restart and a change of presets take turns."""
 
     async def replace(
         self, slots: Sequence[WorkerSlot], grace_s: float, *, old_first: bool = False
     ) -> None:
         """Replace workers one after another, each by a successor that is ready before it leaves.
 
-        If it is all of them, they load what lies on disk now; one alone may not differ from the
-        others. Where the first successor does not come up, all stay as they are. Others that do not
-        come up are tried again. If that does not help, their old workers serve on; but where their
-        files differ, those of the new version leave, or those of the old one if the new one could
-        be loaded twice: replicas are not to differ for long.
+        If all workers are replaced, they load the files as they are now. One worker alone must not
+        differ from the others, so it keeps to their files.
+
+        If the first successor does not come up, all workers stay as they are. If a later one does
+        not come up, it is tried again, and its old worker serves on. But replicas must not serve
+        different files for long: if two workers have loaded the new files, those with the old ones
+        leave, and otherwise the one with the new files leaves.
 
         Args:
             slots: The workers.
             grace_s: How long each may take to finish what it holds.
-            old_first: Let each leave before its successor starts, for want of memory for both.
+            old_first: Let each leave before its successor starts, if memory is short for both.
 
         Raises:
-            RestartFailedError: A successor did not come up; says why, and what goes on serving.
+            RestartFailedError: A successor did not come up; says why, and which workers serve on.
         """
         self.restart = Restart(state="running")
         try:
@@ -85,8 +87,8 @@ class Replacing:
     async def _replace_all(
         self, slots: Sequence[WorkerSlot], grace_s: float, *, old_first: bool
     ) -> None:
-        # Each loads what is on disk by then; where that is not what the first loaded, the first
-        # is replaced again. One alone is not to differ.
+        # Each loads the files as they are at that time. If they have changed since the first was
+        # replaced, it is replaced again.
         renews = len(slots) == len(self._supervisor.slots)
         waiting, replaced = list(slots), set[int]()
         for _ in range(_NUM_TRIES):
@@ -98,7 +100,7 @@ class Replacing:
                     if not replaced:
                         raise RestartFailedError(error)
                     if old_first:
-                        break  # lest they all leave for a model that cannot be loaded
+                        break  # or all would leave for a model that cannot be loaded
                 else:
                     replaced.add(slot.id.slot)
             current = replaced - {slot.id.slot for slot in self._supervisor.outdated()}
@@ -106,7 +108,7 @@ class Replacing:
             if not waiting:
                 return
         for slot in self._supervisor.choose_files():
-            logger.warning("%s leaves: it serves with other files than the rest", slot.id)
+            logger.warning("%s leaves, since it serves other files than the rest", slot.id)
             self.restart.text = f"{slot.id.worker} starts again"
             errors.pop(slot.id.worker, None)
             if not await self._supervisor.replace(slot, grace_s):
@@ -120,8 +122,8 @@ class Replacing:
     async def _replace(
         self, slot: WorkerSlot, grace_s: float, *, old_first: bool, renews: bool
     ) -> str:
-        """Replace a worker; why that failed, or nothing."""
-        config = replace(slot.config, chosen=None)  # something may have changed
+        """Replace a worker, and return why that failed, or an empty string."""
+        config = replace(slot.config, chosen=None)  # the best preset may be another now
         if slot.handle is not None and not old_first:
             try:
                 if shortage := _shortage(slot.handle):
@@ -142,7 +144,7 @@ class Replacing:
     async def _succeed(
         self, slot: WorkerSlot, config: WorkerConfig, grace_s: float, *, renews: bool = False
     ) -> None:
-        """See `Supervisor.succeed`; what it is doing is shown meanwhile."""
+        """Run `WorkerSupervisor.succeed`, and show its progress."""
         predecessor = slot.id
 
         def on_progress(stage: str) -> None:
@@ -152,27 +154,27 @@ class Replacing:
         self._on_succession(predecessor)
 
     async def change_over(self, slot: WorkerSlot, preset: str, grace_s: float) -> bool:
-        """Replace a worker by one that serves with another preset, which it finds in the cache.
+        """Replace a worker by one that serves with another speed preset from the cache.
 
         The new one is ready before the old one leaves, so that no request waits for it.
 
         Returns:
-            Whether that is how it came up; otherwise the old one stays, where it can.
+            Whether it came up with that preset. If it did not come up, the old one stays.
         """
         config = replace(slot.config, chosen=None)
         if slot.handle is None:
-            slot.config = config  # it will come up with it
+            slot.config = config  # its next incarnation will use the preset
             return True
         try:
             async with self._lock:
                 await self._succeed(slot, config, grace_s)
-        except WorkerStartError:  # which is in the log
+        except WorkerStartError:  # the supervisor has logged it
             return False
         return slot.handle is not None and slot.handle.ready.speed.preset == preset
 
 
 def _shortage(worker: WorkerHandle) -> str:
-    """Why there is no room for a successor beside a worker; empty if there is."""
+    """Return why there is no memory for a successor beside a worker; empty if there is."""
     needed, free = worker.vitals().rss_bytes, available_bytes()
     if needed <= free:
         return ""

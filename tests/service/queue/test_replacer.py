@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-import inferpool.service.queue.replacing
+import inferpool.service.queue.replacer
 from inferpool.models.files.opened import mark_of
 from inferpool.service.errors import RestartFailedError
 from inferpool.service.queue.pool import Pool
@@ -23,7 +23,7 @@ async def test_worker_is_changed_over_without_a_moment_in_which_none_is_ready(
 ):
     engine = MeasuringEngine()
     pool = await ready_pool(engine, arena, speed="auto")
-    changing = asyncio.create_task(pool.change_over(pool.slots[0], wanted, 1))
+    changing = asyncio.create_task(pool.replacer.change_over(pool.slots[0], wanted, 1))
     await until(lambda: len(engine.started) == 2 or not pool.is_ready)
     while not changing.done():
         assert pool.is_ready
@@ -108,9 +108,9 @@ async def test_restart_ends_with_the_new_files_for_all_once_two_have_loaded_them
     pool = await three_ready(engine, arena)
     engine.path.write_text("newer")
     engine.on_start = on_start
-    await pool.replace(pool.slots, 1)
+    await pool.replacer.replace(pool.slots, 1)
     assert serving(pool) == ["m/0#1", "m/1#1", "m/2#1"]
-    assert pool.restart.state == "done"
+    assert pool.replacer.restart.state == "done"
     await pool.stop(0)
 
 
@@ -144,7 +144,7 @@ async def test_restart_that_fails_leaves_what_can_serve_with_the_same_files(
         engine.path.write_text(content)
     engine.on_start = on_start
     with pytest.raises(RestartFailedError, match=error):
-        await pool.replace(pool.slots, 1, old_first=old_first)
+        await pool.replacer.replace(pool.slots, 1, old_first=old_first)
     assert serving(pool) == after
     if content == "newer":
         assert (pool.slots[0].state, pool.slots[0].cause) == ("backoff", "files")
@@ -166,7 +166,7 @@ async def test_restart_during_which_the_files_change_again_ends_with_the_last_fo
 
     engine.path.write_text("newer")
     engine.on_start = change
-    await pool.replace(pool.slots, 1)
+    await pool.replacer.replace(pool.slots, 1)
     assert serving(pool) == ["m/0#2", "m/1#1", "m/2#1"]
     newest = [mark_of(str(engine.path))]
     assert all(slot.handle and slot.handle.ready.files == newest for slot in pool.slots)
@@ -181,22 +181,22 @@ async def test_restart_whose_first_successor_fails_changes_nothing(arena: Arena)
     pool = await ready_pool(engine, arena, 2)
     engine.failures = [UNLUCKY]
     with pytest.raises(RestartFailedError, match=r"m/0 .* serves on as it was: SyntaxError"):
-        await pool.replace(pool.slots, 1)
+        await pool.replacer.replace(pool.slots, 1)
     assert [slot.handle for slot in pool.slots] == engine.started
-    assert (pool.restart.state, pool.is_ready) == ("failed", True)
+    assert (pool.replacer.restart.state, pool.is_ready) == ("failed", True)
     await pool.stop(0)
 
 
 async def test_restart_without_memory_for_two_is_refused_and_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch, arena: Arena
 ):
-    monkeypatch.setattr(inferpool.service.queue.replacing, "available_bytes", lambda: -1)
+    monkeypatch.setattr(inferpool.service.queue.replacer, "available_bytes", lambda: -1)
     engine = FakeEngine()
     pool = await ready_pool(engine, arena, 2)
     with pytest.raises(RestartFailedError, match=r"MiB are free; .*old_first=true"):
-        await pool.replace(pool.slots, 1)
+        await pool.replacer.replace(pool.slots, 1)
     assert len(engine.started) == 2
-    await pool.replace(pool.slots, 1, old_first=True)
+    await pool.replacer.replace(pool.slots, 1, old_first=True)
     assert [slot.handle for slot in pool.slots] == engine.started[2:]
     await pool.stop(0)
 
@@ -205,10 +205,10 @@ async def test_stop_while_the_files_of_a_successor_are_read_leaves_no_worker(
     engine: FileEngine, arena: Arena
 ):
     pool = await ready_pool(engine, arena, 2)
-    restart = asyncio.create_task(pool.replace(pool.slots, 1))
+    restart = asyncio.create_task(pool.replacer.replace(pool.slots, 1))
     engine.on_start = lambda engine, id: restart.cancel()  # at the next await, for the files
     with pytest.raises(asyncio.CancelledError):
         await restart
     assert [worker.is_gone for worker in engine.started] == [False, False, True]
-    assert (pool.restart.state, pool.is_ready) == ("failed", True)
+    assert (pool.replacer.restart.state, pool.is_ready) == ("failed", True)
     await pool.stop(0)

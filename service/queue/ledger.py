@@ -1,0 +1,272 @@
+"""The accounts of one model's instances: each is opened once and settled exactly once.
+
+At every instant the counters of `ModelMetrics` satisfy
+accepted = succeeded + failed + expired + cancelled + in flight. Used by the event loop's thread
+alone.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import ceil
+
+from inferpool.service.errors import (
+    DeadlineExceededError,
+    InvalidInputError,
+    ModelFailedError,
+    NonFiniteOutputError,
+    ServiceError,
+    UnavailableError,
+)
+from inferpool.service.queue.instance import (
+    NO_TICK,
+    SETTLED,
+    Attempt,
+    Instance,
+    InstanceSteps,
+    Result,
+    Timing,
+)
+from inferpool.service.telemetry.metrics import ModelMetrics
+from inferpool.workers.host.engine import WorkerHandle
+from inferpool.workers.messages import BatchDone, ItemError
+
+TICK_S = 0.01
+"""How late a deadline may be noticed, at most, while the event loop turns."""
+FAR_S = 1.0
+"""Deadlines further off than this are not tracked yet. Nearly all instances are answered before
+theirs comes near, so most cost nothing."""
+_LOOK_S = 0.5
+
+
+class Ledger:
+    """Opens an account for each instance, and settles it once.
+
+    Arena slots are freed by the dispatcher, except in `settle_batch`.
+    """
+
+    def __init__(
+        self,
+        metrics: ModelMetrics,
+        on_due: Callable[[Instance], None],
+        unsettled: Callable[[], Iterable[Instance]],
+    ) -> None:
+        """Start without instances.
+
+        Args:
+            metrics: The counters.
+            on_due: Called with each instance at its deadline, unless it was settled before.
+            unsettled: Returns all instances that are queued or sent; it may return more.
+        """
+        self.metrics = metrics
+        self._deadlines = Deadlines(on_due, unsettled)
+        self._traced = TracedInstances()
+        self._drained = asyncio.Event()
+
+    def open(self, instance: Instance, now: float, steps: InstanceSteps | None) -> None:
+        """Open the account of an admitted instance; `steps` are given if it is traced."""
+        if steps is not None:
+            self._traced.add(instance, steps)
+        metrics = self.metrics
+        metrics.accepted += 1
+        metrics.in_flight += 1
+        self._deadlines.add(instance, now)
+
+    async def drained(self, grace_s: float) -> None:
+        """Wait until every instance is settled.
+
+        Raises:
+            TimeoutError: Some are not, after `grace_s` seconds.
+        """
+        if self.metrics.in_flight:
+            self._drained.clear()
+            await asyncio.wait_for(self._drained.wait(), grace_s)
+
+    def note_sent(self, batch: Sequence[Instance], worker: WorkerHandle, now: float) -> None:
+        """Note that a worker holds a batch."""
+        if self._traced:
+            self._traced.send(batch, worker, now)
+
+    def note_lost(self, batch: Sequence[Instance], reason: str, now: float) -> None:
+        """Note that a worker was lost with a batch."""
+        if self._traced:
+            self._traced.lose(batch, reason, now)
+
+    def settle_batch(self, batch: Sequence[Instance], done: BatchDone, now: float) -> None:
+        """Answer the instances of a batch that has come back, and free their slots."""
+        if self._traced:
+            self._traced.compute(batch, done)
+        metrics = self.metrics
+        prepare_s, compute_s = done.prepare_s, done.compute_s
+        metrics.batch_size.observe(len(batch))
+        metrics.prepare_duration.observe(prepare_s)
+        metrics.inference_duration.observe(compute_s)
+        # All time that was neither preparation nor computation was waiting, here or in the worker.
+        began = now - prepare_s - compute_s
+        waits_s: list[float] = []
+        for instance, outcome in zip(batch, done.outcomes, strict=True):
+            instance.owner.free(instance.ref.offset)
+            if instance.state == SETTLED:
+                continue
+            queue_s = max(0.0, began - instance.arrived)
+            waits_s.append(queue_s)
+            if isinstance(outcome, ItemError):
+                self._fail_item(instance, outcome)
+            else:
+                metrics.succeeded += 1
+                self._settle(instance)
+                instance.set_result(Result(outcome, Timing(queue_s, prepare_s, compute_s)))
+        metrics.queue_wait.observe_all(waits_s)
+
+    def cancel(self, instance: Instance) -> None:
+        """Settle an instance that nobody waits for any more."""
+        self.metrics.cancelled += 1
+        if self._traced:
+            self._traced.fail(instance, "cancelled", "nobody waits for it any more")
+        self._settle(instance)
+
+    def expire(self, instance: Instance, message: str) -> None:
+        """Answer an instance whose deadline has passed."""
+        self.metrics.expired += 1
+        after_s = instance.ref.deadline - instance.arrived
+        self._end(instance, DeadlineExceededError(f"{message}, {after_s:.2f} s after it came"))
+
+    def fail(self, instance: Instance, error: ServiceError) -> None:
+        """Answer an instance with an error."""
+        self.metrics.failed += 1
+        self._end(instance, error)
+
+    def _fail_item(self, instance: Instance, error: ItemError) -> None:
+        if error.code == "deadline_exceeded":
+            self.expire(instance, error.message)
+        elif error.code == "invalid_input":
+            self.fail(instance, InvalidInputError(error.message))
+        elif error.code == "non_finite_output":
+            self.fail(instance, NonFiniteOutputError(error.message))
+        elif error.code == "exhausted":
+            self.fail(instance, UnavailableError(error.message, retry_after_s=1))
+        else:
+            self.fail(instance, ModelFailedError(error.message))
+
+    def _end(self, instance: Instance, error: ServiceError) -> None:
+        if self._traced:
+            self._traced.fail(instance, error.code, error.message)
+        self._settle(instance)
+        instance.set_exception(error)
+
+    def _settle(self, instance: Instance) -> None:
+        instance.state = SETTLED
+        if self._traced:
+            self._traced.settle(instance)
+        if instance.tick != NO_TICK:
+            self._deadlines.discard(instance)
+        metrics = self.metrics
+        metrics.in_flight -= 1
+        if not metrics.in_flight:
+            self._drained.set()
+
+
+class Deadlines:
+    """A timing wheel with one timer per tick rather than one per instance.
+
+    Varghese and Lauck, "Hashed and hierarchical timing wheels", SOSP 1987. Instances whose
+    deadline is far off are not in the wheel: every half second all that wait are searched for
+    those whose deadline has come near. That costs less than a second wheel for them.
+    """
+
+    def __init__(
+        self, on_due: Callable[[Instance], None], waiting: Callable[[], Iterable[Instance]]
+    ) -> None:
+        """Start empty; the arguments are those of `Ledger`."""
+        self._on_due = on_due
+        self._waiting = waiting
+        self._loop = asyncio.get_running_loop()
+        self._ticks: dict[int, set[Instance]] = {}
+        self._is_looking = False
+
+    def add(self, instance: Instance, now: float) -> None:
+        """Watch the deadline of an instance."""
+        if instance.ref.deadline - now <= FAR_S:
+            self._keep(instance)
+        elif not self._is_looking:
+            self._is_looking = True
+            self._loop.call_later(_LOOK_S, self._look)
+
+    def discard(self, instance: Instance) -> None:
+        """Take an instance out of the wheel, if it is there."""
+        instances = self._ticks.get(instance.tick)
+        if instances is not None:
+            instances.discard(instance)
+
+    def _keep(self, instance: Instance) -> None:
+        instance.tick = tick = ceil(instance.ref.deadline / TICK_S)
+        instances = self._ticks.get(tick)
+        if instances is None:
+            instances = self._ticks[tick] = set()
+            self._loop.call_at(tick * TICK_S, self._fire, tick)
+        instances.add(instance)
+
+    def _look(self) -> None:
+        self._is_looking = False
+        near = self._loop.time() + FAR_S
+        for instance in self._waiting():
+            if instance.tick != NO_TICK:
+                continue
+            if instance.ref.deadline <= near:
+                self._keep(instance)
+            elif not self._is_looking:
+                self._is_looking = True
+                self._loop.call_later(_LOOK_S, self._look)
+
+    def _fire(self, tick: int) -> None:
+        for instance in self._ticks.pop(tick):
+            self._on_due(instance)
+
+
+class TracedInstances(dict[Instance, InstanceSteps]):
+    """The steps of the instances that are traced and have no answer yet.
+
+    It is empty, and so false, while nothing is traced. The ledger asks it nothing then.
+    """
+
+    def add(self, instance: Instance, steps: InstanceSteps) -> None:
+        """Begin to note the steps of an admitted instance."""
+        steps.arrived = instance.arrived
+        self[instance] = steps
+
+    def send(self, batch: Sequence[Instance], worker: WorkerHandle, now: float) -> None:
+        """Note that a batch goes to a worker."""
+        id, device = worker.id, worker.ready.device
+        for steps in self._of(batch):
+            steps.tries.append(Attempt(id.worker, id.incarnation, device, len(batch), now))
+
+    def lose(self, batch: Sequence[Instance], reason: str, now: float) -> None:
+        """Note that the worker of a batch is lost."""
+        for steps in self._of(batch):
+            steps.tries[-1].lost = now
+            steps.tries[-1].reason = reason
+
+    def compute(self, batch: Sequence[Instance], done: BatchDone) -> None:
+        """Note when a batch that has come back was prepared and computed."""
+        for steps in self._of(batch):
+            newest = steps.tries[-1]
+            newest.prepare_began, newest.prepare_s = done.prepare_began, done.prepare_s
+            newest.compute_began, newest.compute_s = done.compute_began, done.compute_s
+
+    def fail(self, instance: Instance, code: str, message: str) -> None:
+        """Note the error that an instance is about to end with."""
+        steps = self.get(instance)
+        if steps is not None:
+            steps.code, steps.message = code, message
+
+    def settle(self, instance: Instance) -> None:
+        """Note the end of an instance, and forget it."""
+        steps = self.pop(instance, None)
+        if steps is not None:
+            steps.settled = time.monotonic()
+
+    def _of(self, batch: Sequence[Instance]) -> Iterator[InstanceSteps]:
+        for instance in batch:
+            steps = self.get(instance)
+            if steps is not None:
+                yield steps
