@@ -16,14 +16,19 @@ from torch import Tensor, fx, nn
 from inferpool.models.base import Model
 from inferpool.models.errors import ModelError
 from inferpool.models.spec import Placement
-from inferpool.models.split.balance import run_steps, sizes_of, times_of
-from inferpool.models.split.cuts import cut_positions, largest_share_for
+from inferpool.models.split.cuts import (
+    cut_positions,
+    largest_share_for,
+    run_steps,
+    sizes_of,
+    times_of,
+)
+from inferpool.models.split.meta_network import MetaNetwork, num_bytes
 from inferpool.models.split.packing import num_rows
-from inferpool.models.split.rehearsal import Example
 from inferpool.models.split.report import Survey, Way
-from inferpool.models.split.sketch import Sketch, num_bytes
-from inferpool.models.split.stages import Course
+from inferpool.models.split.stages import ForwardSteps
 from inferpool.models.split.tensor import choose_plan, cut_parameters
+from inferpool.models.split.verification import Example
 
 
 class Peak(Protocol):
@@ -109,15 +114,15 @@ def survey(
     Raises:
         Exception: As it was raised by the building of the network.
     """
-    network = Sketch(found.build).network
+    network = MetaNetwork(found.build).network
     try:
-        course = Course(network, found.example)
+        steps = ForwardSteps(network, found.example)
     except ModelError as error:
         trial = _Trial(note=f"not tried, since it cannot be cut ({error})")
         pipelines = [Way(split="pipeline", num_ranks=n, problem=str(error)) for n in rooms]
     else:
-        trial = _try(course, found.example, device, max_rows, peak)
-        pipelines = [_pipeline(model, course, trial, n, room) for n, room in rooms.items()]
+        trial = _try(steps, found.example, device, max_rows, peak)
+        pipelines = [_pipeline(model, steps, trial, n, room) for n, room in rooms.items()]
     whole = Way(split=None, rank_bytes=(num_bytes(network),), text="whole")
     return Survey(
         num_bytes=num_bytes(network),
@@ -139,15 +144,15 @@ class _Trial:
 
 
 def _try(
-    course: Course, example: Example, device: torch.device, max_rows: int, peak: Peak
+    steps: ForwardSteps, example: Example, device: torch.device, max_rows: int, peak: Peak
 ) -> _Trial:
     batch = _with_rows(example, max_rows)
     if not batch:
         return _Trial(note="not tried, since the shapes of its inputs are not known")
     try:
         return _Trial(
-            seconds=times_of(course, batch, device),
-            activation_bytes=_activation_bytes(course, batch, device, peak),
+            seconds=times_of(steps, batch, device),
+            activation_bytes=_activation_bytes(steps, batch, device, peak),
         )
     except Exception as error:  # the network is the user's: it may raise anything
         return _Trial(note=f"not tried to the end ({type(error).__name__}: {error})")
@@ -164,13 +169,13 @@ def _with_rows(example: Example, num: int) -> Sequence[Tensor] | Mapping[str, Te
 
 
 def _activation_bytes(
-    course: Course,
+    steps: ForwardSteps,
     batch: Sequence[Tensor] | Mapping[str, Tensor],
     device: torch.device,
     peak: Peak,
 ) -> int:
     """The most that is in use at a time beside the parameters of the step that is computed."""
-    sizes = dict(zip(course.steps, sizes_of(course), strict=True))
+    sizes = dict(zip(steps.steps, sizes_of(steps), strict=True))
     most = 0
 
     def watched(step: fx.Node, call: Callable[[], Any]) -> Any:
@@ -181,21 +186,23 @@ def _activation_bytes(
         return result
 
     peak.start()
-    run_steps(course, batch, device, watched)
+    run_steps(steps, batch, device, watched)
     return most
 
 
-def _pipeline(model: Model, course: Course, trial: _Trial, num_ranks: int, room_bytes: int) -> Way:
-    sizes = sizes_of(course)
-    points = model.split_points or getattr(course.network, "split_points", ())
+def _pipeline(
+    model: Model, steps: ForwardSteps, trial: _Trial, num_ranks: int, room_bytes: int
+) -> Way:
+    sizes = sizes_of(steps)
+    points = model.split_points or getattr(steps.network, "split_points", ())
     try:
         if points and len(points) != num_ranks - 1:
             raise ModelError(f"the model has split points for {len(points) + 1} stages")
         positions = (
-            course.positions(points)
+            steps.positions(points)
             if points
             else cut_positions(
-                course,
+                steps,
                 sizes,
                 trial.seconds or sizes,
                 num_ranks,
@@ -204,17 +211,17 @@ def _pipeline(model: Model, course: Course, trial: _Trial, num_ranks: int, room_
         )
     except ModelError as error:
         return Way(split="pipeline", num_ranks=num_ranks, problem=str(error))
-    stages = course.stages(positions)
+    stages = steps.stages(positions)
     return Way(
         split="pipeline",
         num_ranks=num_ranks,
         rank_bytes=tuple(sum(sizes[begin:end]) for begin, end in stages),
-        text=" | ".join(course.describe(begin, end) for begin, end in stages),
+        text=" | ".join(steps.describe(begin, end) for begin, end in stages),
     )
 
 
 def _tensors(model: Model, found: FoundNetwork, num_ranks: Sequence[int]) -> list[Way]:
-    network = Sketch(found.build).network  # another: that which was traced is not as it was
+    network = MetaNetwork(found.build).network  # another: that which was traced is not as it was
     return [_tensor(model, network, each) for each in num_ranks]
 
 

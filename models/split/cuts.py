@@ -1,41 +1,60 @@
-"""Where a pipeline is cut into stages, and a trial that they compute the same. In workers only."""
+"""Where a pipeline is cut into stages, so that neither memory nor time is wasted. Worker processes.
+
+A network is cut for its memory, so bytes come first: the largest stage has at most `SPREAD` times
+an even share of them, or as little as is possible. A pipeline is as fast as its slowest stage, so
+of such cuts those are taken with which the slowest stage takes the least time. For a network that
+is small beside the ranks' memory only time counts.
+"""
 
 import inspect
 import logging
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import msgspec
 import torch
+from torch import Tensor, fx, nn
 
 from inferpool.models.errors import ModelError
-from inferpool.models.split.balance import SPREAD, balanced, sizes_of, times_of
+from inferpool.models.split.meta_network import fill
 from inferpool.models.split.ranks import Ranks
-from inferpool.models.split.rehearsal import EXACT, Example, Rehearsal, copied
 from inferpool.models.split.report import SplitReport
-from inferpool.models.split.stages import Course
-from inferpool.models.split.tracing import asks_for_types
+from inferpool.models.split.stages import ForwardSteps, asks_for_types
+from inferpool.models.split.verification import EXACT, Example, Verification, copied
 
 logger = logging.getLogger(__name__)
 
+SPREAD = 1.25
+"""Largest stage that is allowed, in even shares of the bytes."""
 _SLACK = 1.1
 """What cuts that fewer values cross may cost, in the bytes or in the time of a stage."""
 _SMALL_SHARE = 0.25
-"""Of the memory that each rank may take: a whole network below that is not cut for its memory."""
+"""Share of the memory that each rank may take: a smaller network is not cut for its memory."""
+_NUM_TRIALS = 3
+_BUDGET_S = 20.0
+"""Seconds of measuring after which each step is tried once."""
 
 
 def choose_cuts(
-    ranks: Ranks, course: Course, example: Example, split_points: Sequence[str], room_bytes: int
+    ranks: Ranks,
+    steps: ForwardSteps,
+    example: Example,
+    split_points: Sequence[str],
+    room_bytes: int,
 ) -> SplitReport:
     """Choose where to cut a network: where the user says, or so that the stages are balanced.
 
     Args:
         ranks: This rank and the others; one stage for each.
-        course: The steps of the network.
-        example: What it will be called with, to measure the steps.
+        steps: The steps of the network.
+        example: Arguments of the network, to measure the steps.
         split_points: The submodules to cut in front of, if the user names them.
-        room_bytes: What each rank may take of its device's memory; 0 where that is not known.
+        room_bytes: Memory that each rank may take of its device; 0 where that is not known.
 
     Raises:
         ModelError: The user names too few or too many, or there are too few places to cut at.
@@ -49,103 +68,278 @@ def choose_cuts(
                 f"which are for devices_per_replica = {len(split_points) + 1}"
             )
         return SplitReport(cuts=tuple(split_points), note="cut where the model says")
-    sizes = sizes_of(course)
-    times, note = _times(ranks, course, example)
+    sizes = sizes_of(steps)
+    times, note = _times(ranks, steps, example)
     most = largest_share_for(sum(sizes), room_bytes)
     if times and most == math.inf:
         note = (
             f"balanced by time, since its {_mib(sum(sizes))} are little beside the "
             f"{_mib(room_bytes)} that each rank may take"
         )
-    positions = cut_positions(course, sizes, times or sizes, ranks.size, largest_share=most)
-    limits = course.stages(positions)
-    shares = [_mib(sum(sizes[begin:end])) for begin, end in limits]
-    if times:
-        shares = [
-            f"{share} in {sum(times[begin:end]) * 1e3:.3g} ms"
-            for share, (begin, end) in zip(shares, limits, strict=True)
-        ]
+    positions = cut_positions(steps, sizes, times or sizes, ranks.size, largest_share=most)
+    shares = [
+        _mib(sum(sizes[begin:end])) + (f" in {sum(times[begin:end]) * 1e3:.3g} ms" if times else "")
+        for begin, end in steps.stages(positions)
+    ]
     return SplitReport(
-        cuts=tuple(course.names[position] for position in positions),
+        cuts=tuple(steps.names[position] for position in positions),
         note=f"{note}: {', '.join(shares)}",
     )
 
 
 def largest_share_for(num_bytes: int, room_bytes: int) -> float:
-    """How many even shares of a network's bytes a stage may have, if each rank has so much room."""
+    """Return how many even shares of a network's bytes a stage may have in so much memory."""
     return math.inf if num_bytes <= _SMALL_SHARE * room_bytes else SPREAD
 
 
 def cut_positions(
-    course: Course,
+    steps: ForwardSteps,
     sizes: Sequence[int],
     costs: Sequence[float],
     num_stages: int,
     largest_share: float = SPREAD,
 ) -> list[int]:
-    """The steps to cut at: balanced, and where a single value crosses if that costs little.
+    """Choose steps to cut at: balanced, and where a single value crosses if that costs little.
 
     Raises:
         ModelError: There are too few places to cut at.
     """
-    places = sorted(position for position in course.names if position)
-    best = balanced(sizes, costs, places, num_stages, largest_share)
-    narrow = [position for position in places if course.num_crossing(position) == 1]
+    places = sorted(position for position in steps.names if position)
+    best = _balanced(sizes, costs, places, num_stages, largest_share)
+    narrow = [position for position in places if len(steps.crossing(position)) == 1]
     if len(narrow) < num_stages - 1:
         return best
-    simple = balanced(sizes, costs, narrow, num_stages, largest_share)
+    simple = _balanced(sizes, costs, narrow, num_stages, largest_share)
 
     def largest(values: Sequence[float], positions: Sequence[int]) -> float:
-        return max(sum(values[begin:end]) for begin, end in course.stages(positions))
+        return max(sum(values[begin:end]) for begin, end in steps.stages(positions))
 
     matters = [costs] if largest_share == math.inf else [sizes, costs]
     is_near = all(largest(each, simple) <= _SLACK * largest(each, best) for each in matters)
     return simple if is_near else best
 
 
-def _times(ranks: Ranks, course: Course, example: Example) -> tuple[list[float], str]:
+def _balanced(
+    sizes: Sequence[float],
+    costs: Sequence[float],
+    places: Sequence[int],
+    num_stages: int,
+    largest_share: float,
+) -> list[int]:
+    if len(places) < num_stages - 1:
+        raise ModelError(
+            f"the network cannot be cut into {num_stages} stages: there are {len(places)} places "
+            f"between its submodules"
+        )
+    bytes_before, cost_before = [0, *accumulate(sizes)], [0, *accumulate(costs)]
+    limits = [0, *places, len(sizes)]
+
+    def num_bytes(begin: int, end: int) -> float:
+        return bytes_before[end] - bytes_before[begin]
+
+    least, _ = _least_largest(num_bytes, limits, num_stages)
+    allowed = max(least, largest_share * sum(sizes) / num_stages)
+
+    def cost(begin: int, end: int) -> float:
+        return (
+            cost_before[end] - cost_before[begin] if num_bytes(begin, end) <= allowed else math.inf
+        )
+
+    return _least_largest(cost, limits, num_stages)[1]
+
+
+def _least_largest(
+    cost: Callable[[int, int], float], limits: Sequence[int], num_stages: int
+) -> tuple[float, list[int]]:
+    """Cut at some of the limits so that the costliest stage costs least; return its cost too."""
+
+    @cache
+    def best(num: int, end: int) -> tuple[float, list[int]]:
+        if num == 1:
+            return cost(0, end), []
+        found = (math.inf, [0] * (num - 1))
+        for begin in limits[num - 1 : limits.index(end)]:
+            before, positions = best(num - 1, begin)
+            largest = max(before, cost(begin, end))
+            if largest < found[0]:
+                found = (largest, [*positions, begin])
+        return found
+
+    return best(num_stages, limits[-1])
+
+
+def sizes_of(steps: ForwardSteps) -> list[int]:
+    """Count the bytes of parameters and buffers that each step uses, where they are used first."""
+    seen: set[int] = set()
+    sizes = []
+    for step in steps.steps:
+        new = {id(each): each for each in _tensors_of(steps.network, step) if id(each) not in seen}
+        seen |= new.keys()
+        sizes.append(sum(each.nbytes for each in new.values()))
+    return sizes
+
+
+def _tensors_of(network: nn.Module, step: fx.Node) -> list[Tensor]:
+    tensors: list[Tensor] = []
+    if step.op == "call_module":
+        module = network.get_submodule(str(step.target))
+        tensors += [*module.parameters(), *module.buffers()]
+    for node in step.all_input_nodes:
+        if node.op == "get_attr":
+            path, _, name = str(node.target).rpartition(".")
+            value = getattr(network.get_submodule(path), name)
+            tensors += [value] if isinstance(value, Tensor) else []
+    return tensors
+
+
+def _times(ranks: Ranks, steps: ForwardSteps, example: Example) -> tuple[list[float], str]:
     values = example.values() if isinstance(example, Mapping) else example
     if not example or any(value is None for value in values):
         return [], "balanced by bytes, since the shapes of its inputs are not known"
     try:
-        return times_of(course, example, ranks.device), "balanced by bytes and time"
+        return times_of(steps, example, ranks.device), "balanced by bytes and time"
     except Exception as error:  # the network is the user's: it may raise anything
         text = "steps cannot be measured: %s: %s"
         logger.warning(text, type(error).__name__, error)
         return [], f"balanced by bytes, since measuring failed with {type(error).__name__}"
 
 
-def rehearsed(
-    course: Course, report: SplitReport, example: Example, device: torch.device
+def times_of(
+    steps: ForwardSteps, example: Sequence[object] | Mapping[str, object], device: torch.device
+) -> list[float]:
+    """Measure each step, in seconds, with the parameters of one step at a time in memory.
+
+    Raises:
+        Exception: A step fails on the example.
+    """
+    until = time.perf_counter() + _BUDGET_S
+    seconds: dict[fx.Node, float] = {}
+
+    def timed(step: fx.Node, call: Callable[[], Any]) -> Any:
+        for _ in range(_NUM_TRIALS):
+            began = time.perf_counter()
+            result = call()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            now = time.perf_counter()
+            seconds[step] = min(seconds.get(step, math.inf), now - began)
+            if now > until:
+                break
+        return result
+
+    run_steps(steps, example, device, timed)
+    return [seconds.get(step, 0.0) for step in steps.steps]
+
+
+def run_steps(
+    steps: ForwardSteps,
+    example: Sequence[object] | Mapping[str, object],
+    device: torch.device,
+    on_step: Callable[[fx.Node, Callable[[], Any]], Any],
+) -> None:
+    """Compute a network whose parameters have no numbers: each step gets small ones for its turn.
+
+    Args:
+        steps: The steps of the network.
+        example: Its arguments.
+        device: Where to compute.
+        on_step: Called with each step and a function that computes it; returns the result of that.
+
+    Raises:
+        Exception: A step fails on the example.
+    """
+    if isinstance(example, Mapping):
+        example = [example[name] for name in steps.arguments]
+    inputs = [each.to(device) if isinstance(each, Tensor) else each for each in example]
+    graph = fx.GraphModule(steps.network, steps.graph)
+    with torch.inference_mode():
+        _StepByStep(graph, device, on_step).run(*inputs)
+
+
+class _StepByStep(fx.Interpreter):
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        device: torch.device,
+        on_step: Callable[[fx.Node, Callable[[], Any]], Any],
+    ) -> None:
+        super().__init__(module)
+        self._device = device
+        self._on_step = on_step
+
+    def run(self, *args: Any, **_: object) -> Any:
+        """Run all nodes, without the progress bar of torch's own `run`.
+
+        That makes a named semaphore, which would stay in /dev/shm if this rank were killed.
+        """
+        self.env: dict[fx.Node, Any] = {}
+        self.args_iter = iter(args)
+        for node in self.graph.nodes:
+            self.env[node] = self.run_node(node)
+            for used in self.user_to_last_uses.get(node, ()):
+                del self.env[used]
+        return self.env[node]
+
+    def run_node(self, n: fx.Node) -> Any:
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if n.op == "call_module":
+            module = _filled_copy(self.fetch_attr(str(n.target)), self._device)
+            return self._on_step(n, lambda: module(*args, **kwargs))
+        if n.op in ("call_function", "call_method"):
+            return self._on_step(n, lambda: getattr(self, n.op)(n.target, args, kwargs))
+        result = super().run_node(n)
+        if n.op == "get_attr" and isinstance(result, Tensor):
+            return _small_like(result, self._device) if result.is_meta else result.to(self._device)
+        return result
+
+
+def _filled_copy(module: nn.Module, device: torch.device) -> nn.Module:
+    filled = deepcopy(module)
+    parameters = dict(filled.named_parameters(remove_duplicate=False))
+
+    def made(name: str) -> Tensor | None:
+        return _small_like(parameters[name], device) if name in parameters else None
+
+    fill(filled, made, device)
+    return filled
+
+
+def _small_like(tensor: Tensor, device: torch.device) -> Tensor:
+    """Make small numbers, none of them denormal, which would be slow."""
+    return torch.full(tensor.shape, 0.01, dtype=tensor.dtype, device=device)
+
+
+def verified(
+    steps: ForwardSteps, report: SplitReport, example: Example, device: torch.device
 ) -> SplitReport:
-    """See that the stages compute what the whole network does; the report then says it.
+    """Check that the stages compute what the whole network does; the report says if it cannot be.
 
     Raises:
         ModelError: They do not.
     """
-    rehearsal = Rehearsal(course.network, example, device)
-    if rehearsal.complaint and asks_for_types(course.network):
+    name = type(steps.network).__name__
+    verification = Verification(steps.network, example, device)
+    if verification.complaint and asks_for_types(steps.network):
         raise ModelError(
-            f"{type(course.network).__name__} cannot be cut: its forward asks for types, which "
-            f"torch.fx may answer wrongly, and what it computes was not held against the whole "
-            f"network: {rehearsal.complaint}; give `load_network` an `example`"
+            f"{name} cannot be cut: its forward asks for types, which torch.fx may answer "
+            f"wrongly, and what it computes was not held against the whole network: "
+            f"{verification.complaint}; give `load_network` an `example`"
         )
-    if rehearsal.complaint:
-        text = f"{report.note}; not held against the whole network: {rehearsal.complaint}"
+    if verification.complaint:
+        text = f"{report.note}; not held against the whole network: {verification.complaint}"
         return msgspec.structs.replace(report, note=text)
-    limits = course.stages(course.positions(report.cuts))
-    stages = [course.cut(begin, end) for begin, end in limits]
-    signature = inspect.signature(course.network.forward)
+    stages = [steps.cut(*each) for each in steps.stages(steps.positions(report.cuts))]
+    signature = inspect.signature(steps.network.forward)
 
     def compute(*args: object, **kwargs: object) -> object:
         bound = signature.bind(*args, **kwargs)
-        values: Any = tuple(bound.arguments[name] for name in course.arguments)
+        values: Any = tuple(bound.arguments[name] for name in steps.arguments)
         with torch.inference_mode():
             for stage in stages:
                 values = stage(*copied(values))
         return values
 
-    if difference := rehearsal.difference(compute, rehearsal.origins, EXACT):
+    if difference := verification.difference(compute, verification.origins, EXACT):
         raise ModelError(
             f"{difference}. torch.fx has traced another way through its code than it takes: have "
             f"what branches on shapes, types or values, or computes with plain numbers, in "

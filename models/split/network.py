@@ -15,10 +15,10 @@ from inferpool.models.files.checkpoint import load_weights
 from inferpool.models.spec import Placement
 from inferpool.models.split.pipeline import load_pipeline
 from inferpool.models.split.ranks import Ranks
-from inferpool.models.split.rehearsal import Example
 from inferpool.models.split.report import RankPart, SplitReport
 from inferpool.models.split.tensor import load_tensor_parallel
 from inferpool.models.split.tensor_plan import OwnPlan
+from inferpool.models.split.verification import Example
 
 _POLL_S = 1.0
 

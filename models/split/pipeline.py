@@ -26,7 +26,8 @@ from torch import Tensor, fx, nn
 from inferpool.models.errors import ModelError, RankError
 from inferpool.models.files.checkpoint import StoredWeights, check_fit
 from inferpool.models.out_of_memory import is_out_of_memory
-from inferpool.models.split.cuts import choose_cuts, rehearsed
+from inferpool.models.split.cuts import choose_cuts, verified
+from inferpool.models.split.meta_network import MetaNetwork, fill, num_bytes
 from inferpool.models.split.micro_batches import MicroBatches
 from inferpool.models.split.packing import (
     have_different_rows,
@@ -37,11 +38,10 @@ from inferpool.models.split.packing import (
     unpack,
 )
 from inferpool.models.split.ranks import Ranks
-from inferpool.models.split.rehearsal import Example, copied, deviation
 from inferpool.models.split.report import RankPart, SplitReport
-from inferpool.models.split.sketch import Sketch, fill, num_bytes
-from inferpool.models.split.stages import Course
+from inferpool.models.split.stages import ForwardSteps
 from inferpool.models.split.turnstile import PipelineCall, Turnstile
+from inferpool.models.split.verification import Example, copied, deviation
 from inferpool.models.texts import described
 
 logger = logging.getLogger(__name__)
@@ -63,15 +63,20 @@ class Pipeline:
     """
 
     def __init__(
-        self, ranks: Ranks, stage: nn.Module, course: Course, part: RankPart, report: SplitReport
+        self,
+        ranks: Ranks,
+        stage: nn.Module,
+        steps: ForwardSteps,
+        part: RankPart,
+        report: SplitReport,
     ) -> None:
         self.part = part
         self.report = report
         self._ranks = ranks
         self._stage = stage
-        self._signature = inspect.signature(course.network.forward)
-        self._arguments = course.arguments
-        self._name = type(course.network).__name__
+        self._signature = inspect.signature(steps.network.forward)
+        self._arguments = steps.arguments
+        self._name = type(steps.network).__name__
         self._turnstile = Turnstile()
         self._alone, self._beside = MicroBatches(), MicroBatches()
         """What is best for a batch that has the pipeline to itself is not so beside another, which
@@ -282,15 +287,15 @@ def load_pipeline(
         ranks.send(_LEAD, ["loaded"])
         return pipeline
 
-    def choose(course: Course) -> SplitReport:
-        points = split_points or getattr(course.network, "split_points", ())
+    def choose(steps: ForwardSteps) -> SplitReport:
+        points = split_points or getattr(steps.network, "split_points", ())
         rooms: list[Any] = [ranks.receive(rank)[0] for rank in range(1, ranks.size)]
         report = known
         if known is None or len(known.cuts) != ranks.size - 1:
-            report = choose_cuts(ranks, course, example, points, min(room_bytes, *rooms))
-            report = rehearsed(course, report, example, ranks.device)
+            report = choose_cuts(ranks, steps, example, points, min(room_bytes, *rooms))
+            report = verified(steps, report, example, ranks.device)
         assert report is not None
-        course.positions(report.cuts)  # before the others try
+        steps.positions(report.cuts)  # before the others try
         for rank in range(1, ranks.size):
             ranks.send(rank, [list(report.cuts), report.note])
         return report
@@ -309,23 +314,23 @@ def _load_stage(
     build: Callable[[], nn.Module],
     weights: Path | str | None,
     example: Example,
-    choose: Callable[[Course], SplitReport],
+    choose: Callable[[ForwardSteps], SplitReport],
 ) -> Pipeline:
-    sketch = Sketch(build)
+    meta = MetaNetwork(build)
     stored = None if weights is None else StoredWeights(weights)
     shapes = stored.shapes if stored else {}
     if stored:
-        check_fit(sketch.network, shapes, stored.path)
-    course = Course(sketch.network, example)
-    report = choose(course)
-    begin, end = course.stages(course.positions(report.cuts))[ranks.rank]
-    stage: fx.GraphModule = course.cut(begin, end)
+        check_fit(meta.network, shapes, stored.path)
+    steps = ForwardSteps(meta.network, example)
+    report = choose(steps)
+    begin, end = steps.stages(steps.positions(report.cuts))[ranks.rank]
+    stage: fx.GraphModule = steps.cut(begin, end)
     if stored:
         fill(stage, lambda name: stored.read(name) if name in shapes else None, ranks.device)
     else:
-        fill(stage, sketch.built_for(stage).get, ranks.device)
-    part = RankPart(ranks.rank, num_bytes(stage), course.describe(begin, end))
-    return Pipeline(ranks, stage, course, part, report)
+        fill(stage, meta.built(dict(stage.state_dict(keep_vars=True))).get, ranks.device)
+    part = RankPart(ranks.rank, num_bytes(stage), steps.describe(begin, end))
+    return Pipeline(ranks, stage, steps, part, report)
 
 
 def _report_of(plan: Any) -> SplitReport:

@@ -1,10 +1,10 @@
-"""Layers of which each rank holds a part: the stand-ins for those of a network that is split.
+"""Layers of which each rank holds a part, to stand in for those of a network that is split.
 
 A column layer has some rows of the stored matrix, i.e. some of the outputs, and leaves its result
 in parts or gathers it; a row layer has the matrix's columns that go with a result in parts, and
-sums what the ranks make of it. The words are those of Megatron-LM (Shoeybi et al., 2019).
+sums the results of all ranks. The words are those of Megatron-LM (Shoeybi et al., 2019).
 
-Plain tensors and one collective each, since on CPUs DTensor costs more than a small layer does.
+They use plain tensors and one collective each, since on CPUs DTensor costs more than a small layer.
 
 Shape suffixes: B batch, L queries, S keys, E features, H heads of this rank, D features of a head.
 """
@@ -15,15 +15,65 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from inferpool.models.split.collectives import Collectives, bounds_of, widths_of
+
+class Collectives:
+    """Sums and gatherings over the ranks, in the default group.
+
+    All ranks must call the same methods in the same order, with tensors of the same shapes.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.num_done = 0
+        """Calls that have returned, for telling whether ranks stand at the same step."""
+
+    def sum(self, part: Tensor) -> Tensor:
+        """Add up the parts of all ranks. The result may be `part` itself, overwritten."""
+        part = part.contiguous()
+        dist.all_reduce(part)
+        self.num_done += 1
+        return part
+
+    def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
+        """Put the parts of all ranks side by side, along the last dimension.
+
+        Args:
+            part: This rank's; all its dimensions but the last are as in the others'.
+            widths: The size of the last dimension in each rank's part.
+        """
+        sent = functional.pad(part, (0, max(widths) - part.shape[-1])).contiguous()
+        home = sent.device
+        if home.type != "cpu" and dist.get_backend() == "gloo":  # it gathers on the CPU only
+            sent = sent.cpu()
+        parts = sent.new_empty((self.size, *sent.shape))
+        dist.all_gather_into_tensor(parts.view(-1), sent.view(-1))  # gloo knows no other shapes
+        self.num_done += 1
+        pairs = zip(parts.to(home), widths, strict=True)
+        return torch.cat([each[..., :width] for each, width in pairs], dim=-1)
+
+
+def widths_of(units: int, size: int, per_unit: int = 1) -> list[int]:
+    """Return how wide each rank's part is, where units of `per_unit` must stay whole.
+
+    The first ranks have one unit more where they do not divide.
+    """
+    each, rest = divmod(units, size)
+    return [(each + (rank < rest)) * per_unit for rank in range(size)]
+
+
+def _bounds_of(widths: Sequence[int], rank: int) -> tuple[int, int]:
+    begin = sum(widths[:rank])
+    return begin, begin + widths[rank]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Which part of a stored tensor a parameter holds: the ranges of one dimension, in order."""
+    """The part of a stored tensor that a parameter holds: ranges of one dimension, in order."""
 
     source: str
     """The tensor's name in the layer that the shard stands in for."""
@@ -33,34 +83,36 @@ class Piece:
 
 
 class Shard(nn.Module):
-    """A layer's part. Built on the meta device, to be filled by its `pieces`."""
+    """One rank's part of a layer. Built on the meta device, to be filled by its `pieces`."""
 
     def __init__(self, collectives: Collectives) -> None:
         super().__init__()
         self.collectives = collectives
         self.pieces: dict[str, Piece] = {}
-        """Of each parameter, by its name here."""
+        """The piece that each parameter holds, by its name here."""
 
-    def _hold(self, name: str, whole: Tensor | None, piece: Piece | None) -> None:
-        """Register what this rank holds of a parameter; None where it holds nothing."""
-        if whole is None or piece is None:
+    def _hold(
+        self, name: str, whole: Tensor | None, source: str, *ranges: tuple[int, int], dim: int = 0
+    ) -> None:
+        """Register what this rank holds of a parameter: some ranges of a dimension, or all."""
+        if whole is None:
             self.register_parameter(name, None)
             return
         shape = list(whole.shape)
-        if piece.ranges:
-            shape[piece.dim] = sum(end - begin for begin, end in piece.ranges)
+        if ranges:
+            shape[dim] = sum(end - begin for begin, end in ranges)
         local = torch.empty(shape, dtype=whole.dtype, device="meta")
         self.register_parameter(name, nn.Parameter(local, requires_grad=False))
-        self.pieces[name] = piece
+        self.pieces[name] = Piece(source=source, dim=dim, ranges=ranges)
 
 
 class ColumnLinear(Shard):
     """Some of a Linear's outputs; `gathers` puts those of all ranks together.
 
     Args:
-        whole: What this stands in for.
-        collectives: Of this rank.
-        units: Into how many parts the outputs may be cut at most: heads, or features.
+        whole: The layer that this stands in for.
+        collectives: Those of this rank.
+        units: Most parts that the outputs may be cut into: heads, or features.
         gathers: Whether the result is whole.
     """
 
@@ -68,21 +120,16 @@ class ColumnLinear(Shard):
     bias: Tensor | None
 
     def __init__(
-        self,
-        whole: nn.Linear,
-        collectives: Collectives,
-        *,
-        units: int,
-        gathers: bool,
+        self, whole: nn.Linear, collectives: Collectives, *, units: int, gathers: bool
     ) -> None:
         super().__init__(collectives)
         self.in_features = whole.in_features
         self.widths = widths_of(units, collectives.size, whole.out_features // units)
         self.out_features = whole.out_features if gathers else self.widths[collectives.rank]
         self.gathers = gathers
-        rows = (bounds_of(self.widths, collectives.rank),)
-        self._hold("weight", whole.weight, Piece(source="weight", ranges=rows))
-        self._hold("bias", whole.bias, Piece(source="bias", ranges=rows))
+        rows = _bounds_of(self.widths, collectives.rank)
+        self._hold("weight", whole.weight, "weight", rows)
+        self._hold("bias", whole.bias, "bias", rows)
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute this rank's outputs, or all."""
@@ -91,7 +138,7 @@ class ColumnLinear(Shard):
 
 
 class RowLinear(Shard):
-    """What a Linear makes of some of its inputs, summed over the ranks; the first adds the bias."""
+    """A Linear applied to some of its inputs, and summed over the ranks; rank 0 adds the bias."""
 
     weight: Tensor
     bias: Tensor | None
@@ -99,11 +146,11 @@ class RowLinear(Shard):
     def __init__(self, whole: nn.Linear, collectives: Collectives, *, units: int) -> None:
         super().__init__(collectives)
         widths = widths_of(units, collectives.size, whole.in_features // units)
-        columns = (bounds_of(widths, collectives.rank),)
         self.in_features = widths[collectives.rank]
         self.out_features = whole.out_features
-        self._hold("weight", whole.weight, Piece(source="weight", dim=1, ranges=columns))
-        self._hold("bias", whole.bias, Piece(source="bias") if collectives.rank == 0 else None)
+        columns = _bounds_of(widths, collectives.rank)
+        self._hold("weight", whole.weight, "weight", columns, dim=1)
+        self._hold("bias", None if collectives.rank else whole.bias, "bias")
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute all outputs from inputs in parts."""
@@ -121,8 +168,8 @@ class ColumnEmbedding(Shard):
         self.embedding_dim = whole.embedding_dim
         self.padding_idx = whole.padding_idx
         self.widths = widths_of(whole.embedding_dim, collectives.size)
-        columns = (bounds_of(self.widths, collectives.rank),)
-        self._hold("weight", whole.weight, Piece(source="weight", dim=1, ranges=columns))
+        columns = _bounds_of(self.widths, collectives.rank)
+        self._hold("weight", whole.weight, "weight", columns, dim=1)
 
     def forward(self, indices: Tensor) -> Tensor:
         """Look up whole entries."""
@@ -144,17 +191,16 @@ class SplitAttention(Shard):
         self.head_dim = whole.head_dim
         self.batch_first = whole.batch_first
         self.all_heads: int = whole.num_heads
-        per_rank = widths_of(whole.num_heads, collectives.size)
-        self.heads = bounds_of(per_rank, collectives.rank)
-        self.num_heads = per_rank[collectives.rank]
+        self.per_rank = widths_of(whole.num_heads, collectives.size)
+        self.heads = _bounds_of(self.per_rank, collectives.rank)
+        self.num_heads = self.per_rank[collectives.rank]
         begin, end = (each * whole.head_dim for each in self.heads)
         rows = tuple((begin + i * self.embed_dim, end + i * self.embed_dim) for i in range(3))
-        for name in ("in_proj_weight", "in_proj_bias"):
-            self._hold(name, getattr(whole, name), Piece(source=name, ranges=rows))
-        columns = Piece(source="out_proj.weight", dim=1, ranges=((begin, end),))
-        self._hold("out_weight", whole.out_proj.weight, columns)
-        bias = Piece(source="out_proj.bias") if collectives.rank == 0 else None
-        self._hold("out_bias", whole.out_proj.bias, bias)
+        self._hold("in_proj_weight", whole.in_proj_weight, "in_proj_weight", *rows)
+        self._hold("in_proj_bias", whole.in_proj_bias, "in_proj_bias", *rows)
+        self._hold("out_weight", whole.out_proj.weight, "out_proj.weight", (begin, end), dim=1)
+        bias = None if collectives.rank else whole.out_proj.bias
+        self._hold("out_bias", bias, "out_proj.bias")
 
     def forward(
         self,
@@ -167,7 +213,7 @@ class SplitAttention(Shard):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend with this rank's heads, and sum what the output projection makes of all."""
+        """Attend with this rank's heads, and sum the output projections of all ranks."""
         del is_causal  # a hint that attn_mask is causal, and it comes with attn_mask
         is_batched = query.dim() == 3
         inputs = [query, key, value]
@@ -224,18 +270,17 @@ class SplitAttention(Shard):
         return masks[0] if len(masks) == 1 else masks[0] + masks[1]
 
     def _shown(self, weights_BHLS: Tensor, *, average: bool) -> Tensor:
-        """The attention weights as a caller of the whole layer gets them."""
+        """Return the attention weights that the whole layer returns."""
         if average:
             summed: Tensor = self.collectives.sum(weights_BHLS.sum(1))
             return summed / self.all_heads
-        per_rank = widths_of(self.all_heads, self.collectives.size)
-        gathered = self.collectives.gather(weights_BHLS.movedim(1, -1), per_rank)
+        gathered = self.collectives.gather(weights_BHLS.movedim(1, -1), self.per_rank)
         weights: Tensor = gathered.movedim(-1, 1)
         return weights
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask to add to the scores, of one that is such, or that is True at what not to see."""
+    """Make a mask to add to the scores, of one that is such, or is True at masked positions."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -torch.inf)

@@ -1,22 +1,22 @@
 """Tensor-parallel networks: each rank holds a part of every large matrix, and all compute at once.
 
 Each rank builds the network without its numbers, puts shards (see `shards`) in the place of the
-layers that its plan cuts (see `tensor_plan`), and reads its own slices of the
-checkpoint. A plan is read off the network's code, which may do more than was seen: so before the
-numbers are read all is computed, split and whole, with numbers that are made up (see `rehearsal`).
+layers that its plan cuts (see `tensor_plan`), and reads its own slices of the checkpoint. A plan
+may be wrong: the code of a network may do more than was seen. So before the numbers are read, the
+split network is held against the whole one with made-up numbers (see `verification`).
 
 The lead sends its arguments to all followers, and every rank computes the whole forward pass with
-its shards; what passes between the layers is whole on every rank, and so is the result.
+its shards; values between the layers are whole on every rank, and so is the result.
 
 An error must leave no rank waiting in a collective for one that has raised:
 
-- A follower that raises tells the lead, with the number of collectives it has been through, and
+- A follower that raises sends the lead the number of collectives that it has been through, and
   waits two seconds for the lead's word.
-- A lead that raises waits as long for every follower to tell the same. If all stand at the same
+- A lead that raises waits as long for the same from every follower. If all stand at the same
   collective, as where an input makes all ranks raise alike, it tells them to go on, and its error
   is that of this call alone.
-- Else some rank is, or will be, in a collective that others never come to. Whoever finds that out
-  raises `OutOfStepError`, on which its process ends, and the group with it.
+- Else some rank is, or will be, in a collective that others never come to. The rank that finds that
+  out raises `OutOfStepError`, on which its process ends, and the group with it.
 
 A style of torch's own (`ParallelStyle`) that no shard can stand in for is left to DTensor, whose
 collectives are not counted: there the errors must be the same word by word.
@@ -33,9 +33,12 @@ from torch import nn
 from inferpool.models.errors import ModelError, OutOfStepError
 from inferpool.models.files.checkpoint import StoredWeights, check_fit
 from inferpool.models.out_of_memory import is_out_of_memory
-from inferpool.models.split.collectives import Collectives
+from inferpool.models.split.meta_network import MetaNetwork
 from inferpool.models.split.packing import pack, unpack
-from inferpool.models.split.parts import (
+from inferpool.models.split.ranks import Ranks
+from inferpool.models.split.report import RankPart, SplitReport
+from inferpool.models.split.shards import Collectives
+from inferpool.models.split.tensor_parts import (
     BuiltWeights,
     Weights,
     cut_layers,
@@ -43,22 +46,19 @@ from inferpool.models.split.parts import (
     origins_of,
     part_bytes,
 )
-from inferpool.models.split.ranks import Ranks
-from inferpool.models.split.rehearsal import Example, Origin, Rehearsal, copied, made_up
-from inferpool.models.split.report import RankPart, SplitReport
-from inferpool.models.split.sketch import Sketch
 from inferpool.models.split.tensor_plan import OwnPlan, TensorPlan, find_plan, own_plan
+from inferpool.models.split.verification import Example, Origin, Verification, copied, made_up
 
 _LEAD = 0
 _CALL = True
-"""What the lead says before each call of a rehearsal; at its end it says a text."""
+"""The lead's message before each call of a verification; at its end it sends a text."""
 _WORD_TIMEOUT_S = 2.0
 _PRECISE = (torch.float32, torch.float64)
 _TOLERANCE = 1e-3
-"""Of the largest output: sums are made in another order, and a wrong plan is off by far more."""
+"""Share of the largest output: sums are made in another order; a wrong plan is off by far more."""
 _LOOSE_TOLERANCE = 0.05
 _LEAST_SHARE = 0.2
-"""Of a network's bytes: where less can be split, two ranks hold nine tenths of it each."""
+"""Share of the bytes that must be split: with less, two ranks hold nine tenths of them each."""
 
 
 class TensorParallel:
@@ -82,7 +82,7 @@ class TensorParallel:
         self._uses_dtensor = uses_dtensor
 
     def add_note(self, text: str) -> None:
-        """Have the report say more."""
+        """Add a text to the report."""
         if text:
             note = f"{self.report.note}; {text}"
             self.report = msgspec.structs.replace(self.report, note=note)
@@ -120,7 +120,7 @@ class TensorParallel:
             self._compute(args, kwargs)
         except Exception as error:  # as above
             _raise_if_lost(error)
-            self._ranks.send(0, self._told(error))
+            self._ranks.send(0, self._summary(error))
             try:
                 self._ranks.receive(0, _WORD_TIMEOUT_S)
             except TimeoutError:
@@ -138,7 +138,7 @@ class TensorParallel:
         modes.enter_context(torch.no_grad())
         return modes
 
-    def _told(self, error: Exception) -> dict[str, object]:
+    def _summary(self, error: Exception) -> dict[str, object]:
         text = f"{type(error).__name__}: {error}"
         return {
             "num_collectives": self._collectives.num_done,
@@ -146,8 +146,8 @@ class TensorParallel:
         }
 
     def _settle(self, error: Exception) -> None:
-        """See that all followers have met with the same, and let them go on."""
-        mine = self._told(error)
+        """Check that all followers have failed alike, and let them go on."""
+        mine = self._summary(error)
         followers = range(1, self._ranks.size)
         for follower in followers:
             try:
@@ -177,26 +177,26 @@ def load_tensor_parallel(
         ranks: This rank and the others.
         build: Makes the network, the same one each time.
         weights: A checkpoint to load into it; None leaves it as built.
-        example: What it will be called with.
-        tensor_plan: What to split, as the user says; None has it found, unless the network says it.
-        known: How it was split before, and found to compute the same.
+        example: Its arguments.
+        tensor_plan: The user's plan; None takes the network's own, or finds one.
+        known: How it was split before, if it was found to compute the same then.
 
     Raises:
         ModelError: It cannot be had, hardly anything of it can be split, or split it computes
             something else.
         EOFError: Another rank has failed.
     """
-    sketch = Sketch(build)
-    network = sketch.network
-    source: Weights = BuiltWeights(sketch)
+    meta = MetaNetwork(build)
+    network = meta.network
+    source: Weights = BuiltWeights(meta)
     if weights is not None:
         source = StoredWeights(weights)
         check_fit(network, source.shapes, weights)
     plan, text = choose_plan(network, ranks.size, tensor_plan)
-    is_rehearsed = known is None and not plan.styles
-    rehearsal = None
-    if is_rehearsed and ranks.rank == _LEAD:
-        rehearsal = Rehearsal(network, example, ranks.device)
+    must_verify = known is None and not plan.styles
+    verification = None
+    if must_verify and ranks.rank == _LEAD:
+        verification = Verification(network, example, ranks.device)
     shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     collectives = Collectives(ranks.rank, ranks.size)
     network = cut_layers(network, plan, collectives)
@@ -212,28 +212,27 @@ def load_tensor_parallel(
         report=known or SplitReport(note="; ".join([text, *plan.notes])),
         uses_dtensor=bool(plan.styles),
     )
-    if is_rehearsed:
+    if must_verify:
         has_own_plan = bool(tensor_plan or getattr(network, "tensor_plan", None))
-        _rehearse(parallel, ranks, rehearsal, origins_of(network, shapes), has_own_plan)
+        _verify(parallel, ranks, verification, origins_of(network, shapes), has_own_plan)
     fill_part(network, source, ranks.device)
-    network.requires_grad_(requires_grad=False).to(ranks.device)
     return parallel
 
 
-def _rehearse(
+def _verify(
     parallel: TensorParallel,
     ranks: Ranks,
-    rehearsal: Rehearsal | None,
+    verification: Verification | None,
     origins: Sequence[Origin],
     has_own_plan: bool,
 ) -> None:
-    """See that the ranks together compute what the whole network does. All of them call this.
+    """Check that the ranks together compute what the whole network does. All of them call this.
 
     Raises:
-        ModelError: They do not; on the lead, which has the rehearsal.
+        ModelError: They do not; on the lead, which has the verification.
         EOFError: Another rank is gone.
     """
-    if rehearsal is None:
+    if verification is None:
         with made_up(origins, ranks.device):
             while (message := ranks.receive(_LEAD)[0]) == _CALL:
                 parallel.serve_next(None)
@@ -248,10 +247,10 @@ def _rehearse(
 
     is_precise = all(each.tensor.dtype in _PRECISE for each in origins)
     tolerance = _TOLERANCE if is_precise else _LOOSE_TOLERANCE
-    difference = rehearsal.difference(compute, origins, tolerance)
+    difference = verification.difference(compute, origins, tolerance)
     text = ""
-    if rehearsal.complaint:
-        text = f"not held against the whole network: {rehearsal.complaint}"
+    if verification.complaint:
+        text = f"not held against the whole network: {verification.complaint}"
     for follower in followers:
         ranks.send(follower, text)
     parallel.add_note(text)
@@ -269,7 +268,10 @@ def _rehearse(
 def choose_plan(
     network: nn.Module, size: int, tensor_plan: OwnPlan | None = None
 ) -> tuple[TensorPlan, str]:
-    """What is split of a network, as the user says or as is found; and that, for a person.
+    """Choose what is split of a network: as the user says, or as is found.
+
+    Returns:
+        The plan, and a description of it for a person.
 
     Raises:
         ModelError: It cannot be split so, or hardly anything of it can.
@@ -293,7 +295,7 @@ def choose_plan(
 
 
 def cut_parameters(network: nn.Module, plan: TensorPlan) -> list[nn.Parameter]:
-    """The matrices that a plan cuts."""
+    """Find the matrices that a plan cuts."""
     cut = {
         id(parameter)
         for name in {cut.name for cut in plan.cuts} | set(plan.styles)
@@ -303,6 +305,6 @@ def cut_parameters(network: nn.Module, plan: TensorPlan) -> list[nn.Parameter]:
 
 
 def _raise_if_lost(error: Exception) -> None:
-    """Raise an error that leaves nothing to settle: the end of the process is near."""
+    """Raise an error of a lost device: this process must end, and there is nothing to settle."""
     if isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error):
         raise error

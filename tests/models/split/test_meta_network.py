@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from inferpool.models.split.sketch import Sketch, fill
+from inferpool.models.split.meta_network import MetaNetwork, fill
 
 
 @pytest.mark.parametrize("is_zip", [True, False])
@@ -20,13 +20,13 @@ def test_what_a_network_loads_as_it_is_built_is_in_its_parts(tmp_path, caplog, i
     torch.save(
         trained.state_dict(), tmp_path / "weights.pth", _use_new_zipfile_serialization=is_zip
     )
-    sketch = Sketch(build)
-    assert all(parameter.is_meta for parameter in sketch.network.parameters())
-    part = sketch.network[1:]
-    fill(part, sketch.built_for(part).get, torch.device("cpu"))
+    meta = MetaNetwork(build)
+    assert all(parameter.is_meta for parameter in meta.network.parameters())
+    part = meta.network[1:]
+    fill(part, meta.built(dict(part.state_dict(keep_vars=True))).get, torch.device("cpu"))
     expected = trained[1:].state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in part.state_dict().items())
-    assert sketch.network[0].weight.is_meta
+    assert meta.network[0].weight.is_meta
     assert not caplog.records
 
 
@@ -40,7 +40,7 @@ class Tied(nn.Module):
 
 
 def test_parameters_have_no_values_and_buffers_have_theirs():
-    network = Sketch(Tied).network
+    network = MetaNetwork(Tied).network
     assert all(parameter.is_meta for parameter in network.parameters())
     assert network.head.weight is network.embedding.weight
     assert torch.equal(network.positions, torch.arange(4))
@@ -73,9 +73,13 @@ def normed():
 
 @pytest.mark.parametrize("build", [Noisy, Centred, normed])
 def test_what_is_built_in_parts_has_the_numbers_that_the_whole_would_have(build):
-    sketch = Sketch(build)
-    fill(sketch.network, sketch.built_for(sketch.network).get, torch.device("cpu"))
+    meta = MetaNetwork(build)
+    fill(
+        meta.network,
+        meta.built(dict(meta.network.state_dict(keep_vars=True))).get,
+        torch.device("cpu"),
+    )
     x, whole = torch.ones(3), build()
-    assert torch.equal(sketch.network(x), whole(x))
+    assert torch.equal(meta.network(x), whole(x))
     for name, tensor in [*whole.named_buffers(), ("plain", getattr(whole, "plain", None))]:
-        assert tensor is None or torch.equal(getattr(sketch.network, name), tensor)
+        assert tensor is None or torch.equal(getattr(meta.network, name), tensor)

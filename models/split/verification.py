@@ -1,10 +1,10 @@
-"""Holds a network that is split against the whole one before either has its numbers. In workers.
+"""Holds a split network against the whole one, before either has its numbers. Worker processes.
 
 Tracing may go wrong without notice: code that asks for shapes, types or values may go another way
-with what stands for a tensor, and what it computes of a shape may become a constant. So both are
-computed once with numbers that are made up from the names of the parameters. They are made for each
-operation as it is called, so that one layer at a time has memory; and they vary, so that a
-parameter in another's place shows.
+with what stands for a tensor, and what it computes of a shape may become a constant. So both
+networks are computed once with numbers that are made up from the names of the parameters. They are
+made for each operation as it is called, so that one layer at a time has memory; and they vary, so
+that a parameter in another's place shows.
 """
 
 import logging
@@ -25,8 +25,8 @@ from inferpool.models.split.packing import num_rows
 logger = logging.getLogger(__name__)
 
 Example: TypeAlias = Sequence[Tensor | None] | Mapping[str, Tensor | None]
-"""What a network will be called with, by position or by name; None where that is not known."""
-Call: TypeAlias = tuple[tuple[object, ...], dict[str, object]]
+"""Arguments of a network, by position or by name; None where the shape is not known."""
+NetworkCall: TypeAlias = tuple[tuple[object, ...], dict[str, object]]
 
 EXACT = 1e-5
 """A tolerance for the same operations on the same numbers."""
@@ -35,9 +35,9 @@ _BATCH_SIZES = (1, 3)
 _TABLE_LENGTH = 65_521
 """Made-up numbers before they come again: a prime, so that the rows of a matrix differ."""
 _GAIN = 1.5
-"""Keeps what passes layers and ReLUs from growing or vanishing too fast."""
+"""Factor that keeps values from growing or vanishing too fast on their way through layers."""
 _DEVIATION = 0.1
-"""Of biases, and of factors around 1."""
+"""Standard deviation of biases, and of factors around 1."""
 _PLAIN_QUESTIONS = frozenset(
     {"size", "dim", "ndimension", "numel", "nelement", "stride", "__len__", "element_size"}
     | {"is_floating_point", "is_complex", "is_contiguous", "requires_grad_", "__set__"}
@@ -50,30 +50,29 @@ _PLAIN_ATTRIBUTES = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Where the made-up numbers of an empty parameter come from."""
+    """Place of an empty parameter in the whole network, from which its made-up numbers follow."""
 
     tensor: Tensor
-    """The empty one."""
+    """The empty parameter."""
     name: str
-    """Of the whole parameter, in the whole network."""
+    """Name of the whole parameter, in the whole network."""
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the whole parameter."""
     dim: int = 0
     ranges: tuple[tuple[int, int], ...] = ()
-    """What the empty one is of the whole along a dimension; empty: all."""
+    """The parts of the whole along `dim` that the empty one has; empty: all."""
 
 
-class Rehearsal:
-    """What the whole network answers to a few calls, with made-up numbers."""
+class Verification:
+    """Answers of the whole network to a few calls, with made-up numbers.
+
+    Args:
+        network: The whole one; its parameters may be on the meta device.
+        example: Its arguments.
+        device: Where to compute.
+    """
 
     def __init__(self, network: nn.Module, example: Example, device: torch.device) -> None:
-        """Have it answer.
-
-        Args:
-            network: Whole; its parameters may be on the meta device.
-            example: What it will be called with.
-            device: Where to compute.
-        """
         self._device = device
         self._network_name = type(network).__name__
         self.origins = [
@@ -81,8 +80,8 @@ class Rehearsal:
             for name, parameter in network.named_parameters()
         ]
         self.complaint = ""
-        """Why there is nothing to hold against, for a person."""
-        self.calls: list[Call] = []
+        """Why there are no answers to compare with, for a person."""
+        self._calls: list[NetworkCall] = []
         self._answers: list[object] = []
         values = example.values() if isinstance(example, Mapping) else example
         if not example or any(value is None for value in values):
@@ -92,11 +91,10 @@ class Rehearsal:
             )
             return
         try:
-            for call in _calls(example, device):
-                args, kwargs = call
+            for args, kwargs in _varied_calls(example, device):
                 with made_up(self.origins, device), torch.inference_mode():
                     answer = copied(network(*copied(args), **copied(kwargs)))
-                self.calls.append(call)
+                self._calls.append((args, kwargs))
                 self._answers.append(answer)
         except torch.AcceleratorError:
             raise
@@ -111,9 +109,9 @@ class Rehearsal:
         """Hold a split network against the whole.
 
         Args:
-            compute: It, called as the whole is.
-            origins: Of its empty parameters.
-            tolerance: The largest deviation allowed, beside the largest number of an output.
+            compute: The split network, called as the whole is.
+            origins: Origins of its empty parameters.
+            tolerance: The largest deviation allowed, relative to the largest number of an output.
 
         Returns:
             How its answers differ, for a person; empty if they do not.
@@ -123,9 +121,7 @@ class Rehearsal:
             torch.AcceleratorError: The device's context is lost.
         """
         origins = list(origins)
-        for (args, kwargs), expected in zip(self.calls, self._answers, strict=True):
-            rows = num_rows([args, kwargs])
-            what = f"split, {self._network_name} answers a batch of {rows} otherwise than whole"
+        for (args, kwargs), expected in zip(self._calls, self._answers, strict=True):
             try:
                 with made_up(origins, self._device):
                     got = copied(compute(*copied(args), **copied(kwargs)))
@@ -134,20 +130,23 @@ class Rehearsal:
             except Exception as error:  # as above
                 return f"split, {self._network_name} fails: {type(error).__name__}: {error}"
             if problem := deviation(got, expected, tolerance):
-                return f"{what}: {problem}"
+                return (
+                    f"split, {self._network_name} answers a batch of {num_rows([args, kwargs])} "
+                    f"otherwise than whole: {problem}"
+                )
         return ""
 
 
 @contextmanager
 def made_up(origins: Iterable[Origin], device: torch.device) -> Iterator[None]:
-    """Have empty parameters computed with as if they had numbers."""
+    """Let operations on empty parameters compute with made-up numbers."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        with _MadeUp(origins, device):
+        with _MadeUpNumbers(origins, device):
             yield
 
 
-class _MadeUp(TorchFunctionMode):
+class _MadeUpNumbers(TorchFunctionMode):
     """Puts numbers in the place of empty parameters, in each operation on them."""
 
     def __init__(self, origins: Iterable[Origin], device: torch.device) -> None:
@@ -164,7 +163,6 @@ class _MadeUp(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
-        """See `TorchFunctionMode`."""
         kwargs = kwargs or {}
         if func == torch.Tensor.device.__get__ and id(args[0]) in self._origins:
             return self._device
@@ -193,24 +191,23 @@ class _MadeUp(TorchFunctionMode):
         return table.repeat(-(-count // _TABLE_LENGTH))[:count].view(origin.shape)
 
 
-def _calls(example: Example, device: torch.device) -> list[Call]:
-    """Calls like the example, of several batch sizes where all its tensors have rows."""
+def _varied_calls(example: Example, device: torch.device) -> list[NetworkCall]:
+    """Make calls like the example, of several batch sizes where all its tensors have rows."""
     names = list(example) if isinstance(example, Mapping) else None
-    values = list(example.values() if isinstance(example, Mapping) else example)
-    tensors = [value for value in values if value is not None]
-    sizes = _BATCH_SIZES if num_rows(tensors) else (None,)
-    calls: list[Call] = []
-    for size in sizes:
+    values = example.values() if isinstance(example, Mapping) else example
+    tensors = [each for each in values if each is not None]
+    calls: list[NetworkCall] = []
+    for size in _BATCH_SIZES if num_rows(tensors) else (None,):
         varied = [_varied(x, size).to(device) for x in tensors]
         calls.append(((), dict(zip(names, varied, strict=True))) if names else (tuple(varied), {}))
     return calls
 
 
 def _varied(x: Tensor, num_rows: int | None) -> Tensor:
-    """One like it with so many rows, which differ as far as what they mean allows.
+    """Make a tensor of so many rows, which differ as far as their meaning allows.
 
-    Whole numbers may be indices: they change their places only. Of what is true or false the ends
-    of all rows but the first change, as those of texts of several lengths do.
+    Whole numbers may be indices, so they change places only. Of booleans the ends of all rows but
+    the first change, as those of texts of several lengths do.
     """
     if num_rows is not None:
         x = x[torch.arange(num_rows, device=x.device) % len(x)]
@@ -226,13 +223,13 @@ def _varied(x: Tensor, num_rows: int | None) -> Tensor:
 
 
 def deviation(got: object, expected: object, tolerance: float) -> str:
-    """Say how an answer differs from another, for a person; empty if it does not.
+    """Return how an answer differs from another, for a person; empty if it does not.
 
     Args:
         got: Tensors and other values, in containers.
-        expected: Likewise.
-        tolerance: How far numbers may be apart, beside the largest of their tensor; and how many
-            of its whole numbers may be others, as those of the nearest of two that tie are.
+        expected: The same, with the numbers that are right.
+        tolerance: How far numbers may be apart, relative to the largest of their tensor; and the
+            share of whole numbers that may differ, as those of the nearest of two that tie do.
     """
     mine, my_form = pytree.tree_flatten(got)
     theirs, their_form = pytree.tree_flatten(expected)
@@ -246,11 +243,11 @@ def deviation(got: object, expected: object, tolerance: float) -> str:
         if x.shape != y.shape or x.dtype != y.dtype:
             return f"{x.dtype} {list(x.shape)} for {y.dtype} {list(y.shape)}"
         if not x.is_floating_point() and not x.is_complex():
-            if _share_that_differs(x, y) > tolerance:
+            if x.numel() and (x.long() != y.long()).double().mean() > tolerance:
                 return "other whole numbers"
             continue
         if x.itemsize < torch.float32.itemsize:
-            x, y = x.float(), y.float()  # of 8 bits there is no arithmetic
+            x, y = x.float(), y.float()  # numbers of 8 bits have no arithmetic
         largest = y.abs().nan_to_num(0, 0, 0).max().item() if y.numel() else 0.0
         if not torch.allclose(x, y, rtol=0, atol=tolerance * largest, equal_nan=True):
             largest_off = (x - y).abs().nan_to_num(math.inf).max().item() / (largest or 1.0)
@@ -258,12 +255,6 @@ def deviation(got: object, expected: object, tolerance: float) -> str:
     return ""
 
 
-def _share_that_differs(x: Tensor, y: Tensor) -> float:
-    if torch.equal(x, y):
-        return 0.0
-    return (x.to(torch.int64) != y.to(torch.int64)).double().mean().item()
-
-
 def copied(value: Any) -> Any:
-    """The same, in memory of its own: what another rank would have."""
+    """Copy all tensors in a value, as sending it to another rank would."""
     return pytree.tree_map_only(Tensor, torch.clone, value)
