@@ -1,1 +1,1 @@
-"""Every setting, where it comes from, and the values that settings are made of."""
+"""All settings: their fields, where their values come from, and how they are checked and shown."""

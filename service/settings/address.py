@@ -1,6 +1,6 @@
-"""Flags of the verbs that ask a running service: its address, a key, whose certificates to trust.
+"""Command line flags for the address of a running service, the key to send, and TLS.
 
-Imported whenever the command's line is read, so it imports little.
+Every start of the command imports this, so it imports little.
 """
 
 from argparse import ArgumentParser
@@ -26,9 +26,9 @@ def add_access_flags(parser: ArgumentParser, kind: str, key_variable: str) -> No
     """Add `--key-file`, `--ca-file` and `--insecure`.
 
     Args:
-        parser: Of the verb.
+        parser: The verb's parser.
         kind: What the keys are for.
-        key_variable: Where a key is looked for if no file is named.
+        key_variable: The variable to take a key from if no file is named.
     """
     access = parser.add_argument_group("access")
     access.add_argument(
@@ -45,10 +45,10 @@ def add_access_flags(parser: ArgumentParser, kind: str, key_variable: str) -> No
 
 
 def url_of(text: str) -> str:
-    """The address of a service, without a slash at its end; `host:port` alone will do.
+    """Return the address of a service without a trailing slash; `host:port` is enough.
 
     Raises:
-        FlagError: It is none.
+        FlagError: The text is not an address.
     """
     url = text if "://" in text else f"http://{text}"
     if problem := problem_of_address(url):
@@ -58,10 +58,10 @@ def url_of(text: str) -> str:
 
 
 def key_of(path: Path | None, environ: Mapping[str, str], key_variable: str) -> str:
-    """The key to send, from a file or else from a variable; empty for none.
+    """Return the key to send, from a file or else from a variable; empty for none.
 
     Raises:
-        FlagError: It cannot be read.
+        FlagError: The file cannot be read, or holds something that is not a key.
     """
     if path is None:
         where, text = key_variable, environ.get(key_variable, "")

@@ -1,4 +1,4 @@
-"""The settings while they are put together, and what is wrong with them so far."""
+"""Collects the values of all settings, and everything that is wrong with them."""
 
 import re
 import tomllib
@@ -37,7 +37,7 @@ from inferpool.service.settings.tracing import (
     asks_for_traces,
     is_switched_off,
     parted,
-    told_by,
+    values_from,
 )
 from inferpool.service.settings.usage import SettingsError
 
@@ -45,20 +45,19 @@ _MODEL_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 
 class Draft:
-    """What has been said of them, by whom, and what of it cannot be."""
+    """The values given so far, who gave each, and the problems found."""
 
     def __init__(self) -> None:
-        """Start with nothing said."""
         self._values: dict[Key, object] = {}
         self._places: dict[Key, str] = {}
         self._models: dict[str, str] = {}
-        """Names of the models, with the place that named each first."""
+        """The names of the models, with the place that named each first."""
         self._problems: list[str] = []
         self._trace_problem = ""
-        """What is wrong with the variables of OpenTelemetry, none of which is in force then."""
+        """What is wrong with the variables of OpenTelemetry; none of them counts then."""
 
     def add_table(self, table: Mapping[str, object], origin: str) -> None:
-        """Take what a file says."""
+        """Add the settings of a file."""
         path = origin.removeprefix("file ")
         for name, value in table.items():
             if name == "models":
@@ -104,16 +103,16 @@ class Draft:
                 self._set(key, value, origin)
 
     def add_environment(self, environ: Mapping[str, str]) -> None:
-        """Take the variables that are ours."""
+        """Add the variables of the environment that are ours."""
         if environ.get("NO_COLOR"):
             self._set(("color",), "never", "environment NO_COLOR")
         if home := environ.get("XDG_CACHE_HOME"):
             self._set(("cache_dir",), f"{home}/inferpool", "environment XDG_CACHE_HOME")
         if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
             self._set(("cuda_visible_devices",), visible, "environment CUDA_VISIBLE_DEVICES")
-        if folder := environ.get("CUDA_MPS_PIPE_DIRECTORY"):
-            origin = "environment CUDA_MPS_PIPE_DIRECTORY"
-            self._set(("cuda_mps_pipe_directory",), folder, origin)
+        if pipes := environ.get("CUDA_MPS_PIPE_DIRECTORY"):
+            name = "CUDA_MPS_PIPE_DIRECTORY"
+            self._set((name.lower(),), pipes, f"environment {name}")
         self._add_tracing(environ)
         for variable, text in environ.items():
             if not variable.startswith(PREFIX) or is_foreign(variable, text):
@@ -129,15 +128,15 @@ class Draft:
 
     def _add_tracing(self, environ: Mapping[str, str]) -> None:
         try:
-            every = list(told_by(environ))
+            every = list(values_from(environ))
         except ValueError as error:
             if str(error).startswith("OTEL_"):  # which may be meant for others on this host
                 self._trace_problem = str(error) if asks_for_traces(environ) else ""
             else:
                 self._problems.append(str(error))
             return
-        for told in every:
-            self._set((told.setting,), told.value, f"environment {told.variable}")
+        for setting, value, variable in every:
+            self._set((setting,), value, f"environment {variable}")
 
     def _add_variable(self, variable: str, text: str) -> None:
         origin = f"environment {variable}"
@@ -167,7 +166,7 @@ class Draft:
             self._problems.append(f"{variable}: {unknown_variable(parts)}")
 
     def _add_keys(self, name: str, text: str, place: str, origin: str) -> None:
-        """Take keys besides those that are there; what is wrong with them is said without them."""
+        """Add keys to those that are there. Problems are reported without showing a key."""
         before = self._values.get((name,))
         try:
             keys = read_keys(text)
@@ -182,7 +181,7 @@ class Draft:
         self._set((name,), keys, origin)
 
     def _model_called(self, spelling: str) -> str:
-        """The model that a variable means: names may hold `-` and `.`, variables only `_`."""
+        """Return the model that a variable means, which has `_` for `-` and `.` in the name."""
         for name in self._models:
             if re.sub(r"[.-]", "_", name) == spelling:
                 return name
@@ -195,7 +194,7 @@ class Draft:
         return spelling
 
     def choose(self, model: str) -> None:
-        """Serve this one alone: a model that the settings name, or else a source."""
+        """Serve only this model: one that the settings name, or else a source."""
         if model not in self._models:
             if not is_source(model):
                 hint = source_hint(model, [*self._models, *BUILT_IN_SOURCES])
@@ -215,10 +214,9 @@ class Draft:
             self._set(("default_model",), model, "argument MODEL")
 
     def add_arguments(self, arguments: Mapping[str, object]) -> None:
-        """Take keyword arguments of Python.
+        """Add keyword arguments of Python.
 
-        One that belongs to models goes to each of them, but for those that have their own in
-        `models`.
+        An argument for models applies to each model without a value of its own in `models`.
         """
         if "models" in arguments:
             self._add_models(arguments["models"], "argument", "argument")
@@ -238,7 +236,7 @@ class Draft:
                 self._set((name,), value, "argument")
 
     def add_flags(self, flags: Mapping[str, str]) -> None:
-        """Take the flags; one that belongs to models goes to each of them."""
+        """Add the command line flags. A flag for models applies to each model."""
         self._add_default_model()
         for field, flag in FLAGS.items():
             if field not in flags:
@@ -260,8 +258,8 @@ class Draft:
             self._models[slug(DEFAULT_SOURCE)] = "default"
             self._set(("models", slug(DEFAULT_SOURCE), "source"), DEFAULT_SOURCE, "default")
 
-    def complete(self) -> None:
-        """Fill in what follows from the rest."""
+    def _complete(self) -> None:
+        """Fill in what follows from the other settings."""
         for name, place in self._models.items():
             if ("models", name, "source") in self._values:
                 continue
@@ -281,7 +279,7 @@ class Draft:
             )
 
     def _part_endpoint(self) -> None:
-        """Keep the password of a collector's URL where nothing that prints settings prints it."""
+        """Move the password of a collector's URL to the headers, which no printed settings show."""
         endpoint = self._values.get(("trace_endpoint",))
         if not isinstance(endpoint, str) or parted(endpoint)[0] == endpoint:
             return
@@ -300,7 +298,7 @@ class Draft:
             both = f"{self._places['trace_headers',]}, {origin}"
             self._set(("trace_headers",), TraceHeaders((*given.pairs, *told.pairs)), both)
 
-    def add_key_files(self, cwd: Path) -> None:
+    def _add_key_files(self, cwd: Path) -> None:
         """Read the files of keys."""
         for name in KEY_SETTINGS:
             setting = f"{name}_file"
@@ -316,15 +314,17 @@ class Draft:
                 continue
             self._add_keys(name, text, place, f"file {path}")
 
-    def finish(self) -> tuple[Settings, Mapping[str, str], Sequence[str]]:
-        """Check the values, and freeze them.
+    def finish(self, cwd: Path) -> tuple[Settings, Mapping[str, str], Sequence[str]]:
+        """Complete the values, check and freeze them.
 
         Returns:
-            The settings; by dotted key, where each that was given comes from; what was passed over.
+            The settings; the origin of each given one, by dotted key; warnings.
 
         Raises:
-            SettingsError: Something is misspelt, or has a value that cannot be.
+            SettingsError: A setting is unknown or invalid.
         """
+        self._complete()
+        self._add_key_files(cwd)
         tree: dict[str, object] = {"models": {name: {} for name in self._models}}
         for key, value in self._values.items():
             _plant(tree, key, value)
@@ -358,7 +358,7 @@ class Draft:
             yield f"{self._place(key)}: {shown(value)} {right}"
 
     def _place(self, key: Key) -> str:
-        """Where a value was given, as the one who gave it would look for it."""
+        """Return the place of a value, as the person who gave it would look for it."""
         kind, _, where = self._places.get(key, "default").partition(" ")
         if kind == "file":
             return f"{where}: {dotted(key)}"
@@ -378,7 +378,7 @@ class Draft:
 
 
 def _from_text(field: FieldInfo, text: str) -> object:
-    """The text as the field's type, or as it is where it cannot be: checking comes later."""
+    """Convert a text to a field's type, or return it as it is. It is checked later."""
     assert field.annotation is not None
     adapter: TypeAdapter[object] = TypeAdapter(field.annotation)
     try:
@@ -388,7 +388,7 @@ def _from_text(field: FieldInfo, text: str) -> object:
 
 
 def _toml_value(text: str) -> object:
-    """The text as a TOML value (3, 0.5, true, [1, 2]), or else as a string."""
+    """Parse a text as a TOML value (3, 0.5, true, [1, 2]), or return it as it is."""
     try:
         table = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
@@ -397,7 +397,7 @@ def _toml_value(text: str) -> object:
 
 
 def _words(value: object) -> list[str]:
-    """The keys of a sequence; of anything else what is no key."""
+    """Return the keys of a sequence. What is not a string becomes an empty, invalid key."""
     if isinstance(value, Sequence):
         return [each if isinstance(each, str) else "" for each in value]
     return []

@@ -1,4 +1,4 @@
-"""How `inferpool config` writes the settings in force: as a table, as TOML, or as JSON."""
+"""Writes the settings in force, for `inferpool config`: as a table, as TOML or as JSON."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,11 +11,11 @@ from inferpool.service.settings.names import Key, dotted
 from inferpool.service.settings.tracing import TraceHeaders
 
 Row = tuple[Key, object, str]
-"""Key, value, origin."""
+"""The key, the value and the origin of a setting."""
 
 
 def write_table(rows: Sequence[Row], stream: TextIO) -> None:
-    """Aligned columns; with colour and line breaks where the stream is a terminal."""
+    """Write aligned columns, with colours and line breaks on a terminal."""
     cells = [(dotted(key), cell(value), origin) for key, value, origin in rows]
     if stream.isatty():
         _write_rich(cells, stream)
@@ -26,7 +26,7 @@ def write_table(rows: Sequence[Row], stream: TextIO) -> None:
 
 
 def write_toml(rows: Sequence[Row], stream: TextIO) -> None:
-    """A file that can be used as `inferpool.toml`, with the origins as comments."""
+    """Write a file that works as `inferpool.toml`, with the origins as comments."""
     for table, members in groupby(rows, key=lambda row: row[0][:-1]):
         if table:
             stream.write(f"\n[{dotted(table)}]\n")
@@ -40,12 +40,12 @@ def write_toml(rows: Sequence[Row], stream: TextIO) -> None:
 
 
 def write_json(rows: Sequence[Row], stream: TextIO) -> None:
-    """One object: dotted key to value and origin."""
+    """Write one JSON object: dotted key to value and origin."""
     stream.write(f"{json_of(rows)}\n")
 
 
 def json_of(rows: Sequence[Row]) -> str:
-    """One object: dotted key to value and origin."""
+    """Return one JSON object: dotted key to value and origin."""
     body = {dotted(key): {"value": value, "origin": origin} for key, value, origin in rows}
     return json.dumps(body, indent=2, default=str)
 
@@ -63,14 +63,14 @@ def _write_rich(cells: Sequence[tuple[str, str, str]], stream: TextIO) -> None:
 
 
 def cell(value: object) -> str:
-    """A value on one line."""
+    """Return a value on one line."""
     if isinstance(value, Keys | TraceHeaders):
         return str(value)
     return "-" if value is None else _toml(value)
 
 
 def _toml(value: object) -> str:
-    """A value as TOML writes it, on one line (https://toml.io/en/v1.0.0)."""
+    """Return a value as TOML on one line (https://toml.io/en/v1.0.0)."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""API keys, of which only digests are kept: nothing that prints settings can print a key."""
+"""API keys. Only their digests are kept, so nothing that prints settings can print a key."""
 
 import hashlib
 import hmac
@@ -7,44 +7,44 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 MIN_KEY_LENGTH = 16
-"""Shorter ones can be guessed over a network in time."""
+"""The shortest key. Shorter ones can be guessed over a network in time."""
 _KEY = re.compile(r"[\x21-\x2b\x2d-\x7e]+")
-"""What a header carries unchanged: visible ASCII, without the comma that separates keys."""
+"""The characters that a header carries unchanged: visible ASCII, without the separating comma."""
 _QUOTES = ("'", '"')
 _FINGERPRINT_LENGTH = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Keys that open the same doors. Several, so that one can be replaced while both are valid."""
+    """Keys with the same rights. There may be several, so that one can be replaced in service."""
 
     digests: frozenset[bytes] = frozenset()
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of keys."""
         return len(self.digests)
 
     def __or__(self, other: "Keys") -> "Keys":
-        """The keys of both."""
+        """Return the keys of both."""
         return Keys(self.digests | other.digests)
 
     def __str__(self) -> str:
-        """For people: how many, and no more."""
+        """Return how many there are, for people, and nothing more."""
         return f"{len(self)} hidden" if self.digests else "none"
 
 
 def read_keys(text: str) -> Keys:
-    """Read keys that stand one to a line or with commas between; `#` begins a comment line.
+    """Read keys, one to a line or separated by commas. Lines that begin with `#` are comments.
 
     Raises:
-        ValueError: One is too short, has odd characters or stands in quotes. The message holds none
-            of the text.
+        ValueError: A key is too short, has odd characters or stands in quotes. The message holds
+            none of the text.
     """
     return Keys(frozenset(digest_of(key.encode()) for key in _checked(_words(text))))
 
 
 def first_key(text: str) -> str:
-    """The first of the keys in a text like that of `read_keys`, for whoever sends it; or "".
+    """Return the first key in a text like that of `read_keys`, or an empty string.
 
     Raises:
         ValueError: See `read_keys`.
@@ -53,17 +53,17 @@ def first_key(text: str) -> str:
 
 
 def digest_of(key: bytes) -> bytes:
-    """What is kept of a key."""
+    """Return the digest of a key, which is all that is kept of it."""
     return hashlib.sha256(key).digest()
 
 
 def is_same(digest: bytes, other: bytes) -> bool:
-    """Compare digests in a time that says nothing of where they differ."""
+    """Compare digests in constant time."""
     return hmac.compare_digest(digest, other)
 
 
 def fingerprint_of(digest: bytes) -> str:
-    """A few digits to tell keys apart by in logs; `sha256sum` of the key begins with them."""
+    """Return a few digits to tell keys apart in logs. `sha256sum` of the key begins with them."""
     return digest.hex()[:_FINGERPRINT_LENGTH]
 
 

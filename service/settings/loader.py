@@ -1,6 +1,6 @@
-"""Reads the settings: file < environment < flags. Nothing else reads the environment.
+"""Loads the settings: flags override the environment, which overrides the file.
 
-Runs once, in the front end, before anything else starts.
+It runs once, in the front end, before anything else starts. Nothing else reads the environment.
 """
 
 import errno
@@ -30,12 +30,13 @@ class LoadedSettings:
 
     settings: Settings
     origins: Mapping[str, str]
-    """By dotted key: "default", "file PATH", "environment VAR", "flag --x" or "argument MODEL"."""
+    """Origins by dotted key: "default", "file PATH", "environment VAR", "flag --x" or "argument
+    MODEL"."""
     warnings: Sequence[str] = ()
-    """What was passed over, for the log."""
+    """Texts for the log about what was ignored."""
 
     def rows(self) -> list[tuple[Key, object, str]]:
-        """Every setting in force as (key, value, origin), in the order of the file."""
+        """Return every setting as (key, value, origin), in the order of the file."""
         return [
             (key, value, self.origins.get(dotted(key), "default"))
             for key, value in _leaves(self.settings)
@@ -43,17 +44,17 @@ class LoadedSettings:
 
 
 def load(flags: Mapping[str, str], environ: Mapping[str, str], cwd: Path) -> LoadedSettings:
-    """Read the settings: the file, then the environment over it, then the flags over both.
+    """Load the settings: the file, then the environment over it, then the flags over both.
 
     Args:
-        flags: As typed, by setting (the keys of `FLAGS`); also "config", the path of the file,
-            and "model", a source or the name of a model in the file.
-        environ: The environment. An empty variable counts as not set, but for those of keys, which
-            may not be empty: where a secret was lost on its way, the service must not stand open.
-        cwd: Where `inferpool.toml` is looked for.
+        flags: The flags as typed, by setting (the keys of `FLAGS`); also "config", the path of the
+            file, and "model", a source or the name of a model in the file.
+        environ: The environment. An empty variable counts as unset, except one for keys, which is
+            an error: if a secret was lost on its way, the service must not be open to all.
+        cwd: The folder to look for `inferpool.toml` in.
 
     Raises:
-        SettingsError: Something is misspelt, or has a value that cannot be.
+        SettingsError: A setting is unknown or invalid; each problem names the file and the key.
     """
     file, origin = _find_file(flags, environ, cwd)
     table = _read_file(file, cwd, origin) if file else {}
@@ -64,9 +65,7 @@ def load(flags: Mapping[str, str], environ: Mapping[str, str], cwd: Path) -> Loa
     if model := flags.get("model"):
         draft.choose(model)
     draft.add_flags(flags)
-    draft.complete()
-    draft.add_key_files(cwd)
-    settings, origins, warnings = draft.finish()
+    settings, origins, warnings = draft.finish(cwd)
     return LoadedSettings(settings=settings, origins=origins, warnings=warnings)
 
 
@@ -78,20 +77,21 @@ def load_arguments(
     model: str | None = None,
     file: str | os.PathLike[str] | None = None,
 ) -> LoadedSettings:
-    """Read settings that Python code gives: keyword arguments, over a file if it names one.
+    """Load settings that Python code gives as keyword arguments, over a file if it names one.
 
-    Neither `inferpool.toml` nor the variables of the environment that are ours count, so that a
-    program means the same wherever it runs.
+    Neither `inferpool.toml` nor variables such as INFERPOOL_PORT count, so that a program means the
+    same wherever it runs.
 
     Args:
-        arguments: By setting. `models` is a table for each model, by name, as a file has them.
-        environ: The environment, for what others say there: CUDA_VISIBLE_DEVICES and the like.
+        arguments: The arguments by setting. `models` is a table for each model, by name, as in a
+            file.
+        environ: The environment, for variables of others such as CUDA_VISIBLE_DEVICES.
         cwd: The current folder.
         model: The source to serve, or the name of a model in the file; None: all models.
-        file: A file of settings, from `cwd`.
+        file: A file of settings, relative to `cwd`.
 
     Raises:
-        SettingsError: Something is misspelt, or has a value that cannot be.
+        SettingsError: A setting is unknown or invalid; each problem names its place.
     """
     draft = Draft()
     if file is not None:
@@ -101,14 +101,12 @@ def load_arguments(
     if model is not None:
         draft.choose(model)
     draft.add_arguments(arguments)
-    draft.complete()
-    draft.add_key_files(cwd)
-    settings, origins, warnings = draft.finish()
+    settings, origins, warnings = draft.finish(cwd)
     return LoadedSettings(settings=settings, origins=origins, warnings=warnings)
 
 
 def secret_variables(environ: Mapping[str, str]) -> list[str]:
-    """The variables of an environment that hold keys, which no worker needs to see."""
+    """Return the variables of an environment that hold secrets, which no worker needs."""
     return [
         name
         for name, text in environ.items()
@@ -121,7 +119,7 @@ def secret_variables(environ: Mapping[str, str]) -> list[str]:
 def _find_file(
     flags: Mapping[str, str], environ: Mapping[str, str], cwd: Path
 ) -> tuple[Path | None, str]:
-    """The file of settings, and who named it: nobody where it is the one that is looked for."""
+    """Return the file of settings and who named it; nobody has if it is just `inferpool.toml`."""
     for origin, named in (
         ("--config", flags.get("config")),
         (CONFIG_VARIABLE, environ.get(CONFIG_VARIABLE)),

@@ -1,7 +1,4 @@
-"""The settings of one model, checked, and what its workers are told of them.
-
-Values of the front end; `service.settings.loader` makes them.
-"""
+"""The settings of one model, and the configuration that its workers get from them."""
 
 from collections.abc import Mapping
 from typing import Annotated, Literal
@@ -28,7 +25,7 @@ Auto = Literal["auto"]
 
 
 class SettingsTable(BaseModel):
-    """A table of the settings: frozen, strict, and each field with its docstring."""
+    """The base of a table of settings: frozen, strict, each field with its docstring."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -40,7 +37,7 @@ class SettingsTable(BaseModel):
 
 
 class ModelSettings(SettingsTable):
-    """One model: the table `[models.NAME]` of the file."""
+    """The settings of one model: the table `[models.NAME]` of the file."""
 
     source: str
     """`efficientnet_lite0`, `minilm_l6`, `echo`, `torchvision:NAME`, `encoder:FOLDER`,
@@ -53,51 +50,52 @@ class ModelSettings(SettingsTable):
     options: Mapping[str, object] = Field(default_factory=dict)
     """Keyword arguments of your class, or of a built-in source."""
     replicas: Auto | PositiveInt = "auto"
-    """Loaded copies; `auto`: one per GPU, or without a GPU one per group of CPU cores, which all
-    models share out. Of a model that is split, one, or as many as `devices_per_replica` makes of
-    the GPUs."""
+    """The number of loaded copies. `auto`: one per GPU; without a GPU, one per group of CPU cores,
+    which all models share. A split model has one, or as many as `devices_per_replica` allows on the
+    GPUs."""
     devices: str = "auto"
     """Where the replicas go: `auto` (every GPU, else the CPU), `cpu`, `cuda`, GPUs such as
-    `cuda:0,1`, UUIDs of GPUs or of MIG slices, or several of these with commas between."""
+    `cuda:0,1`, UUIDs of GPUs or of MIG slices, or several of these separated by commas."""
     placement: Literal["replicate", "pipeline", "tensor"] = "replicate"
-    """Whether each replica lies whole on one device, or is split over several: by stages
-    (`pipeline`), or each of its large matrices by parts (`tensor`)."""
+    """How a replica lies on devices: whole on one (`replicate`), in stages on several (`pipeline`),
+    or with each large matrix divided over several (`tensor`)."""
     devices_per_replica: Auto | PositiveInt = "auto"
-    """The devices that a replica is split over, each with a process of its own; `auto`: the GPUs
-    divided by `replicas`, all of them where that is `auto`, and on CPUs 2."""
+    """The number of devices that a replica is split over, each with its own process. `auto`: the
+    GPUs divided by `replicas`, or all of them if that is `auto`; 2 on CPUs."""
     gpu_memory_fraction: Auto | Annotated[float, Field(gt=0, le=1)] = "auto"
-    """Of its GPU's memory, the most that each process may allocate; `auto`: where several share a
-    GPU, an equal share, less what CUDA takes itself."""
+    """The most of its GPU's memory that each process may allocate. `auto`: an equal share if
+    several processes use a GPU, less what CUDA itself takes."""
     max_batch_size: Auto | Annotated[int, Field(ge=1, le=65536)] = "auto"
-    """The most instances that one forward pass serves; `auto`: 8, or up to 64 while a full batch
-    takes a worker about a millisecond, which only next to no computation does."""
+    """The most instances that one forward pass serves. `auto`: 8, and up to 64 while a full batch
+    takes about a millisecond, which only models that compute next to nothing do."""
     batch_wait_ms: float = Field(0.0, ge=0, le=60_000, allow_inf_nan=False)
-    """How long an idle worker waits for a batch to fill; 0: it starts with what is there."""
+    """How long an idle worker waits for a batch to fill. 0: it starts with what is there."""
     objective_p99_ms: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Within which 99 of 100 instances are to be answered, from their arrival: batches are kept as
-    small as that takes, and what would be late is refused with 429. By default there is none."""
+    """The time in which 99 of 100 instances should be answered, from their arrival. Batches are
+    kept small enough for it, and what would be late is refused with 429. By default there is
+    none."""
     batch_timeout_s: Auto | PositiveSeconds = "auto"
-    """A batch that has run for longer means a hang: its worker is killed and replaced. Waits for
+    """A batch that runs for longer counts as a hang: its worker is killed and replaced. Waits for
     other batches of a pipeline don't count. `auto`: ten times the longest batch of the warm-up, at
     least 10 s; without a warm-up, 60 s."""
     load_timeout_s: float = Field(600.0, gt=0, allow_inf_nan=False)
-    """A worker that has not become ready by then is killed, and started again."""
+    """A worker that has not become ready by then is killed and started again."""
     credit: int = Field(2, ge=1, le=64)
     """Batches that a worker may hold at once: one that runs, the rest in preparation. A pipeline
     runs one for each stage (four at most), and holds more for that."""
     max_restarts: int = Field(5, ge=0)
     """A worker that has never been ready is given up after this many restarts in a row."""
     threads_per_replica: Auto | PositiveInt = "auto"
-    """Threads that torch computes with in each replica, and of a split one in each of its
-    processes; `auto`: an equal share of the cores that the model has."""
+    """Threads that torch uses in each replica, or in each process of a split one. `auto`: an equal
+    share of the cores that the model has."""
     speed: str = "auto"
-    """`exact` serves the network as it is, `auto` with the fastest preset that agrees with that; or
-    name a preset: `channels_last`, `folded`, `bf16`, `fp16`, `compiled`, `compiled_bf16`,
-    `graphed`, `graphed_fp16`. A model that is split is served exactly."""
+    """`exact` serves the network as it is; `auto` uses the fastest preset whose answers agree
+    with that. Or name a preset: `channels_last`, `folded`, `bf16`, `fp16`, `compiled`,
+    `compiled_bf16`, `graphed`, `graphed_fp16`. A split model is always served exactly."""
     decode: Literal["auto", "exact", "fast"] = "auto"
-    """How encoded images become pixels: `exact` as the model's authors did it, `fast` with large
-    JPEGs decoded smaller and other roundings, `auto` fast where that agrees with exact (and exact
-    where `speed` is)."""
+    """How encoded images become pixels: `exact` as the model's authors did it; `fast` decodes large
+    JPEGs smaller and rounds differently; `auto` is fast if that agrees with exact (and exact if
+    `speed` is)."""
     prepare_threads: Auto | PositiveInt = "auto"
     """Threads that decode and resize in each worker; `auto`: 1 on a CPU, up to 8 for a GPU."""
 
@@ -157,7 +155,7 @@ class ModelSettings(SettingsTable):
 
     @property
     def split(self) -> Split | None:
-        """How each replica is split; None where it lies on one device."""
+        """How each replica is split; None if it lies on one device."""
         return None if self.placement == "replicate" else self.placement
 
     @property
@@ -166,10 +164,10 @@ class ModelSettings(SettingsTable):
         return AUTO_SIZE if self.max_batch_size == "auto" else self.max_batch_size
 
     def placements_on(self, host: Host) -> list[Placement]:
-        """Where the replicas go, if this is the only model of the host.
+        """Return the placements of the replicas if this is the only model of the host.
 
         Raises:
-            DeviceError: A device asked for is not on this host, or there are too few.
+            DeviceError: A requested device is not on this host, or there are too few.
         """
         wish = Wish(
             devices=self.devices,
@@ -185,7 +183,7 @@ class ModelSettings(SettingsTable):
 
     @property
     def num_cores(self) -> int | None:
-        """What it computes with, if the settings say so whatever the host is like."""
+        """The cores that it computes with, if the settings fix that for any host; else None."""
         if self.replicas == "auto" or self.threads_per_replica == "auto":
             return None
         if self.split and self.devices_per_replica == "auto":
@@ -194,7 +192,7 @@ class ModelSettings(SettingsTable):
         return self.replicas * self.threads_per_replica * ranks
 
     def model_config_for(self, name: str) -> ModelConfig:
-        """What a worker is told of the model."""
+        """Return the part of a worker's configuration that describes the model."""
         return ModelConfig(
             name=name,
             source=self.source,
@@ -211,7 +209,7 @@ class ModelSettings(SettingsTable):
         cache_dir: str | None = None,
         error_detail: ErrorDetail = "name",
     ) -> WorkerConfig:
-        """All that the worker on one placement is told."""
+        """Return the configuration of the worker on one placement."""
         return WorkerConfig(
             model=self.model_config_for(name),
             placement=placement,

@@ -1,14 +1,14 @@
-"""How settings are named: in the file, in the environment, as flags. Pure."""
+"""The names of settings: in the file, in the environment, as flags. Pure."""
 
 import re
 from collections.abc import Mapping
 
 PREFIX = "INFERPOOL_"
-"""Of the environment's variables that are ours."""
+"""The prefix of our variables in the environment."""
 CONFIG_VARIABLE = f"{PREFIX}CONFIG"
 
 KEY_SETTINGS = ("predict_keys", "metrics_keys", "admin_keys")
-"""Settings that hold secrets: given by the environment or by a file of their own."""
+"""Settings that hold secrets. Only the environment and files of their own give them."""
 
 FLAGS: Mapping[str, str] = {
     "host": "--host",
@@ -33,23 +33,23 @@ FLAGS: Mapping[str, str] = {
     "speed": "--speed",
     "decode": "--decode",
 }
-"""The settings that have a flag. Those of a model apply to each model served."""
+"""The settings that have a flag. Flags for models apply to each model served."""
 
 Key = tuple[str, ...]
-"""Where a setting lies: ("port",) or ("models", "resnet", "replicas")."""
+"""The place of a setting: ("port",) or ("models", "resnet", "replicas")."""
 
 
 def dotted(key: Key) -> str:
-    """A key as TOML writes it: `models.resnet.replicas`, `models."v1.2".source`."""
+    """Return a key as TOML writes it: `models.resnet.replicas`, `models."v1.2".source`."""
     return ".".join(part if re.fullmatch(r"[A-Za-z0-9_-]+", part) else f'"{part}"' for part in key)
 
 
 def is_foreign(variable: str, text: str) -> bool:
-    """Whether a variable with our prefix is none of our settings.
+    """Return whether a variable with our prefix is not one of our settings.
 
-    Kubernetes gives each container variables for the services around it; for one that is called
-    "inferpool" they are INFERPOOL_SERVICE_HOST, INFERPOOL_PORT=tcp://10.0.0.1:80 and the like
-    (https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables).
+    Kubernetes gives each container variables for the services around it. For a service that is
+    called "inferpool" they are INFERPOOL_SERVICE_HOST, INFERPOOL_PORT=tcp://10.0.0.1:80 and the
+    like (https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables).
     """
     if variable == CONFIG_VARIABLE:
         return True

@@ -1,9 +1,9 @@
-"""What the forkserver should import besides torch: known packages that the sources import.
+"""Finds out which packages the forkserver should import besides torch.
 
-A user's own modules are read, and never imported: their code may do anything, and may be changed
-between two lives of a worker. An early import must change neither which code a worker runs nor what
-that code sees. So a package is imported early only if it is an installed one, and nothing is if a
-user's file may change the environment or the search for modules first.
+A user's own modules are read and never imported: their code may do anything, and may change between
+two incarnations of a worker. An early import must change neither which code a worker runs nor what
+that code sees. So only installed packages are imported early, and none if a user's file may change
+the environment or the search for modules first.
 """
 
 import ast
@@ -16,10 +16,10 @@ from pathlib import Path
 _KNOWN = frozenset(
     ("torchvision", "torchaudio", "timm", "transformers", "diffusers", "sentence_transformers")
 )
-"""Packages that take seconds to import and do nothing else meanwhile. The forkserver makes sure
-that they have started no thread and opened no GPU."""
+"""Packages that take seconds to import and do nothing else meanwhile. The forkserver checks that
+they have started no thread and opened no GPU."""
 _MAX_FILES = 50
-"""Of one source. Where there are more, nothing is known of the rest."""
+"""Files to read for one source. With more, the rest is unknown."""
 _INSTALLED = frozenset(("site-packages", "dist-packages"))
 _STDLIB = Path(os.__file__).parent
 _OURS = "inferpool"
@@ -27,18 +27,19 @@ _TELLING = {
     "os": frozenset(("environ", "environb", "putenv", "unsetenv", "*")),
     "sys": frozenset(("path", "modules", "meta_path", "path_hooks", "*")),
 }
-"""Names of these modules by which a file can change what a later import finds or sees."""
+"""Names of these modules that let a file change what a later import finds or sees."""
 _TELLING_MODULES = frozenset(("dotenv", "site"))
 
 
 def modules_to_preload(sources: Sequence[str], folder: Path) -> list[str]:
-    """Find what the models of some sources will import, as "module" or "module:attribute".
+    """Return what the models of some sources will import, as "module" or "module:attribute".
 
-    All workers come from one forkserver: one source that forbids early imports does so for all.
+    All workers come from one forkserver, so one source that rules out early imports does so for
+    all.
 
     Args:
-        sources: As the settings name them.
-        folder: Where modules are looked for before all other places.
+        sources: The sources, as the settings name them.
+        folder: The folder where modules are looked for first.
     """
     places = [str(folder), *sys.path]
     found: dict[str, None] = {}
@@ -55,15 +56,16 @@ def modules_to_preload(sources: Sequence[str], folder: Path) -> list[str]:
 
 
 def _is_installed(module: str, places: Sequence[str]) -> bool:
-    """Whether the first package of that name is an installed one, not a user's own."""
+    """Return whether the first package of that name is an installed one, not the user's own."""
     file = _file_of(module.partition(".")[0], places)
     return file is not None and not _INSTALLED.isdisjoint(file.parts)
 
 
 def _imported_by(name: str, places: Sequence[str]) -> list[str] | None:
-    """What a module imports of the known packages, itself or by the user's other modules.
+    """Return the known packages that a module imports, itself or through the user's other modules.
 
-    None if one of the files may change what an import finds or sees, or if they are too many.
+    None if one of the files may change what an import finds or sees, or if there are too many
+    files.
     """
     found: list[str] = []
     waiting = _with_parents(name)
@@ -91,13 +93,13 @@ def _imported_by(name: str, places: Sequence[str]) -> list[str] | None:
 
 
 def _with_parents(name: str) -> list[str]:
-    """A module and the packages that it is in, outermost first: all of them are run."""
+    """Return a module and the packages that it is in, outermost first: all of them are run."""
     parts = name.split(".")
     return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
 
 
 def _file_of(name: str, places: Sequence[str]) -> Path | None:
-    """The source file of a module. Nothing is imported, not even its package."""
+    """Return the source file of a module. Nothing is imported, not even its package."""
     found = None
     parts = name.split(".")
     for end in range(1, len(parts) + 1):
@@ -121,7 +123,7 @@ def _nodes_of(file: Path) -> list[ast.AST]:
 
 
 def _is_telling(node: ast.AST) -> bool:
-    """Whether that part of a file may change the environment or the search for modules."""
+    """Return whether a node may change the environment or the search for modules."""
     match node:
         case ast.Attribute(value=ast.Name(id="sys"), attr=name):
             return name in _TELLING["sys"]
@@ -140,7 +142,7 @@ def _is_telling(node: ast.AST) -> bool:
 
 
 def _imports(nodes: Sequence[ast.AST], package: str) -> Iterator[tuple[str, str]]:
-    """Each module that a file imports, and which attribute of it, or an empty one."""
+    """Yield each module that a file imports, with the imported attribute or an empty string."""
     for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:

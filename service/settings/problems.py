@@ -1,4 +1,4 @@
-"""The texts of what is wrong with a setting, as the person who wrote it would put it."""
+"""Texts that say what is wrong with a setting, for the person who wrote it."""
 
 import errno
 import os
@@ -18,11 +18,11 @@ from inferpool.service.settings.tracing import TraceHeaders
 from inferpool.service.settings.urls import without_password
 
 PIPE_WAIT_S = 10.0
-"""How long a file that a setting names may have nothing to read, if it is a pipe."""
+"""How long to wait for data if a file of settings or keys is a pipe."""
 
 
 def unknown(key: Key) -> str:
-    """What to say of a key in the file that is no setting."""
+    """Describe a key of the file that is not a setting."""
     name = key[-1]
     here, there, where = Settings.model_fields, ModelSettings.model_fields, "a model: [models.NAME]"
     if len(key) > 1:
@@ -33,14 +33,14 @@ def unknown(key: Key) -> str:
 
 
 def unknown_argument(name: str) -> str:
-    """What to say of a keyword argument that is no setting."""
+    """Describe a keyword argument that is not a setting."""
     fields = [*Settings.model_fields, *ModelSettings.model_fields]
     hint = did_you_mean(name, fields).rstrip()
     return f"{name}: there is no such setting; {hint or 'inferpool config --describe lists all'}"
 
 
 def unknown_variable(parts: Sequence[str]) -> str:
-    """What to say of a variable, split at the double underscores, that is no setting."""
+    """Describe a variable, split at double underscores, that is not a setting."""
     if parts[0] == "models" and len(parts) == 3:
         stem = f"{PREFIX}MODELS__{parts[1].upper()}__"
         names = [stem + field.upper() for field in ModelSettings.model_fields]
@@ -63,13 +63,13 @@ def _or_nearest(name: str, candidates: Sequence[str]) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as it was given, if that is short; of a URL, without the password in it."""
+    """Return a value as it was given, shortened, and without the password if it is a URL."""
     text = without_password(repr(value))
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def unreadable(error: OSError | ValueError) -> str:
-    """Why keys cannot be read from a file, without a word of what is in it."""
+    """Describe why keys cannot be read from a file, without showing anything in it."""
     if isinstance(error, FileNotFoundError):
         # Not where a link leads to: its name may be a key as well.
         return f"there is no file of keys to read: {os.strerror(errno.ENOENT)}"
@@ -81,7 +81,7 @@ def unreadable(error: OSError | ValueError) -> str:
 
 
 def expected(field: FieldInfo) -> str:
-    """What would be right for a field, for people."""
+    """Describe the values that a field accepts."""
     return _expected_of(field.annotation, field.metadata)
 
 

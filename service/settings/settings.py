@@ -1,7 +1,4 @@
-"""Every setting of the service, checked; those of a model are in `service.settings.model`.
-
-Values of the front end; `service.settings.loader` makes them.
-"""
+"""The settings of the service; those of a model are in `service.settings.model`."""
 
 import os
 import re
@@ -21,99 +18,99 @@ from inferpool.workers.host.mps import DEFAULT_FOLDER
 from inferpool.workers.host.placing import share_cores
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9_.-]+|\[[0-9a-f:.]+\])(:\d{1,5})?")
-"""As browsers write it (RFC 6454, 6.1)."""
+"""An origin as browsers write it (RFC 6454, 6.1)."""
 _MIB = 2**20
 
 
 class Settings(SettingsTable):
-    """Everything that can be set; the top level of the file."""
+    """All settings: the top level of the file."""
 
     host: str = Field("127.0.0.1", min_length=1)
-    """Address to listen on; 0.0.0.0 for every interface."""
+    """The address to listen on; 0.0.0.0 for every interface."""
     port: int = Field(8000, ge=0, le=65535)
-    """TCP port to listen on; 0 lets the system choose one."""
+    """The TCP port to listen on; 0 lets the system choose one."""
     front_ends: Auto | Annotated[int, Field(ge=1, le=64)] = "auto"
-    """Processes that take calls on this port, before one queue and one pool; `auto`: one, and from
-    eight cores on one for every four cores, at most four."""
+    """Processes that take calls on the port and share one queue. `auto`: one, or on eight cores and
+    more one for every four cores, at most four."""
     default_model: str
-    """The model that `/predict` means where none is named; by default the first one."""
+    """The model that `/predict` uses if none is named; by default the first one."""
     log_format: Literal["auto", "human", "json"] = "auto"
-    """Log lines for people or for machines; `auto`: for people on a terminal."""
+    """The form of log lines, for people or for machines. `auto`: for people on a terminal."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The least severe log lines to write."""
     color: Literal["auto", "never"] = "auto"
-    """Whether a terminal gets colours. The variable NO_COLOR means `never`."""
+    """Colours on a terminal. The variable NO_COLOR means `never`."""
     trace_endpoint: str | None = None
-    """Where traces go: an OpenTelemetry collector's URL for OTLP over HTTP, such as
-    `http://localhost:4318`; where it has no path, /v1/traces. The variable
+    """The URL of an OpenTelemetry collector (OTLP over HTTP) to send traces to, such as
+    `http://localhost:4318`; a URL without a path gets /v1/traces. The variable
     OTEL_EXPORTER_OTLP_ENDPOINT sets it too. By default nothing is traced."""
     trace_sample_ratio: float = Field(1.0, ge=0, le=1)
-    """The share of calls to trace of those whose caller has not decided; the variables
+    """The share of calls to trace, among those whose caller has not decided. The variables
     OTEL_TRACES_SAMPLER and OTEL_TRACES_SAMPLER_ARG set it too."""
     trace_parent_based: bool = True
-    """Whether the `traceparent` of a call decides if it is traced."""
+    """Let the `traceparent` of a call decide whether it is traced."""
     trace_service_name: str = Field("inferpool", min_length=1)
-    """What traces call this service; the variable OTEL_SERVICE_NAME sets it too."""
+    """The name of this service in traces. The variable OTEL_SERVICE_NAME sets it too."""
     trace_resource: str = ""
-    """What else traces say of it: `deployment.environment.name=test,host.name=a`; the variable
-    OTEL_RESOURCE_ATTRIBUTES sets it too."""
+    """More attributes of this service in traces: `deployment.environment.name=test,host.name=a`.
+    The variable OTEL_RESOURCE_ATTRIBUTES sets it too."""
     trace_headers: TraceHeaders = TraceHeaders()
-    """Headers that the collector wants, such as a key. Only the environment gives them
+    """Headers that the collector needs, such as a key. Only the environment gives them
     (INFERPOOL_TRACE_HEADERS or OTEL_EXPORTER_OTLP_HEADERS, as `name=value,name=value`)."""
     trace_certificate: str | None = None
-    """A PEM file: the authority of the collector's certificate, where the system does not know it;
-    the variable OTEL_EXPORTER_OTLP_CERTIFICATE sets it too."""
+    """A PEM file with the authority of the collector's certificate, if the system does not know it.
+    The variable OTEL_EXPORTER_OTLP_CERTIFICATE sets it too."""
     predict_keys: Keys = Keys()
-    """API keys that may ask for predictions; without any, everyone may. Only the environment
-    (INFERPOOL_PREDICT_KEYS, with commas between) and the files below give keys: never this file."""
+    """API keys for predictions; without any, everyone may ask. They come only from the environment
+    (INFERPOOL_PREDICT_KEYS, separated by commas) and from the files below, never from this file."""
     predict_keys_file: str | None = None
     """A file of such keys, one to a line, such as a docker secret."""
     metrics_keys: Keys = Keys()
-    """API keys for /metrics, /health and /events; without any, `predict_keys` are for those too."""
+    """API keys for /metrics, /health and /events; without any, `predict_keys` open those too."""
     metrics_keys_file: str | None = None
     """A file of such keys."""
     admin_keys: Keys = Keys()
-    """API keys for /admin, which is not there without any."""
+    """API keys for /admin, which does not exist without any."""
     admin_keys_file: str | None = None
     """A file of such keys."""
     tls_certificate: str | None = None
-    """A PEM file: this server's certificate, and those that lead to a known authority."""
+    """A PEM file with this server's certificate and those that lead to a known authority."""
     tls_key: str | None = None
-    """A PEM file: the certificate's private key, without a password; where it is not set, it is in
+    """A PEM file with the certificate's private key, without a password; by default the key is in
     the file of the certificate."""
     docs: bool = True
-    """Whether /docs and /openapi.json are served; they name the models, and need no key."""
+    """Serve /docs and /openapi.json, which name the models and need no key."""
     cors_origins: Sequence[str] = ()
-    """Origins whose pages may ask this host from a browser, such as `https://app.example`, or `*`
-    for all (CORS). Variable and flag have commas between them. Cookies are not asked for."""
+    """Origins whose pages may call this host from a browser (CORS), such as `https://app.example`,
+    or `*` for all. Separate them by commas in the variable and the flag. Cookies are not used."""
     page: bool = True
-    """Whether the page at / is served; what it shows needs the keys of /events and /predict."""
+    """Serve the page at /. What it shows needs the keys of /events and /predict."""
     max_connections: Auto | PositiveInt = "auto"
-    """Connections at once; `auto`: what the limit of open files allows, at most 10,000. Beyond, the
-    longest idle one is closed, or the newcomer is refused with 503 (over TLS, closed)."""
+    """Connections at once. `auto`: what the limit of open files allows, at most 10,000. Beyond that
+    the longest idle one is closed, or the new one is refused with 503 (over TLS, closed)."""
     head_timeout_s: float = Field(10.0, gt=0, allow_inf_nan=False)
-    """How long request line and headers may take to arrive, and a TLS handshake before them."""
+    """How long the request line and headers may take to arrive, and a TLS handshake before them."""
     body_gap_s: float = Field(10.0, gt=0, allow_inf_nan=False)
-    """Each such time must bring 4 KiB of a body that is on its way, or the rest of it."""
+    """A body on its way must bring 4 KiB, or its rest, within each such time."""
     write_timeout_s: float = Field(30.0, gt=0, allow_inf_nan=False)
-    """A client that takes nothing of its answer for so long is cut off."""
+    """A client that reads nothing of its answer for so long is cut off."""
     max_body_bytes: int = Field(16 * _MIB, ge=1024)
     """The largest body of a request."""
     max_json_bytes: int = Field(4 * _MIB, ge=1024)
-    """The largest JSON body, which is parsed where all other requests wait meanwhile: 4 MiB take
-    9 ms, and 21 ms at worst."""
+    """The largest JSON body. Parsing holds up all other requests: 4 MiB take 9 ms, and 21 ms at
+    worst."""
     max_unfinished_bytes: int = Field(128 * _MIB, ge=1024)
-    """What may be kept of requests that are on their way, over all connections: bodies and heads
-    that are not whole, and calls that wait behind others of their connection. Without room the
-    slowest that began more than a second ago are refused with 429, or else the newcomer; one body
-    of `max_body_bytes` may always be kept. Whole bodies are in the arena instead."""
+    """Memory for requests on their way, over all connections: unfinished bodies and heads, and
+    calls that wait behind others of their connection. If it is full, the slowest that began more
+    than a second ago are refused with 429, or else the new one. One body of `max_body_bytes` always
+    has room. Complete bodies are in the arena instead."""
     max_unread_bytes: int = Field(256 * _MIB, ge=1024)
-    """What may be kept of answers that clients have not read, over all connections; beyond, the
+    """Memory for answers that clients have not read, over all connections. If it is full, the
     slowest readers are cut off."""
     arena_bytes: int = Field(
         default_factory=lambda data: _auto_arena_bytes(data["max_body_bytes"]), ge=1024
     )
-    """Shared memory for payloads; `auto`: a tenth of the memory, at most 256 MiB and at least twice
+    """Shared memory for payloads. `auto`: a tenth of the memory, at most 256 MiB and at least twice
     `max_body_bytes`."""
     max_queue_length: int = Field(1024, ge=1)
     """Instances that may wait for each model; more are refused with 429."""
@@ -122,32 +119,35 @@ class Settings(SettingsTable):
     max_instances_per_request: int = Field(256, ge=1)
     """Instances in one HTTP call."""
     max_image_pixels: int = Field(MAX_IMAGE_PIXELS, ge=1)
-    """Pixels of an encoded image, by its header; more are refused with 422 before anything is
-    decoded. While it is decoded, a pixel takes a worker 4 to 17 bytes (a WebP most)."""
+    """Pixels of an encoded image, by its header; more are refused with 422 before decoding.
+    Decoding takes a worker 4 to 17 bytes a pixel (a WebP the most)."""
     show_errors: bool = False
-    """Whether clients are told the text of an exception that a model raises. By default they are
-    told its type; the log has the rest, under the id of the request."""
+    """Show clients the text of an exception that a model raises. By default they get its type, and
+    the log has the rest under the id of the request."""
     default_timeout_s: float = Field(30.0, gt=0, allow_inf_nan=False)
     """How long a call may take if it does not say."""
     max_timeout_s: float = Field(300.0, gt=0, allow_inf_nan=False)
-    """The longest time that a call may take; one that asks for more gets this."""
+    """The longest time that a call may take. One that asks for more gets this."""
     drain_timeout_s: float = Field(20.0, ge=0, allow_inf_nan=False)
-    """At shutdown, how long accepted work may take to finish. Most platforms kill after 30 s."""
+    """How long accepted work may take to finish at shutdown. Most platforms kill after 30 s."""
     shutdown_delay_s: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """At shutdown, how long to go on serving while readiness is red, so that balancers notice."""
+    """How long to go on serving at shutdown while readiness is red, so that load balancers
+    notice."""
     keep_alive_s: float = Field(75.0, gt=0, allow_inf_nan=False)
-    """How long an idle connection stays open: longer than the 60 s of common load balancers, which
-    would otherwise send a request into a connection that is just being closed."""
+    """How long an idle connection stays open. It is longer than the 60 s of common load balancers,
+    which would otherwise send a request into a connection that is just being closed."""
     cache_dir: str = Field("~/.cache/inferpool", min_length=1)
-    """Where workers keep what they find out about speed; `none` keeps it nowhere. The variable
-    XDG_CACHE_HOME moves it."""
+    """The folder where workers keep what they measure about speed; `none` keeps nothing. The
+    variable XDG_CACHE_HOME moves it."""
     speed_search: bool = True
-    """Whether presets that take minutes to make are searched for while workers serve, by a process
-    at idle priority, and changed over to if they are faster; where `speed` is `auto`, on CPUs."""
+    """Search for presets that take minutes to make while workers serve, in a process at idle
+    priority, and change over to them if they are faster; for models with `speed` at `auto`, on
+    CPUs."""
     cuda_visible_devices: str | None = None
     """The GPUs to use, as indices or UUIDs; from CUDA_VISIBLE_DEVICES."""
     cuda_mps_pipe_directory: str = Field(DEFAULT_FOLDER, min_length=1)
-    """Where CUDA finds the Multi-Process Service, if it runs; from CUDA_MPS_PIPE_DIRECTORY."""
+    """The folder where CUDA finds the Multi-Process Service, if it runs; from
+    CUDA_MPS_PIPE_DIRECTORY."""
     models: Mapping[str, ModelSettings]
     """The models to serve, by name."""
 
@@ -196,16 +196,16 @@ class Settings(SettingsTable):
         return tls_key
 
     def host_of(self, name: str, host: Host) -> Host:
-        """What a model may take for its host: the models share out the cores."""
+        """Return the part of the host that a model may use: the models share the cores."""
         asked = [model.num_cores for model in self.models.values()]
         return share_cores(host, asked)[list(self.models).index(name)]
 
     def placements_of(self, name: str, host: Host) -> list[Placement]:
-        """Where the replicas of a model go; see `ModelSettings.placements_on`."""
+        """Return the placements of a model's replicas; see `ModelSettings.placements_on`."""
         return self.models[name].placements_on(self.host_of(name, host))
 
     def cache_folder(self) -> str | None:
-        """`cache_dir` as an absolute path; None for `none`, or where the user has no home."""
+        """Return `cache_dir` as an absolute path; None for `none`, or if the user has no home."""
         if self.cache_dir.lower() == "none":
             return None
         try:
@@ -214,7 +214,7 @@ class Settings(SettingsTable):
             return None
 
     def sources(self) -> list[str]:
-        """The sources of all models, and those that they wrap."""
+        """Return the sources of all models, and those that they wrap."""
         wrapped = [model.options.get("source") for model in self.models.values()]
         own = [model.source for model in self.models.values()]
         return own + [source for source in wrapped if isinstance(source, str)]
@@ -243,7 +243,7 @@ def _auto_arena_bytes(max_body_bytes: int) -> int:
 
 
 def _memory_bytes() -> int:
-    """The memory that this host has, or that its control groups allow."""
+    """Return the memory of this host, or what its control groups allow."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = read_limits().memory_bytes
     return physical if limit is None else min(physical, limit)

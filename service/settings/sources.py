@@ -1,4 +1,4 @@
-"""Sources of models: the forms that they have, and what to say of a text that has none."""
+"""Sources of models: their forms, and hints for a text that is not one."""
 
 import difflib
 import re
@@ -18,11 +18,11 @@ _TORCHVISION_NAME = re.compile(
     r"|densenet\d+|squeezenet1_\d|mnasnet\d_\d+|mobilenet_v\w+|shufflenet_v2_\w+"
     r"|efficientnet_(b\d|v2_[sml])|convnext_\w+|regnet_[xy]_\w+|vit_[blh]_\d+|swin_\w+|maxvit_t"
 )
-"""How torchvision names its classifiers; to import it for that would take seconds."""
+"""The names of torchvision's classifiers. To import torchvision for them would take seconds."""
 
 
 def is_source(text: str) -> bool:
-    """Whether this has the form of a source; whether there is such a thing is not asked."""
+    """Return whether a text has the form of a source, which may not exist."""
     if text in BUILT_IN_SOURCES or text.endswith(MODEL_FILE_SUFFIXES):
         return True
     kind, colon, name = text.partition(":")
@@ -30,7 +30,7 @@ def is_source(text: str) -> bool:
 
 
 def slug(source: str) -> str:
-    """A name for the model of a source, fit for URLs: "torchvision:resnet18" gives "resnet18"."""
+    """Return a name fit for URLs: "torchvision:resnet18" gives "resnet18"."""
     last = re.split(r"[:/\\]", source.rstrip("/"))[-1].lower()
     for suffix in MODEL_FILE_SUFFIXES:
         last = last.removesuffix(suffix)
@@ -38,7 +38,7 @@ def slug(source: str) -> str:
 
 
 def source_hint(text: str, candidates: Sequence[str]) -> str:
-    """What to say of a text that was meant as a source; of the candidates, the nearest is named."""
+    """Return a hint about a text that was meant as a source, with the nearest of the candidates."""
     if text.endswith(_WEIGHT_FILE_SUFFIXES):
         return "this is a file of weights: give the network as source, and it as --weights"
     if text.endswith(".toml"):
@@ -50,6 +50,6 @@ def source_hint(text: str, candidates: Sequence[str]) -> str:
 
 
 def did_you_mean(text: str, candidates: Sequence[str]) -> str:
-    """A question that names the nearest candidate, and a space; empty where none is near."""
+    """Return a question that names the nearest candidate, and a space; empty if none is near."""
     near = next(iter(difflib.get_close_matches(text, candidates, n=1)), None)
     return f"did you mean {near}? " if near else ""

@@ -1,4 +1,4 @@
-"""The TLS of the server: from two PEM files to a context, with errors for people."""
+"""Makes the TLS context of the server from two PEM files, with errors for people."""
 
 import base64
 import re
@@ -8,12 +8,16 @@ from pathlib import Path
 
 from inferpool.models.files.reading import read_file
 
-_SEQUENCE, _EXPLICIT_0, _UTC_TIME = 0x30, 0xA0, 0x17
 _SOON_DAYS = 7
 _CERTIFICATE = re.compile(
     r"-----BEGIN (?:X509 |TRUSTED )?CERTIFICATE-----([^-]*)-----END", re.DOTALL
 )
-"""With the labels that OpenSSL reads too (openssl-pem(1ssl)): a trusted one has more after it."""
+"""A certificate with the labels that OpenSSL reads (openssl-pem(1ssl))."""
+_VALIDITY = re.compile(
+    rb"\x30.(?:\x17\x0d\d{12}|\x18\x0f\d{14})Z"
+    rb"(?:\x17\x0d(?P<utc>\d{12})|\x18\x0f(?P<generalized>\d{14}))Z"
+)
+"""A sequence of two times in DER, each a UTCTime or a GeneralizedTime (X.690, 11.7 and 11.8)."""
 
 
 class TlsError(Exception):
@@ -21,14 +25,14 @@ class TlsError(Exception):
 
 
 def server_context(certificate: str, key: str | None) -> ssl.SSLContext:
-    """A context that speaks TLS 1.2 and later.
+    """Return a context for TLS 1.2 and later.
 
     Args:
         certificate: A PEM file with the server's certificate first.
-        key: A PEM file with its private key; None where that is in the same file.
+        key: A PEM file with its private key; None if that is in the same file.
 
     Raises:
-        TlsError: A file is missing, unreadable, of another form, or they do not belong together.
+        TlsError: A file is missing, unreadable or of another form, or they do not belong together.
     """
     for setting, path in (("tls_certificate", certificate), ("tls_key", key)):
         if path is not None:
@@ -46,7 +50,7 @@ def server_context(certificate: str, key: str | None) -> ssl.SSLContext:
 
 
 def days_left(certificate: str, now: datetime | None = None) -> float:
-    """How long the first certificate of a PEM file is still valid; negative where it is not."""
+    """Return how many days the first certificate of a PEM file is still valid; may be negative."""
     found = _CERTIFICATE.search(Path(certificate).read_text(errors="replace"))
     assert found, "OpenSSL has found one"
     der = base64.b64decode(found[1])
@@ -54,7 +58,7 @@ def days_left(certificate: str, now: datetime | None = None) -> float:
 
 
 def expiry_warning(certificate: str, now: datetime | None = None) -> str:
-    """What to say of a certificate that has expired or will within a week; else nothing."""
+    """Return a warning about a certificate that has expired or will within a week; else nothing."""
     left = days_left(certificate, now)
     if left < 0:
         return f"tls_certificate: {certificate} has expired: clients will refuse it"
@@ -87,29 +91,10 @@ def _explained(error: ssl.SSLError, certificate: str, key: str) -> str:
 
 
 def _not_after(der: bytes) -> datetime:
-    """The end of a certificate's validity (RFC 5280, 4.1): certificate.tbs.validity.notAfter."""
-    _, start, _ = _element(der, 0)
-    _, position, _ = _element(der, start)  # into tbsCertificate
-    tag, _, end = _element(der, position)
-    if tag == _EXPLICIT_0:  # the version, which the first version leaves out
-        _, _, end = _element(der, end)  # serialNumber
-    _, _, end = _element(der, end)  # signature
-    _, _, end = _element(der, end)  # issuer
-    tag, start, _ = _element(der, end)
-    assert tag == _SEQUENCE, "validity is a sequence"
-    _, _, end = _element(der, start)  # notBefore
-    tag, start, end = _element(der, end)
-    text = der[start:end].decode("ascii").rstrip("Z")
-    if tag == _UTC_TIME:  # two digits of the year: 1950 to 2049 (RFC 5280, 4.1.2.5.1)
-        text = ("19" if int(text[:2]) >= 50 else "20") + text
-    return datetime.strptime(text, "%Y%m%d%H%M%S").replace(tzinfo=UTC)
-
-
-def _element(der: bytes, at: int) -> tuple[int, int, int]:
-    """Tag, start and end of the content of the element that begins somewhere (X.690, 8.1)."""
-    tag, length, start = der[at], der[at + 1], at + 2
-    if length & 0x80:
-        num = length & 0x7F
-        length = int.from_bytes(der[start : start + num], "big")
-        start += num
-    return tag, start, start + length
+    """Return the end of a certificate's validity, which is a pair of times (RFC 5280, 4.1.2.5)."""
+    found = _VALIDITY.search(der)
+    assert found, "a certificate has a validity"
+    short, long = found["utc"], found["generalized"]
+    # A short time has two digits of the year: 1950 to 2049.
+    text = long or (b"19" if short >= b"50" else b"20") + short
+    return datetime.strptime(text.decode(), "%Y%m%d%H%M%S").replace(tzinfo=UTC)

@@ -1,4 +1,4 @@
-"""The standard variables of OpenTelemetry, as settings of ours; values of the front end.
+"""The standard variables of OpenTelemetry, as settings of ours.
 
 https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables/ and, for those of
 the exporter, https://opentelemetry.io/docs/specs/otel/protocol/exporter/.
@@ -8,7 +8,6 @@ import base64
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from inferpool.service.settings.urls import problem_of_url, without_password
@@ -18,17 +17,17 @@ HEADER_VARIABLES = (
     "OTEL_EXPORTER_OTLP_TRACES_HEADERS",
     "INFERPOOL_TRACE_HEADERS",
 )
-"""Each over the one before; they may hold a collector's key."""
+"""Variables that may hold a collector's key. Each overrides the one before."""
 TRACES_PATH = "/v1/traces"
 ENDPOINT_VARIABLES = (
     "OTEL_EXPORTER_OTLP_ENDPOINT",
     "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
     "INFERPOOL_TRACE_ENDPOINT",
 )
-"""They may hold a password."""
+"""Variables with a collector's URL, which may hold a password."""
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _USER_INFO = re.compile(r"(?P<scheme>[^:/?#]+://)(?P<user_info>[^/?#]*)@")
-"""Of a URL (RFC 3986, 3.2.1)."""
+"""The user and password of a URL (RFC 3986, 3.2.1)."""
 _DECIDES = {"always_on": 1.0, "always_off": 0.0}
 _BY_RATIO = "traceidratio"
 _PARENT_BASED = "parentbased_"
@@ -36,33 +35,29 @@ _PARENT_BASED = "parentbased_"
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TraceHeaders:
-    """Headers that a collector wants, which nothing that prints settings can print."""
+    """Headers for a collector, which nothing that prints settings can print."""
 
     pairs: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
-        """For people: how many, and no more."""
+        """Return how many there are, for people, and nothing more."""
         return f"{len(self.pairs)} hidden" if self.pairs else "none"
 
     __repr__ = __str__
 
 
-class Told(NamedTuple):
-    """What a variable says of a setting."""
-
-    setting: str
-    value: object
-    variable: str
+VariableValue = tuple[str, object, str]
+"""A setting, the value that a variable gives it, and the variable."""
 
 
-def told_by(environ: Mapping[str, str]) -> Iterator[Told]:
-    """What the variables say, the decisive last.
+def values_from(environ: Mapping[str, str]) -> Iterator[VariableValue]:
+    """Yield the values that the variables give, the decisive one of a setting last.
 
     Raises:
-        ValueError: One says what cannot be; the message begins with its name.
+        ValueError: A variable is invalid; the message begins with its name.
     """
     if base := environ.get("OTEL_EXPORTER_OTLP_ENDPOINT"):
-        yield Told("trace_endpoint", base.rstrip("/") + TRACES_PATH, "OTEL_EXPORTER_OTLP_ENDPOINT")
+        yield "trace_endpoint", base.rstrip("/") + TRACES_PATH, "OTEL_EXPORTER_OTLP_ENDPOINT"
     for variable, setting in (
         ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "trace_endpoint"),
         ("OTEL_EXPORTER_OTLP_CERTIFICATE", "trace_certificate"),
@@ -71,16 +66,16 @@ def told_by(environ: Mapping[str, str]) -> Iterator[Told]:
         ("OTEL_RESOURCE_ATTRIBUTES", "trace_resource"),
     ):
         if value := environ.get(variable):
-            yield Told(setting, value, variable)
+            yield setting, value, variable
     _check(environ)
     for variable in HEADER_VARIABLES:
         if value := environ.get(variable):
-            yield Told("trace_headers", headers_of(value, variable), variable)
+            yield "trace_headers", headers_of(value, variable), variable
     yield from _sampling(environ)
 
 
 def is_switched_off(environ: Mapping[str, str]) -> str:
-    """The variable that says that nothing is to be traced, if there is one."""
+    """Return the variable that switches tracing off; empty if there is none."""
     if environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return "OTEL_SDK_DISABLED"
     if environ.get("OTEL_TRACES_EXPORTER", "").lower() == "none":
@@ -89,10 +84,10 @@ def is_switched_off(environ: Mapping[str, str]) -> str:
 
 
 def headers_of(text: str, place: str) -> TraceHeaders:
-    """Headers as `name=value,name=value`, values percent-encoded (W3C Baggage).
+    """Parse headers of the form `name=value,name=value`, values percent-encoded (W3C Baggage).
 
     Raises:
-        ValueError: They are not written so; the message holds nothing of them but the place.
+        ValueError: They have another form; the message shows only the place.
     """
     try:
         pairs = pairs_of(text)
@@ -105,10 +100,10 @@ def headers_of(text: str, place: str) -> TraceHeaders:
 
 
 def pairs_of(text: str) -> dict[str, str]:
-    """What `name=value,name=value` says, values percent-encoded.
+    """Parse `name=value,name=value`, values percent-encoded.
 
     Raises:
-        ValueError: It is not of that form.
+        ValueError: The text has another form.
     """
     found = {}
     for part in filter(None, map(str.strip, text.split(","))):
@@ -120,10 +115,10 @@ def pairs_of(text: str) -> dict[str, str]:
 
 
 def endpoint_of(text: str) -> str:
-    """Where spans are posted to: a URL without a path means the path of the standard.
+    """Return the URL to post spans to; without a path it gets the standard one.
 
     Raises:
-        ValueError: It is no URL of a collector.
+        ValueError: It is not a URL of a collector.
     """
     if problem := problem_of_url(text):
         raise ValueError(f"is no URL such as http://localhost:4318: {problem}")
@@ -133,9 +128,9 @@ def endpoint_of(text: str) -> str:
 
 
 def parted(endpoint: str) -> tuple[str, TraceHeaders]:
-    """A URL without the user and password in it, and the header that says the same.
+    """Split a URL into the part without user and password, and the header that says the same.
 
-    A header is hidden wherever settings are shown.
+    Headers are hidden wherever settings are shown.
     """
     found = _USER_INFO.match(endpoint)
     if found is None:
@@ -147,7 +142,7 @@ def parted(endpoint: str) -> tuple[str, TraceHeaders]:
 
 
 def asks_for_traces(environ: Mapping[str, str]) -> bool:
-    """Whether a variable says where traces go."""
+    """Return whether a variable says where traces go."""
     return any(environ.get(variable) for variable in ENDPOINT_VARIABLES)
 
 
@@ -169,7 +164,7 @@ def _check_endpoint(text: str) -> None:
     endpoint_of(parted(text)[0])
 
 
-def _sampling(environ: Mapping[str, str]) -> Iterator[Told]:
+def _sampling(environ: Mapping[str, str]) -> Iterator[VariableValue]:
     variable = "OTEL_TRACES_SAMPLER"
     sampler = environ.get(variable, "").lower()
     if not sampler:
@@ -183,9 +178,9 @@ def _sampling(environ: Mapping[str, str]) -> Iterator[Told]:
             f"{variable}: {sampler[:80]!r} is not one of {known}, or one of these behind "
             f"{_PARENT_BASED}"
         )
-    yield Told("trace_parent_based", sampler.startswith(_PARENT_BASED), variable)
+    yield "trace_parent_based", sampler.startswith(_PARENT_BASED), variable
     if kind != _BY_RATIO:
-        yield Told("trace_sample_ratio", _DECIDES[kind], variable)
+        yield "trace_sample_ratio", _DECIDES[kind], variable
     elif argument := environ.get("OTEL_TRACES_SAMPLER_ARG"):
         variable = "OTEL_TRACES_SAMPLER_ARG"
         try:
@@ -194,4 +189,4 @@ def _sampling(environ: Mapping[str, str]) -> Iterator[Told]:
             raise ValueError(f"{variable}: {argument[:80]!r} is not a number") from None
         if not 0 <= ratio <= 1:
             raise ValueError(f"{variable}: {argument[:80]!r} is not from 0 to 1")
-        yield Told("trace_sample_ratio", ratio, variable)
+        yield "trace_sample_ratio", ratio, variable

@@ -1,26 +1,27 @@
-"""URLs as people give them: of a service, of a collector of traces. One place says what is wrong.
+"""Checks URLs of a service or a collector, and says what is wrong with one.
 
-What is wrong is said in words that hold nothing of the URL, which may have a password in it.
+The texts hold nothing of the URL, which may have a password in it.
 """
 
 import re
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-"""Of a service on this host."""
+"""The URL of a service on this host."""
 _USER_INFO = re.compile(r"(?<=://).*@|(?<![^\s'\"])[^\s'\":]*:(?!//).*@", re.DOTALL)
-"""Of a URL, also of one without its scheme, or with a password that is not percent-encoded."""
+"""The user and password of a URL, even if it has no scheme or its password is not
+percent-encoded."""
 _MAX_PORT = 65535
 _PORT = re.compile(r"(^|@)[^:@]*(:\d*)?$")
-"""The end of what stands before the path, with a port that is a number, or without one."""
+"""The end of the part before the path, with a numeric port or without one."""
 
 
 def without_password(text: str) -> str:
-    """A URL, or what was meant as one, as it may be shown: without the user and the password."""
+    """Return a URL, or what was meant as one, without its user and password."""
     return _USER_INFO.sub("", text)
 
 
 def problem_of_url(text: str) -> str:
-    """Why a text is no URL that HTTP can be spoken with, for a person; empty if it is one."""
+    """Return why HTTP cannot use a text as a URL, for a person; empty if it can."""
     import httpx  # here, since whoever reads a command's line comes by
 
     scheme, _, rest = text.partition("://")
@@ -46,7 +47,7 @@ def problem_of_url(text: str) -> str:
 
 
 def problem_of_address(text: str) -> str:
-    """Why a text is no URL of a service, for a person; empty if it is one."""
+    """Return why a text is not a URL of a service, for a person; empty if it is one."""
     if problem := problem_of_url(text):
         return problem
     return "it has a query or a fragment" if "?" in text or "#" in text else ""

@@ -1,9 +1,9 @@
-"""What is wrong with how somebody uses the command `inferpool`: its flags, or its settings.
+"""Errors about how somebody uses the command `inferpool`.
 
     FlagError       the flags of a verb make no sense
     SettingsError   the settings cannot be used
 
-Imported for every verb, so it imports nothing of ours.
+Every verb imports this, so it imports nothing of ours.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,9 @@ class SettingsError(Exception):
     """The settings cannot be used.
 
     Attributes:
-        problems: One line each: the place, what is there, and what would be right.
+        problems: One line each: the place, the value, and what would be right.
     """
 
     def __init__(self, problems: Sequence[str]) -> None:
-        """Keep the problems apart, so that each can have its line."""
         super().__init__("\n".join(problems))
         self.problems = tuple(problems)

@@ -1,7 +1,4 @@
-"""Makes sure at start of the folder where workers keep what they find out about speed.
-
-Runs in the front end.
-"""
+"""Provides the folder where workers keep what they measure about speed. Runs in the front end."""
 
 import logging
 from pathlib import Path
@@ -13,14 +10,14 @@ logger = logging.getLogger(__name__)
 
 
 class SpeedCache:
-    """The folder of the settings, or a temporary one, so that in each run only one worker measures.
+    """The cache folder of the settings, or a temporary one if that cannot be used.
 
-    That is: where the settings want none, or theirs cannot be written, which is logged.
+    A temporary folder lets the workers of one run share what one of them measures.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.folder = settings.cache_folder()
-        """None where there is nothing to keep, or no folder to be had."""
+        """The folder; None if there is nothing to keep, or no folder can be made."""
         self._temporary: TemporaryDirectory[str] | None = None
         if all(model.speed == "exact" for model in settings.models.values()):
             return
@@ -40,7 +37,7 @@ class SpeedCache:
             self.folder = None
 
     def close(self) -> None:
-        """Remove the folder, if it was for this run alone."""
+        """Remove a temporary folder."""
         if self._temporary is not None:
             self._temporary.cleanup()
 

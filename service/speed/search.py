@@ -1,6 +1,6 @@
-"""Has faster speed presets searched for while workers serve, and changes over to what is found.
+"""Searches for faster speed presets while workers serve, and changes over to what is found.
 
-Lives in the event loop. The search itself is a process at idle priority; see
+It lives in the event loop. The search itself is a process at idle priority; see
 `workers.beside.searching`.
 """
 
@@ -27,31 +27,32 @@ logger = logging.getLogger(__name__)
 SearchState = Literal["off", "waiting", "searching", "changing", "done", "failed"]
 
 Search = Callable[[WorkerConfig, str, Callable[[str], None]], Awaitable[SpeedReport]]
-"""Searches for what is kept under a key, and says how it goes; see `workers.beside.searching`."""
+"""Searches for what is kept under a cache key, and reports progress; see
+`workers.beside.searching`."""
 
 _NEEDED_BYTES = 2 << 30
-"""What compiling resnet18 took at most, in two processes; each also holds the model."""
+"""The most that compiling resnet18 took, in two processes. Each also holds the model."""
 
 
 @dataclass(slots=True, kw_only=True)
 class SearchProgress:
-    """How the search for one model goes."""
+    """The progress of the search for one model."""
 
     state: SearchState = "waiting"
     text: str = ""
-    """What it is doing, or what it came to; for a person."""
+    """What it is doing or what it found, for a person."""
 
 
 class SpeedSearch:
     """Searches for one model after another, once their workers are up."""
 
     def __init__(self, pools: Mapping[str, Pool], search: Search, *, grace_s: float) -> None:
-        """Search for pools, which may come until `start`.
+        """Prepare to search.
 
         Args:
-            pools: By model.
-            search: Does it.
-            grace_s: How long a worker that is replaced may take to finish what it holds.
+            pools: The pools by model. They may be added until `start`.
+            search: Searches for one model.
+            grace_s: How long a replaced worker may take to finish what it holds.
         """
         self._pools = pools
         self._search = search
@@ -66,17 +67,17 @@ class SpeedSearch:
         self._task = asyncio.create_task(self._run(), name="search for speed")
 
     async def stop(self) -> None:
-        """End the search that is under way, if one is."""
+        """End the running search, if any."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     def on_change(self) -> None:
-        """A worker has come up or gone down."""
+        """Note that a worker has come up or gone down."""
         self._changed.set()
 
     def progress(self, model: str) -> SearchProgress:
-        """How it goes."""
+        """Return the progress for a model."""
         return self._progress.get(model, SearchProgress(state="off"))
 
     async def _run(self) -> None:
@@ -115,7 +116,7 @@ class SpeedSearch:
     async def _improve_some(
         self, pool: Pool, key: str, slots: Sequence[WorkerSlot], progress: SearchProgress
     ) -> None:
-        """Search for workers that serve the same in the same way."""
+        """Search for workers that share a cache key."""
         preset = _preset_of(slots[0])
         text = "%s speed: searching for a faster preset than %s, in what time is left over"
         logger.info(text, pool.name, preset)
@@ -150,12 +151,12 @@ class SpeedSearch:
 
 
 def compiler_name() -> str:
-    """The C++ compiler that torch would call."""
+    """Return the C++ compiler that torch would call."""
     return os.environ.get("CXX", "g++")
 
 
 def find_compiler() -> str | None:
-    """Where it is; None if it is not there."""
+    """Return the path of the compiler; None if it is not installed."""
     return shutil.which(compiler_name())
 
 
@@ -164,7 +165,7 @@ def _preset_of(slot: WorkerSlot) -> str:
 
 
 def _obstacle(slot: WorkerSlot) -> str:
-    """Why nothing can be compiled here and now."""
+    """Return why nothing can be compiled now; empty if it can."""
     if find_compiler() is None:
         return f"there is no C++ compiler ({compiler_name()})"
     replica_bytes = slot.handle.vitals().rss_bytes if slot.handle else 0

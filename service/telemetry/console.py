@@ -1,6 +1,6 @@
-"""What a person sees while the service starts, serves and stops. Runs in the front end.
+"""Tells a person how the service starts, serves and stops. Runs in the front end.
 
-On a terminal these are lines for people; elsewhere the same facts are log records.
+On a terminal it prints lines for people; elsewhere the same facts are log records.
 """
 
 import logging
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class Console:
-    """Tells whoever started the service how it goes."""
+    """Tells whoever started the service what happens."""
 
     def __init__(
         self, logs: Logs | None, stream: TextIO | None = None, *, is_colored: bool = True
@@ -25,10 +25,10 @@ class Console:
         """Choose between lines for people and log records.
 
         Args:
-            logs: Where both go: its thread does the writing, so that a terminal that is held
-                (Ctrl-S) holds nothing else. None: log records alone, for whoever handles them.
-            stream: The one that `logs` writes to, by default stderr.
-            is_colored: Whether to use colours on a terminal.
+            logs: Writes both, in its own thread, so that a stopped terminal (Ctrl-S) stops nothing
+                else. None: log records only, for whoever handles them.
+            stream: The stream that `logs` writes to; by default stderr.
+            is_colored: Use colours on a terminal.
         """
         stream = sys.stderr if stream is None else stream
         self._logs = logs
@@ -39,9 +39,9 @@ class Console:
         self._stages: dict[str, str] = {}
         self._placements: dict[str, str] = {}
         self._known: set[str] = set()
-        """Workers that were ready before: of a restart, the end and the outcome are enough."""
+        """Workers that were ready before. A restart of one shows only its end and its outcome."""
         self._failures: dict[str, str] = {}
-        """The reasons told at length, by the workers that failed for them and are still down."""
+        """Reasons already shown in full, by the workers that failed for them and are still down."""
 
     def started(
         self,
@@ -49,10 +49,10 @@ class Console:
         devices: Sequence[str],
         plan: Sequence[tuple[str, str]],
     ) -> None:
-        """Say what is about to run.
+        """Show what is about to run.
 
         Args:
-            settings: What is worth knowing of the settings, by a word or two.
+            settings: Settings worth knowing, with a short text each.
             devices: The devices found, a line each.
             plan: Each worker ("resnet/0") and its placement ("cuda:0").
         """
@@ -73,7 +73,7 @@ class Console:
         self._print(Text("inferpool", style="bold"), *_aligned(facts), Text(""))
 
     def progress(self, worker: str, stage: str) -> None:
-        """A worker that loads is doing something else now."""
+        """Show what a worker that loads is doing now."""
         if self._stages.get(worker) == stage:
             return
         self._stages[worker] = stage
@@ -84,13 +84,13 @@ class Console:
             self._say(logging.DEBUG, worker, stage, "dim")
 
     def ready(self, worker: str, seconds: float) -> None:
-        """A worker takes batches, so many seconds after it first said what it was doing."""
+        """Show that a worker takes batches, `seconds` after it first showed progress."""
         self._stages.pop(worker, None)
         self._known.add(worker)
         self._say(logging.INFO, worker, f"ready in {seconds:.1f} s", "green")
 
     def failed(self, worker: str, reason: str) -> None:
-        """A worker ended, or did not start, and is given up."""
+        """Show that a worker ended or did not start, and is given up."""
         self._stages.pop(worker, None)
         like = next((name for name, told in self._failures.items() if told == reason), worker)
         said = f"failed: {reason}" if like == worker else f"failed, as {like} did"
@@ -105,12 +105,12 @@ class Console:
         to_try: Sequence[tuple[str, str]] = (),
         still_loading: Sequence[str] = (),
     ) -> None:
-        """The address takes calls.
+        """Show that the address takes calls.
 
         Args:
             url: Scheme, host and port.
             models: Names of the models served, the default one first.
-            to_try: Of each, "try" and a command, or "ask" and a sentence (`service.example`).
+            to_try: For each model "try" and a command, or "ask" and a sentence (`service.example`).
             still_loading: Names of the models that are not ready yet.
         """
         names = ", ".join(models)
@@ -137,7 +137,7 @@ class Console:
         self._print(Text(""), head, *_aligned(lines), hint, Text(""))
 
     def joined(self, model: str, to_try: tuple[str, str], still_loading: Sequence[str]) -> None:
-        """Another model is ready after `serving` was told; the arguments are as there."""
+        """Show that another model is ready after `serving`; the arguments are as there."""
         rest = f" (not yet: {', '.join(still_loading)})" if still_loading else ""
         if not self._is_terminal:
             logger.info("serving %s too%s", model, rest)
@@ -147,14 +147,14 @@ class Console:
         self._print(head, *_aligned({to_try[0]: [to_try[1]]}), Text(""))
 
     def stopping(self, reason: str) -> None:
-        """No new work is taken; what was accepted is finished."""
+        """Show that no new work is taken, and accepted work is finished."""
         if self._is_terminal:
             self._print(Text(f"Stopping ({escape(reason)}): finishing what was accepted"))
         else:
             logger.info("stopping: %s", reason)
 
     def stopped(self) -> None:
-        """Everything has ended."""
+        """Show that everything has ended."""
         if self._is_terminal:
             self._print(Text("Stopped", style="bold"))
         else:
@@ -183,7 +183,7 @@ class Console:
 
 
 def _aligned(facts: Mapping[str, Sequence[str]]) -> list[Text]:
-    """A line per value, with the names in a column of their own."""
+    """Return a line per value, with the names in a column of their own."""
     width = max(map(len, facts))
     return [
         Text.assemble((f"  {'' if number else name:{width}}  ", "dim"), escape(value))

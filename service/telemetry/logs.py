@@ -1,7 +1,7 @@
 """Log lines, for people on a terminal or as JSON, written by a thread of the front end.
 
-Whoever logs only puts a record on a bounded queue: a reader of our output that has stopped reading
-costs log lines (counted), never a wait in the event loop.
+Logging only puts a record on a bounded queue. If nobody reads our output, log lines are lost (and
+counted), but the event loop never waits.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ MAX_QUEUED = 10_000
 _MAX_BATCH = 256
 """Lines joined into one write."""
 _CLOSE_TIMEOUT_S = 2.0
-"""How long `close` waits for a reader that is slow or gone."""
+"""How long `close` waits if the reader is slow or gone."""
 _UVICORN_LOGGERS = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi")
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {
@@ -39,21 +39,20 @@ _ID_KEYS = ("request_id", "trace_id", "span_id")
 _FIRST_JSON_KEYS = ("time", "level", "logger", "message", *_ID_KEYS, "exception")
 
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters, line breaks, and those that reorder the text around them."""
+"""Control characters, line breaks, and characters that reorder the text around them."""
 _UNSAFE_IN_JSON = re.compile("[\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Those of `_UNSAFE` that JSON does not escape by itself."""
+"""The characters of `_UNSAFE` that JSON does not escape itself."""
 
 _COLORS = {"DEBUG": "2", "INFO": "32", "WARNING": "33", "ERROR": "31", "CRITICAL": "1;31"}
-"""Terminal attributes by level: ECMA-48, Select Graphic Rendition."""
+"""Terminal attributes by level (ECMA-48, Select Graphic Rendition)."""
 
 _THROTTLE_PERIOD_S = 1.0
 
 
 class Logs:
-    """The root logger's way out. Made by `configure`."""
+    """Takes all log records of the process to the thread that writes them. Made by `configure`."""
 
     def __init__(self, formatter: Formatter, level: int, stream: TextIO) -> None:
-        """Attach to nothing yet."""
         self.is_human = isinstance(formatter, HumanFormatter)
         self._level = level
         self._writer = _Writer(formatter, stream)
@@ -70,7 +69,7 @@ class Logs:
         self._writer.put(text)
 
     def start(self) -> None:
-        """Take over the root logger and uvicorn's."""
+        """Take over the root logger and uvicorn's loggers."""
         root = logging.getLogger()
         level = root.level
         root.addHandler(self._handler)
@@ -87,7 +86,7 @@ class Logs:
         self._writer.start()
 
     def close(self) -> None:
-        """Write what waits, for two seconds at most, and let go of the loggers."""
+        """Write what waits, for two seconds at most, and release the loggers."""
         while self._undo:
             self._undo.pop()()
         self._writer.stop(_CLOSE_TIMEOUT_S)
@@ -105,11 +104,11 @@ def configure(
     Args:
         format: "auto" is "human" on a terminal and "json" elsewhere.
         level: The least severe level to write.
-        stream: By default stderr. Where it has a descriptor, that is written to directly.
-        is_colored: By default whether the stream is a terminal.
+        stream: By default stderr. If it has a descriptor, that is written to directly.
+        is_colored: Use colours; by default on a terminal.
 
     Returns:
-        What to close at the end; the exit of the interpreter closes it as well.
+        The object to close at the end. The exit of the interpreter closes it too.
     """
     stream = sys.stderr if stream is None else stream
     formatter: Formatter
@@ -123,12 +122,12 @@ def configure(
 
 
 def is_json(format: Literal["auto", "human", "json"], stream: TextIO) -> bool:
-    """Whether log lines to a stream are JSON."""
+    """Return whether log lines to a stream are JSON."""
     return format == "json" or (format == "auto" and not stream.isatty())
 
 
 def escape(text: str) -> str:
-    r"""The text on one line: control characters and lone surrogates as \n, \x1b or \u2028."""
+    r"""Return a text on one line: control characters and lone surrogates as \n, \x1b or \u2028."""
     return _UNSAFE.sub(_escaped, text)
 
 
@@ -165,7 +164,7 @@ class JsonFormatter(Formatter):
     """One JSON object per record: time (RFC 3339, UTC), level, logger, message, then the rest."""
 
     def format(self, record: LogRecord) -> str:
-        """The record on one line."""
+        """Return a record on one line."""
         fields: dict[str, object] = {
             "time": _utc(record.created),
             "level": record.levelname.lower(),
@@ -182,15 +181,14 @@ class JsonFormatter(Formatter):
 
 
 class HumanFormatter(Formatter):
-    """Local time, level, logger, message and extra fields on a line, and tracebacks indented."""
+    """A line with local time, level, logger, message and extra fields; tracebacks are indented."""
 
     def __init__(self, *, is_colored: bool) -> None:
-        """Choose whether to use the terminal's colours."""
         super().__init__()
         self._is_colored = is_colored
 
     def format(self, record: LogRecord) -> str:
-        """The record on one line, and its traceback on further ones."""
+        """Return a record on one line, and its traceback on further ones."""
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         extra = "".join(f" {name}={_plain(value)}" for name, value in _extra(record).items())
         level = self._paint(f"{record.levelname:<7}", _COLORS.get(record.levelname, "0"))
@@ -209,7 +207,7 @@ class HumanFormatter(Formatter):
 
 
 class _QueueHandler(Handler):
-    """Freezes a record in the thread that logs it, and hands it over."""
+    """Freezes a record in the thread that logs it, and passes it on."""
 
     def __init__(self, writer: "_Writer") -> None:
         super().__init__()
@@ -223,7 +221,7 @@ class _QueueHandler(Handler):
 
 
 class _Writer:
-    """The thread that formats and writes. `put` may be called from any thread."""
+    """Formats and writes in a thread. `put` may be called from any thread."""
 
     def __init__(self, formatter: Formatter, stream: TextIO) -> None:
         self.num_dropped = 0
@@ -254,7 +252,7 @@ class _Writer:
         self._thread.join(max(0.0, deadline - time.monotonic()))
 
     def _give_up(self) -> None:
-        """Let the thread end, should its write ever return."""
+        """Let the thread end if its write ever returns."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self._queue.get_nowait()
@@ -282,7 +280,7 @@ class _Writer:
             self.num_dropped += num_lines
 
     def _take(self) -> Sequence[LogRecord | str | None]:
-        """What waits, up to one write's worth, and at least one entry."""
+        """Return what waits, up to one write's worth, and at least one entry."""
         entries = [self._queue.get()]
         while len(entries) < _MAX_BATCH and entries[-1] is not None:
             try:
@@ -301,7 +299,7 @@ class _Writer:
 
 
 class _Stream:
-    """Bytes to a stream that is not backed by a file."""
+    """Writes bytes to a stream that has no file behind it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -311,11 +309,11 @@ class _Stream:
         self._stream.flush()
 
     def close(self) -> None:
-        """The stream is its owner's to close."""
+        """Leave the stream open, since it is not ours."""
 
 
 class _Descriptor:
-    """Bytes straight to a copy of a stream's descriptor.
+    """Writes bytes to a copy of a stream's descriptor.
 
     A thread that is stuck inside `stream.write` holds the stream's lock, and the interpreter needs
     that lock in order to exit.
@@ -347,7 +345,7 @@ def _sink(stream: TextIO) -> _Stream | _Descriptor:
 
 
 def _frozen(record: LogRecord) -> LogRecord:
-    """A copy that no longer depends on anything that may change before it is formatted."""
+    """Return a copy that does not depend on anything that may change before it is formatted."""
     frozen = copy.copy(record)
     try:
         frozen.msg = record.getMessage()

@@ -1,4 +1,4 @@
-"""Every number that `/metrics` shows: cheap to record, and put into Prometheus' words on demand.
+"""Every number that `/metrics` shows: cheap to record, and put into Prometheus' form on demand.
 
 Recording and rendering both happen in the front end's event loop, so there are no locks. Counters
 are plain attributes; the hot path does `metrics.queue_wait.observe(seconds)`.
@@ -35,22 +35,23 @@ DURATION_EDGES_S = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
     *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
 )
-"""From the fastest answer of a model that does nothing to the longest timeouts in use."""
+"""Bucket edges from the fastest answer of a model that does nothing to the longest usual
+timeout."""
 DURATION_PARTS = 8
-"""What each of these buckets is divided into for percentiles: it spans a factor of 2.5 at most, so
-that a part spans 12 %."""
+"""Parts that each bucket is counted in, for percentiles. A bucket spans a factor of 2.5 at most,
+and a part 12 %."""
 BATCH_SIZE_EDGES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 
 NO_MODEL = "-"
-"""The label of calls that name no model served here; no model can be called this."""
+"""The label of calls that name no model served here. No model can have this name."""
 
 
 class ModelMetrics:
-    """What is counted for one model. The attributes are written where things happen.
+    """The counters of one model. The attributes are written where things happen.
 
     Every instance that is `accepted` ends in exactly one of `succeeded`, `failed`, `expired` and
-    `cancelled`. `in_flight` is counted by itself, so that the books can be checked: at every
-    instant accepted = succeeded + failed + expired + cancelled + in flight.
+    `cancelled`. `in_flight` is counted separately, so that this can be checked: at every instant
+    accepted = succeeded + failed + expired + cancelled + in flight.
     """
 
     __slots__ = (
@@ -75,16 +76,15 @@ class ModelMetrics:
     )
 
     def __init__(self, name: str) -> None:
-        """Start at zero."""
         self.name = name
         self.requests: dict[int, int] = defaultdict(int)
         """HTTP calls by status: `requests[200] += 1`."""
         self.answer_duration = Distribution(DURATION_EDGES_S, DURATION_PARTS)
-        """Seconds from the head of an HTTP call to its answer, of those answered with 200."""
+        """Seconds from the head of an HTTP call to its answer, for calls answered with 200."""
         self.error_duration = Distribution(DURATION_EDGES_S, DURATION_PARTS)
-        """The same, of all others: many are refusals, which take no time."""
+        """The same for all other calls. Many are refusals, which take no time."""
         self.exemplars = Exemplars(DURATION_EDGES_S)
-        """Of both together."""
+        """Exemplars of both together."""
         self.queue_wait = Distribution(DURATION_EDGES_S, DURATION_PARTS)
         """Seconds from an instance's arrival until work on its batch began."""
         self.prepare_duration = Distribution(DURATION_EDGES_S, DURATION_PARTS)
@@ -102,25 +102,25 @@ class ModelMetrics:
         self.retried = 0
         """Instances sent again after the worker that held them was lost."""
         self.rejected: dict[RejectReason, int] = dict.fromkeys(get_args(RejectReason), 0)
-        """Instances refused at the door, by reason: `rejected["queue_full"] += 1`."""
+        """Instances that were not admitted, by reason: `rejected["queue_full"] += 1`."""
         self.restarts: dict[Cause, int] = dict.fromkeys(get_args(Cause), 0)
-        """Incarnations that ended, or did not start, by what ended them."""
+        """Incarnations that ended or did not start, by cause."""
 
     @property
     def request_duration(self) -> Distribution:
-        """Seconds from the head of an HTTP call to its answer, of all."""
+        """Seconds from the head of an HTTP call to its answer, for all calls."""
         return self.answer_duration + self.error_duration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """A value that is asked for when the metrics are rendered."""
+    """A value that is read when the metrics are rendered."""
 
     name: str
     """A key of `GAUGES` or `COUNTERS`."""
     value: float
     labels: tuple[str, ...] = ()
-    """Values for the labels it has there, in that order."""
+    """Values for its labels, in the order given there."""
 
 
 GaugeSource = Callable[[], Iterable[Reading]]
@@ -187,7 +187,7 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "front_up": ("Whether this front takes connections.", ("front",)),
     "front_connections": ("Open HTTP connections of this front.", ("front",)),
 }
-"""What a source may report: help text and label names. Names get the prefix `inferpool_`."""
+"""Gauges that a source may report: help text and label names. Names get the prefix `inferpool_`."""
 COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpu_xid_errors": ("Critical errors that the driver reported.", ("gpu", "uuid")),
     "unfinished_refused": ("Requests refused because too many were on their way.", ()),
@@ -197,17 +197,17 @@ COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "traces_dropped": ("Traced calls that no collector will see: it was down, or too slow.", ()),
     "log_lines_dropped": ("Log lines lost because nobody read them in time.", ()),
 }
-"""What a source may report that only ever grows. Names get the suffix `_total` besides."""
+"""Counters that a source may report. Names also get the suffix `_total`."""
 
 
 class Metrics:
-    """All of them, in a registry of its own."""
+    """The metrics of all models and of the service, in a registry of their own."""
 
     def __init__(self, models: Iterable[str], versions: Mapping[str, str]) -> None:
         """Start at zero.
 
         Args:
-            models: Names of the models served; no other name becomes a label.
+            models: Names of the models served. No other name becomes a label.
             versions: Labels of the build information: {"version": "0.1.0", "torch": ...}.
         """
         self.unknown_model = ModelMetrics(NO_MODEL)
@@ -221,24 +221,24 @@ class Metrics:
         ProcessCollector(registry=self._registry)
 
     def model(self, name: str) -> ModelMetrics:
-        """The metrics of a model; of `unknown_model` if it is not served here."""
+        """Return the metrics of a model, or `unknown_model` if it is not served here."""
         return self._models.get(name, self.unknown_model)
 
     def gauge_source(self, source: GaugeSource) -> None:
-        """Ask this whenever the metrics are rendered, in the event loop: it must be quick."""
+        """Call a source whenever the metrics are rendered, in the event loop: it must be quick."""
         self._sources.append(source)
 
     def refresh_by(self, refresh: Callable[[], Awaitable[None]]) -> None:
-        """Call this before the metrics are rendered: others count too."""
+        """Call this before the metrics are rendered, since other processes count too."""
         self._refresh = refresh
 
     async def refresh(self) -> None:
-        """Have what others have counted brought here."""
+        """Collect what other processes have counted."""
         if self._refresh is not None:
             await self._refresh()
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
-        """The metrics in Prometheus' text format, or in OpenMetrics' where that is accepted.
+        """Render the metrics in Prometheus' text format, or as OpenMetrics if that is accepted.
 
         Args:
             accept: The Accept header of the call.
@@ -278,7 +278,7 @@ class Metrics:
 
 
 def recorder(metrics: Callable[[str], ModelMetrics]) -> Callable[[str, int, float], None]:
-    """Counts each call that is over, by the metrics of its model."""
+    """Return a function that counts each finished call in the metrics of its model."""
 
     def on_done(model: str, status: int, duration_s: float) -> None:
         record = metrics(model)
@@ -308,7 +308,7 @@ def gpu_gauges(gpus: Iterable[GpuVitals]) -> Iterator[Reading]:
 
 
 class _ServiceCollector(Collector):
-    """Asks for the families anew at each scrape."""
+    """Makes the families anew at each scrape."""
 
     def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
         self._collect = collect
@@ -321,7 +321,7 @@ class _ServiceCollector(Collector):
 
 
 def _family(name: str) -> GaugeMetricFamily | CounterMetricFamily:
-    """A family for the readings of this name, still without any."""
+    """Make a family for the readings of this name."""
     if name in COUNTERS:
         text, labels = COUNTERS[name]
         return CounterMetricFamily(f"inferpool_{name}", text, labels=labels)

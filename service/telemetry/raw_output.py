@@ -1,7 +1,7 @@
-"""What is written past the log, to stdout and stderr, by this process and all that it starts.
+"""Turns what is written to stdout and stderr past the log into log lines, where the log is JSON.
 
-A model's `print`, a message of a library in C, the traceback of an interpreter that ends: where the
-log is JSON, each such line becomes a log line. Runs in the main process, in a thread of its own.
+It covers this process and all that it starts: a model's `print`, a message of a library in C, the
+traceback of an interpreter that ends. Runs in the main process, in a thread of its own.
 """
 
 import contextlib
@@ -19,18 +19,18 @@ from inferpool.workers.host.keep_going import KeepGoing
 _LEVELS = {1: logging.INFO, 2: logging.WARNING}
 _LOGGERS = {1: logging.getLogger("stdout"), 2: logging.getLogger("stderr")}
 _MAX_LINE_BYTES = 8192
-"""Of a longer line, several are made."""
+"""Longer lines are divided."""
 
 
 class RawOutput:
-    """Holds descriptors 1 and 2 until it is closed. Whoever is started meanwhile inherits ours."""
+    """Holds descriptors 1 and 2 until it is closed. Processes started meanwhile inherit ours."""
 
     def __init__(self, originals: Mapping[int, int], readers: Mapping[int, int]) -> None:
-        """Use `take`.
+        """Store the descriptors that `take` makes.
 
         Args:
-            originals: By descriptor, a copy of what it was.
-            readers: By descriptor, the end at which to read what is written to it.
+            originals: A copy of the original, by descriptor.
+            readers: The end to read what is written to it, by descriptor.
         """
         self._originals = originals
         self._readers = readers
@@ -42,10 +42,10 @@ class RawOutput:
 
     @classmethod
     def take(cls) -> "RawOutput":
-        """Take stdout and stderr. What is written there waits in pipes, 64 KiB each, for `start`.
+        """Take stdout and stderr. Until `start`, what is written waits in pipes of 64 KiB each.
 
         Raises:
-            OSError: There are no descriptors to be had.
+            OSError: There are no free descriptors.
         """
         _flush()
         originals, readers = {}, {}
@@ -59,19 +59,20 @@ class RawOutput:
 
     @property
     def stderr(self) -> TextIO:
-        """The stderr that was there before, for the log itself."""
+        """The original stderr, for the log itself."""
         return os.fdopen(self._originals[2], "w", encoding="utf-8", closefd=False)
 
     def start(self) -> None:
-        """Begin to log what is written; the log must have its way out by now.
+        """Begin to log what is written. The log must be configured by now.
 
-        What this process says when it crashes is no log line: nobody would be left to write it.
+        The traceback of a crash of this process goes to the original stderr, since nobody would be
+        left to log it.
         """
         faulthandler.enable(self._originals[2])
         self._thread.start()
 
     def close(self) -> None:
-        """Give both descriptors back, and log what is there yet. More than once does no harm."""
+        """Give both descriptors back, and log the rest. Closing again does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -88,7 +89,7 @@ class RawOutput:
             os.close(fd)
 
     def _pass_on(self) -> None:
-        """Write what is there where it was meant to go: there never was a log."""
+        """Write what was taken to where it was meant to go, if there never was a log."""
         for fd, reader in self._readers.items():
             with contextlib.suppress(OSError):
                 while data := os.read(reader, 65536):
@@ -110,7 +111,7 @@ class RawOutput:
             self._log(fd, rest)
 
     def _read(self, fd: int) -> None:
-        """Log the whole lines that are there."""
+        """Log the complete lines that are there."""
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._readers[fd], 65536):
                 *lines, rest = (self._rests[fd] + data).split(b"\n")

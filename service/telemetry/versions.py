@@ -1,10 +1,10 @@
-"""The versions of what is installed. It needs nothing of that, as where only the client is."""
+"""Versions of installed packages. It imports nothing of them, so it works with the client alone."""
 
 from importlib.metadata import PackageNotFoundError, version
 
 
 def version_of(distribution: str = "inferpool") -> str:
-    """The version of an installed package; "unknown" where it is not installed as one."""
+    """Return the version of an installed package, or "unknown"."""
     try:
         return version(distribution)
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""OpenTelemetry traces: which calls are traced, the spans that they become, and their way out.
+"""OpenTelemetry traces: which calls are traced, what spans they become, and how they are sent.
 
 Nothing here is imported while nothing is traced.
 """

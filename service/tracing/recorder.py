@@ -1,4 +1,4 @@
-"""Which calls are traced, and what is handed over of each when it is over. In the event loop."""
+"""Decides which calls are traced, and keeps them when they are over. Runs in the event loop."""
 
 from collections import deque
 from collections.abc import Callable
@@ -8,15 +8,15 @@ from inferpool.service.api.call import Call
 from inferpool.service.telemetry.metrics import ModelMetrics
 
 MAX_WAITING = 2048
-"""Calls that wait to be exported, with some KB each; more are dropped."""
+"""Calls that wait to be exported, a few KB each; more are dropped."""
 MAX_BATCH = 128
-"""Calls exported at once."""
+"""Calls that are exported together."""
 _KEPT = (b"host", b"user-agent")
-"""The headers of a call that its span names; others may be long."""
+"""The headers that a call's span shows. Others may be long, and are dropped."""
 _MAX_BYTES = 256
 _SAMPLED, _NOT_SAMPLED = "01", "00"
 _BEYOND_ALL = "g"
-"""Sorts behind every hexadecimal digit."""
+"""A text that sorts behind every hexadecimal digit."""
 
 
 class Ended:
@@ -40,22 +40,21 @@ class Recorder:
         is_parent_based: bool,
         metrics: Callable[[str], ModelMetrics],
     ) -> None:
-        """Begin with none.
+        """Start with no calls.
 
         Args:
-            ratio: Of the calls that are not decided by their caller, the share to trace. Decided
-                by the trace id, as everyone does it who samples so (OpenTelemetry, trace SDK,
-                TraceIdRatioBased), so that services agree.
-            is_parent_based: Whether callers decide where they have.
-            metrics: Finds what counts the calls of a model, which is told some of their traces.
+            ratio: The share of calls to trace among those whose caller has not decided. The trace
+                id decides (OpenTelemetry, trace SDK, TraceIdRatioBased), so that services agree.
+            is_parent_based: Follow the caller's decision if there is one.
+            metrics: Returns the metrics of a model, which get exemplars.
         """
         self._bound = _BEYOND_ALL if ratio >= 1 else f"{round(ratio * 2**64):016x}"
         self._is_parent_based = is_parent_based
         self._metrics = metrics
         self.waiting: deque[Ended] = deque()
-        """Appended to here, taken from in the thread."""
+        """Finished calls, added here and taken by the exporting thread."""
         self.wake = Event()
-        """Set when there is enough for an export."""
+        """Set when there are enough for an export."""
         self.num_dropped = 0
         """Calls for which there was no room."""
 

@@ -1,8 +1,9 @@
-"""The spans of a call that is over, made of what was noted while it ran.
+"""Makes the spans of a call that is over from what was noted while it ran.
 
-Written as the protocol's own messages (opentelemetry-proto, `trace.proto`): a span costs 10 µs so,
-and 60 µs by the SDK's `start_span`, `end` and encoder (CPython 3.11). Names of attributes are those
-of the semantic conventions for HTTP servers (1.23 and later), and `inferpool.*` beside them.
+They are made directly as the protocol's messages (opentelemetry-proto, `trace.proto`): a span costs
+10 µs this way, and 60 µs by the SDK's `start_span`, `end` and encoder (CPython 3.11). The names of
+attributes are those of the semantic conventions for HTTP servers (1.23 and later), and
+`inferpool.*` for the rest.
 """
 
 import random
@@ -26,7 +27,7 @@ _REFUSED = (429, 503)
 _LATE = 504
 _SERVER, _INTERNAL = Span.SPAN_KIND_SERVER, Span.SPAN_KIND_INTERNAL
 _HAS_REMOTE, _IS_REMOTE = 0x100, 0x200
-"""Whether it is known that the parent is another's, and whether it is (`SpanFlags`)."""
+"""Flags that say whether it is known that the parent is remote, and whether it is (`SpanFlags`)."""
 _FAILED_IN_PREPARE = ("invalid_input",)
 _FAILED_IN_COMPUTE = ("model_error", "non_finite_output")
 
@@ -34,23 +35,19 @@ Attributes = Mapping[str, str | int]
 
 
 class SpanMaker:
-    """Makes them, for one server."""
+    """Makes the spans of one server's calls."""
 
     def __init__(self, scheme: str) -> None:
-        """Remember what all calls share.
-
-        Args:
-            scheme: "http" or "https".
-        """
         self._scheme = scheme
 
     def add_spans(self, ended: Ended, epoch_ns: int, spans: ScopeSpans) -> None:
-        """Add the span of the call, then those below it.
+        """Add the span of a call and those below it.
 
         Args:
             ended: The call.
-            epoch_ns: What CLOCK_MONOTONIC's zero is in the time of day.
-            spans: Where to: made in place, since each message copies what it is made of.
+            epoch_ns: The time of day at CLOCK_MONOTONIC's zero.
+            spans: The message to add them to. They are made in place, since messages copy their
+                parts.
         """
         _Tree(ended.call, epoch_ns, spans).grow(ended, self._server_attributes(ended))
 
@@ -86,7 +83,7 @@ class SpanMaker:
 
 
 class _Tree:
-    """The spans of one call, which end where the call ends at the latest."""
+    """The spans of one call. None ends later than the call."""
 
     def __init__(self, call: Call, epoch_ns: int, spans: ScopeSpans) -> None:
         self._call = call
@@ -121,7 +118,7 @@ class _Tree:
             self._add("answer", root.span_id, settled, end)
 
     def _add_steps(self, root: Span, parent: Span, steps: InstanceSteps, end: float) -> None:
-        """Add where one instance waited and was worked on, try by try."""
+        """Add the spans of one instance: its waits and its attempts."""
         waiting_since = steps.arrived
         end = steps.settled or end
         if not steps.tries:
@@ -184,13 +181,13 @@ class _Tree:
 
 
 def describe(described: Span | Span.Event | Resource, attributes: Attributes) -> None:
-    """Add attributes to what has some."""
+    """Add attributes to a message."""
     described.attributes.extend([_pair(*each) for each in attributes.items()])
 
 
 @lru_cache(maxsize=1024)
 def _pair(name: str, value: str | int) -> KeyValue:
-    """Most come again and again, and to copy one costs a third of making it."""
+    """Make an attribute. Most repeat, and copying one costs a third of making it."""
     if isinstance(value, str):
         return KeyValue(key=name, value=AnyValue(string_value=value))
     return KeyValue(key=name, value=AnyValue(int_value=value))
@@ -227,7 +224,7 @@ def _outcome_of(ended: Ended) -> str:
 
 
 def _error_of(call: Call) -> tuple[str, str]:
-    """Code and message of what a failed call failed of."""
+    """Return the code and message of the error that a call ended with."""
     if call.error is not None:
         return call.error
     failed = ((steps.code, steps.message) for steps in call.steps or () if steps.code)
@@ -246,7 +243,7 @@ def _route_of(call: Call) -> str:
 
 
 def _address_of(host: str) -> dict[str, str | int]:
-    """What a Host header says (RFC 9110, 7.2)."""
+    """Parse a Host header (RFC 9110, 7.2)."""
     name, colon, port = host.rpartition(":")
     if colon and port.isdigit() and len(port) < 6 and not name.endswith(":"):
         return {"server.address": name.strip("[]"), "server.port": int(port)}

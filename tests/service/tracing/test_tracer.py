@@ -12,7 +12,7 @@ from inferpool.service.errors import StartError
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
 from inferpool.service.telemetry.metrics import ModelMetrics
-from inferpool.service.tracing import exporter
+from inferpool.service.tracing import tracer as tracer_module
 from inferpool.service.tracing.recorder import MAX_BATCH
 from inferpool.service.tracing.tracer import Tracer
 from tests.collector import FakeCollector, collecting
@@ -61,7 +61,7 @@ def test_what_waits_is_exported_at_the_end(collector: FakeCollector) -> None:
 def test_a_collector_that_is_busy_is_tried_again(
     collector: FakeCollector, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(exporter, "_PAUSES_S", (0.01,) * 5000)
+    monkeypatch.setattr(tracer_module, "_PAUSES_S", (0.01,) * 5000)
     caplog.set_level(logging.INFO)
     collector.status = 503
     tracer = tracer_for(collector.url)
@@ -117,7 +117,6 @@ def test_nothing_is_made_where_nothing_is_to_be_traced() -> None:
 def test_without_the_extra_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (
         "inferpool.service.tracing.tracer",
-        "inferpool.service.tracing.exporter",
         "inferpool.service.tracing.spans",
     ):
         monkeypatch.delitem(sys.modules, name)
