@@ -2,43 +2,46 @@
 
 Write a model with these:
     Model, Features, Item, TensorSpec, Placement, InputError
-Serve it from Python, mount it in an application of yours, and test it:
+Serve it from Python, mount it in your application, and test it:
     serve, RunningService; asgi_app, MountedApp; testing.predict, testing.client
-    and what they may raise: SettingsError, SourceError, StartError
+    These raise: SettingsError, SourceError, StartError
 Ask a running service with these:
     Client, AsyncClient, Prediction, Label, Timing, Retry, Health, ModelInfo, Progress
-    and what they may raise: InferpoolError, and under it ConnectError, ProtocolError,
-    DeadlineExceededError, AnswerError, InvalidInputError, ModelFailedError, OverloadedError,
-    UnavailableError, UnsendableError (`inferpool.service.client.errors` has them all)
+    These raise InferpoolError: ConnectError, ProtocolError, DeadlineExceededError, AnswerError,
+    InvalidInputError, ModelFailedError, OverloadedError, UnavailableError, UnsendableError
+    (`inferpool.service.client.errors` has all of them)
 
-Each is imported when it is first named, so that a client needs neither torch nor the server.
+Each name is imported when it is first used, so a client needs neither torch nor the server.
 """
 
-TYPE_CHECKING = False  # of `typing`, which costs more to import than the command's first line
+TYPE_CHECKING = False  # `typing` has it too, but its import takes longer than this page
 if TYPE_CHECKING:
     from inferpool import testing
     from inferpool.models.base import Model
     from inferpool.models.errors import InputError, SourceError
     from inferpool.models.item import Features, Item
     from inferpool.models.spec import Placement, TensorSpec
-    from inferpool.service.client.async_client import AsyncClient
-    from inferpool.service.client.errors import (
+    from inferpool.service.client import (
         AnswerError,
+        AsyncClient,
+        Client,
         ConnectError,
         DeadlineExceededError,
+        Health,
         InferpoolError,
         InvalidInputError,
+        Label,
         ModelFailedError,
+        ModelInfo,
         OverloadedError,
+        Prediction,
+        Progress,
         ProtocolError,
+        Retry,
+        Timing,
         UnavailableError,
         UnsendableError,
     )
-    from inferpool.service.client.health import Health, ModelInfo
-    from inferpool.service.client.options import Progress
-    from inferpool.service.client.results import Label, Prediction, Timing
-    from inferpool.service.client.retries import Retry
-    from inferpool.service.client.sync_client import Client
     from inferpool.service.embedded.mounted import MountedApp, asgi_app
     from inferpool.service.embedded.serve import RunningService, serve
     from inferpool.service.errors import StartError
@@ -47,34 +50,19 @@ if TYPE_CHECKING:
     __version__: str
 
 _PLACES = {
-    "models.base": ("Model",),
-    "models.errors": ("InputError", "SourceError"),
-    "models.item": ("Features", "Item"),
-    "models.spec": ("Placement", "TensorSpec"),
-    "service.client.async_client": ("AsyncClient",),
-    "service.client.errors": (
-        "AnswerError",
-        "ConnectError",
-        "DeadlineExceededError",
-        "InferpoolError",
-        "InvalidInputError",
-        "ModelFailedError",
-        "OverloadedError",
-        "ProtocolError",
-        "UnavailableError",
-        "UnsendableError",
-    ),
-    "service.client.health": ("Health", "ModelInfo"),
-    "service.client.options": ("Progress",),
-    "service.client.results": ("Label", "Prediction", "Timing"),
-    "service.client.retries": ("Retry",),
-    "service.client.sync_client": ("Client",),
-    "service.embedded.mounted": ("MountedApp", "asgi_app"),
-    "service.embedded.serve": ("RunningService", "serve"),
-    "service.errors": ("StartError",),
-    "service.settings.usage": ("SettingsError",),
+    "models.base": "Model",
+    "models.errors": "InputError SourceError",
+    "models.item": "Features Item",
+    "models.spec": "Placement TensorSpec",
+    "service.client": "AnswerError AsyncClient Client ConnectError DeadlineExceededError Health "
+    "InferpoolError InvalidInputError Label ModelFailedError ModelInfo OverloadedError Prediction "
+    "Progress ProtocolError Retry Timing UnavailableError UnsendableError",
+    "service.embedded.mounted": "MountedApp asgi_app",
+    "service.embedded.serve": "RunningService serve",
+    "service.errors": "StartError",
+    "service.settings.usage": "SettingsError",
 }
-_PLACE_OF = {name: place for place, names in _PLACES.items() for name in names}
+_PLACE_OF = {name: place for place, names in _PLACES.items() for name in names.split()}
 
 __all__ = [
     "AnswerError",
@@ -113,10 +101,10 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # to which every name would be one of ours
+if not TYPE_CHECKING:  # a type checker would believe that every name exists
 
     def __getattr__(name: str) -> object:
-        """Import a public name from its place (PEP 562)."""
+        """Import a public name when it is first used (PEP 562)."""
         from importlib import import_module
 
         if name == "__version__":
@@ -134,21 +122,21 @@ if not TYPE_CHECKING:  # to which every name would be one of ours
 
 
 def _why_missing(error: ModuleNotFoundError, wish: str) -> str:
-    """Say why a name of ours cannot be imported, and what to do."""
+    """Return why a public name cannot be imported, and what to do."""
     missing = error.name or ""
     if missing in (f"{__name__}.service", f"{__name__}.workers", f"{__name__}.models"):
         folder = missing.partition(".")[2]
         return (
-            f"inferpool/{folder} is missing. In a checkout it is a symbolic link, for which some "
-            "tools write a text file: clone again with `git clone -c core.symlinks=true`, or "
+            f"inferpool/{folder} is missing. In a checkout it is a symbolic link, and some tools "
+            "write a text file instead: clone again with `git clone -c core.symlinks=true`, or "
             "install from the source distribution"
         )
     package = missing.partition(".")[0]
     if package in ("", __name__):
         return str(error)
     return (
-        f"{wish} needs {package}, which is not installed. Where there is only the client, its "
-        "names work; `pip install .` in the clone installs the rest"
+        f"{wish} needs {package}, which is not installed. The names of the client work without "
+        "it; `pip install .` in the clone installs the rest"
     )
 
 

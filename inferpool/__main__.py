@@ -1,20 +1,20 @@
 """The command `inferpool`, and `python -m inferpool`.
 
-Workers import this module again when they start, so nothing is imported until `main` runs.
+Workers import this module when they start, so it imports nothing until `main` runs.
 """
 
 
 def main() -> int:
-    """Run the command line of this process; returns its exit status."""
+    """Run the command line of this process; return its exit status."""
     try:
         from inferpool.service.signals import SHELL_OFFSET, early_signal, end_early
 
-        end_early()  # before anything that takes long to import
+        end_early()  # before the slow imports
         try:
             from inferpool.service.cli.main import run
 
             return run()
-        except Exception:  # an import may have made another exception of the signal's
+        except Exception:  # an import may have turned the signal's exception into another one
             if signum := early_signal():
                 return SHELL_OFFSET + signum
             raise
@@ -22,10 +22,10 @@ def main() -> int:
         if error.name != "inferpool.service":
             raise
         raise SystemExit(
-            "inferpool/service is missing. In a checkout it is a symbolic link, for which some "
-            "tools write a text file: clone again with `git clone -c core.symlinks=true`"
+            "inferpool/service is missing. In a checkout it is a symbolic link, and some tools "
+            "write a text file instead: clone again with `git clone -c core.symlinks=true`"
         ) from error
-    except KeyboardInterrupt:  # while those are imported; afterwards `run` knows what to do
+    except KeyboardInterrupt:  # during the imports; later, `run` handles it
         return 130
 
 

@@ -1,7 +1,7 @@
-"""`inferpool.testing`: the whole path of a model in this process, for its unit tests.
+"""`inferpool.testing`: runs a model in this process, for its unit tests.
 
-A call takes the way of one that comes by HTTP, but for the socket and the worker process: it is
-read and checked, queued, preprocessed, collated, computed, postprocessed, checked and rendered.
+A call takes the same path as an HTTP request, without the socket and the worker process: it is read
+and checked, queued, preprocessed, collated, computed, postprocessed, checked and rendered.
 """
 
 import asyncio
@@ -29,24 +29,24 @@ from inferpool.workers.host.in_process import InProcessEngine
 
 _URL = "http://model"
 _numbers = count()
-"""One for each class that is tested: clients may be open side by side."""
+"""Numbers for the tested classes, since several clients may be open at a time."""
 
 
 def predict(model: Served, input: object, /, **parameters: object) -> Prediction:
-    """Load a model and have it predict on one input, as a service would.
+    """Load a model, and return its prediction for one input, as a service would.
 
     >>> assert inferpool.testing.predict(MyClassifier, Path("cat.jpg"), top_k=1).top.label == "cat"
 
-    To ask a model more than once, or to set its options, see `client`.
+    To ask a model several times, or to set its options, use `client`.
 
     Args:
-        model: A class, wherever it is defined, or a source.
-        input: As `Client.predict` takes it.
+        model: Any class of a model, or a source.
+        input: Input as `Client.predict` takes it.
         **parameters: Parameters of the call, for the model.
 
     Raises:
-        InferpoolError: There is no prediction: what the client of a service would raise, but that
-            the detail of a `ModelFailedError` has the traceback.
+        InferpoolError: There is no prediction. A client of a service raises the same error; here
+            the detail of a `ModelFailedError` also has the traceback.
         StartError: The model cannot be loaded.
     """
     with client(model) as asking:
@@ -57,15 +57,15 @@ def predict(model: Served, input: object, /, **parameters: object) -> Prediction
 def client(model: Served, /, **settings: object) -> Iterator[Client]:
     """Load a model, and yield a client that asks it in this process.
 
-    Calls may take an hour, so that a debugger may hold them. The model computes in a thread.
+    A call may take an hour, so a debugger may stop it. The model runs in a thread.
 
     Args:
-        model: A class, wherever it is defined, or a source.
-        **settings: Any setting by its name, such as `options`. There is one replica, without
-            presets of speed.
+        model: Any class of a model, or a source.
+        **settings: Any setting by its name, such as `options`. There is one replica, without speed
+            presets.
 
     Raises:
-        SettingsError: A setting is misspelt, or has a value that cannot be.
+        SettingsError: A setting is unknown or invalid.
         StartError: The model cannot be loaded.
     """
     if "models" in settings:
@@ -73,19 +73,19 @@ def client(model: Served, /, **settings: object) -> Iterator[Client]:
     with _importable(model) as source:
         loaded = load_arguments(plain_settings(settings), os.environ, Path.cwd(), model=source)
         chosen = settings_for(loaded.settings)
-        if "arena_bytes" not in settings:  # to reserve more takes longer than all the rest
+        if "arena_bytes" not in settings:  # to reserve more would take longer than all the rest
             chosen = chosen.model_copy(update={"arena_bytes": 2 * chosen.max_body_bytes})
         loaded = replace(loaded, settings=chosen)
         app = MountedApp(loaded, partial(InProcessEngine, pins=False))
-        with _alive(app) as loop:
-            transport = _InLoop(app, loop)
+        with _running(app) as loop:
+            transport = _ThreadTransport(app, loop)
             with Client(_URL, transport=transport, timeout_s=None, retries=0) as asking:
                 yield asking
 
 
 @contextmanager
 def _importable(model: Served) -> Iterator[str]:
-    """The source of a class of this process, wherever it is defined."""
+    """Make a class importable, wherever it is defined, and yield its source."""
     if isinstance(model, str):
         yield model
         return
@@ -101,8 +101,8 @@ def _importable(model: Served) -> Iterator[str]:
 
 
 @contextmanager
-def _alive(app: MountedApp) -> Iterator[asyncio.AbstractEventLoop]:
-    """Run an application in a thread, with an event loop of its own: the caller's may run."""
+def _running(app: MountedApp) -> Iterator[asyncio.AbstractEventLoop]:
+    """Run an application in a thread with its own event loop; the caller may have one too."""
     begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[None] | None]] = Future()
     ready: Future[None] = Future()
 
@@ -122,7 +122,7 @@ def _alive(app: MountedApp) -> Iterator[asyncio.AbstractEventLoop]:
                 raise
             ready.set_exception(error)
 
-    # A daemon: Ctrl-C may end this process while the model loads, which nothing can interrupt.
+    # A daemon thread, so that Ctrl-C ends the process even while the model loads.
     thread = threading.Thread(target=run, name="inferpool testing", daemon=True)
     thread.start()
     loop, task = begun.result()
@@ -131,20 +131,20 @@ def _alive(app: MountedApp) -> Iterator[asyncio.AbstractEventLoop]:
         ready.result()
         yield loop
     finally:
-        with suppress(RuntimeError):  # the loop has ended, as no model could be loaded
+        with suppress(RuntimeError):  # the loop has ended, since the model could not be loaded
             loop.call_soon_threadsafe(task.cancel)
         thread.join()
 
 
-class _InLoop(httpx.BaseTransport):
-    """Carries calls of a client to an application in the event loop of another thread."""
+class _ThreadTransport(httpx.BaseTransport):
+    """Carries requests to an application in the event loop of another thread."""
 
     def __init__(self, app: MountedApp, loop: asyncio.AbstractEventLoop) -> None:
         self._transport = httpx.ASGITransport(app)
         self._loop = loop
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        """Carry one; see httpx."""
+        """Carry one request; see httpx."""
         request.read()
         return asyncio.run_coroutine_threadsafe(self._answer(request), self._loop).result()
 

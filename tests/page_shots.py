@@ -1,7 +1,7 @@
-"""Pictures of the page at `/` in its states: `python -m tests.page_shots FOLDER [STATE...]`.
+"""Takes pictures of the page at `/`: `python -m tests.page_shots FOLDER [STATE...]`.
 
-Light and dark, wide and narrow. The states are made up, so that they all look as they would on a
-host that has seen something; the predictions are real.
+Light and dark, wide and narrow. The states are made up, so that they look like a busy host; the
+predictions are real.
 """
 
 import sys
@@ -21,7 +21,7 @@ _SETTLE_MS = 700
 
 
 def main(folder: Path, names: list[str]) -> None:
-    """Take all pictures, or those of some states."""
+    """Take all pictures, or only those of the named states."""
     folder.mkdir(parents=True, exist_ok=True)
     with running("efficientnet_lite0", "--replicas", "1") as service, chromium() as browser:
         for name, scenario in scenarios().items():
@@ -50,7 +50,7 @@ def _take(
         page.set_input_files("#file", PHOTO)
         page.wait_for_selector("#answer h3")
     if path.name.startswith("split"):
-        page.click("#send")  # what this model takes, the real one refuses
+        page.click("#send")  # the real model refuses the example of the made-up one
         page.wait_for_selector(".problem")
     page.wait_for_timeout(_SETTLE_MS)
     page.screenshot(path=path, full_page=True)

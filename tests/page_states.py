@@ -1,4 +1,4 @@
-"""States of a service, as its feed would tell them, and how they get into a browser's page."""
+"""Made-up states of a service, and a way to show them to a browser's page."""
 
 import math
 import time
@@ -57,17 +57,17 @@ window.fetch = (url, options) => {
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """What a page is told instead of what is."""
+    """Events that a page gets in place of the real ones."""
 
     events: Sequence[State]
     status: int = 200
-    """Of the answer to the first listener."""
+    """Status of the first answer."""
     next: int | None = None
-    """Of the answers after that, whose stream ends at once; None: it stays."""
+    """Status of later answers, once the first stream has ended; None: it stays open."""
     problem: dict[str, Any] = field(default_factory=dict)
 
     def script(self) -> str:
-        """What a browser runs before the page's own scripts."""
+        """Return the script that a browser runs before the page's own."""
         events = [msgspec.json.encode(event).decode() for event in self.events]
         bodies = events or [msgspec.json.encode(self.problem).decode()]
         told = {"events": bodies, "status": self.status, "next": self.next}
@@ -139,7 +139,7 @@ def ending(cause: str, reason: str, *, number: int = 0, life: int = 0, ago_s: fl
 def sample(
     load: float = 0.0, *, refused: float = 0.0, depth: int = 0, failed: float = 0.0
 ) -> Sample:
-    """A second in which so many instances were answered."""
+    """Return one second with a load in instances per second."""
     p50 = 9.0 + load / 200 + depth / 20
     slow = Percentiles(p50=p50, p95=p50 * 1.7, p99=p50 * 2.4)
     return Sample(
@@ -159,7 +159,7 @@ def sample(
 
 
 def busy(second: int, *, peak: float = 900.0, refused: float = 0.0, depth: int = 6) -> Sample:
-    """A second of a service that has work."""
+    """Return one second of a busy service."""
     wave = 0.75 + 0.2 * math.sin(second / 23) + 0.05 * math.sin(second * 2.7)
     return sample(peak * wave, refused=refused, depth=int(depth * (1 + math.sin(second / 7) ** 2)))
 
@@ -176,7 +176,7 @@ def state(
     others: Sequence[ModelHealth] = (),
     quarantined: int = 0,
 ) -> State:
-    """The first event of a stream: the newest sample is the last."""
+    """Return the first event of a stream; its last sample is the newest."""
     now = time.time()
     past = samples or [sample() for _ in range(20)]
     model = ModelHealth(
@@ -221,7 +221,7 @@ def state(
 
 
 def scenarios() -> dict[str, Scenario]:
-    """Each state that the page is designed for, by name."""
+    """Return all states that the page is designed for, by name."""
     load = [busy(second) for second in range(NUM_SECONDS)]
     killed = ending("signal", "SIGKILL from outside, or by the kernel for memory", ago_s=94)
     hung = ending("hang", "its batch ran for more than 10 s", number=1, life=2, ago_s=3601)

@@ -1,4 +1,4 @@
-"""A program on a terminal of its own: what it shows, and keys for it."""
+"""Runs `inferpool` on a pseudo-terminal: reads the screen and presses keys."""
 
 import contextlib
 import fcntl
@@ -19,24 +19,24 @@ _HOME = b"\x1b[H"
 
 
 class PtyScreen:
-    """What `rich.live.Live` has drawn on it."""
+    """Screen on which `rich.live.Live` draws."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", fd: int, before: list[object]) -> None:
         self.process = process
         self.before = before
-        """How the terminal was set when the program was started."""
+        """Attributes of the terminal before the program started."""
         self.written = b""
-        """All of it, with its control sequences."""
+        """All output, with its control sequences."""
         self._fd = fd
 
     @property
     def text(self) -> str:
-        """The newest picture."""
+        """The newest picture, as text."""
         picture = _SEQUENCES.sub(b"", self.written.rpartition(_HOME)[2])
         return picture.decode(errors="replace").replace("\r\n", "\n")
 
     def wait_for(self, text: str, timeout_s: float = 30.0) -> str:
-        """Read until a picture has some text; the picture."""
+        """Read until a picture has some text; return the picture."""
         end = time.monotonic() + timeout_s
         while text not in self.text:
             assert time.monotonic() < end, f"no {text!r} in {self.text}"
@@ -44,7 +44,7 @@ class PtyScreen:
         return self.text
 
     def wait_for_next(self, pattern: str, timeout_s: float = 60.0) -> "re.Match[str]":
-        """Read until what was written has a pattern; it and all before it are then forgotten."""
+        """Read until the output has a pattern; then forget it and all before it."""
         end = time.monotonic() + timeout_s
         while not (match := re.search(pattern, self.text)):
             assert time.monotonic() < end, f"no {pattern!r} in {self.text}"
@@ -53,25 +53,25 @@ class PtyScreen:
         return match
 
     def press(self, keys: str) -> None:
-        """Type."""
+        """Press keys."""
         os.write(self._fd, keys.encode())
 
     def resize(self, columns: int, rows: int) -> None:
-        """As when a person drags the window's corner."""
+        """Change the size of the terminal."""
         fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def leave(self, timeout_s: float = 30.0) -> int:
-        """Read to the end; the exit status."""
+        """Read to the end; return the exit status."""
         end = time.monotonic() + timeout_s
         while self.process.poll() is None:
-            assert time.monotonic() < end, f"it does not leave: {self.text}"
+            assert time.monotonic() < end, f"it does not end: {self.text}"
             self._read(0.05)
         while self._read(0.0):
             pass
         return self.process.returncode
 
     def attributes(self) -> list[object]:
-        """How the terminal is set now."""
+        """Return the attributes of the terminal now."""
         return list(termios.tcgetattr(self._fd))
 
     def _read(self, timeout_s: float) -> bool:

@@ -1,4 +1,4 @@
-"""The names that users import, on the one page `inferpool/__init__.py`."""
+"""The public names in `inferpool/__init__.py`."""
 
 import ast
 import subprocess
@@ -22,7 +22,7 @@ def modules_after(code: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_every_name_is_found_where_it_is_said_to_be():
+def test_every_name_can_be_imported():
     for name in inferpool.__all__:
         found = getattr(inferpool, name)
         assert getattr(found, "__name__", name).rpartition(".")[2] == name or name == "Features"
@@ -36,7 +36,7 @@ def test_version_is_that_of_the_package():
     assert inferpool.__version__ == version("inferpool")
 
 
-def test_type_checkers_and_the_interpreter_find_the_same():
+def test_type_checkers_and_the_interpreter_see_the_same_names():
     tree = ast.parse(Path(str(inferpool.__file__)).read_text())
     told = {
         alias.name: node.module
@@ -50,13 +50,13 @@ def test_type_checkers_and_the_interpreter_find_the_same():
 
 
 @pytest.mark.parametrize("name", ["Client", "AsyncClient", "Prediction", "OverloadedError"])
-def test_client_imports_nothing_that_serves(name: str):
+def test_client_imports_nothing_of_the_server(name: str):
     found = modules_after(f"from inferpool import {name}")
     assert "httpx" in found
     assert found & _SERVERS == set()
 
 
-def test_naming_nothing_imports_nothing():
+def test_the_package_alone_imports_nothing():
     assert {name for name in modules_after("import inferpool") if "inferpool" in name} == {
         "inferpool"
     }

@@ -24,7 +24,7 @@ from inferpool.testing import client, predict
 from tests.small_classifier import SmallClassifier
 
 
-class Rooted(Model):
+class SquareRoot(Model):
     inputs = (TensorSpec(name="x", dtype="float32", shape=(-1, 2)),)
     outputs = (TensorSpec(name="y", dtype="float32", shape=(-1, 2)),)
 
@@ -46,20 +46,20 @@ class Rooted(Model):
         return [round(each, digits) for each in outputs["y"].tolist()]
 
 
-def test_model_predicts_by_its_whole_path():
-    assert predict(Rooted, [4, 2]).value == [2.0, 1.414]
-    assert predict(Rooted, torch.tensor([4.0, 2.0]), digits=1).value == [2.0, 1.4]
+def test_model_predicts_on_its_whole_path():
+    assert predict(SquareRoot, [4, 2]).value == [2.0, 1.414]
+    assert predict(SquareRoot, torch.tensor([4.0, 2.0]), digits=1).value == [2.0, 1.4]
 
 
 def test_input_is_checked_as_a_service_checks_it():
     with pytest.raises(InvalidInputError, match=r"shape|length|2"):
-        predict(Rooted, [1, 2, 3])
+        predict(SquareRoot, [1, 2, 3])
     with pytest.raises(InvalidInputError, match="digits: must be a whole number"):
-        predict(Rooted, [1, 2], digits="all")
+        predict(SquareRoot, [1, 2], digits="all")
 
 
-def test_failures_are_those_that_a_client_gets():
-    with client(Rooted) as asking:
+def test_failures_are_the_errors_of_a_client():
+    with client(SquareRoot) as asking:
         with pytest.raises(NonFiniteOutputError):
             asking.predict([-1, 1])
         with pytest.raises(ModelFailedError, match='raise ArithmeticError\\("unlucky"\\)'):
@@ -67,32 +67,32 @@ def test_failures_are_those_that_a_client_gets():
         assert asking.predict([1, 4]).value == [1.0, 2.0]
 
 
-def test_class_may_be_defined_inside_of_a_test_and_a_loop_may_run():
-    class Local(Rooted):
+def test_class_may_be_local_and_an_event_loop_may_run():
+    class ModelInATest(SquareRoot):
         def preprocess(self, item: Item) -> Features:
             return {"x": torch.tensor([item.json(), 0.0])}
 
     async def run() -> object:
-        return predict(Local, 9).value
+        return predict(ModelInATest, 9).value
 
     assert asyncio.run(run()) == [3.0, 0.0]
 
 
-def test_options_and_settings_are_given_to_a_client():
-    with client(Rooted, options={"offset": 1.0}) as asking:
+def test_client_takes_options_and_settings():
+    with client(SquareRoot, options={"offset": 1.0}) as asking:
         assert asking.predict([4, 9]).value == [3.0, 4.0]
         assert asking.predict([0, 1]).value == [1.0, 2.0]
-    with pytest.raises(SettingsError, match="did you mean options"), client(Rooted, option={}):
+    with pytest.raises(SettingsError, match="did you mean options"), client(SquareRoot, option={}):
         pass
 
 
-def test_model_that_cannot_be_loaded_is_told():
-    class Broken(Rooted):
+def test_model_that_cannot_be_loaded_is_an_error():
+    class UnloadableModel(SquareRoot):
         def load(self, placement: Placement) -> None:
             raise FileNotFoundError("weights.bin")
 
-    with pytest.raises(StartError, match=r"broken: .*FileNotFoundError: weights\.bin"):
-        predict(Broken, [1, 2])
+    with pytest.raises(StartError, match=r"unloadablemodel: .*FileNotFoundError: weights\.bin"):
+        predict(UnloadableModel, [1, 2])
 
 
 def test_process_is_left_as_it_was():
@@ -104,8 +104,8 @@ def test_process_is_left_as_it_was():
     assert dict(os.environ) == environ
 
 
-def test_options_are_what_a_service_could_be_given():
-    with client(Rooted, options={"offset": 1.0}) as asking, client(Rooted) as other:
+def test_options_must_be_what_a_service_could_have():
+    with client(SquareRoot, options={"offset": 1.0}) as asking, client(SquareRoot) as other:
         assert asking.predict([4, 9]).value == [3.0, 4.0]
         assert other.predict([4, 9]).value == [2.0, 3.0]
     with pytest.raises(SettingsError, match=r"^options\.offset: None cannot be told"):
@@ -115,19 +115,19 @@ def test_options_are_what_a_service_could_be_given():
 
 
 def predict_with(options: Mapping[str, object]) -> None:
-    with client(Rooted, options=options) as asking:
+    with client(SquareRoot, options=options) as asking:
         asking.predict([1, 2])
 
 
-def test_instance_of_a_model_is_refused_as_a_service_refuses_it():
-    with pytest.raises(TypeError, match="a Rooted cannot be served: give its class"):
-        predict(Rooted(), [1, 2])  # type: ignore[arg-type]  # what a user may do
-    with pytest.raises(TypeError, match="models cannot be set"), client(Rooted, models={}):
+def test_instance_of_a_model_is_refused():
+    with pytest.raises(TypeError, match="a SquareRoot cannot be served: give its class"):
+        predict(SquareRoot(), [1, 2])  # type: ignore[arg-type]  # what a user may do
+    with pytest.raises(TypeError, match="models cannot be set"), client(SquareRoot, models={}):
         pass
 
 
 def test_clients_may_be_closed_in_any_order():
-    first, second = client(Rooted), client(SmallClassifier)
+    first, second = client(SquareRoot), client(SmallClassifier)
     first.__enter__()
     asking = second.__enter__()
     first.__exit__(None, None, None)

@@ -1,5 +1,5 @@
-"""What is looked at when the service starts: what of this machine or these settings would go wrong.
+"""Quick checks of this machine and the settings, made whenever the service starts.
 
-`facts` looks, once; each check takes what was found and yields findings. All of it costs
-milliseconds and starts no process. `inferpool doctor` makes these checks too, and slower ones.
+`facts` looks at the machine once; each check takes the facts and yields findings. All checks
+together take milliseconds and start no process. `inferpool doctor` adds slower ones.
 """

@@ -1,4 +1,4 @@
-"""Devices: those that are visible, and those that several share."""
+"""Checks of devices: which are visible, and which are shared."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -8,13 +8,9 @@ from inferpool.service.checks.facts import Facts
 from inferpool.service.checks.findings import Finding, note, ok, warning
 from inferpool.service.settings.settings import Settings
 
-_SHARED = 2
-_WHOLE = 100
-"""Per cent."""
-
 
 def check_visible(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """CUDA_VISIBLE_DEVICES: CUDA stops at the first name that it does not know."""
+    """Check CUDA_VISIBLE_DEVICES; CUDA stops at the first name that it does not know."""
     visible = settings.cuda_visible_devices
     if visible is None:
         return
@@ -25,8 +21,8 @@ def check_visible(facts: Facts, settings: Settings) -> Iterator[Finding]:
     elif num_found < len(names):
         yield warning(
             "CUDA_VISIBLE_DEVICES",
-            f"{visible!r} names {len(names)}, and {names[num_found]!r} is not on this host: it and "
-            "those after it are left out",
+            f"{visible!r} names {len(names)}, and {names[num_found]!r} is not on this host: CUDA "
+            "ignores it and those after it",
             "name GPUs by the index or the UUID that `nvidia-smi -L` prints",
         )
     else:
@@ -34,7 +30,7 @@ def check_visible(facts: Facts, settings: Settings) -> Iterator[Finding]:
 
 
 def check_sharing(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """Processes that share a GPU, or a slice of one."""
+    """Check for processes that share a GPU, or a slice of one."""
     users = Counter(uuid for p in all_placements(facts) for uuid in p.gpu_of_each_rank)
     bounds: Counter[str] = Counter()
     for placement in all_placements(facts):
@@ -42,7 +38,7 @@ def check_sharing(facts: Facts, settings: Settings) -> Iterator[Finding]:
             bounds[uuid] += round(100 * (placement.memory_fraction or 0))
     for gpu in facts.host.gpus:
         num = users[gpu.uuid]
-        if num < _SHARED:
+        if num < 2:
             continue
         if facts.is_mps_running:
             yield ok("GPU sharing", f"{num} processes share {gpu} through CUDA MPS")
@@ -50,18 +46,18 @@ def check_sharing(facts: Facts, settings: Settings) -> Iterator[Finding]:
             yield note(
                 "GPU sharing",
                 f"{num} processes share {gpu} by turns: one waits while another computes",
-                "`nvidia-cuda-mps-control -d` before the service starts has them compute side by "
-                "side, and MIG slices keep them apart",
+                "run `nvidia-cuda-mps-control -d` before the service starts, so that they compute "
+                "side by side; MIG slices keep them apart",
             )
-        if bounds[gpu.uuid] > _WHOLE:
+        if bounds[gpu.uuid] > 100:
             yield warning(
                 "GPU memory",
                 f"the processes on {gpu} may allocate {bounds[gpu.uuid]} % of its memory together",
-                "set gpu_memory_fraction of each model that is served there",
+                "set gpu_memory_fraction of each model on it",
             )
 
 
 def all_placements(facts: Facts) -> Iterator[Placement]:
-    """Go through the placements of all models."""
+    """Yield the placements of all models."""
     for placements in facts.placements.values():
         yield from placements

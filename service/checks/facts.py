@@ -1,4 +1,4 @@
-"""What there is to know of this machine without starting a process, read once."""
+"""Facts about this machine that can be read without starting a process."""
 
 import importlib.util
 import os
@@ -23,7 +23,7 @@ _RLIMITS = ("NPROC", "MEMLOCK", "CORE", "AS", "FSIZE")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folder:
-    """A folder, and the room in its file system."""
+    """A folder, and the space in its file system."""
 
     path: Path
     is_writable: bool
@@ -33,35 +33,35 @@ class Folder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Build:
-    """An installed package with native code, read from its files rather than imported."""
+    """Build of an installed package, read from its files without an import."""
 
     version: str
     cuda: str = ""
-    """The CUDA version that it was built for; empty for a CPU build."""
+    """CUDA version that the package was built for; empty for a CPU build."""
     requires: Sequence[str] = ()
-    """Of torch: ">=2.14"."""
+    """Versions of torch that the package needs, such as ">=2.14"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What the checks judge."""
+    """Facts about this machine, and the placements of the models on it."""
 
     host: Host
     placements: Mapping[str, Sequence[Placement]]
-    """Of each model whose devices are there."""
+    """Placements by model, for models whose devices exist."""
     misplaced: Mapping[str, str]
-    """Of each other model: why its devices are not."""
+    """Reasons by model, for models whose devices do not exist."""
     cgroup: CgroupLimits
     memory_bytes: int
     available_bytes: int
     swap_used_bytes: int
     rlimits: Mapping[str, int | None]
-    """Soft limits by name ("FSIZE"); None where there is none."""
+    """Soft limits by name ("FSIZE"); None for no limit."""
     num_files: int
-    """How many descriptors the service may have once it has raised its limit."""
+    """File descriptors that the service may have after it has raised its limit."""
     shm: Folder | None
     tmp: Folder | None
-    """None where there is no temporary folder that can be written to."""
+    """Temporary folder; None if there is no writable one."""
     cwd: Folder
     pid: int
     is_root_read_only: bool
@@ -76,28 +76,28 @@ class Facts:
 
     @property
     def num_workers(self) -> int:
-        """Workers that serve."""
+        """Number of workers."""
         return sum(map(len, self.placements.values()))
 
     @property
     def num_processes(self) -> int:
-        """Their processes: a worker whose replica is split has one for each part."""
+        """Number of worker processes; a split replica has one per part."""
         return sum(p.num_ranks for placements in self.placements.values() for p in placements)
 
     @property
     def free_bytes(self) -> int:
-        """Memory that can be had: of the host, and of its control groups."""
+        """Free memory, of the host or of the control group, whichever is less."""
         left = self.cgroup.memory_left_bytes
         return self.available_bytes if left is None else min(self.available_bytes, left)
 
 
 def gather(settings: Settings, host: Host, root: Path = Path("/")) -> Facts:
-    """Look at this machine.
+    """Read the facts about this machine.
 
     Args:
-        settings: What it is to serve.
-        host: Its devices.
-        root: What /proc and /sys lie under.
+        settings: Settings of the service.
+        host: Devices of this machine.
+        root: Parent folder of /proc and /sys.
     """
     placements: dict[str, Sequence[Placement]] = {}
     misplaced: dict[str, str] = {}
@@ -139,7 +139,7 @@ def gather(settings: Settings, host: Host, root: Path = Path("/")) -> Facts:
 
 
 def folder(path: Path) -> Folder | None:
-    """What there is to know of a folder; None where it cannot be looked at."""
+    """Return the facts about a folder; None if it cannot be read."""
     try:
         stat = os.statvfs(path)
     except OSError:
@@ -169,7 +169,6 @@ def _rlimits() -> dict[str, int | None]:
 
 
 def _meminfo(text: str) -> dict[str, int]:
-    """The fields of /proc/meminfo, in bytes."""
     return {name: int(kib) << 10 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB", text, re.M)}
 
 
@@ -179,7 +178,7 @@ def _field(cpuinfo: str, name: str) -> str:
 
 
 def _chosen(text: str) -> str:
-    """Of "always [madvise] never", the word in brackets."""
+    """Return the word in brackets: "madvise" for "always [madvise] never"."""
     found = re.search(r"\[(\w+)\]", text)
     return found[1] if found else ""
 

@@ -1,57 +1,57 @@
-"""What a check has found: a value with a level, a sentence, and what to do."""
+"""Findings of the checks: a level, a message and advice."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 Level = Literal["ok", "note", "warning", "error"]
-"""A note is worth knowing; a warning may cost speed or requests; an error will stop something."""
+"""A note is good to know; a warning may cost speed or requests; an error will break something."""
 LEVELS: tuple[Level, ...] = ("error", "warning", "note", "ok")
-"""The worst first."""
+"""All levels, the worst first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that was looked at."""
+    """Result of a check."""
 
     check: str
-    """What was looked at, in a word or two."""
+    """Name of the check, in a word or two."""
     level: Level
     message: str
     advice: str = ""
-    """What to do; empty where there is nothing to be done."""
+    """What to do; empty for nothing."""
     is_fatal: bool = False
-    """Nothing can be served: the service does not start."""
+    """True if the service cannot start at all."""
     rows: tuple[tuple[str, ...], ...] = ()
-    """A table that shows what the message says, its head first."""
+    """Table with the details, the heading first."""
 
     def __str__(self) -> str:
-        """On one line, for a log."""
+        """Return one line for a log."""
         return f"{self.check}: {self.message}{'; ' if self.advice else ''}{self.advice}"
 
 
 def ok(check: str, message: str) -> Finding:
-    """All is well."""
+    """Return a finding that all is well."""
     return Finding(check=check, level="ok", message=message)
 
 
 def note(check: str, message: str, advice: str = "") -> Finding:
-    """Something to know."""
+    """Return a finding that is good to know."""
     return Finding(check=check, level="note", message=message, advice=advice)
 
 
 def warning(check: str, message: str, advice: str) -> Finding:
-    """Something that may cost speed or requests."""
+    """Return a finding that may cost speed or requests."""
     return Finding(check=check, level="warning", message=message, advice=advice)
 
 
 def error(check: str, message: str, advice: str, *, is_fatal: bool = False) -> Finding:
-    """Something that will not work."""
+    """Return a finding that something will not work."""
     return Finding(check=check, level="error", message=message, advice=advice, is_fatal=is_fatal)
 
 
 def grouped(findings: Iterable[Finding], models: Collection[str]) -> list[Finding]:
-    """Have what was found alike of several models said once, with their names."""
+    """Merge findings that are the same for several models into one that names them."""
     groups: dict[Finding, list[str]] = {}
     for finding in findings:
         own = [name for name in models if finding.check.endswith(f" {name}")]
@@ -70,7 +70,7 @@ def grouped(findings: Iterable[Finding], models: Collection[str]) -> list[Findin
 
 
 def in_words(num_bytes: float) -> str:
-    """A size for people: "1.5 GiB", "300 MiB"."""
+    """Format a size: "1.5 GiB", "300 MiB"."""
     if num_bytes >= 1 << 30:
         return f"{num_bytes / 2**30:.1f} GiB"
     if num_bytes >= 1 << 20:

@@ -1,4 +1,4 @@
-"""Limits of the process and of its container."""
+"""Checks of the limits of the process and its container."""
 
 from collections.abc import Iterator
 
@@ -10,12 +10,12 @@ from inferpool.service.settings.settings import Settings
 _FEW_CONNECTIONS = 256
 MORE_FILES = "raise the hard limit: LimitNOFILE=65536, or docker's --ulimit nofile=65536"
 _BASE_PIDS = 12
-"""The front end with its threads, the forkserver, and a helper of multiprocessing."""
+"""Processes and threads of the front end, the forkserver and multiprocessing."""
 _FRONT_END_AS_BYTES = 4 << 30
 
 
 def check_descriptors(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """Each connection takes one, each worker a few."""
+    """Check the file descriptors; each connection needs one, each worker a few."""
     limit = facts.num_files
     fitting = max_connections(limit, facts.num_processes)
     message = f"{limit} open files leave room for {fitting} connections"
@@ -28,7 +28,7 @@ def check_descriptors(facts: Facts, settings: Settings) -> Iterator[Finding]:
 
 
 def check_processes(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """Threads count as processes do."""
+    """Check the limits of processes, which count threads too."""
     need = _BASE_PIDS
     for name, placements in facts.placements.items():
         each = settings.models[name].prepare_threads
@@ -38,24 +38,26 @@ def check_processes(facts: Facts, settings: Settings) -> Iterator[Finding]:
     left = facts.cgroup.num_pids_left
     advice = "raise it: docker's --pids-limit, Kubernetes' podPidsLimit or TasksMax="
     if left is not None and left < need:
-        message = f"{left} more processes and threads (pids.max), about {need} needed"
+        message = (
+            f"{left} more processes and threads are allowed (pids.max), about {need} are needed"
+        )
         is_fatal = left < _BASE_PIDS // 2
         yield error("processes", message, advice, is_fatal=is_fatal)
     elif left is not None:
-        yield ok("processes", f"{left} more may be started (pids.max), about {need} needed")
+        yield ok("processes", f"{left} more are allowed (pids.max), about {need} are needed")
     limit = facts.rlimits.get("NPROC")
     if limit is not None and limit < need:
         yield warning(
             "processes",
-            f"{limit} for this user in all (ulimit -u), about {need} needed",
+            f"this user may have {limit} (ulimit -u), about {need} are needed",
             "raise it with `ulimit -u`",
         )
     elif left is None:
-        yield ok("processes", f"about {need} needed, and the limit is far")
+        yield ok("processes", f"about {need} are needed, far below the limit")
 
 
 def check_ulimits(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """Address space, file size, core dumps, locked memory."""
+    """Check the limits of address space, file size, core dumps and locked memory."""
     space = facts.rlimits.get("AS")
     if space is not None and space < settings.arena_bytes + _FRONT_END_AS_BYTES:
         yield error(
@@ -67,14 +69,14 @@ def check_ulimits(facts: Facts, settings: Settings) -> Iterator[Finding]:
     if size is not None and size < settings.arena_bytes:
         yield error(
             "file size",
-            f"{in_words(size)} (ulimit -f) is less than the arena, to which it applies as well",
+            f"{in_words(size)} (ulimit -f) is less than the arena, which counts as a file",
             "ulimit -f unlimited",
             is_fatal=True,
         )
     if facts.rlimits.get("CORE") != 0:
         yield note(
             "core dumps",
-            "a crash would write memory to disk, with weights and inputs in it",
+            "a crash would write memory to disk, weights and inputs included",
             "ulimit -c 0",
         )
     locked = facts.rlimits.get("MEMLOCK")
@@ -86,77 +88,77 @@ def check_ulimits(facts: Facts, settings: Settings) -> Iterator[Finding]:
 
 
 def check_timeouts(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """A hang must be found before what waits behind it is too late."""
+    """Check that a hang is found before the requests behind it expire."""
     for name, model in settings.models.items():
         timeout_s = model.batch_timeout_s
         if timeout_s != "auto" and timeout_s >= settings.default_timeout_s:
             yield warning(
                 f"batch_timeout_s of {name}",
-                f"{timeout_s:g} s, and requests wait {settings.default_timeout_s:g} s "
-                "(default_timeout_s): those behind an input that hangs will all be late",
+                f"{timeout_s:g} s, but requests wait {settings.default_timeout_s:g} s "
+                "(default_timeout_s): all requests behind an input that hangs will expire",
                 "lower batch_timeout_s, or leave it at auto",
             )
 
 
 def check_container(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """What containers are usually given too little of."""
+    """Check what containers often lack: memory, an init process, time to stop."""
     if facts.cgroup.memory_bytes is not None:
         yield ok(
             "container memory",
-            f"a control group allows {in_words(facts.cgroup.memory_bytes)}, "
-            f"{in_words(facts.cgroup.memory_left_bytes or 0)} of it are left",
+            f"the control group allows {in_words(facts.cgroup.memory_bytes)}, "
+            f"{in_words(facts.cgroup.memory_left_bytes or 0)} of it are free",
         )
     if facts.pid == 1:
         yield note(
             "process 1",
-            "nobody reaps the processes that a model may leave behind",
+            "nothing reaps the processes that a model may leave behind",
             "run with an init: `docker run --init`, or `init: true` in compose",
         )
     grace_s = settings.shutdown_delay_s + settings.drain_timeout_s + 5
     yield note(
         "stop grace",
-        f"a stop may take {grace_s:.0f} s (shutdown_delay_s + drain_timeout_s + 5 s), and whoever "
-        "stops the service kills it after a time that cannot be seen from here",
+        f"a stop may take {grace_s:.0f} s (shutdown_delay_s + drain_timeout_s + 5 s); docker or "
+        "Kubernetes may kill the service before that",
         "docker kills after 10 s, Kubernetes after 30 s: set stop_grace_period, or "
         "terminationGracePeriodSeconds, to more",
     )
     if facts.is_root_read_only:
-        yield ok("read-only root", "nothing but the temporary folder is written to")
+        yield ok("read-only root", "the service writes only to the temporary folder")
 
 
 def check_cores(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """Threads that compute, against the time that there is for them."""
+    """Check the number of computing threads against the cores."""
     cores = facts.host.num_cores
     threads = sum(p.num_threads * p.num_ranks for ps in facts.placements.values() for p in ps)
     quota = facts.cgroup.num_cores
     bound = f", bound by a quota of {quota:g}" if quota is not None and quota < cores + 1 else ""
     message = f"{threads} computing threads on {cores} core{'s' if cores != 1 else ''}{bound}"
-    told = [
+    chosen = [
         name
         for name in facts.placements
         if (settings.models[name].replicas, settings.models[name].threads_per_replica)
         != ("auto", "auto")
     ]
-    if threads > 2 * cores and told:
+    if threads > 2 * cores and chosen:
         yield warning(
             "cores",
-            f"{message}: they take turns, which costs far more than it gains",
-            f"lower replicas or threads_per_replica of {', '.join(told)}, or leave both at auto",
+            f"{message}: they take turns, which costs much speed",
+            f"lower replicas or threads_per_replica of {', '.join(chosen)}, or leave both at auto",
         )
     elif threads > 2 * cores:
         yield note(
             "cores",
-            f"{message}, since each of {len(facts.placements)} models takes one at least: where "
+            f"{message}, since each of {len(facts.placements)} models needs at least one: if "
             "all are asked at once, they take turns",
-            "serve fewer models here, or on more cores",
+            "serve fewer models, or use more cores",
         )
     elif threads > cores and len(facts.placements) == 1:
-        yield note("cores", message, "replicas times threads_per_replica is best at the cores")
+        yield note("cores", message, "best: replicas times threads_per_replica equals the cores")
     else:
         yield ok("cores", message)
     if quota is not None and quota < 1:
         yield warning(
             "cores",
-            f"a quota of {quota:g} cores: the front end is stopped in the middle of requests",
+            f"a quota of {quota:g} cores: the kernel stops the front end in the middle of requests",
             "allow at least one core, and one for each CPU replica",
         )

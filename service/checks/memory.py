@@ -1,4 +1,4 @@
-"""Memory: for the arena, for the replicas, and what slows it down."""
+"""Checks of memory: is there enough for the arena and the replicas, and what slows it down."""
 
 from collections.abc import Iterator
 
@@ -13,17 +13,17 @@ from inferpool.service.settings.settings import Settings
 # From /proc/PID/smaps_rollup on x86-64 with torch 2.15, two workers, efficientnet_lite0.
 FRONT_END_BYTES = 70 << 20
 FORKSERVER_BYTES = 540 << 20
-"""With torch; the workers share it."""
+"""Memory of the forkserver with torch, which the workers share."""
 WORKER_BYTES = 180 << 20
-"""What each has of its own beside the weights."""
+"""Memory of a worker that is not shared, without the weights."""
 _CUDA_WORKER_BYTES = 1 << 30
-"""Of the host's memory, with a CUDA context. An estimate: no GPU has been measured yet."""
+"""Host memory of a worker with a CUDA context; an estimate."""
 _TIGHT = 0.8
 _MIN_SHM_BYTES = 64 << 20
 
 
 def check_shared_memory(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """The size of /dev/shm does not bound us, but may bound a model."""
+    """Check /dev/shm, which the service does not use but a model may."""
     about = "the arena does not use it (a memfd counts as ordinary memory)"
     if facts.shm is None:
         yield note("/dev/shm", f"there is none; {about}")
@@ -31,7 +31,7 @@ def check_shared_memory(facts: Facts, settings: Settings) -> Iterator[Finding]:
         yield note(
             "/dev/shm",
             f"{in_words(facts.shm.free_bytes)} free of {in_words(facts.shm.total_bytes)}; {about}",
-            "only a model that starts processes of its own (a DataLoader, say) needs more: "
+            "only a model that starts processes (a DataLoader, say) needs more: "
             "docker run --shm-size=1g",
         )
     else:
@@ -39,7 +39,7 @@ def check_shared_memory(facts: Facts, settings: Settings) -> Iterator[Finding]:
 
 
 def check_replicas(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """The host's memory against all that is to be started."""
+    """Check the host's memory against the needs of all processes."""
     need = settings.arena_bytes + FRONT_END_BYTES + FORKSERVER_BYTES
     need += _bytes_of_fronts(facts, settings)
     unknown = []
@@ -55,7 +55,7 @@ def check_replicas(facts: Facts, settings: Settings) -> Iterator[Finding]:
     more = f" and the weights of {', '.join(unknown)}" if unknown else ""
     message = (
         f"{_count(facts)} and the front end need "
-        f"{least}{in_words(need)}{more}, of {in_words(facts.free_bytes)} that can be had"
+        f"{least}{in_words(need)}{more}; {in_words(facts.free_bytes)} are free"
     )
     advice = "lower replicas, free some memory, or raise the container's limit"
     if need > facts.free_bytes:
@@ -69,12 +69,12 @@ def check_replicas(facts: Facts, settings: Settings) -> Iterator[Finding]:
 
 
 def check_gpu_memory(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """The weights against each GPU's memory."""
+    """Check each GPU's memory against the weights of its models."""
     need: dict[str, int] = {}
     for name, placements in facts.placements.items():
         size = _weight_bytes(settings.models[name]) or 0
         for placement in placements:
-            for uuid in placement.gpu_of_each_rank:  # each has its part
+            for uuid in placement.gpu_of_each_rank:  # each holds one part
                 need[uuid] = need.get(uuid, 0) + size // placement.num_ranks
     for gpu in facts.host.gpus:
         if need.get(gpu.uuid, 0) > gpu.memory_bytes:
@@ -87,7 +87,7 @@ def check_gpu_memory(facts: Facts, settings: Settings) -> Iterator[Finding]:
 
 
 def check_swap(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """Memory that is on disk makes every worker slow at once."""
+    """Check for swapped memory, which slows down every worker."""
     if facts.swap_used_bytes > 256 << 20:
         yield warning(
             "swap",
@@ -95,15 +95,15 @@ def check_swap(facts: Facts, settings: Settings) -> Iterator[Finding]:
             "free memory, then run `swapoff -a`, or set vm.swappiness to 1",
         )
     else:
-        yield ok("swap", "next to none in use")
+        yield ok("swap", "almost none in use")
 
 
 def check_huge_pages(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """Transparent huge pages help large models and cost small ones memory."""
+    """Check transparent huge pages: large models get faster, small ones use more memory."""
     if facts.huge_pages == "never":
         yield note(
             "huge pages",
-            "transparent huge pages are off, which costs large CPU models some speed",
+            "transparent huge pages are off, which makes large CPU models slower",
             "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
         )
     elif facts.huge_pages:
@@ -117,18 +117,18 @@ def _count(facts: Facts) -> str:
 
 
 def _weight_bytes(model: ModelSettings) -> int | None:
-    """The size of a model's weights; None where it cannot be known without loading it."""
+    """Return the size of a model's weights; None if only loading it would tell."""
     if model.source == "echo" or model.weights.lower() == "none":
         return 0
     path = weights_file(model)
     try:
         return path.stat().st_size if path else None
     except OSError:
-        return 0  # another check says so
+        return 0  # another check reports it
 
 
 def _bytes_of_fronts(facts: Facts, settings: Settings) -> int:
-    """What front ends need that are processes beside the main one."""
+    """Return the memory of front end processes besides the main one."""
     try:
         num, _ = number_of_fronts(settings, facts.host.num_cores)
     except StartError:

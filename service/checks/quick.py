@@ -1,12 +1,12 @@
-"""The checks that the service makes when it starts, in the order in which they are read."""
+"""The list of checks that the service makes when it starts."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations
 from typing import TypeAlias
 
-from inferpool.service.checks.access import check_keys
 from inferpool.service.checks.devices import check_sharing, check_visible
 from inferpool.service.checks.facts import Facts, gather
-from inferpool.service.checks.findings import Finding
+from inferpool.service.checks.findings import Finding, warning
 from inferpool.service.checks.limits import (
     check_container,
     check_cores,
@@ -30,10 +30,29 @@ from inferpool.service.checks.system import (
     check_torch,
 )
 from inferpool.service.checks.weights import check_weights
+from inferpool.service.settings.keys import Keys, fingerprint_of
 from inferpool.service.settings.settings import Settings
 from inferpool.workers.host.devices import Host
 
 Check: TypeAlias = Callable[[Facts, Settings], Iterator[Finding]]
+
+
+def check_keys(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """Check that no API key is for several kinds of requests."""
+    keys_of: Mapping[str, Keys] = {
+        "predict_keys": settings.predict_keys,
+        "metrics_keys": settings.metrics_keys,
+        "admin_keys": settings.admin_keys,
+    }
+    for (name, keys), (other_name, others) in combinations(keys_of.items(), 2):
+        if shared := sorted(keys.digests & others.digests):
+            which = ", ".join(fingerprint_of(digest) for digest in shared)
+            yield warning(
+                "API keys",
+                f"{name} and {other_name} share a key (SHA-256 {which}...): it allows both",
+                "give each a key of its own: `openssl rand -hex 32`",
+            )
+
 
 QUICK: Sequence[Check] = (
     check_keys,
@@ -60,6 +79,6 @@ QUICK: Sequence[Check] = (
 
 
 def check_quickly(settings: Settings, host: Host) -> list[Finding]:
-    """Make them."""
+    """Make all quick checks."""
     facts = gather(settings, host)
     return [finding for check in QUICK for finding in check(facts, settings)]

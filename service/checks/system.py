@@ -1,4 +1,4 @@
-"""The machine and what is installed on it: processor, kernel, packages, disk."""
+"""Checks of the machine: processor, kernel, packages, disk."""
 
 import os
 import platform
@@ -13,11 +13,11 @@ from inferpool.service.settings.settings import Settings
 
 _MIN_FREE_BYTES = 64 << 20
 _MAX_SOCKET_PATH = 107
-"""sun_path of sockaddr_un, less its NUL (linux/un.h)."""
+"""Longest path of a socket: sun_path of sockaddr_un without its NUL (linux/un.h)."""
 _SOCKET_NAME = "/pymp-xxxxxxxx/listener-xxxxxxxx"
-"""What multiprocessing puts under the temporary folder."""
+"""Path of a multiprocessing socket under the temporary folder."""
 _QUICK_CLOCKS = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page")
-"""Those that are read without a system call."""
+"""Clocks that need no system call."""
 _FEATURES = {
     "AVX2": ("avx2",),
     "AVX-512": ("avx512f",),
@@ -29,12 +29,12 @@ _FEATURES = {
 
 
 def check_temporary(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """Where compilers and models write, and where the socket between several front ends lies."""
+    """Check the temporary folder, for compilers, models, and the socket between front ends."""
     if facts.tmp is None:
         yield warning(
             "temporary folder",
-            "there is none that can be written to: torch.compile, model code and a service with "
-            "several front ends need one",
+            "none is writable: torch.compile, model code and a service with several front ends "
+            "need one",
             "set TMPDIR, or mount a tmpfs at /tmp",
         )
         return
@@ -42,7 +42,7 @@ def check_temporary(facts: Facts, settings: Settings) -> Iterator[Finding]:
     if len(path) + len(_SOCKET_NAME) > _MAX_SOCKET_PATH:
         yield warning(
             "temporary folder",
-            f"{path} is too long a name for the socket between several front ends",
+            f"{path} is too long for the socket between several front ends",
             "set TMPDIR to a shorter one",
         )
     elif facts.tmp.free_bytes < _MIN_FREE_BYTES:
@@ -57,7 +57,7 @@ def check_temporary(facts: Facts, settings: Settings) -> Iterator[Finding]:
 
 
 def check_torch(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """Versions that go together."""
+    """Check that torch and torchvision fit each other and the GPUs."""
     torch, vision = facts.torch, facts.torchvision
     if torch is None:
         yield error("torch", "is not installed", "pip install torch", is_fatal=True)
@@ -67,7 +67,7 @@ def check_torch(facts: Facts, settings: Settings) -> Iterator[Finding]:
     if facts.host.gpus and not torch.cuda:
         yield warning(
             "torch",
-            "is a build for CPUs, and this host has a GPU",
+            "this is a build for CPUs, but this host has a GPU",
             'install a CUDA build of torch, or set devices = "cpu"',
         )
     if vision is None:
@@ -90,7 +90,7 @@ def check_torch(facts: Facts, settings: Settings) -> Iterator[Finding]:
 
 
 def check_processor(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """What torch's kernels can use."""
+    """Check for the vector extensions that torch uses."""
     has = [name for name, flags in _FEATURES.items() if facts.cpu_flags.intersection(flags)]
     about = f"{facts.cpu_model or platform.machine()}: {', '.join(has) or 'no vector extensions'}"
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
@@ -98,17 +98,17 @@ def check_processor(facts: Facts, settings: Settings) -> Iterator[Finding]:
         yield warning(
             "processor",
             f"{about}; torch is several times slower without AVX2",
-            "if this is a virtual machine, have it pass the host's processor through",
+            "if this is a virtual machine, pass the host's processor through",
         )
     else:
         yield ok("processor", about)
 
 
 def check_kernel(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """What the service would like of the operating system."""
+    """Check the features of the operating system that make the service faster."""
     missing = {
-        "memfd_create (the arena lies in a deleted file instead)": hasattr(os, "memfd_create"),
-        "forkserver (workers are spawned, in seconds)": "forkserver" in get_all_start_methods(),
+        "memfd_create (the arena is a deleted file instead)": hasattr(os, "memfd_create"),
+        "forkserver (each worker start takes seconds)": "forkserver" in get_all_start_methods(),
         "pidfd": hasattr(os, "pidfd_open"),
     }
     lacks = [name for name, is_there in missing.items() if not is_there]
@@ -126,33 +126,33 @@ def check_kernel(facts: Facts, settings: Settings) -> Iterator[Finding]:
     if facts.clock and facts.clock not in _QUICK_CLOCKS:
         yield warning(
             "clock",
-            f"{facts.clock}: each look at it is a system call, and each request takes several",
-            "boot with clocksource=tsc if the processor's is reliable",
+            f"{facts.clock}: each reading is a system call, and each request needs several",
+            "boot with clocksource=tsc if the processor's clock is reliable",
         )
     elif facts.clock:
         yield ok("clock", facts.clock)
 
 
 def check_disk(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """Room for what may be written where we run."""
+    """Check the free disk space in the working directory."""
     if facts.cwd.is_writable and facts.cwd.free_bytes < _MIN_FREE_BYTES:
         yield warning(
             "disk",
             f"{in_words(facts.cwd.free_bytes)} free in {facts.cwd.path}",
-            "free some: logs that cannot be written are dropped (and counted)",
+            "free some; the service drops (and counts) log lines that it cannot write",
         )
     else:
         yield ok("disk", f"{in_words(facts.cwd.free_bytes)} free in {facts.cwd.path}")
 
 
 def _variant(build: Build) -> str:
-    """Of "2.15.0+cu132" the part after the plus; CUDA minor versions go together."""
+    """Return the build's label, such as "cu13" for "2.15.0+cu132"; CUDA minor versions mix."""
     label = build.version.partition("+")[2]
     return label[:4] if label.startswith("cu") else label
 
 
 def _is_met(version: str, wanted: str) -> bool:
-    """Whether a version meets a requirement such as ">=2.14" or "==2.15.0"."""
+    """Return whether a version meets a requirement such as ">=2.14" or "==2.15.0"."""
     for each in wanted.partition(";")[0].split(","):
         found = re.fullmatch(r"(==|>=|<=|>|<|!=|~=)([\d.]+).*", each)
         if found is None:

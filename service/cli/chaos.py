@@ -1,4 +1,4 @@
-"""The verb `chaos`: a service of its own whose workers die under load."""
+"""The verb `chaos`: kills workers of its own service under load."""
 
 import os
 from argparse import Namespace
@@ -11,7 +11,7 @@ from inferpool.service.tools.chaos.run import run as disturb
 
 
 def run(args: Namespace) -> int:
-    """Disturb a service, and print whether it kept its word; returns the exit status.
+    """Disturb a service, and print whether every answer was right; return the exit status.
 
     Raises:
         SettingsError: The settings cannot be used.

@@ -1,19 +1,90 @@
-"""The verb `config`: the settings in force, or what each setting means."""
+"""The verb `config`: prints the settings in force, or describes every setting there is.
 
+The descriptions come from the settings' fields and the docstrings under them.
+"""
+
+import json
 import os
+import re
 import sys
+import textwrap
 from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import TextIO
 
-from inferpool.service.cli import describe as describe
+from pydantic.fields import FieldInfo
+
 from inferpool.service.cli.flags import settings_in
-from inferpool.service.settings import formats as in_force
+from inferpool.service.cli.parser import nearest
+from inferpool.service.settings import formats
 from inferpool.service.settings.loader import load
+from inferpool.service.settings.model import ModelSettings
+from inferpool.service.settings.names import FLAGS, KEY_SETTINGS, PREFIX
+from inferpool.service.settings.problems import expected
+from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.usage import FlagError
+
+_GROUPS: Mapping[str, str] = {
+    "Address": "host port front_ends default_model",
+    "Keys, TLS and pages": (
+        "predict_keys predict_keys_file metrics_keys metrics_keys_file admin_keys admin_keys_file "
+        "tls_certificate tls_key page docs cors_origins"
+    ),
+    "Limits": (
+        "max_connections head_timeout_s body_gap_s write_timeout_s max_body_bytes "
+        "max_unfinished_bytes max_unread_bytes max_json_bytes arena_bytes max_queue_length "
+        "quarantine_s max_instances_per_request max_image_pixels show_errors"
+    ),
+    "Time": "default_timeout_s max_timeout_s drain_timeout_s shutdown_delay_s keep_alive_s",
+    "Logs": "log_format log_level color",
+    "Traces": (
+        "trace_endpoint trace_sample_ratio trace_parent_based trace_service_name trace_resource "
+        "trace_headers trace_certificate"
+    ),
+    "This machine": "cache_dir speed_search cuda_visible_devices cuda_mps_pipe_directory",
+}
+_MODEL_GROUPS: Mapping[str, str] = {
+    "What a model is": "source weights options",
+    "Where it goes": (
+        "replicas devices placement devices_per_replica gpu_memory_fraction threads_per_replica "
+        "prepare_threads"
+    ),
+    "Its batches": "max_batch_size batch_wait_ms objective_p99_ms credit",
+    "Its speed": "speed decode",
+    "Its faults": "batch_timeout_s load_timeout_s max_restarts",
+}
+_OTHERS = "Other"
+_OF_A_MODEL = "models.NAME."
+_WIDTH = 96
+_DEFAULTS = {
+    **dict.fromkeys(KEY_SETTINGS, "none"),
+    "default_model": "the first model",
+    "options": "{}",
+}
+"""Defaults that the fields do not tell."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingDescription:
+    """Description of one setting for its user."""
+
+    group: str
+    name: str
+    """Name in the file; a model's settings begin with `models.NAME.`."""
+    type: str
+    default: str
+    variable: str
+    """Environment variable."""
+    flag: str
+    """Flag of the command line; empty if there is none."""
+    meaning: str
 
 
 def run(args: Namespace) -> int:
-    """Print settings; returns the exit status.
+    """Print settings; return the exit status.
 
     Raises:
         FlagError: The flags make no sense.
@@ -23,14 +94,96 @@ def run(args: Namespace) -> int:
         only = "the settings in force" if args.format == "toml" else "the list of all: --describe"
         raise FlagError(f"--format {args.format} is for {only}")
     if args.describe:
-        write_all = {"table": describe.write_text, "markdown": describe.write_markdown}
-        try:
-            settings = describe.settings_of(args.describe)
-        except KeyError as error:
-            raise FlagError(f"--describe: {error.args[0]}") from error
-        write_all.get(args.format, describe.write_json)(settings, sys.stdout)
+        describe = {"table": _write_text, "markdown": _write_markdown, "json": _write_json}
+        describe[args.format](_find(args.describe), sys.stdout)
         return 0
     loaded = load(settings_in(args), os.environ, Path.cwd())
-    write = {"table": in_force.write_table, "toml": in_force.write_toml}
-    write.get(args.format, in_force.write_json)(loaded.rows(), sys.stdout)
+    write = {"table": formats.write_table, "toml": formats.write_toml, "json": formats.write_json}
+    write[args.format](loaded.rows(), sys.stdout)
     return 0
+
+
+def _find(key: str | Sequence[str]) -> list[SettingDescription]:
+    """Return the settings that a name in the file, a flag or a variable means; or all.
+
+    Raises:
+        FlagError: No setting has this name; the error says which is near.
+    """
+    every = [
+        *_describe(Settings.model_fields, _GROUPS, ""),
+        *_describe(ModelSettings.model_fields, _MODEL_GROUPS, _OF_A_MODEL),
+    ]
+    if not isinstance(key, str):
+        return every
+    wanted = _name_in_file(key)
+    found = [each for each in every if _name_in_file(each.name) == wanted]
+    first, _, last = wanted.rpartition(".")
+    if not found and (not first or first.startswith("models.")):  # a setting of a model
+        found = [each for each in every if each.name == f"{_OF_A_MODEL}{last}"]
+    if not found:
+        names = [each.name.removeprefix(_OF_A_MODEL) for each in every]
+        raise FlagError(f"--describe: there is no setting {key}; {nearest(last, names)}")
+    return found
+
+
+def _name_in_file(key: str) -> str:
+    if key.startswith(PREFIX):
+        return key.removeprefix(PREFIX).lower().replace("__", ".")
+    if key.startswith("--"):
+        return next((name for name, flag in FLAGS.items() if flag == key), key)
+    return key
+
+
+def _describe(
+    fields: Mapping[str, FieldInfo], groups: Mapping[str, str], prefix: str
+) -> Iterator[SettingDescription]:
+    grouped = " ".join(groups.values()).split()
+    others = " ".join(name for name in fields if name not in grouped and name != "models")
+    variable = f"{PREFIX}MODELS__NAME__" if prefix else PREFIX
+    for group, names in {**groups, _OTHERS: others}.items():
+        for name in names.split():
+            field = fields[name]
+            yield SettingDescription(
+                group=group if group != _OTHERS or not prefix else f"{_OTHERS} of a model",
+                name=prefix + name,
+                type=expected(field).replace(" in quotes that is not empty", ""),
+                default=_default(name, field),
+                variable=variable + name.upper() + ("__KEY" if name == "options" else ""),
+                flag=FLAGS.get(name, ""),
+                meaning=re.sub(r"\s+", " ", field.description or ""),
+            )
+
+
+def _default(name: str, field: FieldInfo) -> str:
+    if name in _DEFAULTS:
+        return _DEFAULTS[name]
+    if field.default_factory is not None:
+        return '"auto"'
+    return "none" if field.is_required() or field.default is None else formats.cell(field.default)
+
+
+def _write_text(settings: Sequence[SettingDescription], stream: TextIO) -> None:
+    for group, members in groupby(settings, key=lambda each: each.group):
+        stream.write(f"{group}\n{'=' * len(group)}\n")
+        for each in members:
+            ways = ", ".join(way for way in (each.flag, each.variable) if way)
+            stream.write(f"{each.name}  ({ways})\n")
+            for text in (f"{each.type}; by default {each.default}", each.meaning):
+                stream.write(f"{textwrap.indent(textwrap.fill(text, _WIDTH), '    ')}\n")
+        stream.write("\n")
+
+
+def _write_markdown(settings: Sequence[SettingDescription], stream: TextIO) -> None:
+    for group, members in groupby(settings, key=lambda each: each.group):
+        stream.write(f"## {group}\n\n| setting | is | default | flag | environment | means |\n")
+        stream.write("|---|---|---|---|---|---|\n")
+        for each in members:
+            flag = each.flag and f"`{each.flag}`"
+            cells = (f"`{each.name}`", each.type, f"`{each.default}`", flag, f"`{each.variable}`")
+            escaped = (text.replace("|", "\\|") for text in (*cells, each.meaning))
+            stream.write(f"| {' | '.join(escaped)} |\n")
+        stream.write("\n")
+
+
+def _write_json(settings: Sequence[SettingDescription], stream: TextIO) -> None:
+    stream.write(f"{json.dumps([asdict(each) for each in settings], indent=2)}\n")

@@ -1,6 +1,6 @@
-"""Flags of the verbs that have no plan of their own, and MODEL with the flags of settings.
+"""Flags of the verbs `serve`, `config`, `doctor` and `predict`, and those of settings.
 
-Imported whenever a verb's line is read, so it imports little.
+The parser of every verb imports this, so it imports little.
 """
 
 from argparse import SUPPRESS, ArgumentParser, Namespace
@@ -9,76 +9,73 @@ from collections.abc import Mapping
 from inferpool.service.settings.address import add_access_flags, add_url_flag
 
 ALL_SETTINGS = ("all",)
-"""What `--describe` is without a name; no name that one could type."""
+"""Value of `--describe` without a name; nobody can type it."""
 PREDICT_KEY_VARIABLE = "INFERPOOL_PREDICT_KEYS"
 
 
+_SETTINGS_FLAGS: Mapping[str, Mapping[str, tuple[str, str]]] = {
+    "": {
+        "config": ("PATH", "a TOML file of settings"),
+        "host": ("ADDRESS", "address to listen on (default: 127.0.0.1)"),
+        "port": ("N", "TCP port to listen on (default: 8000)"),
+        "front-ends": ("N", 'processes that take requests (default: "auto")'),
+    },
+    "access": {
+        "predict-keys-file": ("PATH", "API keys for predictions, one per line"),
+        "metrics-keys-file": ("PATH", "API keys for metrics, one per line"),
+        "admin-keys-file": ("PATH", "API keys for /admin, one per line"),
+        "cors-origins": ("ORIGINS", 'web pages that may ask, such as "https://a.example"'),
+        "tls-certificate": ("PATH", "serve HTTPS with this PEM file"),
+        "tls-key": ("PATH", "its private key, if it is in another file"),
+    },
+    "models": {
+        "replicas": ("N", 'copies of each model, or "auto"'),
+        "devices": ("WHERE", '"auto", "cpu", "cuda", or GPUs such as "cuda:0,1"'),
+        "placement": ("HOW", '"replicate", or split as "pipeline" or "tensor"'),
+        "devices-per-replica": ("N", "devices that each copy is split over"),
+        "gpu-memory-fraction": ("X", "largest share of its GPU's memory for each process"),
+        "weights": ("WHICH", '"DEFAULT", "none", a name or a file'),
+        "max-batch-size": ("N", "instances per forward pass"),
+        "objective-p99-ms": ("MS", "answer 99 of 100 within it, refuse the rest"),
+        "speed": ("HOW", '"auto", "exact" or a preset\'s name'),
+        "decode": ("HOW", "auto, exact or fast"),
+    },
+    "logs": {
+        "log-format": ("HOW", "auto, human or json"),
+        "log-level": ("LEVEL", "debug, info, warning or error"),
+    },
+}
+"""Flags of settings by the group in which --help shows them: each one's value, and its help."""
+
+
 def add_settings_flags(parser: ArgumentParser) -> None:
-    """Add MODEL and the flags of settings: all text, which `settings_loader` checks."""
+    """Add MODEL and the flags of settings. All are text; `settings.loader` checks them."""
     parser.add_argument("model", nargs="?", metavar="MODEL", help="what to serve; see below")
-    parser.add_argument("--config", metavar="PATH", help="a TOML file of settings")
-    parser.add_argument("--host", metavar="ADDRESS", help="listen there (default: 127.0.0.1)")
-    parser.add_argument("--port", metavar="N", help="and on this TCP port (default: 8000)")
-    parser.add_argument(
-        "--front-ends", metavar="N", help='processes that take calls there (default: "auto")'
-    )
-    access = parser.add_argument_group("access")
-    for kind, what in (("predict", "predictions"), ("metrics", "metrics"), ("admin", "/admin")):
-        access.add_argument(
-            f"--{kind}-keys-file", metavar="PATH", help=f"API keys for {what}, one to a line"
-        )
-    access.add_argument(
-        "--cors-origins", metavar="ORIGINS", help='pages that may ask, such as "https://a.example"'
-    )
-    access.add_argument("--tls-certificate", metavar="PATH", help="serve HTTPS with this PEM file")
-    access.add_argument("--tls-key", metavar="PATH", help="and its private key, if not in it")
-    models = parser.add_argument_group("models")
-    models.add_argument("--replicas", metavar="N", help='copies of each model, or "auto"')
-    models.add_argument(
-        "--devices", metavar="WHERE", help='"auto", "cpu", "cuda", or GPUs such as "cuda:0,1"'
-    )
-    models.add_argument(
-        "--placement", metavar="HOW", help='"replicate", or split as "pipeline" or "tensor"'
-    )
-    models.add_argument(
-        "--devices-per-replica", metavar="N", help="devices that each copy is split over"
-    )
-    models.add_argument(
-        "--gpu-memory-fraction", metavar="X", help="of its GPU's memory, the most a process takes"
-    )
-    models.add_argument("--weights", metavar="WHICH", help='"DEFAULT", "none", a name or a file')
-    models.add_argument("--max-batch-size", metavar="N", help="instances per forward pass")
-    models.add_argument(
-        "--objective-p99-ms",
-        metavar="MS",
-        help="answer 99 of 100 within it, refuse the rest",
-    )
-    models.add_argument("--speed", metavar="HOW", help='"auto", "exact" or a preset\'s name')
-    models.add_argument("--decode", metavar="HOW", help="auto, exact or fast")
-    logs = parser.add_argument_group("logs")
-    logs.add_argument("--log-format", metavar="HOW", help="auto, human or json")
-    logs.add_argument("--log-level", metavar="LEVEL", help="debug, info, warning or error")
+    for title, flags in _SETTINGS_FLAGS.items():
+        group = parser.add_argument_group(title) if title else parser
+        for name, (metavar, text) in flags.items():
+            group.add_argument(f"--{name}", metavar=metavar, help=text)
 
 
 def settings_in(args: Namespace) -> Mapping[str, str]:
-    """The settings that a command line gives, for `settings_loader.load`."""
+    """Return the settings on a command line, for `settings.loader.load`."""
     return {name: value for name, value in vars(args).items() if isinstance(value, str)}
 
 
 def add_serve_flags(parser: ArgumentParser) -> None:
-    """Add the flags of `serve` that are no settings."""
+    """Add the flags of `serve` that are not settings."""
     parser.add_argument(
         "--debug",
         action="store_true",
-        help="serve one model in this process alone: breakpoint() works, answers have tracebacks",
+        help="serve one model in this process: breakpoint() works, answers have tracebacks",
     )
     parser.add_argument(
-        "--reload", action="store_true", help="with --debug: start anew when a file changes"
+        "--reload", action="store_true", help="with --debug: restart when a file changes"
     )
 
 
 def add_config_flags(parser: ArgumentParser) -> None:
-    """Add the flags of `config` that are no settings."""
+    """Add the flags of `config` that are not settings."""
     parser.add_argument(
         "--format",
         choices=("table", "toml", "json", "markdown"),
@@ -91,17 +88,17 @@ def add_config_flags(parser: ArgumentParser) -> None:
         nargs="?",
         const=ALL_SETTINGS,
         metavar="KEY",
-        help="say what this setting means, its default and how to set it; without KEY, of all",
+        help="describe this setting, its default and how to set it; without KEY, describe all",
     )
 
 
 def add_doctor_flags(parser: ArgumentParser) -> None:
-    """Add the flags of `doctor` that are no settings."""
+    """Add the flags of `doctor` that are not settings."""
     parser.add_argument(
         "--measure",
         action="store_true",
-        help="load each model, and measure its memory, its start, a prediction, and how fast each "
-        "placement is that fits",
+        help="load each model; measure its memory, its start, a prediction, and the speed of each "
+        "placement that fits",
     )
     parser.add_argument("--format", choices=("table", "json"), default="table", help=SUPPRESS)
     _add_json_flag(parser)
@@ -119,16 +116,20 @@ def add_predict_flags(parser: ArgumentParser) -> None:
         "--text", action="append", default=[], metavar="TEXT", help="a text; may be repeated"
     )
     add_url_flag(parser)
-    parser.add_argument("--model", metavar="NAME", help="another model than the default one")
+    parser.add_argument("--model", metavar="NAME", help="model to ask, if not the default one")
     parser.add_argument(
         "--parameter",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="for the model; the value is JSON or else a text; may be repeated",
+        help="a parameter for the model; the value is JSON or else a text; may be repeated",
     )
     parser.add_argument(
-        "--timeout-s", type=float, default=30.0, metavar="N", help="for each input (default: 30)"
+        "--timeout-s",
+        type=float,
+        default=30.0,
+        metavar="N",
+        help="timeout for each input (default: 30)",
     )
     parser.add_argument(
         "--json", action="store_true", help="print a line of JSON for each input, with its timing"
@@ -137,7 +138,7 @@ def add_predict_flags(parser: ArgumentParser) -> None:
 
 
 def _add_json_flag(parser: ArgumentParser) -> None:
-    """Add `--json`, which a verb with several formats has as one of them."""
+    """Add `--json`, a short form of `--format json`."""
     parser.add_argument(
         "--json", action="store_const", const="json", dest="format", help="print JSON"
     )

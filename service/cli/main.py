@@ -11,39 +11,39 @@ from inferpool.service.cli.verbs import VERBS
 from inferpool.service.settings.usage import FlagError, SettingsError
 
 NOT_INSTALLED = 1
-"""The exit status where there is only the client, and a verb takes more."""
+"""Exit status if only the client is installed, and the verb needs more."""
 OUTPUT_LOST = 1
-"""The exit status where what was to be said could not be written to stdout."""
+"""Exit status if stdout could not be written."""
 INTERRUPTED = 130
-"""The exit status after Ctrl-C, as shells have it (128 + SIGINT)."""
+"""Exit status after Ctrl-C, as in shells (128 + SIGINT)."""
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""What an output fails of whose disk is full or gone."""
+"""Errors of an output whose disk is full or gone."""
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Do what the command line says; returns the exit status.
+    """Run the command line; return the exit status.
 
     Args:
-        argv: The arguments after the command's name; by default those of this process.
+        argv: Arguments after the name of the command; by default those of this process.
     """
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # whoever started us has closed it
+        if getattr(sys, name) is None:  # closed by the parent process
             nowhere = os.open(os.devnull, os.O_RDWR)
             setattr(sys, name, os.fdopen(nowhere, "w", encoding="utf-8"))
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")  # names and labels may be of any alphabet
+        sys.stdout.reconfigure(errors="backslashreplace")  # names and labels may be in any alphabet
     try:
         try:
             return _run(sys.argv[1:] if argv is None else argv)
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # the reader of our output left, as `head` does
-        _give_output_up()
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
+        _discard_output()
         return OUTPUT_LOST
     except OSError as error:
         if error.errno not in _UNWRITABLE:
             raise
-        _give_output_up()
+        _discard_output()
         sys.stderr.write(f"inferpool: the output cannot be written: {error.strerror}\n")
         return OUTPUT_LOST
     except KeyboardInterrupt:
@@ -77,12 +77,12 @@ def _run(argv: Sequence[str]) -> int:
         if package in ("", "inferpool"):
             raise
         sys.stderr.write(
-            f"inferpool {args.verb}: {package} is not installed. Where there is only the client, "
-            "version and predict work; `pip install .` in the clone installs the rest\n"
+            f"inferpool {args.verb}: {package} is not installed. Without it, only version and "
+            "predict work; `pip install .` in the clone installs the rest\n"
         )
         return NOT_INSTALLED
 
 
-def _give_output_up() -> None:
-    """Let what waits go nowhere, or the interpreter would complain of it at its end."""
+def _discard_output() -> None:
+    """Send the buffered output nowhere, so that the interpreter can exit without an error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

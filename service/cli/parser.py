@@ -1,6 +1,6 @@
-"""The command line of `inferpool`: its parser, and what is said of a wrong one.
+"""The parser of the command line, and its error messages.
 
-Imported for every verb, so it imports little.
+Every verb imports this, so it imports little.
 """
 
 import difflib
@@ -12,23 +12,23 @@ from typing import NoReturn
 from inferpool.service.cli.verbs import VERBS
 
 USAGE_ERROR = 2
-"""The exit status for a wrong command line or wrong settings."""
+"""Exit status for a wrong command line or wrong settings."""
 
 _EXAMPLES = """\
 examples:
   inferpool serve                              the packaged image classifier
   inferpool serve torchvision:resnet50         a network of torchvision
   inferpool serve minilm_l6                    texts to vectors
-  inferpool serve my_package.nets:MyModel      a class of your own
-  inferpool serve my_nets:MyModel --debug      the same in one process, with breakpoint()
+  inferpool serve my_package.nets:MyModel      your own class
+  inferpool serve my_nets:MyModel --debug      the same in one process; breakpoint() works
   inferpool serve exported.pt2 --replicas 2    a torch.export archive, in two processes
   inferpool predict photo.jpg                  ask a running service
-  inferpool top                                what a service does, live
-  inferpool doctor                             what would go wrong here, and what to do
-  inferpool tune torchvision:resnet50          measure which settings are best here
+  inferpool top                                watch a service live
+  inferpool doctor                             find problems here, and what to do
+  inferpool tune torchvision:resnet50          measure the best settings here
   inferpool config                             every setting in force, and who set it
-  inferpool config --describe                  every setting there is, and what it means
-  inferpool chaos echo                         see a service keep its word while workers die
+  inferpool config --describe                  every setting, and what it means
+  inferpool chaos echo                         check answers while workers die
 """
 _SETTINGS = """\
 MODEL is a source (efficientnet_lite0, minilm_l6, echo, torchvision:NAME, encoder:FOLDER,
@@ -36,17 +36,17 @@ package.module:Class, or a .pt2 or TorchScript file) or the name of a model in t
 it, every model of the settings is served, or efficientnet_lite0 where there is none.
 
 Settings come from inferpool.toml in this directory (or --config, or INFERPOOL_CONFIG); variables
-such as INFERPOOL_PORT=9000 or INFERPOOL_MODELS__RESNET__REPLICAS=2 go over the file, and flags
-over both. `inferpool config` lists them all.
+such as INFERPOOL_PORT=9000 or INFERPOOL_MODELS__RESNET__REPLICAS=2 override the file, and flags
+override both. `inferpool config` lists all of them.
 """
 
 
 def make_parser(chosen: str) -> tuple[ArgumentParser, Mapping[str, ArgumentParser]]:
-    """Make the parser, and those of its verbs.
+    """Make the parser, and the parsers of the verbs.
 
     Args:
-        chosen: The verb that has its flags. The others have none, so that what those take need not
-            be imported.
+        chosen: The only verb that gets its flags, so that the modules of the others are not
+            imported.
     """
     parser = _Parser(
         prog="inferpool",
@@ -72,7 +72,7 @@ def make_parser(chosen: str) -> tuple[ArgumentParser, Mapping[str, ArgumentParse
 
 
 def unrecognised(word: str, parser: ArgumentParser) -> str:
-    """What to say of a word that a verb does not know."""
+    """Return the error for a word that a verb does not know."""
     if not word.startswith("-"):
         usage = parser.format_usage()
         if "[MODEL]" not in usage:
@@ -85,21 +85,21 @@ def unrecognised(word: str, parser: ArgumentParser) -> str:
 
 
 def nearest(word: str, candidates: Sequence[str]) -> str:
-    """Which of the words there are was meant, or else all of them."""
+    """Return a hint with the most similar candidate, or with all of them."""
     near = difflib.get_close_matches(word, candidates, n=1)
     return f"did you mean {near[0]}?" if near else f"there are {', '.join(candidates)}"
 
 
 class _Parser(ArgumentParser):
-    """Writes its complaints on two lines, without the whole usage."""
+    """Writes an error on two lines, without the usage."""
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong, and leave."""
+        """Print an error and exit."""
         self.exit(USAGE_ERROR, f"{self.prog}: {message}\nTry `{self.prog} --help`.\n")
 
 
 class _Formatter(RawDescriptionHelpFormatter):
-    """Wraps what is one paragraph, and leaves lines that were broken as they are."""
+    """Wraps a text of one line; keeps the line breaks of others."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if "\n" in text:

@@ -1,4 +1,4 @@
-"""The verb `predict`: predictions from the command line, by the client."""
+"""The verb `predict`: asks a service from the command line, with the client."""
 
 import asyncio
 import json
@@ -18,13 +18,13 @@ from inferpool.service.settings.urls import without_password
 from inferpool.service.settings.usage import FlagError
 
 _FAILED = 1
-"""The exit status where an input has no prediction."""
+"""Exit status if an input has no prediction."""
 _STDIN = "-"
 _NUM_LABELS = 3
 
 
 def run(args: Namespace) -> int:
-    """Ask for predictions on all inputs, and print them in order; returns the exit status.
+    """Ask for predictions on all inputs, and print them in order; return the exit status.
 
     Raises:
         FlagError: The flags make no sense.
@@ -36,11 +36,11 @@ def run(args: Namespace) -> int:
             shown = without_password(name)
             is_service = shown.startswith(("http://", "https://"))
             hint = f"a service is named by --url {shown}" if is_service else "download it first"
-            raise FlagError(f"{shown!r} is no file; {hint}")
+            raise FlagError(f"{shown!r} is not a file; {hint}")
     if not args.timeout_s > 0:
         raise FlagError("--timeout-s: must be more than 0")
-    warnings.filterwarnings("ignore", message="a str is sent as a text")  # as --text says
-    return asyncio.run(_run(args))  # Ctrl-C waits for no answer so
+    warnings.filterwarnings("ignore", message="a str is sent as a text")  # --text asks for it
+    return asyncio.run(_run(args))  # so that Ctrl-C ends it at once
 
 
 async def _run(args: Namespace) -> int:
@@ -55,7 +55,7 @@ async def _run(args: Namespace) -> int:
             url_of(args.url),
             key=key_of(args.key_file, os.environ, PREDICT_KEY_VARIABLE),
             timeout_s=args.timeout_s,
-            on_retry=_teller(args.timeout_s),
+            on_retry=_retry_printer(args.timeout_s),
             verify=not args.insecure and (str(args.ca_file) if args.ca_file else True),
         )
     except OSError as error:
@@ -76,7 +76,7 @@ async def _run(args: Namespace) -> int:
             for failure in failures:
                 sys.stderr.write(f"inferpool predict: {name}: {failure}\n")
             if not isinstance(result, InferpoolError):
-                said = [_told(each) for each in result.predictions if each not in failures]
+                said = [_format(each) for each in result.predictions if each not in failures]
                 sys.stdout.writelines(f"{name}: {each}\n" for each in said)
     if was_lost:
         sys.stderr.write(
@@ -86,8 +86,8 @@ async def _run(args: Namespace) -> int:
     return status
 
 
-def _teller(timeout_s: float) -> Callable[[InferpoolError, float], None]:
-    """Tells a person why there is no answer yet, each kind of reason once."""
+def _retry_printer(timeout_s: float) -> Callable[[InferpoolError, float], None]:
+    """Return a function that prints why there is no answer yet, each kind of reason once."""
     told = set()
 
     def tell(error: InferpoolError, _: float) -> None:
@@ -106,7 +106,7 @@ def _parameters(texts: Sequence[str]) -> dict[str, object]:
     for text in texts:
         name, equals, value = text.partition("=")
         if not (name and equals):
-            raise FlagError(f"--parameter: {text!r} is no NAME=VALUE")
+            raise FlagError(f"--parameter: {text!r} is not NAME=VALUE")
         try:
             parameters[name] = json.loads(value)
         except ValueError:
@@ -140,8 +140,8 @@ def _error(error: InferpoolError) -> dict[str, object]:
     return {"code": error.code, "message": error.detail, "status": error.status}
 
 
-def _told(value: Json) -> str:
-    """A prediction for people: the best labels of a classifier, or else its JSON."""
+def _format(value: Json) -> str:
+    """Format a prediction: the best labels of a classifier, or else JSON."""
     match value:
         case [{"label": str(), "score": float()}, *_]:
             best = value[:_NUM_LABELS]

@@ -1,4 +1,4 @@
-"""The verb `serve`: a service, until a signal ends it."""
+"""The verb `serve`: runs a service until a signal ends it."""
 
 import contextlib
 import errno
@@ -21,11 +21,11 @@ from inferpool.service.telemetry.raw_output import RawOutput
 from inferpool.workers.host.local import start_forkserver
 
 CANNOT_START = 1
-"""The exit status where this machine has no room for the service."""
+"""Exit status if this machine has no room for the service."""
 
 
 def run(args: Namespace) -> int:
-    """Serve until a signal; returns the exit status.
+    """Serve until a signal; return the exit status.
 
     Raises:
         FlagError: The flags make no sense.
@@ -34,24 +34,24 @@ def run(args: Namespace) -> int:
     loaded = load(settings_in(args), os.environ, Path.cwd())
     _check_tls(loaded.settings)
     if args.reload and not args.debug:
-        raise FlagError("--reload goes with --debug")
+        raise FlagError("--reload needs --debug")
     if args.debug:
         return _debug(loaded, reloads=args.reload)
     for name in secret_variables(os.environ):  # so that model code cannot read them there
         del os.environ[name]
-    # CUDA reads this in the workers, wherever we were told.
+    # CUDA reads this variable in the workers, wherever the setting came from.
     os.environ["CUDA_MPS_PIPE_DIRECTORY"] = loaded.settings.cuda_mps_pipe_directory
     with contextlib.ExitStack() as stack:
         raw = None
         try:
             if is_json(loaded.settings.log_format, sys.stderr):
-                # Before anything is started that could write there.
+                # Before anything starts that could write there.
                 raw = RawOutput.take()
                 stack.callback(raw.close)
-            faulthandler.register(signal.SIGQUIT, 2, chain=False)  # it goes on afterwards
-            # First, since it lets Ctrl-C through once it has started.
+            faulthandler.register(signal.SIGQUIT, 2, chain=False)  # the process goes on afterwards
+            # First, since its start unblocks SIGINT.
             resource_tracker.ensure_running()
-            # What we start inherits this and is deaf to Ctrl-C at once: it is for us to end it.
+            # Child processes inherit the block, so Ctrl-C does not reach them; we end them.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             # It imports torch while we import the rest.
             start_forkserver(modules_to_preload(loaded.settings.sources(), Path.cwd()))
@@ -61,7 +61,7 @@ def run(args: Namespace) -> int:
             return CANNOT_START
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        # Only now, since it takes as long as the forkserver takes to import torch.
+        # Only now: it takes about as long as the forkserver needs to import torch.
         from inferpool.service.app import run as run_app
 
         return run_app(loaded.settings, loaded.origins, raw, loaded.warnings)
@@ -74,11 +74,7 @@ def _debug(loaded: LoadedSettings, *, reloads: bool) -> int:
 
 
 def _check_tls(settings: Settings) -> None:
-    """See that HTTPS can be served: better said before torch is imported than after.
-
-    Raises:
-        SettingsError: It cannot.
-    """
+    """Raise a `SettingsError` if HTTPS cannot be served, before the slow import of torch."""
     if settings.tls_certificate is None:
         return
     try:
@@ -88,7 +84,7 @@ def _check_tls(settings: Settings) -> None:
 
 
 def _cure(error: OSError) -> str:
-    """What may help against an error of starting a process."""
+    """Return advice on an error of starting a process."""
     cures = {
         errno.EAGAIN: "; raise the limit of processes (ulimit -u, or the container's pids limit)",
         errno.EMFILE: "; raise the limit of descriptors (ulimit -n)",

@@ -1,4 +1,4 @@
-"""The verb `tune`: the settings that serve a model best here."""
+"""The verb `tune`: finds the best settings for a model on this machine."""
 
 import os
 from argparse import Namespace
@@ -12,7 +12,7 @@ from inferpool.service.tools.tune.run import run as search
 
 
 def run(args: Namespace) -> int:
-    """Measure settings, and write the best to a file; returns the exit status.
+    """Measure settings, and write the best to a file; return the exit status.
 
     Raises:
         FlagError: The flags make no sense.
@@ -26,6 +26,6 @@ def run(args: Namespace) -> int:
     names = list(loaded.settings.models)
     if len(names) > 1:
         raise FlagError(f"which of the models? inferpool tune {' | '.join(names)}")
-    # MODEL leaves the other models out: the file is to keep them.
+    # MODEL leaves the other models out, but the file keeps them.
     whole = load({"config": given["config"]} if "config" in given else {}, os.environ, cwd)
     return search(loaded, whole, plan)

@@ -1,7 +1,7 @@
-"""The verbs of the command `inferpool`: what its help says of them, and where their code is.
+"""The verbs of the command `inferpool`: their help texts, and where their code is.
 
-A verb's code is imported when it is the one that was asked for, and here is the only place that
-does so: the modules that are named below import what they need at their top.
+Only the code of the chosen verb is imported, and only here: the modules named below import what
+they need at their top.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -12,26 +12,26 @@ from importlib import import_module
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verb:
-    """One verb, and two functions of its own, each as "module:function"."""
+    """A verb. Its two functions are named as "module:function"."""
 
     summary: str
     description: str
     flags: str | None = None
-    """Adds its flags to a parser. Imported for `--help` too, so its module imports little."""
+    """Function that adds its flags; `--help` imports it too, so its module imports little."""
     code: str
-    """Does what its flags say, and returns the exit status."""
+    """Function that runs the verb and returns the exit status."""
     takes_settings: bool = False
-    """Its arguments are those of `serve`, and some of its own."""
+    """True if it takes MODEL and the settings, as `serve` does."""
 
     def add_flags(self, parser: ArgumentParser) -> None:
-        """Add its flags to its parser."""
+        """Add the flags of this verb to its parser."""
         if self.takes_settings:
             _found("inferpool.service.cli.flags:add_settings_flags")(parser)
         if self.flags is not None:
             _found(self.flags)(parser)
 
     def run(self, args: Namespace) -> int:
-        """Do what the arguments say; returns the exit status.
+        """Run the verb; return the exit status.
 
         Raises:
             FlagError: The flags make no sense.
@@ -46,7 +46,7 @@ VERBS: Mapping[str, Verb] = {
     "serve": Verb(
         summary="serve models until told to stop",
         description="Serve models over HTTP until SIGTERM, SIGHUP or Ctrl-C. "
-        "SIGQUIT writes to the log what all threads do.",
+        "SIGQUIT writes the stacks of all threads to the log.",
         flags="inferpool.service.cli.flags:add_serve_flags",
         code="inferpool.service.cli.serve:run",
         takes_settings=True,
@@ -59,43 +59,43 @@ VERBS: Mapping[str, Verb] = {
         code="inferpool.service.cli.predict:run",
     ),
     "top": Verb(
-        summary="show what a service does, live",
+        summary="watch a service live",
         description="Show throughput, latency, queue and workers of a service, second by second. "
-        "Exit status: 0 once it has been shown, 1 if there is nothing to show, 2 for wrong "
+        "Exit status: 0 after a normal end, 1 if there is nothing to show, 2 for wrong "
         "arguments, 130 after Ctrl-C.",
         flags="inferpool.service.tools.top.plan:add_flags",
-        code="inferpool.service.cli.top:run",
+        code="inferpool.service.tools.top.run:run",
     ),
     "config": Verb(
         summary="print every setting in force, and who set it",
-        description="Print the settings that `inferpool serve` with the same arguments would have.",
+        description="Print the settings that `inferpool serve` would have with the same arguments.",
         flags="inferpool.service.cli.flags:add_config_flags",
         code="inferpool.service.cli.config:run",
         takes_settings=True,
     ),
     "doctor": Verb(
-        summary="say what on this machine would go wrong, and what to do",
-        description="Look at this machine and at the settings that `inferpool serve` with the same "
-        "arguments would have. The exit status is 1 if something will not work.",
+        summary="find problems of this machine and these settings, and say what to do",
+        description="Check this machine, and the settings that `inferpool serve` would have with "
+        "the same arguments. The exit status is 1 if something will not work.",
         flags="inferpool.service.cli.flags:add_doctor_flags",
         code="inferpool.service.cli.doctor:run",
         takes_settings=True,
     ),
     "tune": Verb(
         summary="measure which settings serve a model best here, and write them to a file",
-        description="Start services of its own with settings that differ, load them in turns, and "
+        description="Start services with different settings, load them in turns, and "
         "write the best settings to a file. Exit status: 0 if that was done, 1 if the file could "
         "not be written, 2 for wrong arguments, 3 if nothing could be measured or --budget is too "
         "short to try anything, and then no file is written, 130 after Ctrl-C, "
-        "which prints what was found until then and writes no settings.",
+        "which prints the results so far and writes no settings.",
         flags="inferpool.service.tools.tune.plan:add_flags",
         code="inferpool.service.cli.tune:run",
         takes_settings=True,
     ),
     "chaos": Verb(
-        summary="kill workers of a service under load, and see whether it keeps its word",
-        description="Start a service of its own, load it with numbered requests whose right "
-        "answers are known, and SIGKILL, SIGSTOP and poison its workers meanwhile. Exit status: 0 "
+        summary="kill workers of a service under load, and check every answer",
+        description="Start a service, load it with numbered requests whose right answers are "
+        "known, and meanwhile SIGKILL, SIGSTOP and poison its workers. Exit status: 0 "
         "if each request had exactly one right answer, 1 if not, 3 if nothing could be tested.",
         flags="inferpool.service.tools.chaos.plan:add_flags",
         code="inferpool.service.cli.chaos:run",
@@ -103,7 +103,7 @@ VERBS: Mapping[str, Verb] = {
     ),
     "version": Verb(
         summary="print the versions of inferpool, Python and torch",
-        description="Print the versions of inferpool and of what it stands on.",
+        description="Print the versions of inferpool, Python and torch.",
         code="inferpool.service.cli.version:run",
     ),
 }

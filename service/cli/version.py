@@ -1,4 +1,4 @@
-"""The verb `version`."""
+"""The verb `version`: prints the installed versions."""
 
 import platform
 import sys
@@ -8,7 +8,7 @@ from inferpool.service.telemetry.versions import version_of
 
 
 def run(_: Namespace) -> int:
-    """Print the versions of inferpool and of what it stands on; returns the exit status."""
+    """Print the versions of inferpool, Python and torch; return the exit status."""
     lines = [f"inferpool {version_of()}", f"Python {platform.python_version()}"]
     for name in ("torch", "torchvision"):
         found = version_of(name)

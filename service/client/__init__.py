@@ -1,7 +1,7 @@
 """Clients of a running service: `Client`, and `AsyncClient` for event loops.
 
-They know the service by HTTP alone and import nothing of what serves; numpy, torch and Pillow are
-imported only for who hands in or asks for theirs. `service.client.errors` draws the tree of errors.
+They know the service by HTTP alone and import none of its code. numpy, torch and Pillow are
+imported only when the caller uses them. `service.client.errors` draws the tree of errors.
 """
 
 from inferpool.service.client.async_client import AsyncClient
@@ -11,14 +11,14 @@ from inferpool.service.client.errors import (
     DeadlineExceededError,
     InferpoolError,
     InvalidInputError,
+    ModelFailedError,
     OverloadedError,
     ProtocolError,
     UnavailableError,
     UnsendableError,
 )
-from inferpool.service.client.health import Health, ModelInfo
 from inferpool.service.client.options import Progress
-from inferpool.service.client.results import Label, Prediction, Timing
+from inferpool.service.client.results import Health, Label, ModelInfo, Prediction, Timing
 from inferpool.service.client.retries import Retry
 from inferpool.service.client.sync_client import Client
 
@@ -32,6 +32,7 @@ __all__ = [
     "InferpoolError",
     "InvalidInputError",
     "Label",
+    "ModelFailedError",
     "ModelInfo",
     "OverloadedError",
     "Prediction",

@@ -1,25 +1,24 @@
 """The client for code in an event loop."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterable, AsyncIterator, Iterable
-from types import TracebackType
 from typing import Literal, Self, TypeVar, Unpack, overload
 
 import httpx
 
-from inferpool.service.client.calls import Calls, Came, Send, Steps
+from inferpool.service.client.calls import Calls, Send, StepOutcome, Steps
 from inferpool.service.client.errors import InferpoolError, UnsendableError
-from inferpool.service.client.health import Health, ModelInfo
+from inferpool.service.client.many import Outcome, Window
 from inferpool.service.client.options import ClientOptions, ManyOptions, PredictOptions
-from inferpool.service.client.results import Prediction, Reply
-from inferpool.service.client.window import Outcome, Window
+from inferpool.service.client.results import Health, ModelInfo, Prediction, Reply
 from inferpool.service.settings.urls import DEFAULT_URL
 
 _T = TypeVar("_T")
 
 
 class AsyncClient:
-    """Asks a service for predictions, as `Client` does. An async context manager.
+    """Client of a service like `Client`, with async methods. An async context manager.
 
     >>> async with AsyncClient("http://127.0.0.1:8000") as client:
     ...     print((await client.predict(Path("photo.jpg"))).top.label)
@@ -33,16 +32,7 @@ class AsyncClient:
         transport: httpx.AsyncBaseTransport | None = None,
         **options: Unpack[ClientOptions],
     ) -> None:
-        """Connect to nothing yet.
-
-        Args:
-            url: Of the service.
-            transport: What carries requests instead of a socket; see httpx.
-            **options: See `ClientOptions`.
-
-        Raises:
-            ValueError: The URL or the key cannot be.
-        """
+        """Check the options; the first call connects. See `Client`."""
         self._calls = Calls(url, options)
         self._http = httpx.AsyncClient(
             transport=transport,
@@ -51,20 +41,12 @@ class AsyncClient:
             proxy=self._calls.proxy or None,
             trust_env=self._calls.proxy != "",
         )
-        # As many as there are connections: what waits for one in httpx, it looks at whenever any
-        # request begins or ends, so that a thousand predictions at once cost five times as much.
+        # One per connection. httpx looks at all waiting requests whenever one begins or ends, so
+        # without this a thousand predictions at once cost five times as much.
         self._free = asyncio.Semaphore(self._calls.max_concurrency)
 
     async def predict(self, input: object, **options: Unpack[PredictOptions]) -> Prediction:
-        """Ask for a prediction on one input; cancelled, it gives the request up.
-
-        Args:
-            input: See `Client.predict`.
-            **options: See `PredictOptions`.
-
-        Raises:
-            InferpoolError: There is none; `service.client.errors` has the tree.
-        """
+        """Ask for a prediction on one input. See `Client.predict`; cancelling ends the request."""
         return await self._run(self._calls.predict(input, options))
 
     @overload
@@ -94,16 +76,16 @@ class AsyncClient:
     ) -> AsyncIterator[Outcome]:
         """Ask for predictions on many inputs, several at a time; see `Client.predict_many`.
 
-        Results are handed out also while the next input is awaited. Leaving the loop for good
-        cancels what runs, once the iterator is closed (`contextlib.aclosing` does that at once).
+        Yields results also while it awaits the next input. Closing the iterator cancels all that
+        runs; `contextlib.aclosing` closes it as soon as you leave the loop.
 
         Args:
-            inputs: As `predict` takes them. Those that block belong into an async iterable.
-            return_errors: Hand out errors in their places, instead of raising the first.
+            inputs: Inputs as `predict` takes them. If reading them blocks, pass an async iterable.
+            return_errors: Yield errors in their places, instead of raising the first one.
             **options: See `ManyOptions`.
 
         Raises:
-            InferpoolError: Of the first input without a prediction, unless errors are handed out.
+            InferpoolError: Error of the first input without a prediction, unless `return_errors`.
         """
         window = Window(options, self._calls.max_concurrency)
         source = aiter(inputs if isinstance(inputs, AsyncIterable) else _each(inputs))
@@ -113,10 +95,8 @@ class AsyncClient:
         try:
             while True:
                 if is_more and drawing is None and window.has_room:
-                    drawing = asyncio.create_task(_draw(source))
-                if outcome := window.take():
-                    if isinstance(outcome, InferpoolError) and not return_errors:
-                        raise outcome
+                    drawing = asyncio.create_task(_next_input(source))
+                if outcome := window.take(return_errors=return_errors):
                     yield outcome
                     continue
                 if drawing is None and not running:
@@ -138,35 +118,19 @@ class AsyncClient:
             await asyncio.gather(*left, return_exceptions=True)
 
     async def health(self) -> Health:
-        """What the service says of itself and its models.
-
-        Raises:
-            InferpoolError: It does not say.
-        """
+        """Return the state of the service and its models; see `Client.health`."""
         return await self._run(self._calls.health())
 
     async def models(self) -> list[ModelInfo]:
-        """The models that it serves.
-
-        Raises:
-            InferpoolError: It does not say.
-        """
+        """Return the models that the service has; see `Client.models`."""
         return list((await self.health()).models)
 
     async def is_ready(self) -> bool:
-        """Whether predictions can be asked for now.
-
-        Raises:
-            InferpoolError: What answers is not inferpool.
-        """
+        """Return whether the service takes requests now; see `Client.is_ready`."""
         return await self._run(self._calls.is_ready())
 
     async def wait_until_ready(self, timeout_s: float = 60.0) -> None:
-        """Wait until predictions can be asked for.
-
-        Raises:
-            InferpoolError: They could not in time; it says why.
-        """
+        """Wait until the service takes requests; see `Client.wait_until_ready`."""
         await self._run(self._calls.wait_until_ready(timeout_s))
 
     async def aclose(self) -> None:
@@ -177,13 +141,8 @@ class AsyncClient:
         """Return this client."""
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Close it."""
+    async def __aexit__(self, *_: object) -> None:
+        """Close this client."""
         await self.aclose()
 
     def __repr__(self) -> str:
@@ -192,26 +151,26 @@ class AsyncClient:
 
     async def _try(self, value: object, options: ManyOptions, index: int) -> Outcome:
         try:
-            return await self._run(self._calls.one_of_many(value, options, index))
+            return await self._run(self._calls.predict_one_of_many(value, options, index))
         except InferpoolError as error:
             error.index = index
             return error
 
     async def _run(self, steps: Steps[_T]) -> _T:
-        came: Came = None
+        outcome: StepOutcome = None
         while True:
             try:
-                step = steps.send(came)
+                step = steps.send(outcome)
             except StopIteration as done:
                 result: _T = done.value
                 return result
-            came = None
+            outcome = None
             if isinstance(step, Send):
-                came = await self._send(step)
+                outcome = await self._send(step)
             else:
                 await asyncio.sleep(step.duration_s)
 
-    async def _send(self, step: Send) -> Came:
+    async def _send(self, step: Send) -> StepOutcome:
         try:
             async with asyncio.timeout(step.left_s if self._free.locked() else None):
                 await self._free.acquire()
@@ -219,13 +178,11 @@ class AsyncClient:
             return httpx.PoolTimeout("", request=step.request)
         try:
             response = await self._http.send(step.request, stream=True)
-            try:
+            async with contextlib.aclosing(response):
                 pieces = []
                 async for piece in response.aiter_bytes():
                     step.check_time()
                     pieces.append(piece)
-            finally:
-                await response.aclose()
         except httpx.RequestError as error:
             return error
         except RuntimeError as error:
@@ -244,8 +201,8 @@ async def _each(inputs: Iterable[object]) -> AsyncIterator[object]:
         yield value
 
 
-async def _draw(source: AsyncIterator[object]) -> tuple[object, ...]:
-    """The next input, or nothing after the last."""
+async def _next_input(source: AsyncIterator[object]) -> tuple[object, ...]:
+    """Return the next input alone in a tuple, or an empty tuple after the last."""
     async for value in source:
         return (value,)
     return ()

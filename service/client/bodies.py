@@ -1,4 +1,4 @@
-"""What a user hands in, as the body of a request that can be sent more than once."""
+"""Turns a user's input into a request body that can be sent more than once."""
 
 import asyncio
 import base64
@@ -16,14 +16,14 @@ import httpx
 
 from inferpool.service.client.errors import UnsendableError
 from inferpool.service.client.safetensors import safetensors_parts
-from inferpool.service.client.tensors import is_tensor, tensor_of
+from inferpool.service.client.tensors import is_tensor, raw_tensor
 
 _PIECE_BYTES = 1 << 20
-"""Of a body, held in memory beside it while it is sent."""
+"""Size of the pieces in which a body is sent."""
 _RESERVED = ("dtype", "shape", "name", "output")
-"""Keys of the query that describe tensors, so that no parameter can have these names there."""
+"""Query keys that describe tensors, so no parameter in a query can have these names."""
 _MAX_QUERY_CHARACTERS = 6000
-"""The service takes 8 KiB of URL."""
+"""Longest query; the service takes URLs of 8 KiB."""
 _MAGIC = (
     (b"\xff\xd8\xff", "image/jpeg"),
     (b"\x89PNG\r\n\x1a\n", "image/png"),
@@ -35,19 +35,19 @@ _MAGIC = (
 )
 _MAGIC_BYTES = 16
 _TYPE_BY_SUFFIX = {".safetensors": "application/safetensors", ".txt": "text/plain; charset=utf-8"}
-"""Of files that do not begin in a way of their own."""
+"""Content types of files that no magic bytes tell."""
 _SUFFIXES = (
     *(".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic"),
     *(".npy", ".safetensors", ".json"),
 )
-"""A text that ends so is the name of a file, most likely."""
+"""Endings of texts that are most likely file names."""
 _PNG_MODES = ("1", "L", "LA", "I", "P", "RGB", "RGBA", "I;16")
 
 
-class Body(httpx.SyncByteStream, httpx.AsyncByteStream):
-    """Bytes with their type. It can be iterated over again, for another try.
+class RequestBody(httpx.SyncByteStream, httpx.AsyncByteStream):
+    """Body of a request with its content type. It can be iterated over again, for a retry.
 
-    A file is read piece by piece while it is sent, and never held in memory as a whole.
+    A file is read piece by piece while it is sent; it is never in memory as a whole.
     """
 
     def __init__(
@@ -60,29 +60,29 @@ class Body(httpx.SyncByteStream, httpx.AsyncByteStream):
     ) -> None:
         self._source = source
         self.query = dict(query or {})
-        if isinstance(source, Path):
-            self.num_bytes = source.stat().st_size
-        else:
-            self.num_bytes = sum(map(len, source))
+        num_bytes = source.stat().st_size if isinstance(source, Path) else sum(map(len, source))
         self.headers = {
             "Content-Type": content_type,
-            "Content-Length": str(self.num_bytes),
+            "Content-Length": str(num_bytes),
             **(headers or {}),
         }
 
     def __iter__(self) -> Iterator[bytes]:
-        """Its pieces."""
+        """Yield the pieces."""
         if isinstance(self._source, Path):
-            with _told(), self._source.open("rb") as file:
+            with _catch_unreadable(), self._source.open("rb") as file:
                 while piece := file.read(_PIECE_BYTES):
                     yield piece
         else:
             yield from _pieces(self._source)
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        """Its pieces; a file is read in a thread."""
+        """Yield the pieces; a thread reads a file."""
         if isinstance(self._source, Path):
-            with _told(), await asyncio.to_thread(self._source.open, "rb") as file:
+            with (
+                _catch_unreadable(),
+                await asyncio.to_thread(self._source.open, "rb") as file,
+            ):
                 while piece := await asyncio.to_thread(file.read, _PIECE_BYTES):
                     yield piece
         else:
@@ -90,132 +90,130 @@ class Body(httpx.SyncByteStream, httpx.AsyncByteStream):
                 yield piece
 
 
-def body_of(value: object, parameters: Mapping[str, object] | None) -> Body:
-    """The body that asks for a prediction on a value.
-
-    Args:
-        value: See `Client.predict`.
-        parameters: For the model.
+def make_body(value: object, parameters: Mapping[str, object] | None) -> RequestBody:
+    """Return the body that asks for a prediction on a value; see `Client.predict`.
 
     Raises:
-        UnsendableError: There is no way to send it.
+        UnsendableError: The value or the parameters cannot be sent.
     """
-    with _told():
+    with _catch_unreadable():
         if isinstance(value, str) and names_file(value):
             warnings.warn(file_question(value), stacklevel=2)
         if isinstance(value, os.PathLike):
-            return _of_file(Path(value), parameters)
+            return _file_body(Path(value), parameters)
         if isinstance(value, bytes | bytearray | memoryview):
-            return _of_bytes(bytes(value), parameters)
+            return _bytes_body(bytes(value), parameters)
         if is_tensor(value):
-            tensor = tensor_of(value)
+            tensor = raw_tensor(value)
             shape = ",".join(map(str, tensor.shape))
             headers = {"X-Tensor-Dtype": tensor.dtype, "X-Tensor-Shape": shape}
-            query = _query_of(parameters)
-            return Body([tensor.data], "application/octet-stream", headers=headers, query=query)
+            query = _query(parameters)
+            return RequestBody(
+                [tensor.data], "application/octet-stream", headers=headers, query=query
+            )
         if isinstance(value, Mapping) and value and all(map(is_tensor, value.values())):
-            parts = safetensors_parts({name: tensor_of(each) for name, each in value.items()})
-            return Body(parts, "application/safetensors", query=_query_of(parameters))
-        if _is_picture(value):
-            return Body([_png_of(value)], "image/png", query=_query_of(parameters))
+            parts = safetensors_parts({name: raw_tensor(each) for name, each in value.items()})
+            return RequestBody(parts, "application/safetensors", query=_query(parameters))
+        if _is_pil_image(value):
+            return RequestBody([_png(value)], "image/png", query=_query(parameters))
         if hasattr(value, "read"):
-            return _of_open_file(cast("IO[Any]", value), parameters)
-        return _of_json([value], parameters)
+            return _open_file_body(cast("IO[Any]", value), parameters)
+        return _json_body([value], parameters)
 
 
 def names_file(text: str) -> bool:
-    """Whether a text is the name of a file, or looks like one of a kind that can be sent."""
+    """Return whether a text is, or looks like, the name of a file that can be sent."""
     if os.path.exists(text):
         return True
     return text.lower().endswith(_SUFFIXES) and not any(map(str.isspace, text))
 
 
 def file_question(name: str) -> str:
-    """What to ask whoever sends such a text."""
+    """Return the question for a user who sends a file name as a text."""
     return f"a str is sent as a text: did you mean the file, pathlib.Path({name!r})?"
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
-    """Tells of an input that cannot be read as of any that cannot be sent."""
+def _catch_unreadable() -> Iterator[None]:
+    """Turn an `OSError` into an `UnsendableError`."""
     try:
         yield
     except OSError as error:
         raise UnsendableError(f"this cannot be read: {error}") from error
 
 
-def _of_file(path: Path, parameters: Mapping[str, object] | None) -> Body:
+def _file_body(path: Path, parameters: Mapping[str, object] | None) -> RequestBody:
     suffix = path.suffix.lower()
     if suffix == ".json":
         try:
             content = json.loads(path.read_bytes())
         except (ValueError, RecursionError) as error:
-            raise UnsendableError(f"{path} is no JSON: {error}") from None
+            raise UnsendableError(f"{path} is not JSON: {error}") from None
         if isinstance(content, dict) and "instances" in content:
             own = content.get("parameters") or {}
             if not isinstance(content["instances"], list) or not isinstance(own, dict):
-                raise UnsendableError(f"{path}: instances is no list, or parameters is no object")
-            return _of_json(content["instances"], {**own, **(parameters or {})})
-        return _of_json([content], parameters)
+                raise UnsendableError(f"{path}: instances must be a list, and parameters an object")
+            return _json_body(content["instances"], {**own, **(parameters or {})})
+        return _json_body([content], parameters)
     if content_type := _TYPE_BY_SUFFIX.get(suffix):
-        return Body(path, content_type, query=_query_of(parameters))
+        return RequestBody(path, content_type, query=_query(parameters))
     with path.open("rb") as file:
         start = file.read(_MAGIC_BYTES)
     if not start:
         raise UnsendableError(f"{path} is empty")
-    return Body(path, _type_of(start), query=_query_of(parameters))
+    return RequestBody(path, _content_type(start), query=_query(parameters))
 
 
-def _of_open_file(file: IO[Any], parameters: Mapping[str, object] | None) -> Body:
+def _open_file_body(file: IO[Any], parameters: Mapping[str, object] | None) -> RequestBody:
     content = file.read()
     if isinstance(content, str):
-        raise UnsendableError("a file that is open as text: open it with mode 'rb'")
-    return _of_bytes(content, parameters)
+        raise UnsendableError("the file is open as text: open it with mode 'rb'")
+    return _bytes_body(content, parameters)
 
 
-def _of_bytes(content: bytes, parameters: Mapping[str, object] | None) -> Body:
+def _bytes_body(content: bytes, parameters: Mapping[str, object] | None) -> RequestBody:
     if not content:
         raise UnsendableError("there are no bytes")
-    return Body([content], _type_of(content[:_MAGIC_BYTES]), query=_query_of(parameters))
+    return RequestBody([content], _content_type(content[:_MAGIC_BYTES]), query=_query(parameters))
 
 
-def _of_json(instances: Sequence[object], parameters: Mapping[str, object] | None) -> Body:
+def _json_body(instances: Sequence[object], parameters: Mapping[str, object] | None) -> RequestBody:
     content: dict[str, object] = {"instances": instances}
     if parameters:
         content["parameters"] = parameters
-    return Body([_json(content)], "application/json")
+    return RequestBody([_json(content)], "application/json")
 
 
 def _json(value: object) -> bytes:
     try:
         text = json.dumps(
-            value, allow_nan=False, ensure_ascii=False, separators=(",", ":"), default=_plain
+            value, allow_nan=False, ensure_ascii=False, separators=(",", ":"), default=_to_plain
         )
         return text.encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise UnsendableError(f"this cannot be sent as JSON: {error}") from None
 
 
-def _plain(value: Any) -> object:
-    """What is inside of JSON and is none."""
+def _to_plain(value: Any) -> object:
+    """Return a value that JSON has, for one that it lacks."""
     if is_tensor(value):
         return value.tolist()
     if isinstance(value, bytes | bytearray | memoryview):
         return base64.b64encode(value).decode()
-    raise TypeError(f"there is no JSON for a {type(value).__name__}")
+    raise TypeError(f"JSON has no {type(value).__name__}")
 
 
-def _query_of(parameters: Mapping[str, object] | None) -> dict[str, str]:
-    """Parameters beside a body that has no room for them."""
+def _query(parameters: Mapping[str, object] | None) -> dict[str, str]:
+    """Return the query for parameters, for a body that has no room for them."""
     query = {name: _json(value).decode() for name, value in (parameters or {}).items()}
     if taken := sorted(set(query) & set(_RESERVED)):
-        raise UnsendableError(f"a parameter named {taken[0]!r} can only be sent beside JSON")
+        raise UnsendableError(f"a parameter named {taken[0]!r} can only be sent with a JSON input")
     if sum(map(len, [*query, *query.values()])) > _MAX_QUERY_CHARACTERS:
-        raise UnsendableError("so long parameters can only be sent beside JSON")
+        raise UnsendableError("parameters this long can only be sent with a JSON input")
     return query
 
 
-def _type_of(start: bytes) -> str:
+def _content_type(start: bytes) -> str:
     for magic, content_type in _MAGIC:
         if start.startswith(magic):
             return content_type
@@ -226,20 +224,20 @@ def _type_of(start: bytes) -> str:
     return "application/octet-stream"
 
 
-def _is_picture(value: object) -> bool:
+def _is_pil_image(value: object) -> bool:
     module = sys.modules.get("PIL.Image")
     return module is not None and isinstance(value, module.Image)
 
 
-def _png_of(image: Any) -> bytes:
-    """The same pixels, turned as its EXIF data asks for, as the service does with files."""
+def _png(image: Any) -> bytes:
+    """Return a PNG file, turned as the EXIF data says, as the service does with files."""
     from PIL import ImageOps
 
     image = ImageOps.exif_transpose(image)
     if image.mode not in _PNG_MODES:
         image = image.convert("RGB")
     file = io.BytesIO()
-    image.save(file, "PNG", compress_level=1)  # fast; what it saves further is not worth it here
+    image.save(file, "PNG", compress_level=1)  # the fastest
     return file.getvalue()
 
 

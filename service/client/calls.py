@@ -1,7 +1,7 @@
-"""All that both clients do, as steps: what to send next, how long to wait, what it came to.
+"""The work that both clients share: requests, retries and answers, without input or output.
 
-A call is a generator. It yields `Send` and `Pause`, is sent what came of each, and returns the
-result; so that nothing here is sync or async, and nothing in the clients decides anything.
+A call is a generator. It yields `Send` and `Pause`, receives the outcome of each, and returns the
+result. Each client only sends, sleeps, and drives the generator.
 """
 
 import base64
@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 import httpx
 
-from inferpool.service.client.bodies import Body, body_of, file_question, names_file
+from inferpool.service.client.bodies import RequestBody, file_question, make_body, names_file
 from inferpool.service.client.errors import (
     AnswerError,
     ConnectError,
@@ -29,16 +29,17 @@ from inferpool.service.client.errors import (
     UnsendableError,
     error_class,
 )
-from inferpool.service.client.health import Health, health_of
 from inferpool.service.client.options import ClientOptions, ManyOptions, PredictOptions, check_names
 from inferpool.service.client.results import (
+    Health,
     Json,
     Prediction,
     Reply,
     Timing,
-    instance_error,
-    prediction_of,
-    stages_of,
+    read_health,
+    read_instance_error,
+    read_prediction,
+    read_stages,
 )
 from inferpool.service.client.retries import Retry, RetryBudget, pause_before_retry, retry_after_s
 from inferpool.service.settings.urls import DEFAULT_URL, problem_of_address, without_password
@@ -49,39 +50,35 @@ _TIMEOUT_S = 30.0
 _CONNECT_TIMEOUT_S = 5.0
 _MAX_CONCURRENCY = 16
 _KEEP_ALIVE_S = 15.0
-"""An idle connection is closed before the service does (75 s by default), or a proxy."""
+"""Idle time of a connection: shorter than the service's (75 s by default) or a proxy's."""
 _ANSWER_S = 0.1
-"""What the service's deadline is before ours, for its answer to arrive; at most a tenth."""
+"""Time kept for the answer to arrive: the service's deadline is earlier by this, at most 10 %."""
 _POLL_S = 0.1
 _UNSENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.ProxyError)
-"""What fails before a request has left."""
-_HOPELESS = (
-    httpx.UnsupportedProtocol,
-    httpx.TooManyRedirects,
-    httpx.LocalProtocolError,
-)
+"""Errors before anything was sent."""
+_HOPELESS = (httpx.UnsupportedProtocol, httpx.TooManyRedirects, httpx.LocalProtocolError)
 _LONGEST_S = 1e6
-"""Of a socket's timeout: more is as good as none, and some systems cannot count so far."""
+"""Longest socket timeout; above it we set none, since some systems cannot count so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send a request and read its answer, before a moment of `time.monotonic`."""
+    """Step: send a request and read its answer, before a moment of `time.monotonic`."""
 
     request: httpx.Request
     deadline: float
 
     @property
     def left_s(self) -> float | None:
-        """Until then; None for as long as it takes."""
+        """Seconds until the deadline; None for no limit."""
         left_s = self.deadline - time.monotonic()
         return None if left_s > _LONGEST_S else left_s
 
     def check_time(self) -> None:
-        """See, while an answer comes in, that there is time left.
+        """Check the deadline while an answer arrives.
 
         Raises:
-            httpx.ReadTimeout: There is none.
+            httpx.ReadTimeout: The deadline has passed.
         """
         if time.monotonic() > self.deadline:
             raise httpx.ReadTimeout("the answer did not end in time", request=self.request)
@@ -89,24 +86,24 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Wait."""
+    """Step: wait."""
 
     duration_s: float
 
 
-Came = Reply | httpx.RequestError | None
-"""What came of a step: None of a pause."""
-Steps = Generator[Send | Pause, Came, _T]
+StepOutcome = Reply | httpx.RequestError | None
+"""Outcome of a step: None after a pause."""
+Steps = Generator[Send | Pause, StepOutcome, _T]
 
 
 class Calls:
-    """The calls to one service. Any thread may use it."""
+    """Calls to one service. Any thread may use it."""
 
     def __init__(self, url: str, options: ClientOptions) -> None:
-        """Check what was given.
+        """Check the arguments of a client.
 
         Raises:
-            ValueError: It is no URL, or no key.
+            ValueError: The URL, the key or another option is invalid.
         """
         check_names(options, ClientOptions)
         if problem := problem_of_address(url):
@@ -114,7 +111,7 @@ class Calls:
             raise ValueError(f"{shown!r} is no URL of a service, as {DEFAULT_URL} is: {problem}")
         parsed = httpx.URL(url)
         self.url = str(parsed.copy_with(userinfo=None)).rstrip("/")
-        """Without the password that was in it, if there was one."""
+        """URL without its password, if it had one."""
         retries = options.get("retries", Retry())
         self._retry = Retry(max_attempts=1 + retries) if isinstance(retries, int) else retries
         self._budget = RetryBudget(self._retry)
@@ -124,7 +121,10 @@ class Calls:
         self.max_concurrency = options.get("max_concurrency", _MAX_CONCURRENCY)
         if self.max_concurrency < 1:
             raise ValueError("max_concurrency must be at least 1")
-        self.verify = _context_of(options.get("verify", True))
+        verify = options.get("verify", True)
+        self.verify = (
+            ssl.create_default_context(cafile=verify) if isinstance(verify, str) else verify
+        )
         self.proxy = options.get("proxy")
         self.limits = httpx.Limits(
             max_connections=self.max_concurrency,
@@ -135,56 +135,59 @@ class Calls:
         self._headers = {"User-Agent": "inferpool-client", **options.get("headers", {})}
         if key := options.get("key"):
             key = key.strip()
-            if not (key.isascii() and key.isprintable()):  # told here, where it is not shown
+            if not (key.isascii() and key.isprintable()):  # httpx's own error would show the key
                 raise ValueError("the key has characters that no header may have")
             self._headers["Authorization"] = f"Bearer {key}"
-        if parsed.userinfo:  # sent as such, since httpx logs each URL as it is
+        if parsed.userinfo:  # as a header, since httpx logs each URL
             pair = f"{parsed.username}:{parsed.password}".encode()
             self._headers["Authorization"] = f"Basic {base64.b64encode(pair).decode()}"
 
     def predict(self, value: object, options: PredictOptions) -> Steps[Prediction]:
-        """The steps of one prediction."""
+        """Take the steps of one prediction."""
         check_names(options, PredictOptions)
         started = time.monotonic()
         deadline = _deadline(started, options.get("timeout_s", self._timeout_s))
         request_id = options.get("request_id") or uuid.uuid4().hex
         model = options.get("model")
-        body = body_of(value, options.get("parameters"))
-        headers = self._headers_of(options, request_id)
+        body = make_body(value, options.get("parameters"))
+        headers = self._predict_headers(options, request_id)
         path = "/predict" if model is None else f"/predict/{quote(model, safe='')}"
         self._budget.deposit()
         num_attempts = 0
         while True:
             sent = time.monotonic()
             num_attempts += 1
-            came = yield Send(self._post(path, body, headers, deadline - sent, deadline), deadline)
+            outcome = yield Send(
+                self._post(path, body, headers, deadline - sent, deadline), deadline
+            )
             try:
-                reply = self._reply_of(came, deadline, request_id)
-                timing = _timing(reply, sent, started)
-                return prediction_of(
+                reply = self._reply(outcome, deadline, request_id)
+                return read_prediction(
                     reply,
                     model=model,
                     request_id=request_id,
                     num_attempts=num_attempts,
-                    timing=timing,
+                    timing=_timing(reply, sent, started),
                 )
             except InferpoolError as error:
                 error.num_attempts = num_attempts
-                _hint(error, value)
+                _add_file_question(error, value)
                 pause_s = pause_before_retry(
                     error,
                     retry=self._retry,
                     budget=self._budget,
                     num_attempts=num_attempts,
                     left_s=deadline - time.monotonic(),
-                    was_sent=not isinstance(came, _UNSENT),
+                    was_sent=not isinstance(outcome, _UNSENT),
                 )
                 if self._on_retry is not None:
                     self._on_retry(error, pause_s)
             yield Pause(pause_s)
 
-    def one_of_many(self, value: object, options: ManyOptions, index: int) -> Steps[Prediction]:
-        """The steps of one prediction of several; what it comes to has its index."""
+    def predict_one_of_many(
+        self, value: object, options: ManyOptions, index: int
+    ) -> Steps[Prediction]:
+        """Take the steps of one prediction of several; the result has its index."""
         own = PredictOptions(as_arrays=options.get("as_arrays", False))
         for name in ("model", "parameters", "priority", "timeout_s"):
             if name in options:
@@ -192,19 +195,19 @@ class Calls:
         return replace((yield from self.predict(value, own)), index=index)
 
     def health(self) -> Steps[Health]:
-        """The steps of `GET /health`."""
-        return health_of((yield from self._get("/health", self._deadline())))
+        """Take the steps of `GET /health`."""
+        return read_health((yield from self._get("/health")))
 
     def is_ready(self) -> Steps[bool]:
-        """The steps of `GET /health/ready`: whether requests should be sent there."""
+        """Take the steps of `GET /health/ready`; return whether the service is ready."""
         try:
-            yield from self._get("/health/ready", self._deadline())
+            yield from self._get("/health/ready")
         except (ConnectError, UnavailableError, DeadlineExceededError):
             return False
         return True
 
     def wait_until_ready(self, timeout_s: float) -> Steps[None]:
-        """The steps until `GET /health/ready` answers 200."""
+        """Ask `GET /health/ready` until it answers 200."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -218,7 +221,9 @@ class Calls:
                 return
             yield Pause(pause_s)
 
-    def _get(self, path: str, deadline: float) -> Steps[Reply]:
+    def _get(self, path: str, deadline: float | None = None) -> Steps[Reply]:
+        if deadline is None:
+            deadline = _deadline(time.monotonic(), self._timeout_s)
         request_id = uuid.uuid4().hex
         request = httpx.Request(
             "GET",
@@ -226,25 +231,25 @@ class Calls:
             headers={**self._headers, "X-Request-ID": request_id},
             extensions={"timeout": _Timeouts(deadline, self._connect_timeout_s)},
         )
-        return self._reply_of((yield Send(request, deadline)), deadline, request_id)
+        return self._reply((yield Send(request, deadline)), deadline, request_id)
 
     def _post(
-        self, path: str, body: Body, headers: dict[str, str], left_s: float, deadline: float
+        self, path: str, body: RequestBody, headers: dict[str, str], left_s: float, deadline: float
     ) -> httpx.Request:
-        told = dict(headers)
+        timeout = {}
         if left_s < math.inf:
             left_ms = int((left_s - min(_ANSWER_S, left_s / 10)) * 1e3)
-            told["X-Timeout-Ms"] = str(max(1, left_ms))
+            timeout["X-Timeout-Ms"] = str(max(1, left_ms))
         return httpx.Request(
             "POST",
             self.url + path,
             params=body.query or None,
-            headers={"Host": self._host, **told, **body.headers},
+            headers={"Host": self._host, **headers, **timeout, **body.headers},
             stream=body,
             extensions={"timeout": _Timeouts(deadline, self._connect_timeout_s)},
         )
 
-    def _headers_of(self, options: PredictOptions, request_id: str) -> dict[str, str]:
+    def _predict_headers(self, options: PredictOptions, request_id: str) -> dict[str, str]:
         headers = {**self._headers, "X-Request-ID": request_id}
         if options.get("as_arrays"):
             headers["Accept"] = "application/safetensors"
@@ -255,29 +260,22 @@ class Calls:
         for name, text in headers.items():
             if not (text.isascii() and text.isprintable()):
                 raise UnsendableError(
-                    f"what was given for {name} has characters no header may have"
+                    f"the value for {name} has characters that no header may have"
                 )
         return headers
 
-    def _reply_of(self, came: Came, deadline: float, request_id: str) -> Reply:
-        """What came, if it is an answer of status 200.
-
-        Raises:
-            InferpoolError: It is not.
-        """
-        if isinstance(came, httpx.RequestError):
-            _raise_from(came, deadline, self.url, request_id)
-        assert came is not None, "of a pause nothing comes"
-        if came.status != 200:
-            raise _error_of(came, request_id)
-        return came
-
-    def _deadline(self) -> float:
-        return _deadline(time.monotonic(), self._timeout_s)
+    def _reply(self, outcome: StepOutcome, deadline: float, request_id: str) -> Reply:
+        """Return an answer of status 200; raise an `InferpoolError` for anything else."""
+        if isinstance(outcome, httpx.RequestError):
+            _raise_unanswered(outcome, deadline, self.url, request_id)
+        assert outcome is not None, "a pause has no outcome"
+        if outcome.status != 200:
+            raise _refusal(outcome, request_id)
+        return outcome
 
 
 class _Timeouts(dict[str, float | None]):
-    """What is left until a deadline, whenever httpx asks for the timeout of its next step."""
+    """Timeouts for httpx: the time left until the deadline, whenever httpx starts a step."""
 
     def __init__(self, deadline: float, connect_timeout_s: float) -> None:
         super().__init__()
@@ -299,14 +297,8 @@ def _deadline(started: float, timeout_s: float | None) -> float:
     return started + timeout_s
 
 
-def _context_of(verify: bool | str | ssl.SSLContext) -> bool | ssl.SSLContext:
-    if isinstance(verify, str):
-        return ssl.create_default_context(cafile=verify)
-    return verify
-
-
 def _timing(reply: Reply, sent: float, started: float) -> Timing:
-    stages = stages_of(reply.headers)
+    stages = read_stages(reply.headers)
     now = time.monotonic()
     return Timing(
         queue_s=stages.get("queue"),
@@ -318,8 +310,10 @@ def _timing(reply: Reply, sent: float, started: float) -> Timing:
     )
 
 
-def _raise_from(error: httpx.RequestError, deadline: float, url: str, request_id: str) -> NoReturn:
-    """Raise what it means that there was no answer."""
+def _raise_unanswered(
+    error: httpx.RequestError, deadline: float, url: str, request_id: str
+) -> NoReturn:
+    """Raise our error for one of httpx's, after which there is no answer."""
     message = str(error) or type(error).__name__
     if isinstance(error, _HOPELESS):
         raise UnsendableError(f"this cannot be asked: {message}", request_id=request_id) from error
@@ -340,7 +334,7 @@ def _raise_from(error: httpx.RequestError, deadline: float, url: str, request_id
 
 
 def _is_untrusted(error: BaseException | None) -> bool:
-    """Whether a certificate was at fault, which it will be again."""
+    """Return whether a bad certificate is the cause; a retry would meet it again."""
     while error is not None:
         if isinstance(error, ssl.SSLCertVerificationError):
             return True
@@ -348,8 +342,8 @@ def _is_untrusted(error: BaseException | None) -> bool:
     return False
 
 
-def _error_of(reply: Reply, request_id: str) -> InferpoolError:
-    """The error that an answer tells: from its problem document, or else from its status."""
+def _refusal(reply: Reply, request_id: str) -> InferpoolError:
+    """Return the error in an answer: from its problem document, or else from its status."""
     status = reply.status
     problem: Json = None
     if reply.headers.get("content-type", "").startswith("application/problem+json"):
@@ -360,7 +354,7 @@ def _error_of(reply: Reply, request_id: str) -> InferpoolError:
         case {"code": str(code), "detail": str(detail), "retryable": bool(is_retryable)}:
             given = problem.get("errors")
             listed = given if isinstance(given, list) else []
-            several = [instance_error(each, i, request_id) for i, each in enumerate(listed)]
+            several = [read_instance_error(each, i, request_id) for i, each in enumerate(listed)]
             told_s = problem.get("retry_after_s")
             if wait_s is None and isinstance(told_s, int | float):
                 wait_s = max(0.0, told_s)
@@ -375,14 +369,14 @@ def _error_of(reply: Reply, request_id: str) -> InferpoolError:
             )
     start = " ".join(reply.content[:200].decode("utf-8", "replace").split())
     if status < 400:
-        leads = f", and leads to {place}" if (place := reply.headers.get("location")) else ""
+        leads = f", a redirect to {place}" if (place := reply.headers.get("location")) else ""
         return ProtocolError(
-            f"an answer of status {status} is none of inferpool's{leads}: {start!r}",
+            f"an answer of status {status} is not one of inferpool's{leads}: {start!r}",
             status=status,
             request_id=request_id,
         )
     return error_class("", status)(
-        f"what answered is no inferpool, or stands before one: {start!r}",
+        f"the answer is not one of inferpool's; a proxy may have sent it: {start!r}",
         code=f"http_{status}",
         status=status,
         request_id=request_id,
@@ -390,8 +384,8 @@ def _error_of(reply: Reply, request_id: str) -> InferpoolError:
     )
 
 
-def _hint(error: InferpoolError, value: object) -> None:
-    """Ask whether a text that looks like the name of a file was meant to be the file."""
+def _add_file_question(error: InferpoolError, value: object) -> None:
+    """Ask whether a text that looks like a file name was meant to be the file."""
     if isinstance(error, AnswerError) and isinstance(value, str) and names_file(value):
         question = file_question(value)
         if question not in error.detail:

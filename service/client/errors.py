@@ -1,50 +1,50 @@
-"""What can go wrong with a prediction, one tree for both clients.
+"""Errors of both clients.
 
 InferpoolError
-+-- UnsendableError             this input cannot be sent; nothing was asked
-+-- ConnectError                no connection, or it broke before there was an answer
-+-- ProtocolError               what came back is not an answer of inferpool's
-+-- DeadlineExceededError       no answer in time: the service says so (504), or our own clock
-+-- AnswerError                 the service said no; `code` says why
-    +-- BadRequestError         the request cannot be read: 400
-    +-- UnauthorizedError       no key, or none that is known: 401
-    +-- ForbiddenError          the key is for something else: 403
-    +-- NotFoundError           nothing is at this path: 404
-    |   +-- UnknownModelError   no model of that name
-    +-- NotAcceptableError      these outputs have no such form: 406
-    +-- SlowBodyError           the body did not arrive in time: 408
-    +-- TooLargeError           a body, or a part of one, over its limit: 413
-    +-- UnsupportedTypeError    a content type that the service does not read: 415
-    +-- InvalidInputError       the model cannot take this input: 422
-    |   +-- QuarantinedError    it has killed workers lately
-    +-- OverloadedError         no room, or no time, for it now: 429, with `retry_after_s`
-    +-- UnavailableError        starting, draining, no worker, or a proxy without one: 502, 503
-    |   +-- GivenUpError        the model can never be served there, and another try is of no use
-    +-- ModelFailedError        the model raised on this input: 500
-    |   +-- NonFiniteOutputError  it yielded NaN or an infinity
-    +-- WorkerCrashedError      workers died with this input alone: 500
-    +-- InternalError           a mistake of the service: any other 5xx
++-- UnsendableError             the input cannot be sent; the service was not asked
++-- ConnectError                no connection, or it broke before the answer
++-- ProtocolError               the answer is not one of inferpool's
++-- DeadlineExceededError       no answer in time, by the service's clock (504) or the client's
++-- AnswerError                 the service refused; `code` says why
+    +-- BadRequestError         400: the service cannot read the request
+    +-- UnauthorizedError       401: no key, or an unknown one
+    +-- ForbiddenError          403: the key is not for this
+    +-- NotFoundError           404: nothing is at this path
+    |   +-- UnknownModelError   the service has no model of this name
+    +-- NotAcceptableError      406: the outputs have no such format
+    +-- SlowBodyError           408: the body did not arrive in time
+    +-- TooLargeError           413: the body, or a part of it, is over a limit
+    +-- UnsupportedTypeError    415: the service does not read this content type
+    +-- InvalidInputError       422: the model cannot take this input
+    |   +-- QuarantinedError    the input has killed workers lately
+    +-- OverloadedError         429: too busy now; see `retry_after_s`
+    +-- UnavailableError        502, 503: starting, draining, or no worker
+    |   +-- GivenUpError        the model cannot be started; a retry does not help
+    +-- ModelFailedError        500: the model raised an error on this input
+    |   +-- NonFiniteOutputError  its output has NaN or an infinity
+    +-- WorkerCrashedError      500: workers died of this input alone
+    +-- InternalError           any other 5xx: a mistake of the service
 
-Codes that are not known here are told by their status.
+The status decides the class of an unknown code.
 """
 
 from collections.abc import Iterator, Sequence
 
 
 class InferpoolError(Exception):
-    """There is no prediction.
+    """Base class of all errors of the clients.
 
     Attributes:
-        detail: What was wrong, for a person.
-        code: A stable name, the service's own where it has answered.
-        status: Of the answer; None where there was none.
-        request_id: What to look for in the service's log; None where nothing was asked.
-        is_retryable: The same request may succeed later. The client has tried again already, as
-            far as its settings and the deadline let it.
-        retry_after_s: When another try makes sense, if the service said.
-        errors: Of each instance, where there were several and all failed.
-        index: Of the input in `predict_many`, or of the instance in `Prediction.errors`.
-        num_attempts: How often it was asked.
+        detail: Description for a person.
+        code: Stable name of the error; the service's own code if it answered.
+        status: HTTP status of the answer; None if there was none.
+        request_id: ID to look for in the service's log; None if the service was not asked.
+        is_retryable: True if the same request may succeed later. The client has already retried
+            it, as far as its settings and the deadline allow.
+        retry_after_s: Seconds to wait before a retry, if the service said so.
+        errors: Errors of all instances, if there were several and all failed.
+        index: Index of the input in `predict_many`, or of the instance in `Prediction.errors`.
+        num_attempts: Number of times the service was asked.
     """
 
     code = "error"
@@ -75,7 +75,7 @@ class InferpoolError(Exception):
         self.num_attempts = 0
 
     def __str__(self) -> str:
-        """The detail, with what helps to find it."""
+        """Return the detail with status, code and request ID."""
         facts = [str(self.status)] if self.status else []
         facts.append(self.code)
         if self.request_id:
@@ -84,67 +84,67 @@ class InferpoolError(Exception):
 
 
 class UnsendableError(InferpoolError):
-    """This input cannot be sent; nothing was asked."""
+    """The input cannot be sent; the service was not asked."""
 
     code = "input"
 
 
 class ConnectError(InferpoolError):
-    """There is no connection, or it broke before there was an answer."""
+    """There is no connection, or it broke before the answer."""
 
     code = "connect"
     is_retryable = True
 
 
 class ProtocolError(InferpoolError):
-    """What came back is not an answer of inferpool's."""
+    """The answer is not one of inferpool's."""
 
     code = "protocol"
 
 
 class DeadlineExceededError(InferpoolError):
-    """There was no answer in time. Without `status`, the client's own clock says so."""
+    """There was no answer in time; without a `status`, by the client's own clock."""
 
     code = "deadline_exceeded"
     is_retryable = True
 
 
 class AnswerError(InferpoolError):
-    """The service said no."""
+    """The service refused."""
 
 
 class BadRequestError(AnswerError):
-    """The request cannot be read."""
+    """The service cannot read the request."""
 
     code = "bad_request"
 
 
 class UnauthorizedError(AnswerError):
-    """There is no key, or none that is known."""
+    """There is no key, or an unknown one."""
 
     code = "unauthorized"
 
 
 class ForbiddenError(AnswerError):
-    """The key is for something else."""
+    """The key is not for this kind of request."""
 
     code = "forbidden"
 
 
 class NotFoundError(AnswerError):
-    """Nothing is at this path: is the URL that of the service?"""
+    """Nothing is at this path; the URL may not be that of the service."""
 
     code = "not_found"
 
 
 class UnknownModelError(NotFoundError):
-    """No model of that name is served there."""
+    """The service has no model of this name."""
 
     code = "unknown_model"
 
 
 class NotAcceptableError(AnswerError):
-    """The outputs cannot be had in this form."""
+    """The outputs have no such format."""
 
     code = "not_acceptable"
 
@@ -157,7 +157,7 @@ class SlowBodyError(AnswerError):
 
 
 class TooLargeError(AnswerError):
-    """A body, or a part of one, is over its limit."""
+    """The body, or a part of it, is over a limit."""
 
     code = "too_large"
 
@@ -169,33 +169,33 @@ class UnsupportedTypeError(AnswerError):
 
 
 class InvalidInputError(AnswerError):
-    """The input was read, and the model cannot take it."""
+    """The model cannot take this input."""
 
     code = "invalid_input"
 
 
 class QuarantinedError(InvalidInputError):
-    """Workers have died of this very input, so it is not tried again for a while."""
+    """The input has killed workers, so the service refuses it for a while."""
 
     code = "quarantined"
 
 
 class OverloadedError(AnswerError):
-    """There is no room, or no time, for this request now."""
+    """The service is too busy for this request now."""
 
     code = "overloaded"
     is_retryable = True
 
 
 class UnavailableError(AnswerError):
-    """Nobody there can take the request: the service starts, drains, or has lost its workers."""
+    """The service is starting or draining, or has lost its workers."""
 
     code = "unavailable"
     is_retryable = True
 
 
 class GivenUpError(UnavailableError):
-    """No worker of the model can be started there, and none will be tried again."""
+    """The service cannot start a worker of the model, and does not try again."""
 
     code = "given_up"
     is_retryable = False
@@ -208,25 +208,25 @@ class ModelFailedError(AnswerError):
 
 
 class NonFiniteOutputError(ModelFailedError):
-    """The model's output for this input has NaN or an infinity in it."""
+    """The model's output for this input has NaN or an infinity."""
 
     code = "non_finite_output"
 
 
 class WorkerCrashedError(AnswerError):
-    """Each worker that worked on this input alone died of it."""
+    """Workers died while they computed this input alone."""
 
     code = "worker_crashed"
 
 
 class InternalError(AnswerError):
-    """A mistake of the service, or of what stands before it."""
+    """The service, or a proxy before it, made a mistake."""
 
     code = "internal_error"
 
 
 def error_class(code: str, status: int) -> type[InferpoolError]:
-    """The class for an answer: by its code, else by its status."""
+    """Return the class for an answer: by its code, else by its status."""
     return (
         _BY_CODE.get(code)
         or _BY_STATUS.get(status)

@@ -1,4 +1,4 @@
-"""What callers of both clients may choose."""
+"""Options that callers of both clients may pass."""
 
 import difflib
 import ssl
@@ -10,87 +10,83 @@ from inferpool.service.client.errors import InferpoolError
 from inferpool.service.client.retries import Retry
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Progress of a `predict_many` call."""
+
+    num_done: int
+    """Inputs that have a result, failed ones included."""
+    num_failed: int
+    num_running: int
+
+
 class ClientOptions(TypedDict, total=False):
-    """Of a client."""
+    """Options of a client."""
 
     key: str | None
-    """An API key, sent as `Authorization: Bearer`."""
+    """API key, sent as `Authorization: Bearer`."""
     timeout_s: float | None
-    """For each prediction, with all attempts and the pauses between them; 30 by default, None for
-    as long as it takes. The service is told what is left of it, and answers in time or gives up;
-    it does so after its `max_timeout_s` in any case, and after its `default_timeout_s` for None."""
+    """Time for each prediction, all attempts and pauses included; 30 by default, None for no limit.
+    The client tells the service how much is left, so that the service answers or gives up in time.
+    The service's own limits hold as well: `max_timeout_s`, and `default_timeout_s` for None."""
     connect_timeout_s: float
-    """For one attempt to connect; 5 by default."""
+    """Time for one attempt to connect; 5 by default."""
     retries: Retry | int
-    """How to try again, or how often at most; 0 for never."""
+    """Retry policy, or the largest number of retries; 0 for none."""
     on_retry: Callable[[InferpoolError, float], None]
-    """Told of what went wrong whenever a prediction is about to be tried again, and in how many
-    seconds that is."""
+    """Called before each retry, with the error and the pause in seconds."""
     max_concurrency: int
-    """Connections, and predictions of `predict_many`, at a time; 16 by default."""
+    """Most connections at a time, and most running predictions of `predict_many`; 16 by default."""
     verify: bool | str | ssl.SSLContext
-    """Of HTTPS: True checks certificates, a path names a file of those who may sign them."""
+    """TLS check: True uses the system's certificates, a path names a file of trusted ones."""
     headers: Mapping[str, str]
-    """Sent along with each request."""
+    """Extra headers for each request."""
     proxy: str | None
-    """The URL of a proxy; by default those of the environment count (`HTTP_PROXY`, ...), and "" is
-    for none."""
+    """URL of a proxy. None uses the environment (`HTTP_PROXY`, ...); "" uses no proxy."""
 
 
-class PredictOptions(TypedDict, total=False):
-    """Of one prediction."""
-
+class _SharedOptions(TypedDict, total=False):
     model: str | None
-    """Its name in the service; None: the default model."""
+    """Name of the model in the service; None: the default model."""
     parameters: Mapping[str, object] | None
-    """For the model."""
+    """Parameters for the model."""
     priority: int | None
-    """1 goes first, 9 last; 5 by default."""
+    """Priority from 1 (first) to 9 (last); 5 by default."""
     timeout_s: float | None
-    """Instead of the client's."""
-    request_id: str | None
-    """To be found in the service's log; made if not given, the same for all attempts."""
-    traceparent: str | None
-    """Of the trace to go on with (W3C Trace Context)."""
+    """Timeout that replaces the client's."""
     as_arrays: bool
     """Ask for `Prediction.arrays` and `tensors` instead of JSON."""
 
 
-class ManyOptions(TypedDict, total=False):
-    """Of many predictions. The first five are those of `PredictOptions`, for each input."""
+class PredictOptions(_SharedOptions, total=False):
+    """Options of one prediction."""
 
-    model: str | None
-    parameters: Mapping[str, object] | None
-    priority: int | None
-    timeout_s: float | None
-    as_arrays: bool
+    request_id: str | None
+    """Name of the request in the service's log, the same for all attempts; made if not given."""
+    traceparent: str | None
+    """Trace to continue (W3C Trace Context)."""
+
+
+class ManyOptions(_SharedOptions, total=False):
+    """Options of `predict_many`; the first five apply to each input."""
+
     max_concurrency: int
-    """Instead of the client's, if less."""
+    """Limit that replaces the client's, if it is lower."""
     is_ordered: bool
-    """Results come in the order of the inputs (default), or as they are there, each with its
-    `index`."""
-    on_progress: Callable[["Progress"], None] | None
-    """Told after each result, before it is handed out."""
+    """True (default): results come in the order of the inputs. False: as soon as each is there;
+    see its `index`."""
+    on_progress: Callable[[Progress], None] | None
+    """Called after each result, before it is yielded."""
 
 
 def check_names(options: Mapping[str, object], kind: type) -> None:
-    """Refuse an option that there is not, such as `timeout`, as Python does with parameters.
+    """Refuse an unknown option, such as `timeout`, as Python refuses an unknown parameter.
 
     Raises:
-        TypeError: There is none of that name.
+        TypeError: No option has this name.
     """
     for name in options:
         if name not in kind.__annotations__:
             near = difflib.get_close_matches(name, kind.__annotations__, 1)
             hint = f": did you mean {near[0]!r}?" if near else ""
             raise TypeError(f"there is no option {name!r}{hint}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """How far `predict_many` is."""
-
-    num_done: int
-    num_failed: int
-    """Of these."""
-    num_running: int

@@ -1,4 +1,4 @@
-"""What a prediction came to, and where its time went."""
+"""Results that the clients return: predictions with their timing, and the service's health."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import httpx
 
 from inferpool.service.client.errors import InferpoolError, ProtocolError, error_class
-from inferpool.service.client.safetensors import Tensor, read_safetensors
+from inferpool.service.client.safetensors import RawTensor, read_safetensors
 from inferpool.service.client.tensors import to_numpy, to_torch
 
 if TYPE_CHECKING:
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     import torch
 
 Json: TypeAlias = Any
-"""What `json.loads` returns: an exact type would have every reader cast."""
+"""Value that `json.loads` returns; with an exact type, every reader would have to cast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """An answer as it came."""
+    """Raw answer of the service."""
 
     status: int
     headers: httpx.Headers
@@ -31,26 +31,26 @@ class Reply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Where the time went, in seconds; what the service did not say is None.
+    """Durations in seconds; None if the service did not report one.
 
-    Of several instances it says the longest of each stage.
+    For several instances, each stage is that of the slowest one.
     """
 
     queue_s: float | None = None
-    """Waiting for a worker."""
+    """Time in the queue, until a worker was free."""
     preprocess_s: float | None = None
     inference_s: float | None = None
     total_s: float | None = None
-    """All that the service took."""
+    """Time in the service, all stages together."""
     round_trip_s: float = 0.0
-    """As the client saw it: the attempt that succeeded, with the network."""
+    """Time of the successful attempt as the client saw it, network included."""
     elapsed_s: float = 0.0
-    """With earlier attempts and the pauses between them."""
+    """Time of the whole call, earlier attempts and pauses included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Label:
-    """One guess of a classifier."""
+    """One label that a classifier suggests."""
 
     label: str
     score: float
@@ -59,33 +59,32 @@ class Label:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a model said of one input.
+    """Prediction for one input.
 
-    An input may hold several *instances*, such as the rows of a batched tensor. Where some of them
-    failed, their errors stand in their places in `predictions`; they were not tried again.
+    An input may hold several *instances*, such as the rows of a batched tensor. If only some of
+    them fail, their errors stand in their places in `predictions`; the client does not retry them.
     """
 
     predictions: Sequence[Json | InferpoolError]
-    """Of each instance; empty if arrays were asked for."""
+    """One prediction per instance; empty if arrays were asked for."""
     request_id: str
     timing: Timing
     model: str | None = None
-    """As asked for; None: the service's default."""
+    """Name that was asked for; None: the service's default model."""
     num_attempts: int = 1
     index: int = 0
-    """Of the input, in `predict_many`."""
+    """Index of the input in `predict_many`."""
     headers: httpx.Headers = field(default_factory=httpx.Headers, repr=False)
-    """Of the answer, `traceparent` among them."""
-    raw_tensors: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
-    """What `arrays` and `tensors` are made of."""
+    """Headers of the answer, such as `traceparent`."""
+    raw_tensors: Mapping[str, RawTensor] = field(default_factory=dict, repr=False)
+    """Bytes behind `arrays` and `tensors`."""
 
     @property
     def value(self) -> Json:
-        """What the model said of the only instance.
+        """The prediction for the only instance.
 
         Raises:
-            InferpoolError: This instance failed.
-            ValueError: There are several, or arrays were asked for.
+            ValueError: There are several instances, or arrays were asked for.
         """
         if len(self.predictions) != 1:
             found = "arrays" if self.raw_tensors else f"{len(self.predictions)} predictions"
@@ -94,19 +93,19 @@ class Prediction:
 
     @property
     def errors(self) -> Sequence[InferpoolError]:
-        """Of the instances that failed while others succeeded, each with its `index`."""
+        """Errors of the instances that failed while others succeeded, each with its `index`."""
         return [each for each in self.predictions if isinstance(each, InferpoolError)]
 
     @property
     def is_whole(self) -> bool:
-        """Whether no instance failed."""
+        """True if no instance failed."""
         return not self.errors
 
     def raise_for_errors(self) -> "Prediction":
-        """Return this very prediction, if no instance failed.
+        """Return this prediction if no instance failed.
 
         Raises:
-            InferpoolError: Of the first that did.
+            InferpoolError: Error of the first instance that failed.
         """
         for error in self.errors:
             raise error
@@ -114,10 +113,10 @@ class Prediction:
 
     @property
     def labels(self) -> list[Label]:
-        """The guesses of a classifier for the only instance, the best first.
+        """Labels of a classifier for the only instance, the best first.
 
         Raises:
-            ValueError: The model is no classifier.
+            ValueError: The model is not a classifier.
         """
         value = self.value
         try:
@@ -126,14 +125,14 @@ class Prediction:
                 for each in value
             ]
         except (TypeError, KeyError, AttributeError):
-            raise ValueError("these are no labels with scores: see `value`") from None
+            raise ValueError("these are not labels with scores: see `value`") from None
 
     @property
     def top(self) -> Label:
-        """The best guess of a classifier.
+        """The best label of a classifier.
 
         Raises:
-            ValueError: The model is no classifier.
+            ValueError: The model is not a classifier.
         """
         labels = self.labels
         if not labels:
@@ -142,7 +141,7 @@ class Prediction:
 
     @cached_property
     def arrays(self) -> "dict[str, np.ndarray[Any, Any]]":
-        """The outputs by name, if `as_arrays` asked for them; bfloat16 becomes float32."""
+        """Outputs by name, if `as_arrays` asked for them; bfloat16 becomes float32."""
         return {name: to_numpy(each) for name, each in self._tensors().items()}
 
     @property
@@ -152,7 +151,7 @@ class Prediction:
 
     @cached_property
     def tensors(self) -> "dict[str, torch.Tensor]":
-        """The outputs by name as CPU tensors, if `as_arrays` asked for them."""
+        """Outputs by name as CPU tensors, if `as_arrays` asked for them."""
         return {name: to_torch(each) for name, each in self._tensors().items()}
 
     @property
@@ -160,26 +159,77 @@ class Prediction:
         """The only output as a CPU tensor, if `as_arrays` asked for it."""
         return self.tensors[_only(self.tensors)]
 
-    def _tensors(self) -> Mapping[str, Tensor]:
+    def _tensors(self) -> Mapping[str, RawTensor]:
         if not self.raw_tensors:
             raise ValueError("ask with as_arrays=True")
         return self.raw_tensors
 
 
-def prediction_of(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputInfo:
+    """One tensor that a model takes."""
+
+    name: str
+    dtype: str
+    shape: Sequence[int]
+    """Shape with the batch dimension first; -1 for any length."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerInfo:
+    """State of one worker."""
+
+    name: str
+    state: str
+    device: str
+    reason: str
+    """Reason why the worker is not ready."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """State of one model."""
+
+    name: str
+    is_ready: bool
+    reason: str
+    """Reason why the model is not ready."""
+    queue_depth: int
+    """Instances in the queue."""
+    inputs: Sequence[InputInfo]
+    """Tensors that the model takes; empty if it does not say."""
+    example: Json
+    """An instance that the model takes, or None."""
+    workers: Sequence[WorkerInfo]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """State of the service."""
+
+    status: str
+    """`starting`, `ready`, `degraded`, `unavailable` or `draining`."""
+    is_ready: bool
+    is_draining: bool
+    models: Sequence[ModelInfo]
+    document: Json = field(repr=False)
+    """The whole answer of `GET /health`."""
+
+
+def read_prediction(
     reply: Reply, *, model: str | None, request_id: str, num_attempts: int, timing: Timing
 ) -> Prediction:
     """Read an answer of status 200.
 
     Raises:
-        ProtocolError: It is none of inferpool's.
+        ProtocolError: The answer is not one of inferpool's.
     """
     predictions: list[Json] = []
-    tensors: Mapping[str, Tensor] = {}
+    tensors: Mapping[str, RawTensor] = {}
     if reply.headers.get("content-type", "").startswith("application/safetensors"):
         tensors = read_safetensors(reply.content)
     else:
-        predictions = _predictions(reply.content, request_id)
+        predictions = _read_predictions(reply.content, request_id)
     return Prediction(
         predictions=predictions,
         request_id=reply.headers.get("x-request-id", request_id),
@@ -191,8 +241,8 @@ def prediction_of(
     )
 
 
-def stages_of(headers: httpx.Headers) -> dict[str, float]:
-    """Seconds by name, from `Server-Timing`."""
+def read_stages(headers: httpx.Headers) -> dict[str, float]:
+    """Read `Server-Timing`: seconds by the name of a stage."""
     stages = {}
     for entry in headers.get("server-timing", "").split(","):
         name, *options = (part.strip() for part in entry.split(";"))
@@ -206,30 +256,8 @@ def stages_of(headers: httpx.Headers) -> dict[str, float]:
     return stages
 
 
-def _predictions(content: bytes, request_id: str) -> list[Json]:
-    try:
-        values = json.loads(content)["predictions"]
-        if not isinstance(values, list):
-            raise TypeError("predictions is no list")
-    except (ValueError, KeyError, TypeError, RecursionError):
-        start = content[:200].decode("utf-8", "replace")
-        raise ProtocolError(
-            f"this is no answer of inferpool's: {start!r}", request_id=request_id
-        ) from None
-    if len(values) == 1:  # were it an error, all had failed, and there would be no 200
-        return values
-    return [_failure(value, i, request_id) or value for i, value in enumerate(values)]
-
-
-def _failure(value: Json, index: int, request_id: str) -> InferpoolError | None:
-    """The error that stands in the place of an instance, if this is one."""
-    if not isinstance(value, dict) or set(value) != {"error"}:
-        return None
-    return instance_error(value["error"], index, request_id)
-
-
-def instance_error(error: Json, index: int, request_id: str) -> InferpoolError | None:
-    """Read why one instance has no prediction; None if this does not say it."""
+def read_instance_error(error: Json, index: int, request_id: str) -> InferpoolError | None:
+    """Read the error of one instance; None if this does not describe an error."""
     match error:
         case {"code": str(code), "message": str(message), "status": int(status), **rest}:
             given = rest.get("index")
@@ -237,6 +265,63 @@ def instance_error(error: Json, index: int, request_id: str) -> InferpoolError |
             cls = error_class(code, status)
             return cls(message, code=code, status=status, request_id=request_id, index=place)
     return None
+
+
+def read_health(reply: Reply) -> Health:
+    """Read the answer of `GET /health`.
+
+    Raises:
+        ProtocolError: The answer is not one of inferpool's.
+    """
+    try:
+        document = json.loads(reply.content)
+        return Health(
+            status=document["status"],
+            is_ready=document["ready"],
+            is_draining=document["draining"],
+            models=[_read_model(each) for each in document["models"]],
+            document=document,
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise ProtocolError(f"this is not inferpool's /health: {error!r}") from None
+
+
+def _read_model(model: Json) -> ModelInfo:
+    inputs = [
+        InputInfo(name=each["name"], dtype=each["dtype"], shape=tuple(each["shape"]))
+        for each in model["inputs"]
+    ]
+    keys = ("name", "state", "device", "reason")
+    return ModelInfo(
+        name=model["name"],
+        is_ready=model["ready"],
+        reason=model["reason"],
+        queue_depth=model["queue_depth"],
+        inputs=inputs,
+        example=model["example"],
+        workers=[WorkerInfo(**{key: each[key] for key in keys}) for each in model["workers"]],
+    )
+
+
+def _read_predictions(content: bytes, request_id: str) -> list[Json]:
+    try:
+        values = json.loads(content)["predictions"]
+        if not isinstance(values, list):
+            raise TypeError("predictions is not a list")
+    except (ValueError, KeyError, TypeError, RecursionError):
+        start = content[:200].decode("utf-8", "replace")
+        raise ProtocolError(
+            f"this is not an answer of inferpool's: {start!r}", request_id=request_id
+        ) from None
+    if len(values) == 1:  # a failed only instance has no status 200, so this is no error
+        return values
+    return [_instance_error(value, i, request_id) or value for i, value in enumerate(values)]
+
+
+def _instance_error(value: Json, index: int, request_id: str) -> InferpoolError | None:
+    if not isinstance(value, dict) or set(value) != {"error"}:
+        return None
+    return read_instance_error(value["error"], index, request_id)
 
 
 def _only(names: Collection[str]) -> str:

@@ -1,4 +1,4 @@
-"""When a request that failed is sent again, and when not."""
+"""Decides whether and when a failed request is sent again."""
 
 import email.utils
 import random
@@ -12,39 +12,39 @@ import httpx
 from inferpool.service.client.errors import ConnectError, DeadlineExceededError, InferpoolError
 
 _MAX_PAUSE_S = 3600.0
-"""Where nothing else ends the waiting: who asks for more of it is not busy, but wrong."""
+"""Longest pause: a service that asks for more is not busy, but wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retry:
-    """How to try again. All of it ends at the request's deadline in any case.
+    """Retry policy. No retry goes past the request's deadline.
 
-    Tried again are refusals that may pass (429, 502, 503, 408), and connections that could not be
-    made or broke before an answer. The latter may have been computed already: a prediction is
-    computed once more then, which does no harm as long as models have no side effects. Errors that
-    another try would meet again (4xx, a model that fails) are raised at once.
+    The client retries refusals that may pass (429, 502, 503, 408) and connections that failed or
+    broke before an answer. After a broken connection the service may compute the same prediction
+    twice, which is harmless if the model has no side effects. Errors that a retry would meet again
+    (other 4xx, a model that fails) are raised at once.
     """
 
     max_attempts: int = 8
-    """With the first; 1 tries nothing again."""
+    """Most attempts, the first included; 1 for no retries."""
     backoff_s: float = 0.1
-    """Before the second attempt, and twice as long before each further one, of which a random half
-    is left out so that clients do not come back all at once. What `Retry-After` asks for comes
-    before it."""
+    """Longest pause before the second attempt; it doubles for each further one. The pause is a
+    random part of it, half at least, so that clients do not come back all at once. The time that
+    `Retry-After` asks for is added."""
     max_backoff_s: float = 5.0
     budget_ratio: float = 0.2
-    """Retries that reach the service, for each request: in the long run a client adds no more than
-    this to a service that is overloaded."""
+    """Retries per request that may reach the service: in the long run, a client adds no more than
+    this share to an overloaded service."""
     budget_reserve: int = 100
-    """Retries that may be saved up for bad times."""
+    """Most retries that can be saved up for bad times."""
     budget_per_s: float = 1.0
-    """Retries that come for free with time."""
+    """Retries that are added each second."""
     after_sending: bool = True
-    """Whether to try again where a connection broke after the request may have been read."""
+    """True: also retry if the connection broke after the service may have read the request."""
 
 
 class RetryBudget:
-    """What is left of the retries of one client. Any thread may call it."""
+    """Retries that one client has left. Any thread may call it."""
 
     def __init__(self, retry: Retry, now: Callable[[], float] = time.monotonic) -> None:
         self._retry = retry
@@ -59,7 +59,7 @@ class RetryBudget:
             self._add(self._retry.budget_ratio)
 
     def withdraw(self) -> bool:
-        """Take one retry, if there is one."""
+        """Take one retry; return whether there was one."""
         with self._lock:
             self._add(0.0)
             if self._tokens < 1.0:
@@ -83,18 +83,18 @@ def pause_before_retry(
     left_s: float,
     was_sent: bool,
 ) -> float:
-    """How long to wait before the next attempt.
+    """Return the seconds to wait before the next attempt.
 
     Args:
-        error: Of the last attempt.
-        retry: How to try again.
-        budget: Of the client.
-        num_attempts: So far.
-        left_s: Until the deadline.
-        was_sent: The last attempt may have reached the service.
+        error: Error of the last attempt.
+        retry: Retry policy.
+        budget: Retries that the client has left.
+        num_attempts: Attempts so far.
+        left_s: Seconds until the deadline.
+        was_sent: True if the last attempt may have reached the service.
 
     Raises:
-        InferpoolError: The error, with a note that says why it is not tried again, where it might.
+        InferpoolError: The same error, if there is no retry; a note says why.
     """
     if not error.is_retryable or isinstance(error, DeadlineExceededError):
         raise error
@@ -102,7 +102,7 @@ def pause_before_retry(
         error.add_note(f"not tried again after {num_attempts} attempts")
         raise error
     if isinstance(error, ConnectError) and was_sent and not retry.after_sending:
-        error.add_note("not tried again: the service may have read it")
+        error.add_note("not tried again: the service may have read the request")
         raise error
     longest_s = min(retry.backoff_s * 2.0 ** (num_attempts - 1), retry.max_backoff_s)
     pause_s = (error.retry_after_s or 0.0) + longest_s * random.uniform(0.5, 1.0)
@@ -115,13 +115,13 @@ def pause_before_retry(
         )
         raise error
     if was_sent and not budget.withdraw():
-        error.add_note("not tried again: too many requests of this client had to be, lately")
+        error.add_note("not tried again: this client has made too many retries lately")
         raise error
     return pause_s
 
 
 def retry_after_s(headers: httpx.Headers) -> float | None:
-    """Seconds that `Retry-After` asks for (RFC 9110, 10.2.3): a number, or a date."""
+    """Read `Retry-After` (RFC 9110, 10.2.3), a number or a date; return seconds."""
     value = headers.get("retry-after", "").strip()
     if value.isascii() and value.isdigit():
         return float(value)
@@ -129,7 +129,7 @@ def retry_after_s(headers: httpx.Headers) -> float | None:
         until = email.utils.parsedate_to_datetime(value).timestamp()
     except (ValueError, TypeError, OverflowError):
         return None
-    try:  # by the clock that wrote the date
+    try:  # compare with the clock that wrote the date
         now = email.utils.parsedate_to_datetime(headers.get("date", "")).timestamp()
     except (ValueError, TypeError, OverflowError):
         now = time.time()

@@ -23,61 +23,59 @@ SAFETENSORS_DTYPES = {
     "float32": "F32",
     "float64": "F64",
 }
-"""Names of the safetensors format by those of numpy and torch."""
-
-_BY_SAFETENSORS = {theirs: ours for ours, theirs in SAFETENSORS_DTYPES.items()}
+"""Dtype names of the safetensors format, by the names that numpy and torch use."""
+_DTYPES = {theirs: ours for ours, theirs in SAFETENSORS_DTYPES.items()}
 _DTYPE_BYTES = {
     name: 1 if name == "bool" else int(re.sub(r"\D", "", name)) // 8 for name in SAFETENSORS_DTYPES
 }
 
 
-class Tensor(NamedTuple):
-    """A tensor as it travels: little-endian, in C order, without gaps."""
+class RawTensor(NamedTuple):
+    """A tensor's bytes: little-endian, in C order, without gaps."""
 
     dtype: str
     shape: tuple[int, ...]
     data: memoryview
 
 
-def safetensors_parts(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
-    """A safetensors file, in pieces; the widest dtypes come first, so that each is aligned."""
+def safetensors_parts(tensors: Mapping[str, RawTensor]) -> list[bytes | memoryview]:
+    """Return a safetensors file in pieces; the widest dtypes come first, so each is aligned."""
     ordered = sorted(tensors.items(), key=lambda item: -_DTYPE_BYTES[item[1].dtype])
     entries = {}
-    position = 0
+    begin = 0
     for name, tensor in ordered:
-        end = position + len(tensor.data)
-        dtype = SAFETENSORS_DTYPES[tensor.dtype]
+        end = begin + len(tensor.data)
         entries[name] = {
-            "dtype": dtype,
+            "dtype": SAFETENSORS_DTYPES[tensor.dtype],
             "shape": tensor.shape,
-            "data_offsets": (position, end),
+            "data_offsets": (begin, end),
         }
-        position = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return [len(text).to_bytes(8, "little") + text, *(tensor.data for _, tensor in ordered)]
+        begin = end
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    return [len(header).to_bytes(8, "little") + header, *(tensor.data for _, tensor in ordered)]
 
 
-def read_safetensors(body: bytes) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, over a copy of it that may be written to.
+def read_safetensors(body: bytes) -> dict[str, RawTensor]:
+    """Read a safetensors file. The tensors share one writable copy of it.
 
     Raises:
-        ProtocolError: It is none.
+        ProtocolError: The bytes are not a safetensors file.
     """
     copy = memoryview(bytearray(body))
     try:
         begin = 8 + int.from_bytes(copy[:8], "little")
         entries = json.loads(bytes(copy[8:begin]))
         entries.pop("__metadata__", None)
-        return {name: _entry(copy[begin:], entry) for name, entry in entries.items()}
+        return {name: _read_entry(copy[begin:], entry) for name, entry in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ProtocolError(f"the answer is no safetensors file: {error!r}") from None
+        raise ProtocolError(f"the answer is not a safetensors file: {error!r}") from None
 
 
-def _entry(data: memoryview, entry: Mapping[str, Any]) -> Tensor:
+def _read_entry(data: memoryview, entry: Mapping[str, Any]) -> RawTensor:
     begin, end = entry["data_offsets"]
-    tensor = Tensor(_BY_SAFETENSORS[entry["dtype"]], tuple(entry["shape"]), data[begin:end])
-    size = prod(tensor.shape) * _DTYPE_BYTES[tensor.dtype]
-    if size != len(tensor.data) or any(length < 0 for length in tensor.shape):
-        raise ValueError(f"{entry} does not add up")
+    tensor = RawTensor(_DTYPES[entry["dtype"]], tuple(entry["shape"]), data[begin:end])
+    num_bytes = prod(tensor.shape) * _DTYPE_BYTES[tensor.dtype]
+    if num_bytes != len(tensor.data) or any(length < 0 for length in tensor.shape):
+        raise ValueError(f"shape, dtype and offsets disagree: {entry}")
     return tensor

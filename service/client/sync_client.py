@@ -1,30 +1,29 @@
 """The client for code without an event loop."""
 
+import contextlib
 import os
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from types import TracebackType
 from typing import Literal, Self, TypeVar, Unpack, overload
 
 import httpx
 
-from inferpool.service.client.calls import Calls, Came, Send, Steps
+from inferpool.service.client.calls import Calls, Send, StepOutcome, Steps
 from inferpool.service.client.errors import InferpoolError, UnsendableError
-from inferpool.service.client.health import Health, ModelInfo
+from inferpool.service.client.many import Outcome, Window
 from inferpool.service.client.options import ClientOptions, ManyOptions, PredictOptions
-from inferpool.service.client.results import Prediction, Reply
-from inferpool.service.client.window import Outcome, Window
+from inferpool.service.client.results import Health, ModelInfo, Prediction, Reply
 from inferpool.service.settings.urls import DEFAULT_URL
 
 _T = TypeVar("_T")
 
 
 class Client:
-    """Asks a service for predictions. A context manager; any thread may use it.
+    """Client of a service, and a context manager. Any thread may use it.
 
-    So may a process that was forked with it, which connects anew.
+    A forked process may use it too; it opens connections of its own.
 
     >>> with Client("http://127.0.0.1:8000") as client:
     ...     print(client.predict(Path("photo.jpg")).top.label)
@@ -38,15 +37,15 @@ class Client:
         transport: httpx.BaseTransport | None = None,
         **options: Unpack[ClientOptions],
     ) -> None:
-        """Connect to nothing yet.
+        """Check the options; the first call connects.
 
         Args:
-            url: Of the service.
-            transport: What carries requests instead of a socket; see httpx.
+            url: URL of the service.
+            transport: Replacement for the network; see httpx.
             **options: See `ClientOptions`.
 
         Raises:
-            ValueError: The URL or the key cannot be.
+            ValueError: The URL, the key or another option is invalid.
         """
         self._calls = Calls(url, options)
         self._transport = transport
@@ -56,15 +55,15 @@ class Client:
         """Ask for a prediction on one input.
 
         Args:
-            input: One of these. A `pathlib.Path`: the file, whatever it is (an image, .npy,
-                .safetensors, .json, .txt). Bytes, or a file open for reading them: the same. A
-                PIL image. An array of numpy's or a tensor of torch's: with a batch dimension it
-                is as many instances. A dict of those: named inputs. Anything else: one instance
-                as JSON; a str is a text for the model.
+            input: One of these. A `pathlib.Path`: a file of any kind (an image, .npy,
+                .safetensors, .json, .txt). Bytes, or a file open for reading bytes: the same. A
+                PIL image. A numpy array or a torch tensor; a batch dimension makes it several
+                instances. A dict of these: named inputs. Anything else: one instance as JSON; a
+                str is a text for the model.
             **options: See `PredictOptions`.
 
         Raises:
-            InferpoolError: There is none; `service.client.errors` has the tree.
+            InferpoolError: There is no prediction; `service.client.errors` has the tree.
         """
         return self._run(self._calls.predict(input, options))
 
@@ -95,16 +94,16 @@ class Client:
     ) -> Iterator[Outcome]:
         """Ask for predictions on many inputs, several at a time.
 
-        Inputs are drawn as there is room for them, so that there may be any number, and no more
-        than a few results wait to be taken. Leaving the loop gives up what has not been sent.
+        Takes an input only when there is room for it, so there may be any number of them. Only a
+        few results wait to be taken. Leaving the loop cancels the inputs that were not sent.
 
         Args:
-            inputs: As `predict` takes them; drawn in the caller's thread.
-            return_errors: Hand out errors in their places, instead of raising the first.
+            inputs: Inputs as `predict` takes them; read in the caller's thread.
+            return_errors: Yield errors in their places, instead of raising the first one.
             **options: See `ManyOptions`.
 
         Raises:
-            InferpoolError: Of the first input without a prediction, unless errors are handed out.
+            InferpoolError: Error of the first input without a prediction, unless `return_errors`.
         """
         window = Window(options, self._calls.max_concurrency)
         source = iter(inputs)
@@ -122,9 +121,7 @@ class Client:
                             break
                         else:
                             is_more = False
-                    if outcome := window.take():
-                        if isinstance(outcome, InferpoolError) and not return_errors:
-                            raise outcome
+                    if outcome := window.take(return_errors=return_errors):
                         yield outcome
                         continue
                     if not running:
@@ -136,34 +133,34 @@ class Client:
                 pool.shutdown(wait=False, cancel_futures=True)
 
     def health(self) -> Health:
-        """What the service says of itself and its models.
+        """Return the state of the service and its models.
 
         Raises:
-            InferpoolError: It does not say.
+            InferpoolError: The service does not answer.
         """
         return self._run(self._calls.health())
 
     def models(self) -> list[ModelInfo]:
-        """The models that it serves.
+        """Return the models that the service has.
 
         Raises:
-            InferpoolError: It does not say.
+            InferpoolError: The service does not answer.
         """
         return list(self.health().models)
 
     def is_ready(self) -> bool:
-        """Whether predictions can be asked for now.
+        """Return whether the service takes requests now.
 
         Raises:
-            InferpoolError: What answers is not inferpool.
+            InferpoolError: Something other than inferpool answers.
         """
         return self._run(self._calls.is_ready())
 
     def wait_until_ready(self, timeout_s: float = 60.0) -> None:
-        """Wait until predictions can be asked for.
+        """Wait until the service takes requests.
 
         Raises:
-            InferpoolError: They could not in time; it says why.
+            InferpoolError: It was not ready in time; the error says why.
         """
         self._run(self._calls.wait_until_ready(timeout_s))
 
@@ -175,13 +172,8 @@ class Client:
         """Return this client."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Close it."""
+    def __exit__(self, *_: object) -> None:
+        """Close this client."""
         self.close()
 
     def __repr__(self) -> str:
@@ -192,26 +184,26 @@ class Client:
         self, value: object, options: ManyOptions, index: int, stop: threading.Event
     ) -> Outcome:
         try:
-            return self._run(self._calls.one_of_many(value, options, index), stop)
+            return self._run(self._calls.predict_one_of_many(value, options, index), stop)
         except InferpoolError as error:
             error.index = index
             return error
 
     def _run(self, steps: Steps[_T], stop: threading.Event | None = None) -> _T:
-        came: Came = None
+        outcome: StepOutcome = None
         while True:
             try:
-                step = steps.send(came)
+                step = steps.send(outcome)
             except StopIteration as done:
                 result: _T = done.value
                 return result
-            came = None
+            outcome = None
             if isinstance(step, Send):
-                came = self._send(step)
+                outcome = self._send(step)
             elif stop is None:
                 time.sleep(step.duration_s)
             elif stop.wait(step.duration_s):
-                steps.throw(InferpoolError("given up: the loop was left"))
+                steps.throw(InferpoolError("cancelled: the caller left the loop"))
 
     def _open(self) -> None:
         self._http = httpx.Client(
@@ -223,18 +215,15 @@ class Client:
         )
         self._process = os.getpid()
 
-    def _send(self, step: Send) -> Came:
+    def _send(self, step: Send) -> StepOutcome:
         if os.getpid() != self._process:
-            self._open()  # a forked process has the connections too, and would read others' answers
+            self._open()  # a forked process shares the connections, and would read others' answers
         try:
-            response = self._http.send(step.request, stream=True)
-            try:
+            with contextlib.closing(self._http.send(step.request, stream=True)) as response:
                 pieces = []
                 for piece in response.iter_bytes():
                     step.check_time()
                     pieces.append(piece)
-            finally:
-                response.close()
         except httpx.RequestError as error:
             return error
         except RuntimeError as error:

@@ -1,13 +1,13 @@
-"""Arrays and tensors to the bytes that travel, and back.
+"""Arrays and tensors as raw bytes, and back.
 
-numpy and torch are imported only where someone has handed theirs in, or asks for them.
+numpy and torch are imported only when the caller uses them.
 """
 
 import sys
 from typing import TYPE_CHECKING, Any
 
 from inferpool.service.client.errors import UnsendableError
-from inferpool.service.client.safetensors import SAFETENSORS_DTYPES, Tensor
+from inferpool.service.client.safetensors import SAFETENSORS_DTYPES, RawTensor
 
 if TYPE_CHECKING:
     import numpy as np
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 
 def is_tensor(value: object) -> bool:
-    """Whether a value is an array of numpy's or a tensor of torch's, importing neither."""
+    """Return whether a value is a numpy array or a torch tensor, without importing either."""
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
         return True
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def tensor_of(value: Any) -> Tensor:
-    """The bytes of an array or tensor, from whatever device; a copy only where one is needed.
+def raw_tensor(value: Any) -> RawTensor:
+    """Return the bytes of an array or tensor on any device; copies only if it must.
 
     Raises:
-        UnsendableError: Its numbers are of a kind that does not travel.
+        UnsendableError: The service has no such dtype.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
@@ -34,7 +34,7 @@ def tensor_of(value: Any) -> Tensor:
         dtype = str(value.dtype).removeprefix("torch.")
         _check_dtype(dtype)
         data = memoryview(value.reshape(-1).view(torch.uint8).numpy())
-        return Tensor(dtype, tuple(value.shape), data)
+        return RawTensor(dtype, tuple(value.shape), data)
     import numpy as np
 
     array = np.asarray(value, order="C")
@@ -42,11 +42,11 @@ def tensor_of(value: Any) -> Tensor:
     if array.dtype.byteorder == ">":
         array = array.astype(array.dtype.newbyteorder("<"))
     flat: Any = array.reshape(-1).view(np.uint8)
-    return Tensor(array.dtype.name, array.shape, memoryview(flat))
+    return RawTensor(array.dtype.name, array.shape, memoryview(flat))
 
 
-def to_numpy(tensor: Tensor) -> "np.ndarray[Any, Any]":
-    """As an array; bfloat16, which numpy lacks, as float32 of the same value."""
+def to_numpy(tensor: RawTensor) -> "np.ndarray[Any, Any]":
+    """Return a numpy array; bfloat16, which numpy lacks, becomes float32 of the same value."""
     import numpy as np
 
     if tensor.dtype == "bfloat16":
@@ -55,8 +55,8 @@ def to_numpy(tensor: Tensor) -> "np.ndarray[Any, Any]":
     return np.frombuffer(tensor.data, tensor.dtype).reshape(tensor.shape)
 
 
-def to_torch(tensor: Tensor) -> "torch.Tensor":
-    """As a CPU tensor."""
+def to_torch(tensor: RawTensor) -> "torch.Tensor":
+    """Return a CPU tensor."""
     import torch
 
     dtype = getattr(torch, tensor.dtype)
@@ -67,6 +67,4 @@ def to_torch(tensor: Tensor) -> "torch.Tensor":
 
 def _check_dtype(dtype: str) -> None:
     if dtype not in SAFETENSORS_DTYPES:
-        raise UnsendableError(
-            f"{dtype} cannot be sent; what can is {', '.join(SAFETENSORS_DTYPES)}"
-        )
+        raise UnsendableError(f"{dtype} cannot be sent; these can: {', '.join(SAFETENSORS_DTYPES)}")

@@ -1,4 +1,4 @@
-"""`inferpool doctor` as a user runs it, and what a start says of the same."""
+"""`inferpool doctor` as a user runs it, and the same findings at a start."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def doctor(*arguments: str, cwd: Path = ROOT) -> "subprocess.CompletedProcess[st
     )
 
 
-def test_model_that_is_well_is_measured():
+def test_sound_model_is_measured():
     done = doctor(FAULTY, "--port", "0", "--measure", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     found = {finding["check"]: finding for finding in json.loads(done.stdout)["findings"]}
@@ -41,7 +41,7 @@ def test_model_that_is_well_is_measured():
     assert "ms for a batch of 8" in found["measured faultmodel"]["message"]
 
 
-def test_several_models_share_the_cores_and_are_told_of_together(tmp_path: Path):
+def test_several_models_share_the_cores_and_their_findings(tmp_path: Path):
     file = tmp_path / "inferpool.toml"
     names = [f"m{number}" for number in range(3)]
     file.write_text("".join(f'[models.{name}]\nsource = "{FAULTY}"\n' for name in names))
@@ -61,7 +61,7 @@ def test_several_models_share_the_cores_and_are_told_of_together(tmp_path: Path)
     ]
 
 
-def test_who_waits_at_a_terminal_sees_what_for():
+def test_terminal_shows_what_is_being_done():
     with on_terminal("doctor", FAULTY, "--port", "0") as screen:
         screen.wait_for("looking at this machine")
         screen.press("\x03")
@@ -69,9 +69,9 @@ def test_who_waits_at_a_terminal_sees_what_for():
     assert b"Traceback" not in screen.written
 
 
-def test_everything_that_is_wrong_is_named_with_what_to_do(tmp_path: Path):
+def test_every_problem_is_named_with_advice(tmp_path: Path):
     (tmp_path / "broken.py").write_text("import nothing_of_this_name\n")
-    (tmp_path / "models").mkdir()  # the user's own, which must not pass for ours
+    (tmp_path / "models").mkdir()  # a package of the user's with the name of one of ours
     (tmp_path / "models" / "__init__.py").write_text("raise RuntimeError('not ours')")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -95,20 +95,20 @@ def test_everything_that_is_wrong_is_named_with_what_to_do(tmp_path: Path):
     assert "-> give the path of a whole, readable file" in text
 
 
-def test_wrong_settings_are_told_apart(tmp_path: Path):
+def test_wrong_settings_have_an_exit_status_of_their_own(tmp_path: Path):
     done = doctor("--port", "http", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert "--port: 'http' is not a whole number" in done.stderr
 
 
-def test_start_warns_of_what_the_quick_checks_find_and_serves():
+def test_start_logs_warnings_of_the_quick_checks():
     with running(FAULTY, "--replicas", "6") as service:
         said = [line for line in service.log if str(line["message"]).startswith("cores: ")]
-        assert [line["level"] for line in said] in ([], ["warning"])  # a large host has room
+        assert [line["level"] for line in said] in ([], ["warning"])  # none on a large host
         assert bool(said) == (find_host(None).num_cores < 3)
 
 
-def test_start_that_is_bound_to_fail_says_so_at_once():
+def test_start_that_cannot_succeed_fails_at_once():
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 

@@ -1,5 +1,4 @@
-"""What on this machine, or in this configuration, would go wrong, and what to do about it.
+"""`inferpool doctor`: finds problems of this machine and these settings, and says what to do.
 
-It makes the checks of `service.checks`, which the service makes at every start, and slower ones of
-its own; `report` writes what they find.
+It makes the checks of `service.checks`, which every start makes, and slower ones of its own.
 """

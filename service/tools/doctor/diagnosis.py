@@ -1,29 +1,115 @@
-"""All the checks, in the order in which their findings are read."""
+"""The list of checks that `inferpool doctor` makes, and those that a start makes by itself."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pynvml
 
-from inferpool.service.checks.facts import gather
-from inferpool.service.checks.findings import Finding
+from inferpool.models.speed.names import COMPILED
+from inferpool.service.api.wire.descriptors import max_connections
+from inferpool.service.checks.facts import Facts, folder, gather
+from inferpool.service.checks.findings import Finding, error, in_words, note, ok, warning
+from inferpool.service.checks.limits import MORE_FILES
 from inferpool.service.checks.quick import QUICK, Check
+from inferpool.service.errors import StartError
+from inferpool.service.fronts.number import number_of_fronts
 from inferpool.service.settings.settings import Settings
+from inferpool.service.speed.search import compiler_name, find_compiler
 from inferpool.service.tools.doctor.gpus import check_driver, check_gpus
 from inferpool.service.tools.doctor.network import check_address, check_settings_file, check_tls
 from inferpool.service.tools.doctor.placement import check_ways
-from inferpool.service.tools.doctor.probes import check_imports, known, measure
+from inferpool.service.tools.doctor.probes import check_imports, known_models, measure
 from inferpool.service.tools.doctor.speeds import Race
-from inferpool.service.tools.doctor.starting import (
-    check_arena,
-    check_cache,
-    check_compiler,
-    check_connections,
-    check_fronts,
-    check_placement,
-)
 from inferpool.workers.host.devices import Host
 from inferpool.workers.host.nvml import read_nvml
+
+
+def check_placement(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """Check that the devices in the settings exist."""
+    for name, reason in facts.misplaced.items():
+        yield error(f"devices of {name}", reason, "change devices, or leave it at auto")
+    for name, placements in facts.placements.items():
+        where = ", ".join(sorted({str(placement) for placement in placements}))
+        count = f"{len(placements)} replica{'s' if len(placements) != 1 else ''}"
+        first = placements[0]
+        if first.split:
+            how = "stages" if first.split == "pipeline" else "parts of each matrix"
+            count += f", each split into {first.num_ranks} {how},"
+        yield ok(f"devices of {name}", f"{count} on {where}")
+
+
+def check_arena(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """Check that the arena, which the start reserves as a whole, fits into memory."""
+    arena, free = settings.arena_bytes, facts.free_bytes
+    message = f"{in_words(arena)} of shared memory; {in_words(free)} are free"
+    if arena > free:
+        yield error(
+            "arena",
+            message,
+            "free some memory, raise the container's limit, or lower arena_bytes",
+        )
+    else:
+        yield ok("arena", message)
+
+
+def check_fronts(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """Check that each front end has its part of the arena."""
+    try:
+        num, why = number_of_fronts(settings, facts.host.num_cores)
+    except StartError as problem:
+        yield error("front ends", str(problem), "raise arena_bytes, or lower front_ends")
+    else:
+        yield ok("front ends", f"{num} ({why})")
+
+
+def check_connections(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """Check that as many connections fit as the settings ask for."""
+    wanted = settings.max_connections
+    fitting = max_connections(facts.num_files, facts.num_processes)
+    if wanted != "auto" and wanted > fitting:
+        yield warning("max_connections", f"{wanted} do not fit: {fitting} do", MORE_FILES)
+
+
+def check_cache(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """Check the folder that keeps the choice of speed presets."""
+    path = settings.cache_folder()
+    if path is None or all(model.speed == "exact" for model in settings.models.values()):
+        return
+    nearest = next(p for p in (Path(path), *Path(path).parents) if os.path.lexists(p))
+    found = folder(nearest)
+    if found is None or not found.is_writable or not nearest.is_dir():
+        yield warning(
+            "cache folder",
+            f"{nearest} is not writable: each start measures speed presets again",
+            "set cache_dir to another folder",
+        )
+    else:
+        yield ok("cache folder", path)
+
+
+def check_compiler(facts: Facts, settings: Settings) -> Iterator[Finding]:
+    """Check for the C++ compiler that the compiled presets for CPUs need."""
+    on_cpus = [m for m in settings.models.values() if not facts.host.gpus or m.devices == "cpu"]
+    is_asked_for = any(model.speed in COMPILED for model in on_cpus)
+    is_searched = settings.speed_search and any(model.speed == "auto" for model in on_cpus)
+    if not is_asked_for and not is_searched:
+        return
+    if compiler := find_compiler():
+        yield ok("C++ compiler", compiler)
+    elif is_asked_for:
+        yield warning(
+            "C++ compiler",
+            f"there is none ({compiler_name()}): a compiled preset must be in cache_dir already",
+            "install g++, or set CXX",
+        )
+    else:
+        yield note(
+            "C++ compiler",
+            f"there is none ({compiler_name()}): the search leaves out compiled presets",
+            "install g++, or set speed_search = false",
+        )
+
 
 FOUND_BY_STARTING: Sequence[Check] = (
     check_placement,
@@ -34,19 +120,19 @@ FOUND_BY_STARTING: Sequence[Check] = (
     check_cache,
     check_compiler,
 )
-"""What the start of the service comes upon by itself, and says."""
+"""Checks that a start of the service makes by itself."""
 
 
 def diagnose(
     settings: Settings, host: Host, origins: Mapping[str, str], race: Race | None
 ) -> Iterator[Finding]:
-    """All that `inferpool doctor` looks at; the slow checks come last.
+    """Make all checks of `inferpool doctor`; the slow ones come last.
 
     Args:
-        settings: What is to be served.
-        host: The devices of this machine.
-        origins: Who set what, by dotted key.
-        race: Load each model as well, and measure its placements so; None does neither.
+        settings: Settings of the service.
+        host: Devices of this machine.
+        origins: Origin of each setting, by dotted key.
+        race: Function that measures placements; None to neither load models nor measure.
     """
     facts = gather(settings, host)
     yield from check_settings_file(origins)
@@ -64,7 +150,7 @@ def diagnose(
             yield finding
     names = [
         name
-        for name in known(facts, settings)
+        for name in known_models(facts, settings)
         if not {f"model {name}", f"weights of {name}"} & broken
         and f"placement of {name}" not in looked_at
     ]

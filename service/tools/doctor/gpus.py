@@ -1,4 +1,4 @@
-"""The driver, and the state of each GPU."""
+"""Checks of the NVIDIA driver and the GPUs."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -9,13 +9,13 @@ from inferpool.service.checks.findings import Finding, error, in_words, note, ok
 from inferpool.workers.host.nvml import GpuState, NvmlState
 
 _IN_USE = 0.1
-"""Of a GPU's memory: what an idle desktop takes is less."""
+"""Share of a GPU's memory in use that is worth a warning; an idle desktop takes less."""
 
 
 def check_driver(facts: Facts, nvml: NvmlState) -> Iterator[Finding]:
-    """The driver against the CUDA that torch was built for.
+    """Check the driver against the CUDA version that torch was built for.
 
-    A driver runs every minor version of the CUDA major versions that it knows (CUDA Compatibility,
+    A driver runs all minor versions of a CUDA major version that it knows (CUDA Compatibility,
     "Minor Version Compatibility").
     """
     if nvml.problem or not nvml.gpus:
@@ -34,23 +34,23 @@ def check_driver(facts: Facts, nvml: NvmlState) -> Iterator[Finding]:
 
 
 def check_gpus(facts: Facts, nvml: NvmlState) -> Iterator[Finding]:
-    """The state of each GPU that is to be used."""
+    """Check the state of each GPU that the service will use."""
     users = Counter(uuid for p in all_placements(facts) for uuid in p.gpu_of_each_rank)
     for gpu in nvml.gpus:
         num_processes = sum(users[uuid] for uuid in (gpu.uuid, *gpu.slices))
         if gpu.is_mig and not gpu.slices:
             yield warning(
                 f"cuda:{gpu.index}",
-                "is in MIG mode, and not cut into slices: nothing can be placed on it",
-                f"nvidia-smi mig -i {gpu.index} -cgi 19 -C cuts it (-lgip lists the sizes), or "
-                f"nvidia-smi -i {gpu.index} -mig 0",
+                "is in MIG mode without slices: nothing can run on it",
+                f"run nvidia-smi mig -i {gpu.index} -cgi 19 -C to make slices (-lgip lists the "
+                f"sizes), or nvidia-smi -i {gpu.index} -mig 0",
             )
         elif num_processes:
             found = list(_problems(gpu, num_processes, is_mps_running=facts.is_mps_running))
             yield from found
             if not any(finding.level in ("warning", "error") for finding in found):
                 free = in_words(gpu.total_bytes - gpu.used_bytes)
-                cut = f", cut into {len(gpu.slices)} MIG slices" if gpu.is_mig else ""
+                cut = f", {len(gpu.slices)} MIG slices" if gpu.is_mig else ""
                 yield ok(f"cuda:{gpu.index}", f"{gpu.name}{cut}, {free} free, no errors")
 
 
@@ -60,28 +60,30 @@ def _problems(gpu: GpuState, num_processes: int, *, is_mps_running: bool) -> Ite
         yield error(
             check, "its compute mode allows no process", f"nvidia-smi -i {gpu.index} -c DEFAULT"
         )
-    # The one process that is allowed may be that of MPS, which has any number of clients.
+    # The one allowed process may be that of MPS, which has any number of clients.
     if gpu.is_exclusive and not is_mps_running and (num_processes > 1 or gpu.num_processes):
         yield error(
             check,
-            f"its compute mode allows one process, and {num_processes} of ours are to use it "
-            f"beside {gpu.num_processes or 0} of others",
+            f"its compute mode allows one process, but {num_processes} of ours will use it, and "
+            f"{gpu.num_processes or 0} of others do",
             f"nvidia-smi -i {gpu.index} -c DEFAULT, nvidia-cuda-mps-control -d, or one replica for "
             "each GPU",
         )
     if gpu.num_ecc_errors:
         yield warning(
             check,
-            f"{gpu.num_ecc_errors} uncorrected memory errors: what it computes may be wrong",
+            f"{gpu.num_ecc_errors} uncorrected memory errors: its results may be wrong",
             f"nvidia-smi -i {gpu.index} -r resets it; if they come back, replace it",
         )
     if gpu.used_bytes > _IN_USE * gpu.total_bytes:
         yield warning(
             check,
             f"{in_words(gpu.used_bytes)} of {in_words(gpu.total_bytes)} are in use by others",
-            "see `nvidia-smi`, end what is not needed, or choose other devices",
+            "see `nvidia-smi`, end processes that are not needed, or choose other devices",
         )
     if gpu.is_persistent is False:
         yield note(
-            check, "the driver unloads when nobody uses it: starts take longer", "nvidia-smi -pm 1"
+            check,
+            "the driver unloads when idle, so starts take longer",
+            "nvidia-smi -pm 1",
         )

@@ -1,4 +1,4 @@
-"""The address, and who may reach it; keys and certificate; the file of settings."""
+"""Checks of the address, the API keys, the certificate and the settings file."""
 
 import errno
 import os
@@ -21,11 +21,11 @@ from inferpool.service.settings.tls import TlsError, expiry_warning, server_cont
 _MIN_BACKLOG = 1024
 _ANSWER_S = 3.0
 _LIVE = b'{"status":"live"}'
-"""What /health/live says."""
+"""Answer of /health/live."""
 
 
 def check_address(settings: Settings, somaxconn: Path) -> Iterator[Finding]:
-    """Whether the address can be listened on, and by whom it can be reached."""
+    """Check that the service can listen on the address, and who can reach it."""
     try:
         with listen(settings.host, settings.port) as listener:
             address = str(listener.getsockname()[0])
@@ -33,36 +33,36 @@ def check_address(settings: Settings, somaxconn: Path) -> Iterator[Finding]:
         if _is_ours(settings, failure):
             yield note(
                 "address",
-                f"{settings.host}:{settings.port} is taken by an inferpool that is running",
-                "stop it before another one starts there, or choose another with --port",
+                f"a running inferpool uses {settings.host}:{settings.port}",
+                "stop it before you start another one there, or choose another port with --port",
             )
             return
-        yield error("address", str(failure), "choose another with --host or --port")
+        yield error("address", str(failure), "choose another address with --host or --port")
         return
     yield ok("address", f"{settings.host}:{settings.port} is free")
     if not (settings.predict_keys or ip_address(address.partition("%")[0]).is_loopback):
         yield warning(
             "API keys",
-            f"whoever reaches {address} may use this service: no key is set",
+            f"anyone who reaches {address} may use this service: no key is set",
             "set INFERPOOL_PREDICT_KEYS or --predict-keys-file, or listen on 127.0.0.1",
         )
     elif settings.predict_keys and settings.tls_certificate is None and address != "127.0.0.1":
         yield note(
             "API keys",
-            "they cross the network in the clear, unless a proxy before us speaks TLS",
-            "set tls_certificate and tls_key where none does",
+            "clients send them unencrypted, unless a proxy in front speaks TLS",
+            "set tls_certificate and tls_key if there is no such proxy",
         )
     backlog = _number(somaxconn)
     if backlog is not None and backlog < _MIN_BACKLOG:
         yield note(
             "backlog",
-            f"the kernel keeps {backlog} connections that wait to be accepted",
+            f"the kernel keeps only {backlog} connections that wait for an accept",
             f"sysctl net.core.somaxconn={socket.SOMAXCONN}",
         )
 
 
 def check_tls(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """Whether HTTPS can be served, and for how long."""
+    """Check that HTTPS works, and until when."""
     certificate = settings.tls_certificate
     if certificate is None:
         return
@@ -74,21 +74,21 @@ def check_tls(facts: Facts, settings: Settings) -> Iterator[Finding]:
     if expiry := expiry_warning(certificate):
         yield warning("TLS", expiry, "renew it, and restart the service")
     else:
-        yield ok("TLS", f"{certificate} and its key are whole and belong together")
+        yield ok("TLS", f"{certificate} and its key are valid and belong together")
 
 
 def check_settings_file(origins: Mapping[str, str]) -> Iterator[Finding]:
-    """A file that others may write to decides which code runs."""
+    """Check that only its owner may write to the settings file, which decides what code runs."""
     places = {origin.removeprefix("file ") for origin in origins.values() if "file " in origin}
     for place in sorted(places):
         try:
             mode = os.stat(place).st_mode
         except OSError:
-            continue  # the name of something else
+            continue  # not the name of a file
         if mode & stat.S_IWOTH:
             yield warning(
                 "settings",
-                f"everyone on this host may write to {place}, which says what code runs",
+                f"everyone on this host may write to {place}, which decides what code runs",
                 f"chmod o-w {place}",
             )
         else:
@@ -96,13 +96,13 @@ def check_settings_file(origins: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _is_ours(settings: Settings, failure: StartError) -> bool:
-    """Whether what has the address answers as a service of ours does."""
+    """Return whether the process that has the address answers like an inferpool."""
     if getattr(failure.__cause__, "errno", None) != errno.EADDRINUSE:
         return False
     where = (settings.host, settings.port)
     if settings.tls_certificate is None:
         connection = HTTPConnection(*where, timeout=_ANSWER_S)
-    else:  # whose certificate it is does not matter to a process next door
+    else:  # any certificate will do
         context = ssl.create_default_context()
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE

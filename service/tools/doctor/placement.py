@@ -1,7 +1,7 @@
-"""Which placement fits each model on these devices, from what its network was measured to take.
+"""Finds the placements that fit each model on these devices, from the sizes of its network.
 
-How fast each is cannot be told from that: a pair of processes that split minilm_l6 by its matrices
-answers less than half of what the seconds of its layers promise. So it is measured or not said.
+The sizes do not tell the speed: two processes that split minilm_l6 by its matrices answer less than
+half of what its layers' times promise. So the speed is measured, or not reported at all.
 """
 
 import math
@@ -26,12 +26,12 @@ from inferpool.workers.host.devices import Host
 
 _USUAL_RANKS = (2, 4)
 _CLIENTS_PER_ROW = 4
-"""Of a batch of each replica: one is computed, one waits at the worker, and the next ones fill."""
+"""Clients per row of a batch: one batch runs, one waits at the worker, two more fill up."""
 _LOOK_S = 1.0
 _BUSY = 25.0
-"""Per cent of all processors, before anything is started here."""
+"""Use of all processors, in per cent, that is too high to measure speeds."""
 _SURVEYS_S = 60.0
-"""For all models together, unless placements are measured."""
+"""Time for all models together, unless placements are measured."""
 _HEAD = ("placement", "needs", "fits", "what each process has")
 
 
@@ -41,17 +41,17 @@ def check_ways(
     """Measure the networks of models without loading them, and say how to place them.
 
     Args:
-        facts: What was found.
-        settings: What is to be served.
-        names: The models to look at.
-        race: Measures how fast placements are; None leaves that out.
+        facts: Facts about this machine.
+        settings: Settings of the service.
+        names: Names of the models to check.
+        race: Function that measures placements; None to measure none.
     """
     if race and (busy := psutil.cpu_percent(_LOOK_S)) > _BUSY:
         race = None
         yield note(
             "speed of placements",
-            f"not measured: others keep {busy:.0f} % of the processors busy, and leave more to "
-            "placements that have more processes",
+            f"not measured: others keep {busy:.0f} % of the processors busy, which favours "
+            "placements with more processes",
             "measure when they are done",
         )
     until = time.monotonic() + _SURVEYS_S
@@ -65,8 +65,8 @@ def check_ways(
         if left_s <= 0:
             yield note(
                 f"placement of {name}",
-                f"not looked at: those before it took {_SURVEYS_S:.0f} s",
-                "--measure takes the time that it takes",
+                f"not checked: the models before it took {_SURVEYS_S:.0f} s",
+                "--measure has no such limit",
             )
             continue
         room = room_for(name, facts, settings)
@@ -78,39 +78,39 @@ def check_ways(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
-    """What there is for one model, and how the settings would place it."""
+class ModelRoom:
+    """Devices and memory for one model, and the placement that its settings choose."""
 
     chosen: Placement
     num_replicas: int
-    """As they are chosen."""
+    """Replicas that the settings choose."""
     num_alone: int
-    """Replicas, if each lay on one device."""
+    """Replicas if none were split."""
     num_devices: int
-    """GPUs, or cores."""
+    """Number of GPUs, or of cores."""
     is_gpu: bool
     device_bytes: int
-    """Of the smallest of the GPUs, or of all memory that is free for the processes of the CPU."""
+    """Memory of the smallest GPU, or all free memory for CPU processes."""
     num_sharing: int
-    """Processes that share a GPU; on a CPU, those of the other models."""
+    """Processes that share a GPU; for CPUs, the processes of the other models."""
     max_batch_size: int = 1
 
     @property
     def num_ranks(self) -> list[int]:
-        """Over how many devices splitting it is to be thought of."""
+        """Numbers of devices to consider for a split."""
         usual = [n for n in _USUAL_RANKS if not self.is_gpu or n <= max(2, self.num_devices)]
         more = {self.num_devices} if self.is_gpu and self.num_devices > 2 else set()
         return sorted({*usual, *more, self.chosen.num_ranks} - {1})
 
     def has_bytes(self, num_processes: int) -> int:
-        """What each has, if there are so many processes of this model."""
+        """Return the memory of each process, if the model has this many."""
         if self.is_gpu:
             return self.device_bytes // self.num_sharing
         return self.device_bytes // (num_processes + self.num_sharing)
 
 
-def room_for(name: str, facts: Facts, settings: Settings) -> Room:
-    """See what there is for a model."""
+def room_for(name: str, facts: Facts, settings: Settings) -> ModelRoom:
+    """Return the room for a model."""
     model = settings.models[name]
     chosen = facts.placements[name]
     alone = _unsplit(model, settings.host_of(name, facts.host))
@@ -125,7 +125,7 @@ def room_for(name: str, facts: Facts, settings: Settings) -> Room:
             0, facts.free_bytes - settings.arena_bytes - FRONT_END_BYTES - FORKSERVER_BYTES
         )
         num_sharing = sum(p.num_ranks for p in others if not p.visible)
-    return Room(
+    return ModelRoom(
         chosen=chosen[0],
         num_replicas=len(chosen),
         num_alone=len(alone),
@@ -138,16 +138,16 @@ def room_for(name: str, facts: Facts, settings: Settings) -> Room:
 
 
 def judge(
-    name: str, survey: Survey, room: Room, context_bytes: int = 0, race: Race | None = None
+    name: str, survey: Survey, room: ModelRoom, context_bytes: int = 0, race: Race | None = None
 ) -> Finding:
-    """Say which placement is best for a model, and what is wrong with the one that is chosen.
+    """Find the best placement for a model, and problems of the chosen one.
 
     Args:
-        name: Of the model.
-        survey: What its network takes.
-        room: What there is for it.
-        context_bytes: What is in use of a GPU beside what torch allocates there.
-        race: Measures how fast placements are; None leaves that out.
+        name: Name of the model.
+        survey: Sizes of its network.
+        room: Devices and memory for it.
+        context_bytes: GPU memory in use besides torch's allocations.
+        race: Function that measures placements; None to measure none.
     """
     options = list(_options(survey, room, context_bytes))
     chosen = next(o for o in options if o.is_chosen(room))
@@ -171,10 +171,10 @@ def judge(
     elif not chosen.fits:
         found = warning(check, f"{chosen.name} may not fit: {reason}", advice)
     elif best.way.split != chosen.way.split and ratio is None:
-        found = warning(check, f"{chosen.name} is chosen, and costs throughput: {reason}", advice)
+        found = warning(check, f"{chosen.name} is chosen, which costs throughput: {reason}", advice)
     elif best.way.split != chosen.way.split and ratio is not None and ratio < 1:
-        cost = f"answers {ratio:.2f} of what {best.name} does"
-        found = warning(check, f"{chosen.name} is chosen, and {cost}: {reason}", advice)
+        cost = f"has {ratio:.2f} of the throughput of {best.name}"
+        found = warning(check, f"{chosen.name} is chosen, which {cost}: {reason}", advice)
     else:
         found = ok(check, reason)
     rows = [_HEAD, *(option.row for option in options)]
@@ -184,8 +184,10 @@ def judge(
     return replace(found, rows=tuple(rows))
 
 
-def _speeds(name: str, options: Sequence["_Option"], room: Room, race: Race) -> Mapping[str, Speed]:
-    """Measure those that may be chosen, each against the whole model if that fits."""
+def _speeds(
+    name: str, options: Sequence["_PlacementOption"], room: ModelRoom, race: Race
+) -> Mapping[str, Speed]:
+    """Measure all placements that fit, each against the whole model if that fits."""
     most = max(_USUAL_RANKS[0], room.num_devices)
     fitting = [o for o in options if o.fits and (o.way.num_ranks <= most or o.is_chosen(room))]
     whole = [option for option in fitting if option.way.split is None][:1]
@@ -211,15 +213,15 @@ def _with_speed(row: tuple[str, ...], speed: Speed | None) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Option:
-    """One way to place a model here."""
+class _PlacementOption:
+    """One way to place a model on this machine."""
 
     way: Way
     num_replicas: int
     need_bytes: int
-    """Of the process that needs the most."""
+    """Memory that the largest process needs."""
     least_bytes: int
-    """What it cannot do without: its part of the parameters."""
+    """Memory of its part of the parameters, the least it needs."""
     has_bytes: int
     problem: str
 
@@ -250,20 +252,20 @@ class _Option:
 
     @property
     def settings(self) -> Mapping[str, object]:
-        """Of the model, which make it so."""
+        """Settings of the model for this placement."""
         return {
             "placement": self.way.split or "replicate",
             "devices_per_replica": self.way.num_ranks if self.way.split else "auto",
             "replicas": self.num_replicas,
-            **({"speed": "auto"} if self.way.split else {}),  # any other is refused
+            **({"speed": "auto"} if self.way.split else {}),  # a split model takes no other
         }
 
-    def is_chosen(self, room: Room) -> bool:
+    def is_chosen(self, room: ModelRoom) -> bool:
         if self.way.split is None and room.chosen.split is None:
             return self.num_replicas == room.num_replicas
         return (self.way.split, self.way.num_ranks) == (room.chosen.split, room.chosen.num_ranks)
 
-    def in_settings(self, room: Room) -> str:
+    def in_settings(self, room: ModelRoom) -> str:
         if self.way.split is None:
             is_fewer = self.num_replicas < room.num_alone
             return 'placement = "replicate"' + (
@@ -272,8 +274,8 @@ class _Option:
         return f'placement = "{self.way.split}", devices_per_replica = {self.way.num_ranks}'
 
 
-def _options(survey: Survey, room: Room, context_bytes: int) -> Iterator[_Option]:
-    """All that can be thought of, the one to be preferred first where several fit."""
+def _options(survey: Survey, room: ModelRoom, context_bytes: int) -> Iterator[_PlacementOption]:
+    """Yield all options, the preferred ones first."""
     beside = context_bytes if room.is_gpu else WORKER_BYTES
     beside += survey.activation_bytes or 0
     for way in survey.ways:
@@ -282,8 +284,8 @@ def _options(survey: Survey, room: Room, context_bytes: int) -> Iterator[_Option
             least = max(way.rank_bytes, default=0)
             problem = way.problem
             if room.is_gpu and way.num_ranks > room.num_devices:
-                problem = f"there are not {way.num_ranks} GPUs for it"
-            yield _Option(
+                problem = f"there are fewer than {way.num_ranks} GPUs"
+            yield _PlacementOption(
                 way=way,
                 num_replicas=num_replicas,
                 need_bytes=least + beside,
@@ -293,7 +295,7 @@ def _options(survey: Survey, room: Room, context_bytes: int) -> Iterator[_Option
             )
 
 
-def _numbers_of_replicas(way: Way, room: Room) -> Sequence[int]:
+def _numbers_of_replicas(way: Way, room: ModelRoom) -> Sequence[int]:
     if way.split is None:
         return [room.num_alone, 1] if room.num_alone > 1 and not room.is_gpu else [room.num_alone]
     if room.is_gpu:
@@ -309,36 +311,36 @@ def _unsplit(model: ModelSettings, host: Host) -> Sequence[Placement]:
     return model.model_copy(update=whole).placements_on(host)
 
 
-def _reason(best: _Option | None, whole: _Option, room: Room) -> str:
+def _reason(best: _PlacementOption | None, whole: _PlacementOption, room: ModelRoom) -> str:
     device = "one GPU" if room.is_gpu else "one process"
-    sizes = f"{in_words(whole.need_bytes)} of the {in_words(whole.has_bytes)} that {device} has"
+    sizes = f"{in_words(whole.need_bytes)} of the {in_words(whole.has_bytes)} of {device}"
     if best is None:
-        return f"nothing fits: whole it needs {sizes}"
+        return f"nothing fits: the whole model needs {sizes}"
     if best.way.split is None and best.num_replicas == whole.num_replicas:
-        return f"it fits, with {sizes}: replicate, and split only what does not fit"
+        return f"it fits, with {sizes}: replicate; split only what does not fit"
     need, has = in_words(best.need_bytes), in_words(best.has_bytes)
     if best.way.split is None:
-        return f"{whole.num_replicas} replicas do not fit, and one does, with {need} of {has}"
+        return f"{whole.num_replicas} replicas do not fit, but one does, with {need} of {has}"
     return (
-        f"whole it needs {in_words(whole.need_bytes)}, and {device} has "
+        f"the whole model needs {in_words(whole.need_bytes)}, and {device} has "
         f"{in_words(whole.has_bytes)}: {best.name} takes {need} of {has} on each"
     )
 
 
-def _what_would_fit(options: Sequence[_Option], room: Room) -> str:
+def _what_would_fit(options: Sequence[_PlacementOption], room: ModelRoom) -> str:
     whole = options[0]
     left = whole.has_bytes - (whole.need_bytes - whole.least_bytes)
     one = f"one with {in_words(whole.need_bytes)}"
     if not room.is_gpu:
         return f"free at least {in_words(whole.need_bytes)} of memory"
     if left <= 0:
-        return f"it would take larger GPUs, or smaller batches (max_batch_size): {one}"
+        return f"larger GPUs or smaller batches (max_batch_size) would help: {one}"
     num = math.ceil(whole.least_bytes / left)
-    return f'it would take {num} such GPUs (placement = "pipeline"), or {one}'
+    return f'{num} such GPUs would be enough (placement = "pipeline"), or {one}'
 
 
 def _judge_answer(
-    name: str, answer: Mapping[str, Any], room: Room, race: Race | None
+    name: str, answer: Mapping[str, Any], room: ModelRoom, race: Race | None
 ) -> Iterator[Finding]:
     if answer.get("problem"):
         yield note(f"placement of {name}", answer["problem"])

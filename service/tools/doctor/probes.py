@@ -1,4 +1,4 @@
-"""Checks that need torch or a user's code: made in a process of their own, within a time limit."""
+"""Checks that need torch or a user's code. A separate process makes them, with a time limit."""
 
 import json
 import subprocess
@@ -14,16 +14,18 @@ from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
 
 PROBE_TIMEOUT_S = 120.0
-"""For the imports of torch and every model: torch takes 3 s, and more from a cold disk."""
+"""Time to import torch and all models; torch takes 3 s, more from a cold disk."""
 _SLOW_LOAD = 0.5
-"""Of load_timeout_s."""
+"""Share of load_timeout_s that is worth a warning."""
 
 
 def check_imports(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """Whether torch can be imported and every model be built, short of loading its weights."""
+    """Check that torch can be imported, and each model be built without its weights."""
     orders = {
         "has_gpu": bool(facts.host.gpus),
-        "models": [order_for(facts, settings, name, "model") for name in known(facts, settings)],
+        "models": [
+            order_for(facts, settings, name, "model") for name in known_models(facts, settings)
+        ],
     }
     for answer in probe(orders, PROBE_TIMEOUT_S):
         yield from _judge(answer, settings)
@@ -32,13 +34,13 @@ def check_imports(facts: Facts, settings: Settings) -> Iterator[Finding]:
 
 
 def may_split(model: ModelSettings) -> bool:
-    """Whether there may be a network to be split."""
+    """Return whether the model may have a network that can be split."""
     return model.source != "echo" and not model.source.endswith(MODEL_SUFFIXES)
 
 
 def measure(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """Load each model once, and say what a replica of it takes."""
-    for name in known(facts, settings):
+    """Load each model once, and report the memory and time of a replica."""
+    for name in known_models(facts, settings):
         model = settings.models[name]
         orders = {"has_gpu": False, "models": [order_for(facts, settings, name, "measured")]}
         for answer in probe(orders, PROBE_TIMEOUT_S + model.load_timeout_s):
@@ -48,15 +50,15 @@ def measure(facts: Facts, settings: Settings) -> Iterator[Finding]:
                 yield from _judge_measures(answer, facts, settings, len(facts.placements[name]))
 
 
-def known(facts: Facts, settings: Settings) -> list[str]:
-    """The models that there is something to try of."""
+def known_models(facts: Facts, settings: Settings) -> list[str]:
+    """Return the models that can be tried: all but those whose file cannot be read."""
     return [name for name in facts.placements if not is_lost(settings.models[name])]
 
 
 def order_for(
     facts: Facts, settings: Settings, name: str, do: str, **details: object
 ) -> dict[str, object]:
-    """What `workers.beside.probe` is to do with a model."""
+    """Return the order for `workers.beside.probe` to do something with a model."""
     model = settings.models[name]
     config = model.model_config_for(name)
     return {
@@ -72,8 +74,8 @@ def order_for(
 
 
 def probe(orders: Mapping[str, object], timeout_s: float) -> Sequence[Mapping[str, Any]]:
-    """The answers of a probe; the last says so if it did not come to its end."""
-    # -P: a user's folder that is called as one of our packages must not pass for it.
+    """Run a probe and return its answers; the last one reports a crash or a timeout."""
+    # -P: a folder of the user's must not be imported in place of one of our packages.
     command = [sys.executable, "-P", "-m", "inferpool.workers.beside.probe"]
     problem = ""
     try:
@@ -88,7 +90,7 @@ def probe(orders: Mapping[str, object], timeout_s: float) -> Sequence[Mapping[st
         out = done.stdout
         if done.returncode:
             last = done.stderr.strip().splitlines()[-1:]
-            problem = f"the process that tried it ended with {done.returncode}: {' '.join(last)}"
+            problem = f"the probe process ended with {done.returncode}: {' '.join(last)}"
     except subprocess.TimeoutExpired as expired:
         out = (expired.stdout or b"").decode()
         problem = f"not done after {timeout_s:g} s"
@@ -109,22 +111,22 @@ def _judge(answer: Mapping[str, Any], settings: Settings) -> Iterator[Finding]:
     elif kind == "model" and answer["download"]:
         yield warning(
             f"model {answer['model']}",
-            f"the first start has to download {answer['download']}",
-            "start once where there is a network, or give a file as weights",
+            f"the first start must download {answer['download']}",
+            "start once with network access, or set weights to a file",
         )
     elif kind == "model":
-        yield ok(f"model {answer['model']}", f"{settings.models[answer['model']].source} is there")
+        yield ok(
+            f"model {answer['model']}", f"{settings.models[answer['model']].source} can be built"
+        )
     elif kind == "cuda" and problem:
         yield error("CUDA", problem, "install a build of torch for this GPU and driver")
     elif kind == "cuda":
-        yield ok(
-            "CUDA", f"every GPU computes; torch has kernels for {', '.join(answer['built_for'])}"
-        )
+        yield ok("CUDA", f"every GPU works; torch has kernels for {', '.join(answer['built_for'])}")
     else:
         yield error(
             "models",
             problem,
-            "see whether `python -c 'import torch'` and the model's module can be imported",
+            "check that `python -c 'import torch'` and an import of the model's module work",
         )
 
 
@@ -145,13 +147,13 @@ def _judge_measures(
     if need > facts.free_bytes:
         yield error(
             check,
-            f"{message}: {num_replicas} replicas need {in_words(need)}, of "
-            f"{in_words(facts.free_bytes)} that can be had",
+            f"{message}: {num_replicas} replicas need {in_words(need)}, but "
+            f"{in_words(facts.free_bytes)} are free",
             "lower replicas, or get more memory",
         )
     elif load_s > _SLOW_LOAD * model.load_timeout_s:
-        yield warning(check, f"{message}, which is near load_timeout_s", "raise load_timeout_s")
+        yield warning(check, f"{message}, which is close to load_timeout_s", "raise load_timeout_s")
     else:
         yield ok(check, message)
     if not times:
-        yield note(check, "it gives no samples", "define warmup(), and it is ready when it says so")
+        yield note(check, "the model has no warm-up samples", "define warmup()")

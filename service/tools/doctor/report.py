@@ -1,4 +1,4 @@
-"""How `inferpool doctor` writes what it has found: for people, or as JSON."""
+"""Writes the findings of `inferpool doctor` as a table or as JSON."""
 
 import json
 from collections import Counter
@@ -10,17 +10,20 @@ from inferpool.service.checks.findings import LEVELS, Finding
 
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
 _WIDTH = 100
-"""Of what is not a terminal."""
+"""Width if the output is not a terminal."""
 
 
 def write_table(findings: Sequence[Finding], stream: TextIO) -> None:
-    """The worst first: level, what was looked at, what was found; below it, what to do."""
+    """Write level, check and message of each finding, the worst first; the advice is below."""
     from rich.console import Console, RenderableType
     from rich.padding import Padding
     from rich.table import Column, Table
     from rich.text import Text
 
-    names = [max((len(text) for text in texts), default=0) for texts in _names_of(findings)]
+    names = [
+        max((len(finding.level) for finding in findings), default=0),
+        max((len(finding.check) for finding in findings), default=0),
+    ]
 
     def grid(*widths: int) -> Table:
         columns = (Column(min_width=width, no_wrap=True) for width in widths)
@@ -54,14 +57,10 @@ def write_table(findings: Sequence[Finding], stream: TextIO) -> None:
 
 
 def write_json(findings: Sequence[Finding], stream: TextIO) -> None:
-    """One object: the findings in the order of the checks, and how many of each level."""
+    """Write one JSON object: the findings in the order of the checks, and counts by level."""
     counts = dict(_counts(findings))
     json.dump({"counts": counts, "findings": [asdict(f) for f in findings]}, stream, indent=2)
     stream.write("\n")
-
-
-def _names_of(findings: Sequence[Finding]) -> tuple[list[str], list[str]]:
-    return [finding.level for finding in findings], [finding.check for finding in findings]
 
 
 def _summary(findings: Iterable[Finding]) -> str:

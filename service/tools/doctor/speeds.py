@@ -1,4 +1,4 @@
-"""How fast placements are: what is asked of whoever measures them, and what is answered."""
+"""Speeds of placements, for the tool that measures them and for the one that reports them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,18 +7,18 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """What a service answers that runs with a placement."""
+    """Measured speed of a placement."""
 
     rate: float = 0.0
     """Inputs per second under full load."""
     ratio: float | None = None
-    """To the first one that was measured; None for that."""
+    """Rate divided by that of the placement measured first; None for that one."""
     problem: str = ""
-    """Why it could not be measured; empty if it was."""
+    """Reason why there is no measurement; empty if there is one."""
 
 
 class Race(Protocol):
-    """Measures placements."""
+    """Function that measures placements."""
 
     def __call__(
         self,
@@ -28,12 +28,12 @@ class Race(Protocol):
         num_clients: int,
         is_side_by_side: bool,
     ) -> Mapping[str, Speed]:
-        """Start a service for each, and put it under load.
+        """Start a service for each placement, and load it.
 
         Args:
-            model: The name of the model.
-            ways: Settings of the model that make each placement, by what that is called. The others
-                are held against the first.
-            num_clients: That ask at once.
-            is_side_by_side: Whether two can be there at a time, to be measured in turns.
+            model: Name of the model.
+            ways: Settings of the model for each placement, by the placement's name. The first is
+                the reference for the others.
+            num_clients: Number of clients that ask at a time.
+            is_side_by_side: True if two services fit at a time, so that they can take turns.
         """

@@ -1,4 +1,4 @@
-"""`inferpool top`: what a service does, live in a terminal.
+"""`inferpool top`: a live view of a service in a terminal.
 
-A client: it knows the service by its feed `/events` alone, from any host.
+It reads only the service's feed `/events`, so it works from any host.
 """

@@ -1,93 +1,93 @@
-"""What `inferpool top` does: listen, show, and connect again whenever the service is gone."""
+"""Runs `inferpool top`: reads the feed, shows it, and connects again when the service is gone."""
 
 import asyncio
 import contextlib
+import os
+import ssl
 import sys
+from argparse import Namespace
 from collections.abc import AsyncGenerator
 
+from inferpool.service.settings.address import key_of, url_of
 from inferpool.service.tools.top.feed import EventFeed, FeedError, LostError
-from inferpool.service.tools.top.plan import TopPlan
+from inferpool.service.tools.top.plan import KEY_VARIABLE
 from inferpool.service.tools.top.screen import page_lines
-from inferpool.service.tools.top.state import StateSeen, as_json, read_state
-from inferpool.service.tools.top.terminal import Terminal, console_of, print_lines
-from inferpool.service.tools.top.view import View
+from inferpool.service.tools.top.state import StateSeen, View, as_json, read_state
+from inferpool.service.tools.top.terminal import LiveTerminal, make_console, print_lines
 
 NO_FEED = 1
-"""The exit status where there is nothing to show."""
+"""Exit status if there is nothing to show."""
 _FIRST_PAUSE_S = 0.5
 _MAX_PAUSE_S = 5.0
 _SIGNALLED = 128
-"""What shells add to the number of a signal."""
+"""Number that shells add to the number of a signal."""
 
 
-def run(plan: TopPlan) -> int:
-    """Show the service until the person leaves; returns the exit status."""
+def run(args: Namespace) -> int:
+    """Show a service until the user quits; return the exit status.
+
+    Raises:
+        FlagError: The flags make no sense.
+    """
+    url, key = url_of(args.url), key_of(args.key_file, os.environ, KEY_VARIABLE)
     try:
-        if plan.is_json or plan.is_once or not sys.stdout.isatty():
-            asyncio.run(_show_once(plan))
-            return 0
-        return asyncio.run(_show(plan))
+        return asyncio.run(_run(EventFeed(url, key, _tls_context(args)), args))
     except FeedError as error:
         sys.stderr.write(f"inferpool top: {error}\n")
         return NO_FEED
 
 
-async def _show_once(plan: TopPlan) -> None:
-    feed = EventFeed(plan)
-    try:
-        async with contextlib.aclosing(feed.events()) as events:
-            _print(plan, await _first(plan, events))
-    finally:
-        await feed.close()
-
-
-def _print(plan: TopPlan, data: bytes) -> None:
-    view = View(plan.place)
-    view.take(_read(plan, data))
-    if plan.is_json:
-        sys.stdout.write(as_json(data) + "\n")
-        return
-    console = console_of(is_colored=plan.is_colored)
-    lines = page_lines(view, console.width, is_plain=console.options.ascii_only)
-    print_lines(console, lines)
-
-
-async def _show(plan: TopPlan) -> int:
-    feed = EventFeed(plan)
-    view = View(plan.place)
-    terminal = Terminal(console_of(is_colored=plan.is_colored), view)
+async def _run(feed: EventFeed, args: Namespace) -> int:
+    view = View(feed.place)
     events = feed.events()
     try:
-        view.take(_read(plan, await _first(plan, events)))  # what is wrong now needs no screen
-        showing = asyncio.create_task(terminal.run(), name="show")
-        listening = asyncio.create_task(_listen(plan, feed, events, terminal), name="listen")
-        await asyncio.wait((showing, listening), return_when=asyncio.FIRST_COMPLETED)
-        terminal.leave()
-        signum = await showing
-        if not listening.cancel():
-            await listening  # for what ended it
-        return _SIGNALLED + signum if signum else 0
+        first = await _first_event(feed, events)  # if this fails, the terminal stays as it is
+        view.take(_read(feed, first))
+        if args.json:
+            sys.stdout.write(as_json(first) + "\n")
+            return 0
+        console = make_console(is_colored=not args.no_color)
+        if args.once or not sys.stdout.isatty():
+            lines = page_lines(view, console.width, is_plain=console.options.ascii_only)
+            print_lines(console, lines)
+            return 0
+        return await _show(feed, events, LiveTerminal(console, view))
     finally:
+        await events.aclose()
         await feed.close()
 
 
-async def _listen(
-    plan: TopPlan, feed: EventFeed, events: AsyncGenerator[bytes, None], terminal: Terminal
+async def _show(
+    feed: EventFeed, events: AsyncGenerator[bytes, None], terminal: LiveTerminal
+) -> int:
+    showing = asyncio.create_task(terminal.run(), name="show")
+    reading = asyncio.create_task(_follow(feed, events, terminal), name="read the feed")
+    await asyncio.wait((showing, reading), return_when=asyncio.FIRST_COMPLETED)
+    terminal.leave()
+    signum = await showing
+    reading.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await reading  # raises the error that ended it
+    return _SIGNALLED + signum if signum else 0
+
+
+async def _follow(
+    feed: EventFeed, events: AsyncGenerator[bytes, None], terminal: LiveTerminal
 ) -> None:
-    """Follow the events, of one connection after another.
+    """Show each event; connect again after each end of the stream.
 
     Raises:
-        FeedError: There will be none any more.
+        FeedError: There will be no more events.
     """
     pause_s = _FIRST_PAUSE_S
     while True:
         try:
             async with contextlib.aclosing(events):
                 async for data in events:
-                    terminal.view.take(_read(plan, data))
+                    terminal.view.take(_read(feed, data))
                     terminal.draw()
                     pause_s = _FIRST_PAUSE_S
-            trouble = f"{plan.place} has ended it"
+            trouble = f"{feed.place} has ended it"
         except LostError as error:
             trouble = str(error)
         terminal.view.trouble = f"Feed lost, connecting again: {trouble}"
@@ -97,21 +97,25 @@ async def _listen(
         events = feed.events()
 
 
-async def _first(plan: TopPlan, events: AsyncGenerator[bytes, None]) -> bytes:
-    """The first event.
-
-    Raises:
-        LostError: There is none.
-    """
+async def _first_event(feed: EventFeed, events: AsyncGenerator[bytes, None]) -> bytes:
     async for data in events:
         return data
-    raise LostError(f"{plan.place} ends its feed at once: it shuts down")
+    raise LostError(f"{feed.place} ends its feed at once: it shuts down")
 
 
-def _read(plan: TopPlan, data: bytes) -> StateSeen:
+def _read(feed: EventFeed, data: bytes) -> StateSeen:
     try:
         return read_state(data)
     except ValueError as error:
-        raise FeedError(
-            f"what {plan.place} tells is not what this version understands ({error})"
-        ) from error
+        raise FeedError(f"this version cannot read the feed of {feed.place} ({error})") from error
+
+
+def _tls_context(args: Namespace) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=args.ca_file)
+    except (OSError, ssl.SSLError) as error:
+        raise FeedError(f"--ca-file: {args.ca_file}: {error}") from error
+    if args.insecure:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context

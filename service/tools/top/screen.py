@@ -1,4 +1,4 @@
-"""Draws the view as lines of text, for a terminal of any width and height, or for a pipe."""
+"""Draws the view as lines of text, for a terminal of any size, or for a pipe."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,44 +15,45 @@ from inferpool.service.tools.top.state import (
     ModelSeen,
     PercentilesSeen,
     SampleSeen,
+    Scene,
     StateSeen,
+    View,
 )
 from inferpool.service.tools.top.table import worker_lines
-from inferpool.service.tools.top.view import Scene, View
 from inferpool.service.tools.top.words import bars, duration, rate, size, span
 
 HOST_STYLES = {"ready": "green", "starting": "cyan", "unavailable": "bold red", "lost": "bold red"}
-"""Of what else a host may be, a person should take notice."""
+"""Styles by status; any other status is shown as a notice."""
 _NOTICE = "yellow"
 _LABEL_WIDTH = 11
 _NARROW = 56
-"""Below so many columns the less important is left out."""
+"""Width below which less important parts are left out."""
 _MAX_CHART = 60
 _BATCHES_OF = 10
-"""Seconds of which the sizes of batches are shown: there may be few in one."""
+"""Seconds whose batch sizes are summed up: one second may have few batches."""
 _MAX_ENDINGS = 4
 _HELP = (
     ("q", "quit"),
-    ("p, space", "pause, and go on"),
+    ("p, space", "pause, or go on"),
     ("right, j, tab", "the next model"),
-    ("left, k", "the model before"),
+    ("left, k", "the previous model"),
     ("1 ... 9", "that model"),
-    ("?", "this help, and back"),
+    ("?", "show or hide this help"),
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
-    """Of what is drawn on."""
+class ScreenSize:
+    """Size of the terminal, and whether it shows only ASCII."""
 
     width: int
     height: int
     is_plain: bool = False
-    """It can show ASCII alone."""
+    """True for ASCII only."""
 
 
-def screen_lines(view: View, on: Size) -> list[Text]:
-    """All that a terminal shows now, as many lines as it has at most."""
+def screen_lines(view: View, on: ScreenSize) -> list[Text]:
+    """Return the lines of the terminal, at most as many as it has."""
     foot = _foot(view, on)
     room = max(0, on.height - 1)
     body = _help() if view.is_help else _body(view, on, room)
@@ -61,8 +62,8 @@ def screen_lines(view: View, on: Size) -> list[Text]:
 
 
 def page_lines(view: View, width: int, *, is_plain: bool) -> list[Text]:
-    """All that there is to say of this moment, of each model, for a pipe or a file."""
-    scene, on = view.scene, Size(width=width, height=1_000_000, is_plain=is_plain)
+    """Return all lines for all models, for a pipe or a file."""
+    scene, on = view.scene, ScreenSize(width=width, height=1_000_000, is_plain=is_plain)
     assert scene.state is not None
     lines = _head(view.url, scene.state, on)
     for model in scene.models:
@@ -70,7 +71,7 @@ def page_lines(view: View, width: int, *, is_plain: bool) -> list[Text]:
     return [_fitted(line, width) for line in lines]
 
 
-def _body(view: View, on: Size, room: int) -> list[Text]:
+def _body(view: View, on: ScreenSize, room: int) -> list[Text]:
     scene = view.scene
     if scene.state is None:
         return [Text(view.trouble or f"Connecting to {view.url}", style="dim")]
@@ -86,7 +87,7 @@ def _body(view: View, on: Size, room: int) -> list[Text]:
     return lines + _model(scene, models[chosen], on, room - len(lines))
 
 
-def _head(url: str, state: StateSeen, on: Size, *, is_lost: bool = False) -> list[Text]:
+def _head(url: str, state: StateSeen, on: ScreenSize, *, is_lost: bool = False) -> list[Text]:
     host, status = state.host, "lost" if is_lost else state.health.status
     badge = (f" {status} ", f"reverse {HOST_STYLES.get(status, _NOTICE)}")
     first = Text.assemble((f"inferpool {escape(state.version)}", "bold"), " ", badge, " ", url)
@@ -109,7 +110,7 @@ def _head(url: str, state: StateSeen, on: Size, *, is_lost: bool = False) -> lis
 
 
 def _gpu_line(gpus: Sequence[GpuSeen]) -> Text:
-    """All of them in one, with those that are in trouble by name."""
+    """Sum up all GPUs in one line; name those in trouble."""
     lost = [str(gpu.index) for gpu in gpus if not gpu.up]
     parts = [f"{len(gpus) - len(lost)} GPU{'s' if len(gpus) - len(lost) != 1 else ''}"]
     busy = [gpu.utilization for gpu in gpus if gpu.utilization is not None]
@@ -140,8 +141,8 @@ def _tabs(models: Sequence[ModelSeen], chosen: int) -> Text:
     return line
 
 
-def _model(scene: Scene, model: ModelSeen, on: Size, room: int) -> list[Text]:
-    """One model in so many lines at most: of its workers those that fit."""
+def _model(scene: Scene, model: ModelSeen, on: ScreenSize, room: int) -> list[Text]:
+    """Draw one model in at most `room` lines, with the workers that fit."""
     assert scene.state is not None
     now = scene.state.models.get(model.name, SampleSeen())
     lines = [_title(model, now), *_figures(scene.samples(model), now, on)]
@@ -166,7 +167,7 @@ def _title(model: ModelSeen, now: SampleSeen) -> Text:
     return line
 
 
-def _figures(past: Sequence[SampleSeen], now: SampleSeen, on: Size) -> list[Text]:
+def _figures(past: Sequence[SampleSeen], now: SampleSeen, on: ScreenSize) -> list[Text]:
     ended = now.instances_per_s
     p99s = [sample.latency_ms.p99 if sample.latency_ms else None for sample in past]
     waits = f"{now.queue_depth:,}" + (f" of {now.queue_limit:,}" if now.queue_limit else "")
@@ -203,7 +204,7 @@ def _figures(past: Sequence[SampleSeen], now: SampleSeen, on: Size) -> list[Text
     return lines
 
 
-def _charted(label: str, value: str, values: Sequence[float | None], on: Size) -> Text:
+def _charted(label: str, value: str, values: Sequence[float | None], on: ScreenSize) -> Text:
     line = _line(label, value)
     room = min(_MAX_CHART, on.width - _LABEL_WIDTH - 13)
     if room >= 8 and values:
@@ -235,7 +236,7 @@ def _reasons(per_s: dict[str, float]) -> str:
     return text if len(parts) == 1 else f"{rate(sum(per_s.values()))}: {text}"
 
 
-def _batches(past: Sequence[SampleSeen], now: SampleSeen, on: Size) -> str:
+def _batches(past: Sequence[SampleSeen], now: SampleSeen, on: ScreenSize) -> str:
     counts: Counter[str] = Counter()
     for sample in past[-_BATCHES_OF:]:
         counts.update(sample.batch_sizes)
@@ -248,7 +249,7 @@ def _batches(past: Sequence[SampleSeen], now: SampleSeen, on: Size) -> str:
     return f"{shown}  {limit}".strip()
 
 
-def _endings(endings: Sequence[EndingSeen], on: Size) -> list[Text]:
+def _endings(endings: Sequence[EndingSeen], on: ScreenSize) -> list[Text]:
     lines = []
     for ending in endings[:_MAX_ENDINGS]:
         at = datetime.fromtimestamp(ending.time).astimezone().strftime("%H:%M:%S")
@@ -265,7 +266,7 @@ def _endings(endings: Sequence[EndingSeen], on: Size) -> list[Text]:
     return [Text("ended lately", style="dim"), *lines] if lines else []
 
 
-def _foot(view: View, on: Size) -> Text:
+def _foot(view: View, on: ScreenSize) -> Text:
     if view.trouble and view.scene.state is not None:
         return Text(escape(view.trouble), style="bold red")
     if view.is_paused and view.scene.state is not None:
@@ -282,7 +283,7 @@ def _help() -> list[Text]:
     lines += [Text.assemble((f"{keys:15}", "bold"), what) for keys, what in _HELP]
     lines += [
         Text(""),
-        Text("Rates and percentiles are of the last second, charts of the last minute."),
+        Text("Rates and percentiles: the last second. Charts: the last minute."),
     ]
     return lines
 

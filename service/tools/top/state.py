@@ -1,17 +1,22 @@
-"""What an event of the feed says, as far as it is shown. Fields that are not there are 0 or empty.
+"""The parts of a feed event that are shown, and the view: past events and the user's choices.
 
-That way an older service, or a newer one, can be watched too.
+Missing fields of an event are 0 or empty, so `top` also watches services of other versions.
 """
 
+import copy
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+_MAX_PAST = 300
+
 
 class OutcomesSeen(msgspec.Struct):
-    """Instances by the second: how many came in, and how the others ended."""
+    """Instances per second: those that came in, and those that ended, by outcome."""
 
-    accepted: float = 0.0
     succeeded: float = 0.0
     failed: float = 0.0
     expired: float = 0.0
@@ -19,7 +24,7 @@ class OutcomesSeen(msgspec.Struct):
 
 
 class PercentilesSeen(msgspec.Struct):
-    """Of durations in milliseconds."""
+    """Percentiles of durations, in milliseconds."""
 
     p50: float
     p95: float
@@ -27,7 +32,7 @@ class PercentilesSeen(msgspec.Struct):
 
 
 class EndingSeen(msgspec.Struct):
-    """The end of one life of a worker."""
+    """End of a worker process."""
 
     worker: str
     time: float
@@ -37,16 +42,15 @@ class EndingSeen(msgspec.Struct):
 
 
 class SampleSeen(msgspec.Struct):
-    """What a model did in one interval, and where it stood at its end."""
+    """Work of a model in one interval, and its state at the end of it."""
 
-    requests_per_s: float = 0.0
     instances_per_s: OutcomesSeen = msgspec.field(default_factory=OutcomesSeen)
     rejected_per_s: dict[str, float] = {}
     latency_ms: PercentilesSeen | None = None
     queue_ms: PercentilesSeen | None = None
     inference_ms: PercentilesSeen | None = None
     batch_sizes: dict[str, int] = {}
-    """Batches by the upper edge of their size."""
+    """Number of batches by the upper bound of their size."""
     queue_depth: int = 0
     in_flight: int = 0
     source: str = ""
@@ -54,11 +58,11 @@ class SampleSeen(msgspec.Struct):
     max_batch_size: int = 0
     quarantined: int = 0
     endings: list[EndingSeen] = []
-    """The newest first."""
+    """Ends of workers, the newest first."""
 
 
 class WorkerSeen(msgspec.Struct):
-    """One worker, as /health has it."""
+    """State of a worker, from /health."""
 
     name: str
     state: str
@@ -72,14 +76,14 @@ class WorkerSeen(msgspec.Struct):
 
 
 class SpeedSearchSeen(msgspec.Struct):
-    """The search for a faster speed preset."""
+    """State of the search for a faster speed preset."""
 
     state: str = "off"
     text: str = ""
 
 
 class ModelSeen(msgspec.Struct):
-    """One model and its workers, as /health has it."""
+    """State of a model and its workers, from /health."""
 
     name: str
     ready: bool
@@ -89,14 +93,14 @@ class ModelSeen(msgspec.Struct):
 
 
 class FrontSeen(msgspec.Struct):
-    """One process that takes connections."""
+    """State of a front end process."""
 
     name: str
     state: str
 
 
 class GpuSeen(msgspec.Struct):
-    """One GPU."""
+    """State of a GPU."""
 
     index: int
     up: bool
@@ -108,7 +112,7 @@ class GpuSeen(msgspec.Struct):
 
 
 class HealthSeen(msgspec.Struct):
-    """The whole service, as /health has it."""
+    """State of the service, from /health."""
 
     status: str
     models: list[ModelSeen]
@@ -117,7 +121,7 @@ class HealthSeen(msgspec.Struct):
 
 
 class HostSeen(msgspec.Struct):
-    """What all models share."""
+    """Resources that all models share."""
 
     connections: int = 0
     arena_bytes: int = 0
@@ -125,14 +129,14 @@ class HostSeen(msgspec.Struct):
 
 
 class MomentSeen(msgspec.Struct):
-    """A second that has passed."""
+    """One past second."""
 
     time: float
     models: dict[str, SampleSeen] = {}
 
 
 class StateSeen(msgspec.Struct):
-    """One event."""
+    """One event of the feed."""
 
     time: float
     health: HealthSeen
@@ -141,23 +145,120 @@ class StateSeen(msgspec.Struct):
     uptime_s: float = 0.0
     host: HostSeen = msgspec.field(default_factory=HostSeen)
     history: list[MomentSeen] = []
-    """The last minutes, the oldest first: in the first event alone."""
+    """The last minutes, the oldest first; only in the first event."""
 
 
 _decode = msgspec.json.Decoder(StateSeen).decode
 
 
 def read_state(data: bytes) -> StateSeen:
-    """An event's data.
+    """Read the data of an event.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The data is not an event of the feed.
     """
     return _decode(data)
 
 
 def as_json(data: bytes) -> str:
-    """An event's data for machines: all that it says, but for the past."""
+    """Return the whole event as indented JSON, without its history."""
     event: dict[str, Any] = msgspec.json.decode(data)
     event.pop("history", None)
     return msgspec.json.format(msgspec.json.encode(event)).decode()
+
+
+@dataclass(slots=True, kw_only=True)
+class Scene:
+    """Data of all events up to a moment."""
+
+    state: StateSeen | None = None
+    """Newest event; None before the first."""
+    past: deque[MomentSeen] = field(default_factory=lambda: deque(maxlen=_MAX_PAST))
+    batches_per_s: Mapping[str, float] = field(default_factory=dict)
+    """Batches per second by the name of a worker."""
+
+    @property
+    def models(self) -> Sequence[ModelSeen]:
+        """Models of the service."""
+        return self.state.health.models if self.state else ()
+
+    def take(self, state: StateSeen) -> None:
+        """Add the next event."""
+        if state.history:
+            self.past.clear()
+            self.past.extend(state.history)
+        if not self.past or self.past[-1].time < state.time - 1e-3:
+            self.past.append(MomentSeen(time=state.time, models=state.models))
+        self.batches_per_s = _rates(self.state, state)
+        self.state = state
+
+    def samples(self, model: ModelSeen) -> list[SampleSeen]:
+        """Return the past samples of a model, the oldest first."""
+        none = SampleSeen()
+        return [moment.models.get(model.name, none) for moment in self.past]
+
+    def copy(self) -> "Scene":
+        """Return a copy that later events do not change."""
+        other = copy.copy(self)
+        other.past = self.past.copy()
+        return other
+
+
+class View:
+    """State of the view. Events and keys change it; the screen draws it."""
+
+    def __init__(self, url: str) -> None:
+        """Start without data."""
+        self.url = url
+        self.trouble = ""
+        """Reason why no events arrive; empty while they do."""
+        self.is_help = False
+        self.chosen = 0
+        """Index of the model that is shown."""
+        self._now = Scene()
+        self._then: Scene | None = None
+
+    @property
+    def is_paused(self) -> bool:
+        """True while the picture is frozen."""
+        return self._then is not None
+
+    @property
+    def scene(self) -> Scene:
+        """The data to draw."""
+        return self._then or self._now
+
+    def take(self, state: StateSeen) -> None:
+        """Add the next event."""
+        self._now.take(state)
+        self.trouble = ""
+
+    def pause(self) -> None:
+        """Freeze the picture, or let it go on."""
+        self._then = None if self._then else self._now.copy()
+
+    def choose(self, number: int) -> None:
+        """Show the model with this index, if there is one."""
+        if 0 <= number < len(self.scene.models):
+            self.chosen = number
+
+    def step(self, by: int) -> None:
+        """Move the choice of the model by a number of places, around the end."""
+        self.chosen = (self.chosen + by) % max(1, len(self.scene.models))
+
+
+def _rates(before: StateSeen | None, now: StateSeen) -> dict[str, float]:
+    """Return batches per second of each worker that both events have."""
+    if before is None or now.time <= before.time:
+        return {}
+    elapsed_s = now.time - before.time
+    lives = {(worker.name, worker.incarnation): worker.num_batches for worker in _workers(before)}
+    return {
+        worker.name: max(0.0, (worker.num_batches - then) / elapsed_s)
+        for worker in _workers(now)
+        if (then := lives.get((worker.name, worker.incarnation))) is not None
+    }
+
+
+def _workers(state: StateSeen) -> list[WorkerSeen]:
+    return [worker for model in state.health.models for worker in model.workers]

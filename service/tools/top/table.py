@@ -1,4 +1,4 @@
-"""The table of a model's workers; what there is no room for is left out, the least needed first."""
+"""The table of a model's workers. A narrow terminal gets fewer columns."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,17 +18,16 @@ STATE_STYLES = {
     "failed": "bold red",
     "stopped": "dim",
 }
-_NEEDED_LEAST = ("speed", "batches", "device", "memory")
+_DROPPED_FIRST = ("speed", "batches", "device", "memory")
+"""Columns to leave out on a narrow terminal, in this order."""
 _GAP = "  "
 _REASON_WIDTH = 24
-"""Columns that a reason for not being ready is worth, rather than figures."""
+"""Width that the reason of a worker that is not ready gets before other columns."""
 _DOING_WIDTH = len("at work")
 
 
 @dataclass(frozen=True, slots=True)
-class _Column:
-    """One of the table's."""
-
+class _WorkerColumn:
     title: str
     cells: list[str]
     is_right: bool = False
@@ -38,20 +37,19 @@ class _Column:
         return max(map(cell_len, (self.title, *self.cells)))
 
     def cell(self, text: str) -> str:
-        """A text, as wide as all in this column."""
         return text.rjust(self.width) if self.is_right else set_cell_size(text, self.width)
 
 
 def worker_lines(
     model: ModelSeen, batches_per_s: Mapping[str, float], width: int, num_lines: int
 ) -> list[Text]:
-    """A head and a line per worker; if there are too many, those that are not ready come first."""
+    """Return a heading and one line per worker; if not all fit, workers not ready come first."""
     workers = model.workers
     if num_lines < len(workers) + 1:
         workers = sorted(workers, key=lambda worker: worker.state == "ready")
     wanted = _REASON_WIDTH if any(worker.reason for worker in workers) else 0
     columns = _columns(workers, batches_per_s)
-    for title in _NEEDED_LEAST:
+    for title in _DROPPED_FIRST:
         if _width(columns) + wanted > width:
             columns = [column for column in columns if column.title != title]
     has_last = width - _width(columns) >= _DOING_WIDTH
@@ -72,23 +70,23 @@ def worker_lines(
     return lines
 
 
-def _columns(workers: list[WorkerSeen], batches_per_s: Mapping[str, float]) -> list[_Column]:
+def _columns(workers: list[WorkerSeen], batches_per_s: Mapping[str, float]) -> list[_WorkerColumn]:
     memory = [size(each.rss_bytes) if each.rss_bytes is not None else "-" for each in workers]
     batches = [
         rate(batches_per_s[each.name]) if each.name in batches_per_s else "-" for each in workers
     ]
     return [
-        _Column("worker", [escape(each.name.rpartition("/")[2]) for each in workers]),
-        _Column("state", [escape(each.state) for each in workers]),
-        _Column("device", [escape(each.device) for each in workers]),
-        _Column("memory", memory, is_right=True),
-        _Column("batches", batches, is_right=True),
-        _Column("speed", [escape(each.speed or "-") for each in workers]),
-        _Column("restarts", [f"{each.restarts:,}" for each in workers], is_right=True),
+        _WorkerColumn("worker", [escape(each.name.rpartition("/")[2]) for each in workers]),
+        _WorkerColumn("state", [escape(each.state) for each in workers]),
+        _WorkerColumn("device", [escape(each.device) for each in workers]),
+        _WorkerColumn("memory", memory, is_right=True),
+        _WorkerColumn("batches", batches, is_right=True),
+        _WorkerColumn("speed", [escape(each.speed or "-") for each in workers]),
+        _WorkerColumn("restarts", [f"{each.restarts:,}" for each in workers], is_right=True),
     ]
 
 
-def _width(columns: list[_Column]) -> int:
+def _width(columns: list[_WorkerColumn]) -> int:
     return sum(column.width + len(_GAP) for column in columns)
 
 

@@ -1,4 +1,4 @@
-"""A person's terminal: the screen that is drawn on, and the keys that are pressed."""
+"""The user's terminal: draws the screen and reads keys."""
 
 import asyncio
 import contextlib
@@ -13,17 +13,17 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from inferpool.service.tools.top.screen import Size, screen_lines
-from inferpool.service.tools.top.view import View
+from inferpool.service.tools.top.screen import ScreenSize, screen_lines
+from inferpool.service.tools.top.state import View
 
 _MAX_READ = 1024
 
 
-class Terminal:
-    """Shows a view until told to stop; used in the event loop. A context manager."""
+class LiveTerminal:
+    """Shows a view until the user quits. Used in the event loop."""
 
     def __init__(self, console: Console, view: View) -> None:
-        """Show nothing yet."""
+        """Draw nothing yet."""
         self.view = view
         self._console = console
         self._changed = asyncio.Event()
@@ -46,7 +46,7 @@ class Terminal:
         }
 
     async def run(self) -> int:
-        """Draw whatever changes until the person leaves; the signal that ended it, or 0."""
+        """Draw changes until the user quits; return the signal that ended it, or 0."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGWINCH, self.draw)
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -59,18 +59,18 @@ class Terminal:
         return self._signum
 
     def leave(self) -> None:
-        """Stop."""
+        """End `run`."""
         self._is_over = True
         self._changed.set()
 
     def draw(self) -> None:
-        """Something has changed."""
+        """Draw the view again."""
         self._changed.set()
 
     def _picture(self) -> Group:
         options = self._console.options
         width, height = self._console.size
-        on = Size(width=width, height=height, is_plain=options.ascii_only)
+        on = ScreenSize(width=width, height=height, is_plain=options.ascii_only)
         return Group(*screen_lines(self.view, on))
 
     def _pressed(self, keys: bytes) -> None:
@@ -95,15 +95,15 @@ class Terminal:
         self.leave()
 
 
-def console_of(*, is_colored: bool) -> Console:
-    """Stdout."""
+def make_console(*, is_colored: bool) -> Console:
+    """Return the console for stdout."""
     return Console(
         file=sys.stdout, highlight=False, no_color=None if is_colored else True, markup=False
     )
 
 
 def print_lines(console: Console, lines: list[Text]) -> None:
-    """Write lines as they are, however wide the terminal."""
+    """Write lines whole, even if they are wider than the terminal."""
     for line in lines:
         line.rstrip()
         console.print(line, soft_wrap=True)
@@ -111,7 +111,7 @@ def print_lines(console: Console, lines: list[Text]) -> None:
 
 @contextlib.contextmanager
 def _keys(pressed: Callable[[bytes], None]) -> Iterator[None]:
-    """Have keys arrive as they are pressed, and unseen, where stdin is a terminal."""
+    """Report keys as they are pressed, without echo, if stdin is a terminal."""
     if not sys.stdin.isatty():
         yield
         return
@@ -123,7 +123,7 @@ def _keys(pressed: Callable[[bytes], None]) -> Iterator[None]:
             keys = os.read(stdin, _MAX_READ)
         except OSError:
             keys = b""
-        if not keys:  # the terminal has gone
+        if not keys:  # the terminal is gone
             loop.remove_reader(stdin)
             keys = b"q"
         pressed(keys)
@@ -140,7 +140,7 @@ def _keys(pressed: Callable[[bytes], None]) -> Iterator[None]:
 
 
 def _split(keys: bytes) -> Iterator[bytes]:
-    """Each key of what was read at once: an arrow is three bytes."""
+    """Yield each key; an arrow key is three bytes."""
     at = 0
     while at < len(keys):
         length = 3 if keys[at : at + 2] in (b"\x1b[", b"\x1bO") else 1

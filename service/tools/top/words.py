@@ -1,27 +1,27 @@
-"""Numbers as a person reads them, and rows of bars."""
+"""Formats numbers for people, and draws rows of bars."""
 
 from collections.abc import Sequence
 from math import ceil
 
 _BARS = "▁▂▃▄▅▆▇█"
 _PLAIN_BARS = "_.-=+*%#"
-"""For terminals that have no others."""
+"""Bars for terminals without Unicode."""
 
 
 def rate(per_s: float) -> str:
-    """What happens by the second."""
+    """Format a rate per second."""
     return f"{per_s:,.1f}/s" if per_s < 100 else f"{per_s:,.0f}/s"
 
 
 def duration(ms: float) -> str:
-    """How long something took."""
+    """Format a short duration."""
     if ms >= 10_000:
         return f"{ms / 1000:,.1f} s"
     return f"{ms:.1f} ms" if ms < 100 else f"{ms:,.0f} ms"
 
 
 def span(seconds: float) -> str:
-    """A time for which something has been."""
+    """Format a long duration in two units, such as 1 h 5 min."""
     whole = int(max(0.0, seconds))
     for unit_s, unit, part_s, part in ((86400, "d", 3600, "h"), (3600, "h", 60, "min")):
         if whole >= unit_s:
@@ -30,17 +30,17 @@ def span(seconds: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Memory."""
+    """Format a number of bytes."""
     mib = num_bytes / (1 << 20)
     return f"{mib / 1024:,.1f} GiB" if mib >= 1024 else f"{mib:,.0f} MiB"
 
 
 def bars(values: Sequence[float | None], *, is_plain: bool) -> str:
-    """A bar for each value, the highest for the greatest.
+    """Draw one bar per value; the largest value gets the highest bar.
 
     Args:
-        values: From 0; None leaves a gap.
-        is_plain: With ASCII alone.
+        values: Values from 0 up; None leaves a gap.
+        is_plain: True for ASCII only.
     """
     marks = _PLAIN_BARS if is_plain else _BARS
     greatest = max((value for value in values if value), default=1.0)

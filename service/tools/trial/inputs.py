@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from inferpool.models.spec import TensorSpec
 from inferpool.models.text.prose import PROSE
-from inferpool.service.client.safetensors import Tensor, safetensors_parts
+from inferpool.service.client.safetensors import RawTensor, safetensors_parts
 from inferpool.service.tools.trial.connection import TrialError
 from inferpool.service.tools.trial.health import ModelState
 
@@ -105,7 +105,7 @@ def read_inputs(path: Path) -> list[TrialInput]:
 def safetensors_of(arrays: Mapping[str, tuple[str, NDArray[np.generic]]]) -> bytes:
     """Say arrays in the format of safetensors; each comes with its dtype as torch names it."""
     tensors = {
-        name: Tensor(dtype, array.shape, memoryview(array.tobytes()))
+        name: RawTensor(dtype, array.shape, memoryview(array.tobytes()))
         for name, (dtype, array) in arrays.items()
     }
     return b"".join(safetensors_parts(tensors))

@@ -1,4 +1,4 @@
-"""Every start imports what it runs, and nothing that only others run."""
+"""Each command imports only what it needs."""
 
 import subprocess
 import sys
@@ -15,17 +15,10 @@ _CLIENTS = ("httpx", _CLIENT)
 _TOOLS = {
     name: f"inferpool.service.tools.{name}" for name in ("chaos", "doctor", "top", "trial", "tune")
 }
-_NOT_BY_CODE = {  # of each verb
+_NOT_BY_CODE = {
     "serve": (*_TORCH, *_CLIENTS, *_TOOLS.values()),
     "predict": (*_TORCH, *_SERVER, *_SETTINGS, *_TOOLS.values(), "numpy", "inferpool.workers"),
-    "top": (
-        *_TORCH,
-        *_SERVER,
-        *_SETTINGS,
-        "numpy",
-        "inferpool.workers",
-        "inferpool.service.client",
-    ),
+    "top": (*_TORCH, *_SERVER, *_SETTINGS, "numpy", "inferpool.workers", _CLIENT),
     "config": (*_TORCH, *_SERVER, *_CLIENTS, *_TOOLS.values(), "numpy", "asyncio", "rich"),
     "doctor": (*_TORCH, *_SERVER, *_CLIENTS, _TOOLS["chaos"], _TOOLS["tune"], _TOOLS["top"]),
     "tune": (*_TORCH, *_SERVER, _TOOLS["chaos"], _TOOLS["doctor"], _TOOLS["top"]),
@@ -36,7 +29,7 @@ _NOT_BY_HELP = (*_TORCH, *_SERVER, *_SETTINGS, *_CLIENTS, "asyncio", "msgspec", 
 
 
 def loaded_by(code: str) -> set[str]:
-    """All modules that a fresh interpreter has after some code, and the packages they are in."""
+    """Return the modules that a fresh interpreter has imported after some code."""
     tell = "finally:\n    print(*sys.modules, file=sys.stderr)"
     command = [sys.executable, "-c", f"import sys\ntry:\n    {code}\n{tell}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -44,7 +37,7 @@ def loaded_by(code: str) -> set[str]:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_the_code_of_a_verb_loads_nothing_of_the_others(verb: str):
+def test_verb_imports_nothing_of_the_others(verb: str):
     module, _, function = VERBS[verb].code.partition(":")
     imports = f"from {module} import {function}"
     if verb == "serve":
@@ -55,7 +48,7 @@ def test_the_code_of_a_verb_loads_nothing_of_the_others(verb: str):
 
 
 @pytest.mark.parametrize("verb", ["", *VERBS])
-def test_help_loads_next_to_nothing(verb: str):
+def test_help_imports_almost_nothing(verb: str):
     line = [verb, "--help"] if verb else ["--help"]
     loaded = loaded_by(f"from inferpool.service.cli.main import run; run({line})")
     assert "inferpool.service.cli.verbs" in loaded
@@ -64,7 +57,16 @@ def test_help_loads_next_to_nothing(verb: str):
     assert {each for each in loaded if each.startswith("inferpool.service.tools.")} <= own
 
 
-def test_workers_load_nothing_of_the_front_end():
+def test_main_module_imports_nothing():
+    loaded = loaded_by("import inferpool.__main__") - loaded_by("pass")
+    assert loaded == {"inferpool", "inferpool.__main__"}
+
+
+def test_start_imports_neither_torch_nor_a_client():
+    assert not loaded_by("import inferpool.service.app") & {"torch", "httpx"}
+
+
+def test_workers_import_nothing_of_the_front_end():
     loaded = loaded_by("import inferpool.workers.inside.preload")
     assert "torch" in loaded
     assert loaded.intersection({*_SERVER, *_SETTINGS, *_CLIENTS, "inferpool.service"}) == set()

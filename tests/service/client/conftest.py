@@ -1,4 +1,4 @@
-"""One real service for all tests of the clients, and both clients behind one face."""
+"""One real service for all tests of the clients, and one way to call both clients."""
 
 import asyncio
 import contextlib
@@ -44,8 +44,8 @@ def service(config: Path) -> Iterator[Running]:
         yield service
 
 
-class Waiting:
-    """`AsyncClient` for tests without an event loop of their own."""
+class BlockingAsyncClient:
+    """An `AsyncClient` whose methods block, as those of `Client` do."""
 
     def __init__(self, client: AsyncClient, runner: asyncio.Runner) -> None:
         self.client = client
@@ -82,14 +82,14 @@ async def _next(results):
 
 @contextlib.contextmanager
 def open_client(kind: str, url: str, **options):
-    """A client of either kind, which is called in the same way."""
+    """Open a client of either kind; both are called in the same way."""
     if kind == "sync":
         with Client(url, **options) as client:
             yield client
         return
     with asyncio.Runner() as runner:
         client = AsyncClient(url, **options)
-        yield Waiting(client, runner)
+        yield BlockingAsyncClient(client, runner)
         runner.run(client.aclose())
 
 

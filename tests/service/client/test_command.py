@@ -1,4 +1,4 @@
-"""`inferpool predict`, which is the client on the command line."""
+"""The verb `inferpool predict`."""
 
 import io
 import json
@@ -29,7 +29,7 @@ def test_predictions_are_printed_in_order(service, tmp_path: Path, capsys):
     assert "Traceback" not in err
 
 
-def test_json_has_what_a_script_needs(service, capsys):
+def test_json_has_predictions_timing_and_errors(service, capsys):
     arguments = ["predict", "--text", "one", "--text", "two", "--url", service.url, "--json"]
     assert run([*arguments, "--model", "echo"]) == 0
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
@@ -63,14 +63,14 @@ def test_standard_input_is_an_input(service, capsys, monkeypatch):
         (["x", "--url", "http://me:secret@xn--a"], "host is no name"),
         (["x", "--url", "http://me:sec/ret@h"], "%2F"),
         (["http://127.0.0.1:9", "x"], "--url http://127.0.0.1:9"),
-        (["ftp://me:secret@h/x.jpg"], "'ftp://h/x.jpg' is no file; download it first"),
-        (["x", "--parameter", "k"], "no NAME=VALUE"),
+        (["ftp://me:secret@h/x.jpg"], "'ftp://h/x.jpg' is not a file; download it first"),
+        (["x", "--parameter", "k"], "not NAME=VALUE"),
         (["x", "--timeout-s", "0"], "more than 0"),
         (["x", "--key-file", "nowhere"], "nowhere"),
         (["x", "--ca-file", "nowhere"], "nowhere"),
     ],
 )
-def test_wrong_flags_are_told_and_exit_2(arguments, message, capsys):
+def test_wrong_flags_are_named_and_exit_2(arguments, message, capsys):
     assert run(["predict", *arguments]) == 2
     said = capsys.readouterr().err
     assert message in said
@@ -78,7 +78,7 @@ def test_wrong_flags_are_told_and_exit_2(arguments, message, capsys):
     assert said.count("\n") == 1
 
 
-def test_nobody_there_is_told_with_what_to_do(capsys):
+def test_missing_service_is_an_error_with_advice(capsys):
     with socket.create_server(("127.0.0.1", 0)) as gone:
         url = f"http://127.0.0.1:{gone.getsockname()[1]}"
     with_password = url.replace("//", "//me:secret@")
@@ -94,7 +94,7 @@ def test_nobody_there_is_told_with_what_to_do(capsys):
     assert f"is a service running at {url}? `inferpool serve` starts one" in cure
 
 
-def test_ctrl_c_waits_for_no_answer():
+def test_ctrl_c_does_not_wait_for_an_answer():
     command = [sys.executable, "-m", "inferpool", "predict", "--text", "x", "--timeout-s", "60"]
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"

@@ -15,7 +15,7 @@ def test_results_come_in_the_order_of_the_inputs(client):
     assert [each.value for each in results] == list(range(40))
 
 
-def test_results_may_come_as_they_are_there(client):
+def test_unordered_results_come_as_soon_as_they_are_there(client):
     asked = [{"n": 1, "do": "sleep"}, *({"n": n} for n in range(2, 4))]
     options = {"is_ordered": False, "max_concurrency": 3}
     results = list(client.predict_many(asked, model="fault", **options))
@@ -35,7 +35,7 @@ def test_error_stands_in_its_place_or_is_raised(client):
     assert raised.value.index == 1
 
 
-def test_no_more_inputs_are_drawn_than_there_is_room_for(client):
+def test_inputs_are_read_only_when_there_is_room(client):
     drawn = itertools.count()
     results = client.predict_many(drawn, model="echo", max_concurrency=3)
     taken = [next(results).value for _ in range(20)]
@@ -45,7 +45,7 @@ def test_no_more_inputs_are_drawn_than_there_is_room_for(client):
 
 
 @pytest.mark.measures
-def test_loop_that_is_left_gives_up_what_waits(client):
+def test_leaving_the_loop_cancels_what_waits(client):
     asked = [{"n": 1}, *[{"n": 2, "do": "sleep"}] * 100]
     started = time.monotonic()
     for each in client.predict_many(asked, model="fault", max_concurrency=3):
@@ -54,7 +54,7 @@ def test_loop_that_is_left_gives_up_what_waits(client):
     assert time.monotonic() - started < 15
 
 
-def test_progress_is_told_after_each_result(client):
+def test_progress_is_reported_after_each_result(client):
     told = []
     asked = [{"n": 1}, {"n": "x"}, {"n": 3}]
     list(client.predict_many(asked, model="fault", return_errors=True, on_progress=told.append))
@@ -62,7 +62,7 @@ def test_progress_is_told_after_each_result(client):
     assert (told[-1].num_failed, told[-1].num_running) == (1, 0)
 
 
-def test_error_of_the_inputs_themselves_is_raised(client):
+def test_error_of_the_iterable_is_raised(client):
     def inputs():
         yield 1
         raise OSError("the disk is gone")
@@ -71,65 +71,55 @@ def test_error_of_the_inputs_themselves_is_raised(client):
         list(client.predict_many(inputs(), model="echo"))
 
 
-def test_results_are_handed_out_while_the_next_input_is_awaited(service):
-    async def main():
-        more = asyncio.Event()
+async def test_results_are_yielded_while_the_next_input_is_awaited(service):
+    more = asyncio.Event()
 
-        async def inputs():
-            yield "first"
-            await more.wait()
-            yield "second"
+    async def inputs():
+        yield "first"
+        await more.wait()
+        yield "second"
 
-        async with (
-            AsyncClient(service.url) as client,
-            contextlib.aclosing(client.predict_many(inputs(), model="echo")) as results,
-        ):
-            first = await anext(results)
-            more.set()
-            return [first.value, *[each.value async for each in results]]
-
-    assert asyncio.run(main()) == ["first", "second"]
+    async with (
+        AsyncClient(service.url) as client,
+        contextlib.aclosing(client.predict_many(inputs(), model="echo")) as results,
+    ):
+        assert (await anext(results)).value == "first"
+        more.set()
+        assert [each.value async for each in results] == ["second"]
 
 
-def test_predictions_at_once_wait_for_a_connection_as_long_as_they_may():
-    async def main():
-        asked: asyncio.Queue[httpx.Request] = asyncio.Queue()
+async def test_predictions_wait_for_a_connection_as_long_as_they_may():
+    asked: asyncio.Queue[httpx.Request] = asyncio.Queue()
 
-        async def answer(request: httpx.Request) -> httpx.Response:
-            asked.put_nowait(request)
-            return await asyncio.Future()
+    async def answer(request: httpx.Request) -> httpx.Response:
+        asked.put_nowait(request)
+        return await asyncio.Future()
 
-        transport = httpx.MockTransport(answer)
-        async with AsyncClient(transport=transport, max_concurrency=2) as client:
-            holding = [asyncio.create_task(client.predict(n)) for n in range(2)]
-            for _ in holding:
-                await asked.get()
-            with pytest.raises(DeadlineExceededError, match="no connection was free"):
-                await client.predict(3, timeout_s=0.05)
-            assert asked.empty()
-            waiting = asyncio.create_task(client.predict(4))
-            holding[0].cancel()
-            await asyncio.wait_for(asked.get(), 10)
-            for task in (holding[1], waiting):
-                task.cancel()
-            await asyncio.wait([*holding, waiting])
-
-    asyncio.run(main())
+    transport = httpx.MockTransport(answer)
+    async with AsyncClient(transport=transport, max_concurrency=2) as client:
+        holding = [asyncio.create_task(client.predict(n)) for n in range(2)]
+        for _ in holding:
+            await asked.get()
+        with pytest.raises(DeadlineExceededError, match="no connection was free"):
+            await client.predict(3, timeout_s=0.05)
+        assert asked.empty()
+        waiting = asyncio.create_task(client.predict(4))
+        holding[0].cancel()
+        await asked.get()
+        for task in (holding[1], waiting):
+            task.cancel()
+        await asyncio.wait([*holding, waiting])
 
 
-def test_cancelled_prediction_leaves_nothing_behind(service):
-    async def main():
-        async with AsyncClient(service.url) as client:
-            asked = {"n": 1, "do": "sleep"}
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.05):
-                    await client.predict(asked, model="fault")
-            assert (await client.predict({"n": 4}, model="fault")).value["twice"] == 8
-
-    asyncio.run(main())
+async def test_cancelled_prediction_leaves_nothing_behind(service):
+    async with AsyncClient(service.url) as client:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await client.predict({"n": 1, "do": "sleep"}, model="fault")
+        assert (await client.predict({"n": 4}, model="fault")).value["twice"] == 8
 
 
-def test_no_room_at_all_is_a_mistake(client):
+def test_no_room_or_an_unsendable_input_is_an_error(client):
     with pytest.raises(ValueError, match="at least 1"):
         list(client.predict_many([1], max_concurrency=0))
     with pytest.raises(InferpoolError):

@@ -1,4 +1,3 @@
-import asyncio
 import io
 import json
 import re
@@ -26,7 +25,7 @@ from inferpool.service.client import (
     UnavailableError,
     UnsendableError,
 )
-from inferpool.service.client.errors import ModelFailedError, UnknownModelError
+from inferpool.service.client.errors import GivenUpError, ModelFailedError, UnknownModelError
 from tests.e2e.photos import jpeg
 from tests.e2e.running import running
 from tests.ports import free_port
@@ -47,7 +46,7 @@ with Client(sys.argv[1], retries=0, timeout_s=10) as client:
 """
 
 
-def test_every_form_of_a_picture_has_the_same_answer(client, tmp_path: Path):
+def test_every_form_of_a_picture_gets_the_same_answer(client, tmp_path: Path):
     photo = jpeg("chelsea")
     path = tmp_path / "cat"
     path.write_bytes(photo)
@@ -74,7 +73,7 @@ def test_every_form_of_a_picture_has_the_same_answer(client, tmp_path: Path):
     )
 
 
-def test_picture_is_turned_as_its_exif_data_says(client, tmp_path: Path):
+def test_picture_is_turned_by_its_exif_data(client, tmp_path: Path):
     exif = Image.Exif()
     exif[0x0112] = 6
     path = tmp_path / "turned.png"
@@ -84,7 +83,7 @@ def test_picture_is_turned_as_its_exif_data_says(client, tmp_path: Path):
     )
 
 
-def test_json_goes_as_one_instance_and_parameters_beside_it(client, tmp_path: Path):
+def test_json_is_sent_as_one_instance_with_its_parameters(client, tmp_path: Path):
     for instance in ("a text", ["a", ["list"]], {"k": None, "x": np.arange(3)}, 1.5, None):
         plain = {"k": None, "x": [0, 1, 2]} if isinstance(instance, dict) else instance
         assert client.predict(instance, model="echo").value == plain
@@ -96,7 +95,7 @@ def test_json_goes_as_one_instance_and_parameters_beside_it(client, tmp_path: Pa
     assert client.predict(tmp_path / "one.json", model="fault").value["twice"] == 2
 
 
-def test_parameters_go_beside_a_picture_too(client):
+def test_parameters_are_sent_with_a_picture_too(client):
     photo = jpeg("chelsea")
     assert len(client.predict(photo, model="classes", parameters={"top_k": 2}).labels) == 2
     with pytest.raises(UnsendableError, match="'name'"):
@@ -142,7 +141,7 @@ def test_large_file_is_sent_piece_by_piece(client, tmp_path: Path):
     }
 
 
-def test_prediction_says_where_its_time_went_and_how_to_find_it(client):
+def test_prediction_has_its_timing_and_request_id(client):
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     options = {"request_id": "mine-1", "traceparent": trace, "priority": 1}
     prediction = client.predict({"n": 2, "do": "sleep"}, model="fault", **options)
@@ -156,7 +155,7 @@ def test_prediction_says_where_its_time_went_and_how_to_find_it(client):
     assert prediction.num_attempts == 1
 
 
-def test_errors_are_typed_and_say_what_the_service_said(client):
+def test_errors_are_typed_and_have_the_detail_of_the_service(client):
     with pytest.raises(UnknownModelError, match="no model is called 'nope'") as raised:
         client.predict("x", model="nope")
     assert (raised.value.status, raised.value.code) == (404, "unknown_model")
@@ -170,7 +169,7 @@ def test_errors_are_typed_and_say_what_the_service_said(client):
 
 
 @pytest.mark.parametrize("name", ["README.md", "no_such_photo.JPG"])
-def test_text_that_names_a_file_is_asked_about(client, name: str):
+def test_text_that_names_a_file_raises_a_question(client, name: str):
     question = re.escape(f"did you mean the file, pathlib.Path({name!r})?")
     with (
         pytest.warns(UserWarning, match=question),
@@ -181,12 +180,12 @@ def test_text_that_names_a_file_is_asked_about(client, name: str):
         assert client.predict(name, model="echo").value == name
 
 
-def test_other_texts_are_sent_without_a_question(client):
+def test_other_texts_raise_no_question(client):
     for text in ("a photo.jpg of mine", "photo", "one.two", ""):
         assert client.predict(text, model="echo").value == text
 
 
-def test_what_cannot_be_sent_is_an_error_before_anything_is_asked(client, tmp_path: Path):
+def test_unsendable_input_is_an_error_before_anything_is_sent(client, tmp_path: Path):
     (tmp_path / "empty.jpg").touch()
     (tmp_path / "broken.json").write_text("{")
     bad = (
@@ -206,7 +205,7 @@ def test_what_cannot_be_sent_is_an_error_before_anything_is_asked(client, tmp_pa
         assert raised.value.num_attempts == 0
 
 
-def test_instances_that_fail_are_errors_in_their_places(client, tmp_path: Path):
+def test_failed_instances_are_errors_in_their_places(client, tmp_path: Path):
     path = tmp_path / "several.json"
     path.write_text(json.dumps({"instances": [{"n": 1}, {"n": 2, "do": "raise"}, {"n": 3}]}))
     prediction = client.predict(path, model="fault")
@@ -229,7 +228,7 @@ def test_instances_that_fail_are_errors_in_their_places(client, tmp_path: Path):
     ]
 
 
-def test_answer_that_looks_like_an_error_is_an_answer(client):
+def test_prediction_that_looks_like_an_error_is_a_prediction(client):
     echoed = {"error": {"code": "invalid_input", "message": "mine", "status": 422}}
     assert client.predict(echoed, model="echo").value == echoed
 
@@ -242,8 +241,8 @@ def test_deadline_is_kept(client):
             client.predict({"n": 1}, timeout_s=timeout_s)
 
 
-def test_overload_is_waited_out_as_the_service_asks(client):
-    """Ten at a time, for a busy worker that holds two and a queue of three."""
+def test_overload_is_retried_after_the_time_that_the_service_asks_for(client):
+    """Ask ten at a time; the busy worker holds two, the queue three."""
     asked = [{"n": n, "do": "sleep" if n < 2 else "ok"} for n in range(10)]
     results = list(client.predict_many(asked, model="fault"))
     assert [each.value["twice"] for each in results] == [2 * n for n in range(10)]
@@ -252,7 +251,7 @@ def test_overload_is_waited_out_as_the_service_asks(client):
     assert all(each.timing.elapsed_s >= 1 for each in late)  # Retry-After is in whole seconds
 
 
-def test_overload_is_told_at_once_where_waiting_is_of_no_use(service):
+def test_overload_is_an_error_at_once_without_retries(service):
     asked = [{"n": n, "do": "sleep" if n < 2 else "ok"} for n in range(10)]
     with Client(service.url, retries=0) as client:
         results = list(client.predict_many(asked, model="fault", return_errors=True))
@@ -262,9 +261,9 @@ def test_overload_is_told_at_once_where_waiting_is_of_no_use(service):
     assert [each.index for each in results] == list(range(10))
 
 
-def test_worker_that_dies_takes_one_input_with_it(client, kind):
+def test_dying_worker_fails_one_input_only(client, kind):
     before = client.predict({"n": 1}, model="fault").value["pid"]
-    deadly = {"n": len(kind), "do": "exit"}  # the other client's is in quarantine
+    deadly = {"n": len(kind), "do": "exit"}  # the other client's input is in quarantine
     asked = ({"n": 1} if n != 3 else deadly for n in range(6))
     results = list(client.predict_many(asked, model="fault", max_concurrency=2, return_errors=True))
     lost = [each for each in results if isinstance(each, AnswerError)]
@@ -284,7 +283,7 @@ def test_health_is_typed(client):
     client.wait_until_ready(20)
 
 
-def test_nobody_there_is_an_error_that_says_so(kind):
+def test_missing_service_is_a_connect_error(kind):
     url = "http://127.0.0.1:9"  # discard: nobody listens
     with open_client(kind, url, timeout_s=1.5) as client:
         assert not client.is_ready()
@@ -297,7 +296,7 @@ def test_nobody_there_is_an_error_that_says_so(kind):
         assert "not ready in 0.2 s" in raised.value.__notes__[0]
 
 
-def test_service_may_come_up_and_leave_under_load():
+def test_service_may_start_and_stop_under_load():
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     patient = Retry(max_attempts=1000, max_backoff_s=0.2)
@@ -319,22 +318,12 @@ def test_service_may_come_up_and_leave_under_load():
 def test_client_imports_nothing_of_the_service():
     code = "import sys, inferpool.service.client; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = {name.partition(".")[0] for name in done.stdout.split()}
-    assert not loaded & {
-        "torch",
-        "numpy",
-        "PIL",
-        "fastapi",
-        "uvicorn",
-        "pydantic",
-        "models",
-        "workers",
-    }
-    ours = {name for name in done.stdout.split() if name.startswith("service.")}
-    assert all(
-        name.startswith("inferpool.service.client") or name == "inferpool.service.settings.urls"
-        for name in ours
-    )
+    loaded = set(done.stdout.split())
+    assert not loaded & {"torch", "numpy", "PIL", "fastapi", "uvicorn", "pydantic"}
+    ours = {name for name in loaded if name.startswith("inferpool.")}
+    known = {"service", "service.settings", "service.settings.urls"}
+    others = {name for name in ours if not name.startswith("inferpool.service.client")}
+    assert others <= {f"inferpool.{name}" for name in known}
 
 
 def test_key_is_never_shown():
@@ -345,14 +334,14 @@ def test_key_is_never_shown():
         assert "geheim" not in repr(client)
 
 
-def test_forked_process_reads_no_answers_but_its_own(service):
+def test_forked_process_reads_only_its_own_answers(service):
     done = subprocess.run(
         [sys.executable, "-c", FORKING, service.url], capture_output=True, text=True, timeout=60
     )
     assert (done.stdout, done.stderr) == ("True 0\n", "")
 
 
-def test_password_in_the_url_is_sent_and_stands_in_no_log(caplog):
+def test_password_in_the_url_is_sent_but_not_logged(caplog):
     sent = []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -374,16 +363,16 @@ def test_password_in_the_url_is_never_shown():
     assert "secret" not in repr(client) + str(raised.value)
 
 
-def test_option_that_there_is_not_is_refused_and_not_ignored(client):
+def test_unknown_option_is_refused(client):
     with pytest.raises(TypeError, match="did you mean 'timeout_s'"):
-        Client(timeout=5)  # type: ignore[call-arg]  # as someone would who knows httpx
+        Client(timeout=5)  # type: ignore[call-arg]  # the name in httpx
     with pytest.raises(TypeError, match="no option 'modle'"):
         client.predict("x", modle="echo")
     with pytest.raises(TypeError, match="no option 'concurrency'"):
         list(client.predict_many(["x"], concurrency=2))
 
 
-def test_url_that_is_none_is_refused():
+def test_invalid_url_is_refused():
     for url in (
         "localhost:8000",
         "ftp://x",
@@ -400,22 +389,19 @@ def test_url_that_is_none_is_refused():
 
 
 def test_unavailable_error_is_the_base_of_given_up():
-    from inferpool.service.client.errors import GivenUpError
-
     assert issubclass(GivenUpError, UnavailableError)
     assert not GivenUpError.is_retryable
 
 
-def test_client_that_is_closed_says_so():
+def test_closed_client_says_so():
     client = Client("http://127.0.0.1:9")
     client.close()
     with pytest.raises(UnsendableError, match="this client is closed"):
         client.predict(1)
 
-    async def ask() -> None:
-        async with AsyncClient("http://127.0.0.1:9") as asking:
-            pass
-        await asking.predict(1)
 
+async def test_closed_async_client_says_so():
+    async with AsyncClient("http://127.0.0.1:9") as client:
+        pass
     with pytest.raises(UnsendableError, match="this client is closed"):
-        asyncio.run(ask())
+        await client.predict(1)

@@ -1,4 +1,4 @@
-"""What is tried again, when, and how often. Odd answers come from a transport that makes them."""
+"""Retries of the clients, and answers of other servers, which a fake transport gives."""
 
 import email.utils
 import json
@@ -34,10 +34,12 @@ from tests.service.client.conftest import open_client
 
 GOOD = httpx.Response(200, json={"predictions": [1]})
 FAST = Retry(backoff_s=0.01)
+PROBLEM = {"content-type": "application/problem+json"}
+SAFETENSORS = {"content-type": "application/safetensors"}
 
 
 def transport_of(*answers):
-    """Answers with each in turn, or raises it; `.requests` has what was asked."""
+    """Return a transport that gives or raises each in turn; `.requests` has the requests."""
     left = list(answers)
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -59,7 +61,7 @@ def refusal(status: int, **headers: str) -> httpx.Response:
 def test_every_error_of_the_service_has_a_type_here():
     for cls, kind in TABLE.items():
         if kind.status in (405, 409, 414, 431, 499) or cls is RestartFailedError:
-            continue  # nothing here can ask for these
+            continue  # the clients cannot cause these
         status, headers, body = problem(cls("because"), "id-1", "/predict")
         answer = httpx.Response(status, headers=headers, content=body)
         with (
@@ -75,6 +77,11 @@ def test_every_error_of_the_service_has_a_type_here():
         assert error.request_id
 
 
+def problem_answer(**changes: object) -> httpx.Response:
+    document = {"code": "x", "detail": "x", "retryable": True, **changes}
+    return httpx.Response(503, headers=PROBLEM, json=document)
+
+
 @pytest.mark.parametrize(
     ("answer", "cls"),
     [
@@ -87,36 +94,14 @@ def test_every_error_of_the_service_has_a_type_here():
         (refusal(302, Location="http://elsewhere"), ProtocolError),
         (httpx.Response(200, text="<html>log in</html>"), ProtocolError),
         (httpx.Response(200, json={"predictions": 1}), ProtocolError),
-        (
-            httpx.Response(
-                200, content=b"\x08", headers={"content-type": "application/safetensors"}
-            ),
-            ProtocolError,
-        ),
-        (
-            httpx.Response(503, headers={"content-type": "application/problem+json"}, text="{"),
-            UnavailableError,
-        ),
+        (httpx.Response(200, content=b"\x08", headers=SAFETENSORS), ProtocolError),
         (httpx.Response(200, content=b"[" * 200_000), ProtocolError),
-        (
-            httpx.Response(
-                503,
-                headers={"content-type": "application/problem+json"},
-                json={"code": "x", "detail": "x", "retryable": True, "retry_after_s": "soon"},
-            ),
-            UnavailableError,
-        ),
-        (
-            httpx.Response(
-                503,
-                headers={"content-type": "application/problem+json"},
-                json={"code": "x", "detail": "x", "retryable": True, "errors": None},
-            ),
-            UnavailableError,
-        ),
+        (httpx.Response(503, headers=PROBLEM, text="{"), UnavailableError),
+        (problem_answer(retry_after_s="soon"), UnavailableError),
+        (problem_answer(errors=None), UnavailableError),
     ],
 )
-def test_answer_of_something_else_is_told_by_its_status(answer, cls):
+def test_status_decides_the_error_of_a_foreign_answer(answer, cls):
     with (
         Client(transport=transport_of(answer), retries=0) as client,
         pytest.raises(cls) as raised,
@@ -132,7 +117,7 @@ def test_redirection_is_not_followed_and_says_where_to():
     assert len(transport.requests) == 1
 
 
-def test_refusals_and_broken_connections_are_tried_again_and_failures_are_not():
+def test_refusals_and_broken_connections_are_retried_and_failures_are_not():
     for passing in (
         refusal(503),
         refusal(502),
@@ -154,24 +139,24 @@ def test_refusals_and_broken_connections_are_tried_again_and_failures_are_not():
         assert len(transport.requests) == 1
 
 
-def test_connection_that_broke_after_sending_is_left_alone_if_asked_to():
+def test_after_sending_false_leaves_a_broken_connection_alone():
     transport = transport_of(httpx.ReadError("reset"), GOOD)
     retries = Retry(backoff_s=0.01, after_sending=False)
     with Client(transport=transport, retries=retries) as client:
         with pytest.raises(ConnectError) as raised:
             client.predict("x")
-        assert "may have read it" in raised.value.__notes__[0]
+        assert "may have read" in raised.value.__notes__[0]
     transport = transport_of(httpx.ConnectError("refused"), GOOD)
     with Client(transport=transport, retries=retries) as client:
         assert client.predict("x").num_attempts == 2
 
 
-def test_service_is_told_what_is_left_of_the_time():
+def test_each_attempt_tells_the_service_the_time_left():
     transport = transport_of(refusal(503), refusal(503), GOOD)
     with Client(transport=transport, retries=Retry(backoff_s=0.1), timeout_s=30) as client:
         client.predict("x")
         first, second, third = [int(each.headers["x-timeout-ms"]) for each in transport.requests]
-        assert 25_000 <= first <= 29_900  # so that its own 504 arrives in time
+        assert 25_000 <= first <= 29_900  # so that its 504 arrives in time
         assert first - 50 >= second
         assert second - 100 >= third
         client.predict("x", timeout_s=None)
@@ -179,7 +164,7 @@ def test_service_is_told_what_is_left_of_the_time():
 
 
 @pytest.mark.measures
-def test_retry_after_is_kept_and_never_past_the_deadline():
+def test_retry_after_is_kept_but_not_past_the_deadline():
     late = refusal(429, **{"Retry-After": "20"})
     transport = transport_of(late, GOOD)
     with Client(transport=transport, timeout_s=10) as client:
@@ -216,7 +201,7 @@ def test_retry_after_as_a_number(value: str, expected: float | None):
     assert retry_after_s(headers) == expected
 
 
-def test_retry_after_of_years_ends_what_has_no_deadline():
+def test_retry_after_of_years_ends_a_call_without_deadline():
     transport = transport_of(refusal(503, **{"Retry-After": "9" * 11}), GOOD)
     with (
         Client(transport=transport, timeout_s=None) as client,
@@ -226,7 +211,7 @@ def test_retry_after_of_years_ends_what_has_no_deadline():
     assert "longer than anyone waits" in raised.value.__notes__[0]
 
 
-def test_retry_after_as_a_date_goes_by_the_clock_that_wrote_it():
+def test_retry_after_as_a_date_uses_the_clock_of_the_server():
     now = 1_000_000_000  # years ago, by ours
     headers = {
         "Retry-After": email.utils.formatdate(now + 12, usegmt=True),
@@ -237,7 +222,7 @@ def test_retry_after_as_a_date_goes_by_the_clock_that_wrote_it():
     assert retry_after_s(httpx.Headers(headers)) == 0
 
 
-def test_budget_bounds_what_a_client_adds_to_an_overload():
+def test_budget_limits_the_retries_of_a_client():
     now = 0.0
     budget = RetryBudget(Retry(budget_ratio=0.2, budget_reserve=10, budget_per_s=1), lambda: now)
     assert sum(budget.withdraw() for _ in range(20)) == 10
@@ -250,7 +235,7 @@ def test_budget_bounds_what_a_client_adds_to_an_overload():
     assert sum(budget.withdraw() for _ in range(20)) in (5, 6)
 
 
-def test_spent_budget_ends_retries_of_what_reached_the_service():
+def test_spent_budget_ends_retries_that_reach_the_service():
     retries = Retry(backoff_s=0.001, budget_reserve=3, budget_ratio=0, budget_per_s=0)
     transport = transport_of(refusal(503))
     with Client(transport=transport, retries=retries) as client:
@@ -263,7 +248,7 @@ def test_spent_budget_ends_retries_of_what_reached_the_service():
         assert client.predict("x").num_attempts == 7  # costs the service nothing
 
 
-def test_number_of_attempts_is_bounded_and_each_further_one_is_told():
+def test_attempts_are_limited_and_each_retry_is_reported():
     transport = transport_of(refusal(503))
     retries = Retry(max_attempts=3, backoff_s=0.001)
     told = []
@@ -279,7 +264,7 @@ def test_number_of_attempts_is_bounded_and_each_further_one_is_told():
 
 
 @pytest.mark.measures
-def test_silent_and_trickling_servers_are_left_at_the_deadline(kind):
+def test_silent_and_trickling_servers_meet_the_deadline(kind):
     answer = b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"
     for trickle in (b"", answer):
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -308,7 +293,7 @@ def _trickle(listener: socket.socket, answer: bytes, stop: threading.Event) -> N
                 return
 
 
-def test_untrusted_certificate_is_not_tried_again_and_a_trusted_one_serves(tmp_path):
+def test_untrusted_certificate_is_not_retried_and_a_trusted_one_works(tmp_path):
     certificate, key = make_certificate(tmp_path)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certificate, key)
@@ -337,7 +322,7 @@ def test_untrusted_certificate_is_not_tried_again_and_a_trusted_one_serves(tmp_p
     assert "certificate" in str(raised.value).lower()
 
 
-def test_key_headers_and_model_go_along():
+def test_key_headers_and_model_are_sent():
     transport = transport_of(GOOD)
     with Client(
         "http://host/prefix/", key=" secret\n", headers={"X-Tenant": "a"}, transport=transport

@@ -1,4 +1,4 @@
-"""Events of a feed, as /events would tell them, and a server that tells them."""
+"""Made-up events of the feed `/events`, and a server that sends them."""
 
 import contextlib
 import json
@@ -62,7 +62,7 @@ def state(
     gpus: tuple[dict[str, Any], ...] = (),
     **changes: Any,
 ) -> bytes:
-    """One event's data: a model "resnet", and others that look alike."""
+    """Return the data of one event: a model "resnet", and others like it."""
     names = ("resnet", *others)
     models = [
         {
@@ -87,31 +87,31 @@ def state(
     return json.dumps(event, ensure_ascii=False).encode()
 
 
-class Stage:
-    """A server that answers each call to /events as the next of its scripts says."""
+class FeedServer:
+    """A server that answers each request with the next of its scripts, and repeats the last."""
 
     def __init__(self, *scripts: Callable[[BaseHTTPRequestHandler], None]) -> None:
         self.headers: list[dict[str, str]] = []
-        """Of each call."""
+        """Headers of each request."""
         self._scripts = list(scripts)
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[str]:
-        """Its address, for as long as it listens."""
-        stage = self
+        """Listen, and yield the URL."""
+        feed = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:  # as http.server has it
-                stage.headers.append(dict(self.headers))
-                scripts = stage._scripts
+        class FeedHandler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:  # the name in http.server
+                feed.headers.append(dict(self.headers))
+                scripts = feed._scripts
                 script = scripts.pop(0) if len(scripts) > 1 else scripts[0]
-                with contextlib.suppress(OSError):  # who listened has gone
+                with contextlib.suppress(OSError):  # the client has gone
                     script(self)
 
             def log_message(self, *_: object) -> None:
                 pass
 
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server = ThreadingHTTPServer(("127.0.0.1", 0), FeedHandler)
         server.daemon_threads = True
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
@@ -123,8 +123,8 @@ class Stage:
             thread.join()
 
 
-def tells(*events: bytes, stays_s: float = 0.0) -> Callable[[BaseHTTPRequestHandler], None]:
-    """A script: these events, and the end of the stream after a while."""
+def sends(*events: bytes, stays_s: float = 0.0) -> Callable[[BaseHTTPRequestHandler], None]:
+    """Return a script that sends events, and ends the stream after a while."""
 
     def script(call: BaseHTTPRequestHandler) -> None:
         call.send_response(200)
@@ -141,7 +141,7 @@ def tells(*events: bytes, stays_s: float = 0.0) -> Callable[[BaseHTTPRequestHand
 
 
 def answers(status: int, body: bytes = b"{}", kind: str = "application/json"):
-    """A script: this answer."""
+    """Return a script that sends one answer."""
 
     def script(call: BaseHTTPRequestHandler) -> None:
         call.send_response(status)

@@ -3,9 +3,8 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from inferpool.service.tools.top.screen import Size, page_lines, screen_lines
-from inferpool.service.tools.top.state import read_state
-from inferpool.service.tools.top.view import View
+from inferpool.service.tools.top.screen import ScreenSize, page_lines, screen_lines
+from inferpool.service.tools.top.state import View, read_state
 from tests.service.tools.top.states import NOW, sample, state, worker
 
 ENDING = {
@@ -25,7 +24,7 @@ def view_of(*events: bytes) -> View:
 
 
 def drawn(view: View, width: int = 80, height: int = 24, **how: Any) -> str:
-    lines = screen_lines(view, Size(width=width, height=height, **how))
+    lines = screen_lines(view, ScreenSize(width=width, height=height, **how))
     return "\n".join(line.plain for line in lines)
 
 
@@ -33,7 +32,7 @@ def line_of(view: View, label: str, width: int = 80) -> str:
     return next(line for line in drawn(view, width).splitlines() if line.startswith(label))
 
 
-def test_it_shows_what_a_model_does_now():
+def test_screen_shows_the_current_work_of_a_model():
     text = drawn(
         view_of(state(endings=[ENDING], rejected_per_s={"queue_full": 2.0, "deadline": 1}))
     )
@@ -84,7 +83,7 @@ def test_every_state_fits_every_terminal(name):
             assert text.isascii() or not is_plain or "…" in text
 
 
-def test_gpus_are_summed_up_and_those_in_trouble_named():
+def test_gpus_are_summed_up_and_those_in_trouble_are_named():
     gib = 1 << 30
     well = {"memory_bytes": 80 * gib, "memory_used_bytes": 7 * gib, "utilization": 0.5}
     gpus = (
@@ -96,27 +95,27 @@ def test_gpus_are_summed_up_and_those_in_trouble_named():
     assert "2 GPUs, 50% busy, 14.0 GiB of 240.0 GiB, 61 C, lost: 2, Xid 31 on 1" in text
 
 
-def test_workers_that_are_not_ready_are_shown_where_there_is_room_for_few():
+def test_workers_that_are_not_ready_come_first_if_few_fit():
     text = drawn(view_of(*ODD["forty workers, one failed"]))
     assert "39      failed" in text
     assert "more workers" in text
 
 
-def test_a_reason_is_worth_more_than_figures():
+def test_reason_of_a_worker_replaces_figures():
     failing = [worker(0), worker(1, "backoff", reason="the weights are not there")]
     text = drawn(view_of(state(failing)), width=60)
     assert "the weights are not the" in text
     assert "cuda:0" not in text
 
 
-def test_a_narrow_terminal_keeps_states_and_restarts():
+def test_narrow_terminal_keeps_states_and_restarts():
     text = drawn(view_of(state([worker(restarts=3)])), width=40)
     assert "0       ready  512 MiB         3" in text
     assert "p99        12.3 ms" in text
     assert "7 of 1,024, 9 in flight" in text
 
 
-def test_what_workers_do_is_told_from_two_events():
+def test_work_of_workers_is_computed_from_two_events():
     busy = [worker(0, num_batches=150), worker(1), worker(2, incarnation=1)]
     view = view_of(state([worker(0), worker(1), worker(2)]), state(busy, at=NOW + 2))
     rows = {line.split()[0]: line for line in drawn(view).splitlines() if line[:1].isdigit()}
@@ -126,16 +125,16 @@ def test_what_workers_do_is_told_from_two_events():
     assert rows["2"].rstrip().endswith("0"), "it is another process than before"
 
 
-def test_the_past_comes_with_the_first_event_and_grows():
+def test_history_comes_with_the_first_event_and_grows():
     past = [{"time": NOW - 3 + n, "models": {"resnet": sample()}} for n in range(3)]
     past[1]["models"]["resnet"]["latency_ms"] = None
     view = view_of(state(history=past), state(at=NOW + 1))
     assert line_of(view, "p99").split("ms")[1].strip() == "█ ███"
     again = view_of(state(history=past), state(history=past[:1], at=NOW + 5))
-    assert len(again.scene.past) == 2, "a new stream brings a new past"
+    assert len(again.scene.past) == 2, "a new stream brings a new history"
 
 
-def test_a_pause_holds_the_picture_and_the_feed_goes_on():
+def test_pause_freezes_the_picture_while_the_feed_goes_on():
     view = view_of(state())
     view.pause()
     view.take(read_state(state(at=NOW + 1, queue_depth=99)))
@@ -145,7 +144,7 @@ def test_a_pause_holds_the_picture_and_the_feed_goes_on():
     assert "99 of 1,024" in drawn(view)
 
 
-def test_models_are_chosen_by_number_and_one_after_another():
+def test_models_are_chosen_by_number_or_in_turn():
     view = view_of(state(others=("bert", "gpt")))
     assert " 1 resnet   2 bert   3 gpt " in drawn(view)
     view.step(-1)
@@ -154,11 +153,11 @@ def test_models_are_chosen_by_number_and_one_after_another():
     view.choose(1)
     view.choose(7)
     assert "bert ready" in drawn(view)
-    view.take(read_state(state(at=NOW + 1)))  # with resnet alone
+    view.take(read_state(state(at=NOW + 1)))  # with resnet only
     assert "resnet ready" in drawn(view)
 
 
-def test_a_page_has_every_model_and_every_worker():
+def test_page_has_every_model_and_every_worker():
     view = view_of(state([worker(n) for n in range(40)], others=("bert",)))
     text = "\n".join(line.plain for line in page_lines(view, 80, is_plain=True))
     assert text.count("\n39 ") == 2

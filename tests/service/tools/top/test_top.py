@@ -1,4 +1,4 @@
-"""`inferpool top` against a feed that does as it is told, on a pipe and on a terminal."""
+"""`inferpool top` with a made-up feed, on a pipe and on a terminal."""
 
 import json
 import signal
@@ -7,7 +7,7 @@ import pytest
 
 from inferpool.service.cli.main import run
 from tests.pty_screen import on_terminal
-from tests.service.tools.top.states import NOW, Stage, answers, state, tells
+from tests.service.tools.top.states import NOW, FeedServer, answers, sends, state
 
 KEY = "a-key-for-metrics-0123456789"
 
@@ -16,8 +16,8 @@ def refused(status: int, detail: str) -> bytes:
     return json.dumps({"status": status, "detail": detail}).encode()
 
 
-def test_a_pipe_gets_one_moment_as_text(capsys):
-    with Stage(tells(state(reason="a\u2028b"), stays_s=5)).listening() as url:
+def test_pipe_gets_the_current_state_as_text(capsys):
+    with FeedServer(sends(state(reason="a\u2028b"), stays_s=5)).listening() as url:
         assert run(["top", "--url", url.removeprefix("http://")]) == 0
     out = capsys.readouterr().out
     assert "throughput 1,234/s" in out
@@ -26,7 +26,7 @@ def test_a_pipe_gets_one_moment_as_text(capsys):
 
 def test_json_is_one_event_without_its_past(capsys):
     past = [{"time": NOW - 1, "models": {}}]
-    with Stage(tells(state(history=past))).listening() as url:
+    with FeedServer(sends(state(history=past))).listening() as url:
         assert run(["top", "--url", url, "--json"]) == 0
     event = json.loads(capsys.readouterr().out)
     assert event["models"]["resnet"]["queue_depth"] == 7
@@ -41,28 +41,28 @@ def test_json_is_one_event_without_its_past(capsys):
         (answers(404), "is no inferpool"),
         (answers(200, b"<html>", "text/html"), "is no inferpool"),
         (answers(503, refused(503, "64 clients listen already")), "64 clients listen already"),
-        (tells(b'{"time": "noon"}'), "is not what this version understands"),
-        (tells(), "shuts down"),
+        (sends(b'{"time": "noon"}'), "this version cannot read the feed"),
+        (sends(), "shuts down"),
     ],
     ids=["no key", "wrong key", "no route", "a page", "too many", "other events", "no events"],
 )
-def test_what_is_wrong_is_said_with_what_to_do(script, says, capsys):
-    with Stage(script).listening() as url:
+def test_problem_of_the_feed_is_an_error_with_advice(script, says, capsys):
+    with FeedServer(script).listening() as url:
         assert run(["top", "--url", url]) == 1
     assert says in capsys.readouterr().err
 
 
-def test_nobody_there_is_said_with_what_to_do(capsys):
-    with Stage(answers(404)).listening() as url:
-        pass  # it does not listen any more
+def test_missing_service_is_an_error_with_advice(capsys):
+    with FeedServer(answers(404)).listening() as url:
+        pass  # it no longer listens
     assert run(["top", "--url", url.replace("//", "//me:secret@")]) == 1
     said = capsys.readouterr().err
     assert "inferpool serve" in said
     assert "secret" not in said
 
 
-def test_https_of_a_service_that_speaks_http_is_said(capsys):
-    with Stage(answers(404)).listening() as url:
+def test_https_to_an_http_service_is_named(capsys):
+    with FeedServer(answers(404)).listening() as url:
         assert run(["top", "--url", url.replace("http://", "https://")]) == 1
     assert "is it http?" in capsys.readouterr().err
 
@@ -71,14 +71,14 @@ def test_https_of_a_service_that_speaks_http_is_said(capsys):
     "arguments",
     [["--url", "ftp://x"], ["--url", "http://"], ["--url", "x:port"], ["--key-file", "/no"]],
 )
-def test_arguments_that_make_no_sense_are_refused(arguments, capsys):
+def test_wrong_arguments_are_refused(arguments, capsys):
     assert run(["top", *arguments]) == 2
     assert capsys.readouterr().err.startswith("inferpool top: ")
 
 
 def test_the_key_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
     (tmp_path / "keys").write_text(f"# of the team\n{KEY}\nanother-key-0123456789\n")
-    stage = Stage(tells(state()))
+    stage = FeedServer(sends(state()))
     with stage.listening() as url:
         assert run(["top", "--url", url, "--key-file", str(tmp_path / "keys")]) == 0
         monkeypatch.setenv("INFERPOOL_METRICS_KEYS", KEY)
@@ -90,10 +90,10 @@ def test_the_key_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
     assert sent == [f"Bearer {KEY}"] * 2
 
 
-def test_a_terminal_is_drawn_on_resized_and_given_back():
+def test_terminal_is_drawn_on_resized_and_restored():
     first = state(others=("bert",))
-    stage = Stage(
-        tells(first), tells(state(others=("bert",), queue_depth=99, at=NOW + 9), stays_s=60)
+    stage = FeedServer(
+        sends(first), sends(state(others=("bert",), queue_depth=99, at=NOW + 9), stays_s=60)
     )
     with stage.listening() as url, on_terminal("top", "--url", url) as screen:
         assert screen.wait_for("99 of 1,024 waiting"), "it has connected again"
@@ -101,7 +101,7 @@ def test_a_terminal_is_drawn_on_resized_and_given_back():
         screen.press("2")
         screen.wait_for("bert ready")
         screen.press("\x1b[C?")
-        screen.wait_for("the model before")
+        screen.wait_for("the previous model")
         screen.press("?p")
         assert "resnet ready" in screen.wait_for("paused at")
         screen.resize(40, 12)
@@ -112,16 +112,16 @@ def test_a_terminal_is_drawn_on_resized_and_given_back():
         assert screen.attributes() == screen.before
 
 
-def test_a_service_that_wants_a_key_after_its_restart_ends_the_show_with_the_reason():
-    stage = Stage(tells(state()), answers(401))
+def test_service_that_wants_a_key_after_its_restart_ends_top_with_the_reason():
+    stage = FeedServer(sends(state()), answers(401))
     with stage.listening() as url, on_terminal("top", "--url", url) as screen:
         assert screen.leave() == 1
         assert b"wants a key for metrics" in screen.written.rpartition(b"\x1b[?1049l")[2]
 
 
-def test_ctrl_c_leaves_with_its_status():
+def test_ctrl_c_ends_top_with_its_status():
     with (
-        Stage(tells(state(), stays_s=60)).listening() as url,
+        FeedServer(sends(state(), stays_s=60)).listening() as url,
         on_terminal("top", "--url", url) as screen,
     ):
         screen.wait_for("throughput")

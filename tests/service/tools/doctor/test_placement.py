@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -72,13 +73,13 @@ def test_model_of_60_gib_is_a_pipeline_over_four_gpus_of_24(tower: Survey, tmp_p
     assert split.level == "ok"
 
 
-def test_model_that_fits_nowhere_is_told_what_it_would_take(tower: Survey, tmp_path: Path):
+def test_model_that_fits_nowhere_gets_advice_on_gpus(tower: Survey, tmp_path: Path):
     found = advice(tower, gpus(2), tmp_path)
     assert found.level == "error"
-    assert "it would take 3 such GPUs" in found.advice
+    assert "3 such GPUs would be enough" in found.advice
 
 
-def test_split_that_is_not_needed_is_warned_of(tower: Survey, tmp_path: Path):
+def test_needless_split_is_a_warning(tower: Survey, tmp_path: Path):
     small = replace_bytes(tower, 1 << 20)
     found = advice(small, gpus(4), tmp_path, placement="tensor")
     assert (found.level, found.advice) == ("warning", 'set placement = "replicate"')
@@ -87,7 +88,7 @@ def test_split_that_is_not_needed_is_warned_of(tower: Survey, tmp_path: Path):
 
 
 def raced(survey: Survey, folder: Path, speeds: Mapping[str, Speed]) -> tuple[Finding, Ways]:
-    """What is said of a placement by tensor, and what was asked to be measured."""
+    """Return the finding on a placement by tensor, and the placements that were measured."""
     settings = load({"model": "torchvision:resnet18", "placement": "tensor"}, {}, folder).settings
     (name,) = settings.models
     room = room_for(name, gather(settings, Host(cpus=(0, 1), num_cores=2)), settings)
@@ -101,7 +102,7 @@ def raced(survey: Survey, folder: Path, speeds: Mapping[str, Speed]) -> tuple[Fi
     return found, asked[0]
 
 
-def test_split_that_is_not_needed_costs_what_was_measured(tower: Survey, tmp_path: Path):
+def test_needless_split_is_a_warning_only_if_it_was_measured_slower(tower: Survey, tmp_path: Path):
     speeds = {"replicate x2": Speed(rate=200), "tensor x2": Speed(rate=9, ratio=0.45)}
     slower, asked = raced(tower, tmp_path, speeds)
     assert list(asked) == ["replicate x2", "pipeline x2", "tensor x2"]
@@ -111,7 +112,7 @@ def test_split_that_is_not_needed_costs_what_was_measured(tower: Survey, tmp_pat
         "replicas": 2,
     }
     assert slower.level == "warning"
-    assert "tensor x2 is chosen, and answers 0.45 of what replicate x2 does" in slower.message
+    assert "tensor x2 is chosen, which has 0.45 of the throughput of replicate x2" in slower.message
     cells = {row[0]: row[3] for row in slower.rows}
     assert cells["placement"] == "inputs/s"
     assert (cells["replicate x2"], cells["tensor x2"]) == ("200", "9 (0.45)")
@@ -119,7 +120,7 @@ def test_split_that_is_not_needed_costs_what_was_measured(tower: Survey, tmp_pat
     assert faster.level == "ok"
 
 
-def test_why_a_placement_was_not_measured_leaves_room_for_its_other_columns(
+def test_reason_for_a_missing_measurement_leaves_room_for_the_other_columns(
     tower: Survey, tmp_path: Path
 ):
     reason = "a worker failed: m/0: rank 1: loading failed: ValueError: " + 40 * "no "
@@ -137,7 +138,7 @@ def test_processes_on_a_cpu_share_its_memory(tower: Survey, tmp_path: Path):
     room = replace(room_for(name, facts, settings), device_bytes=63 * GIB)
     found = judge(name, tower, room)
     assert found.advice == 'set placement = "replicate", replicas = 1'
-    assert "2 replicas do not fit, and one does, with 60.2 GiB of 63.0 GiB" in found.message
+    assert "2 replicas do not fit, but one does, with 60.2 GiB of 63.0 GiB" in found.message
 
 
 def test_activations_are_measured_with_one_layer_in_memory_at_a_time():
@@ -152,18 +153,16 @@ def test_activations_are_measured_with_one_layer_in_memory_at_a_time():
 
 
 def test_model_that_loads_itself_is_not_loaded_to_be_measured():
-    class Own(Model):
+    class SelfLoadingModel(Model):
         def load(self, placement: Placement) -> None:
             raise AssertionError
 
-    assert not may_have_network(Own())
+    assert not may_have_network(SelfLoadingModel())
     assert may_have_network(ModuleModel(Tower))
 
 
 def replace_bytes(tower: Survey, num_bytes: int) -> Survey:
-    """The same, of another size."""
-    import msgspec
-
+    """Return the same survey for another size."""
     factor = num_bytes / tower.num_bytes
     ways = [
         msgspec.structs.replace(

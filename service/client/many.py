@@ -1,4 +1,4 @@
-"""The inputs of `predict_many` that are under way, and whose result is next. Pure."""
+"""Bookkeeping of `predict_many` for both clients. No input or output."""
 
 from collections import deque
 
@@ -9,11 +9,11 @@ from inferpool.service.client.results import Prediction
 Outcome = Prediction | InferpoolError
 
 _MAX_AHEAD = 4
-"""Results that wait for an earlier one, in multiples of what may run."""
+"""Results that may wait for an earlier one, as a multiple of the inputs that may run."""
 
 
 class Window:
-    """Bounds what runs, and what waits to be handed out. One thread or task uses it."""
+    """Limits how many inputs run and how many results wait. One thread or task uses it."""
 
     def __init__(self, options: ManyOptions, max_concurrency: int) -> None:
         check_names(options, ManyOptions)
@@ -25,7 +25,7 @@ class Window:
         self._on_progress = options.get("on_progress")
         self._ready: deque[Outcome] = deque()
         self._early: dict[int, Outcome] = {}
-        """Behind one that is not there yet."""
+        """Results that wait for an earlier one."""
         self._next = 0
         self._num_started = 0
         self._num_done = 0
@@ -33,17 +33,17 @@ class Window:
 
     @property
     def has_room(self) -> bool:
-        """Whether another input may start."""
+        """True if another input may start."""
         running = self._num_started - self._num_done
         return running < self.limit and running + len(self._early) < self.limit * _MAX_AHEAD
 
     def start(self) -> int:
-        """Count an input that starts; returns its index."""
+        """Count an input that starts; return its index."""
         self._num_started += 1
         return self._num_started - 1
 
     def finish(self, index: int, outcome: Outcome) -> None:
-        """Take the result of an input."""
+        """Store the result of an input."""
         self._num_done += 1
         self._num_failed += isinstance(outcome, InferpoolError)
         if self._is_ordered:
@@ -59,6 +59,13 @@ class Window:
                 Progress(num_done=self._num_done, num_failed=self._num_failed, num_running=running)
             )
 
-    def take(self) -> Outcome | None:
-        """The next result to hand out, if it is there."""
-        return self._ready.popleft() if self._ready else None
+    def take(self, *, return_errors: bool) -> Outcome | None:
+        """Return the next result to yield, or None if it is not there yet.
+
+        Raises:
+            InferpoolError: The next result is this error, and errors are not returned.
+        """
+        outcome = self._ready.popleft() if self._ready else None
+        if isinstance(outcome, InferpoolError) and not return_errors:
+            raise outcome
+        return outcome

@@ -1,0 +1,249 @@
+"""The checks of every start, on made-up machines and files."""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from inferpool.service.checks import devices, limits, memory, system, weights
+from inferpool.service.checks.facts import Build, Folder, gather
+from inferpool.service.checks.findings import grouped, note, ok
+from inferpool.service.checks.quick import Check, check_quickly
+from inferpool.service.settings.loader import load
+from inferpool.workers.cgroups import CgroupLimits
+from tests.service.checks.machines import (
+    GIB,
+    GPU,
+    ONE_GPU,
+    TWO_CORES,
+    lines,
+    settings_of,
+    sound_facts,
+)
+
+
+def limited(num_bytes: int) -> dict[str, object]:
+    return {"cgroup": CgroupLimits(memory_bytes=num_bytes, memory_left_bytes=num_bytes)}
+
+
+def pids(num: int) -> dict[str, object]:
+    return {"cgroup": CgroupLimits(num_pids=num, num_pids_left=num)}
+
+
+def folder(path: str, free_bytes: int = GIB) -> Folder:
+    return Folder(path=Path(path), is_writable=True, total_bytes=GIB, free_bytes=free_bytes)
+
+
+def builds(torch: str, vision: str, needs: str) -> dict[str, object]:
+    version, _, cuda = torch.partition(" for ")
+    return {
+        "torch": Build(version=version, cuda=cuda),
+        "torchvision": Build(version=vision, requires=[needs]),
+    }
+
+
+def test_facts_are_read_from_proc_and_sys(tmp_path: Path):
+    facts = sound_facts(tmp_path)
+    assert (facts.memory_bytes, facts.available_bytes) == (16 * GIB, 8 * GIB)
+    assert facts.free_bytes == 3 * GIB  # of the control group
+    assert (facts.cpu_model, facts.huge_pages, facts.clock) == ("Great CPU", "madvise", "tsc")
+    assert "avx512_bf16" in facts.cpu_flags
+    assert facts.num_workers == 2
+    assert facts.torch is not None
+    assert facts.torch.version
+
+
+def test_sound_machine_has_no_errors(tmp_path: Path):
+    assert "error" not in lines(check_quickly(settings_of(tmp_path), TWO_CORES))
+
+
+@pytest.mark.parametrize(
+    ("check", "changes", "said"),
+    [
+        (memory.check_shared_memory, {"shm": folder("/dev/shm", 0)}, "note /dev/shm: 0 KiB free"),
+        # 256 MiB of arena, 70 + 540 + 2 * 180 MiB of processes: 1.2 GiB
+        (memory.check_replicas, limited(3 * GIB), "ok memory"),
+        (memory.check_replicas, limited(5 << 28), "warning memory"),
+        (memory.check_replicas, limited(GIB), "error memory"),
+        (memory.check_swap, {"swap_used_bytes": GIB}, "warning swap"),
+        (memory.check_huge_pages, {"huge_pages": "never"}, "note huge pages"),
+        (limits.check_descriptors, {"num_files": 80}, "error descriptors"),
+        (limits.check_descriptors, {"num_files": 300}, "warning descriptors"),
+        (limits.check_descriptors, {"num_files": 65536}, "ok descriptors"),
+        (limits.check_processes, pids(20), "error processes"),
+        (limits.check_processes, pids(500), "ok processes"),
+        (limits.check_ulimits, {"rlimits": {"AS": GIB, "CORE": 0}}, "error address space"),
+        (limits.check_ulimits, {"rlimits": {"FSIZE": 1 << 20, "CORE": 0}}, "error file size"),
+        (limits.check_ulimits, {"rlimits": {"CORE": None}}, "note core dumps"),
+        (limits.check_container, {"pid": 1}, "docker run --init"),
+        (limits.check_cores, {"cgroup": CgroupLimits(num_cores=0.5)}, "a quota of 0.5 cores"),
+        (system.check_temporary, {"tmp": folder("/tmp")}, "ok temporary folder"),
+        (system.check_temporary, {"tmp": folder("/tmp", 5)}, "warning temporary folder"),
+        (system.check_temporary, {"tmp": folder("/" + 80 * "x")}, "warning temporary folder: /xx"),
+        (system.check_temporary, {"tmp": None}, "warning temporary folder: none is"),
+        (system.check_processor, {}, "ok processor"),
+        (system.check_processor, {"cpu_flags": frozenset({"sse2"})}, "without AVX2"),
+        (system.check_kernel, {"clock": "hpet"}, "warning clock: hpet"),
+        (
+            system.check_torch,
+            builds("2.15.0+cu132 for 13.2", "0.29.2+cu132", ">=2.14.0"),
+            "ok torchvision",
+        ),
+        (
+            system.check_torch,
+            builds("2.15.0+cpu", "0.29.2+cu132", "==2.15.0"),
+            "error torchvision",
+        ),
+        (
+            system.check_torch,
+            builds("2.13.1", "0.29.2", ">=2.14.0"),
+            "error torchvision: 0.29.2 needs torch >=2.14",
+        ),
+        (
+            system.check_torch,
+            builds("2.15.1", "0.29.2", "==2.15.0"),
+            "error torchvision: 0.29.2 needs torch ==2.15",
+        ),
+    ],
+)
+def test_check_finds_what_its_facts_say(
+    tmp_path: Path, check: Check, changes: Mapping[str, object], said: str
+):
+    facts = replace(sound_facts(tmp_path), **changes)  # type: ignore[arg-type]  # fields of Facts
+    found = list(check(facts, settings_of(tmp_path)))
+    assert said in lines(found)
+
+
+def test_missing_torch_or_room_for_no_process_stops_the_start(tmp_path: Path):
+    facts, settings = sound_facts(tmp_path), settings_of(tmp_path)
+    (found,) = system.check_torch(replace(facts, torch=None), settings)
+    assert found.is_fatal
+    few = replace(facts, cgroup=CgroupLimits(num_pids=3, num_pids_left=3))
+    assert [each.is_fatal for each in limits.check_processes(few, settings)] == [True]
+
+
+def test_weights_count_once_for_each_replica(tmp_path: Path):
+    path = tmp_path / "big.safetensors"
+    with path.open("wb") as file:
+        file.truncate(2 * GIB)
+    settings = settings_of(tmp_path, model="torchvision:resnet50", weights=str(path))
+    facts = gather(settings, TWO_CORES)
+    facts = replace(facts, available_bytes=5 * GIB, cgroup=CgroupLimits())
+    (found,) = memory.check_replicas(facts, settings)
+    assert found.level == "error"
+    assert "need about 5.2 GiB" in found.message
+
+
+def test_more_threads_than_cores_take_turns(tmp_path: Path):
+    settings = settings_of(tmp_path, replicas="8")
+    said = lines(limits.check_cores(gather(settings, TWO_CORES), settings))
+    assert said.startswith("warning cores: 8 computing threads on 2 cores")
+
+
+def test_only_models_that_leave_auto_are_told_to_return_to_it(tmp_path: Path):
+    file = tmp_path / "inferpool.toml"
+    file.write_text("".join(f'[models.m{n}]\nsource = "echo"\n' for n in range(6)))
+    settings = load({}, {}, tmp_path).settings
+    (found,) = limits.check_cores(gather(settings, TWO_CORES), settings)
+    assert (found.level, found.check) == ("note", "cores")
+    assert "6 computing threads on 2 cores" in found.message
+    assert "auto" not in found.advice
+    with file.open("a") as more:
+        more.write("replicas = 3\n")  # for the last model
+    settings = load({}, {}, tmp_path).settings
+    (found,) = limits.check_cores(gather(settings, TWO_CORES), settings)
+    assert found.advice == "lower replicas or threads_per_replica of m5, or leave both at auto"
+
+
+def test_same_findings_of_several_models_become_one():
+    rest = [ok("GPU", "none"), note("devices of b", "another thing"), ok("model ab", "is there")]
+    found = grouped(
+        [ok("devices of a", "1 on cpu"), *rest, ok("devices of ab", "1 on cpu"), ok("model a", "")],
+        ["a", "b", "ab"],
+    )
+    assert [str(each) for each in found] == [
+        "devices of 2 models: a, ab: 1 on cpu",
+        "GPU: none",
+        "devices of b: another thing",
+        "model ab: is there",
+        "model a: ",
+    ]
+
+
+@pytest.mark.parametrize(("timeout", "is_late"), [('"auto"', False), ("29.9", False), ("30", True)])
+def test_hang_that_would_be_found_too_late_is_a_warning(
+    tmp_path: Path, timeout: str, is_late: bool
+):
+    (tmp_path / "inferpool.toml").write_text(f"[models.echo]\nbatch_timeout_s = {timeout}\n")
+    settings = load({}, {}, tmp_path).settings
+    found = limits.check_timeouts(sound_facts(tmp_path), settings)
+    expected = [("warning", "batch_timeout_s of echo")] if is_late else []
+    assert [(each.level, each.check) for each in found] == expected
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda data: data, ""),
+        (lambda data: data[:-1], "it is cut short or damaged"),
+        (lambda data: data[:20], "cut short"),
+        (lambda data: b"", "the file is empty"),
+        (lambda data: b"\xff" * 100, "not a safetensors header"),
+        (lambda data: data[:8] + b"[" * (len(data) - 8), "not a safetensors header"),
+    ],
+)
+def test_damaged_safetensors_file_is_found(
+    tmp_path: Path, damage: Callable[[bytes], bytes], said: str
+):
+    path = tmp_path / "some.safetensors"
+    save_file({"w": np.zeros((4, 4), np.float32)}, path)
+    path.write_bytes(damage(path.read_bytes()))
+    problem = weights.problem_of(path)
+    assert said in problem
+    assert bool(problem) == bool(said)
+
+
+def test_model_file_that_is_no_archive_or_missing_is_found(tmp_path: Path):
+    (tmp_path / "net.pt2").write_text("text")
+    assert "not an archive" in weights.problem_of(tmp_path / "net.pt2")
+    assert "no such file" in weights.problem_of(tmp_path / "other.pt2")
+    assert "not a file" in weights.problem_of(tmp_path)
+
+
+def test_processes_that_share_a_gpu_are_found(tmp_path: Path):
+    settings = settings_of(tmp_path, replicas="2")
+    facts = gather(settings, ONE_GPU)
+
+    def said(**changes: object) -> str:
+        changed = replace(facts, **changes)  # type: ignore[arg-type]  # fields of Facts
+        return lines(devices.check_sharing(changed, settings))
+
+    assert said().startswith("note GPU sharing: 2 processes share cuda:0 (H100, 80 GiB) by turns")
+    assert "nvidia-cuda-mps-control -d" in said()
+    assert said(is_mps_running=True).endswith("80 GiB) through CUDA MPS")
+    twice = {"a": facts.placements["echo"], "b": facts.placements["echo"]}
+    assert "may allocate 196 % of its memory together" in said(placements=twice)
+
+
+@pytest.mark.parametrize(("visible", "level"), [("", "note"), ("0,7", "warning"), ("0", "ok")])
+def test_visible_devices_are_checked(tmp_path: Path, visible: str, level: str):
+    settings = settings_of(tmp_path).model_copy(update={"cuda_visible_devices": visible})
+    host = replace(ONE_GPU, gpus=(GPU,) if visible else ())
+    (found,) = devices.check_visible(replace(sound_facts(tmp_path), host=host), settings)
+    assert found.level == level
+
+
+def test_key_for_two_kinds_of_requests_is_a_warning_of_every_start(tmp_path: Path):
+    one, two = "k" * 20, "o" * 20
+    environ = {"INFERPOOL_PREDICT_KEYS": f"{one},{two}", "INFERPOOL_ADMIN_KEYS": two}
+    settings = load({"model": "echo"}, environ, tmp_path).settings
+    said = lines(check_quickly(settings, TWO_CORES))
+    assert said.count("share a key") == 1
+    digest = hashlib.sha256(two.encode()).hexdigest()
+    assert f"predict_keys and admin_keys share a key (SHA-256 {digest[:8]}" in said
+    apart = load({"model": "echo"}, environ | {"INFERPOOL_ADMIN_KEYS": "a" * 20}, tmp_path)
+    assert "share" not in lines(check_quickly(apart.settings, TWO_CORES))
