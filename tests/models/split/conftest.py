@@ -5,7 +5,6 @@ from tests.models.split.rank_processes import RankProcesses
 
 @pytest.fixture(scope="package")
 def pair():
-    """Two ranks."""
-    pair = RankProcesses(2)
-    yield pair
-    pair.close()
+    """Two ranks, which load one network after the other."""
+    with RankProcesses(2) as pair:
+        yield pair

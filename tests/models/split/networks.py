@@ -1,4 +1,6 @@
-"""Small networks of the kinds that are split."""
+"""Small networks of the kinds that are split. Ranks import them, and build the same each time."""
+
+import time
 
 import torch
 import torch.distributed as dist
@@ -7,6 +9,7 @@ from torch.nn import functional
 
 
 def mlp():
+    torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(32, 96), nn.GELU(), nn.Dropout(), nn.Linear(96, 32), nn.Linear(32, 7)
     )
@@ -15,26 +18,31 @@ def mlp():
 def vit():
     from torchvision.models.vision_transformer import VisionTransformer  # takes seconds
 
-    return VisionTransformer(
+    torch.manual_seed(0)
+    network = VisionTransformer(
         image_size=32,
         patch_size=8,
-        num_layers=2,
+        num_layers=4,
         num_heads=3,
         hidden_dim=48,
         mlp_dim=96,
         num_classes=10,
     )
+    nn.init.normal_(network.heads[0].weight)  # zeros as it is built
+    return network
 
 
 def resnet():
     from torchvision.models import resnet18
 
+    torch.manual_seed(0)
     return resnet18()
 
 
 def bert():
     from inferpool.models.text.bert import Bert, BertConfig
 
+    torch.manual_seed(0)
     config = BertConfig(
         model_type="bert",
         vocab_size=100,
@@ -44,11 +52,17 @@ def bert():
         intermediate_size=64,
         max_position_embeddings=16,
     )
-    return Bert(config)
+    return Bert(config).eval()
+
+
+def encoder():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    return nn.TransformerEncoder(layer, 3, norm=nn.LayerNorm(32))
 
 
 class Encoder(nn.Module):
-    """Tokens and which of them are padding to one vector each."""
+    """Tokens and their padding mask to one vector each."""
 
     def __init__(self):
         super().__init__()
@@ -61,7 +75,7 @@ class Encoder(nn.Module):
 
 
 class Attention(nn.Module):
-    """By hand, with its heads counted in attributes, and a mask that may be missing."""
+    """Attention by hand, with its heads counted in attributes, and a mask that may be missing."""
 
     def __init__(self, width=32, heads=4):
         super().__init__()
@@ -82,11 +96,8 @@ class Attention(nn.Module):
         return self.out(heads.transpose(1, 2).reshape(batch, tokens, self.width))
 
 
-class Packed(nn.Module):
-    """Attention whose heads are not to be told from the code: its matrices are split all the same.
-
-    q, k and v are one matrix, as in GPT-2.
-    """
+class PackedAttention(nn.Module):
+    """Attention with one matrix for queries, keys and values, as in GPT-2."""
 
     def __init__(self):
         super().__init__()
@@ -105,7 +116,7 @@ class Blocks(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = Attention(), Packed()
+        self.first, self.second = Attention(), PackedAttention()
         self.gate, self.up, self.down = nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(64, 32)
 
     def forward(self, x, mask=None):
@@ -115,7 +126,7 @@ class Blocks(nn.Module):
 
 
 class StyledBlocks(Blocks):
-    """With a plan of torch's styles."""
+    """Blocks with a plan of torch's styles."""
 
     @property
     def tensor_plan(self):
@@ -131,8 +142,8 @@ class StyledBlocks(Blocks):
         }
 
 
-class FailingAlone(nn.Module):
-    """On the rank that it is told, after the last collective: nobody is left waiting in one."""
+class FailingOnRank(nn.Module):
+    """Fails on one rank, after the last collective: nobody is left waiting in one."""
 
     def __init__(self):
         super().__init__()
@@ -146,7 +157,7 @@ class FailingAlone(nn.Module):
 
 
 class Guarded(nn.Module):
-    """Branches on its input, so that it is traced by its children, and refuses some."""
+    """Branches on its input, so that it cannot be traced, and refuses some."""
 
     def __init__(self):
         super().__init__()
@@ -166,3 +177,109 @@ INPUTS = {
     Blocks: lambda: (torch.randn(2, 6, 32), torch.rand(2, 1, 1, 6) > 0.7),
     Guarded: lambda: (torch.randint(10, (4, 5)),),
 }
+
+
+class Chain(nn.Sequential):
+    """Three Linears, as a class that a worker can serve."""
+
+    def __init__(self):
+        super().__init__(*(nn.Linear(2, 2) for _ in range(3)))
+
+
+class Refusing(nn.Module):
+    """Branches on its input, so that it is one step; and fails on some."""
+
+    def forward(self, x):
+        if x.max() > 100:
+            raise ValueError(f"{float(x.max()):g} is too much")
+        if x.min() < -100:
+            raise MemoryError
+        return x
+
+
+def refusing():
+    return nn.Sequential(nn.Identity(), Refusing(), nn.Linear(2, 2))
+
+
+class Tangled(nn.Module):
+    """Several values of every kind cross its cuts, and its outputs have names."""
+
+    split_points = ("second", "third")
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+        self.third.weight = self.first.weight
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.register_buffer("shift", torch.tensor(3.0), persistent=False)
+
+    def forward(self, x, mask=None, *, other):
+        size = x.shape[1]
+        a = self.first(x) * self.scale
+        b = self.second(a) + self.shift
+        if mask is not None:
+            b = b * mask
+        c = self.third(b + x) * self.scale / size
+        return {"c": c, "pair": torch.cat((a, other), 1)}
+
+
+class Slow(nn.Module):
+    """A step without weights."""
+
+    def forward(self, x):
+        if x.shape[0]:
+            time.sleep(0.01)
+        return x
+
+
+def slow_at_first():
+    return nn.Sequential(Slow(), nn.Linear(8, 8), Slow(), nn.Linear(8, 64), nn.Linear(64, 64))
+
+
+class TwoLinears(nn.Sequential):
+    """Two Linears of four features, behind what its kinds do with its input."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def _doubled(x):
+    return x * 2 if torch.is_tensor(x) else x
+
+
+class Asking(TwoLinears):
+    """Asks for types in a helper, where tracing does not see it."""
+
+    def forward(self, x):
+        return super().forward(_doubled(x))
+
+
+class Centred(TwoLinears):
+    """Has each row depend on the others."""
+
+    def forward(self, x):
+        return super().forward(x - x.mean(0))
+
+
+class Choosing(Centred):
+    """Answers with whole numbers."""
+
+    def forward(self, x):
+        return super().forward(x).argmax(1)
+
+
+class Cropping(TwoLinears):
+    """Answers with as many columns as some row has that is positive up to there."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        return x[:, : (x > 0).long().cumprod(1).sum(1).max().clamp(1)]
+
+
+class Overwriting(Centred):
+    """Writes to its input."""
+
+    def forward(self, x):
+        return super().forward(x.mul_(3))

@@ -2,9 +2,10 @@
 
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,45 +23,46 @@ from inferpool.workers.inside.group import Group
 from inferpool.workers.wiring import Wiring
 
 _DEADLINE_S = 60.0
-_TOLD = (ModelError, RankError, OutOfStepError, EOFError, TypeError, IndexError)
+_EXPECTED = (ModelError, RankError, OutOfStepError, EOFError, TypeError, IndexError)
+_MARK = "mark"
 
 
 class RaisedError(Exception):
-    """What a rank has raised."""
+    """An error of a rank: its type and message, or its traceback if no test expects it."""
 
     def __init__(self, text: str, is_shortage: bool) -> None:
         super().__init__(text, is_shortage)
         self.is_shortage = is_shortage
-        """It says that memory was short."""
+        """Whether memory was short."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 @dataclass
-class Loaded:
+class LoadedNetwork:
     """A network that the ranks have loaded: called here, computed by them."""
 
     processes: "RankProcesses"
     parts: list[RankPart]
     report: SplitReport
     num_bytes_read: list[int]
-    """Of the checkpoint, by rank."""
+    """Bytes read of the checkpoint, by rank."""
 
     def __call__(self, *args, **kwargs):
         self.processes.order(0, _call, args, kwargs)
         return self.processes.result_of(0)
 
     def wait_for(self, rank: int) -> None:
-        """Until this follower has stopped serving, though the lead has not let it go."""
+        """Wait until this follower has stopped serving, though the lead has not let it go."""
         try:
             self.processes.result_of(rank)
         finally:
             self.processes.order(rank, _serve)
 
 
-class RankProcesses:
-    """Processes that are wired to each other once, and load one network after the other."""
+class RankProcesses(AbstractContextManager):
+    """Processes that are connected to each other once, and load one network after the other."""
 
     def __init__(self, size: int) -> None:
         start_forkserver()  # with torch in it, for the tests of workers too
@@ -78,12 +80,17 @@ class RankProcesses:
             self._processes.append(process)
         wiring.close()
 
+    def __exit__(self, *exc) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
     def order(self, rank: int, function, *args) -> None:
-        """Have a rank call a function of a module, with its `_State` first."""
+        """Have a rank call a function of a module, with its state first."""
         self._orders[rank].send((function, args))
 
     def result_of(self, rank: int):
-        """What it gave, in the order of the orders."""
+        """Return what it gave, in the order of the orders."""
         assert self._orders[rank].poll(_DEADLINE_S)
         result = self._orders[rank].recv()
         if isinstance(result, Exception):
@@ -92,13 +99,14 @@ class RankProcesses:
 
     def run(self, function, *args) -> list:
         """Have all ranks call it at once."""
-        for rank in range(len(self._orders)):
+        ranks = range(len(self._orders))
+        for rank in ranks:
             self.order(rank, function, *args)
-        return [self.result_of(rank) for rank in range(len(self._orders))]
+        return [self.result_of(rank) for rank in ranks]
 
     @contextmanager
     def patched(self, target, value) -> Iterator[None]:
-        """Have something else stand in a place, as by pytest's `monkeypatch`, in all of them."""
+        """Set something else in a place in all of them, as pytest's `monkeypatch` does."""
         self.run(_patch, target, value)
         try:
             yield
@@ -106,33 +114,38 @@ class RankProcesses:
             self.run(_undo)
 
     @contextmanager
-    def loaded(self, split, build, weights=None, example=(), **attributes) -> Iterator[Loaded]:
+    def loaded(self, split, build, weights=None, example=(), **attributes) -> Iterator:
         """Have them load a network, and serve it until the block ends.
 
         Args:
-            split: How.
+            split: "pipeline" or "tensor".
             build: See `Model.load_network`, as the next two.
             weights: A file, or None.
-            example: What it will be called with.
+            example: The network's arguments.
             attributes: To set on the model.
 
         Raises:
             RaisedError: The lead cannot load it; or, at the end, a follower could not serve it.
         """
         followers = range(1, len(self._orders))
-        for rank in range(len(self._orders)):
+        for rank in (0, *followers):
             self.order(rank, _load, split, build, weights, example, attributes)
         for rank in followers:
             self.order(rank, _serve)
         try:
-            lead = self.result_of(0)
-            told = [lead, *map(self.result_of, followers)]
-            parts, reports, num_bytes_read = map(list, zip(*told, strict=True))
+            loaded = [self.result_of(rank) for rank in (0, *followers)]
+            parts, reports, num_bytes_read = map(list, zip(*loaded, strict=True))
             assert reports == [reports[0]] * len(reports)
-            yield Loaded(self, parts, reports[0], num_bytes_read)
+            yield LoadedNetwork(self, parts, reports[0], num_bytes_read)
         except BaseException:
             self.order(0, _let_go)
-            self._empty()
+            for rank in (0, *followers):  # the next test must find nothing of this one
+                self.order(rank, _mark)
+                while True:
+                    with suppress(RaisedError):
+                        if self.result_of(rank) == _MARK:
+                            break
+            self.run(_forget)
             raise
         self.order(0, _let_go)
         self.result_of(0)
@@ -146,35 +159,8 @@ class RankProcesses:
         for error in errors:
             raise error
 
-    def _empty(self) -> None:
-        """After an error: nothing of it may be met with by the next test."""
-        for rank in range(len(self._orders)):
-            self.order(rank, _mark)
-            assert self._orders[rank].poll(_DEADLINE_S)
-            while self._orders[rank].recv() != _MARK:
-                assert self._orders[rank].poll(_DEADLINE_S)
-        self.run(_forget)
 
-    def close(self) -> None:
-        """End them."""
-        for process in self._processes:
-            process.kill()
-            process.join()
-
-
-_MARK = "mark"
-
-
-class _State:
-    """Of one rank."""
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-        self.model: _Network | None = None
-        self.patches = pytest.MonkeyPatch()
-
-
-class _Network(Model):
+class _LoadingModel(Model):
     def __init__(self, build, weights, example, attributes):
         self._load = (build, weights, example)
         vars(self).update(attributes)
@@ -187,7 +173,8 @@ class _Network(Model):
 
 def _work(orders, size, ends):
     torch.set_num_threads(1)
-    state = _State(Group(ends, Placement(devices=("cpu",) * size, split="pipeline")))
+    group = Group(ends, Placement(devices=("cpu",) * size, split="pipeline"))
+    state = SimpleNamespace(group=group, model=None, patches=pytest.MonkeyPatch())
     while True:
         try:
             function, args = orders.recv()
@@ -195,7 +182,7 @@ def _work(orders, size, ends):
             return
         try:
             result = function(state, *args)
-        except _TOLD as error:
+        except _EXPECTED as error:
             result = RaisedError(f"{type(error).__name__}: {error}", is_out_of_memory(error))
         except BaseException:
             result = RaisedError(traceback.format_exc(), is_shortage=False)
@@ -211,7 +198,7 @@ def _load(state, split, build, weights, example, attributes):
         return tensor
 
     state.group.split = split
-    model = _Network(build, weights, example, attributes)
+    model = _LoadingModel(build, weights, example, attributes)
     model.ranks = state.group
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StoredWeights, "read", counted)
@@ -248,13 +235,10 @@ def _mark(state):
 
 
 def _forget(state):
-    """The network, and what nobody has received."""
+    """Drop the network, and messages that nobody has received."""
     state.model = None
     for source in state.group._ends.readers:
-        while True:
-            try:
-                state.group.receive(source, 0)
-            except EOFError:
-                pass
-            except TimeoutError:
-                break
+        with suppress(TimeoutError):
+            while True:
+                with suppress(EOFError):
+                    state.group.receive(source, 0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.models.split import networks_to_cut as networks
+from tests.models.split import networks
 from tests.models.split.rank_processes import RaisedError, RankProcesses
 
 
@@ -18,7 +18,7 @@ def assert_equal(got, expected):
 
 
 CASES = [
-    (networks.sequential, (8,), 0.81),
+    (networks.mlp, (32,), 0.6),
     (networks.resnet, (3, 40, 40), 0.6),
     (networks.vit, (3, 32, 32), 0.65),
     (networks.encoder, (5, 32), 0.7),
@@ -39,10 +39,10 @@ def test_stages_answer_as_the_whole_and_each_has_its_part(pair, build, shape, la
 
 
 def test_weighing_makes_no_semaphore_that_a_killed_rank_would_leave(pair):
-    example = [torch.randn(2, 8)]
+    example = [torch.randn(2, 32)]
     with (
         pair.patched("torch.fx.interpreter.tqdm", None),  # whose lock is one
-        pair.loaded("pipeline", networks.sequential, example=example) as model,
+        pair.loaded("pipeline", networks.mlp, example=example) as model,
     ):
         assert model.report.note.startswith("balanced by bytes and time")
 
@@ -62,9 +62,8 @@ def test_padding_of_an_encoder_leaves_the_answer_as_it_is(pair):
 
 @pytest.fixture
 def trio():
-    trio = RankProcesses(3)
-    yield trio
-    trio.close()
+    with RankProcesses(3) as trio:
+        yield trio
 
 
 def test_any_values_cross_where_the_network_says_that_it_is_to_be_cut(trio):
@@ -87,15 +86,15 @@ def test_stages_that_would_compute_something_else_are_refused(pair):
     x = torch.zeros(1, 4)
     with (
         pytest.raises(RaisedError, match="Asking answers a batch of 1 otherwise than whole: off"),
-        pair.loaded("pipeline", networks.asking, example=[x]),
+        pair.loaded("pipeline", networks.Asking, example=[x]),
     ):
         pass
-    with pair.loaded("pipeline", networks.asking, example=[None]) as model:
+    with pair.loaded("pipeline", networks.Asking, example=[None]) as model:
         assert "not held against the whole network" in model.report.note
 
 
 @pytest.mark.parametrize(
-    "build", [networks.centred, networks.choosing, networks.cropping, networks.overwriting]
+    "build", [networks.Centred, networks.Choosing, networks.Cropping, networks.Overwriting]
 )
 def test_a_network_that_computes_rows_together_gets_them_together(pair, build):
     whole = build()
@@ -144,7 +143,7 @@ def test_an_input_that_a_stage_refuses_fails_alone(pair):
 
 
 def test_each_stage_reads_its_own_weights_from_several_files(pair, tmp_path):
-    trained = networks.sequential()
+    trained = networks.mlp().eval()
     with torch.no_grad():
         for parameter in trained.parameters():
             parameter += 1
@@ -155,8 +154,8 @@ def test_each_stage_reads_its_own_weights_from_several_files(pair, tmp_path):
         save_file(chosen, tmp_path / file)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": files}))
-    x = torch.randn(3, 8)
-    with pair.loaded("pipeline", networks.sequential, str(index), split_points=["2"]) as model:
+    x = torch.randn(3, 32)
+    with pair.loaded("pipeline", networks.mlp, str(index), split_points=["2"]) as model:
         assert_equal(model(x), trained(x).detach())
     with (
         pytest.raises(
@@ -176,6 +175,6 @@ def test_what_cannot_be_cut_so_is_refused_by_name(pair):
     ]:
         with (
             pytest.raises(RaisedError, match=f"ModelError: .*{message}"),
-            pair.loaded("pipeline", networks.sequential, split_points=points),
+            pair.loaded("pipeline", networks.mlp, split_points=points),
         ):
             pass

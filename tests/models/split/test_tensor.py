@@ -2,7 +2,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.models.split import networks, networks_to_cut
+from tests.models.split import networks
 from tests.models.split.rank_processes import RaisedError
 
 
@@ -45,8 +45,8 @@ def test_outputs_equal_the_unsplit_networks(pair, tmp_path, build):
 
 
 def test_a_network_that_writes_to_its_input_does_so_on_each_rank(pair):
-    network, x = networks_to_cut.overwriting(), torch.randn(2000, 4)
-    with pair.loaded("tensor", networks_to_cut.overwriting, example=[x[:2]]) as model:
+    network, x = networks.Overwriting(), torch.randn(2000, 4)
+    with pair.loaded("tensor", networks.Overwriting, example=[x[:2]]) as model:
         assert deviation(model(x), network(x.clone())) <= 1e-4
 
 
@@ -97,28 +97,23 @@ def test_a_plan_that_computes_something_else_is_refused(pair):
         pass
 
 
-def built_bert():
-    torch.manual_seed(11)
-    return networks.bert().eval()
-
-
 def test_weights_that_a_network_is_built_with_are_kept_a_part_at_a_time(pair):
     ids = torch.randint(100, (2, 7))
     mask = torch.ones_like(ids, dtype=torch.bool)
     with (
-        pair.loaded("tensor", built_bert, example=(ids, mask)) as model,
+        pair.loaded("tensor", networks.bert, example=(ids, mask)) as model,
         torch.inference_mode(),
     ):
-        assert deviation(model(ids, mask), built_bert()(ids, mask)) <= 1e-4
+        assert deviation(model(ids, mask), networks.bert()(ids, mask)) <= 1e-4
 
 
 def test_a_rank_that_fails_alone_says_that_the_group_must_end(pair):
     with pair.patched("inferpool.models.split.tensor._WORD_TIMEOUT_S", 0.3):
-        with pair.loaded("tensor", networks.FailingAlone) as model:
+        with pair.loaded("tensor", networks.FailingOnRank) as model:
             with pytest.raises(RaisedError, match="OutOfStepError: rank 0 failed"):
                 model(torch.ones(1, 32), torch.tensor(0))
             model(torch.ones(1, 32), torch.tensor(2))
-        with pair.loaded("tensor", networks.FailingAlone) as model:
+        with pair.loaded("tensor", networks.FailingOnRank) as model:
             model(torch.ones(1, 32), torch.tensor(1))
             with pytest.raises(RaisedError, match="OutOfStepError: rank 1 failed alone"):
                 model.wait_for(1)

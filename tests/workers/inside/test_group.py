@@ -172,7 +172,7 @@ def test_every_stage_of_a_pipeline_leaves_of_its_own_accord(
 
     async def go():
         three = Placement(devices=("cpu",) * 3, split="pipeline")
-        config = replace(config_of("tests.models.split.networks_to_cut:Chain"), placement=three)
+        config = replace(config_of("tests.models.split.networks:Chain"), placement=three)
         worker = await LocalEngine(arena).start(
             WorkerId(model="m", slot=0), config, lambda stage: None
         )

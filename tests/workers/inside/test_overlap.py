@@ -171,7 +171,7 @@ def test_several_batches_under_way_leave_a_pipeline_of_three_in_order(
     run,  # noqa: F811
 ):
     async def go():
-        config = config_of("tests.models.split.networks_to_cut:Chain")
+        config = config_of("tests.models.split.networks:Chain")
         worker = await serving(config, 3, engine)
         rows = [[float(n), float(-n)] for n in range(20)]
         alone = [(await worker.run([put(row)])).outcomes for row in rows]
