@@ -1,47 +1,46 @@
-"""How many pieces a batch goes through a pipeline in: found by measuring. On the lead.
+"""The number of pieces in which a batch goes through a pipeline: found by measuring. On the lead.
 
 With one piece each stage waits for the one before it; with many each piece costs its messages, and
 small ones compute less efficiently. Which number is best depends on the network, on the devices and
-on the batch, so they are tried in the service itself: the answers are the same. More pieces than
-were clearly too many are not tried, since they are more so: where a stage reads its weights as long
-for one row as for eight, eight pieces take eight times as long as one.
+on the batch, so several are tried in the service itself: the answers are the same. Once a number
+takes clearly longer than a smaller one, larger numbers are not tried: where a stage reads its
+weights as long for one row as for eight, eight pieces take eight times as long as one.
 """
 
 import math
 from dataclasses import dataclass, field
 
-_MAX_PIECES = 16
+_NUMBERS = (1, 2, 4, 8, 16)
 _NUM_TRIALS = 3
-"""Of each number, before one is chosen; the first of them is not counted."""
+"""Trials of each number, before one is chosen; the first of them is not counted."""
 _HOPELESS = 1.25
-"""Times what fewer pieces take, from where on more are not tried."""
+"""Times the best time so far: beyond it, larger numbers are not tried."""
 _TRY_AGAIN = 100
 """Batches between looks at whether another number would be better by now."""
 _WEIGHT = 0.2
-"""Of a new measurement."""
+"""Weight of a new measurement in the average."""
 
 
 @dataclass(slots=True)
-class _Size:
-    """What is known of batches of about one size."""
+class _Measured:
+    """Measurements of batches of about one size; both by the number of pieces."""
 
     num_calls: int = 0
     num_trials: dict[int, int] = field(default_factory=dict)
     row_s: dict[int, float] = field(default_factory=dict)
-    """By the number of pieces."""
 
 
 class MicroBatches:
     """Chooses the number of pieces for batches of each size."""
 
     def __init__(self) -> None:
-        self._sizes: dict[int, _Size] = {}
+        self._sizes: dict[int, _Measured] = {}
 
     def choose(self, num_rows: int) -> int:
-        """Say into how many pieces a batch is to be cut; a power of two."""
-        size = self._sizes.setdefault(num_rows.bit_length(), _Size())
+        """Return the number of pieces, a power of two, to cut a batch into."""
+        size = self._sizes.setdefault(num_rows.bit_length(), _Measured())
         size.num_calls += 1
-        choices = [n for n in (1, 2, 4, 8, _MAX_PIECES) if n <= max(num_rows, 1)]
+        choices = [n for n in _NUMBERS if n <= max(num_rows, 1)]
         least_s = math.inf
         for number in choices:
             if size.num_trials.get(number, 0) < _NUM_TRIALS:
@@ -50,11 +49,10 @@ class MicroBatches:
                 break
             least_s = min(least_s, size.row_s[number])
         best = min((n for n in choices if n in size.row_s), key=lambda number: size.row_s[number])
-        if size.num_calls % _TRY_AGAIN:
+        near = [n for n in choices if n in (best // 2, best * 2)]
+        if size.num_calls % _TRY_AGAIN or not near:
             return best
-        place = choices.index(best)
-        near = [n for n in choices if n != best and abs(choices.index(n) - place) == 1]
-        return near[size.num_calls // _TRY_AGAIN % len(near)] if near else best
+        return near[size.num_calls // _TRY_AGAIN % len(near)]
 
     def note(self, num_rows: int, num_pieces: int, seconds: float) -> None:
         """Remember how long a batch took."""

@@ -1,7 +1,7 @@
-"""Networks on one device or on several: how they are loaded, and what the ranks of a split one do.
+"""Loads networks on one device or on several, and serves the followers' parts of a split one.
 
-The lead's `load` gets a callable, which has the other ranks compute their parts. A follower's ends
-where its part is loaded: it serves the lead's calls from then on.
+The lead's `load` gets a callable, which has the other ranks compute their parts. A follower's
+`load` ends where its part is loaded: it serves the lead's calls from then on.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,17 +28,17 @@ class SplitNetwork(Protocol):
 
     @property
     def part(self) -> RankPart:
-        """What this rank holds."""
+        """The part that this rank holds."""
 
     @property
     def report(self) -> SplitReport:
-        """How the network was split; each rank has the same."""
+        """A report on the split, the same on each rank."""
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Have all ranks compute; on the lead, under `torch.inference_mode()`.
 
         Raises:
-            RankError: Another rank has met with an error; the group goes on serving.
+            RankError: Another rank has raised; the group goes on serving.
             EOFError: Another rank is gone.
         """
 
@@ -47,13 +47,13 @@ class SplitNetwork(Protocol):
 
         Raises:
             EOFError: The lead lets this rank go, or is gone.
-            TimeoutError: None has come.
+            TimeoutError: No call has come.
             torch.AcceleratorError: The device's context is lost.
         """
 
 
 class LoadIsOver(BaseException):
-    """A follower has loaded its part: what `load` does after that is the lead's."""
+    """Ends `load` on a follower, which has loaded its part: the rest of it is for the lead."""
 
 
 def load_whole(
@@ -106,7 +106,7 @@ def serve(network: SplitNetwork, on_beat: Callable[[], None]) -> None:
     """Compute this rank's part of what the lead calls, until the lead lets go. On followers.
 
     Args:
-        network: This rank's part.
+        network: The part of this rank.
         on_beat: Called after each call, and every second without one.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Values that go from rank to rank: a message that msgpack can say, and tensors. Workers only."""
+"""Values that go from rank to rank: a message for msgpack, and tensors. Worker processes only."""
 
 from collections import namedtuple
 from collections.abc import Mapping, Sequence
@@ -11,19 +11,19 @@ from torch.utils import _pytree as pytree
 
 
 def pack(value: object, device: torch.device) -> tuple[object, list[Tensor]]:
-    """Say a value as a message and the tensors in it.
+    """Turn a value into a message that msgpack can encode, and the tensors in it.
 
     Args:
         value: Tensors, numbers, strings, None, dtypes and devices, in tuples, lists, mappings and
             named tuples.
-        device: This rank's, which becomes the receiver's own.
+        device: This rank's device, for which the receiver puts its own.
 
     Raises:
-        TypeError: There is something else in it, or a tensor that is not dense.
+        TypeError: The value has something else in it, or a tensor that is not dense.
     """
     tensors: list[Tensor] = []
 
-    def say(value: Any) -> object:
+    def encoded(value: Any) -> object:
         if isinstance(value, Tensor):
             if value.layout != torch.strided or value.is_nested or value.is_quantized:
                 raise TypeError("only dense tensors can go from one rank to another")
@@ -32,27 +32,30 @@ def pack(value: object, device: torch.device) -> tuple[object, list[Tensor]]:
         if value is None or isinstance(value, bool | int | float | str):
             return ["plain", value]
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return ["named", list(value._fields), [say(each) for each in value]]
+            return ["named", list(value._fields), [encoded(each) for each in value]]
         if isinstance(value, tuple | list):
-            return ["list" if isinstance(value, list) else "tuple", [say(each) for each in value]]
+            return [
+                "list" if isinstance(value, list) else "tuple",
+                [encoded(each) for each in value],
+            ]
         if isinstance(value, Mapping):
-            return ["dict", [[say(name), say(each)] for name, each in value.items()]]
+            return ["dict", [[encoded(name), encoded(each)] for name, each in value.items()]]
         if isinstance(value, slice):
-            return ["slice", [say(value.start), say(value.stop), say(value.step)]]
+            return ["slice", [encoded(each) for each in (value.start, value.stop, value.step)]]
         if isinstance(value, torch.dtype):
             return ["dtype", str(value).removeprefix("torch.")]
         if isinstance(value, torch.device):
             return ["here"] if value == device else ["device", str(value)]
         raise TypeError(f"a {type(value).__name__} cannot go from one rank to another")
 
-    return say(value), tensors
+    return encoded(value), tensors
 
 
 def unpack(message: Any, tensors: Sequence[Tensor], device: torch.device) -> Any:
-    """Make of a message and its tensors what was packed."""
+    """Return the value that was packed."""
 
-    def make(said: Any) -> Any:
-        match said:
+    def make(encoded: Any) -> Any:
+        match encoded:
             case ["tensor", index]:
                 return tensors[index]
             case ["plain", value]:
@@ -73,22 +76,20 @@ def unpack(message: Any, tensors: Sequence[Tensor], device: torch.device) -> Any
                 return device
             case ["device", name]:
                 return torch.device(name)
-        raise AssertionError(f"no such message: {said!r}")
+        raise AssertionError(f"no such message: {encoded!r}")
 
     return make(message)
 
 
 def num_rows(value: object) -> int | None:
-    """The length of the first dimension of all tensors in a value; None if they differ in it."""
-    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-    lengths = {x.shape[0] if x.dim() else None for x in tensors}
+    """Return the length of the first dimension of all tensors in a value; None if it differs."""
+    lengths = {x.shape[0] if x.dim() else None for x in _tensors_in(value)}
     return lengths.pop() if len(lengths) == 1 else None
 
 
 def have_different_rows(value: object) -> bool:
-    """Whether a row differs from the first in some tensor of a value that has rows."""
-    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-    return any(not torch.equal(x, x[:1].expand_as(x)) for x in tensors)
+    """Return whether a row differs from the first in some tensor of a value that has rows."""
+    return any(not torch.equal(x, x[:1].expand_as(x)) for x in _tensors_in(value))
 
 
 def split_rows(value: object, num_parts: int) -> list[Any]:
@@ -102,21 +103,20 @@ def split_rows(value: object, num_parts: int) -> list[Any]:
 
 
 def join_rows(parts: Sequence[Any], rows: int) -> Any:
-    """Put together what was made of what `split_rows` has cut.
+    """Put together the outputs for the parts of a value that `split_rows` has cut.
 
     Raises:
-        ValueError: It does not have so many rows in all, or the parts are not alike.
-        RuntimeError: Likewise, for the shapes of their rows.
+        ValueError: They do not have so many rows in all, or the parts are not alike.
+        RuntimeError: The shapes of their rows differ.
     """
     found = sum(num_rows(part) or 0 for part in parts)
     if found != rows:
         raise ValueError(f"pieces of {rows} rows in all give {found}")
-    flat = [pytree.tree_flatten(part)[0] for part in parts]
-    joined = [
-        torch.cat(each) if isinstance(each[0], Tensor) else each[0]
-        for each in zip(*flat, strict=True)
-    ]
-    return pytree.tree_unflatten(joined, pytree.tree_flatten(parts[0])[1])
+    return pytree.tree_map(lambda *x: torch.cat(x) if isinstance(x[0], Tensor) else x[0], *parts)
+
+
+def _tensors_in(value: object) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 @lru_cache

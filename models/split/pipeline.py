@@ -1,10 +1,10 @@
 """A network as stages on several ranks, each with the memory of its own. Worker processes only.
 
-A batch goes through in pieces, so that a rank computes one while those after it compute the pieces
-before; and the next batch follows, where the lead's threads call with several: each enters when the
-one before has sent its last piece, and all come out in the order in which they went in. What a
-stage makes travels with its message, so shapes may differ from call to call, and a stage that
-raises sends the error on instead: nobody waits for what does not come.
+A batch goes through in pieces: a rank computes one while those after it compute the pieces before.
+The next batch follows, where threads of the lead call with several: each enters when the one before
+has sent its last piece, and all come out in the order in which they went in. The values that a
+stage makes travel with a message that describes them, so shapes may differ from call to call; and a
+stage that raises sends the error on instead, so that nobody waits in vain.
 
 `torch.distributed.pipelining.ScheduleGPipe` wants fixed shapes, and leaves the other ranks waiting
 in a receive when one raises. It is no faster: resnet18 in two stages, batches of 8 in 1, 2, 4 and 8
@@ -20,8 +20,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from inferpool.models.errors import ModelError, RankError
 from inferpool.models.files.checkpoint import StoredWeights, check_fit
@@ -48,18 +49,18 @@ logger = logging.getLogger(__name__)
 
 _LEAD = 0
 _WINDOW = 2
-"""Pieces on their way for each rank: enough to compute while others travel, and few to hold."""
+"""Pieces on their way per rank: enough to compute while others travel, and few to hold."""
 _NUM_CHECKS = 8
-"""Batches in pieces, of rows that differ, that are also computed whole."""
+"""Batches in pieces, with rows that differ, that are also computed whole."""
 _PIECES_TOLERANCE = 0.02
-"""Of the largest output: kernels differ with the batch size, and bfloat16 keeps three digits."""
+"""Share of the largest output: kernels differ with the batch size; bfloat16 keeps three digits."""
 
 
 class Pipeline:
     """One rank's stage, and on the lead the way through all of them.
 
-    Several threads of the lead may call it at once, if those that hold `Ranks.giving_way` see to it
-    that one alone runs at a time otherwise.
+    Several threads of the lead may call it at once, if those that hold `Ranks.giving_way` make sure
+    that only one runs at a time otherwise.
     """
 
     def __init__(
@@ -79,11 +80,10 @@ class Pipeline:
         self._name = type(steps.network).__name__
         self._turnstile = Turnstile()
         self._alone, self._beside = MicroBatches(), MicroBatches()
-        """What is best for a batch that has the pipeline to itself is not so beside another, which
-        keeps the other stages busy."""
+        """A batch beside another, which keeps the other stages busy, wants other pieces."""
         self._has_rows = True
-        """Each row of what it returns is made of one row of what it is given, as far as is known:
-        else a batch goes through whole."""
+        """Each row of an output is made of one row of the inputs, as far as is known: otherwise
+        batches go through whole."""
         self._num_checks_left = _NUM_CHECKS
 
     def __call__(self, *args: object, **kwargs: object) -> object:
@@ -95,21 +95,19 @@ class Pipeline:
         is_alone = self._turnstile.is_empty
         micro_batches = self._alone if is_alone else self._beside
         num_pieces = micro_batches.choose(rows)
-        if num_pieces == 1:
-            call, (result,) = self._sent([inputs])
-            if call.is_alone == is_alone:
-                micro_batches.note(rows, 1, call.seconds)
-            return result
         try:
-            # The network may write to its inputs.
-            call, outputs = self._sent(split_rows(copied(inputs), num_pieces))
+            # The network may write to its inputs, so pieces are cut of a copy.
+            pieces = split_rows(copied(inputs), num_pieces) if num_pieces > 1 else [inputs]
+            call, outputs = self._sent(pieces)
             if call.is_alone == is_alone:
                 micro_batches.note(rows, num_pieces, call.seconds)
+            if num_pieces == 1:
+                return outputs[0]
             result = join_rows(outputs, rows)
         except (EOFError, torch.AcceleratorError):
             raise
         except Exception as error:  # the network is the user's: it may raise anything
-            if is_out_of_memory(error):
+            if num_pieces == 1 or is_out_of_memory(error):
                 raise
             whole = self._whole(inputs)  # raises if it is not for the pieces
             self._give_up_pieces(f"{type(error).__name__}: {error}")
@@ -124,7 +122,6 @@ class Pipeline:
         return whole
 
     def _whole(self, inputs: Any) -> Any:
-        """Send a batch through all stages in one piece."""
         _, (output,) = self._sent([inputs])
         return output
 
@@ -134,21 +131,21 @@ class Pipeline:
         logger.warning(text, self._name, reason)
 
     def serve_next(self, timeout_s: float) -> None:
-        """Compute this stage of a piece, and send on what it yields, or what it raises."""
+        """Compute this stage of a piece, and send on its result or its error."""
         ranks = self._ranks
         free_since = time.monotonic()
         message, tensors = ranks.receive(ranks.rank - 1, timeout_s)
         assert isinstance(message, list)
         if message[0] == "values":
-            _, said, sent_at, held_up_s = message
+            _, packed, sent_at, held_up_s = message
             held_up_s += max(0.0, free_since - sent_at)
-            message, tensors = self._computed(unpack(said, tensors, ranks.device), held_up_s)
+            message, tensors = self._computed(unpack(packed, tensors, ranks.device), held_up_s)
         ranks.send((ranks.rank + 1) % ranks.size, message, tensors)
 
     def _sent(self, pieces: Sequence[Any]) -> tuple[PipelineCall, list[Any]]:
         """Send pieces through all stages, while the caller's thread gives way to others."""
-        with self._ranks.giving_way() as own_time:
-            call = self._turnstile.enter(own_time)
+        with self._ranks.giving_way() as clock:
+            call = self._turnstile.enter(clock)
             replies, failed = self._run(call, pieces)
             call.leave()
         if failed is not None:
@@ -161,8 +158,8 @@ class Pipeline:
         """Compute the first stage of each piece while the other ranks have those before it.
 
         Returns:
-            What came back, all of it, and what the first stage raised: to be raised again now that
-            the others have nothing of this call any more.
+            All replies, and the error of the first stage, to be raised again now that the others
+            have nothing of this call any more.
         """
         ranks = self._ranks
         failed: Exception | None = None
@@ -173,13 +170,14 @@ class Pipeline:
                 replies.append(self._reply(call))
             try:
                 with torch.inference_mode():
-                    said, tensors = pack(self._stage(*piece), ranks.device)
-                ranks.send(1, _values(said, 0.0), tensors)
+                    packed, tensors = pack(self._stage(*piece), ranks.device)
+                ranks.send(1, _values(packed, 0.0), tensors)
             except Exception as error:  # the network is the user's: it may raise anything
                 failed = error
                 break
             num_sent += 1
-        # Not after what ends the process, here or below: another call would get this one's replies.
+        # Not after an error that ends the process, here or below: else another call would get this
+        # one's replies.
         self._turnstile.let_next_in()
         while len(replies) < num_sent:
             replies.append(self._reply(call))
@@ -204,29 +202,24 @@ class Pipeline:
     ) -> tuple[list[object], list[Tensor]]:
         try:
             with torch.inference_mode():
-                said, tensors = pack(self._stage(*values), self._ranks.device)
-            return _values(said, held_up_s), tensors
-        except torch.AcceleratorError as error:
-            if not is_out_of_memory(error):
-                raise  # the context is lost, and this rank with it
-            return self._survived(error), []
+                packed, tensors = pack(self._stage(*values), self._ranks.device)
+            return _values(packed, held_up_s), tensors
         except Exception as error:  # the network is the user's: it may raise anything
-            return self._survived(error), []
-
-    def _survived(self, error: Exception) -> list[object]:
-        logger.error("stage %d failed", self._ranks.rank, exc_info=error)
-        text = described(error)
-        is_shortage = is_out_of_memory(error)
-        traceback.clear_frames(error.__traceback__)
-        if torch.cuda.is_initialized():
-            if is_shortage:
-                torch.cuda.empty_cache()
-            else:
-                torch.cuda.synchronize()  # raises if the context is lost
-        return ["error", self._ranks.rank, text, is_shortage]
+            is_shortage = is_out_of_memory(error)
+            if isinstance(error, torch.AcceleratorError) and not is_shortage:
+                raise  # the context is lost, and this rank with it
+            logger.exception("stage %d failed", self._ranks.rank)
+            text = described(error)
+            traceback.clear_frames(error.__traceback__)
+            if torch.cuda.is_initialized():
+                if is_shortage:
+                    torch.cuda.empty_cache()
+                else:
+                    torch.cuda.synchronize()  # raises if the context is lost
+            return ["error", self._ranks.rank, text, is_shortage], []
 
     def _bound(self, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[object, ...]:
-        """The values of the arguments that the network was traced with, in their order."""
+        """Return the values of the arguments that the network was traced with, in their order."""
         bound = self._signature.bind(*args, **kwargs)
         for name, value in bound.arguments.items():
             if name not in self._arguments and value != self._signature.parameters[name].default:
@@ -238,14 +231,14 @@ class Pipeline:
         return tuple(bound.arguments[name] for name in self._arguments)
 
 
-def _values(said: object, held_up_s: float) -> list[object]:
-    """What goes with the values that a stage has made of a piece.
+def _values(packed: object, held_up_s: float) -> list[object]:
+    """Make the message that goes with the values of a piece.
 
     Args:
-        said: See `pack`.
-        held_up_s: How long it was in front of stages that had others in their hands.
+        packed: See `pack`.
+        held_up_s: Seconds that the piece waited in front of stages that were busy with others.
     """
-    return ["values", said, time.monotonic(), held_up_s]
+    return ["values", packed, time.monotonic(), held_up_s]
 
 
 def load_pipeline(
@@ -260,17 +253,17 @@ def load_pipeline(
 ) -> Pipeline:
     """Load this rank's stage of a network; the lead chooses where to cut it.
 
-    All ranks call this. The others wait for the lead, so that what `build` may have to fetch is
-    there for them.
+    All ranks call this. The others wait for the lead, so that files that `build` fetches are there
+    for them.
 
     Args:
         ranks: This rank and the others.
         build: Makes the network, the same one each time.
         weights: A checkpoint to load into it; None leaves it as built.
-        example: What it will be called with.
+        example: Its arguments.
         split_points: Where to cut, as the user says.
-        known: How it was split before, and found to compute the same.
-        room_bytes: What this rank may take of its device's memory; 0 where that is not known.
+        known: How it was split before, if it was found to compute the same then.
+        room_bytes: Memory that this rank may take of its device; 0 where that is not known.
 
     Raises:
         ModelError: The network cannot be had, or cannot be cut, on this rank or on another.
@@ -278,34 +271,31 @@ def load_pipeline(
     """
     if ranks.rank != _LEAD:
         ranks.send(_LEAD, room_bytes)
-        plan, _ = ranks.receive(_LEAD)
+        told = msgspec.convert(ranks.receive(_LEAD)[0], SplitReport)
         try:
-            pipeline = _load_stage(ranks, build, weights, example, lambda _: _report_of(plan))
+            pipeline = _load_stage(ranks, build, weights, example, lambda _: told)
         except ModelError as error:
-            ranks.send(_LEAD, ["failed", str(error)])
+            ranks.send(_LEAD, str(error))
             raise
-        ranks.send(_LEAD, ["loaded"])
+        ranks.send(_LEAD, "")
         return pipeline
 
     def choose(steps: ForwardSteps) -> SplitReport:
         points = split_points or getattr(steps.network, "split_points", ())
         rooms: list[Any] = [ranks.receive(rank)[0] for rank in range(1, ranks.size)]
         report = known
-        if known is None or len(known.cuts) != ranks.size - 1:
+        if report is None or len(report.cuts) != ranks.size - 1:
             report = choose_cuts(ranks, steps, example, points, min(room_bytes, *rooms))
             report = verified(steps, report, example, ranks.device)
-        assert report is not None
         steps.positions(report.cuts)  # before the others try
         for rank in range(1, ranks.size):
-            ranks.send(rank, [list(report.cuts), report.note])
+            ranks.send(rank, msgspec.to_builtins(report))
         return report
 
     pipeline = _load_stage(ranks, build, weights, example, choose)
     for rank in range(1, ranks.size):
-        reply, _ = ranks.receive(rank)
-        assert isinstance(reply, list)
-        if reply[0] == "failed":
-            raise ModelError(f"rank {rank}: {reply[1]}")
+        if problem := ranks.receive(rank)[0]:
+            raise ModelError(f"rank {rank}: {problem}")
     return pipeline
 
 
@@ -324,15 +314,10 @@ def _load_stage(
     steps = ForwardSteps(meta.network, example)
     report = choose(steps)
     begin, end = steps.stages(steps.positions(report.cuts))[ranks.rank]
-    stage: fx.GraphModule = steps.cut(begin, end)
+    stage = steps.cut(begin, end)
     if stored:
         fill(stage, lambda name: stored.read(name) if name in shapes else None, ranks.device)
     else:
         fill(stage, meta.built(dict(stage.state_dict(keep_vars=True))).get, ranks.device)
     part = RankPart(ranks.rank, num_bytes(stage), steps.describe(begin, end))
     return Pipeline(ranks, stage, steps, part, report)
-
-
-def _report_of(plan: Any) -> SplitReport:
-    cuts, note = plan
-    return SplitReport(cuts=tuple(cuts), note=note)
