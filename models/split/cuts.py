@@ -11,7 +11,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from functools import cache
 from itertools import accumulate
 from typing import Any
@@ -19,9 +18,9 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor, fx, nn
+from torch.func import functional_call
 
 from inferpool.models.errors import ModelError
-from inferpool.models.split.meta_network import fill
 from inferpool.models.split.ranks import Ranks
 from inferpool.models.split.report import SplitReport
 from inferpool.models.split.stages import ForwardSteps, asks_for_types
@@ -50,11 +49,11 @@ def choose_cuts(
     """Choose where to cut a network: where the user says, or so that the stages are balanced.
 
     Args:
-        ranks: This rank and the others; one stage for each.
+        ranks: One for each stage.
         steps: The steps of the network.
-        example: Arguments of the network, to measure the steps.
-        split_points: The submodules to cut in front of, if the user names them.
-        room_bytes: Memory that each rank may take of its device; 0 where that is not known.
+        example: See `load_pipeline`, as for the next two.
+        split_points: Submodules.
+        room_bytes: The least of all ranks.
 
     Raises:
         ModelError: The user names too few or too many, or there are too few places to cut at.
@@ -283,30 +282,23 @@ class _StepByStep(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         if n.op == "call_module":
-            module = _filled_copy(self.fetch_attr(str(n.target)), self._device)
-            return self._on_step(n, lambda: module(*args, **kwargs))
+            module = self.fetch_attr(str(n.target))
+            tensors = {name: each.to(self._device) for name, each in module.named_buffers()}
+            for name, each in module.named_parameters():
+                tensors[name] = self._with_numbers(each)
+            return self._on_step(n, lambda: functional_call(module, tensors, args, kwargs))
         if n.op in ("call_function", "call_method"):
             return self._on_step(n, lambda: getattr(self, n.op)(n.target, args, kwargs))
         result = super().run_node(n)
         if n.op == "get_attr" and isinstance(result, Tensor):
-            return _small_like(result, self._device) if result.is_meta else result.to(self._device)
+            return self._with_numbers(result)
         return result
 
-
-def _filled_copy(module: nn.Module, device: torch.device) -> nn.Module:
-    filled = deepcopy(module)
-    parameters = dict(filled.named_parameters(remove_duplicate=False))
-
-    def made(name: str) -> Tensor | None:
-        return _small_like(parameters[name], device) if name in parameters else None
-
-    fill(filled, made, device)
-    return filled
-
-
-def _small_like(tensor: Tensor, device: torch.device) -> Tensor:
-    """Make small numbers, none of them denormal, which would be slow."""
-    return torch.full(tensor.shape, 0.01, dtype=tensor.dtype, device=device)
+    def _with_numbers(self, tensor: Tensor) -> Tensor:
+        """Make small numbers for a meta tensor, none of them denormal, which would be slow."""
+        if not tensor.is_meta:
+            return tensor.to(self._device)
+        return torch.full(tensor.shape, 0.01, dtype=tensor.dtype, device=self._device)
 
 
 def verified(

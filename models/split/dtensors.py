@@ -1,4 +1,4 @@
-"""What of a tensor plan is left to DTensor: the styles that no shard of ours can stand in for.
+"""The styles of a tensor plan that no shard of ours can stand in for: they are left to DTensor.
 
 Imported only where a plan has such a style, since DTensor takes seconds to import.
 """
@@ -21,10 +21,10 @@ from inferpool.models.errors import ModelError
 
 
 def word_for(style: object, module: nn.Module) -> str | None:
-    """The word of a plan that means the same for a Linear as a style does; None if none does.
+    """Return the word of a plan that means for a Linear what a style does; None if none does.
 
     Raises:
-        ModelError: It is no style.
+        ModelError: The plan has something that is no style.
     """
     if not isinstance(style, ParallelStyle):
         raise ModelError(
@@ -53,12 +53,12 @@ def apply_styles(network: nn.Module, styles: Mapping[str, object], device: str, 
 
 
 def read_local(empty: Tensor, read: Callable[..., Tensor], device: torch.device) -> DTensor:
-    """Read what this rank holds of a distributed tensor.
+    """Read the part that this rank holds of a distributed tensor.
 
     Args:
-        empty: What `apply_styles` made of the parameter.
-        read: Gives the part of the stored tensor at an index, one slice for each dimension.
-        device: Where it is to lie.
+        empty: A parameter as `apply_styles` has left it.
+        read: Returns the part of the stored tensor at an index, one slice for each dimension.
+        device: Where to put it.
     """
     assert isinstance(empty, DTensor)
     mesh, placements = empty.device_mesh, empty.placements
@@ -71,5 +71,5 @@ def read_local(empty: Tensor, read: Callable[..., Tensor], device: torch.device)
 
 
 def local_bytes(tensor: Tensor) -> int:
-    """The bytes of a tensor that this rank holds."""
+    """Count the bytes of a tensor that this rank holds."""
     return tensor.to_local().nbytes if isinstance(tensor, DTensor) else tensor.nbytes

@@ -258,9 +258,9 @@ def load_pipeline(
 
     Args:
         ranks: This rank and the others.
-        build: Makes the network, the same one each time.
-        weights: A checkpoint to load into it; None leaves it as built.
-        example: Its arguments.
+        build: See `Model.load_network`, as for the next two.
+        weights: A checkpoint.
+        example: Arguments of the network.
         split_points: Where to cut, as the user says.
         known: How it was split before, if it was found to compute the same then.
         room_bytes: Memory that this rank may take of its device; 0 where that is not known.

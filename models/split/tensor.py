@@ -93,7 +93,6 @@ class TensorParallel:
         Raises:
             OutOfStepError: A rank has failed alone: this process must end.
             EOFError: Another rank is gone.
-            torch.AcceleratorError: The device's context is lost.
         """
         message, tensors = pack((args, kwargs), self._ranks.device)
         for follower in range(1, self._ranks.size):
@@ -106,13 +105,10 @@ class TensorParallel:
             raise
 
     def serve_next(self, timeout_s: float | None) -> None:
-        """Wait for the lead's next call and compute it; on a follower.
+        """Wait for the lead's next call and compute it; on a follower. See `SplitNetwork`.
 
         Raises:
-            EOFError: The lead lets this rank go, or is gone.
-            TimeoutError: None has come.
             OutOfStepError: This rank has failed alone: its process must end.
-            torch.AcceleratorError: The device's context is lost.
         """
         message, tensors = self._ranks.receive(0, timeout_s)
         args, kwargs = unpack(message, tensors, self._ranks.device)
@@ -175,9 +171,9 @@ def load_tensor_parallel(
 
     Args:
         ranks: This rank and the others.
-        build: Makes the network, the same one each time.
-        weights: A checkpoint to load into it; None leaves it as built.
-        example: Its arguments.
+        build: See `Model.load_network`, as for the next two.
+        weights: A checkpoint.
+        example: Arguments of the network.
         tensor_plan: The user's plan; None takes the network's own, or finds one.
         known: How it was split before, if it was found to compute the same then.
 
@@ -226,12 +222,7 @@ def _verify(
     origins: Sequence[Origin],
     has_own_plan: bool,
 ) -> None:
-    """Check that the ranks together compute what the whole network does. All of them call this.
-
-    Raises:
-        ModelError: They do not; on the lead, which has the verification.
-        EOFError: Another rank is gone.
-    """
+    """Check that the ranks together compute what the whole network does. All of them call this."""
     if verification is None:
         with made_up(origins, ranks.device):
             while (message := ranks.receive(_LEAD)[0]) == _CALL:

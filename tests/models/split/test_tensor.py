@@ -21,12 +21,15 @@ def deviation(one, other):
     return ((one - other).abs().max() / other.abs().max()).item()
 
 
-def test_the_encoder_of_texts_is_cut_by_the_plan_of_its_class(pair, tmp_path):
-    network, path = whole(networks.bert, tmp_path)
+def test_a_bert_is_cut_by_its_own_plan_and_has_the_numbers_that_it_is_built_with(pair):
+    network = networks.bert()
     num_bytes = sum(each.nbytes for each in network.parameters())
     mask = torch.arange(9) < torch.tensor([[9], [4], [1]])
     ids = torch.randint(100, mask.shape)
-    with pair.loaded("tensor", networks.bert, path) as model, torch.inference_mode():
+    with (
+        pair.loaded("tensor", networks.bert, example=(ids, mask)) as model,
+        torch.inference_mode(),
+    ):
         assert all(part.num_bytes < 0.6 * num_bytes for part in model.parts)
         assert deviation(model(ids, mask), network(ids, mask)) <= 1e-4
 
@@ -95,16 +98,6 @@ def test_a_plan_that_computes_something_else_is_refused(pair):
         pair.loaded("tensor", hooked, example=[x], tensor_plan={"down": "gather"}),
     ):
         pass
-
-
-def test_weights_that_a_network_is_built_with_are_kept_a_part_at_a_time(pair):
-    ids = torch.randint(100, (2, 7))
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    with (
-        pair.loaded("tensor", networks.bert, example=(ids, mask)) as model,
-        torch.inference_mode(),
-    ):
-        assert deviation(model(ids, mask), networks.bert()(ids, mask)) <= 1e-4
 
 
 def test_a_rank_that_fails_alone_says_that_the_group_must_end(pair):
