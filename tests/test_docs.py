@@ -1,7 +1,8 @@
 """Every example of the docs does what its page says, and every link leads somewhere.
 
-The fenced blocks of a page run in order, each as a test of its own, in one scratch folder, against
-real services. A page's folder has a `photo.jpg`. The language says what happens:
+The fenced blocks of a page run in order, each as a test of its own, against real services. They run
+in a scratch folder of the page: a copy of the project in `docs/examples`, or else a folder that has
+nothing but a `photo.jpg`. The language says what happens:
 
 `sh`, `bash`    runs in bash, in a shell of its own (`-euo pipefail`). `inferpool serve ...` returns
                 once it is ready, and ends the one that served before, as its reader would with
@@ -29,32 +30,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import ROOT, SHOWN, Block, all_pages, blocks_of, broken_links_of
+from tests.docs.pages import ROOT, Block, all_pages, blocks_of, broken_links_of, examples
 from tests.docs.stage import Stage
-
-EXAMPLES = [
-    block
-    for page in all_pages()
-    for block in blocks_of(page)
-    if block.language not in SHOWN or block.marks
-]
 
 
 @pytest.fixture(scope="module")
-def stage(request, tmp_path_factory):
+def stage(tmp_path_factory):
     for tool in ("bash", "curl"):
         if shutil.which(tool) is None:
             pytest.skip(f"the examples use {tool}: install it")
-    with Stage(tmp_path_factory.mktemp("docs"), ROOT / request.param) as stage:
+    with Stage(tmp_path_factory.mktemp("docs")) as stage:
         yield stage
 
 
-@pytest.mark.parametrize(
-    ("stage", "example"),
-    [pytest.param(block.page, block, id=str(block)) for block in EXAMPLES],
-    indirect=["stage"],
-    scope="module",
-)
+@pytest.mark.parametrize("example", examples(), ids=str)
 def test_example_does_what_it_says(stage: Stage, example: Block):
     stage.run(example)
 
@@ -113,6 +102,6 @@ print(json.dumps({"a": [1, 2, 3], "b": {"id": "4bf92f", "n": None}, "c": True}))
 def _run(folder: Path, markdown: str) -> None:
     page = folder / "page.md"
     page.write_text(markdown)
-    with Stage(folder / "stage", page) as stage:
+    with Stage(folder / "stage") as stage:
         for block in blocks_of(page, folder):
             stage.run(block)

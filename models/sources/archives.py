@@ -116,7 +116,7 @@ class ScriptedModel(TensorModel):
         _check_kind(self._path, "torchscript")
         try:
             with warnings.catch_warnings():
-                # The user chose the format; the deprecation is for the README to mention.
+                # The user chose the format; docs/models.md mentions the deprecation.
                 warnings.simplefilter("ignore")
                 network: torch.jit.ScriptModule = torch.jit.load(
                     self._path, map_location=self.device

@@ -32,6 +32,11 @@ class Block:
     """Line of the page, from 1, where the text begins."""
     marks: dict[str, str]
 
+    @property
+    def is_example(self) -> bool:
+        """Whether there is something to run or to check."""
+        return self.language not in SHOWN or bool(self.marks)
+
     def __str__(self) -> str:
         return f"{self.page}:{self.line}-{self.language or 'text'}"
 
@@ -62,6 +67,15 @@ def blocks_of(page: Path, root: Path = ROOT) -> Iterator[Block]:
         else:
             assert not marks, f"{name}: {marks} mark no block that follows at once"
     assert not marks, f"{name}: {marks} mark no block"
+
+
+def examples() -> list[Block]:
+    """Return all blocks that are run or checked; pages that use the same service stand together."""
+    pages = [[block for block in blocks_of(page) if block.is_example] for page in all_pages()]
+    pages.sort(
+        key=lambda blocks: [block.marks["serve"] for block in blocks if "serve" in block.marks]
+    )
+    return [block for blocks in pages for block in blocks]
 
 
 def broken_links_of(page: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""A folder in which the examples of one page run one after another, as they would for a reader."""
+"""A folder in which the examples of the pages run one after another, as they would for a reader."""
 
 import functools
 import io
@@ -52,20 +52,17 @@ class ExampleError(AssertionError):
 class Stage:
     """Runs blocks. A context manager: leaving it ends the service that they started last."""
 
-    def __init__(self, folder: Path, page: Path) -> None:
-        """Begin in a new folder below `folder`, with what the reader of `page` would have there.
-
-        That is a copy of the page's own folder for the projects in `docs/examples`, and else
-        nothing but a photo.
-        """
-        self.folder = folder / "inferpool"
+    def __init__(self, folder: Path) -> None:
+        """Begin in a new folder, with the commands that the examples use."""
+        self.folder = self._root = folder
+        self._page = ""
         self._own = folder / "own"
         self._port = free_port()
         self._output: str | None = None
         """Output of the block before."""
         self._serving = ""
         self._interpreter: subprocess.Popen[str] | None = None
-        self._set_up(page)
+        self._set_up()
 
     def __enter__(self) -> "Stage":
         """Start nothing yet."""
@@ -74,8 +71,7 @@ class Stage:
     def __exit__(self, *_: object) -> None:
         """End what runs."""
         command.stop(self._own)
-        if self._interpreter is not None:
-            self._interpreter.communicate(timeout=10)
+        self._end_interpreter()
 
     def run(self, block: Block) -> None:
         """Do what a block says, or check that it could be done.
@@ -83,6 +79,8 @@ class Stage:
         Raises:
             ExampleError: It cannot be done, or something else came out than the page prints.
         """
+        if block.page != self._page:
+            self._turn_to(block.page)
         if block.language in ("sh", "bash"):
             _check_command_lines(block.text)
         if "not run" in block.marks:
@@ -173,12 +171,26 @@ class Stage:
             command.COMMAND: str(Path(sys.executable).parent / "inferpool"),
         }
 
-    def _set_up(self, page: Path) -> None:
-        if page.is_relative_to(ROOT / "docs/examples"):
-            shutil.copytree(page.parent, self.folder)
+    def _turn_to(self, page: str) -> None:
+        """Go to a folder of the page's own, as its reader would begin.
+
+        It is a copy of the page's folder for the projects in `docs/examples`. The service goes on.
+        """
+        self._end_interpreter()
+        self._page, self._output = page, None
+        self.folder = self._root / page.removesuffix(".md")
+        if page.startswith("docs/examples/"):
+            shutil.copytree((ROOT / page).parent, self.folder)
         else:
             self.folder.mkdir(parents=True)
         (self.folder / "photo.jpg").write_bytes(_photo())
+
+    def _end_interpreter(self) -> None:
+        if self._interpreter is not None:
+            self._interpreter.communicate(timeout=10)
+            self._interpreter = None
+
+    def _set_up(self) -> None:
         binaries = self._own / "bin"
         binaries.mkdir(parents=True)
         ours = f'#!/bin/sh\nexec "{sys.executable}" "{command.__file__}" "$@"\n'
