@@ -1,4 +1,4 @@
-"""A split model whose stages do what an input says, and which sees whether it is alone."""
+"""A split model whose stages do what an input says; it fails if two threads run its code."""
 
 import os
 import signal
@@ -16,8 +16,8 @@ _ACTS = ("ok", "sleep", "raise", "kill", "hang")
 STAGE_S = 0.1
 
 
-class Step(nn.Module):
-    """Branches on its input, so that it is one step: rows of a number, an act and who acts."""
+class ActingStage(nn.Module):
+    """One step, since it branches on its input: rows of a number, an act and who acts."""
 
     def __init__(self, stage: int) -> None:
         super().__init__()
@@ -42,9 +42,9 @@ class Step(nn.Module):
 
 
 class ActingStages(Model):
-    """Takes {"n": number, "do": act, "stage": which}, of which -1 is all; answers twice n.
+    """Takes {"n": number, "do": act, "stage": which}, where -1 is all stages; answers twice n.
 
-    With "calls" its network is called so often, one call after the other.
+    With "calls" it calls its network so often, one call after the other.
     """
 
     outputs = (TensorSpec(name="twice", dtype="int64", shape=(-1,)),)
@@ -53,7 +53,10 @@ class ActingStages(Model):
         stages = range(placement.num_ranks)
         self.split_points = [str(stage) for stage in stages[1:]]
         self.network = self.load_network(
-            lambda: nn.Sequential(*map(Step, stages)), None, placement, example=[torch.zeros(1, 4)]
+            lambda: nn.Sequential(*map(ActingStage, stages)),
+            None,
+            placement,
+            example=[torch.zeros(1, 4)],
         )
         self._num_inside = 0
 
@@ -82,7 +85,7 @@ class ActingStages(Model):
         return {"twice": int(outputs["twice"])}
 
     def _work(self) -> None:
-        """Take a moment, in which no other thread may be at work here."""
+        """Take a moment; fail if another thread runs this model's code meanwhile."""
         self._num_inside += 1
         time.sleep(0.002)
         if self._num_inside > 1:

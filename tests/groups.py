@@ -1,4 +1,4 @@
-"""Control groups and namespaces for tests; those that cannot have them are skipped."""
+"""Control groups and mounts for tests, which are skipped where they cannot be made."""
 
 import contextlib
 import os
@@ -15,11 +15,11 @@ import pytest
 
 MOUNT = Path("/sys/fs/cgroup")
 _REMOVE_S = 30.0
-"""How long processes that were killed may take to go."""
+"""Seconds that processes may take to end after they were killed."""
 
 
 class ControlGroup:
-    """A group of version 1 under this process's own."""
+    """A control group of version 1, inside the group of this process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -31,11 +31,11 @@ class ControlGroup:
         return (self.folder / name).read_text()
 
     def enter(self) -> None:
-        """Move this process into it: for `preexec_fn`."""
+        """Move this process into it; for `preexec_fn`."""
         self.set("cgroup.procs", os.getpid())
 
     def remove(self) -> None:
-        """Kill what is left in it, as after a test that failed, and have it go."""
+        """Kill the processes left in it, as after a test that failed, and remove it."""
         until = time.monotonic() + _REMOVE_S
         while True:
             for pid in self.get("cgroup.procs").split():
@@ -43,7 +43,7 @@ class ControlGroup:
                     os.kill(int(pid), signal.SIGKILL)
             try:
                 self.folder.rmdir()
-            except OSError:  # a process that has ended is in it until its parent has looked
+            except OSError:  # an ended process is in it until its parent has waited for it
                 if time.monotonic() > until:
                     raise
                 time.sleep(0.02)
@@ -53,7 +53,7 @@ class ControlGroup:
 
 @contextlib.contextmanager
 def control_group(controller: str) -> Iterator[ControlGroup]:
-    """A new group, which goes in the end with whatever runs in it."""
+    """Make a group, and remove it in the end with whatever runs in it."""
     lines = Path("/proc/self/cgroup").read_text().splitlines()
     paths = [line.split(":", 2)[2] for line in lines if f":{controller}:" in line]
     if not paths:
@@ -70,10 +70,10 @@ def control_group(controller: str) -> Iterator[ControlGroup]:
 
 
 def with_mounts(*mounts: str) -> Sequence[str]:
-    """The start of a command that runs with mounts of its own.
+    """Return the start of a command that runs with mounts of its own.
 
     Args:
-        mounts: Arguments of `mount`, one string each.
+        mounts: Arguments for calls of `mount`, one string for each call.
     """
     hidden = [Path(each.split()[-1]) for each in mounts]
     for needed in (Path(sys.executable), Path(__file__).resolve()):

@@ -14,7 +14,7 @@ from tests.fault_model import ACTS, FaultModel
 
 
 class SplitFaultModel(FaultModel):
-    """As `FaultModel`, with {"rank": number}: which of its ranks is to act; the lead by default."""
+    """A `FaultModel` whose input says which rank acts: {"rank": number}, by default the lead."""
 
     def load(self, placement: Placement) -> None:
         assert self.ranks is not None
@@ -38,7 +38,7 @@ class SplitFaultModel(FaultModel):
 
 
 class FaultNetwork:
-    """Each rank does what it is told to, and all of them answer the lead."""
+    """Each rank acts as the lead says, and answers the lead."""
 
     def __init__(self, ranks: Ranks, act: Callable[[str], None]) -> None:
         self._ranks = ranks

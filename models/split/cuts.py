@@ -1,4 +1,4 @@
-"""Where a pipeline is cut into stages, so that neither memory nor time is wasted. Worker processes.
+"""Chooses where a pipeline is cut, so that neither memory nor time is wasted. Worker processes.
 
 A network is cut for its memory, so bytes come first: the largest stage has at most `SPREAD` times
 an even share of them, or as little as is possible. A pipeline is as fast as its slowest stage, so
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 SPREAD = 1.25
 """Largest stage that is allowed, in even shares of the bytes."""
 _SLACK = 1.1
-"""What cuts that fewer values cross may cost, in the bytes or in the time of a stage."""
+"""Factor on the largest stage, in bytes or time, that cuts with fewer values crossing may cost."""
 _SMALL_SHARE = 0.25
 """Share of the memory that each rank may take: a smaller network is not cut for its memory."""
 _NUM_TRIALS = 3

@@ -32,9 +32,9 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
     rank_bytes: tuple[int, ...] = ()
     """Parameters and buffers of each rank."""
     text: str = ""
-    """What each rank has, for a person."""
+    """The parts of the ranks, for a person."""
     problem: str = ""
-    """Why the network cannot be laid so; empty if it can."""
+    """The reason why the network cannot be laid so; empty if it can."""
 
 
 class Survey(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,5 +47,5 @@ class Survey(msgspec.Struct, frozen=True, kw_only=True):
     activation_bytes: int | None = None
     """The most that the batch needed beside the parameters; None where that was not measured."""
     note: str = ""
-    """Why something was not measured."""
+    """The reason why something was not measured."""
     ways: tuple[Way, ...] = ()

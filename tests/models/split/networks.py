@@ -224,7 +224,7 @@ class Tangled(nn.Module):
         return {"c": c, "pair": torch.cat((a, other), 1)}
 
 
-class Slow(nn.Module):
+class SlowStep(nn.Module):
     """A step without weights."""
 
     def forward(self, x):
@@ -234,7 +234,9 @@ class Slow(nn.Module):
 
 
 def slow_at_first():
-    return nn.Sequential(Slow(), nn.Linear(8, 8), Slow(), nn.Linear(8, 64), nn.Linear(64, 64))
+    return nn.Sequential(
+        SlowStep(), nn.Linear(8, 8), SlowStep(), nn.Linear(8, 64), nn.Linear(64, 64)
+    )
 
 
 class TwoLinears(nn.Sequential):

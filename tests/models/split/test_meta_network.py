@@ -6,7 +6,7 @@ from inferpool.models.split.meta_network import MetaNetwork, fill
 
 
 @pytest.mark.parametrize("is_zip", [True, False])
-def test_what_a_network_loads_as_it_is_built_is_in_its_parts(tmp_path, caplog, is_zip):
+def test_weights_that_a_network_loads_as_it_is_built_are_in_its_parts(tmp_path, caplog, is_zip):
     def layers():
         return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
 
@@ -48,7 +48,7 @@ def test_parameters_have_no_values_and_buffers_have_theirs():
 
 
 class Noisy(nn.Sequential):
-    """What is drawn after its parameters is no parameter."""
+    """Draws random tensors after its parameters."""
 
     def __init__(self):
         torch.manual_seed(1)
@@ -57,8 +57,8 @@ class Noisy(nn.Sequential):
         self.plain = torch.randn(2)
 
 
-class Centred(nn.Linear):
-    """Has what is computed of its parameters as it is built."""
+class WithMean(nn.Linear):
+    """Has a buffer that is computed of its parameters as it is built."""
 
     def __init__(self):
         torch.manual_seed(1)
@@ -71,8 +71,8 @@ def normed():
     return nn.utils.parametrizations.weight_norm(nn.Linear(3, 4))
 
 
-@pytest.mark.parametrize("build", [Noisy, Centred, normed])
-def test_what_is_built_in_parts_has_the_numbers_that_the_whole_would_have(build):
+@pytest.mark.parametrize("build", [Noisy, WithMean, normed])
+def test_a_part_that_is_built_again_has_the_numbers_of_the_whole(build):
     meta = MetaNetwork(build)
     fill(
         meta.network,

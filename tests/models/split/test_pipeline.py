@@ -38,7 +38,7 @@ def test_stages_answer_as_the_whole_and_each_has_its_part(pair, build, shape, la
     assert max(part.num_bytes for part in parts) <= largest * num_bytes(whole)
 
 
-def test_weighing_makes_no_semaphore_that_a_killed_rank_would_leave(pair):
+def test_measuring_steps_makes_no_semaphore_that_a_killed_rank_would_leave(pair):
     example = [torch.randn(2, 32)]
     with (
         pair.patched("torch.fx.interpreter.tqdm", None),  # whose lock is one
@@ -166,7 +166,7 @@ def test_each_stage_reads_its_own_weights_from_several_files(pair, tmp_path):
         pass
 
 
-def test_what_cannot_be_cut_so_is_refused_by_name(pair):
+def test_split_points_that_cannot_be_are_refused_by_name(pair):
     for points, message in [
         (["no"], "cannot be cut in front of 'no': its forward has 0, 1, 2"),
         (["0"], "cannot be cut in front of 0: there must be steps before"),

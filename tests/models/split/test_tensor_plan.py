@@ -8,7 +8,7 @@ from inferpool.models.split.tensor_plan import find_plan, own_plan
 from tests.models.split import networks
 
 
-class Reading(nn.Module):
+class ReadsWeight(nn.Module):
     """Uses a Linear's matrix past its forward; may be traced, or may not."""
 
     def __init__(self, is_traced):
@@ -38,14 +38,14 @@ def cut(network, size=2):
 
 @pytest.mark.parametrize("is_traced", [True, False])
 def test_a_layer_whose_matrix_is_read_by_other_code_stays_whole(is_traced):
-    assert "read" not in cut(Reading(is_traced))
+    assert "read" not in cut(ReadsWeight(is_traced))
 
 
 def test_a_matrix_that_two_layers_share_stays_whole():
     assert cut(Shared()) == {}
 
 
-def test_results_that_others_read_too_are_gathered():
+def test_outputs_that_other_code_reads_too_are_gathered():
     class Branching(nn.Module):
         def __init__(self):
             super().__init__()
@@ -58,7 +58,7 @@ def test_results_that_others_read_too_are_gathered():
     assert cut(Branching()) == {"up": "gather", "down": "gather"}
 
 
-def test_what_has_fewer_parts_than_there_are_ranks_stays_whole():
+def test_a_layer_with_fewer_features_than_ranks_stays_whole():
     network = nn.Sequential(nn.Linear(64, 3), nn.ReLU(), nn.Linear(3, 64))
     assert cut(network, size=4) == {"2": "gather"}
 
@@ -74,12 +74,12 @@ def test_layers_that_do_more_than_torchs_own_stay_whole():
     assert set(cut(network)) == {"2"}
 
 
-def test_an_activation_that_is_not_elementwise_keeps_its_layer_whole():
-    def halves(activation):
+def test_a_layer_before_an_activation_that_is_not_elementwise_is_gathered():
+    def found(activation):
         return cut(nn.TransformerEncoderLayer(32, 2, 64, activation=activation))
 
-    assert halves(functional.gelu)["linear1"] == "column"
-    assert halves(lambda x: x.softmax(-1))["linear1"] == "gather"
+    assert found(functional.gelu)["linear1"] == "column"
+    assert found(lambda x: x.softmax(-1))["linear1"] == "gather"
 
 
 def test_an_attention_is_cut_by_the_heads_that_its_attributes_count():
