@@ -78,9 +78,10 @@ def client(model: Served, /, **settings: object) -> Iterator[Client]:
         with (
             start_blocking_portal(name="inferpool testing") as portal,
             portal.wrap_async_context_manager(app.lifespan()),
-            Client(_URL, transport=_PortalTransport(app, portal), timeout_s=None, retries=0) as it,
         ):
-            yield it
+            transport = _PortalTransport(app, portal)
+            with Client(_URL, transport=transport, timeout_s=None, retries=0) as asking:
+                yield asking
 
 
 @contextmanager
