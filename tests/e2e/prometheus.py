@@ -1,11 +1,9 @@
-"""A real Prometheus, with the repository's configuration pointed at a service of the tests."""
+"""A real Prometheus with the configuration in docker/, for a service of a test."""
 
 import contextlib
 import re
 import shutil
-import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,38 +11,38 @@ from typing import Any
 import httpx
 import yaml
 
-from tests.e2e.running import ROOT
+from tests.e2e.running import ROOT, until
+from tests.ports import free_port
 
 FOLDER = ROOT / "docker" / "prometheus"
-_START_S = 60.0
 
 
 class Prometheus:
-    """One that runs, asked over HTTP."""
+    """A running Prometheus, asked over HTTP."""
 
     def __init__(self, url: str) -> None:
         self.client = httpx.Client(base_url=url, timeout=30)
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """The samples of an expression now; an error of Prometheus' is an AssertionError."""
+        """Return the samples of an expression now; fail if Prometheus refuses the expression."""
         answer = self.client.post("/api/v1/query", data={"query": expression}).json()
         assert answer["status"] == "success", f"{expression}: {answer}"
         return list(answer["data"]["result"])
 
     def rules(self) -> list[dict[str, Any]]:
-        """Each rule as it was evaluated last."""
+        """Return each rule with the result of its last evaluation."""
         groups = self.client.get("/api/v1/rules").json()["data"]["groups"]
         return [rule for group in groups for rule in group["rules"]]
 
     def firing(self) -> set[str]:
-        """Names of the alerts that fire."""
+        """Return the names of the alerts that fire."""
         alerts = self.client.get("/api/v1/alerts").json()["data"]["alerts"]
         return {each["labels"]["alertname"] for each in alerts if each["state"] == "firing"}
 
 
 @contextlib.contextmanager
 def prometheus(folder: Path, *, target: str, key: Path) -> Iterator[Prometheus]:
-    """Run one that asks a service every half second, and whose alerts wait for nothing."""
+    """Run Prometheus; it scrapes the service twice a second, and its alerts fire without delay."""
     shutil.copy(FOLDER / "prometheus.yml", folder)
     config = yaml.safe_load((folder / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "500ms", "evaluation_interval": "500ms"}
@@ -56,8 +54,7 @@ def prometheus(folder: Path, *, target: str, key: Path) -> Iterator[Prometheus]:
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     rules = (FOLDER / "rules.yml").read_text()
     (folder / "rules.yml").write_text(re.sub(r"\n +for: \S+", "", rules))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             [
@@ -72,21 +69,17 @@ def prometheus(folder: Path, *, target: str, key: Path) -> Iterator[Prometheus]:
             stderr=log,
         )
     server = Prometheus(f"http://127.0.0.1:{port}")
+
+    def is_ready() -> bool:
+        assert process.poll() is None, (folder / "log").read_text()
+        with contextlib.suppress(httpx.TransportError):
+            return server.client.get("/-/ready").status_code == 200
+        return False
+
     try:
-        _wait_until_ready(server, process, folder)
+        until(is_ready)
         yield server
     finally:
         server.client.close()
         process.kill()
         process.wait(10)
-
-
-def _wait_until_ready(server: Prometheus, process: "subprocess.Popen[bytes]", folder: Path) -> None:
-    until = time.monotonic() + _START_S
-    while True:
-        with contextlib.suppress(httpx.TransportError):
-            if server.client.get("/-/ready").status_code == 200:
-                return
-        assert process.poll() is None, (folder / "log").read_text()
-        assert time.monotonic() < until, "Prometheus is not ready in time"
-        time.sleep(0.05)

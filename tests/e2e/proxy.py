@@ -1,17 +1,16 @@
-"""nginx as docker/nginx.conf has it, in front of services of a test."""
+"""nginx with docker/nginx.conf, in front of the services of a test."""
 
 import contextlib
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.e2e.running import ROOT
+from tests.e2e.running import ROOT, until
 
 CONFIG = ROOT / "docker" / "nginx.conf"
 needs_nginx = pytest.mark.skipif(
@@ -22,7 +21,7 @@ _TEMPORARY = ("client_body", "proxy", "fastcgi", "scgi", "uwsgi")
 
 @contextlib.contextmanager
 def proxy(folder: Path, port: int, upstream_ports: Sequence[int]) -> Iterator[str]:
-    """Run it with other ports; yields its URL."""
+    """Run nginx with other ports than the file has; yields its URL."""
     text = CONFIG.read_text()
     changes = {"listen 8000;": f"listen 127.0.0.1:{port};"}
     for number, upstream_port in enumerate(upstream_ports, 8001):
@@ -42,15 +41,15 @@ def proxy(folder: Path, port: int, upstream_ports: Sequence[int]) -> Iterator[st
         ["nginx", "-p", str(folder), "-c", str(config), "-e", f"{folder}/log", "-g", own]
     )
     url = f"http://127.0.0.1:{port}"
+
+    def is_up() -> bool:
+        assert process.poll() is None, (folder / "log").read_text()
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"{url}/admin").status_code == 404
+        return False
+
     try:
-        until = time.monotonic() + 60
-        while True:
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{url}/admin").status_code == 404:
-                    break
-            assert process.poll() is None, (folder / "log").read_text()
-            assert time.monotonic() < until
-            time.sleep(0.02)
+        until(is_up)
         yield url
     finally:
         process.terminate()

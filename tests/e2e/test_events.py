@@ -12,8 +12,6 @@ import pytest
 
 from tests.e2e.running import running
 
-OCTETS = {"Content-Type": "application/octet-stream"}
-
 
 def states(response: httpx.Response) -> Iterator[Any]:
     for line in response.iter_lines():
@@ -23,17 +21,17 @@ def states(response: httpx.Response) -> Iterator[Any]:
 
 @pytest.mark.measures
 @pytest.mark.parametrize("num_fronts", [1, 2])
-def test_the_feed_tells_of_load_and_deaths_and_ends_when_the_service_does(num_fronts):
+def test_the_feed_shows_load_and_deaths_and_ends_when_the_service_does(num_fronts):
     options = ("--replicas", "1", "--front-ends", str(num_fronts))
     with running("echo", *options) as service:
         with httpx.stream("GET", f"{service.url}/events", timeout=60) as feed:
             seen = states(feed)
             assert next(seen)["models"]["echo"]["endings"] == []
-            assert httpx.post(f"{service.url}/predict", content=b"x", headers=OCTETS).is_success
+            assert service.predict("x") == ["x"]
             os.kill(service.worker_pids()[0], signal.SIGKILL)
-            samples = (state["models"]["echo"] for state in seen)
             answered = 0.0
-            for sample in samples:
+            for state in seen:
+                sample = state["models"]["echo"]
                 answered += sample["requests_per_s"]
                 if answered and sample["endings"]:
                     break
@@ -43,5 +41,5 @@ def test_the_feed_tells_of_load_and_deaths_and_ends_when_the_service_does(num_fr
             began = time.monotonic()
             *_, last = seen
             assert last["health"]["status"] == "draining"
-            assert time.monotonic() - began < 15  # a call that is not over holds it up for longer
+            assert time.monotonic() - began < 15  # a drain waits longer for a call in flight
         assert service.wait() == 0

@@ -1,4 +1,4 @@
-"""The manifests of docker/kubernetes, held against the schemas of Kubernetes and the service."""
+"""The manifests of docker/kubernetes, checked against Kubernetes' schemas and the service."""
 
 import subprocess
 import sys
@@ -21,17 +21,13 @@ PODS = [each["spec"]["template"] for each in DEPLOYMENTS]
 
 
 def object_of(kind: str) -> dict[str, Any]:
-    """The only one of its kind."""
+    """Return the only object of a kind."""
     (one,) = [each for each in OBJECTS if each["kind"] == kind]
     return one
 
 
-def name_of(one: dict[str, Any]) -> str:
-    return f"{one['kind']}-{one['metadata']['name']}"
-
-
 @pytest.mark.parametrize("version", ["1.29", "1.33", kubernetes_validate.latest_version()])
-def test_every_manifest_is_what_kubernetes_takes(version):
+def test_kubernetes_accepts_every_manifest(version):
     assert len(OBJECTS) >= 7
     for one in OBJECTS:
         kubernetes_validate.validate(one, version, strict=True)
@@ -43,7 +39,7 @@ def test_a_field_that_is_misspelt_would_be_noticed():
         kubernetes_validate.validate(wrong, "1.33", strict=True)
 
 
-@pytest.mark.parametrize("pod", PODS, ids=[name_of(each) for each in DEPLOYMENTS])
+@pytest.mark.parametrize("pod", PODS, ids=[each["metadata"]["name"] for each in DEPLOYMENTS])
 def test_a_pod_is_probed_where_the_service_answers_and_ends_after_its_drain(pod, tmp_path):
     settings = load({}, object_of("ConfigMap")["data"], tmp_path).settings
     spec, container = pod["spec"], pod["spec"]["containers"][0]

@@ -1,84 +1,162 @@
-"""A service's life as an orchestrator sees it, by the probes of docker/kubernetes."""
+"""The life of a service as an orchestrator sees it, by the probes of docker/kubernetes."""
 
-import asyncio
 import os
 import signal
 import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+import yaml
 
-from tests.e2e.kubelet import Kubelet
-from tests.e2e.running import running, until
-from tests.e2e.test_deployment import free_ports
+from tests.e2e.running import ROOT, faulty, running, until
+from tests.ports import free_port
 
-
-async def flood(url: str, num: int) -> list[int]:
-    async with httpx.AsyncClient(base_url=url, timeout=30, verify=False) as client:
-        body = {"instances": [{"n": 1}]}
-        posts = [client.post("/predict", json=body) for _ in range(num)]
-        return [answer.status_code for answer in await asyncio.gather(*posts)]
+FASTER = 20
+"""How many times as often as by the manifest the probes are sent; all else is as it says there."""
 
 
-def test_a_pod_is_never_killed_and_sent_requests_only_while_it_can_answer(tmp_path: Path):
-    config, gate = tmp_path / "inferpool.toml", tmp_path / "gate"
+@dataclass
+class PodProbe:
+    """One probe of the manifest, and what became of it."""
+
+    path: str
+    period_s: float
+    timeout_s: float
+    threshold: int
+    failures: int = 0
+    """Failures since the last success."""
+    num_refused: int = 0
+    """Failures that were answers, rather than none in time."""
+    next_at: float = 0.0
+
+    @property
+    def is_due(self) -> bool:
+        return time.monotonic() >= self.next_at
+
+    def passes(self, client: httpx.Client) -> bool:
+        """Ask; return whether it succeeded or has not yet failed too often."""
+        self.next_at = time.monotonic() + self.period_s
+        try:
+            is_good = client.get(self.path, timeout=self.timeout_s).is_success
+            self.num_refused += not is_good
+        except httpx.HTTPError:
+            is_good = False
+        self.failures = 0 if is_good else self.failures + 1
+        return self.failures < self.threshold
+
+
+@dataclass
+class Pod:
+    """A pod as its node judges it, for a test to read at any time."""
+
+    startup: PodProbe
+    liveness: PodProbe
+    readiness: PodProbe
+    is_started: bool = False
+    is_ready: bool = False
+    is_terminating: bool = False
+    reasons_to_kill: list[str] = field(default_factory=list)
+
+    def judge(self, client: httpx.Client) -> None:
+        """Send the probes that are due."""
+        if not self.is_started:
+            if self.startup.is_due:
+                if not self.startup.passes(client):
+                    self.reasons_to_kill.append("it does not start")
+                self.is_started = self.startup.failures == 0
+            return
+        if self.liveness.is_due and not self.is_terminating:
+            is_alive = self.liveness.passes(client)
+            if not is_alive and not self.is_terminating:  # it may have been told meanwhile
+                self.reasons_to_kill.append("it is not alive")
+        if self.readiness.is_due:
+            is_passed = self.readiness.passes(client)
+            self.is_ready = is_passed and (self.is_ready or self.readiness.failures == 0)
+
+
+@contextmanager
+def kubelet(url: str) -> Iterator[Pod]:
+    """PodProbe one service from a thread, as the kubelet of its node would."""
+    document = next(yaml.safe_load_all((ROOT / "docker/kubernetes/cpu.yaml").read_text()))
+    (container,) = document["spec"]["template"]["spec"]["containers"]
+    probes = [
+        PodProbe(
+            path=(probe := container[f"{name}PodProbe"])["httpGet"]["path"],
+            period_s=probe["periodSeconds"] / FASTER,
+            timeout_s=probe.get("timeoutSeconds", 1),
+            threshold=probe["failureThreshold"],
+        )
+        for name in ("startup", "liveness", "readiness")
+    ]
+    probes[0].threshold *= FASTER  # the process starts no faster
+    pod, is_over = Pod(*probes), threading.Event()
+
+    def run() -> None:
+        with httpx.Client(base_url=url) as client:
+            while not is_over.wait(0.01):
+                pod.judge(client)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield pod
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def test_a_pod_is_never_killed_and_gets_requests_only_while_it_can_answer(tmp_path: Path):
+    gate = tmp_path / "gate"
     gate.touch()
-    config.write_text(
-        f"""
-        max_queue_length = 8
-        shutdown_delay_s = 2
-        [models.m]
-        source = "tests.fault_model:FaultModel"
-        replicas = 1
-        max_batch_size = 1
-        batch_timeout_s = 1
-        [models.m.options]
-        forward_s = 0.05
-        once = "{tmp_path / "once"}"
-        gate = "{gate}"
-        """
-    )
+    options = {"forward_s": 0.05, "once": tmp_path / "once", "gate": gate}
+    settings = faulty(max_batch_size=1, batch_timeout_s=1, options=options)
+    settings |= {"max_queue_length": 8, "shutdown_delay_s": 2}
 
     def ask(do: str = "ok") -> int:
-        body = {"instances": [{"n": 21, "do": do}]}
-        return httpx.post(f"{service.url}/predict", json=body, timeout=30).status_code
+        return service.ask({"n": 21, "do": do}).status_code
 
-    (port,) = free_ports(1)
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
     with (
-        Kubelet(f"http://127.0.0.1:{port}") as kubelet,
-        running("--config", str(config), port=port, ready=False) as service,
+        kubelet(url) as pod,
+        running(settings=settings, port=port, ready=False) as service,
+        ThreadPoolExecutor(60) as pool,
     ):
-        service.url = kubelet.url
-        until(lambda: kubelet.is_started)
-        assert not kubelet.is_ready  # it loads
+        service.url = url
+        until(lambda: pod.is_started)
+        assert not pod.is_ready  # it loads
         assert ask() == 503
         gate.unlink()
-        until(lambda: kubelet.is_ready)
+        until(lambda: pod.is_ready)
         assert ask() == 200
 
         gate.touch()
-        os.kill(service.worker_pids()[0], signal.SIGKILL)  # all there are
-        until(lambda: not kubelet.is_ready)
+        os.kill(service.worker_pids()[0], signal.SIGKILL)  # its only worker
+        until(lambda: not pod.is_ready)
         gate.unlink()
-        until(lambda: kubelet.is_ready)
+        until(lambda: pod.is_ready)
 
         gate.touch()
-        asking = threading.Thread(target=ask, args=("hang",))
-        asking.start()
-        until(lambda: not kubelet.is_ready)
+        asked = pool.submit(ask, "hang")
+        until(lambda: not pod.is_ready)
         gate.unlink()
-        asking.join()
-        until(lambda: kubelet.is_ready)
+        asked.result()
+        until(lambda: pod.is_ready)
 
-        before = kubelet.num_refused
-        statuses = asyncio.run(flood(service.url, 60))  # seven times what may wait
-        assert set(statuses) == {200, 429}
-        assert kubelet.num_refused == before  # others are as busy, and none would be left
-        until(lambda: kubelet.is_ready)
+        before = pod.readiness.num_refused
+        statuses = set(pool.map(lambda _: ask(), range(60)))  # seven times what may wait
+        assert statuses == {200, 429}
+        assert pod.readiness.num_refused == before  # others are as busy, and none would be left
+        until(lambda: pod.is_ready)
 
-        kubelet.is_terminating = True
+        pod.is_terminating = True
         service.signal(signal.SIGTERM)
-        until(lambda: not kubelet.is_ready)
-        assert ask() == 200  # for those who have not heard of it yet
+        until(lambda: not pod.is_ready)
+        assert ask() == 200  # balancers that have not heard of it yet still send requests
         assert service.wait() == 0
-    assert kubelet.reasons_to_kill == []
+    assert pod.reasons_to_kill == []
