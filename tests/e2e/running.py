@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,28 @@ def running(
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait(60)
             service.close()
+
+
+@contextlib.contextmanager
+def asking(
+    ask: Callable[[], httpx.Response], num_clients: int = 2
+) -> Iterator[list[httpx.Response]]:
+    """Have clients ask one call after another during the block; yields their answers so far."""
+    answers: list[httpx.Response] = []
+    is_over = threading.Event()
+
+    def run() -> None:
+        while not is_over.is_set():
+            answers.append(ask())
+
+    with ThreadPoolExecutor(num_clients) as threads:
+        clients = [threads.submit(run) for _ in range(num_clients)]
+        try:
+            yield answers
+        finally:
+            is_over.set()
+        for client in clients:
+            client.result()
 
 
 def faulty(**model: object) -> dict[str, dict[str, dict[str, object]]]:

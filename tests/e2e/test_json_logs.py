@@ -7,12 +7,12 @@ import socket
 from pathlib import Path
 
 from tests.e2e.running import faulty, running
-from tests.noisy_model import SAID
+from tests.fault_model import PRINTED
 
 
 def test_every_line_is_json_whoever_wrote_it_and_how(tmp_path: Path):
     once = tmp_path / "once"
-    noisy = {"source": "tests.noisy_model:NoisyModel", "options": {"once": once}}
+    noisy = {"source": "tests.fault_model:NoisyModel", "options": {"once": once}}
     settings = faulty(batch_timeout_s=0.7, **noisy)
     # The test reads the service's stdout together with its stderr.
     with running(settings=settings, preexec_fn=lambda: os.dup2(2, 1)) as service:
@@ -27,10 +27,10 @@ def test_every_line_is_json_whoever_wrote_it_and_how(tmp_path: Path):
     for line in service.log:
         assert list(line)[:4] == ["time", "level", "logger", "message"], line
         assert re.fullmatch(r"[\d-]{10}T[\d:.]{12}Z", str(line["time"]))
-    for logger, said in SAID.items():
-        assert set(said) <= {line["message"] for line in service.log if line["logger"] == logger}
-    printed = [line for line in service.log if str(line["message"]).startswith("from Python")]
-    assert printed
-    assert all(re.fullmatch(r"m/0#\d+", str(line.get("worker"))) for line in printed)
+    for logger, printed in PRINTED.items():
+        assert set(printed) <= {line["message"] for line in service.log if line["logger"] == logger}
+    lines = [line for line in service.log if str(line["message"]).startswith("from Python")]
+    assert lines
+    assert all(re.fullmatch(r"m/0#\d+", str(line.get("worker"))) for line in lines)
     assert any("from the warnings module" in str(line["message"]) for line in service.log)
     assert service.log[-1]["message"] == "stopped"

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +11,7 @@ import httpx
 import pytest
 import torch
 
-from tests.e2e.running import Running, running, until
+from tests.e2e.running import Running, asking, running, until
 
 pytestmark = [pytest.mark.measures, pytest.mark.slow]
 
@@ -88,32 +87,12 @@ def are_ready(service: Running) -> bool:
     return all(worker["state"] == "ready" for worker in service.workers())
 
 
-@contextlib.contextmanager
-def asking(service: Running) -> Iterator[list[tuple[int, str]]]:
-    """Have two clients ask one call after another; yields the answers so far."""
-    found: list[tuple[int, str]] = []
-    is_over = threading.Event()
-
-    def ask() -> None:
-        while not is_over.is_set():
-            answer = service.ask(0)
-            found.append((answer.status_code, answer.text))
-
-    with ThreadPoolExecutor(2) as threads:
-        clients = [threads.submit(ask) for _ in range(2)]
-        try:
-            yield found
-        finally:
-            is_over.set()
-    assert [client.result() for client in clients] == [None, None]
-
-
 @pytest.mark.parametrize("split", [False, True], ids=["one process", "a group"])
 def test_restart_that_fails_leaves_the_old_worker_serving(tmp_path: Path, split: bool):
     write(tmp_path, "1", split=split)
     ranks = {"placement": "pipeline", "devices_per_replica": 2} if split else {}
     with serving(tmp_path, replicas=1, **ranks) as service:
-        with asking(service) as found:
+        with asking(lambda: service.ask(0)) as found:
             good = (tmp_path / "net.py").read_text()
             (tmp_path / "net.py").write_text(good.replace("import torch\n", "import torch (\n"))
             answer = restart(service)
@@ -130,9 +109,9 @@ def test_restart_that_fails_leaves_the_old_worker_serving(tmp_path: Path, split:
             assert service.model()["restart"] == {"state": "done", "text": ""}
             num = len(found)
             until(lambda: len(found) > num + 4)
-        assert {status for status, _ in found} == {200}
-        assert "1.0" in found[0][1]
-        assert "2.0" in found[-1][1]
+        assert {answer.status_code for answer in found} == {200}
+        assert "1.0" in found[0].text
+        assert "2.0" in found[-1].text
 
 
 def test_old_worker_may_leave_first_and_recovers_from_what_breaks_then(tmp_path: Path):

@@ -20,7 +20,6 @@ MOMENTS_S = [0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.3, 1.7, 2.2, 3.0]
 """Seconds after the first instruction, from which on SIGTERM is handled."""
 PID_1 = ("unshare", "--pid", "--fork", "--kill-child")
 TERMINATED = 128 + signal.SIGTERM
-COMMAND = [sys.executable, "-m", "inferpool", "serve", "echo", "--replicas", "1"]
 
 
 def can_be_pid_1() -> bool:
@@ -53,30 +52,21 @@ def in_session(leader: int) -> list[psutil.Process]:
 def exit_code_of(moment_s: float, folder: Path, *, prefix: tuple[str, ...] = ()) -> int:
     """Start a service, send it SIGTERM at a moment, and check that it leaves nothing."""
     folder.mkdir()
-    process = subprocess.Popen(
-        [*prefix, *COMMAND, "--speed", "exact", "--front-ends", "2", "--port", "0"],
-        cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(folder)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        pid = process.pid
+    flags = ("--replicas", "1", "--front-ends", "2")
+    command = (*prefix, sys.executable, "-m", "inferpool")
+    env = {"TMPDIR": str(folder)}
+    with running("echo", *flags, command=command, env=env, ready=False) as service:
+        leader = pid = service.process.pid
         if prefix:
-            until(lambda: psutil.Process(process.pid).children())
-            (pid,) = [each.pid for each in psutil.Process(process.pid).children()]
+            until(lambda: psutil.Process(leader).children())
+            (pid,) = [each.pid for each in psutil.Process(leader).children()]
         until(lambda: handles_sigterm(pid))
         time.sleep(moment_s)
         os.kill(pid, signal.SIGTERM)
-        code = process.wait(60)
-        until(lambda: not in_session(process.pid), 20)
+        code = service.wait()
+        until(lambda: not in_session(leader), 20)
         assert list(folder.iterdir()) == []
         return code
-    finally:
-        for each in in_session(process.pid):
-            each.kill()
-        process.wait(60)
 
 
 def test_sigterm_at_any_moment_of_the_start_ends_it_and_leaves_nothing(tmp_path: Path):

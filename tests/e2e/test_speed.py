@@ -67,7 +67,7 @@ def test_a_preset_by_name_serves_in_every_incarnation(tmp_path):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
 def test_a_compiled_preset_is_found_while_serving_and_taken_with_no_request_lost(tmp_path):
     env = {"INFERPOOL_CACHE_DIR": str(tmp_path), "TMPDIR": str(tmp_path)}
-    fusible = "tests.fusible_classifier:FusibleClassifier"
+    fusible = "tests.small_classifier:FusibleClassifier"
     arguments = (fusible, "--speed", "auto", "--replicas", "1")
     labels = set()
     with running(*arguments, env=env) as service, httpx.Client(timeout=60) as client:
