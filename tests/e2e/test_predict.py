@@ -4,7 +4,6 @@ import asyncio
 import base64
 import contextlib
 import io
-import json
 
 import httpx
 import numpy as np
@@ -107,16 +106,6 @@ def test_instance_that_fails_is_an_error_at_its_own_place(service: Running):
     assert second["error"]["status"] == 422
 
 
-def test_parameters_choose_how_many_classes(service: Running):
-    body = {"instances": [in_base64(jpeg("coffee"))], "parameters": {"top_k": 2}}
-    (two,) = post(service, json.dumps(body).encode(), "application/json")
-    assert len(two) == 2
-    assert len(post(service, jpeg("coffee"), path="/predict?top_k=1")[0]) == 1
-    answer = service.post(json={**body, "parameters": {"top_k": 0}})
-    assert answer.status_code == 422
-    assert "top_k" in answer.json()["detail"]
-
-
 def test_500_concurrent_requests_with_500_different_images_get_each_its_own_answer(
     service: Running,
 ):
@@ -149,23 +138,3 @@ def test_500_concurrent_requests_with_500_different_images_get_each_its_own_answ
         distances = np.abs(scores - np.load(io.BytesIO(alone.content))).max(axis=1)
         assert distances[i] <= 1e-4
         assert distances.argmin() == i or distances.min() == distances[i]
-
-
-@pytest.mark.parametrize(
-    ("change", "status", "code"),
-    [
-        ({"path": "/predict/nobody"}, 404, "unknown_model"),
-        ({"headers": {"Content-Type": "application/pdf"}}, 415, "unsupported_type"),
-        ({"content": b"no picture"}, 422, "invalid_input"),
-        ({"content": b""}, 422, "invalid_input"),
-        ({"headers": {"Content-Type": "application/json"}}, 400, "bad_request"),
-        ({"headers": {"Content-Type": "image/jpeg", "X-Timeout-Ms": "soon"}}, 400, "bad_request"),
-        ({"content": bytes(17 << 20)}, 413, "too_large"),
-    ],
-)
-def test_errors_are_problems_with_a_stable_code(service: Running, change, status, code):
-    request = {"headers": {"Content-Type": "image/jpeg"}, "content": jpeg("coffee"), **change}
-    answer = service.post(**request)
-    assert (answer.status_code, answer.json()["code"]) == (status, code)
-    assert answer.headers["content-type"] == "application/problem+json"
-    assert answer.json()["detail"]

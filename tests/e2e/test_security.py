@@ -97,15 +97,6 @@ def test_pages_bring_their_own_policy_and_name_no_server(client):
         assert "server" not in headers
 
 
-def test_the_head_of_an_answer_comes_without_its_body(client):
-    for path in ("/health/live", "/health/ready", "/health", "/metrics"):
-        for _ in range(2):  # the connection is still good for the next one
-            head = client.head(path, headers=bearer(METRICS))
-            assert (head.status_code, head.content) == (200, b"")
-            assert int(head.headers["content-length"]) > 0
-    assert client.head("/admin/drain", headers=bearer(ADMIN)).status_code == 405
-
-
 def test_an_operator_drains_and_resumes(client):
     assert client.post("/admin/drain").status_code == 401
     assert client.post("/admin/drain", headers=bearer(PREDICT)).status_code == 403
@@ -184,14 +175,3 @@ def test_no_key_is_shown_anywhere(client, service):
     shown += [str(process.environ()) for process in workers if "python" in process.name()]
     for key in (PREDICT, METRICS, ADMIN):
         assert not [text[:300] for text in shown if key in text]
-
-
-def test_a_certificate_that_cannot_be_used_stops_the_start(pair, tmp_path):
-    _, other = make_certificate(tmp_path)
-    tls = ("--tls-certificate", str(pair[0]), "--tls-key", str(other))
-    with running("echo", *tls, ready=False) as service:
-        line = service.wait_for_log("tls_key")
-        assert str(line["message"]).startswith(f"inferpool: tls_key: {other} is not the key of")
-        assert service.wait() == 2
-        service.close()
-        assert service.log == [line]

@@ -129,13 +129,6 @@ def test_model_without_progress_is_unready_within_its_batch_timeout(healthy: Run
     assert "ran for more than 1 s" in worker(healthy)["last_ending"]["reason"]
 
 
-def test_outputs_that_are_not_finite_fail_alone_with_a_code_of_their_own(healthy: Running):
-    instances = [{"n": n, "do": "nan" if n == 2 else "ok"} for n in range(4)]
-    assert [each.get("twice") for each in healthy.predict(*instances)] == [0, 2, None, 6]
-    alone = ask(healthy, "nan")
-    assert (alone.status_code, alone.json()["code"]) == (500, "non_finite_output")
-
-
 @pytest.mark.parametrize(
     ("source", "rank", "where"), [(FAULTY, 0, ""), (SPLIT, 1, "rank 1: ")], ids=["whole", "split"]
 )
