@@ -22,7 +22,7 @@ FASTER = 20
 
 @dataclass
 class PodProbe:
-    """One probe of the manifest, and what became of it."""
+    """One probe of the manifest, with its results."""
 
     path: str
     period_s: float
@@ -81,7 +81,7 @@ class Pod:
 
 @contextmanager
 def kubelet(url: str) -> Iterator[Pod]:
-    """PodProbe one service from a thread, as the kubelet of its node would."""
+    """Probe one service from a thread, as the kubelet of its node would."""
     document = next(yaml.safe_load_all((ROOT / "docker/kubernetes/cpu.yaml").read_text()))
     (container,) = document["spec"]["template"]["spec"]["containers"]
     probes = [

@@ -1,4 +1,4 @@
-"""A short campaign of `python -m tests.fuzz`, and what its judge may not overlook."""
+"""A short campaign of `python -m tests.fuzz`, and offences that its judge must see."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.measures, pytest.mark.slow]
 SEED = 20261121
 
 
-def test_hostile_inputs_cost_nothing_but_their_own_answers(target: Running):
+def test_hostile_inputs_harm_nothing(target: Running):
     verdict = campaign(target, num_inputs=2_500, seed=SEED)
     assert verdict.offences == []
     assert verdict.num_inputs == 2_500
@@ -44,7 +44,7 @@ HEAD = b"HTTP/1.1 %b X\r\ncontent-type: application/problem+json"
         (0, b"", True),
     ],
 )
-def test_the_judge_sees_what_may_not_be(status: int, body: bytes, is_offence: bool):
+def test_the_judge_sees_answers_that_must_not_be(status: int, body: bytes, is_offence: bool):
     input = HostileInput(number=3, kind="json", data=b"", is_framed=True)
     verdict = Verdict()
     judge(RawExchange(input, [RawAnswer(status, HEAD % (b"%03d" % status), body)]), verdict)
@@ -54,7 +54,7 @@ def test_the_judge_sees_what_may_not_be(status: int, body: bytes, is_offence: bo
 
 
 @pytest.mark.parametrize("line", [b"x-evil: 1", b"date: a\nb", b"date: \x7f", b"date"])
-def test_the_judge_sees_a_line_that_a_client_has_put_into_an_answer(line: bytes):
+def test_the_judge_sees_a_line_that_a_client_smuggled_into_an_answer(line: bytes):
     input = HostileInput(number=3, kind="shape", data=b"", is_framed=True)
     verdict = Verdict()
     head = HEAD % b"200"

@@ -1,4 +1,4 @@
-"""What only CUDA devices can show. Run with `uv run pytest -m gpu`; never yet run on one."""
+"""Behaviour that only CUDA devices show. Run with `uv run pytest -m gpu`; never yet run on one."""
 
 import os
 import signal
