@@ -1,5 +1,6 @@
 """Settings for all tests: bytecode, timeouts, signals, second runs, and who runs beside whom."""
 
+import contextlib
 import gc
 import inspect
 import os
@@ -36,8 +37,9 @@ def pytest_configure(config: pytest.Config) -> None:
             signal.signal(number, signal.SIG_DFL)
     default = inspect.signature(httpx.get).parameters["timeout"].default
     default.connect = default.read = default.write = default.pool = _PATIENCE_S
-    if sys.dont_write_bytecode:
-        sys.pycache_prefix = str(config.cache.mkdir("bytecode"))  # keeps the environment clean
+    cache = getattr(config, "cache", None)  # none with `-p no:cacheprovider`
+    if sys.dont_write_bytecode and cache is not None:
+        sys.pycache_prefix = str(cache.mkdir("bytecode"))  # keeps the environment clean
         sys.dont_write_bytecode = False
         os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -72,7 +74,7 @@ def pytest_runtest_protocol(
     item.stash[_RUN] = run = item.stash.get(_RUN, 0) + 1
     item.stash[_HAS_FAILED] = False
     is_alone = run > 1 or item.get_closest_marker("alone") is not None
-    with turn(item.config.cache.mkdir("turns"), item.nodeid, alone=is_alone):
+    with _turn(item, is_alone=is_alone):
         result = yield
     if item.stash[_HAS_FAILED]:
         _collect_what_it_left()
@@ -137,3 +139,11 @@ def _collect_what_it_left() -> None:
         warnings.simplefilter("ignore")
         patch.setattr(sys, "unraisablehook", lambda _: None)
         gc.collect()
+
+
+def _turn(item: pytest.Item, *, is_alone: bool) -> contextlib.AbstractContextManager[None]:
+    """Return the turn of a test; without pytest's cache there is nobody to take turns with."""
+    cache = getattr(item.config, "cache", None)
+    if cache is None:
+        return contextlib.nullcontext()
+    return turn(cache.mkdir("turns"), item.nodeid, alone=is_alone)
