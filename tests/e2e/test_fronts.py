@@ -2,12 +2,15 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -268,3 +271,35 @@ def test_a_front_end_that_is_killed_comes_back_and_its_calls_alone_are_lost(two:
 
     until(lambda: is_at_rest(two))
     until(lambda: num_pipes(two) <= num_before)
+
+
+def states(response: httpx.Response) -> Iterator[Any]:
+    for line in response.iter_lines():
+        if line.startswith("data: "):
+            yield json.loads(line.removeprefix("data: "))
+
+
+@pytest.mark.measures
+@pytest.mark.parametrize("num_fronts", [1, 2])
+def test_the_feed_shows_load_and_deaths_and_ends_when_the_service_does(num_fronts):
+    options = ("--replicas", "1", "--front-ends", str(num_fronts))
+    with running("echo", *options) as service:
+        with httpx.stream("GET", f"{service.url}/events", timeout=60) as feed:
+            seen = states(feed)
+            assert next(seen)["models"]["echo"]["endings"] == []
+            assert service.predict("x") == ["x"]
+            os.kill(service.worker_pids()[0], signal.SIGKILL)
+            answered = 0.0
+            for state in seen:
+                sample = state["models"]["echo"]
+                answered += sample["requests_per_s"]
+                if answered and sample["endings"]:
+                    break
+            assert sample["endings"][0]["cause"] == "signal"
+            assert "SIGKILL" in sample["endings"][0]["reason"]
+            service.signal(signal.SIGTERM)
+            began = time.monotonic()
+            *_, last = seen
+            assert last["health"]["status"] == "draining"
+            assert time.monotonic() - began < 15  # a drain waits longer for a call in flight
+        assert service.wait() == 0
