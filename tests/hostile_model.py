@@ -1,4 +1,4 @@
-"""A model that raises, returns and logs things that do not fit into a message."""
+"""A model that raises, returns and logs what no message should hold, as its input says."""
 
 import asyncio
 import logging
@@ -44,25 +44,25 @@ ACTS = {
     "long warning": ("ok", "ok"),
     "long print": ("ok", "ok"),
 }
-"""Results by act: of an instance that asks for JSON, and of one that asks for tensors."""
+"""By act, what becomes of an instance that asks for JSON, and of one that asks for tensors."""
 NAMES = list(ACTS)
 
 
-class WordlessError(Exception):
-    """An error that cannot be made into text."""
+class NoTextError(Exception):
+    """One that cannot be said."""
 
     def __str__(self) -> str:
         raise RuntimeError("no text today")
 
 
 class NoList:
-    """A value that cannot be made into a list or a text."""
+    """A value that is no list."""
 
     def tolist(self) -> object:
-        raise WordlessError
+        raise NoTextError
 
     def __str__(self) -> str:
-        raise WordlessError
+        raise NoTextError
 
 
 class HostileModel(Model):
@@ -117,7 +117,7 @@ class HostileModel(Model):
                 error.add_note("x" * LONG)
                 raise error
             case "no text":
-                raise WordlessError
+                raise NoTextError
             case "cancelled":
                 raise asyncio.CancelledError
             case "many outputs":

@@ -15,7 +15,7 @@ num_runs = 0
 
 @pytest.fixture(scope="module")
 def served():
-    return []  # a test may break it
+    return []  # what a test may spoil
 
 @pytest.mark.alone
 def test_fails_once(served):

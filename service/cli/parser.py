@@ -44,7 +44,9 @@ override both. `inferpool config` lists all of them.
 def make_parser(chosen: str) -> tuple[ArgumentParser, Mapping[str, ArgumentParser]]:
     """Make the parser, and the parsers of the verbs.
 
-    Only the chosen verb gets its flags, so that the modules of the others are not imported.
+    Args:
+        chosen: The only verb that gets its flags, so that the modules of the others are not
+            imported.
     """
     parser = _Parser(
         prog="inferpool",

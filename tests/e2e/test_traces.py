@@ -1,9 +1,10 @@
-"""Traces of a real service as a collector receives them, with one front end and with two."""
+"""Traces of a real service, as a real collector gets them, with one front end and with two."""
 
 import contextlib
 import itertools
 import re
 import signal
+import time
 from pathlib import Path
 
 import httpx
@@ -11,10 +12,17 @@ import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from tests.collector import FakeCollector, attributes, collecting
-from tests.e2e.running import Running, faulty, running, until
+from tests.e2e.running import Running, running
 
-CANCELLED = 'instances_total{model="m",outcome="cancelled"}'
 CALLER = "00f067aa0ba902b7"
+CONFIG = """
+[models.m]
+source = "tests.fault_model:FaultModel"
+replicas = 1
+[models.m.options]
+once = "{folder}/once"
+gate = "{folder}/gate"
+"""
 SHORT = {"x-timeout-ms": "50"}
 CALLS = {
     "succeeds": ("POST", "/predict/m", [{"n": 1}], {}),
@@ -33,16 +41,17 @@ CALLS = {
 }
 
 
-class TracedService:
-    """A service, and what came of all the calls that were made of it."""
+class Traced:
+    """The calls that were made of a service, which has ended since."""
 
     def __init__(self, service: Running, collector: FakeCollector, gate: Path) -> None:
         self.service = service
         self.gate = gate
+        """See `FaultModel`."""
         self.collector = collector
         self.answers: dict[str, httpx.Response] = {}
         self.metrics = ""
-        """Metrics after all calls, in the format of OpenMetrics."""
+        """After all of them, in the format of OpenMetrics."""
 
     def trace_id(self, name: str) -> str:
         return f"{list(CALLS).index(name) + 1:032x}"
@@ -60,8 +69,15 @@ class TracedService:
                 self.gate.touch()
             self.ask(name)
             if name == "is given up":
-                until(lambda: self.service.metric(CANCELLED) == 3)
+                self.wait_for('outcome="cancelled"} 3.0')
                 self.gate.unlink()
+
+    def wait_for(self, line: str) -> None:
+        """Wait until the metrics have it."""
+        until = time.monotonic() + 60
+        while line not in httpx.get(f"{self.service.url}/metrics").text:
+            assert time.monotonic() < until
+            time.sleep(0.02)
 
     def ask(self, name: str) -> None:
         method, path, instances, headers = CALLS[name]
@@ -72,21 +88,25 @@ class TracedService:
             "tracestate": "vendor=1",
         }
         body = {} if instances is None else {"json": {"instances": instances}}
+        url = httpx.URL(self.service.url + path)
         timeout = 0.3 if name == "is given up" else 60
         with contextlib.suppress(httpx.ReadTimeout):
-            self.answers[name] = self.service.http.request(
-                method, self.service.url + path, headers=headers, timeout=timeout, **body
+            self.answers[name] = httpx.request(
+                method, url, headers=headers, timeout=timeout, **body
             )
 
 
 @pytest.fixture(scope="module")
-def services(tmp_path_factory) -> dict[int, TracedService]:
-    """Services with one front end and with two, stopped after all calls: every span has come."""
+def services(tmp_path_factory) -> dict[int, Traced]:
+    """With one front end and with two: all calls made, and both stopped, so that every span has
+    come that ever will.
+    """
     found = {}
     with contextlib.ExitStack() as stack:
         for num_fronts in (1, 2):
             folder = tmp_path_factory.mktemp("traces")
-            options = {"once": folder / "once", "gate": folder / "gate"}
+            config = folder / "inferpool.toml"
+            config.write_text(CONFIG.format(folder=folder))
             collector = stack.enter_context(collecting())
             env = {
                 "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url,
@@ -95,26 +115,26 @@ def services(tmp_path_factory) -> dict[int, TracedService]:
                 "OTEL_RESOURCE_ATTRIBUTES": "deployment.environment.name=test",
                 "OTEL_TRACES_SAMPLER": "parentbased_always_off",
             }
-            settings = faulty(options=options) | {"front_ends": num_fronts}
-            service = stack.enter_context(running(settings=settings, env=env, ready=False))
-            found[num_fronts] = TracedService(service, collector, folder / "gate")
+            arguments = ("--config", str(config), "--front-ends", str(num_fronts))
+            service = stack.enter_context(running(*arguments, env=env, ready=False))
+            found[num_fronts] = Traced(service, collector, folder / "gate")
         for traced in found.values():
             traced.service.wait_until_ready()
             traced.ask_all()
             accept = {"accept": "application/openmetrics-text"}
-            traced.metrics = traced.service.get("/metrics", headers=accept).text
+            traced.metrics = httpx.get(f"{traced.service.url}/metrics", headers=accept).text
             traced.service.signal(signal.SIGTERM)
         assert [traced.service.wait() for traced in found.values()] == [0, 0]
     return found
 
 
 @pytest.fixture(params=[1, 2])
-def traced(request: pytest.FixtureRequest, services: dict[int, TracedService]) -> TracedService:
+def traced(request: pytest.FixtureRequest, services: dict[int, Traced]) -> Traced:
     return services[request.param]
 
 
 def below(spans: list[Span], parent: Span) -> dict[str, Span]:
-    """Return the spans right under one, by name, in order."""
+    """The spans under one, by name, in order."""
     return {span.name: span for span in spans if span.parent_span_id == parent.span_id}
 
 
@@ -127,9 +147,7 @@ def length_ms(span: Span) -> float:
 
 
 @pytest.mark.parametrize("name", ["succeeds", "by asgi"])
-def test_a_call_is_a_span_of_its_callers_trace_with_its_steps_below(
-    traced: TracedService, name: str
-):
+def test_a_call_is_a_span_of_its_callers_trace_with_its_steps_below(traced: Traced, name: str):
     root, spans, answer = traced.root(name), traced.spans(name), traced.answers[name]
     assert answer.status_code == 200
     assert answer.headers["traceparent"] == f"00-{traced.trace_id(name)}-{root.span_id.hex()}-01"
@@ -153,7 +171,7 @@ def test_a_call_is_a_span_of_its_callers_trace_with_its_steps_below(
     }
 
 
-def test_the_span_of_a_call_follows_the_conventions_for_http(traced: TracedService):
+def test_the_span_of_a_call_speaks_the_conventions_for_http(traced: Traced):
     root = traced.root("succeeds")
     url = httpx.URL(traced.service.url)
     found = about(root)
@@ -189,8 +207,8 @@ def test_the_span_of_a_call_follows_the_conventions_for_http(traced: TracedServi
         ("no model", 404, "unknown_model", None, False),
     ],
 )
-def test_the_span_of_a_failed_call_shows_where_and_why(
-    traced: TracedService, name: str, status: int, code: str, step: str | None, is_error: bool
+def test_what_fails_says_where_and_why(
+    traced: Traced, name: str, status: int, code: str, step: str | None, is_error: bool
 ):
     assert traced.answers[name].status_code == status
     root = traced.root(name)
@@ -203,7 +221,7 @@ def test_the_span_of_a_failed_call_shows_where_and_why(
     )
 
 
-def test_a_retried_instance_shows_each_try(traced: TracedService):
+def test_a_retried_instance_shows_each_try(traced: Traced):
     assert traced.answers["loses its worker"].status_code == 200
     root, spans = traced.root("loses its worker"), traced.spans("loses its worker")
     names = [span.name for span in spans]
@@ -218,7 +236,7 @@ def test_a_retried_instance_shows_each_try(traced: TracedService):
     assert [event.name for event in root.events] == ["worker lost"]
 
 
-def test_a_call_that_is_given_up_shows_how_far_it_came(traced: TracedService):
+def test_a_call_that_is_given_up_shows_how_far_it_came(traced: Traced):
     root, spans = traced.root("is given up"), traced.spans("is given up")
     assert about(root)["inferpool.outcome"] == "cancelled"
     assert [event.name for event in root.events] == ["client hung up"]
@@ -227,7 +245,7 @@ def test_a_call_that_is_given_up_shows_how_far_it_came(traced: TracedService):
     assert all("queue" in below(spans, each) for each in instances)
 
 
-def test_of_many_instances_the_first_have_spans(traced: TracedService):
+def test_of_many_instances_the_first_have_spans(traced: Traced):
     root, spans = traced.root("many"), traced.spans("many")
     instances = [each for each in spans if each.name == "instance"]
     assert [about(each)["inferpool.instance"] for each in instances] == list(range(16))
@@ -235,14 +253,14 @@ def test_of_many_instances_the_first_have_spans(traced: TracedService):
     assert all(list(below(spans, each)) == ["queue", "prepare", "compute"] for each in instances)
 
 
-def test_instances_have_outcomes_of_their_own(traced: TracedService):
+def test_instances_have_outcomes_of_their_own(traced: Traced):
     instances = [each for each in traced.spans("some fail") if each.name == "instance"]
     outcomes = [about(each)["inferpool.outcome"] for each in instances]
     assert outcomes == ["succeeded", "model_error"]
     assert about(traced.root("some fail"))["inferpool.outcome"] == "succeeded"
 
 
-def test_other_routes_are_traced_once_where_their_caller_is(traced: TracedService):
+def test_other_routes_are_traced_once_where_their_caller_is(traced: Traced):
     assert [span.name for span in traced.spans("health")] == ["GET /health"]
     assert [span.name for span in traced.spans("nothing")] == ["GET"]
     assert about(traced.root("nothing"))["error.type"] == "404"
@@ -250,12 +268,12 @@ def test_other_routes_are_traced_once_where_their_caller_is(traced: TracedServic
     assert {span.trace_id.hex() for span in traced.collector.spans} <= asked  # and no probes
 
 
-def test_a_call_that_its_caller_does_not_sample_is_not_traced(traced: TracedService):
+def test_what_the_caller_does_not_sample_is_not_traced(traced: Traced):
     assert not traced.spans("not sampled")
     assert traced.answers["not sampled"].headers["traceparent"].endswith("-00")
 
 
-def test_the_histogram_of_durations_names_traces(traced: TracedService):
+def test_the_histogram_of_durations_names_traces(traced: Traced):
     lines = [line for line in traced.metrics.splitlines() if " # {" in line]
     assert all(line.startswith("inferpool_request_duration_seconds_bucket") for line in lines)
     named = set(re.findall(r'trace_id="(\w+)"', "".join(lines)))
@@ -263,7 +281,7 @@ def test_the_histogram_of_durations_names_traces(traced: TracedService):
     assert named <= {traced.trace_id(name) for name in CALLS}
 
 
-def test_log_lines_about_a_call_name_its_trace_and_span(traced: TracedService):
+def test_log_lines_about_a_call_name_its_trace_and_span(traced: Traced):
     root = traced.root("fails")
     ids = {"trace_id": traced.trace_id("fails"), "span_id": root.span_id.hex()}
     lines = [line for line in traced.service.log if ids.items() <= line.items()]

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
@@ -27,13 +26,13 @@ _REASON_WIDTH = 24
 _DOING_WIDTH = len("at work")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _WorkerColumn:
     title: str
     cells: list[str]
     is_right: bool = False
 
-    @cached_property
+    @property
     def width(self) -> int:
         return max(map(cell_len, (self.title, *self.cells)))
 
