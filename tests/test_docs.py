@@ -58,9 +58,10 @@ def test_links_that_lead_nowhere_are_found(tmp_path):
     page = tmp_path / "b.md"
     page.write_text(
         "[a](a.md#the-one--only-it) [b](a.md#two-1) [c](a.md#two-2) ![d](e.png) [f](https://f.example)"
+        " `tests/test_docs.py` `tests/no.py`"
         "\n\n| |\n|-|\n| [g](#g) |\n\n```\n[h](h.md)\n```\n"
     )
-    assert broken_links_of(page) == ["a.md#two-2", "e.png", "#g"]
+    assert broken_links_of(page) == ["a.md#two-2", "e.png", "#g", "tests/no.py"]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ SHOWN = ("", "text", "console", "mermaid")
 """Languages of output and drawings, which are only shown."""
 
 _TARGETS = ("href", "src")
+_PATH = re.compile(r"(docker|docs|tests)/[\w./-]+")
 _MARK = re.compile(r"<!--\s*(not run|file|serve):\s*(.*?)\s*-->")
 
 
@@ -79,12 +80,16 @@ def examples() -> list[Block]:
 
 
 def broken_links_of(page: Path) -> list[str]:
-    """Return the relative links and pictures of a page that lead nowhere."""
+    """Return the relative links, pictures and names of our files that lead nowhere."""
     spans = [child for token in _tokens(page) for child in token.children or ()]
     targets = [
         str(span.attrs[key]) for span in spans for key in ("href", "src") if key in span.attrs
     ]
-    return [each for each in targets if "://" not in each and not _is_there(each, page)]
+    paths = [span.content for span in spans if span.type == "code_inline"]
+    return [
+        *(each for each in targets if "://" not in each and not _is_there(each, page)),
+        *(each for each in paths if _PATH.fullmatch(each) and not (ROOT / each).exists()),
+    ]
 
 
 def _is_there(link: str, page: Path) -> bool:
