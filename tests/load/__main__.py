@@ -1,113 +1,151 @@
 """The command `python -m tests.load`: loads a running service. See README.md."""
 
+import asyncio
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from types import FrameType
 
-import httpx
-from rich.console import Console
-
+from inferpool.service.tools.trial.connection import NoAnswerError, TrialError, connect
+from inferpool.service.tools.trial.generators import LoadRun, run_load
+from inferpool.service.tools.trial.load import LoadPlan, tls_context
+from inferpool.service.tools.trial.report import (
+    Chart,
+    Note,
+    Part,
+    console_for,
+    show,
+    write_json,
+    write_page,
+)
+from inferpool.service.tools.trial.screen import Screen
+from inferpool.service.tools.trial.tally import LoadTally
 from tests.load import report
-from tests.load.capacity import Ramp, Search, climb
-from tests.load.charts import Chart
+from tests.load.capacity import CapacitySearch, Ramp, climb
 from tests.load.drift import find_drift
-from tests.load.errors import LoadError
-from tests.load.generator import tls_of
-from tests.load.live import Live
 from tests.load.options import Options, read_options
-from tests.load.page import Note, Part, write_page
-from tests.load.plan import Plan
-from tests.load.team import Outcome, Team
+from tests.load.plan import plan_for
 
 _KEPT, _MISSED, _UNUSABLE, _INTERRUPTED = 0, 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Load, report; returns the exit status."""
+    """Load and report; returns the exit status."""
     try:
         options = read_options(argv)
+        plan = plan_for(options)
         if options.is_checked:
-            _check(options.plan)
-        return _ramp(options) if options.kind == "ramp" else _steady(options)
-    except LoadError as error:
+            asyncio.run(_check(options.url, plan))
+        with Screen(sys.stderr) as screen:
+            return (_ramp if options.kind == "ramp" else _steady)(options, plan, screen)
+    except TrialError as error:
         sys.stderr.write(f"{error}\n")
         return _UNUSABLE
     except KeyboardInterrupt:
         return _INTERRUPTED
 
 
-def _check(plan: Plan) -> None:
+async def _check(url: str, plan: LoadPlan) -> None:
     """Send one request: a mistake in the command should not be measured.
 
     Raises:
-        LoadError: It was not answered well; says what came instead.
+        TrialError: It was not answered well; says what came instead.
     """
-    body = plan.source.bodies()[0]
-    headers = {"Content-Type": body.content_type, **plan.headers}
+    assert not callable(plan.requests)
     try:
-        answer = httpx.post(
-            plan.url, content=body.content, headers=headers, verify=tls_of(plan.verify),
-            timeout=plan.timeout_s,
-        )  # fmt: skip
-    except (httpx.HTTPError, OSError, ValueError) as error:
-        raise LoadError(f"{plan.url}: {error or type(error).__name__}") from error
-    if not answer.is_success and answer.status_code != 429:
-        raise LoadError(
-            f"{plan.url}: the first request was answered with {answer.status_code}: "
-            f"{answer.text[:500]}\n(--no-check goes on all the same)"
+        async with asyncio.timeout(plan.timeout_s):
+            connection = await connect(plan.address, tls=tls_context(plan.tls))
+            answer = await connection.ask(plan.requests[0], plan.timeout_s)
+    except (NoAnswerError, OSError) as error:
+        raise TrialError(f"{url}: {error or type(error).__name__}") from error
+    connection.close()
+    if not 200 <= answer.status < 300 and answer.status != 429:
+        raise TrialError(
+            f"{url}: the first request was answered with {answer.status}: "
+            f"{answer.body[:500].decode(errors='replace')}\n(--no-check goes on all the same)"
         )
 
 
-def _steady(options: Options) -> int:
-    """`closed`, `open` and `soak`: one phase."""
+def _shower(screen: Screen, run: LoadRun, title: str) -> Callable[[], None]:
+    """Announce a run, and return what shows how far it has come."""
+    plan = run.plan
+    total_s = plan.warmup_s + (plan.duration_s or 0.0)
+    screen.begin(title, line_every_s=min(60.0, max(1.0, total_s / 20)))
+
+    def show_figures() -> None:
+        if plan.num_requests:
+            share = run.tally.num_requests / plan.num_requests
+        else:
+            share = (run.at_s + plan.warmup_s) / total_s
+        screen.show(share, _figures(run))
+
+    return show_figures
+
+
+def _figures(run: LoadRun) -> str:
+    """Say what the last moments were like."""
+    if run.at_s < 0:
+        return f"warming up  in flight {run.num_in_flight}"
+    latest = LoadTally()
+    bins = run.series.bins[-4:-1] or run.series.bins
+    for tally in bins:
+        latest.add(tally)
+    rate = latest.num_good / (run.series.width_s * max(1, len(bins)))
+    p50_ms, p99_ms = (latest.latency.percentile_s(percent) * 1e3 for percent in (50, 99))
+    waiting = f" + {run.num_waiting} waiting" if run.num_waiting else ""
+    return (
+        f"{rate:,.0f}/s  p50 {p50_ms:.2f}  p99 {p99_ms:.2f} ms  "
+        f"errors {run.tally.num_errors:,}  in flight {run.num_in_flight}{waiting}"
+    )
+
+
+def _steady(options: Options, plan: LoadPlan, screen: Screen) -> int:
+    """Run `closed`, `open` or `soak`: one phase."""
     is_interrupted = False
-    outcome = Outcome(plan=options.plan)
-    with Live() as live, Team(options.plan.processes) as team:
-        show = live.begin(options.plan, options.kind)
-        try:
-            team.run(outcome, lambda: show(outcome) is None)
-        except KeyboardInterrupt:
-            is_interrupted = True
-    missed = options.thresholds.misses(outcome) if options.thresholds else []
-    parts = report.outcome_parts(outcome)
-    content = report.outcome_json(outcome)
+    run = LoadRun(plan)
+    show_figures = _shower(screen, run, options.kind)
+    try:
+        run_load(run, options.processes, lambda: show_figures() is None)
+    except KeyboardInterrupt:
+        is_interrupted = True
+    missed = options.thresholds.misses(run) if options.thresholds else []
+    parts = report.run_parts(run)
+    content = report.run_json(run)
     if options.kind == "soak":
-        drift = find_drift(outcome)
+        drift = find_drift(run)
         if drift is None:
             parts.append(Note(text="Too short to say anything of drift."))
         else:
-            parts += report.drift_parts(drift)
+            parts.append(report.drift_table(drift))
             content["drift"] = asdict(drift)
             limit = options.thresholds.max_drift
             if limit is not None and drift.p99_growth_percent > limit:
                 missed.append(f"p99 grew by {drift.p99_growth_percent:.1f} %, above {limit:g} %")
-    parts += [Note(text=f"Note: {text}", tone="bad") for text in report.warnings(outcome)]
-    charts = report.outcome_charts(outcome, options.thresholds)
+    warnings = report.warnings(run, options.processes)
+    parts += [Note(text=f"Note: {text}", tone="bad") for text in warnings]
+    charts = report.run_charts(run, options.thresholds)
     return _conclude(options, parts, charts, content, missed, is_interrupted=is_interrupted)
 
 
-def _ramp(options: Options) -> int:
-    """Many phases, to find a rate."""
-    plan, thresholds = options.plan, options.thresholds
+def _ramp(options: Options, plan: LoadPlan, screen: Screen) -> int:
+    """Run many phases to find a rate."""
+    thresholds = options.thresholds
     assert plan.rate is not None
-    search = Search(start=plan.rate, max_rate=options.max_rate, precision=options.precision)
+    search = CapacitySearch(start=plan.rate, max_rate=options.max_rate, precision=options.precision)
     ramp = Ramp(thresholds=thresholds)
-    with Live() as live, Team(plan.processes) as team:
-        try:
-            climb(plan, search, ramp, team, live.begin)
-        except KeyboardInterrupt:
-            live.say("interrupted")
-    parts = report.ramp_parts(ramp)
+    try:
+        climb(plan, search, ramp, options.processes, lambda *step: _shower(screen, *step))
+    except KeyboardInterrupt:
+        screen.begin("interrupted")
+    parts: list[Part] = [report.ramp_table(ramp)]
     missed = []
     best = ramp.capacity
     if best is None:
         missed.append("no rate that was tried keeps the thresholds")
     else:
-        text = f"Capacity: {best.rate:,.1f} requests/s"
-        if not ramp.is_complete:
-            text += ", at least"
+        at_least = "" if ramp.is_complete else ", at least"
+        text = f"Capacity: {best.rate:,.1f} requests/s{at_least}"
         parts.append(Note(text=text, tone="good"))
         if thresholds.min_rate is not None and best.rate < thresholds.min_rate:
             missed.append(f"{best.rate:,.1f} requests/s are fewer than {thresholds.min_rate:g}")
@@ -115,13 +153,13 @@ def _ramp(options: Options) -> int:
         "capacity_per_s": best.rate if best else None,
         "steps": [
             {"rate": step.rate, "holds": step.holds, "missed": step.missed,
-             **report.outcome_json(step.outcome)}
+             **report.run_json(step.run)}
             for step in ramp.steps
         ],
     }  # fmt: skip
-    charts = report.ramp_charts(ramp) if ramp.steps else []
+    charts = [report.ramp_chart(ramp)] if ramp.steps else []
     if best:
-        charts += report.outcome_charts(best.outcome, thresholds)
+        charts += report.run_charts(best.run, thresholds)
     return _conclude(options, parts, charts, content, missed, is_interrupted=not ramp.is_complete)
 
 
@@ -140,16 +178,16 @@ def _conclude(
         parts.append(Note(text="All thresholds were kept.", tone="good"))
     if is_interrupted:
         parts.append(Note(text="Interrupted: these are the figures until then.", tone="bad"))
-    console = Console(width=None if sys.stdout.isatty() else 130)
-    title = report.describe(options.kind, options.plan)
-    console.print(title, markup=False, highlight=False)
-    report.show(parts, console)
+    title = report.describe(options)
+    content |= {"kind": options.kind, "plan": options.as_dict(), "missed": missed}
+    written = []
     if options.html:
         write_page(options.html, f"Load: {options.kind}", title, [*parts, *charts])
-        console.print(f"Written to {options.html}", markup=False, highlight=False)
+        written.append(Note(text=f"Written to {options.html}"))
     if options.out:
-        report.write_json(options.out, options.kind, options.plan, content | {"missed": missed})
-        console.print(f"Written to {options.out}", markup=False, highlight=False)
+        write_json(options.out, content)
+        written.append(Note(text=f"Written to {options.out}"))
+    show([Note(text=title), *parts, *written], console_for(sys.stdout))
     if is_interrupted:
         return _INTERRUPTED
     return _MISSED if missed else _KEPT

@@ -4,31 +4,31 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from tests.load.plan import Plan
-from tests.load.team import Outcome, Team
+from inferpool.service.tools.trial.generators import LoadRun, run_load
+from inferpool.service.tools.trial.load import LoadPlan
 from tests.load.thresholds import Thresholds
 
 _LOWEST_RATE = 0.5
 _MAX_WAITING_S = 2.0
 """A step is given up when more requests than arrive in this time have no answer."""
-_BUSY_CORE = 0.9
+BUSY_CORE = 0.9
 
 
 @dataclass(slots=True)
-class Search:
-    """Which rate to try next. Pure: what a rate does is told to it."""
+class CapacitySearch:
+    """Chooses the rate to try next. It runs nothing: `tell` says what a rate did."""
 
     start: float
     max_rate: float = math.inf
     precision: float = 0.05
-    """How near, as a share, the rate that fails is to the one that holds at the end."""
+    """By which share the rate that fails may exceed the one that holds at the end."""
     low: float = 0.0
     """The highest rate that held."""
     high: float = math.inf
     """The lowest rate that failed."""
 
     def next_rate(self) -> float | None:
-        """The rate to try; None when the search is over."""
+        """Return the rate to try; None when the search is over."""
         if self.low == 0.0 and math.isinf(self.high):
             return min(self.start, self.max_rate)
         if self.low == 0.0:
@@ -48,11 +48,11 @@ class Search:
 
 
 @dataclass(slots=True)
-class Step:
+class RampStep:
     """One rate that was tried."""
 
     rate: float
-    outcome: Outcome
+    run: LoadRun
     missed: list[str]
 
     @property
@@ -63,7 +63,7 @@ class Step:
     @property
     def is_generators(self) -> bool:
         """Whether the generator itself was what could do no more."""
-        return self.outcome.busiest_core > _BUSY_CORE
+        return self.run.busiest_core > BUSY_CORE
 
 
 @dataclass(slots=True)
@@ -71,22 +71,22 @@ class Ramp:
     """All steps so far, and what they say."""
 
     thresholds: Thresholds
-    steps: list[Step] = field(default_factory=list)
+    steps: list[RampStep] = field(default_factory=list)
     is_complete: bool = False
 
     @property
-    def capacity(self) -> Step | None:
+    def capacity(self) -> RampStep | None:
         """The step with the highest rate that held."""
         holding = [step for step in self.steps if step.holds]
         return max(holding, key=lambda step: step.rate, default=None)
 
 
 def climb(
-    plan: Plan,
-    search: Search,
+    plan: LoadPlan,
+    search: CapacitySearch,
     ramp: Ramp,
-    team: Team,
-    begin: Callable[[Plan, str], Callable[[Outcome], None]],
+    num_processes: int,
+    begin: Callable[[LoadRun, str], Callable[[], None]],
 ) -> None:
     """Try rates until the search is over; a rate that fails gets a second chance.
 
@@ -94,13 +94,13 @@ def climb(
         plan: One step; its rate is replaced.
         search: Where to look.
         ramp: Gets the steps as they are done, so that an interruption loses none.
-        team: Carries them out.
-        begin: Announces a step, and returns what shows its course.
+        num_processes: How many share the load.
+        begin: Announces a step, and returns what shows how far it has come.
     """
 
-    def attempt(rate: float, title: str) -> Step:
-        outcome = Outcome(plan=replace(plan, rate=rate))
-        return _try(outcome, ramp.thresholds, team, begin(outcome.plan, title))
+    def attempt(rate: float, title: str) -> RampStep:
+        run = LoadRun(replace(plan, rate=rate))
+        return _try(run, ramp.thresholds, num_processes, begin(run, title))
 
     while (rate := search.next_rate()) is not None:
         step = attempt(rate, f"{rate:,.1f}/s")
@@ -113,20 +113,20 @@ def climb(
 
 
 def _try(
-    outcome: Outcome, thresholds: Thresholds, team: Team, show: Callable[[Outcome], None]
-) -> Step:
-    rate, duration_s = outcome.plan.rate, outcome.plan.duration_s
+    run: LoadRun, thresholds: Thresholds, num_processes: int, show: Callable[[], None]
+) -> RampStep:
+    rate, duration_s = run.plan.rate, run.plan.duration_s
     assert rate is not None
     assert duration_s is not None
     flood: list[str] = []
 
     def watch() -> bool:
-        show(outcome)
-        num_open = outcome.num_in_flight + outcome.num_waiting
+        show()
+        num_open = run.num_in_flight + run.num_waiting
         if num_open > max(50.0, rate * _MAX_WAITING_S):
             flood.append(f"{num_open:,} requests without an answer")
-        return not flood and not thresholds.are_lost(outcome, rate * duration_s)
+        return not flood and not thresholds.are_lost(run, rate * duration_s)
 
-    team.run(outcome, watch)
-    missed = thresholds.misses_in(duration_s, outcome)
-    return Step(rate=rate, outcome=outcome, missed=missed or flood)
+    run_load(run, num_processes, watch)
+    missed = thresholds.misses_in(duration_s, run)
+    return RampStep(rate=rate, run=run, missed=missed or flood)

@@ -1,24 +1,24 @@
-"""`soak`: whether latency and throughput change while the load stays the same."""
+"""Drift in `soak`: do latency and throughput change while the load stays the same?"""
 
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tests.load.histogram import Histogram
-from tests.load.team import Outcome
+from inferpool.service.tools.trial.generators import LoadRun
+from inferpool.service.tools.trial.tally import LatencyHistogram
 
 _MIN_BINS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slope:
-    """How fast a figure changes: a straight line through it by least squares."""
+    """How fast a figure changes, by a least-squares line through it."""
 
     mean: float
     per_hour: float
     error_per_hour: float
-    """Two standard errors: a slope that is smaller than this is not told from none."""
+    """Two standard errors: a smaller slope may be chance."""
 
     @property
     def is_shown(self) -> bool:
@@ -34,20 +34,20 @@ class Drift:
     p99_ms: Slope
     rate: Slope
     first_p99_ms: float
-    """Of the first quarter of the time."""
+    """p99 in the first quarter of the time."""
     last_p99_ms: float
-    """Of the last quarter."""
+    """p99 in the last quarter."""
 
     @property
     def p99_growth_percent(self) -> float:
-        """From the first to the last quarter."""
+        """Growth of p99 from the first to the last quarter."""
         return 100 * (self.last_p99_ms / self.first_p99_ms - 1) if self.first_p99_ms else 0.0
 
 
-def find_drift(outcome: Outcome) -> Drift | None:
-    """The drift of a run; None if it was too short to say."""
-    bins = outcome.series.bins[:-1]  # the last one is not full
-    width_s = outcome.series.width_s
+def find_drift(run: LoadRun) -> Drift | None:
+    """Return the drift of a run; None if it was too short to say."""
+    bins = run.series.bins[:-1]  # the last one is not full
+    width_s = run.series.width_s
     if sum(each.num_good > 0 for each in bins) < _MIN_BINS:
         return None
     quarter = len(bins) // 4
@@ -73,8 +73,8 @@ def _slope(values: Sequence[float], width_s: float) -> Slope:
     return Slope(mean=statistics.fmean(values), per_hour=line.slope, error_per_hour=2 * error)
 
 
-def _p99_ms(latencies: Sequence[Histogram]) -> float:
-    whole = Histogram()
+def _p99_ms(latencies: Sequence[LatencyHistogram]) -> float:
+    whole = LatencyHistogram()
     for each in latencies:
         whole.add(each)
     return whole.percentile_s(99) * 1e3

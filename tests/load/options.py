@@ -1,15 +1,16 @@
-"""The command line: from words to a plan, thresholds, and files to write."""
+"""The command line: what to send, how fast, which thresholds, and which files to write."""
 
 import argparse
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import inf
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
-from tests.load.bodies import Source, find_files
-from tests.load.errors import LoadError
-from tests.load.plan import Plan
+from inferpool.service.tools.trial.connection import TrialError
+from inferpool.service.tools.trial.flags import count, positive
+from tests.load.bodies import BodySource
 from tests.load.thresholds import ErrorLimit, Thresholds
 
 _UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -23,6 +24,8 @@ _KINDS = {
 _DURATION_DEFAULTS = {"closed": "30s", "open": "30s", "ramp": "10s", "soak": "1h"}
 _OPEN_CONNECTIONS = 512
 _RAMP_P99_MS = 50.0
+_HIDDEN = {"authorization", "x-api-key", "cookie", "proxy-authorization"}
+_NO_PLAN = {"kind", "thresholds", "max_rate", "precision", "html", "out", "is_checked"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +33,22 @@ class Options:
     """What the command line says."""
 
     kind: str
-    plan: Plan
+    url: str
+    """The whole URL, with its path."""
+    source: BodySource
+    headers: Mapping[str, str]
+    connections: int
+    rate: float | None
+    duration_s: float | None
+    num_requests: int | None
+    warmup_s: float
+    timeout_s: float
+    verify: bool | str
+    """Whether TLS certificates are checked, or the file of the authority that signs them."""
+    expect: str | None
+    """A field that the JSON of a good answer has."""
+    seed: int
+    processes: int
     thresholds: Thresholds
     max_rate: float
     precision: float
@@ -39,17 +57,27 @@ class Options:
     is_checked: bool
     """One request is sent first, and must be answered well."""
 
+    def as_dict(self) -> dict[str, object]:
+        """Return what was done, without secrets."""
+        headers = {
+            name: "hidden" if name.lower() in _HIDDEN else value
+            for name, value in self.headers.items()
+        }
+        content = asdict(self) | {"headers": headers}
+        return {name: value for name, value in content.items() if name not in _NO_PLAN}
+
 
 def read_options(argv: Sequence[str] | None = None) -> Options:
     """Read the command line; ends the process with a message if it is wrong.
 
     Raises:
-        LoadError: A file that it names cannot be used.
+        TrialError: It names something that cannot be used.
     """
     args = _parser().parse_args(argv)
     connections = args.connections or (16 if args.kind == "closed" else _OPEN_CONNECTIONS)
     num_requests = getattr(args, "requests", None)
-    plan = Plan(
+    return Options(
+        kind=args.kind,
         url=_whole_url(args.url, args.model),
         source=_source(args),
         headers=_headers(args),
@@ -63,12 +91,8 @@ def read_options(argv: Sequence[str] | None = None) -> Options:
         expect=args.expect,
         seed=args.seed,
         processes=min(args.processes, connections, num_requests or connections),
-    )
-    return Options(
-        kind=args.kind,
-        plan=plan,
         thresholds=_thresholds(args),
-        max_rate=getattr(args, "max_rate", float("inf")),
+        max_rate=getattr(args, "max_rate", inf),
         precision=getattr(args, "precision", 5.0) / 100,
         html=args.html,
         out=args.out,
@@ -94,28 +118,28 @@ _DESCRIPTION = "Loads a running service over HTTP and says what it took. See tes
 def _add_load(verb: argparse.ArgumentParser, kind: str) -> None:
     group = verb.add_argument_group("load")
     many = "busy connections (16)" if kind == "closed" else f"at most ({_OPEN_CONNECTIONS})"
-    group.add_argument("--connections", "-c", type=_count, metavar="N", help=many)
+    group.add_argument("--connections", "-c", type=count, metavar="N", help=many)
     if kind == "ramp":
-        group.add_argument("--rate", type=_positive, default=20.0, help="to begin with (20)")
-        group.add_argument("--max-rate", type=_positive, default=float("inf"), help="(none)")
+        group.add_argument("--rate", type=positive, default=20.0, help="to begin with (20)")
+        group.add_argument("--max-rate", type=positive, default=inf, help="(none)")
         group.add_argument(
-            "--precision", type=_positive, default=5.0, metavar="PERCENT", help="of the answer (5)"
+            "--precision", type=positive, default=5.0, metavar="PERCENT", help="of the answer (5)"
         )
     elif kind != "closed":
-        group.add_argument("--rate", "-r", type=_positive, required=True, help="requests/s")
+        group.add_argument("--rate", "-r", type=positive, required=True, help="requests/s")
     default = _DURATION_DEFAULTS[kind]
     what = "of each step" if kind == "ramp" else "of measuring"
     group.add_argument(
         "--duration", "-d", type=_seconds, default=_seconds(default), help=f"{what} ({default})"
     )
     if kind in ("closed", "open"):
-        group.add_argument("--requests", "-n", type=_count, metavar="N", help="instead of a time")
+        group.add_argument("--requests", "-n", type=count, metavar="N", help="instead of a time")
     group.add_argument(
         "--warmup", type=_seconds, default=2.0, help="the same load, not counted (2s)"
     )
     group.add_argument("--timeout", type=_seconds, default=30.0, help="of a request (30s)")
     group.add_argument(
-        "--processes", type=_count, default=1, metavar="N", help="generators; see the README (1)"
+        "--processes", type=count, default=1, metavar="N", help="generators; see the README (1)"
     )
     group.add_argument("--seed", type=int, default=0, help="of arrivals and order (0)")
 
@@ -130,16 +154,16 @@ def _add_request(verb: argparse.ArgumentParser) -> None:
     )
     what.add_argument(
         "--text",
-        type=_count,
+        type=count,
         metavar="WORDS",
         help="synthetic texts, of so many words in the median",
     )
     what.add_argument("--json", metavar="TEXT", help="a body, as '{\"instances\": [1]}'")
     group.add_argument("--content-type", metavar="TYPE", help="of --body; default: by suffix")
     group.add_argument(
-        "--instances", type=_count, default=1, metavar="N", help="in each request (1)"
+        "--instances", type=count, default=1, metavar="N", help="in each request (1)"
     )
-    group.add_argument("--timeout-ms", type=_count, metavar="N", help="sent as X-Timeout-Ms")
+    group.add_argument("--timeout-ms", type=count, metavar="N", help="sent as X-Timeout-Ms")
     group.add_argument(
         "--header", "-H", action="append", default=[], metavar="'NAME: VALUE'", help="repeatable"
     )
@@ -159,12 +183,12 @@ def _add_results(verb: argparse.ArgumentParser, kind: str) -> None:
     what = "what a rate must keep" if kind == "ramp" else "exit status 1 where they are not kept"
     group = verb.add_argument_group(f"thresholds: {what}")
     for name in ("p50", "p90", "p99", "p999"):
-        group.add_argument(f"--{name}-ms", type=_positive, metavar="MS")
+        group.add_argument(f"--{name}-ms", type=positive, metavar="MS")
     group.add_argument("--errors", type=_error_limit, metavar="N|P%", help="at most")
-    group.add_argument("--min-rate", type=_positive, metavar="N", help="good answers per second")
+    group.add_argument("--min-rate", type=positive, metavar="N", help="good answers per second")
     if kind == "soak":
         group.add_argument(
-            "--max-drift", type=_positive, metavar="PERCENT",
+            "--max-drift", type=positive, metavar="PERCENT",
             help="growth of p99 from the first to the last quarter",
         )  # fmt: skip
     group = verb.add_argument_group("results")
@@ -184,33 +208,26 @@ def _thresholds(args: argparse.Namespace) -> Thresholds:
     )
     if args.kind != "ramp":
         return given
-    has_latency = any(True for _ in given.percentiles())
-    return Thresholds(
-        p50_ms=given.p50_ms,
-        p90_ms=given.p90_ms,
-        p99_ms=given.p99_ms if has_latency else _RAMP_P99_MS,
-        p999_ms=given.p999_ms,
-        errors=given.errors or ErrorLimit(),
-        min_rate=given.min_rate,
-    )
+    p99_ms = given.p99_ms if any(given.percentiles()) else _RAMP_P99_MS
+    return replace(given, p99_ms=p99_ms, errors=given.errors or ErrorLimit())
 
 
 def _whole_url(text: str, model: str | None) -> str:
     parts = urlsplit(text if "://" in text else f"http://{text}")
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise LoadError(f"{text}: say http://host:port or https://host")
+        raise TrialError(f"{text}: say http://host:port or https://host")
     if parts.path.strip("/"):
         if model:
-            raise LoadError(f"--model: {text} has a path already")
+            raise TrialError(f"--model: {text} has a path already")
         return parts.geturl()
     path = f"/predict/{quote(model, safe='')}" if model else "/predict"
     return parts._replace(path=path).geturl()
 
 
-def _source(args: argparse.Namespace) -> Source:
+def _source(args: argparse.Namespace) -> BodySource:
     is_default = args.body is None and args.json is None and args.text is None
-    return Source(
-        files=find_files(args.body) if args.body else (),
+    return BodySource(
+        path=args.body,
         content_type=args.content_type,
         image=args.image or ((640, 480) if is_default else None),
         json_text=args.json,
@@ -225,7 +242,7 @@ def _headers(args: argparse.Namespace) -> dict[str, str]:
     for text in args.header:
         name, colon, value = text.partition(":")
         if not colon or not name.strip():
-            raise LoadError(f"--header {text!r}: say 'NAME: VALUE'")
+            raise TrialError(f"--header {text!r}: say 'NAME: VALUE'")
         headers[name.strip()] = value.strip()
     if args.timeout_ms:
         headers["X-Timeout-Ms"] = str(args.timeout_ms)
@@ -235,15 +252,15 @@ def _headers(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _key(file: Path) -> str:
-    """The first line of the file that is a key."""
+    """Return the first line of the file that is a key."""
     try:
         lines = [line.strip() for line in file.read_text().splitlines()]
     except OSError as error:
-        raise LoadError(f"--key-file {file}: {error.strerror}") from error
+        raise TrialError(f"--key-file {file}: {error.strerror}") from error
     for line in lines:
         if line and not line.startswith("#"):
             return line
-    raise LoadError(f"--key-file {file}: holds no key")
+    raise TrialError(f"--key-file {file}: holds no key")
 
 
 def _seconds(text: str) -> float:
@@ -253,23 +270,9 @@ def _seconds(text: str) -> float:
     return float(match[1]) * _UNITS_S[match[2]]
 
 
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return number
-
-
-def _positive(text: str) -> float:
-    number = float(text)
-    if not number > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return number
-
-
 def _size(text: str) -> tuple[int, int]:
     width, _, height = text.lower().partition("x")
-    return _count(width), _count(height)
+    return count(width), count(height)
 
 
 def _error_limit(text: str) -> ErrorLimit:

@@ -1,49 +1,107 @@
-"""One phase of load as a value: what is sent where, how fast, for how long."""
+"""From options to a plan for the load generator: requests, and what counts as a good answer."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+import json
+from functools import partial
+from urllib.parse import urlsplit
 
-from tests.load.bodies import Source
+from inferpool.service.tools.trial.connection import TrialAnswer, post_request
+from inferpool.service.tools.trial.load import LoadExchange, LoadPlan
+from inferpool.service.tools.trial.tally import LoadTally
+from tests.load.options import Options
+
+_MAX_TIMINGS = 12
+_TIMING, _TIMED = "timing ", "timed "
+"""How the names of sums of Server-Timing begin: the milliseconds, and how many answers had them."""
+_RETRY_S, _RETRIES = "retry-after s", "retry-after"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What the generator processes are to do together."""
+def plan_for(options: Options) -> LoadPlan:
+    """Return what to send.
 
-    url: str
-    """The whole of it, with the path."""
-    source: Source
-    headers: Mapping[str, str] = field(default_factory=dict)
-    connections: int
-    """Closed loop: always busy. Open loop: opened as they are needed, and no more than these."""
-    rate: float | None = None
-    """Requests per second, arriving at random moments (Poisson); None is the closed loop."""
-    duration_s: float | None
-    """Of measuring; None where a number of requests is given."""
-    num_requests: int | None = None
-    """To measure."""
-    warmup_s: float = 0.0
-    """Of the same load before, which is not counted."""
-    timeout_s: float = 30.0
-    """For the whole of a request, from the moment that it was meant to be sent."""
-    verify: bool | str = True
-    """Whether TLS certificates are checked; or the file of the authority that signs them."""
-    expect: str | None = None
-    """A field that the JSON of a good answer has."""
-    seed: int = 0
-    processes: int = 1
+    Raises:
+        TrialError: A file cannot be read or sent.
+    """
+    parts = urlsplit(options.url)
+    is_encrypted = parts.scheme == "https"
+    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    headers = {**options.headers, "Host": parts.netloc.rpartition("@")[2]}
+    return LoadPlan(
+        address=(str(parts.hostname), parts.port or (443 if is_encrypted else 80)),
+        requests=[
+            post_request(path, each.body, each.content_type, headers)
+            for each in options.source.bodies()
+        ],
+        is_shuffled=True,
+        connections=options.connections,
+        rate=options.rate,
+        duration_s=options.duration_s,
+        num_requests=options.num_requests,
+        warmup_s=options.warmup_s,
+        timeout_s=options.timeout_s,
+        tls=options.verify if is_encrypted else None,
+        seed=options.seed,
+        judge=partial(judge, options.expect),
+    )
 
-    def share(self, index: int) -> "Plan":
-        """What one of the processes does of it."""
 
-        def part(total: int) -> int:
-            return total // self.processes + (index < total % self.processes)
+def judge(expect: str | None, exchange: LoadExchange, tally: LoadTally) -> str:
+    """Call a 2xx good if its JSON has the expected field; see `service.tools.trial.load.Judge`."""
+    answer = exchange.answer
+    if answer is None:
+        return exchange.failure
+    if timing := answer.header(b"server-timing"):
+        _add_timing(tally, timing.decode("latin-1"))
+    if not 200 <= answer.status < 300:
+        retry_after = answer.header(b"retry-after")
+        if retry_after:
+            tally.sums[_RETRIES] += 1
+            tally.sums[_RETRY_S] += int(retry_after) if retry_after.isdigit() else 0  # else a date
+        return _problem(answer)
+    return f"no {expect!r} in the answer" if expect and not _has_field(answer.body, expect) else ""
 
-        return replace(
-            self,
-            connections=part(self.connections),
-            rate=self.rate / self.processes if self.rate else None,
-            num_requests=part(self.num_requests) if self.num_requests else None,
-            seed=self.seed + index,
-            processes=1,
-        )
+
+def timings_ms(tally: LoadTally) -> dict[str, float]:
+    """Return what Server-Timing said on average, by name, in the order the server names them."""
+    sums = tally.sums
+    names = [name.removeprefix(_TIMED) for name in sums if name.startswith(_TIMED)]
+    return {name: sums[_TIMING + name] / sums[_TIMED + name] for name in names}
+
+
+def retry_after(tally: LoadTally) -> tuple[int, float]:
+    """Return how many answers had a Retry-After, and the sum of what they said in seconds."""
+    return round(tally.sums.get(_RETRIES, 0)), tally.sums.get(_RETRY_S, 0)
+
+
+def _problem(answer: TrialAnswer) -> str:
+    """Return the status, and the code of an RFC 9457 problem if the answer is one."""
+    code = ""
+    if b"json" in answer.header(b"content-type"):
+        try:
+            code = json.loads(answer.body).get("code", "")
+        except (ValueError, AttributeError):
+            code = ""
+    return f"{answer.status} {code}"[:60].strip()
+
+
+def _has_field(body: bytes, name: str) -> bool:
+    try:
+        document = json.loads(body)
+    except ValueError:
+        return False
+    return isinstance(document, dict) and name in document
+
+
+def _add_timing(tally: LoadTally, header: str) -> None:
+    """Add the durations of a Server-Timing header (W3C): `queue;dur=0.1, inference;dur=2`."""
+    for metric in header.split(","):
+        name, *parameters = (part.strip() for part in metric.split(";"))
+        if _TIMED + name not in tally.sums and len(tally.sums) >= 2 * _MAX_TIMINGS:
+            continue
+        for parameter in parameters:
+            key, _, value = parameter.partition("=")
+            if key == "dur":
+                try:
+                    tally.sums[_TIMING + name] += float(value)
+                except ValueError:
+                    continue
+                tally.sums[_TIMED + name] += 1

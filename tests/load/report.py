@@ -1,71 +1,58 @@
-"""What a run has shown: as tables and plots, on the terminal and as a page, and as JSON."""
+"""What a run of load has shown: as tables and charts, and as JSON."""
 
-import json
-import os
-import platform
-import sys
-import time
-from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
-
-from rich.console import Console
-from rich.table import Table as RichTable
-
-from tests.load.capacity import Ramp
-from tests.load.charts import Chart, Line
+from inferpool.service.tools.trial.generators import LoadRun
+from inferpool.service.tools.trial.report import Chart, Part, ReportTable, line_chart
+from inferpool.service.tools.trial.tally import LoadTally
+from tests.load.capacity import BUSY_CORE, Ramp
 from tests.load.drift import Drift, Slope
-from tests.load.page import Note, Part, Table
-from tests.load.plan import Plan
-from tests.load.tally import Tally
-from tests.load.team import Outcome
+from tests.load.options import Options
+from tests.load.plan import retry_after, timings_ms
 from tests.load.thresholds import Thresholds
 
-_BUSY_CORE = 0.9
 _LATE_MS = 5.0
 _PERCENT_TICKS = (0.0, 50.0, 90.0, 99.0, 99.9, 99.99)
-_HIDDEN = {"authorization", "x-api-key", "cookie", "proxy-authorization"}
 
 
-def describe(kind: str, plan: Plan) -> str:
-    """What was done, in a line."""
-    if kind == "ramp":
-        load = f"steps of {plan.duration_s:g} s"
-    elif plan.rate is None:
-        load = f"closed loop, {plan.connections} connections"
+def describe(options: Options) -> str:
+    """Say in a line what was done."""
+    if options.kind == "ramp":
+        load = f"steps of {options.duration_s:g} s"
     else:
-        load = f"open loop, {plan.rate:g} requests/s (Poisson)"
-    if kind != "ramp":
-        length = (
-            f"{plan.num_requests:,} requests" if plan.num_requests else f"{plan.duration_s:g} s"
-        )
-        load += f", {length} after {plan.warmup_s:g} s of warm-up"
-    processes = f", {plan.processes} generator processes" if plan.processes > 1 else ""
-    return f"POST {plan.url}: {load}{processes}"
+        load = f"closed loop, {options.connections} connections"
+        if options.rate is not None:
+            load = f"open loop, {options.rate:g} requests/s (Poisson)"
+        num = options.num_requests
+        length = f"{num:,} requests" if num else f"{options.duration_s:g} s"
+        load += f", {length} after {options.warmup_s:g} s of warm-up"
+    processes = f", {options.processes} generator processes" if options.processes > 1 else ""
+    return f"POST {options.url}: {load}{processes}"
 
 
-def outcome_parts(outcome: Outcome) -> list[Part]:
-    """The tables and plots of one phase."""
-    tally = outcome.tally
-    parts: list[Part] = [_figures(outcome), _latencies(tally)]
+def run_parts(run: LoadRun) -> list[Part]:
+    """Return the tables of one phase."""
+    tally = run.tally
+    parts: list[Part] = [_figures(run), _latencies(tally)]
     if tally.num_errors or tally.num_unfinished:
-        parts.append(_errors(tally))
-    if timings := tally.timings_ms():
+        rows = [(kind, f"{num:,}") for kind, num in tally.errors.most_common()]
+        if tally.num_unfinished:
+            rows.append(("under way at the stop (not counted)", f"{tally.num_unfinished:,}"))
+        parts.append(ReportTable(title="Errors", columns=("kind", "number"), rows=rows))
+    if timings := timings_ms(tally):
         rows = [(name, f"{value:,.3f}") for name, value in timings.items()]
-        parts.append(Table(title="Server-Timing", columns=("", "mean ms"), rows=rows))
+        parts.append(ReportTable(title="Server-Timing", columns=("", "mean ms"), rows=rows))
     return parts
 
 
-def warnings(outcome: Outcome) -> list[str]:
-    """What makes the figures doubtful."""
+def warnings(run: LoadRun, num_processes: int) -> list[str]:
+    """Say what makes the figures doubtful."""
     found = []
-    if outcome.busiest_core > _BUSY_CORE:
+    if run.busiest_core > BUSY_CORE:
         found.append(
-            f"the generator is the limit: one of its processes took {outcome.busiest_core:.2f} of "
-            f"a core. Give it more (--processes {2 * outcome.plan.processes}) if there are cores."
+            f"the generator is the limit: one of its processes took {run.busiest_core:.2f} of "
+            f"a core. Give it more (--processes {2 * num_processes}) if there are cores."
         )
-    late_ms = outcome.tally.lateness.percentile_s(99) * 1e3
-    if outcome.plan.rate is not None and late_ms > _LATE_MS:
+    late_ms = run.tally.lateness.percentile_s(99) * 1e3
+    if run.plan.rate is not None and late_ms > _LATE_MS:
         found.append(
             f"requests left late (p99 {late_ms:,.1f} ms): all connections were busy, or the "
             "generator was; the latencies above count from when they should have left."
@@ -73,166 +60,122 @@ def warnings(outcome: Outcome) -> list[str]:
     return found
 
 
-def _figures(outcome: Outcome) -> Table:
-    tally = outcome.tally
+def _figures(run: LoadRun) -> ReportTable:
+    tally = run.tally
     rows = [
         ("requests", f"{tally.num_requests:,}"),
-        ("good answers/s", f"{outcome.rate:,.1f}"),
+        ("good answers/s", f"{run.rate:,.1f}"),
         ("errors", f"{tally.num_errors:,}"),
         *((f"status {status}", f"{num:,}") for status, num in sorted(tally.statuses.items())),
-        ("sent, MiB/s", f"{tally.sent_bytes / outcome.wall_s / 2**20:,.2f}"),
-        ("received, MiB/s", f"{tally.received_bytes / outcome.wall_s / 2**20:,.2f}"),
+        ("sent, MiB/s", f"{tally.sent_bytes / run.wall_s / 2**20:,.2f}"),
+        ("received, MiB/s", f"{tally.received_bytes / run.wall_s / 2**20:,.2f}"),
     ]
-    if tally.num_retry_after:
-        mean_s = tally.retry_after_s / tally.num_retry_after
-        rows.append(("Retry-After", f"{tally.num_retry_after:,} (mean {mean_s:.1f} s)"))
-    rows.append(
-        ("generator, cores", f"{outcome.generator_cores:.2f} (busiest {outcome.busiest_core:.2f})")
-    )
-    return Table(title="Figures", columns=("", ""), rows=rows)
+    num_retries, retry_s = retry_after(tally)
+    if num_retries:
+        rows.append(("Retry-After", f"{num_retries:,} (mean {retry_s / num_retries:.1f} s)"))
+    rows.append(("generator, cores", f"{run.generator_cores:.2f} (busiest {run.busiest_core:.2f})"))
+    return ReportTable(title="Figures", columns=("", ""), rows=rows)
 
 
-def _latencies(tally: Tally) -> Table:
-    named = [("good answers", tally.latency), ("refusals", tally.refusal)]
+def _latencies(tally: LoadTally) -> ReportTable:
     columns = ("latency, ms", "p50", "p90", "p99", "p99.9", "max", "mean", "number")
     rows = [
-        (
-            name,
-            *(f"{value:,.2f}" for value in histogram.summary_ms().values()),
-            f"{histogram.num:,}",
-        )
-        for name, histogram in named
+        (name, *(f"{each:,.2f}" for each in histogram.summary_ms().values()), f"{histogram.num:,}")
+        for name, histogram in (("good answers", tally.latency), ("refusals", tally.refusal))
         if histogram.num
     ]
-    return Table(title="Latency", columns=columns, rows=rows)
+    return ReportTable(title="Latency", columns=columns, rows=rows)
 
 
-def _errors(tally: Tally) -> Table:
-    rows = [(kind, f"{num:,}") for kind, num in tally.errors.most_common()]
-    if tally.num_unfinished:
-        rows.append(("under way when it was stopped (not counted)", f"{tally.num_unfinished:,}"))
-    return Table(title="Errors", columns=("kind", "number"), rows=rows)
-
-
-def outcome_charts(outcome: Outcome, thresholds: Thresholds) -> list[Chart]:
-    """Latency and rate over time, and latency by percentile."""
-    series = outcome.series
-    times = [(number + 0.5) * series.width_s for number in range(len(series.bins))]
-    over_time = [
-        Line(
-            name=f"p{percent}",
-            points=[
-                (at, each.latency.percentile_s(percent) * 1e3)
-                for at, each in zip(times, series.bins, strict=True)
-                if each.num_good
-            ],
-        )
-        for percent in (50, 99)
-    ]
-    rates = [
-        Line(
-            name=name,
-            points=[(at, num / series.width_s) for at, num in zip(times, nums, strict=True)],
-        )
-        for name, nums in (
-            ("good answers", [each.num_good for each in series.bins]),
-            ("errors", [each.num_errors for each in series.bins]),
-        )
-    ]
-    limit_ms = thresholds.p99_ms
-    limit = (limit_ms, f"p99 {limit_ms:g} ms") if limit_ms else None
+def run_charts(run: LoadRun, thresholds: Thresholds) -> list[Chart]:
+    """Draw latency and rate over time, and latency by percentile."""
+    series = run.series
+    bins = [((number + 0.5) * series.width_s, each) for number, each in enumerate(series.bins)]
     x_label = "seconds from the start of measuring"
+    latencies = {
+        f"p{percent}": [
+            (at, each.latency.percentile_s(percent) * 1e3) for at, each in bins if each.num_good
+        ]
+        for percent in (50, 99)
+    }
+    rates = {
+        "good answers": [(at, each.num_good / series.width_s) for at, each in bins],
+        "errors": [(at, each.num_errors / series.width_s) for at, each in bins],
+    }
+    limit = _limit(thresholds)
     charts = [
-        Chart(title="Latency over time", x_label=x_label, y_label="ms", lines=over_time,
-              log_y=True, limit=limit),
-        Chart(title="Answers over time", x_label=x_label, y_label="per second", lines=rates),
-    ]  # fmt: skip
-    if outcome.tally.num_good:
-        charts.append(_by_percentile(outcome.tally))
+        line_chart("Latency over time", x_label, "ms", latencies, log_y=True, limit=limit),
+        line_chart("Answers over time", x_label, "per second", rates),
+    ]
+    if run.tally.num_good:
+        charts.append(_by_percentile(run.tally))
     return charts
 
 
-def _by_percentile(tally: Tally) -> Chart:
-    """The tail drawn out: x is how many requests there are to one that is slower."""
+def _by_percentile(tally: LoadTally) -> Chart:
+    """Draw the tail out: x is how many requests there are to one that is slower."""
     num = tally.num_good
     points = [
         (1 / max(1 - percent / 100, 1 / num), latency_s * 1e3)
         for percent, latency_s in tally.latency.curve()
     ]
-    ticks = [
-        (1 / (1 - percent / 100), f"p{percent:g}")
-        for percent in _PERCENT_TICKS
-        if 1 / (1 - percent / 100) <= num
-    ]
-    return Chart(
-        title="Latency by percentile",
-        x_label="share of the requests that took no longer",
-        y_label="ms",
-        lines=[Line(name="latency", points=points)],
+    ticks = [(1 / (1 - percent / 100), f"p{percent:g}") for percent in _PERCENT_TICKS]
+    return line_chart(
+        "Latency by percentile",
+        "share of the requests that took no longer",
+        "ms",
+        {"latency": points},
         log_x=True,
         log_y=True,
-        x_ticks=ticks,
+        x_ticks=[(x, text) for x, text in ticks if x <= num],
     )
 
 
-def ramp_parts(ramp: Ramp) -> list[Part]:
-    """The steps as a table."""
+def _limit(thresholds: Thresholds) -> tuple[float, str] | None:
+    limit_ms = thresholds.p99_ms
+    return (limit_ms, f"p99 {limit_ms:g} ms") if limit_ms else None
+
+
+def ramp_table(ramp: Ramp) -> ReportTable:
+    """Return the steps as a table."""
+    columns = (
+        "requests/s", "answered/s", "p50 ms", "p99 ms", "max ms", "errors", "cores", "verdict",
+    )  # fmt: skip
     rows = []
     for step in sorted(ramp.steps, key=lambda step: step.rate):
-        tally = step.outcome.tally
+        tally = step.run.tally
         figures = tally.latency.summary_ms()
         verdict = "holds" if step.holds else "; ".join(step.missed)
         if not step.holds and step.is_generators:
             verdict += " (the generator is the limit)"
         rows.append((
-            f"{step.rate:,.1f}", f"{step.outcome.rate:,.1f}", f"{figures['p50']:,.2f}",
+            f"{step.rate:,.1f}", f"{step.run.rate:,.1f}", f"{figures['p50']:,.2f}",
             f"{figures['p99']:,.2f}", f"{figures['max']:,.1f}", f"{tally.num_errors:,}",
-            f"{step.outcome.busiest_core:.2f}", verdict,
+            f"{step.run.busiest_core:.2f}", verdict,
         ))  # fmt: skip
-    columns = (
-        "requests/s",
-        "answered/s",
-        "p50 ms",
-        "p99 ms",
-        "max ms",
-        "errors",
-        "cores",
-        "verdict",
-    )
     caption = "cores: of the busiest generator process."
-    return [Table(title="Steps", columns=columns, rows=rows, caption=caption)]
+    return ReportTable(title="Steps", columns=columns, rows=rows, caption=caption, texts=(7,))
 
 
-def ramp_charts(ramp: Ramp) -> list[Chart]:
-    """Latency against rate."""
+def ramp_chart(ramp: Ramp) -> Chart:
+    """Draw latency against rate."""
     steps = sorted(ramp.steps, key=lambda step: step.rate)
-    lines = [
-        Line(
-            name=f"p{percent}",
-            points=[
-                (step.rate, step.outcome.tally.latency.percentile_s(percent) * 1e3)
-                for step in steps
-                if step.outcome.tally.num_good
-            ],
-            marks=True,
-        )
+    lines = {
+        f"p{percent}": [
+            (step.rate, step.run.tally.latency.percentile_s(percent) * 1e3)
+            for step in steps
+            if step.run.tally.num_good
+        ]
         for percent in (50, 99)
-    ]
-    limit_ms = ramp.thresholds.p99_ms
-    return [
-        Chart(
-            title="Latency against rate",
-            x_label="requests per second",
-            y_label="ms",
-            lines=lines,
-            log_y=True,
-            limit=(limit_ms, f"p99 {limit_ms:g} ms") if limit_ms else None,
-        )
-    ]
+    }
+    return line_chart(
+        "Latency against rate", "requests per second", "ms", lines,
+        mode="lines+markers", log_y=True, limit=_limit(ramp.thresholds),
+    )  # fmt: skip
 
 
-def drift_parts(drift: Drift) -> list[Part]:
-    """Slopes, as a table."""
+def drift_table(drift: Drift) -> ReportTable:
+    """Return slopes as a table."""
 
     def row(name: str, slope: Slope, digits: int) -> tuple[str, ...]:
         change = f"{slope.per_hour:+,.{digits}f} ± {slope.error_per_hour:,.{digits}f}"
@@ -248,34 +191,17 @@ def drift_parts(drift: Drift) -> list[Part]:
         f"{drift.last_p99_ms:,.2f} ms ({drift.p99_growth_percent:+.1f} %)."
     )
     columns = ("", "mean", "change per hour", "shown")
-    return [Table(title="Drift", columns=columns, rows=rows, caption=caption)]
+    return ReportTable(title="Drift", columns=columns, rows=rows, caption=caption)
 
 
-def show(parts: Sequence[Part], console: Console) -> None:
-    """Print tables and notes."""
-    for part in parts:
-        if isinstance(part, Table):
-            shown = RichTable(
-                title=part.title, title_justify="left", caption=part.caption or None,
-                caption_justify="left", show_header=any(part.columns),
-            )  # fmt: skip
-            for number, column in enumerate(part.columns):
-                shown.add_column(column, justify="right" if number else "left")
-            for cells in part.rows:
-                shown.add_row(*cells)
-            console.print(shown)
-        elif isinstance(part, Note):
-            style = {"bad": "red", "good": "green"}.get(part.tone)
-            console.print(part.text, style=style, markup=False, highlight=False, soft_wrap=True)
-
-
-def outcome_json(outcome: Outcome) -> dict[str, object]:
-    """All figures of one phase."""
-    tally = outcome.tally
+def run_json(run: LoadRun) -> dict[str, object]:
+    """Return all figures of one phase."""
+    tally, bins = run.tally, run.series.bins
+    num_retries, retry_s = retry_after(tally)
     return {
-        "is_complete": outcome.is_complete,
-        "measured_s": round(outcome.wall_s, 3),
-        "good_per_s": round(outcome.rate, 3),
+        "is_complete": run.is_complete,
+        "measured_s": round(run.wall_s, 3),
+        "good_per_s": round(run.rate, 3),
         "requests": tally.num_requests,
         "good": tally.num_good,
         "errors": dict(tally.errors),
@@ -284,41 +210,21 @@ def outcome_json(outcome: Outcome) -> dict[str, object]:
         "latency_ms": tally.latency.summary_ms(),
         "refusal_ms": tally.refusal.summary_ms(),
         "lateness_ms": tally.lateness.summary_ms(),
-        "server_timing_ms": tally.timings_ms(),
-        "retry_after": {"answers": tally.num_retry_after, "sum_s": tally.retry_after_s},
+        "server_timing_ms": timings_ms(tally),
+        "retry_after": {"answers": num_retries, "sum_s": retry_s},
         "sent_bytes": tally.sent_bytes,
         "received_bytes": tally.received_bytes,
-        "generator_cores": round(outcome.generator_cores, 3),
-        "busiest_generator_core": round(outcome.busiest_core, 3),
+        "generator_cores": round(run.generator_cores, 3),
+        "busiest_generator_core": round(run.busiest_core, 3),
         "series": {
-            "width_s": outcome.series.width_s,
-            "good": [each.num_good for each in outcome.series.bins],
-            "errors": [each.num_errors for each in outcome.series.bins],
-            "p50_ms": [_ms(each, 50) for each in outcome.series.bins],
-            "p99_ms": [_ms(each, 99) for each in outcome.series.bins],
+            "width_s": run.series.width_s,
+            "good": [each.num_good for each in bins],
+            "errors": [each.num_errors for each in bins],
+            "p50_ms": [_ms(each, 50) for each in bins],
+            "p99_ms": [_ms(each, 99) for each in bins],
         },
     }
 
 
-def _ms(tally: Tally, percent: float) -> float | None:
+def _ms(tally: LoadTally, percent: float) -> float | None:
     return round(tally.latency.percentile_s(percent) * 1e3, 3) if tally.num_good else None
-
-
-def write_json(path: Path, kind: str, plan: Plan, content: dict[str, object]) -> None:
-    """Write all figures, with what was done. Secrets of headers are left out."""
-    headers = {
-        name: "hidden" if name.lower() in _HIDDEN else value for name, value in plan.headers.items()
-    }
-    document = {
-        "kind": kind,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "machine": {
-            "cores": os.cpu_count(),
-            "system": platform.platform(),
-            "python": sys.version.split()[0],
-        },
-        "plan": asdict(plan) | {"headers": headers},
-        **content,
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1, default=str) + "\n")

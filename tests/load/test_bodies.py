@@ -5,16 +5,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.load.bodies import Source, find_files
-from tests.load.errors import LoadError
+from inferpool.service.tools.trial.connection import TrialError
+from tests.load.bodies import BodySource
 
 
 def test_a_folder_gives_its_files_with_the_types_of_their_suffixes(tmp_path):
     (tmp_path / "a.jpg").write_bytes(b"jpeg")
     (tmp_path / "b.npy").write_bytes(b"npy")
     (tmp_path / "notes.txt").write_text("not sent")
-    bodies = Source(files=find_files(tmp_path)).bodies()
-    assert [(each.content, each.content_type) for each in bodies] == [
+    bodies = BodySource(path=tmp_path).bodies()
+    assert [(each.body, each.content_type) for each in bodies] == [
         (b"jpeg", "image/jpeg"),
         (b"npy", "application/x-npy"),
     ]
@@ -23,33 +23,33 @@ def test_a_folder_gives_its_files_with_the_types_of_their_suffixes(tmp_path):
 def test_a_file_of_unknown_suffix_needs_a_type(tmp_path):
     file = tmp_path / "x.raw"
     file.write_bytes(b"1")
-    with pytest.raises(LoadError, match="--content-type"):
-        Source(files=[file]).bodies()
-    body = Source(files=[file], content_type="application/octet-stream").bodies()[0]
+    with pytest.raises(TrialError, match="--content-type"):
+        BodySource(path=file).bodies()
+    body = BodySource(path=file, content_type="application/octet-stream").bodies()[0]
     assert body.content_type == "application/octet-stream"
 
 
 @pytest.mark.parametrize("name", ["nowhere", "empty"])
 def test_nothing_to_send_is_said(tmp_path, name):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(LoadError, match=name):
-        find_files(tmp_path / name)
+    with pytest.raises(TrialError, match=name):
+        BodySource(path=tmp_path / name).bodies()
 
 
 def test_synthetic_images_have_their_size_and_are_the_same_for_a_seed():
-    first, second = Source(image=(90, 50)).bodies(), Source(image=(90, 50)).bodies()
+    first, second = BodySource(image=(90, 50)).bodies(), BodySource(image=(90, 50)).bodies()
     assert first == second
-    assert len({each.content for each in first}) == len(first) > 1
-    with Image.open(io.BytesIO(first[0].content)) as image:
+    assert len({each.body for each in first}) == len(first) > 1
+    with Image.open(io.BytesIO(first[0].body)) as image:
         assert image.size == (90, 50)
-    assert Source(image=(90, 50), seed=1).bodies() != first
+    assert BodySource(image=(90, 50), seed=1).bodies() != first
 
 
 def test_synthetic_texts_are_of_many_lengths_around_the_median_and_the_same_for_a_seed():
-    bodies = Source(text_words=20, instances=4).bodies()
-    assert bodies == Source(text_words=20, instances=4).bodies()
-    assert bodies != Source(text_words=20, instances=4, seed=1).bodies()
-    batches = [json.loads(body.content)["instances"] for body in bodies]
+    bodies = BodySource(text_words=20, instances=4).bodies()
+    assert bodies == BodySource(text_words=20, instances=4).bodies()
+    assert bodies != BodySource(text_words=20, instances=4, seed=1).bodies()
+    batches = [json.loads(body.body)["instances"] for body in bodies]
     assert {len(batch) for batch in batches} == {4}
     lengths = sorted(len(text.split()) for batch in batches for text in batch)
     assert 15 < lengths[len(lengths) // 2] < 25
@@ -57,12 +57,12 @@ def test_synthetic_texts_are_of_many_lengths_around_the_median_and_the_same_for_
 
 
 def test_instances_of_json_are_repeated():
-    body = Source(json_text='{"instances": [1, 2], "parameters": {"a": 1}}', instances=5).bodies()[
-        0
-    ]
-    assert json.loads(body.content) == {"instances": [1, 2, 1, 2, 1], "parameters": {"a": 1}}
-    with pytest.raises(LoadError, match="instances"):
-        Source(json_text="[1]", instances=2).bodies()
+    body = BodySource(
+        json_text='{"instances": [1, 2], "parameters": {"a": 1}}', instances=5
+    ).bodies()[0]
+    assert json.loads(body.body) == {"instances": [1, 2, 1, 2, 1], "parameters": {"a": 1}}
+    with pytest.raises(TrialError, match="instances"):
+        BodySource(json_text="[1]", instances=2).bodies()
 
 
 def test_instances_of_files_become_a_form_that_the_service_reads(tmp_path):
@@ -72,12 +72,12 @@ def test_instances_of_files_become_a_form_that_the_service_reads(tmp_path):
     file = io.BytesIO()
     np.save(file, np.zeros(3, np.float32))
     (tmp_path / "x.npy").write_bytes(file.getvalue())
-    body = Source(files=[tmp_path / "x.npy"], instances=3).bodies()[0]
+    body = BodySource(path=tmp_path / "x.npy", instances=3).bodies()[0]
     head = BodyContext({}, b"", (), Limits())
-    assert len(decode(body.content_type.encode(), [body.content], head).payloads) == 3
+    assert len(decode(body.content_type.encode(), [body.body], head).payloads) == 3
 
 
 def test_safetensors_are_not_repeated(tmp_path):
     (tmp_path / "x.safetensors").write_bytes(b"1")
-    with pytest.raises(LoadError, match="stack"):
-        Source(files=[tmp_path / "x.safetensors"], instances=2).bodies()
+    with pytest.raises(TrialError, match="stack"):
+        BodySource(path=tmp_path / "x.safetensors", instances=2).bodies()

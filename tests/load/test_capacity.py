@@ -1,6 +1,6 @@
 import pytest
 
-from tests.load.capacity import Search
+from tests.load.capacity import CapacitySearch
 
 
 def _found(search, capacity):
@@ -14,15 +14,15 @@ def _found(search, capacity):
 
 @pytest.mark.parametrize("capacity", [3.0, 19.0, 777.0, 60_000.0])
 def test_the_capacity_is_found_to_the_precision(capacity):
-    found, tried = _found(Search(start=20.0, precision=0.05), capacity)
+    found, tried = _found(CapacitySearch(start=20.0, precision=0.05), capacity)
     assert capacity / 1.05 <= found <= capacity
     assert len(tried) < 20
 
 
 def test_a_highest_rate_is_not_passed():
-    found, tried = _found(Search(start=20.0, max_rate=100.0), 1e9)
+    found, tried = _found(CapacitySearch(start=20.0, max_rate=100.0), 1e9)
     assert found == max(tried) == 100.0
 
 
 def test_it_ends_where_no_rate_holds():
-    assert _found(Search(start=20.0), 0.0)[0] == 0.0
+    assert _found(CapacitySearch(start=20.0), 0.0)[0] == 0.0

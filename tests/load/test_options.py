@@ -1,11 +1,13 @@
 import pytest
 
-from tests.load.errors import LoadError
+from inferpool.service.tools.trial.connection import TrialError
+from inferpool.service.tools.trial.generators import share_of
 from tests.load.options import read_options
+from tests.load.plan import plan_for
 
 
-def _plan(*words):
-    return read_options([*words]).plan
+def _options(*words):
+    return read_options([*words])
 
 
 @pytest.mark.parametrize(
@@ -18,20 +20,20 @@ def _plan(*words):
     ],
 )
 def test_a_host_is_enough_of_a_url(url, model, whole):
-    assert _plan("closed", url, *model).url == whole
+    assert _options("closed", url, *model).url == whole
 
 
 @pytest.mark.parametrize(
     ("text", "seconds"), [("30", 30), ("1.5s", 1.5), ("10m", 600), ("2h", 7200), ("1d", 86400)]
 )
 def test_durations_have_units(text, seconds):
-    assert _plan("open", "h", "--rate", "1", "-d", text).duration_s == seconds
+    assert _options("open", "h", "--rate", "1", "-d", text).duration_s == seconds
 
 
 def test_the_key_is_the_first_line_that_is_no_comment(tmp_path):
     file = tmp_path / "keys"
     file.write_text("# mine\n\nsecret-secret-secret\nother\n")
-    headers = _plan("closed", "h", "--key-file", str(file), "--timeout-ms", "250").headers
+    headers = _options("closed", "h", "--key-file", str(file), "--timeout-ms", "250").headers
     assert headers["Authorization"] == "Bearer secret-secret-secret"
     assert headers["X-Timeout-Ms"] == "250"
 
@@ -45,12 +47,12 @@ def test_ramp_has_an_objective_of_its_own_unless_one_is_given():
 
 
 def test_there_are_no_more_processes_than_connections():
-    assert _plan("closed", "h", "-c", "2", "--processes", "8").processes == 2
+    assert _options("closed", "h", "-c", "2", "--processes", "8").processes == 2
 
 
 def test_shares_add_up_to_the_plan():
-    plan = _plan("closed", "h", "-c", "7", "-n", "100", "--processes", "3")
-    shares = [plan.share(index) for index in range(3)]
+    words = ("closed", "h", "-c", "7", "-n", "100", "--json", "{}")
+    shares = [share_of(plan_for(_options(*words)), index, 3) for index in range(3)]
     assert sum(each.connections for each in shares) == 7
     assert sum(each.num_requests or 0 for each in shares) == 100
     assert len({each.seed for each in shares}) == 3
@@ -67,8 +69,8 @@ def test_shares_add_up_to_the_plan():
     ],
 )
 def test_what_cannot_be_used_is_said(words):
-    with pytest.raises(LoadError):
-        read_options(words)
+    with pytest.raises(TrialError):
+        plan_for(read_options(words))
 
 
 @pytest.mark.parametrize("words", [["open", "h"], ["closed", "h", "-d", "soon"], ["closed"]])

@@ -1,12 +1,12 @@
-"""What a run must keep: the objective of `ramp`, and what the exit status says of the others."""
+"""Thresholds: the objective of `ramp`, and what decides the exit status of the others."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
-from tests.load.team import Outcome
+from inferpool.service.tools.trial.generators import LoadRun
 
 _MAX_BEHIND = 0.05
-"""How long after the end of a step its last answer may come, as a share of the step."""
+"""Share of a step by which its last answer may come after its end."""
 _SLACK = 1.1
 
 
@@ -18,7 +18,7 @@ class ErrorLimit:
     share: float | None = None
 
     def allowed(self, num_requests: int) -> int:
-        """How many there may be among so many requests."""
+        """Return how many errors there may be among so many requests."""
         return self.num if self.share is None else int(self.share * num_requests)
 
     def __str__(self) -> str:
@@ -27,7 +27,7 @@ class ErrorLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thresholds:
-    """Bounds; None where nothing is asked. Latencies are those of good answers."""
+    """Bounds of a run; None for no bound. Latencies are those of good answers."""
 
     p50_ms: float | None = None
     p90_ms: float | None = None
@@ -43,7 +43,7 @@ class Thresholds:
         return any(getattr(self, each.name) is not None for each in fields(self))
 
     def percentiles(self) -> Iterator[tuple[str, float, float]]:
-        """The bounds of latencies: name, percentile and milliseconds."""
+        """Yield the bounds of latencies: name, percentile and milliseconds."""
         known = (
             ("p50", 50.0, self.p50_ms),
             ("p90", 90.0, self.p90_ms),
@@ -54,9 +54,9 @@ class Thresholds:
             if limit_ms is not None:
                 yield name, percent, limit_ms
 
-    def misses(self, outcome: Outcome) -> list[str]:
-        """What was not kept, as sentences."""
-        tally = outcome.tally
+    def misses(self, run: LoadRun) -> list[str]:
+        """Say in sentences which thresholds were missed."""
+        tally = run.tally
         missed = []
         for name, percent, limit_ms in self.percentiles():
             found_ms = tally.latency.percentile_s(percent) * 1e3
@@ -66,21 +66,21 @@ class Thresholds:
             missed.append("no request was answered well")
         if self.errors is not None and tally.num_errors > self.errors.allowed(tally.num_requests):
             missed.append(f"{tally.num_errors:,} errors are more than {self.errors}")
-        if self.min_rate is not None and outcome.rate < self.min_rate:
-            missed.append(f"{outcome.rate:,.1f} requests/s are fewer than {self.min_rate:g}")
+        if self.min_rate is not None and run.rate < self.min_rate:
+            missed.append(f"{run.rate:,.1f} requests/s are fewer than {self.min_rate:g}")
         return missed
 
-    def misses_in(self, planned_s: float, outcome: Outcome) -> list[str]:
-        """What a step of `ramp` did not keep, falling behind the rate included."""
-        missed = replace(self, min_rate=None).misses(outcome)
-        behind_s = outcome.finished_s - planned_s - outcome.tally.latency.percentile_s(50)
-        if outcome.is_complete and behind_s > _MAX_BEHIND * planned_s and not missed:
+    def misses_in(self, planned_s: float, run: LoadRun) -> list[str]:
+        """Say what a step of `ramp` missed; falling behind the rate counts, too."""
+        missed = replace(self, min_rate=None).misses(run)
+        behind_s = run.finished_s - planned_s - run.tally.latency.percentile_s(50)
+        if run.is_complete and behind_s > _MAX_BEHIND * planned_s and not missed:
             missed.append(f"a queue grew: the last answer came {behind_s:,.1f} s late")
         return missed
 
-    def are_lost(self, outcome: Outcome, num_planned: float) -> bool:
-        """Whether what is known already decides that a step cannot keep them."""
-        tally = outcome.tally
+    def are_lost(self, run: LoadRun, num_planned: float) -> bool:
+        """Return whether a step cannot keep them any more, whatever comes."""
+        tally = run.tally
         if self.errors is not None and tally.num_errors > self.errors.allowed(int(num_planned)):
             return True
         return any(

@@ -3,12 +3,13 @@
 Imported whenever the command's line is read, so it imports little.
 """
 
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
 from typing import Literal
+
+from inferpool.service.tools.trial.flags import count, folder, non_negative
 
 Fault = Literal["kill", "stop", "poison", "forkserver"]
 
@@ -61,32 +62,34 @@ def add_flags(parser: ArgumentParser) -> None:
     load = parser.add_argument_group("load")
     load.add_argument(
         "--requests",
-        type=_count,
+        type=count,
         default=10_000,
         metavar="N",
         help="go on until at least so many numbered requests are sent (default: 10000)",
     )
     load.add_argument(
         "--kills",
-        type=_count,
+        type=count,
         default=10,
         metavar="N",
         help="and at least so many workers are killed, which takes a quick model far more requests "
         "(default: 10)",
     )
-    load.add_argument("--seconds", type=_seconds, metavar="S", help="for so long instead of both")
     load.add_argument(
-        "--clients", type=_count, default=16, metavar="N", help="at once (default: 16)"
+        "--seconds", type=non_negative, metavar="S", help="for so long instead of both"
+    )
+    load.add_argument(
+        "--clients", type=count, default=16, metavar="N", help="at once (default: 16)"
     )
     load.add_argument(
         "--inputs",
-        type=_folder,
+        type=folder,
         metavar="DIR",
         help="ask with these files: images, .npy, .safetensors, .json, .bin (default: made up)",
     )
     load.add_argument(
         "--tolerance",
-        type=_seconds,
+        type=non_negative,
         default=1e-3,
         metavar="X",
         help="by how much of itself a float may differ, since batches of different sizes are "
@@ -101,7 +104,7 @@ def add_flags(parser: ArgumentParser) -> None:
     ):
         faults.add_argument(
             f"--{kind}-every",
-            type=_seconds,
+            type=non_negative,
             default=default,
             metavar="S",
             help=f"{what} every S seconds (default: {default:g})",
@@ -136,26 +139,3 @@ def plan_of(args: Namespace) -> ChaosPlan:
         tolerance=args.tolerance,
         is_json=args.json,
     )
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is not a whole number from 1")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not (isfinite(number) and number >= 0):
-        raise ArgumentTypeError(f"{text!r} is not a number from 0")
-    return number
-
-
-def _folder(text: str) -> Path:
-    path = Path(text)
-    if not path.is_dir():
-        raise ArgumentTypeError(f"{text} is no folder")
-    return path

@@ -27,6 +27,7 @@ _IMAGE_EDGE = 256
 _LOG_WORDS = 2.2
 """Of the median text: nine words."""
 _MAX_WORDS = 100
+_MAX_BYTES = 512 * 2**20
 _CONTENT_TYPES = {
     ".jpg": "image/jpeg",
     ".jpeg": "image/jpeg",
@@ -77,28 +78,46 @@ def made_up(model: ModelState, seed: int, count: int) -> list[TrialInput]:
     return [_made_up(specs, f"input {i}", np.random.default_rng((seed, i))) for i in range(count)]
 
 
-def read_inputs(path: Path) -> list[TrialInput]:
-    """A file that is a request, or those of a folder: images, .npy, .safetensors, .json, .bin.
+def read_inputs(
+    path: Path, *, content_type: str | None = None, flag: str = "--inputs"
+) -> list[TrialInput]:
+    """Read a file that is a request body, or all those of a folder whose suffixes are known.
+
+    Args:
+        path: The file or folder.
+        content_type: What a file of an unknown suffix is.
+        flag: Who names the path, for messages.
 
     Raises:
-        TrialError: There is none, or one cannot be read.
+        TrialError: There is no such file, or one cannot be read.
     """
+    known = ", ".join(_CONTENT_TYPES)
     try:
-        files = [path] if path.is_file() else sorted(path.iterdir())
+        files = sorted(path.iterdir()) if path.is_dir() else [path]
+        if path.is_dir():
+            files = [each for each in files if each.suffix.lower() in _CONTENT_TYPES]
+        if (num_bytes := sum(file.stat().st_size for file in files)) > _MAX_BYTES:
+            raise TrialError(
+                f"{flag}: {path}: {num_bytes / 2**20:,.0f} MiB; all of it is kept in memory, so "
+                f"{_MAX_BYTES // 2**20} MiB is the most"
+            )
         inputs = [
             TrialInput(
                 name=file.name,
                 body=file.read_bytes(),
-                content_type=_CONTENT_TYPES[file.suffix.lower()],
+                content_type=content_type or _CONTENT_TYPES[file.suffix.lower()],
             )
             for file in files
-            if file.suffix.lower() in _CONTENT_TYPES
         ]
     except OSError as error:
-        raise TrialError(f"--inputs: {error.filename}: {error.strerror}") from error
+        raise TrialError(f"{flag}: {error.filename}: {error.strerror}") from error
+    except KeyError as error:
+        raise TrialError(
+            f"{flag}: {path}: its suffix does not tell what it is; use one of {known}"
+            + (", or say --content-type" if flag == "--body" else "")
+        ) from error
     if not inputs:
-        known = ", ".join(_CONTENT_TYPES)
-        raise TrialError(f"--inputs: there is no file of a known kind in {path} ({known})")
+        raise TrialError(f"{flag}: there is no file of a known kind in {path} ({known})")
     return inputs
 
 

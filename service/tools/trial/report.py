@@ -1,6 +1,8 @@
 """Reports of what was tried: parts that a terminal, an HTML page and a JSON file show alike."""
 
 import json
+import os
+import platform
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,8 +14,6 @@ from typing import TextIO
 from rich.console import Console
 from rich.markup import escape as escape_markup
 from rich.table import Table as RichTable
-
-from inferpool.service.tools.trial.machine import machine
 
 _COLOURS = ("#1f6feb", "#d9730d", "#1a7f5a", "#8250df", "#cf222e", "#6e7781", "#bf3989", "#0a7ea4")
 """Colours of the series of a chart, which differ on white and on black."""
@@ -267,3 +267,23 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1, default=str) + "\n", encoding="utf-8")
+
+
+def machine() -> Mapping[str, object]:
+    """Return what the figures were measured on."""
+    return {
+        "cpu": _cpu_name(),
+        "cores": f"{len(os.sched_getaffinity(0))} cores",
+        "kernel": f"Linux {platform.release()}",
+        "python": f"Python {platform.python_version()}",
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.machine()

@@ -7,8 +7,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-_LINE_EVERY_S = 5.0
-
 
 class Screen:
     """Tells whoever waits how it goes. A context manager: leaving it clears the bar."""
@@ -32,6 +30,7 @@ class Screen:
         )
         self._task = self._progress.add_task(text, total=None, figures="")
         self._shown_at = time.monotonic()
+        self._line_every_s = 5.0
 
     def __enter__(self) -> "Screen":
         """Show the bar, where there is a terminal."""
@@ -44,8 +43,14 @@ class Screen:
         if self._console.is_terminal:  # elsewhere it would leave an empty line
             self._progress.stop()
 
-    def begin(self, text: str) -> None:
-        """Say what is being done now."""
+    def begin(self, text: str, line_every_s: float = 5.0) -> None:
+        """Say what is being done now.
+
+        Args:
+            text: What.
+            line_every_s: Seconds between two lines of figures where there is no terminal.
+        """
+        self._line_every_s = line_every_s
         self._progress.update(self._task, description=text, total=None, figures="")
         if not self._console.is_terminal:
             self._console.print(text, markup=False)
@@ -55,6 +60,6 @@ class Screen:
         """Say how far it has come, from 0 to 1, and what there is so far."""
         self._progress.update(self._task, total=1.0, completed=min(share, 1.0), figures=figures)
         now = time.monotonic()
-        if not self._console.is_terminal and now - self._shown_at > _LINE_EVERY_S:
+        if not self._console.is_terminal and now - self._shown_at > self._line_every_s:
             self._console.print(f"{min(share, 1.0):4.0%}  {figures}", markup=False, soft_wrap=True)
             self._shown_at = now

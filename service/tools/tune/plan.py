@@ -3,10 +3,11 @@
 Imported whenever the command's line is read, so it imports little.
 """
 
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
+
+from inferpool.service.tools.trial.flags import count, existing, positive
 
 STDOUT = "-"
 
@@ -48,14 +49,14 @@ def add_flags(parser: ArgumentParser) -> None:
     aim = parser.add_argument_group("objective")
     aim.add_argument(
         "--p99-ms",
-        type=_positive,
+        type=positive,
         metavar="MS",
         help="99 of 100 answers within this; where all connections at once are too many for it, "
         "as many as keep it (default: no limit)",
     )
     aim.add_argument(
         "--connections",
-        type=_count,
+        type=count,
         default=64,
         metavar="N",
         help="clients at once, each of which asks when it has its answer (default: 64)",
@@ -63,21 +64,21 @@ def add_flags(parser: ArgumentParser) -> None:
     course = parser.add_argument_group("measuring")
     course.add_argument(
         "--secs",
-        type=_positive,
+        type=positive,
         default=2.0,
         metavar="S",
         help="measure each candidate for at least so long (default: 2)",
     )
     course.add_argument(
         "--budget",
-        type=_positive,
+        type=positive,
         default=120.0,
         metavar="S",
         help="what all of it may take; much of that is starts (default: 120)",
     )
     course.add_argument(
         "--inputs",
-        type=_existing,
+        type=existing,
         metavar="PATH",
         help="ask with this file, or with those of this folder: images, .npy, .safetensors, .json, "
         ".bin (default: photographs, or what the model declares)",
@@ -121,26 +122,3 @@ def problem_with(plan: TunePlan, *, may_replace: bool) -> str:
         if path is not None and path.is_dir():
             return f"{path} cannot be written: it is a folder"
     return ""
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is not a whole number from 1")
-    return int(text)
-
-
-def _positive(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not (isfinite(number) and number > 0):
-        raise ArgumentTypeError(f"{text!r} is not a number above 0")
-    return number
-
-
-def _existing(text: str) -> Path:
-    path = Path(text)
-    if not path.exists():
-        raise ArgumentTypeError(f"there is no {text}")
-    return path
