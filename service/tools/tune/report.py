@@ -1,13 +1,23 @@
-"""What tuning has found: the table, the recommendation, and the figures for machines."""
+"""The result of tuning: a table, a recommendation, and the figures as JSON."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from math import ceil
 from typing import TextIO
 
 from inferpool.service.telemetry.versions import version_of
-from inferpool.service.tools.trial.machine import machine
-from inferpool.service.tools.tune.charts import Point, figure, text_chart
+from inferpool.service.tools.trial.report import (
+    Markup,
+    Note,
+    Part,
+    ReportTable,
+    console_for,
+    line_chart,
+    machine,
+    show,
+)
+from inferpool.service.tools.tune.charts import TradeOff, figure, front, text_chart
 from inferpool.service.tools.tune.plan import Goal
 from inferpool.service.tools.tune.search import LEAST_GAIN, Outcome, Tried, text_of
 
@@ -19,7 +29,7 @@ _BUSY_CORES = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneReport:
-    """All that there is to say."""
+    """All that a run of `inferpool tune` has found."""
 
     model: str
     source: str
@@ -40,48 +50,59 @@ class TuneReport:
         return self.outcome.best
 
     @property
-    def points(self) -> list[Point]:
+    def points(self) -> list[TradeOff]:
         """The candidates that were measured."""
         return [
-            Point(
-                mark=mark,
-                p99_ms=tried.p99_s * 1e3,
-                rate=tried.sample.rate,
-                hint=f"{self.label(tried)}: {', '.join(self._cells(mark, tried)[2:])}",
-                is_chosen=tried is self.best,
-            )
+            TradeOff(mark=mark, p99_ms=tried.p99_s * 1e3, rate=tried.sample.rate)
             for mark, tried in zip(_MARKS, self.outcome.tried, strict=False)
-            if tried.sample.num_answers
+            if tried.sample.tally.num_in_time
         ]
 
-    def table(self) -> list[Sequence[str]]:
-        """A head, and a row for each candidate."""
-        rows: list[Sequence[str]] = [
-            ("", "settings", "clients", "requests/s", "p50 ms", "p99 ms", "MiB", "gain", "verdict")
-        ]
-        rows += [
+    def table(self) -> ReportTable:
+        """Return a row for each candidate."""
+        columns = (
+            "", "settings", "clients", "requests/s", "p50 ms", "p99 ms", "MiB", "gain", "verdict",
+        )  # fmt: skip
+        rows = [
             self._cells(mark, tried)
             for mark, tried in zip(_MARKS, self.outcome.tried, strict=False)
         ]
-        return rows
+        return ReportTable(title="", columns=columns, rows=rows, texts=(0, 1, 8))
+
+    def page(self, settings: str) -> list[Part]:
+        """Return the parts of a page.
+
+        Args:
+            settings: The text of the settings file.
+        """
+        parts: list[Part] = [Note(text=line) for line in self.conclusion()]
+        if points := self.points:
+            lines = {"no other is better in both": front(points)}
+            for point in points:
+                tried = self.outcome.tried[_MARKS.index(point.mark)]
+                lines[f"{point.mark}: {self.label(tried)}"] = [point]
+            limit_ms = self.goal.p99_ms
+            parts.append(
+                line_chart(
+                    "p99 against requests per second", "requests/s", "p99, ms",
+                    {name: [(each.rate, each.p99_ms) for each in those]
+                     for name, those in lines.items()},
+                    mode="lines+markers",
+                    limit=(limit_ms, f"{limit_ms:g} ms") if limit_ms else None,
+                )
+            )  # fmt: skip
+        return [*parts, self.table(), Markup(html=f"<pre>{escape(settings)}</pre>")]
 
     def label(self, tried: Tried) -> str:
-        """The candidate for a person."""
+        """Name a candidate for people."""
         if tried.changes:
             return text_of(tried.changes)
         speed = "" if self.preset == "exact" else f" (speed: {self.preset})"
         return f"the settings as they are{speed}"
 
     def write(self, stream: TextIO) -> None:
-        """Say it to a person."""
-        rows = self.table()
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        for row in rows:
-            cells = [
-                f"{cell:{width}}" if column in (0, 1, 8) else f"{cell:>{width}}"
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            stream.write("  ".join(cells).rstrip() + "\n")
+        """Write it for people."""
+        show([self.table()], console_for(stream))
         if len(self.points) > 1:
             stream.write("\n")
             chart = text_chart(self.points, self.goal.p99_ms)
@@ -91,7 +112,7 @@ class TuneReport:
         stream.writelines(f"{line}\n" for line in self.conclusion())
 
     def conclusion(self) -> Iterator[str]:
-        """What to use, why, and what speaks against believing it."""
+        """Say what to use, why, and what speaks against believing it."""
         outcome, best = self.outcome, self.best
         if not best.changes:
             are_better = f"nothing that was tried is {LEAST_GAIN - 1:.0%} better"
@@ -141,7 +162,7 @@ class TuneReport:
         return len(self.outcome.tried) < 2 and bool(self.outcome.untried) and not is_over
 
     def comments(self) -> Iterator[str]:
-        """The head of the settings file."""
+        """Return the comments at the head of the settings file."""
         first, best = self.outcome.tried[0], self.best
         here = machine()
         yield f"{self.model} ({self.source}), tuned by inferpool {version_of()} on {self.date}"
@@ -161,7 +182,7 @@ class TuneReport:
             yield f"gain, measured {kind}: {gain:.2f} x"
 
     def as_dict(self) -> Mapping[str, object]:
-        """Everything, as JSON has it."""
+        """Return everything for JSON."""
         outcome = self.outcome
         return {
             "version": version_of(),
@@ -191,8 +212,8 @@ class TuneReport:
             "requests_per_s": sample.rate,
             "p50_ms": sample.percentile_s(50) * 1e3,
             "p99_ms": tried.p99_s * 1e3,
-            "answers": sample.num_answers,
-            "errors": dict(sample.errors),
+            "answers": sample.tally.num_in_time,
+            "errors": dict(sample.tally.errors),
             "generator_cores": sample.generator_cores,
             "memory_bytes": tried.memory_bytes,
             "ratio": tried.ratio,
@@ -204,12 +225,12 @@ class TuneReport:
     def _cells(self, mark: str, tried: Tried) -> Sequence[str]:
         sample = tried.sample
         verdict = f"{tried.verdict}: {tried.reason}" if tried.reason else tried.verdict
-        if sample.num_errors:
-            ((error, count),) = sample.errors.most_common(1)
+        if sample.tally.num_errors:
+            ((error, count),) = sample.tally.errors.most_common(1)
             verdict += f" ({count} x {error})"
         if tried is self.best:
             verdict += "  <- use this"
-        if not sample.num_answers:
+        if not sample.tally.num_in_time:
             return (mark, self.label(tried), "", "", "", "", "", "", verdict)
         return (
             mark,

@@ -13,10 +13,10 @@ import uvloop
 
 from inferpool.service.settings.loader import LoadedSettings
 from inferpool.service.tools.trial.connection import TrialError
+from inferpool.service.tools.trial.report import write_page
 from inferpool.service.tools.trial.screen import Screen
 from inferpool.service.tools.tune.charts import figure
 from inferpool.service.tools.tune.knobs import KnobFacts, knobs_for
-from inferpool.service.tools.tune.page import page
 from inferpool.service.tools.tune.plan import TunePlan
 from inferpool.service.tools.tune.report import TuneReport
 from inferpool.service.tools.tune.search import BestLostError, Search
@@ -84,7 +84,7 @@ def _write_files(plan: TunePlan, report: TuneReport, text: str, *, has_settings:
     """Write what is wanted as files; why that cannot be, or nothing."""
     try:
         if plan.html is not None:
-            plan.html.write_text(page(report, text), encoding="utf-8")
+            write_page(plan.html, f"inferpool tune: {report.model}", report.date, report.page(text))
         if plan.output is not None and has_settings:
             plan.output.write_text(text, encoding="utf-8")
     except OSError as error:

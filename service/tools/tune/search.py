@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from inferpool.service.tools.trial.connection import TrialError
+from inferpool.service.tools.trial.tally import LoadTally
 from inferpool.service.tools.tune.knobs import Changes, Knob
-from inferpool.service.tools.tune.load import LoadSample
 from inferpool.service.tools.tune.plan import Goal
 
 LEAST_GAIN = 1.03
@@ -29,6 +29,36 @@ _MAX_LOADS = 5
 """That are tried to find one that keeps the objective."""
 
 Verdict = Literal["default", "better", "no better", "worse", "late", "fails"]
+
+
+@dataclass(slots=True, kw_only=True)
+class LoadSample:
+    """What some seconds of load have shown."""
+
+    seconds: float = 0.0
+    tally: LoadTally = field(default_factory=LoadTally)
+    generator_s: float = 0.0
+    """CPU time that the clients took."""
+
+    @property
+    def rate(self) -> float:
+        """Good answers per second."""
+        return self.tally.num_in_time / self.seconds if self.seconds else 0.0
+
+    @property
+    def generator_cores(self) -> float:
+        """Cores that the clients kept busy: near 1, and they are what was measured."""
+        return self.generator_s / self.seconds if self.seconds else 0.0
+
+    def percentile_s(self, percent: float) -> float:
+        """Return the time within which so many percent of the good answers came."""
+        return self.tally.latency.percentile_s(percent)
+
+    def add(self, other: "LoadSample") -> None:
+        """Count all that another one has."""
+        self.seconds += other.seconds
+        self.tally.add(other.tally)
+        self.generator_s += other.generator_s
 
 
 class Contender(Protocol):
@@ -289,7 +319,7 @@ class Search:
         is_late, was_late = (
             not self._goal.is_met(each.percentile_s(99)) for each in (theirs, ours)
         )
-        if (is_late and not was_late) or theirs.num_errors > ours.num_errors:
+        if (is_late and not was_late) or theirs.tally.num_errors > ours.tally.num_errors:
             is_better = False
         return _Comparison(ratio=ratio, is_better=is_better, best=ours, challenger=theirs)
 
@@ -313,7 +343,7 @@ class Search:
     def _verdict(self, found: _Comparison) -> Verdict:
         if found.is_better:
             return "better"
-        if found.challenger.num_errors > found.best.num_errors:
+        if found.challenger.tally.num_errors > found.best.tally.num_errors:
             return "fails"
         if not self.outcome.is_out_of_reach and not self._goal.is_met(
             found.challenger.percentile_s(99)

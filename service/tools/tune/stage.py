@@ -3,6 +3,8 @@
 import contextlib
 import time
 from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inferpool.service.settings.formats import Row
@@ -11,16 +13,16 @@ from inferpool.service.tools.trial.connection import (
     NoAnswerError,
     TrialError,
     connect,
-    request_head,
+    post_request,
 )
-from inferpool.service.tools.trial.health import ServiceHealth, read_health
-from inferpool.service.tools.trial.inputs import TrialInput
+from inferpool.service.tools.trial.health import ModelState, ServiceHealth, read_health
+from inferpool.service.tools.trial.inputs import TrialInput, is_image, made_up, read_inputs
+from inferpool.service.tools.trial.load import LoadGenerator, LoadPlan, require_answers
 from inferpool.service.tools.trial.processes import pss_of
 from inferpool.service.tools.trial.service import TrialService, rows_of
-from inferpool.service.tools.tune.inputs import choose_inputs
 from inferpool.service.tools.tune.knobs import Changes, key_of
-from inferpool.service.tools.tune.load import LoadClients, LoadSample
 from inferpool.service.tools.tune.plan import TunePlan
+from inferpool.service.tools.tune.search import LoadSample
 from inferpool.workers.memory import available_bytes
 
 if TYPE_CHECKING:
@@ -28,6 +30,11 @@ if TYPE_CHECKING:
 
 _MAX_START_S = 900.0
 _ASK_S = 120.0
+_PATIENCE_S = 60.0
+"""How long a client waits for an answer under load."""
+_SEED = 1
+_NUM_MADE_UP = 8
+_ECHO_BYTES = 1024
 _WARM_S = 0.5
 _WARM_PIPELINE_S = 5.0
 """A pipeline tries into how many pieces batches go best, and computes the first of them twice: 16
@@ -51,7 +58,7 @@ class ServiceContender:
         self._subject = subject
         self._warm_s = warm_s
         self._round_s = round_s
-        self._load: LoadClients | None = None
+        self._requests: Sequence[bytes] = ()
 
     async def health(self) -> ServiceHealth:
         """What it says of itself."""
@@ -78,23 +85,42 @@ class ServiceContender:
             raise TrialError(f"an input has no answer: {error}") from error
         finally:
             connection.close()
-        self._load = LoadClients(self._subject.address, requests)
-        await self._load.run(connections, self._warm_s)
+        self._requests = requests
+        await self._load(connections, self._warm_s)
         self.memory_bytes = sum(pss_of(each.pid).total for each in self._subject.family())
 
     async def measure(self, connections: int) -> LoadSample:
         """See `search.Contender`."""
-        assert self._load is not None
-        return await self._load.run(connections, self._round_s)
+        return await self._load(connections, self._round_s)
 
     async def close(self) -> None:
         """End it, with all of its processes."""
-        if self._load is not None:
-            self._load.close()
         try:
             await self._subject.stop()
         finally:
             self._subject.__exit__(None, None, None)
+
+    async def _load(self, connections: int, least_s: float) -> LoadSample:
+        """Ask for so long at least, and until each client has had two answers.
+
+        The first answers, which come while the queue fills, do not count.
+
+        Raises:
+            TrialError: No answer was good.
+        """
+        plan = LoadPlan(
+            address=self._subject.address,
+            requests=self._requests,
+            connections=connections,
+            duration_s=least_s,
+            least_answers=2 * connections,
+            warmup_answers=max(1, connections // 2),
+            timeout_s=_PATIENCE_S,
+        )
+        generator = LoadGenerator(plan)
+        tally = await generator.run()
+        require_answers(tally)
+        return LoadSample(seconds=generator.measured_s, tally=tally, generator_s=generator.cpu_s)
 
 
 class ServiceStage:
@@ -155,7 +181,8 @@ class ServiceStage:
     def _learn(self, health: ServiceHealth) -> None:
         (model,) = health.models
         inputs = choose_inputs(self._plan.inputs, self._source, model)
-        self._requests = [request_of(self._model, each) for each in inputs]
+        path = f"/predict/{self._model}"
+        self._requests = [post_request(path, each.body, each.content_type) for each in inputs]
         self.num_fronts = max(1, len(health.fronts))
         self.preset = next((w.speed for w in model.workers if w.speed), self.preset)
         self.decode = next((w.decode for w in model.workers if w.decode), self.decode)
@@ -169,12 +196,29 @@ class ServiceStage:
         ]
 
 
-def request_of(model: str, given: TrialInput) -> bytes:
-    """The whole HTTP request."""
-    head = request_head(
-        "POST",
-        f"/predict/{model}",
-        content_type=given.content_type,
-        num_bytes=len(given.body),
-    )
-    return b"%s\r\n%s" % (head, given.body)
+def choose_inputs(given: Path | None, source: str, model: ModelState) -> list[TrialInput]:
+    """Return the user's inputs; else photographs if the model takes images, or what it declares.
+
+    Raises:
+        TrialError: None is given, and the model neither declares nor shows what it takes.
+    """
+    if given is not None:
+        return read_inputs(given)
+    if source == "echo":
+        body = bytes(_ECHO_BYTES)
+        return [TrialInput(name="1 KiB", body=body, content_type="application/octet-stream")]
+    if is_image(model.inputs):
+        return _photographs()
+    return made_up(model, _SEED, _NUM_MADE_UP)
+
+
+def _photographs() -> list[TrialInput]:
+    found = [
+        each
+        for each in files("inferpool.models.vision.photos").iterdir()
+        if each.name.endswith(".jpg")
+    ]
+    return [
+        TrialInput(name=each.name, body=each.read_bytes(), content_type="image/jpeg")
+        for each in sorted(found, key=lambda each: each.name)
+    ]

@@ -1,17 +1,23 @@
 """Services whose speed is a function of their settings, on a machine that drifts and is noisy."""
 
 import random
-from array import array
 from collections.abc import Callable, Mapping
 from math import sin
 
 from inferpool.service.tools.trial.connection import TrialError
-from inferpool.service.tools.tune.load import LoadSample
+from inferpool.service.tools.trial.tally import LoadTally
+from inferpool.service.tools.tune.search import LoadSample
 
 START_S, ROUND_S = 10.0, 1.0
 
 Surface = Callable[[Mapping[str, object]], float]
 """Requests per second for some settings; none for those that do not come up."""
+
+
+def sample_of(rate: float, latency_s: float) -> LoadSample:
+    tally = LoadTally(num_in_time=int(rate * ROUND_S))
+    tally.latency.record(latency_s, max(1, int(rate) // 100))
+    return LoadSample(seconds=ROUND_S, tally=tally)
 
 
 class FakeContender:
@@ -28,11 +34,7 @@ class FakeContender:
         drift = 1 + stage.drift * sin(stage.time_s / 40)
         rate = self._rate * drift * stage.random.gauss(1, stage.noise)
         latency_s = connections / rate  # Little's law
-        return LoadSample(
-            seconds=ROUND_S,
-            num_answers=int(rate),
-            latencies_s=array("d", [latency_s] * max(1, int(rate) // 100)),
-        )
+        return sample_of(rate, latency_s)
 
     async def close(self) -> None:
         self._stage.alive.remove(self)

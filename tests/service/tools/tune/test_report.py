@@ -1,33 +1,28 @@
 import io
 import json
-from array import array
-from xml.etree import ElementTree
+from pathlib import Path
 
-from inferpool.service.tools.tune.charts import Point, front, svg_chart, text_chart
-from inferpool.service.tools.tune.load import LoadSample
-from inferpool.service.tools.tune.page import page
+from inferpool.service.tools.trial.report import write_page
+from inferpool.service.tools.tune.charts import TradeOff, front, text_chart
 from inferpool.service.tools.tune.plan import Goal
 from inferpool.service.tools.tune.report import TuneReport
 from inferpool.service.tools.tune.search import Outcome, Tried
+from tests.service.tools.tune.fake_stage import sample_of
 
-
-def point(mark: str, p99_ms: float, rate: float) -> Point:
-    return Point(mark=mark, p99_ms=p99_ms, rate=rate, hint=f"<{mark}>")
-
-
-POINTS = [point("0", 50, 1000), point("1", 20, 900), point("2", 60, 950), point("3", 80, 1500)]
-
-
-def sample(rate: float, p99_s: float) -> LoadSample:
-    return LoadSample(seconds=1.0, num_answers=int(rate), latencies_s=array("d", [p99_s] * 10))
+POINTS = [
+    TradeOff(mark="0", p99_ms=50, rate=1000),
+    TradeOff(mark="1", p99_ms=20, rate=900),
+    TradeOff(mark="2", p99_ms=60, rate=950),
+    TradeOff(mark="3", p99_ms=80, rate=1500),
+]
 
 
 def report(*, is_confirmed: bool = True, **more: bool | str) -> TuneReport:
-    base = Tried(changes={}, connections=64, sample=sample(1000, 0.05))
+    base = Tried(changes={}, connections=64, sample=sample_of(1000, 0.05))
     better = Tried(
         changes={"replicas": 1},
         connections=64,
-        sample=sample(1300, 0.04),
+        sample=sample_of(1300, 0.04),
         gain=1.3,
         verdict="better",
     )
@@ -70,14 +65,8 @@ def test_text_chart_stars_the_front_and_draws_the_objective():
     assert ":" in lines
 
 
-def test_charts_bear_a_single_candidate():
+def test_chart_bears_a_single_candidate():
     assert "*0" in "\n".join(text_chart(POINTS[:1], None))
-    assert svg_chart(POINTS[:1], None)
-
-
-def test_svg_is_well_formed_and_shows_each_candidate_with_its_hint():
-    root = ElementTree.fromstring(svg_chart(POINTS, 70))
-    assert [each.text for each in root.iter("title")] == ["<0>", "<1>", "<2>", "<3>"]
 
 
 def test_report_says_what_to_use_and_what_could_not_be_tried():
@@ -94,9 +83,11 @@ def test_interrupted_report_says_that_nothing_is_confirmed():
     assert "Interrupted" in text
 
 
-def test_page_and_json_have_it_all():
-    html = page(report(), "replicas = 1 # <tuned>")
-    assert "<svg" in html
+def test_page_and_json_have_it_all(tmp_path: Path):
+    write_page(tmp_path / "x.html", "t", "", report().page("replicas = 1 # <tuned>"))
+    html = (tmp_path / "x.html").read_text()
+    assert 'class="plotly-graph-div"' in html
+    assert "1: replicas 1" in html
     assert "replicas = 1 # &lt;tuned&gt;" in html
     figures = json.loads(json.dumps(report().as_dict()))
     assert figures["recommended"] == {"replicas": 1}

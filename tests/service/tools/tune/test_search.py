@@ -5,9 +5,8 @@ import pytest
 
 from inferpool.service.tools.trial.connection import TrialError
 from inferpool.service.tools.tune.knobs import Knob
-from inferpool.service.tools.tune.load import LoadSample
 from inferpool.service.tools.tune.plan import Goal
-from inferpool.service.tools.tune.search import BestLostError, Outcome, Search
+from inferpool.service.tools.tune.search import BestLostError, LoadSample, Outcome, Search
 from tests.service.tools.tune.fake_stage import ROUND_S, START_S, FakeContender, FakeStage, Surface
 
 
@@ -153,8 +152,8 @@ def test_candidate_that_breaks_the_objective_loses_however_fast_it_is():
         async def measure(self, connections: int) -> LoadSample:
             sample = await super().measure(connections)
             if self.changes:
-                sample.num_answers *= 2
-                sample.latencies_s.extend([1.0] * len(sample.latencies_s))
+                sample.tally.num_in_time *= 2
+                sample.tally.latency.record(1.0, sample.tally.latency.num)
             return sample
 
     class UnevenStage(FakeStage):
