@@ -14,7 +14,7 @@ from typing import Literal
 
 import psutil
 
-from inferpool.service.tools.chaos.load import PATIENCE_S, Tally
+from inferpool.service.tools.chaos.load import PATIENCE_S, ChaosTally
 from inferpool.service.tools.chaos.plan import Fault
 from inferpool.service.tools.chaos.questions import Question, is_refusal, problem_code
 from inferpool.service.tools.chaos.watch import FORKSERVER, Recovery, Watch
@@ -71,7 +71,7 @@ class Faults:
         self,
         address: Address,
         watch: Watch,
-        tally: Tally,
+        tally: ChaosTally,
         questions: Sequence[Question],
         *,
         seed: int,

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,39 +14,40 @@ from inferpool.service.tools.trial.connection import (
     TrialConnection,
     connect,
 )
+from inferpool.service.tools.trial.tally import LatencyHistogram
 
 _PAUSE_S = 0.05
-"""After a refusal."""
+"""Between a refusal and the next attempt."""
 _MAX_EXAMPLES = 20
 SLACK_S = 0.5
-"""How long after its deadline an answer may come: the way here, on a machine that is busy."""
+"""How long after its deadline an answer may arrive here, on a busy machine."""
 PATIENCE_S = 5.0
 """How long after its deadline a request counts as lost."""
 
 
 @dataclass(slots=True)
-class Tally:
-    """What became of the numbered requests. Written by the event loop alone."""
+class ChaosTally:
+    """What became of the numbered requests. Only the event loop writes to it."""
 
     num_sent: int = 0
     """Numbers that were asked, each counted once however often it was refused."""
     num_instances_sent: int = 0
-    """In all attempts."""
+    """Instances in all attempts."""
     num_instances_right: int = 0
     right: int = 0
     wrong: int = 0
     lost: int = 0
     duplicated: int = 0
     expired: int = 0
-    """Answered with 504: their deadline passed first."""
+    """Requests answered with 504: their deadline passed first."""
     late: int = 0
-    """Of all answers, those that came after the deadline and the slack."""
+    """Answers that came after the deadline and the slack."""
     refused: Counter[int] = field(default_factory=Counter)
     """Attempts that were turned away, by status; the same number was asked again."""
     examples: list[str] = field(default_factory=list)
-    """Of what went wrong."""
-    latencies_s: "array[float]" = field(default_factory=lambda: array("d"))
-    """Of the right answers, from the first attempt."""
+    """Descriptions of what went wrong, at most 20."""
+    latency: LatencyHistogram = field(default_factory=LatencyHistogram)
+    """Latencies of right answers, from the first attempt."""
 
     def note(self, text: str) -> None:
         """Keep an example, unless there are many."""
@@ -56,18 +56,18 @@ class Tally:
 
     @property
     def num_settled(self) -> int:
-        """Numbers that nothing more will become of."""
+        """Numbers that have come to their end."""
         return self.right + self.wrong + self.lost + self.expired
 
 
-class Load:
-    """A closed loop: each client asks its next question when it has its answer."""
+class NumberedLoad:
+    """Clients in a closed loop: each asks its next question when it has its answer."""
 
     def __init__(
         self,
         address: Address,
         questions: Sequence[Question],
-        tally: Tally,
+        tally: ChaosTally,
         *,
         timeout_s: float,
         is_over: Callable[[], bool],
@@ -75,8 +75,8 @@ class Load:
         """Ask nothing yet.
 
         Args:
-            address: Of the service.
-            questions: Asked in turn, the number telling which.
+            address: The service's.
+            questions: Asked in turn, by number.
             tally: Where to count.
             timeout_s: The deadline that the service itself gives each request.
             is_over: Asked before each request.
@@ -88,7 +88,7 @@ class Load:
         self._is_over = is_over
 
     async def run(self, numbers: Iterator[int], num_clients: int) -> None:
-        """Have so many clients share the numbers out, until it is over.
+        """Have clients share the numbers, until it is over.
 
         Raises:
             OSError: Nobody listens.
@@ -150,7 +150,7 @@ class Load:
             if not complaint:
                 tally.right += 1
                 tally.num_instances_right += question.num_instances
-                tally.latencies_s.append(latency_s)
+                tally.latency.record(latency_s)
                 return
         elif answer.status == 504:
             tally.expired += 1

@@ -1,72 +1,59 @@
-"""What a run of chaos has shown: whether the promise was kept, and the figures."""
+"""The report of `inferpool chaos`: was the promise kept, and the figures."""
 
-import statistics
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TextIO
 
 from inferpool.service.telemetry.versions import version_of
 from inferpool.service.tools.chaos.faults import Poisonings
-from inferpool.service.tools.chaos.load import Tally
+from inferpool.service.tools.chaos.load import ChaosTally
 from inferpool.service.tools.chaos.plan import Fault
 from inferpool.service.tools.chaos.resources import Holdings, LedgerReading
 from inferpool.service.tools.chaos.watch import Kind, Recovery
-from inferpool.service.tools.trial.machine import machine
+from inferpool.service.tools.trial.report import machine
+from inferpool.service.tools.trial.tally import LatencyHistogram
 
 _MIB = 2**20
 _SIGNALS: Mapping[Kind, str] = {"kill": "SIGKILL", "stop": "SIGSTOP", "forkserver": "forkserver"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LatencySpread:
-    """Milliseconds."""
-
-    median: float
-    p99: float
-    worst: float
-
-    def __str__(self) -> str:
-        """For people."""
-        return f"{self.median:,.1f} / {self.p99:,.1f} / {self.worst:,.1f} ms"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ChaosReport:
-    """All that there is to say of a run."""
+    """All that a run of `inferpool chaos` has shown."""
 
     models: Sequence[str]
     workers: int
     clients: int
     seed: int
     seconds: float
-    """Under faults."""
+    """How long the load went on under faults."""
     is_complete: bool
-    """Whether it ran to its end."""
+    """It ran to its end."""
     is_interrupted: bool
-    """Whether a person ended it."""
+    """A person ended it."""
     planned_kills: int
-    quiet: Tally
-    """Before the faults."""
-    chaos: Tally
-    """During them."""
+    quiet: ChaosTally
+    """Requests before the faults."""
+    chaos: ChaosTally
+    """Requests during them."""
     faults: Mapping[Fault, int]
     poisonings: Poisonings
     recoveries: Sequence[Recovery]
     indistinct: int
     """Pairs of inputs with the same answer."""
     ledger: LedgerReading | None
-    """Of the service, since the quiet part began; None if it could not be read."""
+    """The service's counters since the quiet part began; None if they could not be read."""
     before: Holdings
     after: Holdings | None
     exit_code: int | None
-    """Of the service, when it was told to stop."""
+    """Exit code of the service after it was told to stop; None if it did not."""
     left_over: int
-    """Processes of it that were still there then."""
+    """Processes of the service that outlived it."""
     notes: Sequence[str] = ()
     plan: str = ""
-    """When it was to end, for people."""
+    """When the run was to end, for people."""
 
     @property
     def attempts(self) -> int:
@@ -80,7 +67,7 @@ class ChaosReport:
         return [kind for kind, count in self.faults.items() if not count]
 
     def problems(self) -> list[str]:
-        """What broke the promise; empty if it was kept."""
+        """Say what broke the promise; empty if it was kept."""
         found = []
         for name in ("wrong", "lost", "duplicated"):
             count = getattr(self.chaos, name) + getattr(self.quiet, name)
@@ -100,7 +87,7 @@ class ChaosReport:
         return found
 
     def as_dict(self) -> dict[str, object]:
-        """Everything, as JSON has it."""
+        """Return everything for JSON."""
         return {
             "problems": self.problems(),
             "command": " ".join(["inferpool", *sys.argv[1:]]),
@@ -126,7 +113,7 @@ class ChaosReport:
             "quiet": _tally_dict(self.quiet),
             "chaos": _tally_dict(self.chaos),
             "recovery_ms": {
-                kind: {"noticed": asdict_or_none(noticed), "recovered": asdict_or_none(recovered)}
+                kind: {"noticed": spread_ms(noticed), "recovered": spread_ms(recovered)}
                 for kind, (noticed, recovered) in self._recovery().items()
             },
             "ledger": asdict(self.ledger) if self.ledger else None,
@@ -138,7 +125,7 @@ class ChaosReport:
         }
 
     def write(self, stream: TextIO) -> None:
-        """Say it to a person."""
+        """Write it for people."""
         rows = list(self._rows())
         width = max(len(name) for name, _ in rows)
         stream.writelines(f"{name:{width}}  {text}".rstrip() + "\n" for name, text in rows)
@@ -184,8 +171,8 @@ class ChaosReport:
             text = ", ".join(f"rank {rank} {count} times" for rank, count in by_rank.items())
             yield f"  {_SIGNALS[kind]}", text
         yield from self._recovery_rows()
-        yield "latency before", f"{spread(quiet.latencies_s) or '-'}  (median / p99 / worst)"
-        yield "latency during", str(spread(chaos.latencies_s) or "-")
+        yield "latency before", f"{_spread_text(quiet.latency)}  (median / p99 / worst)"
+        yield "latency during", _spread_text(chaos.latency)
         if self.ledger is not None:
             ledger = self.ledger
             yield (
@@ -205,8 +192,8 @@ class ChaosReport:
 
     def _recovery_rows(self) -> Iterator[tuple[str, str]]:
         for kind, (noticed, recovered) in self._recovery().items():
-            yield f"{_SIGNALS[kind]} noticed", f"{noticed or '-'}  (median / p99 / worst)"
-            yield "  full capacity", str(recovered or "-")
+            yield f"{_SIGNALS[kind]} noticed", f"{_spread_text(noticed)}  (median / p99 / worst)"
+            yield "  full capacity", _spread_text(recovered)
 
     def _holdings_rows(self, before: Holdings, after: Holdings) -> Iterator[tuple[str, str]]:
         yield (
@@ -233,19 +220,19 @@ class ChaosReport:
             ),
         )
 
-    def _recovery(self) -> dict[Kind, tuple[LatencySpread | None, LatencySpread | None]]:
-        found: dict[Kind, tuple[LatencySpread | None, LatencySpread | None]] = {}
+    def _recovery(self) -> dict[Kind, tuple[LatencyHistogram, LatencyHistogram]]:
+        """Return how long it took to notice faults and to recover from them, by kind."""
+        found: dict[Kind, tuple[LatencyHistogram, LatencyHistogram]] = {}
         for kind in _SIGNALS:
-            those = [each for each in self.recoveries if each.kind == kind]
-            if those:
+            if those := [each for each in self.recoveries if each.kind == kind]:
                 found[kind] = (
-                    spread([r.noticed - r.began for r in those if r.noticed is not None]),
-                    spread([r.recovered - r.began for r in those if r.recovered is not None]),
+                    _times((each.began, each.noticed) for each in those),
+                    _times((each.began, each.recovered) for each in those),
                 )
         return found
 
     def _struck(self) -> dict[Kind, dict[int, int]]:
-        """How often which rank of the workers whose model is split, if there are any."""
+        """Return how often each rank of split workers was struck, by kind of fault."""
         found: dict[Kind, dict[int, int]] = {}
         for kind in _SIGNALS:
             ranks = [r.rank for r in self.recoveries if r.kind == kind and r.rank is not None]
@@ -287,22 +274,28 @@ class ChaosReport:
             yield f"{unrecovered} workers did not come back"
 
 
-def spread(seconds: Sequence[float]) -> LatencySpread | None:
-    """Median, 99th percentile and worst of some times; None if there are none."""
-    if not seconds:
-        return None
-    ordered = sorted(1000 * each for each in seconds)
-    p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
-    return LatencySpread(median=statistics.median(ordered), p99=p99, worst=ordered[-1])
+def spread_ms(times: LatencyHistogram) -> dict[str, float] | None:
+    """Return median, 99th percentile and worst in milliseconds; None without a time."""
+    named = {"median": 50, "p99": 99, "worst": 100}
+    found = {name: 1000 * times.percentile_s(percent) for name, percent in named.items()}
+    return found if times.num else None
 
 
-def asdict_or_none(value: LatencySpread | None) -> dict[str, float] | None:
-    """A spread as JSON has it."""
-    return asdict(value) if value is not None else None
+def _spread_text(times: LatencyHistogram) -> str:
+    spread = spread_ms(times)
+    return " / ".join(f"{each:,.1f}" for each in spread.values()) + " ms" if spread else "-"
 
 
-def _tally_dict(tally: Tally) -> dict[str, object]:
-    latency = spread(tally.latencies_s)
+def _times(moments: Iterable[tuple[float, float | None]]) -> LatencyHistogram:
+    """Return the times from some moments to others, as far as these came."""
+    found = LatencyHistogram()
+    for began, ended in moments:
+        if ended is not None:
+            found.record(ended - began)
+    return found
+
+
+def _tally_dict(tally: ChaosTally) -> dict[str, object]:
     return {
         "sent": tally.num_sent,
         "right": tally.right,
@@ -312,6 +305,6 @@ def _tally_dict(tally: Tally) -> dict[str, object]:
         "expired": tally.expired,
         "late": tally.late,
         "refused": {str(status): count for status, count in tally.refused.items()},
-        "latency_ms": asdict_or_none(latency),
+        "latency_ms": spread_ms(tally.latency),
         "examples": tally.examples,
     }

@@ -14,7 +14,7 @@ import uvloop
 
 from inferpool.service.settings.loader import LoadedSettings
 from inferpool.service.tools.chaos.faults import Faults
-from inferpool.service.tools.chaos.load import Load, Tally
+from inferpool.service.tools.chaos.load import ChaosTally, NumberedLoad
 from inferpool.service.tools.chaos.plan import ChaosPlan, Fault
 from inferpool.service.tools.chaos.questions import (
     EchoQuestion,
@@ -121,12 +121,12 @@ class _Run:
             knowledge = await self._learn(health)
             screen.begin("asking undisturbed")
             first = await self._ledger()
-            quiet = Tally()
+            quiet = ChaosTally()
             await self._load(knowledge.questions, quiet, _over_after(_QUIET_S))
             watch.close()  # which asks for a connection when it needs one
             before = await self._settled_holdings(None)
             screen.begin(f"asking under faults, {self._plan.text}")
-            chaos = Tally()
+            chaos = ChaosTally()
             faults = self._faults(watch, chaos, knowledge, health)
             seconds, is_complete = await self._disturb(watch, faults, chaos, knowledge, screen)
             screen.begin("looking at what is left")
@@ -210,10 +210,13 @@ class _Run:
         return [await learn(connection, path, each, plan.tolerance) for each in given]
 
     async def _load(
-        self, questions: Sequence[Question], tally: Tally, is_over: Callable[[Tally], bool]
+        self,
+        questions: Sequence[Question],
+        tally: ChaosTally,
+        is_over: Callable[[ChaosTally], bool],
     ) -> None:
         """Ask until it is over; a service that is gone ends it, too."""
-        load = Load(
+        load = NumberedLoad(
             self._subject.address,
             questions,
             tally,
@@ -227,7 +230,7 @@ class _Run:
             tally.note(f"the service is gone: {error.exceptions[0]}{self._subject.log_tail()}")
 
     def _faults(
-        self, watch: Watch, tally: Tally, knowledge: _Knowledge, health: ServiceHealth
+        self, watch: Watch, tally: ChaosTally, knowledge: _Knowledge, health: ServiceHealth
     ) -> Faults:
         every_s = dict(self._plan.every_s)
         if not knowledge.poisonable:
@@ -246,14 +249,14 @@ class _Run:
         )
 
     async def _disturb(
-        self, watch: Watch, faults: Faults, tally: Tally, knowledge: _Knowledge, screen: Screen
+        self, watch: Watch, faults: Faults, tally: ChaosTally, knowledge: _Knowledge, screen: Screen
     ) -> tuple[float, bool]:
-        """Load under faults; returns for how long, and whether that was to the end."""
+        """NumberedLoad under faults; returns for how long, and whether that was to the end."""
         plan = self._plan
         began = time.monotonic()
         enough: dict[Fault, int] = {"kill": plan.kills, "stop": 1, "poison": 1, "forkserver": 1}
 
-        def share(tally: Tally) -> float:
+        def share(tally: ChaosTally) -> float:
             if plan.seconds is not None:
                 return (time.monotonic() - began) / plan.seconds if plan.seconds else 1.0
             shares = [tally.num_sent / plan.requests]
@@ -277,7 +280,7 @@ class _Run:
         harming = asyncio.create_task(faults.run())
         tasks = (harming, watching, telling)
 
-        def is_over(tally: Tally) -> bool:
+        def is_over(tally: ChaosTally) -> bool:
             return share(tally) >= 1 or any(task.done() for task in tasks)  # done: it has failed
 
         try:
@@ -321,7 +324,7 @@ class _Run:
             return None
 
 
-def _over_after(seconds: float) -> Callable[[Tally], bool]:
+def _over_after(seconds: float) -> Callable[[ChaosTally], bool]:
     until = time.monotonic() + seconds
     return lambda _: time.monotonic() > until
 

@@ -5,7 +5,7 @@ from collections import Counter
 from itertools import islice
 
 from inferpool.service.tools.chaos.faults import Faults, schedule
-from inferpool.service.tools.chaos.load import Tally
+from inferpool.service.tools.chaos.load import ChaosTally
 from inferpool.service.tools.chaos.watch import Watch
 from inferpool.service.tools.trial.health import Rank, WorkerState
 
@@ -40,7 +40,7 @@ def test_any_rank_of_a_split_worker_is_struck_and_all_of_them_are_watched():
     for seed in range(12):
         watch = Watch(("127.0.0.1", 1))
         faults = Faults(
-            ("127.0.0.1", 1), watch, Tally(), [],
+            ("127.0.0.1", 1), watch, ChaosTally(), [],
             seed=seed, every_s={"kill": 0, "stop": 1, "poison": 0, "forkserver": 0},
             timeout_s=1, keeps_quarantine=True,
         )  # fmt: skip

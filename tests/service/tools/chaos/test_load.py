@@ -3,7 +3,7 @@ import itertools
 
 import pytest
 
-from inferpool.service.tools.chaos.load import Load, Tally
+from inferpool.service.tools.chaos.load import ChaosTally, NumberedLoad
 from inferpool.service.tools.chaos.questions import EchoQuestion
 from tests.service.tools.chaos.fake_service import Act, fake_service
 
@@ -11,13 +11,13 @@ _NUM = 40
 _ODD = 17
 
 
-def ask(act: Act, *, timeout_s: float = 20.0) -> Tally:
+def ask(act: Act, *, timeout_s: float = 20.0) -> ChaosTally:
     """Forty numbered requests, one of which is answered otherwise."""
 
-    async def go() -> Tally:
-        tally = Tally()
+    async def go() -> ChaosTally:
+        tally = ChaosTally()
         async with fake_service(lambda number: act if number == _ODD else "ok") as (_, address):
-            load = Load(
+            load = NumberedLoad(
                 address,
                 [EchoQuestion("/predict/echo", 1)],
                 tally,
@@ -30,7 +30,7 @@ def ask(act: Act, *, timeout_s: float = 20.0) -> Tally:
     return asyncio.run(go())
 
 
-def counts(tally: Tally) -> tuple[int, ...]:
+def counts(tally: ChaosTally) -> tuple[int, ...]:
     return tally.right, tally.wrong, tally.lost, tally.duplicated, tally.expired
 
 
@@ -38,7 +38,7 @@ def test_answers_that_are_right_are_all_counted_as_right():
     tally = ask("ok")
     assert tally.num_sent == _NUM
     assert counts(tally) == (_NUM, 0, 0, 0, 0)
-    assert len(tally.latencies_s) == _NUM
+    assert tally.latency.num == _NUM
     assert tally.examples == []
 
 
@@ -80,8 +80,8 @@ def test_deadline_that_passed_is_an_answer_but_no_right_one():
 
 def test_service_that_is_gone_ends_the_load():
     async def go() -> None:
-        tally = Tally()
-        load = Load(
+        tally = ChaosTally()
+        load = NumberedLoad(
             ("127.0.0.1", 1),
             [EchoQuestion("/", 1)],
             tally,

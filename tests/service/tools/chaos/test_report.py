@@ -6,10 +6,11 @@ import pytest
 from msgspec.structs import replace as replace_struct
 
 from inferpool.service.tools.chaos.faults import Poisonings
-from inferpool.service.tools.chaos.load import Tally
-from inferpool.service.tools.chaos.report import ChaosReport, spread
+from inferpool.service.tools.chaos.load import ChaosTally
+from inferpool.service.tools.chaos.report import ChaosReport, spread_ms
 from inferpool.service.tools.chaos.resources import Holdings, LedgerReading
 from inferpool.service.tools.chaos.watch import Recovery
+from inferpool.service.tools.trial.tally import LatencyHistogram
 
 _HOLDINGS = Holdings(
     descriptors=30,
@@ -36,9 +37,11 @@ _LEDGER = LedgerReading(
 _RECOVERY = Recovery(kind="kill", worker="echo/0", incarnation=1, began=1, noticed=2, recovered=3)
 
 
-def tally(count: int, **changes: int) -> Tally:
-    made = Tally(num_sent=count, num_instances_sent=count, num_instances_right=count, right=count)
-    made.latencies_s.extend([0.001] * count)
+def tally(count: int, **changes: int) -> ChaosTally:
+    made = ChaosTally(
+        num_sent=count, num_instances_sent=count, num_instances_right=count, right=count
+    )
+    made.latency.record(0.001, count)
     for name, value in changes.items():
         setattr(made, name, value)
     return made
@@ -160,11 +163,15 @@ def test_report_is_json_too():
 
 
 def test_spread_is_in_milliseconds():
-    found = spread([each / 1000 for each in range(1, 201)])
+    times = LatencyHistogram()
+    for each in range(1, 201):
+        times.record(each / 1000)
+    found = spread_ms(times)
     assert found is not None
-    assert (found.median, found.worst) == (100.5, 200.0)
-    assert 197 < found.p99 < 200
-    assert spread([]) is None
+    assert found["median"] == pytest.approx(100, rel=0.01)
+    assert found["p99"] == pytest.approx(198, rel=0.01)
+    assert found["worst"] == 200.0
+    assert spread_ms(LatencyHistogram()) is None
 
 
 def test_report_says_when_it_was_to_end():
