@@ -1,4 +1,4 @@
-"""Whether two answers are the same: what is a float may differ by rounding, all else not at all."""
+"""Comparison of two JSON answers: floats may differ by rounding, all else must be equal."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,14 +7,14 @@ import msgspec
 _MAX_SHOWN = 80
 _MAX_ROUNDINGS = 64
 _ATOL_SHARE = 0.01
-"""Of the relative tolerance: what numbers close to zero may differ by."""
+"""Share of the tolerance by which numbers close to zero may differ."""
 
 
 class Expected:
-    """The right answer to one input, and whether an answer is it."""
+    """The right answer to one input."""
 
     def __init__(self, body: bytes, tolerance: float) -> None:
-        """Take the answer that the input had when it was asked alone.
+        """Take the answer that the service gave when nothing else was asked.
 
         Args:
             body: JSON.
@@ -26,7 +26,7 @@ class Expected:
         self._known_right = {body}
 
     def complaint(self, body: bytes) -> str:
-        """What is wrong with an answer; empty if nothing is."""
+        """Say what is wrong with an answer; empty if nothing is."""
         if body in self._known_right:
             return ""
         try:
@@ -39,12 +39,12 @@ class Expected:
         return complaint
 
     def is_same_as(self, other: "Expected") -> bool:
-        """Whether an answer could be taken for the other's, so that a swap would not be seen."""
+        """Return whether the two answers are alike, so that nobody would see a swap."""
         return not difference(self.value, other.value, self._tolerance)
 
 
 def difference(expected: object, found: object, tolerance: float, place: str = "answer") -> str:
-    """The first place where two JSON values differ by more than rounding; empty if none does."""
+    """Name the first place where two JSON values differ by more than rounding; empty if none."""
     if isinstance(expected, Mapping) and isinstance(found, Mapping):
         if expected.keys() != found.keys():
             return f"{place}: expected the keys {list(expected)}, found {list(found)}"

@@ -1,4 +1,4 @@
-"""What is done to workers and the forkserver, when, and to which: a seed decides it all."""
+"""The faults: what is done to which worker or to the forkserver, and when. A seed decides it."""
 
 import asyncio
 import contextlib
@@ -22,17 +22,17 @@ from inferpool.service.tools.trial.connection import Address, NoAnswerError, con
 from inferpool.service.tools.trial.health import WorkerState
 
 PLACES = ("preprocess", "forward", "render")
-"""Where a poisoned input kills its worker: see `models.sources.poisonable`."""
+"""Places where a poisoned input kills its worker: see `models.sources.poisonable`."""
 PARAMETER = "inferpool_chaos"
 
 _FIRST_POISON = 10**15
-"""Numbers of poisoned requests, far above all others."""
+"""Number of the first poisoned request, far above all others."""
 _RETRY_S = 0.1
 _WAIT_S = 0.02
 
 
 def schedule(seed: int, every_s: Mapping[Fault, float]) -> Iterator[tuple[float, Fault]]:
-    """When what happens, in seconds from the beginning, for ever.
+    """Yield for ever the next moment, in seconds from the beginning, and its fault.
 
     Args:
         seed: Decides everything.
@@ -50,22 +50,22 @@ def schedule(seed: int, every_s: Mapping[Fault, float]) -> Iterator[tuple[float,
 
 @dataclass(slots=True)
 class Poisonings:
-    """What became of the inputs that kill their workers."""
+    """Counts of the inputs that kill their workers."""
 
     num_sent: int = 0
-    """Different ones."""
+    """Different inputs that were sent."""
     right: int = 0
-    """Answered with 500 `worker_crashed`, and with 422 `quarantined` when asked again."""
+    """Inputs answered with 500 `worker_crashed`, and with 422 `quarantined` when asked again."""
     num_accepted: int = 0
     """Instances among them that were admitted."""
     num_quarantined: int = 0
-    """Refused at the second try."""
+    """Instances refused at the second try."""
     num_attempts: int = 0
     refused: Counter[int] = field(default_factory=Counter)
 
 
 class Faults:
-    """Does to a service what the schedule says. Lives in the event loop."""
+    """Strikes a service as the schedule says. Lives in the event loop."""
 
     def __init__(
         self,
@@ -82,11 +82,11 @@ class Faults:
         """Do nothing yet.
 
         Args:
-            address: Of the service.
-            watch: Told of each fault.
+            address: The service's.
+            watch: Learns of each fault.
             tally: Where wrong and lost answers of poisoned inputs are counted too.
-            questions: What is poisoned.
-            seed: Decides when and to whom.
+            questions: The requests to poison.
+            seed: Decides when, and which worker.
             every_s: See `schedule`.
             timeout_s: The deadline that the service itself gives each request.
             keeps_quarantine: Whether the service refuses an input that has killed workers.
@@ -105,7 +105,7 @@ class Faults:
         self._keeps_quarantine = keeps_quarantine
 
     def does(self, fault: Fault) -> bool:
-        """Whether this is on the schedule at all."""
+        """Return whether a fault is on the schedule at all."""
         return self._every_s[fault] > 0
 
     async def run(self) -> None:
@@ -133,11 +133,10 @@ class Faults:
     async def _strike(self, kind: Literal["kill", "stop"]) -> None:
         """Kill or stop a process of a worker that is well, as soon as there is one.
 
-        Of a worker whose model is split it is any rank.
+        If the model of the worker is split, any rank may be struck.
 
-        While a killed one is not back, nothing is done, nor at the moment when it is: that finds it
-        at the same requests again, which the service would have to take for the cause of it. A
-        stopped one is no reason to wait.
+        This waits until a killed worker is back, and a moment longer: a worker killed again at the
+        same requests would make the service blame those. It does not wait for a stopped worker.
         """
         while not (well := await self._well(kind)) or not self._strike_one_of(well, kind):
             while not await self._well(kind):  # noqa: ASYNC110  # the service tells who asks
@@ -145,9 +144,9 @@ class Faults:
             await asyncio.sleep(self._rest.uniform(0.0, self._every_s[kind]))
 
     async def _strike_forkserver(self) -> None:
-        """Kill or stop the forkserver as soon as it is well, and whatever state the workers are in.
+        """Kill or stop the forkserver as soon as it is well, whatever the workers do.
 
-        It is stopped every other time.
+        It is killed and stopped in turns.
         """
         while True:
             with contextlib.suppress(OSError, NoAnswerError):
@@ -170,7 +169,7 @@ class Faults:
             self._watch.add(recovery)
 
     async def _well(self, kind: Literal["kill", "stop"]) -> list[WorkerState]:
-        """The workers that are ready, and that nothing was done to; none while it is not time."""
+        """Return workers that are ready and not struck; none while others have to come back."""
         if any(each.kind in ("kill", kind) for each in self._watch.pending):
             return []
         try:
@@ -202,7 +201,7 @@ class Faults:
         return True
 
     async def _poison(self, index: int) -> None:
-        """Send an input that kills its worker, and the same once more."""
+        """Send an input that kills its worker, and send it once more."""
         question = self._questions[index % len(self._questions)]
         number = _FIRST_POISON + index
         place = PLACES[index % len(PLACES)]
@@ -217,7 +216,7 @@ class Faults:
                 self.poisonings.num_quarantined += question.num_instances
 
     async def _ask(self, number: int, request: bytes, status: int, code: str) -> bool:
-        """Whether a request has the answer that it should; counts it if not."""
+        """Return whether a request has the answer that it should have; count it if not."""
         tally = self._tally
         while True:
             self.poisonings.num_attempts += 1

@@ -1,4 +1,4 @@
-"""Many clients that ask numbered questions one after another, and count what becomes of them."""
+"""Clients that ask numbered questions, repeat those that are refused, and judge each answer."""
 
 import asyncio
 import time
@@ -27,7 +27,7 @@ PATIENCE_S = 5.0
 
 @dataclass(slots=True)
 class ChaosTally:
-    """What became of the numbered requests. Only the event loop writes to it."""
+    """Counts of the numbered requests. Only the event loop writes to it."""
 
     num_sent: int = 0
     """Numbers that were asked, each counted once however often it was refused."""

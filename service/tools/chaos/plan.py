@@ -1,4 +1,4 @@
-"""What is to be done: the flags of `inferpool chaos`, checked.
+"""The flags of `inferpool chaos`, and the plan that they make.
 
 Imported whenever the command's line is read, so it imports little.
 """
@@ -15,32 +15,32 @@ Fault = Literal["kill", "stop", "poison", "forkserver"]
 
 
 _SCARCE: tuple[Fault, ...] = ("stop", "poison", "forkserver")
-"""There is at least one of each, if it comes about at all."""
+"""The run goes on until there was one of each of these, unless its interval is 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChaosPlan:
-    """How much, how often, and by whom."""
+    """How long the run goes on, and how often each fault happens."""
 
     requests: int = 10_000
-    """At least so many numbered requests, at least `kills` kills, and one of each other fault."""
+    """Least number of requests; there are also `kills` kills and one of each other fault."""
     kills: int = 10
     seconds: float | None = None
-    """For so long instead."""
+    """Seconds that the run takes instead."""
     clients: int = 16
     every_s: Mapping[Fault, float]
     """The mean time between two faults of a kind; 0 is never."""
     seed: int = 1
     inputs: Path | None = None
-    """A folder of requests; None makes inputs up."""
+    """A folder of request bodies; None makes inputs up."""
     tolerance: float = 1e-3
-    """By how much floats may differ, as a part of themselves."""
+    """Share of themselves by which floats may differ."""
     is_json: bool = False
-    """Print the report as JSON, and that for people on stderr."""
+    """Print the report as JSON, and the text for people on stderr."""
 
     @property
     def planned_kills(self) -> int:
-        """How many kills there should be."""
+        """Number of kills there should be."""
         every_s = self.every_s["kill"]
         if not every_s:
             return 0
@@ -48,7 +48,7 @@ class ChaosPlan:
 
     @property
     def text(self) -> str:
-        """When it ends, for people."""
+        """Text that says when the run ends."""
         if self.seconds is not None:
             return f"for {self.seconds:g} s"
         kills = f" and {self.kills} kill{'s' * (self.kills > 1)}" if self.every_s["kill"] else ""
@@ -122,7 +122,7 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def plan_of(args: Namespace) -> ChaosPlan:
-    """What the flags say."""
+    """Return the plan that the flags make."""
     return ChaosPlan(
         requests=args.requests,
         kills=args.kills,

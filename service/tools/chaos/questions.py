@@ -1,4 +1,4 @@
-"""What is asked, and what is right: f(number) for each numbered request."""
+"""The questions: the request for each number, and its right answer."""
 
 import json
 from collections.abc import Sequence
@@ -15,20 +15,20 @@ _REFUSALS = (429, 503)
 
 
 class Question(Protocol):
-    """Something that can be asked under any number."""
+    """A request that can be sent under any number."""
 
     num_instances: int
-    """Of each request."""
+    """Instances in each request."""
 
     def request(self, number: int, query: str = "") -> bytes:
-        """The whole HTTP request; its X-Request-ID is the number."""
+        """Return the whole HTTP request; its X-Request-ID is the number."""
 
     def complaint(self, number: int, body: bytes) -> str:
-        """What is wrong with the answer; empty if nothing is."""
+        """Say what is wrong with an answer; empty if nothing is."""
 
 
 class KnownQuestion:
-    """An input whose answer is known, since the model was asked before anything was broken."""
+    """An input whose answer is known: the model was asked before anything was broken."""
 
     def __init__(
         self, path: str, given: TrialInput, expected: Expected, num_instances: int
@@ -56,7 +56,7 @@ class KnownQuestion:
 
 
 class EchoQuestion:
-    """JSON that comes back: another one for each number, so that any mix-up is seen."""
+    """JSON that `echo` sends back. It differs for each number, so that any mix-up is seen."""
 
     num_instances = 1
 
@@ -86,7 +86,7 @@ class EchoQuestion:
 async def learn(
     connection: TrialConnection, path: str, given: TrialInput, tolerance: float
 ) -> KnownQuestion:
-    """Ask a healthy service for an answer, twice, and take it for the right one.
+    """Ask a healthy service twice, and take its answer for the right one.
 
     Raises:
         TrialError: The input is refused, or has two answers.
@@ -114,7 +114,7 @@ async def learn(
 
 
 def indistinct(questions: Sequence[KnownQuestion]) -> list[tuple[str, str]]:
-    """Pairs of inputs whose answers are the same: a swap of those would not be seen."""
+    """Return pairs of inputs with the same answer: nobody would see a swap of those."""
     return [
         (left.given.name, right.given.name)
         for i, left in enumerate(questions)
@@ -124,7 +124,7 @@ def indistinct(questions: Sequence[KnownQuestion]) -> list[tuple[str, str]]:
 
 
 def is_refusal(status: int, body: bytes) -> bool:
-    """Whether an answer says that nothing was computed, and to try again later."""
+    """Return whether an answer says that nothing was computed, and to try again later."""
     if status in _REFUSALS:
         return b'"given_up"' not in body
     return status == 200 and b'"error"' in body and _has_refused_instance(body)
@@ -140,7 +140,7 @@ def _has_refused_instance(body: bytes) -> bool:
 
 
 def problem_code(body: bytes) -> str:
-    """The `code` of a problem; empty if it is none."""
+    """Return the `code` of a problem; empty if the body is none."""
     try:
         problem = json.loads(body)
     except ValueError:

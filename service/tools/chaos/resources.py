@@ -1,4 +1,4 @@
-"""What a service holds, seen from outside: memory, descriptors, threads, processes. Linux only."""
+"""The memory, descriptors, threads and processes of a service, seen from outside. Linux only."""
 
 import os
 import re
@@ -22,28 +22,28 @@ _MAPPING = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holdings:
-    """What the processes of a service hold at one moment."""
+    """Resources that the processes of a service hold at one moment."""
 
     descriptors: int
-    """Of the front end."""
+    """Open files of the front end."""
     threads: int
-    """Of the front end."""
+    """Threads of the front end."""
     processes: int
     pss_bytes: int
-    """Memory of the front end, shared pages counted by share."""
+    """Memory of the front end, in which shared pages count by share."""
     others_pss_bytes: int
     """Memory of all other processes."""
     shared_bytes: int
-    """Shared memory that is mapped by any of them: anonymous (memfd) or in /dev/shm."""
+    """Shared memory that any of them maps: anonymous (memfd) or in /dev/shm."""
     shared_files: int
-    """How many pieces that is."""
+    """Pieces of that shared memory."""
     dev_shm_files: int
     """Files in /dev/shm, whoever made them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerReading:
-    """What /metrics says of the instances of all models."""
+    """Counters of /metrics, over all models."""
 
     accepted: int
     succeeded: int
@@ -54,15 +54,15 @@ class LedgerReading:
     arena_used_bytes: int
     restarts: int
     retried: int
-    """Sent again, since their worker was lost."""
+    """Instances sent again, since their worker was lost."""
 
     @property
     def in_flight(self) -> int:
-        """Accepted, and without an end."""
+        """Instances that are accepted and have no end."""
         return self.accepted - self.succeeded - self.failed - self.expired - self.cancelled
 
     def since(self, before: "LedgerReading") -> "LedgerReading":
-        """What has been added since; what is used is as it is now."""
+        """Return what was added since; bytes in use are as they are now."""
         changes = {
             each.name: getattr(self, each.name) - getattr(before, each.name)
             for each in fields(self)
@@ -72,7 +72,7 @@ class LedgerReading:
 
 
 def holdings_of(front_end_pid: int, family: Sequence[psutil.Process]) -> Holdings:
-    """Look at the processes of a service."""
+    """Return what the processes of a service hold."""
     front_end = psutil.Process(front_end_pid)
     others = [each.pid for each in family if each.pid != front_end_pid]
     shared: dict[str, int] = {}
@@ -92,7 +92,7 @@ def holdings_of(front_end_pid: int, family: Sequence[psutil.Process]) -> Holding
 
 
 def num_dev_shm_files() -> int:
-    """Files in /dev/shm."""
+    """Return the number of files in /dev/shm."""
     try:
         return len(os.listdir("/dev/shm"))
     except OSError:
@@ -100,7 +100,7 @@ def num_dev_shm_files() -> int:
 
 
 async def read_ledger(connection: TrialConnection) -> LedgerReading:
-    """Ask for the counters.
+    """Read the counters of a service.
 
     Raises:
         NoAnswerError: There is no answer that tells.
@@ -126,7 +126,7 @@ async def read_ledger(connection: TrialConnection) -> LedgerReading:
 
 
 def _shared_of(pid: int) -> dict[str, int]:
-    """Bytes of each piece of shared memory that a process maps, by device and inode."""
+    """Return the bytes of each piece of shared memory a process maps, by device and inode."""
     try:
         maps = Path(f"/proc/{pid}/maps").read_text()
     except OSError:

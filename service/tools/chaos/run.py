@@ -1,4 +1,4 @@
-"""The course of a run: start, learn the answers, ask undisturbed, ask under faults, look again."""
+"""A run of `inferpool chaos`: learn the right answers, ask in peace, ask under faults, compare."""
 
 import asyncio
 import contextlib
@@ -50,16 +50,16 @@ EXIT_UNTESTED = 3
 EXIT_INTERRUPTED = 130
 """Nothing had broken until then: 128 and the number of SIGINT, as shells have it."""
 _NUM_INPUTS = 32
-"""For each model, made up."""
+"""Inputs made up for each model."""
 _QUIET_S = 2.0
 _MAX_START_S = 900.0
 _SETTLE_S = 60.0
-"""For all workers to be there again at the end."""
+"""How long all workers may take to be back at the end."""
 _SAME_S = 5.0
-"""For connections that were closed to be gone from the service's descriptors."""
+"""How long the service may take to close its side of our connections."""
 _TICK_S = 0.1
 _ECHO_S = 0.5
-"""A second SIGINT is the first one again if it comes so soon: a command that started us may pass on
+"""A second SIGINT within this time is taken for the first: a command that started us may pass on
 what the terminal has sent us already. A later one ends the run at once."""
 
 
@@ -84,11 +84,11 @@ def run(loaded: LoadedSettings, plan: ChaosPlan) -> int:
 
 @dataclass(slots=True)
 class _Knowledge:
-    """What was found out about the service before anything was done to it."""
+    """Facts about the service, learnt before anything was done to it."""
 
     questions: Sequence[Question]
     poisonable: Sequence[Question]
-    """Those with one instance."""
+    """Questions with one instance."""
     num_indistinct: int
     notes: list[str]
 
@@ -298,7 +298,7 @@ class _Run:
         return seconds, is_complete
 
     async def _settled_holdings(self, before: Holdings | None) -> Holdings:
-        """What the service holds once it has noticed that our connections are closed."""
+        """Return what the service holds once it has noticed that our connections are closed."""
         until = time.monotonic() + _SAME_S
         last: Holdings | None = None
         while True:

@@ -1,4 +1,4 @@
-"""What /health says of the workers, and how long they take to come back after a fault."""
+"""Watches /health to learn how long workers take to come back after a fault."""
 
 import asyncio
 import time
@@ -24,16 +24,16 @@ from inferpool.service.tools.trial.processes import is_alive
 
 Kind = Literal["kill", "stop", "forkserver"]
 FORKSERVER = "forkserver"
-"""Its name among the workers, whose names have a slash."""
+"""Name of the forkserver; those of workers have a slash."""
 
 _FINE_S = 0.004
 _COARSE_S = 0.05
 _SOON_S = 0.5
-"""For so long after a fault it is looked at finely."""
+"""How long after a fault /health is read often."""
 
 
 class Recovery(msgspec.Struct, kw_only=True):
-    """What was done to a worker or to the forkserver, and when what was seen of it.
+    """A fault of a worker or of the forkserver, and the moments of its recovery.
 
     Times are on CLOCK_MONOTONIC.
     """
@@ -42,20 +42,20 @@ class Recovery(msgspec.Struct, kw_only=True):
     worker: str
     incarnation: int
     rank: int | None = None
-    """Which of its processes, if its model is split over several."""
+    """Rank of the process that was struck, if the model is split over several."""
     processes: Sequence[psutil.Process] = ()
-    """All those of that incarnation."""
+    """All processes of that incarnation."""
     num_left_behind: int = 0
-    """Those that were still there when its successor was."""
+    """Processes that were still there when the successor was ready."""
     began: float
     noticed: float | None = None
-    """The service no longer counts on the worker."""
+    """Moment when the service no longer counted on the worker."""
     recovered: float | None = None
-    """Its successor is ready, and so is every worker that nothing else was done to."""
+    """Moment when its successor was ready, and every worker that was not struck as well."""
 
 
 class Watch:
-    """Looks at /health, finely after a fault. Lives in the event loop."""
+    """Reads /health, often after a fault. Lives in the event loop."""
 
     def __init__(self, address: Address) -> None:
         self.recoveries: list[Recovery] = []
@@ -66,11 +66,11 @@ class Watch:
 
     @property
     def pending(self) -> Sequence[Recovery]:
-        """The faults that are not over."""
+        """Faults that are not over."""
         return [each for each in self.recoveries if each.recovered is None]
 
     async def look(self) -> ServiceHealth:
-        """The state of all workers now.
+        """Return the state of all workers now.
 
         Raises:
             NoAnswerError: The service does not tell.
@@ -82,12 +82,12 @@ class Watch:
             return await read_health(self._connection)
 
     def add(self, recovery: Recovery) -> None:
-        """Something was done to a worker: see how it comes back."""
+        """Watch how a worker that was struck comes back."""
         self.recoveries.append(recovery)
         self._is_wanted.set()
 
     async def run(self) -> None:
-        """Look as long as there is something to see; cancelled at the end."""
+        """Watch until cancelled."""
         while True:
             await self._is_wanted.wait()
             pending = self.pending
@@ -105,7 +105,7 @@ class Watch:
             await asyncio.sleep(_FINE_S if is_soon else _COARSE_S)
 
     async def settle(self, timeout_s: float) -> bool:
-        """Wait until all is well again; whether it is."""
+        """Wait until all workers are well again, and return whether they are."""
         until = time.monotonic() + timeout_s
         while time.monotonic() < until:
             try:

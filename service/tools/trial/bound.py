@@ -1,6 +1,6 @@
-"""Starts the command `inferpool` as a process that ends with the one that wanted it.
+"""Starts the command `inferpool` as a process that ends with the one that started it.
 
-Runs in that process before it becomes the command: the kernel's word stays in force (prctl(2)).
+This runs in the new process before it becomes the command: the tie outlasts that (prctl(2)).
 """
 
 import os
@@ -11,9 +11,9 @@ from inferpool.workers.guard import die_with_parent
 
 
 def bound_command(arguments: Sequence[str]) -> list[str]:
-    """What to start for `inferpool ARGUMENTS` to be killed when this process ends, however it does.
+    """Return the command that runs `inferpool ARGUMENTS` until this process ends, however it does.
 
-    It follows the thread that starts it, which must be one that lasts.
+    It ends with the thread that starts it, too, which must be one that lasts.
     """
     # Like the command itself, -P keeps packages of the current folder from hiding ours.
     return [

@@ -8,7 +8,7 @@ Errors:
 
 import asyncio
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -190,7 +190,7 @@ class TrialConnection(asyncio.Protocol):
         on_end(self, answer)
 
     def _is_second(self, answer: TrialAnswer) -> bool:
-        """Whether this is another answer to the request before."""
+        """Return whether this is another answer to the request before."""
         return self._asked_id != self._answered_id == answer.request_id
 
     def _parse(self, data: bytes) -> tuple[TrialAnswer | None, int]:
@@ -248,7 +248,7 @@ def _header(head: bytes, lower: bytes, name: bytes) -> bytes:
 
 
 class _Chunks:
-    """What httptools tells of an answer in chunks."""
+    """The body of an answer in chunks, as httptools reads it."""
 
     def __init__(self) -> None:
         self.body = bytearray()
@@ -288,19 +288,26 @@ async def connect(
 
 
 def request_head(
-    method: str, path: str, *, content_type: str = "", num_bytes: int = 0, more: str = ""
+    method: str,
+    path: str,
+    *,
+    content_type: str = "",
+    num_bytes: int = 0,
+    headers: Mapping[str, str] | None = None,
 ) -> bytes:
     """Return the head of a request, without X-Request-ID and the empty line that ends it."""
-    lines = f"{method} {path} HTTP/1.1\r\nHost: inferpool\r\nContent-Length: {num_bytes}\r\n{more}"
+    fields = {"Host": "inferpool", "Content-Length": str(num_bytes)}
     if content_type:
-        lines += f"Content-Type: {content_type}\r\n"
-    return lines.encode("ascii")
+        fields["Content-Type"] = content_type
+    lines = [f"{name}: {value}\r\n" for name, value in (fields | dict(headers or {})).items()]
+    return f"{method} {path} HTTP/1.1\r\n{''.join(lines)}".encode("latin-1")
 
 
 def post_request(
-    path: str, body: bytes, content_type: str, headers: dict[str, str] | None = None
+    path: str, body: bytes, content_type: str, headers: Mapping[str, str] | None = None
 ) -> bytes:
-    """Return a whole POST request."""
-    more = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
-    head = request_head("POST", path, content_type=content_type, num_bytes=len(body), more=more)
+    """Return a whole POST request; `headers` go before those it has by default."""
+    head = request_head(
+        "POST", path, content_type=content_type, num_bytes=len(body), headers=headers
+    )
     return b"%s\r\n%s" % (head, body)

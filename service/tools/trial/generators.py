@@ -33,7 +33,7 @@ _NUM_BINS = 120
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tick:
-    """What one process tells every now and then."""
+    """News from one process."""
 
     at_s: float
     """From the start of measuring; negative while it warms up."""
@@ -48,7 +48,7 @@ class _Tick:
 
 @dataclass(slots=True)
 class LoadRun:
-    """What a run of load has shown so far."""
+    """Result of a run of load so far."""
 
     plan: LoadPlan
     series: LoadSeries = field(init=False)
@@ -238,7 +238,7 @@ async def _carry_out(generator: LoadGenerator, link: Connection, start_at: float
     def tell(*, is_last: bool = False) -> None:
         link.send(
             _Tick(
-                at_s=time.monotonic() - generator.measured_from,
+                at_s=max(time.monotonic() - generator.measured_from, -generator.warmup_s),
                 tally=generator.take_tally(),
                 num_in_flight=generator.num_in_flight,
                 num_waiting=generator.num_waiting,

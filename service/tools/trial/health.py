@@ -1,4 +1,4 @@
-"""What /health says of the models and workers of a service."""
+"""Models and workers of a service, as its /health shows them."""
 
 import msgspec
 
@@ -17,25 +17,25 @@ class Rank(msgspec.Struct):
 
 
 class WorkerState(msgspec.Struct):
-    """One worker, as /health has it."""
+    """One worker."""
 
     name: str
     state: str
     incarnation: int
     pid: int | None
     placement: str = "replicate"
-    """How its model is split, if it is."""
+    """Placement of its model."""
     ranks: list[Rank] = []
-    """Its processes, if its model is split."""
+    """Its processes, if its model is split over several."""
     reason: str = ""
     speed: str | None = None
-    """The speed preset that it serves with."""
+    """Speed preset that it serves with."""
     decode: str | None = None
     """How it decodes inputs."""
 
     @property
     def pids(self) -> dict[int | None, int]:
-        """Its processes by rank; one that is not split has none."""
+        """Its processes by rank; None is the rank of a worker that is not split."""
         if self.ranks:
             return {each.rank: each.pid for each in self.ranks}
         return {None: self.pid} if self.pid else {}
@@ -48,9 +48,9 @@ class ModelState(msgspec.Struct):
     workers: list[WorkerState]
     inputs: list[TensorSpec] = []
     example: object = None
-    """An instance that it takes."""
+    """Example of an instance that it takes."""
     reads_own_form: bool = False
-    """It reads something else than `inputs` say."""
+    """It reads another form than `inputs` say."""
 
 
 class ForkserverState(msgspec.Struct):
@@ -66,12 +66,12 @@ class ServiceHealth(msgspec.Struct):
 
     models: list[ModelState]
     fronts: list[object] = []
-    """The processes that take calls, where they are several."""
+    """The processes that take calls, if there are several."""
     forkserver: ForkserverState | None = None
 
     @property
     def workers(self) -> list[WorkerState]:
-        """Of all models."""
+        """Workers of all models."""
         return [worker for model in self.models for worker in model.workers]
 
     @property
@@ -81,7 +81,7 @@ class ServiceHealth(msgspec.Struct):
 
     @property
     def failure(self) -> str:
-        """Why a worker will never come; empty if none is given up."""
+        """Reason why a worker was given up; empty if none was."""
         failed = [worker for worker in self.workers if worker.state == _NO_WORKER]
         return f"{failed[0].name}: {failed[0].reason}" if failed else ""
 
@@ -90,7 +90,7 @@ _decode = msgspec.json.Decoder(ServiceHealth).decode
 
 
 async def read_health(connection: TrialConnection) -> ServiceHealth:
-    """Ask for the state of all workers.
+    """Read the state of all workers.
 
     Raises:
         NoAnswerError: There is no answer that tells.

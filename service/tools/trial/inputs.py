@@ -1,4 +1,4 @@
-"""Inputs for any model: made up from what it declares and a seed, or files of the user's."""
+"""Inputs for any model: made up from what it declares and a seed, or files of the user."""
 
 import io
 import json
@@ -18,14 +18,14 @@ from inferpool.service.tools.trial.connection import TrialError
 from inferpool.service.tools.trial.health import ModelState
 
 _ANY_LENGTH = 16
-"""What a dimension gets that may have any length, where a tensor has few of them."""
+"""Length of a dimension that may have any, in a tensor of one or two dimensions."""
 _ANY_EDGE = 64
-"""And where it looks like an image: three dimensions or more."""
+"""Length of such a dimension in a tensor of three or more, which looks like an image."""
 _MAX_INTEGER = 10
-"""Made-up whole numbers stay below: they may be indices into a table."""
+"""Made-up whole numbers are smaller than this: they may be indices into a table."""
 _IMAGE_EDGE = 256
 _LOG_WORDS = 2.2
-"""Of the median text: nine words."""
+"""Logarithm of the median number of words, nine."""
 _MAX_WORDS = 100
 _MAX_BYTES = 512 * 2**20
 _CONTENT_TYPES = {
@@ -54,12 +54,12 @@ class TrialInput:
 
 
 def made_up(model: ModelState, seed: int, count: int) -> list[TrialInput]:
-    """Inputs for a model that declares what it takes, or shows an example of it.
+    """Make up inputs for a model that declares what it takes, or shows an example of it.
 
     Args:
-        model: As /health describes it.
+        model: The model as /health describes it.
         seed: Decides what they are.
-        count: How many; of an example that is no text there is one.
+        count: Number of inputs; an example that is no text is used once.
 
     Raises:
         TrialError: Nobody can know what it takes.
@@ -122,7 +122,7 @@ def read_inputs(
 
 
 def safetensors_of(arrays: Mapping[str, tuple[str, NDArray[np.generic]]]) -> bytes:
-    """Say arrays in the format of safetensors; each comes with its dtype as torch names it."""
+    """Write arrays in the safetensors format; each comes with its dtype as torch names it."""
     tensors = {
         name: RawTensor(dtype, array.shape, memoryview(array.tobytes()))
         for name, (dtype, array) in arrays.items()
@@ -131,12 +131,12 @@ def safetensors_of(arrays: Mapping[str, tuple[str, NDArray[np.generic]]]) -> byt
 
 
 def echo_texts(seed: int) -> str:
-    """Letters that requests to `echo` take pieces of, so that they differ in length."""
+    """Return letters that requests to `echo` take pieces of, so that they differ in length."""
     return "".join(random.Random(seed).choices("abcdefghijklmnopqrstuvwxyz", k=1024))
 
 
 def is_image(specs: Sequence[TensorSpec]) -> bool:
-    """Whether a model takes encoded images."""
+    """Return whether a model takes encoded images."""
     return len(specs) == 1 and specs[0].name == "image" and specs[0].dtype == "uint8"
 
 
@@ -150,7 +150,7 @@ def _made_up(specs: Sequence[TensorSpec], name: str, rng: np.random.Generator) -
 
 
 def _text(name: str, rng: random.Random) -> TrialInput:
-    """A piece of prose: most are short, as most texts are."""
+    """Return a piece of prose; most are short, as most texts are."""
     words = PROSE.split()
     num_words = min(int(rng.lognormvariate(_LOG_WORDS, 1)) + 2, _MAX_WORDS)
     start = rng.randrange(len(words) - num_words)
@@ -174,7 +174,7 @@ def _array(spec: TensorSpec, rng: np.random.Generator) -> NDArray[np.generic]:
 
 
 def _photo(rng: np.random.Generator) -> bytes:
-    """A JPEG with something to see: soft colours with sharp shapes before them."""
+    """Return a JPEG of soft colours with sharp shapes before them."""
     from PIL import Image, ImageDraw
 
     size = (_IMAGE_EDGE, _IMAGE_EDGE)

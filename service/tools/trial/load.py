@@ -69,7 +69,7 @@ def judge_status(exchange: LoadExchange, _: LoadTally) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """What to send where, how fast and for how long."""
+    """The requests of a run of load, where they go, how fast and for how long."""
 
     address: Address
     requests: Sequence[bytes] | Callable[[int], bytes]
@@ -132,6 +132,7 @@ class LoadGenerator:
         """After this nothing more is sent; infinite until it is known."""
         self.finished_s = 0.0
         """When the last measured request ended, from the start of measuring."""
+        self.warmup_s = plan.warmup_s
         self._plan = plan
         self._tls = tls_context(plan.tls)
         self._random = random.Random(plan.seed)
@@ -184,13 +185,13 @@ class LoadGenerator:
         tally, self.tally = self.tally, LoadTally()
         return tally
 
-    def stop(self) -> None:
-        """Send nothing more; requests under way have a second to end."""
+    def stop(self, grace_s: float = _GRACE_S) -> None:
+        """Send nothing more; requests under way have some time to end."""
         if not self._is_stopped:
             self._is_stopped = self._is_over = True
             self.measured_until = min(self.measured_until, time.monotonic())
             self._waiting.clear()
-            asyncio.get_running_loop().call_later(_GRACE_S, self._finished.set)
+            asyncio.get_running_loop().call_later(grace_s, self._finished.set)
             self._look_for_end()
 
     async def run(self, start_at: float | None = None) -> LoadTally:

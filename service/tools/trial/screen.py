@@ -1,4 +1,4 @@
-"""Live figures while it runs: a bar on a terminal, else a line now and then. On stderr."""
+"""Progress of a command: a bar on a terminal, else a line of figures now and then."""
 
 import time
 from typing import TextIO
@@ -9,14 +9,14 @@ from rich.table import Column
 
 
 class Screen:
-    """Tells whoever waits how it goes. A context manager: leaving it clears the bar."""
+    """Shows progress. A context manager: leaving it clears the bar."""
 
     def __init__(self, stream: TextIO, text: str = "") -> None:
         """Show nothing yet.
 
         Args:
-            stream: Where to.
-            text: What is done first, which only a terminal is told.
+            stream: The stream to write to.
+            text: What is done first; only a terminal shows it.
         """
         self._console = Console(file=stream, highlight=False)
         rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
@@ -39,7 +39,7 @@ class Screen:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Clear it."""
+        """Clear the bar."""
         if self._console.is_terminal:  # elsewhere it would leave an empty line
             self._progress.stop()
 
@@ -57,7 +57,7 @@ class Screen:
         self._shown_at = time.monotonic()
 
     def show(self, share: float, figures: str) -> None:
-        """Say how far it has come, from 0 to 1, and what there is so far."""
+        """Show how much is done, from 0 to 1, and the figures so far."""
         self._progress.update(self._task, total=1.0, completed=min(share, 1.0), figures=figures)
         now = time.monotonic()
         if not self._console.is_terminal and now - self._shown_at > self._line_every_s:

@@ -1,4 +1,4 @@
-"""The service on trial: started as its user would, on a free port of this host."""
+"""The service on trial: it is started as its user would, on a free port of this host."""
 
 import asyncio
 import contextlib
@@ -26,9 +26,9 @@ _HINT = "\n`inferpool serve` tells more of it"
 _POLL_S = 0.05
 _STOP_S = 30.0
 _LINGER_S = 2.0
-"""For the other processes of a service that has left."""
+"""How long the other processes of a service may outlive its front end."""
 _TELEMETRY = "OTEL_"
-"""How the standard variables of OpenTelemetry begin."""
+"""Prefix of the standard variables of OpenTelemetry."""
 _LEFT_OUT = (
     *KEY_SETTINGS,
     *(f"{name}_file" for name in KEY_SETTINGS),
@@ -42,13 +42,13 @@ _LEFT_OUT = (
 
 
 class TrialService:
-    """A service while it runs. A context manager: leaving it ends every process of it."""
+    """A service while it runs. A context manager: leaving it kills all its processes."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         """Start nothing yet.
 
         Args:
-            rows: Its settings, but for where it listens and how it logs.
+            rows: Its settings, except where it listens and how it logs.
         """
         self.address: Address = (HOST, _free_port())
         own: list[Row] = [
@@ -89,17 +89,17 @@ class TrialService:
 
     @property
     def pid(self) -> int:
-        """Of the front end."""
+        """Process id of the front end."""
         assert self._process is not None
         return self._process.pid
 
     @property
     def is_running(self) -> bool:
-        """Whether the front end is alive."""
+        """The front end is alive."""
         return self._process is not None and self._process.poll() is None
 
     def family(self) -> list[psutil.Process]:
-        """All processes of it that are alive, now or when this was asked before."""
+        """Return its processes that are alive, of all that were seen now or at an earlier call."""
         return [] if self._family is None else self._family.alive()
 
     async def until_ready(self, timeout_s: float) -> None:
@@ -134,7 +134,7 @@ class TrialService:
             waited_s += _POLL_S
 
     async def stop(self) -> tuple[int | None, int]:
-        """Tell the service to stop.
+        """Tell the service to stop, and wait until it has.
 
         Returns:
             Its exit code, None if it did not leave in time; and how many of its processes were
@@ -153,7 +153,7 @@ class TrialService:
         return self._process.returncode, len(alive)
 
     def log_tail(self) -> str:
-        """The last lines of its log, to go behind a message."""
+        """Return the last lines of its log, to go behind a message."""
         return self._said().tail()
 
     def _said(self) -> LogReader:
@@ -165,15 +165,15 @@ class TrialService:
 
 
 def rows_of(loaded: LoadedSettings) -> list[Row]:
-    """The user's settings as far as they mean anything to a service that only this host sees.
+    """Return the user's settings that matter for a service that only this host sees.
 
-    It is not traced: whoever watches the user's services would take what is tried for their work.
+    It sends no traces: people who watch the user's services would take the trial for real work.
     """
     return [row for row in loaded.rows() if row[0][0] not in _LEFT_OUT]
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment, without the settings, which the file has all that matter of."""
+    """Return this process's environment without settings: those that matter are in the file."""
     left_out = (PREFIX, _TELEMETRY)
     kept = {name: value for name, value in environ.items() if not name.startswith(left_out)}
     root = Path(__file__).absolute().parents[4]  # where `inferpool` lies

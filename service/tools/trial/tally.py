@@ -1,4 +1,4 @@
-"""What became of requests under load: counts, and latencies in memory that a run cannot fill."""
+"""Counts and latencies of requests under load, in memory that a long run cannot fill."""
 
 import math
 from collections import Counter, defaultdict
@@ -85,7 +85,7 @@ def _middle_s(bucket: int) -> float:
 
 @dataclass(slots=True, kw_only=True)
 class LoadTally:
-    """What became of some requests. Those of several processes or moments add up."""
+    """Counts of what became of requests. Tallies of several processes or moments add up."""
 
     latency: LatencyHistogram = field(default_factory=LatencyHistogram)
     """Latencies of good answers, from the moment their request was due."""

@@ -1,4 +1,4 @@
-"""What is varied: each knob as data, in the order in which it is likely to matter."""
+"""The knobs that tuning varies, those first that are likely to matter most."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,57 +10,57 @@ from inferpool.service.tools.tune.plan import Goal
 from inferpool.workers.host.devices import Host
 
 Changes = Mapping[str, object]
-"""Settings by name, as they are to be instead of the user's. No model has a setting of the same
-name as one of the top level."""
+"""New values of settings by name. No model has a setting of the same name as one of the top
+level."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knob:
-    """One thing to vary."""
+    """Settings that are varied together."""
 
     name: str
     ways: Sequence[Sequence[Changes]]
-    """Ladders that begin at what there is: each is climbed for as long as a step gains. Once one
-    has gained, the others lead back."""
+    """Ladders of changes that begin at the user's settings. Each is climbed for as long as a step
+    gains; once one has gained, the others are left out."""
 
     @property
     def settings(self) -> frozenset[str]:
-        """What it changes."""
+        """Names of the settings that it changes."""
         return frozenset(name for way in self.ways for step in way for name in step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnobFacts:
-    """What the knobs depend on."""
+    """Facts that the knobs depend on."""
 
     settings: Settings
     model: str
     host: Host
     goal: Goal
     preset: str = "exact"
-    """The speed preset that is in use with the settings as they are."""
+    """Speed preset in use with the user's settings."""
     decode: str = "exact"
-    """And how inputs are decoded with them."""
+    """How inputs are decoded with the user's settings."""
     num_fronts: int = 1
-    """The processes that take calls with the settings as they are."""
+    """Processes that take calls with the user's settings."""
 
     @property
     def own(self) -> ModelSettings:
-        """The settings of the model."""
+        """Settings of the model."""
         return self.settings.models[self.model]
 
     @property
     def is_on_gpus(self) -> bool:
-        """Whether replicas go to GPUs."""
+        """Replicas go to GPUs."""
         return bool(self.host.gpus) and self.own.devices != "cpu"
 
 
 def knobs_for(facts: KnobFacts, fixed: frozenset[str]) -> list[Knob]:
-    """The knobs that there are for a model on this host.
+    """Return the knobs that a model has on this host.
 
     Args:
         facts: The model and the host.
-        fixed: Settings that are not to be changed.
+        fixed: Settings to leave as they are.
     """
     found = []
     for name, ways_of in _KNOBS.items():
@@ -72,7 +72,7 @@ def knobs_for(facts: KnobFacts, fixed: frozenset[str]) -> list[Knob]:
 
 
 def key_of(name: str, model: str) -> tuple[str, ...]:
-    """Where a setting lies."""
+    """Return the path of a setting in the file."""
     return (name,) if name in Settings.model_fields else ("models", model, name)
 
 
@@ -80,7 +80,7 @@ _Ways = Sequence[Sequence[Changes]]
 
 
 def _replicas(facts: KnobFacts) -> _Ways:
-    """How the cores are shared out; on GPUs, how many replicas share one."""
+    """Vary how replicas share the cores; on GPUs, how many share one."""
     now = facts.settings.placements_of(facts.model, facts.host)
     num = len(now)
     if now[0].split:
@@ -92,13 +92,13 @@ def _replicas(facts: KnobFacts) -> _Ways:
     each = now[0].num_threads
     fewer = [_share(count, cores) for count in _halves(num)]
     more = [_share(count, cores) for count in (2 * num, 4 * num) if count <= cores]
-    # A core is left to the front end, which an answer of next to no computation is mostly work for.
+    # A core is left to the front end, which has most of the work with a quick model.
     spared = [{"replicas": num - 1, "threads_per_replica": each}] if num > 1 else []
     return [spared, fewer, more] if spared != fewer[:1] else [fewer, more]
 
 
 def _split_replicas(facts: KnobFacts, now: Sequence[Placement]) -> _Ways:
-    """The same devices to more replicas of fewer parts each, as far as their memory goes."""
+    """Give the same devices to more replicas of fewer parts each."""
     num_devices = sum(placement.num_ranks for placement in now)
     sizes = [size for size in _halves(now[0].num_ranks) if size > 1]
     return [[{"devices_per_replica": size, "replicas": num_devices // size} for size in sizes]]
@@ -136,7 +136,7 @@ def _front_ends(facts: KnobFacts) -> _Ways:
 
 
 def _objective(facts: KnobFacts) -> _Ways:
-    """Batches that are kept small for the objective, where there is one."""
+    """Try the objective, which keeps batches small."""
     wanted = facts.goal.p99_ms
     is_new = wanted is not None and facts.own.objective_p99_ms != wanted
     return [[{"objective_p99_ms": wanted}]] if is_new else []
@@ -157,16 +157,16 @@ def _prepare_threads(facts: KnobFacts) -> _Ways:
 
 
 def _decode(facts: KnobFacts) -> _Ways:
-    """Whether what `auto` has chosen pays here; what the user has chosen stays."""
+    """Try exact decoding where `auto` has chosen another; the user's own choice stays."""
     is_chosen = facts.own.decode == "auto" and facts.decode != "exact"
     return [[{"decode": "exact"}]] if is_chosen else []
 
 
 def _speed(facts: KnobFacts) -> _Ways:
-    """Presets that change answers by no more than rounding, where the choice is open.
+    """Try presets that change answers by no more than rounding, where the choice is open.
 
-    The others are for `auto` to try, which verifies them; and where it found nothing to gain, or
-    nothing that it could change in the network, there is nothing to try.
+    Only `auto` tries the others, since it verifies them. Where `auto` found nothing to gain, there
+    is nothing to try.
     """
     if facts.own.speed != "auto" or facts.preset == "exact":
         return []

@@ -1,4 +1,4 @@
-"""What is to be done: the flags of `inferpool tune`, checked.
+"""The flags of `inferpool tune`, and the plan that they make.
 
 Imported whenever the command's line is read, so it imports little.
 """
@@ -14,34 +14,34 @@ STDOUT = "-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """What is best: the most requests per second, if so wished among what answers soon enough."""
+    """The goal: the most requests per second, with an optional limit of the latency."""
 
     connections: int = 64
-    """Clients at once, each of which asks again when it has its answer."""
+    """Number of clients; each asks again when it has its answer."""
     p99_ms: float | None = None
-    """99 of 100 answers have to come within this."""
+    """Limit of the 99th percentile of the latency."""
 
     def is_met(self, p99_s: float, spare: float = 1.0) -> bool:
-        """Whether a latency is as it should be, with some to spare."""
+        """Return whether a latency keeps the limit, with a factor to spare."""
         return self.p99_ms is None or p99_s * 1e3 * spare <= self.p99_ms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunePlan:
-    """Under which load, for how long, and where the result goes."""
+    """The load, how long it takes, and where the result goes."""
 
     goal: Goal
     secs: float
-    """For which a candidate is measured, at least, in rounds that take turns with the best."""
+    """Least seconds for which a candidate is measured, in rounds that take turns with the best."""
     budget_s: float
-    """For all of it; what is left then is not tried."""
+    """Seconds for the whole run; candidates that remain then are not tried."""
     inputs: Path | None
-    """A request body, or a folder of them; None takes photographs, or makes inputs up."""
+    """File of a request body, or folder of them; None takes photographs, or makes inputs up."""
     output: Path | None
-    """Where the settings are written; None is stdout."""
+    """File for the settings; None is stdout."""
     html: Path | None
     is_json: bool
-    """Print all figures as JSON, and what is for people on stderr."""
+    """Print all figures as JSON, and the text for people on stderr."""
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -98,7 +98,7 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def plan_of(args: Namespace) -> TunePlan:
-    """What the flags say."""
+    """Return the plan that the flags make."""
     return TunePlan(
         goal=Goal(connections=args.connections, p99_ms=args.p99_ms),
         secs=args.secs,
@@ -111,7 +111,7 @@ def plan_of(args: Namespace) -> TunePlan:
 
 
 def problem_with(plan: TunePlan, *, may_replace: bool) -> str:
-    """Why a result could not be written, if so: better said before minutes of measuring."""
+    """Say why a result could not be written, before minutes of measuring; empty if it can."""
     if plan.output is not None and plan.output.exists() and not may_replace:
         return f"{plan.output} is there already; --force replaces it, --output names another"
     if plan.output is None and plan.is_json:

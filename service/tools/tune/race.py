@@ -1,4 +1,4 @@
-"""How fast placements of a model are: services that run with them, under load, for the doctor."""
+"""Measures for the doctor how fast placements of a model are, with real services under load."""
 
 import asyncio
 import contextlib
@@ -16,9 +16,9 @@ from inferpool.service.tools.tune.search import Contender, Stage
 from inferpool.service.tools.tune.stage import NUM_ROUNDS, ServiceStage
 
 _SECS = 3.0
-"""For which each is measured, at least."""
+"""Least seconds for which each placement is measured."""
 _MAX_S = 300.0
-"""For each, its start included."""
+"""Longest time for each placement, its start included."""
 
 
 class PlacementRace:
@@ -74,7 +74,7 @@ async def measured(
     problems: dict[str, str] = {}
     first_name = ""
     first: Contender | None = None
-    """That the others are held against, in turns while it runs: machines drift."""
+    """The one that the others are compared with, in turns with it: machines drift."""
     async with contextlib.AsyncExitStack() as stack:
         for name, changes in ways.items():
             screen.begin(f"measuring {model}: {name}")

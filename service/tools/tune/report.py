@@ -24,7 +24,7 @@ from inferpool.service.tools.tune.search import LEAST_GAIN, Outcome, Tried, text
 _MARKS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _MIB = 2**20
 _BUSY_CORES = 0.5
-"""A generator that takes more than this is a part of what was measured."""
+"""Clients that take more cores than this are a part of what was measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,18 +34,18 @@ class TuneReport:
     model: str
     source: str
     preset: str
-    """The speed preset that the settings as they were have led to."""
+    """Speed preset in use with the user's settings."""
     goal: Goal
     outcome: Outcome
     seconds: float
     date: str
     is_interrupted: bool = False
     failure: str = ""
-    """Why it ended before its time; empty if it did not."""
+    """Reason for an early end; empty if there was none."""
 
     @property
     def best(self) -> Tried:
-        """What to use."""
+        """The candidate to use."""
         assert self.outcome.best is not None
         return self.outcome.best
 
@@ -157,7 +157,7 @@ class TuneReport:
 
     @property
     def is_too_short(self) -> bool:
-        """The budget did not suffice for a single candidate beside the user's settings."""
+        """The budget was too short for any candidate beside the user's settings."""
         is_over = self.is_interrupted or bool(self.failure)
         return len(self.outcome.tried) < 2 and bool(self.outcome.untried) and not is_over
 

@@ -1,4 +1,4 @@
-"""The course of tuning: measure the settings as they are, vary them, report, write the file."""
+"""A run of `inferpool tune`: measure the user's settings, vary them, report, write the file."""
 
 import asyncio
 import contextlib
@@ -30,10 +30,10 @@ EXIT_UNWRITTEN = 1
 EXIT_UNMEASURED = 3
 """There was no service, no input for it, no time to try anything, or it stopped answering."""
 EXIT_INTERRUPTED = 130
-"""As shells have it: 128 and the number of SIGINT."""
+"""128 and the number of SIGINT, as in shells."""
 _TICK_S = 0.2
 _ECHO_S = 0.5
-"""A second SIGINT is the first one again if it comes so soon: a command that started us may pass on
+"""A second SIGINT within this time is taken for the first: a command that started us may pass on
 what the terminal has sent us already. A later one ends the run at once."""
 
 
@@ -81,7 +81,7 @@ def run(loaded: LoadedSettings, whole: LoadedSettings, plan: TunePlan) -> int:
 
 
 def _write_files(plan: TunePlan, report: TuneReport, text: str, *, has_settings: bool) -> str:
-    """Write what is wanted as files; why that cannot be, or nothing."""
+    """Write the files; return why one cannot be written, or nothing."""
     try:
         if plan.html is not None:
             write_page(plan.html, f"inferpool tune: {report.model}", report.date, report.page(text))
@@ -104,7 +104,7 @@ class _Run:
         self._began = time.monotonic()
 
     async def run(self) -> TuneReport:
-        """Do all of it; what was found until an interruption or a failure is in the report, too."""
+        """Tune. After a failure or an interruption the report has all that was found until then."""
         loop = asyncio.get_running_loop()
         task = asyncio.current_task()
         assert task is not None
@@ -159,7 +159,7 @@ class _Run:
         )
 
     def _fixed(self) -> frozenset[str]:
-        """What the user has said for this run: by flags, or in the environment."""
+        """Return the settings that flags or the environment set for this run."""
         return frozenset(
             key[-1]
             for key, _, origin in self._loaded.rows()

@@ -1,7 +1,7 @@
-"""The search: coordinate descent over the knobs, each candidate in turns with the best so far.
+"""The search: coordinate descent over the knobs. Each candidate takes turns with the best so far.
 
-It knows no service: what brings candidates up and measures them is a `Stage`. Machines drift, so
-that only figures of rounds that took turns are compared, as ratios.
+It knows no service: a `Stage` starts candidates and measures them. Machines drift, so it compares
+only figures of rounds that took turns, as ratios.
 """
 
 import statistics
@@ -15,25 +15,25 @@ from inferpool.service.tools.tune.knobs import Changes, Knob
 from inferpool.service.tools.tune.plan import Goal
 
 LEAST_GAIN = 1.03
-"""A candidate must be better by this factor: else the setting that is there is the simpler one."""
+"""Least factor by which a candidate must be better: otherwise the present setting is simpler."""
 _HOPELESS = 0.9
-"""One that comes to less in its first pair of rounds gets no more of them."""
+"""A candidate with a lower ratio in its first pair of rounds gets no more of them."""
 _NUM_PAIRS = 3
 _MAX_PAIRS = 5
-"""Where three pairs leave it open."""
+"""Number of pairs if three leave it open."""
 _NUM_FINAL_PAIRS = 7
-"""Of which at most one may speak against the best: under no gain at all, that is 1 in 16."""
+"""At most one of these may speak against the best: without any gain, that is 1 in 16."""
 _SPARE = 1.1
-"""The load is chosen such that the objective is kept with some room, for rounds vary."""
+"""The load keeps the objective with this factor to spare, since rounds vary."""
 _MAX_LOADS = 5
-"""That are tried to find one that keeps the objective."""
+"""Most loads that are tried to find one that keeps the objective."""
 
 Verdict = Literal["default", "better", "no better", "worse", "late", "fails"]
 
 
 @dataclass(slots=True, kw_only=True)
 class LoadSample:
-    """What some seconds of load have shown."""
+    """Result of some seconds of load."""
 
     seconds: float = 0.0
     tally: LoadTally = field(default_factory=LoadTally)
@@ -78,7 +78,7 @@ class Contender(Protocol):
 
 
 class Stage(Protocol):
-    """Where candidates are brought up."""
+    """Starts candidates."""
 
     async def bring(self, changes: Changes) -> Contender:
         """Start a service with these changes, and warm it up.
@@ -93,47 +93,47 @@ class Stage(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Tried:
-    """One candidate, and what came of it."""
+    """One candidate, and its result."""
 
     changes: Changes
-    """Against the user's settings; none for these themselves."""
+    """Changes of the user's settings; none for these themselves."""
     connections: int
     sample: LoadSample = field(default_factory=LoadSample)
     memory_bytes: int = 0
     ratio: float = 1.0
-    """To the best at that time, in turns with it: of requests per second, or where the objective
-    is out of reach, of latencies."""
+    """Ratio to the best at that time: of requests per second, or where the objective is out of
+    reach, of latencies."""
     gain: float = 1.0
-    """To the user's settings: the product of the ratios on the way; of the best, what was measured
-    in the end."""
+    """Ratio to the user's settings: the product of the ratios on the way. For the best, it is
+    measured in the end."""
     verdict: Verdict = "default"
     reason: str = ""
 
     @property
     def p99_s(self) -> float:
-        """Within which 99 of 100 answers came."""
+        """Time within which 99 of 100 good answers came."""
         return self.sample.percentile_s(99)
 
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What the search has found so far."""
+    """Result of the search so far."""
 
     tried: list[Tried] = field(default_factory=list)
     best: Tried | None = None
-    """What to use; the first of those tried is the user's settings."""
+    """Candidate to use; the first of those tried is the user's settings."""
     gain: float = 1.0
-    """Of the best against the user's settings, measured in turns at the end."""
+    """Gain of the best over the user's settings, measured in turns at the end."""
     is_confirmed: bool = False
-    """Whether the end was come to."""
+    """The best was measured once more at the end."""
     connections: int = 0
-    """Clients at once under which the last comparisons were made."""
+    """Number of clients in the last comparisons."""
     is_out_of_reach: bool = False
     """The objective is not kept even for one client at a time, so that latencies are compared."""
     untried: list[str] = field(default_factory=list)
-    """Knobs for which the budget did not suffice, in part or at all."""
+    """Knobs for which the budget was too short."""
     needed_s: float = 0.0
-    """The budget with which one more candidate would have fitted in."""
+    """Budget that would have sufficed for one more candidate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +151,7 @@ class BestLostError(Exception):
 
 
 class Search:
-    """One search; `outcome` is true at every moment, so that it can be ended at any."""
+    """One search. `outcome` is valid at every moment, so that it can be ended at any."""
 
     def __init__(
         self,
@@ -163,10 +163,10 @@ class Search:
         """Begin nothing yet.
 
         Args:
-            stage: Where candidates are brought up.
-            goal: What is best.
+            stage: Starts candidates.
+            goal: What to look for.
             budget_s: Nothing is begun that is likely to end later.
-            on_trial: Told what is being done now.
+            on_trial: Gets a text that says what is being done now.
         """
         self.outcome = Outcome(connections=goal.connections)
         self._stage = stage
@@ -175,13 +175,13 @@ class Search:
         self._budget_s = budget_s
         self._on_trial = on_trial
         self._brought_s: list[float] = []
-        """What each start has taken."""
+        """Seconds that each start took."""
         self._round_s = 0.0
-        """What the longest round has taken."""
+        """Seconds that the longest round took."""
         self._best: Contender | None = None
 
     async def begin(self) -> Contender:
-        """Bring up the user's settings, and find the load under which to compare.
+        """Start a service with the user's settings, and find the load under which to compare.
 
         Raises:
             TrialError: They do not serve.
@@ -215,7 +215,7 @@ class Search:
             await best.close()
 
     async def _vary(self, knob: Knob) -> bool:
-        """Climb its ladders; whether one gained."""
+        """Climb the ladders of a knob; return whether one gained."""
         for way in knob.ways:
             has_gained = False
             for step in way:
@@ -236,16 +236,16 @@ class Search:
         return False
 
     def _has_time(self) -> bool:
-        """Whether one more trial fits in, and the confirmation after it."""
+        """Return whether there is time for one more trial, and for the confirmation after it."""
         return self._needed_s() <= self._budget_s
 
     def _needed_s(self) -> float:
-        """From the beginning to the end of both."""
+        """Return the seconds from the start of the search to the end of both."""
         passed_s = self._stage.now() - self._began
         return passed_s + self._trial_s(_MAX_PAIRS, _NUM_FINAL_PAIRS)
 
     def _trial_s(self, *num_pairs: int) -> float:
-        """What trials of so many pairs are likely to take."""
+        """Estimate how long trials of so many pairs take."""
         start_s = max(self._brought_s[1:] or self._brought_s)  # the first may have had more to do
         return sum(start_s + 2 * num * self._round_s for num in num_pairs)
 
@@ -324,7 +324,7 @@ class Search:
         return _Comparison(ratio=ratio, is_better=is_better, best=ours, challenger=theirs)
 
     def _ratio(self, best: LoadSample, challenger: LoadSample) -> float:
-        """By how much the challenger is better."""
+        """Return the factor by which the challenger is better."""
         if self.outcome.is_out_of_reach:
             return best.percentile_s(99) / max(challenger.percentile_s(99), 1e-9)
         return challenger.rate / max(best.rate, 1e-9)
@@ -352,7 +352,7 @@ class Search:
         return "worse" if found.ratio < 1 / LEAST_GAIN else "no better"
 
     async def _find_load(self, contender: Contender, connections: int) -> LoadSample:
-        """As many clients as keep the objective, at most those that were asked for."""
+        """Find the number of clients that keep the objective, at most those that were asked for."""
         self.outcome.connections = connections
         sample = await self._measure(contender)
         for _ in range(_MAX_LOADS):
@@ -370,7 +370,7 @@ class Search:
         return sample
 
     def _raised(self, sample: LoadSample) -> int:
-        """How many clients a service may bear that has shown this."""
+        """Return how many clients would keep the objective after this sample."""
         assert self._goal.p99_ms is not None
         room = self._goal.p99_ms / (sample.percentile_s(99) * 1e3 * _SPARE)
         return max(1, min(self._goal.connections, int(self.outcome.connections * max(1.0, room))))
@@ -412,7 +412,7 @@ def _joined(before: Changes, step: Changes) -> Mapping[str, object]:
 
 
 def _is_open(ratios: Sequence[float]) -> bool:
-    """Whether more rounds could tell."""
+    """Return whether more rounds could decide."""
     return abs(statistics.median(ratios) - LEAST_GAIN) < _error(ratios)
 
 

@@ -1,4 +1,4 @@
-"""The settings file that tuning writes: what the user has set, and what was found."""
+"""The settings file that tuning writes: the user's settings with those that were found."""
 
 import io
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from inferpool.service.tools.tune.knobs import Changes, key_of
 def settings_text(
     loaded: LoadedSettings, whole: LoadedSettings, changes: Changes, comments: Iterable[str]
 ) -> str:
-    """The text of the file.
+    """Return the text of the file.
 
     Args:
         loaded: The settings with which the one model was tuned.
@@ -36,7 +36,7 @@ def settings_text(
 
 
 def _merged(loaded: LoadedSettings, whole: LoadedSettings, model: str) -> list[Row]:
-    """What the user's file says, but for the model that was tuned: that is as it was tuned."""
+    """Return the rows of the user's file, with those of the tuned model as they were tuned."""
     if not any(origin.startswith("file") for origin in whole.origins.values()):
         return loaded.rows()
     own = [row for row in loaded.rows() if row[0][:2] == ("models", model)]
@@ -45,7 +45,7 @@ def _merged(loaded: LoadedSettings, whole: LoadedSettings, model: str) -> list[R
 
 
 def _is_said(key: tuple[str, ...], origin: str) -> bool:
-    """Whether the user has set it for good: not in the environment, unless the model needs it."""
+    """Return whether a setting belongs in the file: it is no default, nor of the environment."""
     if key[0] == "models" and key[2] == "source":
         return True
     return origin != "default" and (key[0] == "models" or not origin.startswith("environment"))

@@ -40,11 +40,11 @@ _WARM_PIPELINE_S = 5.0
 """A pipeline tries into how many pieces batches go best, and computes the first of them twice: 16
 clients of minilm_l6 got a fifth less in its first four seconds than in the four that followed."""
 NUM_ROUNDS = 3
-"""That share the seconds of a candidate."""
+"""Rounds into which the seconds of a candidate are divided."""
 
 
 class ServiceContender:
-    """A service that runs, and its clients. See `search.Contender`."""
+    """A service that runs, and its load. See `search.Contender`."""
 
     def __init__(self, subject: TrialService, warm_s: float, round_s: float) -> None:
         """Take a service that is ready.
@@ -61,7 +61,7 @@ class ServiceContender:
         self._requests: Sequence[bytes] = ()
 
     async def health(self) -> ServiceHealth:
-        """What it says of itself."""
+        """Return the state of its workers."""
         connection = await connect(self._subject.address, lambda: None)
         try:
             return await read_health(connection)
@@ -69,10 +69,10 @@ class ServiceContender:
             connection.close()
 
     async def warm_up(self, requests: Sequence[bytes], connections: int) -> None:
-        """See that it answers, and keep it busy for a moment.
+        """Check that it answers, and keep it busy for a moment.
 
         Raises:
-            TrialError: It does not, or not well.
+            TrialError: It gives no good answers.
         """
         connection = await connect(self._subject.address, lambda: None)
         try:
@@ -135,11 +135,11 @@ class ServiceStage:
             plan: With what and for how long a candidate is asked.
         """
         self.preset = "exact"
-        """The speed preset that the settings as they are have led to."""
+        """Speed preset in use with the user's settings."""
         self.decode = "exact"
-        """And how inputs are decoded."""
+        """How inputs are decoded with the user's settings."""
         self.num_fronts = 1
-        """And how many processes take calls."""
+        """Number of processes that take calls with the user's settings."""
         own = loaded.settings.models[model]
         self._source = own.source
         self._placement = own.placement
@@ -147,9 +147,9 @@ class ServiceStage:
         self._model = model
         self._plan = plan
         self._requests: Sequence[bytes] = ()
-        """What is asked; the first service says what it takes."""
+        """The requests; the first service says what it takes."""
         self._most_bytes = 0
-        """What one candidate has taken at most."""
+        """Most memory that a candidate has taken."""
 
     def now(self) -> float:
         """See `search.Stage`."""

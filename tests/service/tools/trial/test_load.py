@@ -190,11 +190,7 @@ def test_service_that_is_gone_is_an_error(plan: dict[str, float]):
         require_answers(generator.tally)
 
 
-def test_a_run_that_is_stopped_counts_what_is_under_way_as_unfinished(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setattr("inferpool.service.tools.trial.load._GRACE_S", 0.05)
-
+def test_a_run_that_is_stopped_counts_what_is_under_way_as_unfinished():
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readexactly(len(_REQUEST))
         await asyncio.sleep(60)
@@ -203,7 +199,7 @@ def test_a_run_that_is_stopped_counts_what_is_under_way_as_unfinished(
         async with serving(serve) as address:
             plan = LoadPlan(address=address, requests=[_REQUEST], connections=3)
             generator = LoadGenerator(plan)
-            asyncio.get_running_loop().call_later(0.2, generator.stop)
+            asyncio.get_running_loop().call_later(0.2, generator.stop, 0.05)
             return await generator.run()
 
     tally = asyncio.run(go())
