@@ -1,7 +1,7 @@
-"""Asks the service in this container whether it is alive: exit status 0 if so, else 1.
+"""Ask the service in this container whether it is alive: exit status 0 if so, else 1.
 
-`python -I -S alive.py [live|ready]` takes milliseconds, since engines ask again and again. The port
-is that of the variable INFERPOOL_PORT.
+Run as `python -I -S alive.py [live|ready]`: that takes milliseconds, since engines run it often.
+The variable INFERPOOL_PORT has the port.
 """
 
 import os
@@ -10,7 +10,7 @@ import sys
 
 
 def main() -> int:
-    """Ask, and judge by the status line."""
+    """Ask, print the status line or the error, and return the exit status."""
     what = sys.argv[1] if len(sys.argv) > 1 else "live"
     port = int(os.environ.get("INFERPOOL_PORT", "8000"))
     try:
@@ -29,7 +29,7 @@ def main() -> int:
 
 
 def _encrypted(connection: socket.socket) -> socket.socket:
-    """The connection under TLS; whose certificate it is does not matter to a process next door."""
+    """Return the connection under TLS; any certificate will do, as nothing leaves the container."""
     import ssl
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

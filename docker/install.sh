@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Installs into ${VIRTUAL_ENV} what pyproject.toml depends on, at the versions that it pins.
+# Installs the dependencies of pyproject.toml into ${VIRTUAL_ENV}, at the versions that it pins.
 # Reads VARIANT, EXTRAS and TORCH_INDEX as the Dockerfile describes them.
 set -euo pipefail
 
 case "${VARIANT}" in
-  # Code for GPUs alone, but for the runtime, which says that there are none.
+  # Leaves out what only GPUs need. The CUDA runtime stays: it reports that there is no GPU.
   cpu) left_out='^(triton|cuda-|nvidia-(?!ml-py|cuda-runtime|cuda-cupti))' ;;
   cuda) left_out='^$' ;;
   *) echo "VARIANT is cpu or cuda, not ${VARIANT}" >&2; exit 1 ;;

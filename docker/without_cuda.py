@@ -1,11 +1,11 @@
-"""Lets PyTorch's CUDA build run on a machine without GPUs where its CUDA libraries were left out.
+"""Lets PyTorch's CUDA build run without GPUs and without most of its CUDA libraries.
 
-For Linux on x86-64, package registries have that build alone; its libraries take 4 GB, of which a
-CPU runs nothing. In place of each one that is missing comes one that has the names that PyTorch
-links against, and answers every call with an error. The CUDA runtime must be the true one: it finds
-that there is no device, and then nobody calls the others.
+For Linux on x86-64, package registries have no other build; its libraries take 4 GB, and a CPU uses
+none of them. This script writes a stand-in for each missing library, with the names that PyTorch
+links against; every call of one returns an error. The CUDA runtime must be the real one: it finds
+that there is no device, and then PyTorch calls none of the others.
 
-Runs once, while an image is built, as `python without_cuda.py SITE_PACKAGES`; needs binutils.
+Runs once while an image is built, as `python without_cuda.py SITE_PACKAGES`; needs binutils.
 """
 
 import platform
@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 _RETURN_1 = {"x86_64": "movl $1, %eax\nret", "aarch64": "mov w0, #1\nret"}
-"""That is an error in every one of these interfaces."""
+"""Machine code that returns 1, which means an error in each of these interfaces."""
 _LIBRARY = re.compile(
     r"lib(cublas|cublasLt|cudnn|cufft|cufile|cusolver|cusparse|cusparseLt|nccl|nvrtc|nvshmem)"
     r"(_host)?\.so\.\d+"
@@ -28,7 +28,7 @@ _UNDEFINED = re.compile(r" UND (\w+)(?:@([\w.]+))?")
 
 
 def main(site_packages: Path) -> None:
-    """Put a library for each one that is missing beside PyTorch's own, where it looks first."""
+    """Write a stand-in for each missing library beside PyTorch's own, where it looks first."""
     folder = site_packages / "torch" / "lib"
     own = list(folder.glob("*.so*"))
     needed = {name for path in own for name in _NEEDED.findall(_readelf("--dynamic", path))}
@@ -43,7 +43,7 @@ def main(site_packages: Path) -> None:
 
 
 def _undefined(libraries: Iterable[Path]) -> dict[str, str]:
-    """The names that libraries look for in others, with the version each must have, if any."""
+    """Return the names that libraries look for in others, each with the version it must have."""
     return {
         name: version
         for path in libraries

@@ -4,13 +4,10 @@ A call takes the same path as an HTTP request, without the socket and the worker
 and checked, queued, preprocessed, collated, computed, postprocessed, checked and rendered.
 """
 
-import asyncio
 import os
 import sys
-import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -18,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 import httpx
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from inferpool.service.client.results import Prediction
 from inferpool.service.client.sync_client import Client
@@ -77,8 +75,11 @@ def client(model: Served, /, **settings: object) -> Iterator[Client]:
             chosen = chosen.model_copy(update={"arena_bytes": 2 * chosen.max_body_bytes})
         loaded = replace(loaded, settings=chosen)
         app = MountedApp(loaded, partial(InProcessEngine, pins=False))
-        with _running(app) as loop:
-            transport = _ThreadTransport(app, loop)
+        with (
+            start_blocking_portal(name="inferpool testing") as portal,
+            portal.wrap_async_context_manager(app.lifespan()),
+        ):
+            transport = _PortalTransport(app, portal)
             with Client(_URL, transport=transport, timeout_s=None, retries=0) as asking:
                 yield asking
 
@@ -100,53 +101,17 @@ def _importable(model: Served) -> Iterator[str]:
         sys.modules.pop(name, None)
 
 
-@contextmanager
-def _running(app: MountedApp) -> Iterator[asyncio.AbstractEventLoop]:
-    """Run an application in a thread with its own event loop; the caller may have one too."""
-    begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[None] | None]] = Future()
-    ready: Future[None] = Future()
-
-    async def live() -> None:
-        begun.set_result((asyncio.get_running_loop(), asyncio.current_task()))
-        async with app.lifespan():
-            ready.set_result(None)
-            await asyncio.Event().wait()  # until this task is cancelled
-
-    def run() -> None:
-        try:
-            asyncio.run(live())
-        except asyncio.CancelledError:
-            return
-        except BaseException as error:
-            if ready.done():
-                raise
-            ready.set_exception(error)
-
-    # A daemon thread, so that Ctrl-C ends the process even while the model loads.
-    thread = threading.Thread(target=run, name="inferpool testing", daemon=True)
-    thread.start()
-    loop, task = begun.result()
-    assert task is not None
-    try:
-        ready.result()
-        yield loop
-    finally:
-        with suppress(RuntimeError):  # the loop has ended, since the model could not be loaded
-            loop.call_soon_threadsafe(task.cancel)
-        thread.join()
-
-
-class _ThreadTransport(httpx.BaseTransport):
+class _PortalTransport(httpx.BaseTransport):
     """Carries requests to an application in the event loop of another thread."""
 
-    def __init__(self, app: MountedApp, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, app: MountedApp, portal: BlockingPortal) -> None:
         self._transport = httpx.ASGITransport(app)
-        self._loop = loop
+        self._portal = portal
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         """Carry one request; see httpx."""
         request.read()
-        return asyncio.run_coroutine_threadsafe(self._answer(request), self._loop).result()
+        return self._portal.call(self._answer, request)
 
     async def _answer(self, request: httpx.Request) -> httpx.Response:
         answer = await self._transport.handle_async_request(request)

@@ -1,4 +1,4 @@
-"""A real Chromium for tests of pages: Debian's, driven by Playwright."""
+"""Debian's Chromium, driven by Playwright, for tests of pages."""
 
 import contextlib
 import shutil
@@ -19,7 +19,7 @@ _START_MS = 90_000
 
 @contextlib.contextmanager
 def chromium() -> Iterator["Browser"]:
-    """The browser; where there is none, the tests that want it skip."""
+    """Start the browser, or skip the test if there is none."""
     path = shutil.which("chromium")
     if path is None:
         pytest.skip("needs a browser: apt-get install chromium")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def make_certificate(folder: Path, name: str = "server", *, days: int = 30) -> tuple[Path, Path]:
-    """A certificate for localhost and 127.0.0.1, and its key."""
+    """Make a certificate for localhost and 127.0.0.1; return its file and its key's."""
     certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
     subprocess.run(
         [

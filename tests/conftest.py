@@ -1,4 +1,4 @@
-"""What holds for all tests: bytecode, patience, signals, second runs, who runs beside whom."""
+"""Settings for all tests: bytecode, timeouts, signals, second runs, and who runs beside whom."""
 
 import contextlib
 import gc
@@ -17,30 +17,29 @@ from xdist.scheduler import LoadFileScheduling
 from tests.turns import turn
 
 _PATIENCE_S = 30.0
-"""For an answer, where a test does not say how much: httpx has 5 s, and a busy machine may need
-more."""
+"""Default timeout of httpx in tests: its own, 5 s, is too short for a busy machine."""
 _RERUN = "rerun"
-"""The outcome of a first run that failed; the run as a whole does not fail by it."""
+"""Outcome of a first run that failed; it does not make the test session fail."""
 _RUN = pytest.StashKey[int]()
-"""Which run of a test this is: the first, or the second."""
+"""Number of the run of a test: the first, or the second."""
 _HAS_FAILED = pytest.StashKey[bool]()
-"""Whether this run of it has failed."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep the bytecode of what is imported, also where the environment says not to.
+    """Prepare the process, and so all processes that tests start.
 
-    The tests start some hundred interpreters, each of which would compile torch anew, for two
-    seconds. The processes that they start also hear the signals that `nohup` or a shell's `&` would
-    have them ignore.
+    They hear the signals that `nohup` or a shell's `&` has a process ignore. They keep bytecode,
+    even if the environment forbids it: tests start some hundred interpreters, and each would
+    compile torch anew, for two seconds.
     """
     for number in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
     default = inspect.signature(httpx.get).parameters["timeout"].default
     default.connect = default.read = default.write = default.pool = _PATIENCE_S
-    if sys.dont_write_bytecode and (cache := _cache_of(config)) is not None:
-        sys.pycache_prefix = str(cache.mkdir("bytecode"))  # the environment's own stays clean
+    cache = getattr(config, "cache", None)  # none with `-p no:cacheprovider`
+    if sys.dont_write_bytecode and cache is not None:
+        sys.pycache_prefix = str(cache.mkdir("bytecode"))  # keeps the environment clean
         sys.dont_write_bytecode = False
         os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -61,20 +60,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
-    """Count those that run alone among those that measure."""
+    """Mark tests that run alone as tests that measure, too."""
     for item in items:
         if item.get_closest_marker("alone"):
             item.add_marker("measures")
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)  # so that no test's timeout covers the waiting
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # waiting does not count for a test's timeout
 def pytest_runtest_protocol(
     item: pytest.Item, nextitem: pytest.Item | None
 ) -> Generator[None, object, object]:
-    """Take turns with other processes' tests, and run a failed test that measures once more."""
+    """Take turns with tests in other processes, and run a failed test that measures once more."""
     item.stash[_RUN] = run = item.stash.get(_RUN, 0) + 1
     item.stash[_HAS_FAILED] = False
-    with _turn(item, is_alone=run > 1 or item.get_closest_marker("alone") is not None):
+    is_alone = run > 1 or item.get_closest_marker("alone") is not None
+    with _turn(item, is_alone=is_alone):
         result = yield
     if item.stash[_HAS_FAILED]:
         _collect_what_it_left()
@@ -87,7 +87,7 @@ def pytest_runtest_protocol(
 def pytest_runtest_makereport(
     item: pytest.Item,
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Note a failure, and have what tests wrote in a form that can be sent between processes."""
+    """Note a failure, and make the captured output fit to be sent between processes."""
     report = yield
     report.sections = [
         (name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections
@@ -101,7 +101,7 @@ def pytest_runtest_makereport(
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
-    """End the fixtures that a failed test shares with others: they may be spoilt."""
+    """End the fixtures that a failed test shares with others, which it may have broken."""
     try:
         yield
     finally:
@@ -124,7 +124,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def _runs_again(item: pytest.Item) -> bool:
-    """Whether a test that fails is given another run."""
+    """Return whether a test that fails gets another run."""
     return item.stash[_RUN] == 1 and item.get_closest_marker("measures") is not None
 
 
@@ -142,13 +142,8 @@ def _collect_what_it_left() -> None:
 
 
 def _turn(item: pytest.Item, *, is_alone: bool) -> contextlib.AbstractContextManager[None]:
-    """A turn for one run of a test; nobody to share with where pytest keeps no cache."""
-    cache = _cache_of(item.config)
+    """Return the turn of a test; without pytest's cache there is nobody to take turns with."""
+    cache = getattr(item.config, "cache", None)
     if cache is None:
         return contextlib.nullcontext()
     return turn(cache.mkdir("turns"), item.nodeid, alone=is_alone)
-
-
-def _cache_of(config: pytest.Config) -> pytest.Cache | None:
-    """What pytest keeps from run to run; nothing where its plugin is left out."""
-    return getattr(config, "cache", None)

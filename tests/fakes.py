@@ -12,7 +12,7 @@ from inferpool.workers.messages import BatchDone, ItemRef, Outcome, Ready
 
 
 def ref_to(payload: bytes, timeout_s: float = 30.0, priority: int = 5, id: str = "") -> ItemRef:
-    """What a call asks of an instance, before its payload lies in the arena."""
+    """Return a reference to an instance whose payload is not in the arena yet."""
     deadline = time.monotonic() + timeout_s
     return ItemRef("bytes", 0, len(payload), deadline, request_id=id, priority=priority)
 
@@ -26,7 +26,7 @@ class FakeWorker:
         self.ready = Ready(1, [], [], "cpu", 0.0, None, True, SpeedReport())
         self.has_worked = False
         self.batches: list[tuple[list[ItemRef], asyncio.Future[BatchDone]]] = []
-        """Those that it holds, oldest first."""
+        """Batches that it holds, oldest first."""
         self._gone: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
 
     def run(self, items: Sequence[ItemRef]) -> asyncio.Future[BatchDone]:

@@ -1,15 +1,18 @@
-"""A model whose behaviour is chosen by its input, and whose right answers are known."""
+"""Models that do what their input says, and whose right answers are known."""
 
 import ctypes
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from torch.utils.data import DataLoader
 
 from inferpool.models.base import Model
 from inferpool.models.errors import InputError, ModelError
@@ -18,16 +21,21 @@ from inferpool.models.spec import Placement, TensorSpec
 
 ACTS = (
     *("ok", "raise", "kill", "hang", "exit", "sleep", "rows", "leave"),
-    *("nan", "spoil", "shape", "segfault", "spin", "eat", "device", "ill"),
+    *("nan", "shape", "segfault", "spin", "eat", "device", "ill"),
     *("kill early", "hang early", "spin early", "hold early", "wait"),
 )
+PRINTED = {
+    "stdout": ["from Python", "from C"],
+    "stderr": ["from Python to stderr", "with two", "lines in one write", "\\xff is no text"],
+}
+"""Lines that a `NoisyModel` writes, by stream."""
 _BIG_BYTES = 8 << 20
 
 
 class FaultModel(Model):
     """Takes {"n": number, "do": act}; answers {"twice": 2 * number, "pid": ..., "batch": ...}.
 
-    An act that ends in "early" is done while the input is prepared, and any other in `forward`.
+    An act that ends in "early" happens while the input is prepared, any other in `forward`.
     """
 
     outputs = (
@@ -52,14 +60,14 @@ class FaultModel(Model):
         Args:
             load: "ok", "raise", "wrong" (a permanent error), "exit", "hang", "kill" or "dumb"
                 (its first forward pass after the warm-up hangs).
-            load_s: What loading takes.
-            forward_s: What each forward pass takes.
-            prepare_s: What each preparation takes.
-            max_rows: A larger batch does not fit into the memory.
-            once: A file: whatever ends or blocks the process is done only while it does not
-                exist, and creates it.
-            calls: A file: the number of each input is written to it before it is computed.
-            gate: A file: while it exists, loading goes on, as does "wait".
+            load_s: Seconds that loading takes.
+            forward_s: Seconds that each forward pass takes.
+            prepare_s: Seconds that each preparation takes.
+            max_rows: Largest batch that fits into the memory.
+            once: A file; an act that ends or blocks the process creates it, and does nothing if it
+                exists.
+            calls: A file that gets the number of each input before it is computed.
+            gate: A file; while it exists, loading goes on, as does "wait".
         """
         self._load = load
         self._load_s = load_s
@@ -114,7 +122,7 @@ class FaultModel(Model):
         rows = x_BA[:-1] if "rows" in acts else x_BA
         share_BS = torch.zeros(len(rows), 3 if "shape" in acts else 2)
         share_BS[[act == "nan" for act in acts[: len(rows)]]] = torch.nan
-        if "spoil" in acts or self._is_ill:
+        if self._is_ill:
             share_BS[:] = torch.inf
         return {"twice": rows[:, 0] * 2, "share": share_BS}
 
@@ -168,10 +176,46 @@ class FaultModel(Model):
             time.sleep(0.01)
 
     def _is_first(self) -> bool:
-        """Whether `once` lets something be done, which is now done."""
+        """Return whether `once` allows an act, and note that it was done."""
         try:
             if self._once:
                 self._once.touch(exist_ok=False)
         except FileExistsError:
             return False
         return True
+
+
+class ForkingModel(FaultModel):
+    """A `FaultModel` whose code starts processes of its own, and leaves them running."""
+
+    def __init__(self, *, children: str, **options: object) -> None:
+        """Take a file that gets the pids of the processes, and the options of `FaultModel`."""
+        super().__init__(**options)  # type: ignore[arg-type]  # as they are given
+        self._children = Path(children)
+
+    def load(self, placement: Placement) -> None:
+        super().load(placement)
+        numbers = DataLoader(list(range(6)), batch_size=2, num_workers=1)
+        assert [each.tolist() for each in numbers] == [[0, 1], [2, 3], [4, 5]]
+        forked = os.fork()
+        if forked == 0:
+            time.sleep(600)
+            os._exit(0)
+        shell = subprocess.Popen(["sh", "-c", "sleep 600 & echo $!; wait"], stdout=subprocess.PIPE)
+        assert shell.stdout is not None
+        pids = [forked, shell.pid, int(shell.stdout.readline())]
+        self._children.write_text(" ".join(map(str, pids)))
+
+
+class NoisyModel(FaultModel):
+    """A `FaultModel` that first writes text, in every way there is but logging."""
+
+    def preprocess(self, item: Item) -> Features:
+        print("from Python")  # noqa: T201  # that is the point
+        print("from Python to stderr", file=sys.stderr)  # noqa: T201
+        os.write(2, b"with two\nlines in one write\n\xff is no text\n")
+        libc = ctypes.CDLL(None)
+        libc.puts(b"from C")
+        libc.fflush(None)
+        warnings.warn("from the warnings module", stacklevel=1)
+        return super().preprocess(item)

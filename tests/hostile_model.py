@@ -1,4 +1,4 @@
-"""A model that raises, returns and logs what no message should hold, as its input says."""
+"""A model that raises, returns and logs things that do not fit into a message."""
 
 import asyncio
 import logging
@@ -44,25 +44,25 @@ ACTS = {
     "long warning": ("ok", "ok"),
     "long print": ("ok", "ok"),
 }
-"""By act, what becomes of an instance that asks for JSON, and of one that asks for tensors."""
+"""Results by act: of an instance that asks for JSON, and of one that asks for tensors."""
 NAMES = list(ACTS)
 
 
-class NoTextError(Exception):
-    """One that cannot be said."""
+class WordlessError(Exception):
+    """An error that cannot be made into text."""
 
     def __str__(self) -> str:
         raise RuntimeError("no text today")
 
 
 class NoList:
-    """A value that is no list."""
+    """A value that cannot be made into a list or a text."""
 
     def tolist(self) -> object:
-        raise NoTextError
+        raise WordlessError
 
     def __str__(self) -> str:
-        raise NoTextError
+        raise WordlessError
 
 
 class HostileModel(Model):
@@ -117,7 +117,7 @@ class HostileModel(Model):
                 error.add_note("x" * LONG)
                 raise error
             case "no text":
-                raise NoTextError
+                raise WordlessError
             case "cancelled":
                 raise asyncio.CancelledError
             case "many outputs":

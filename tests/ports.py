@@ -1,4 +1,4 @@
-"""Ports for what must be told one before it listens."""
+"""Free ports, for servers that must be given one."""
 
 import random
 import socket
@@ -9,7 +9,7 @@ _NUM = 15_000
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody listens at, and that the kernel gives to nobody who asks for any."""
+    """Return a port that is free, and that the kernel gives to nobody who asks for any port."""
     first = int(_RANGE.read_text().split()[0]) if _RANGE.exists() else 32768
     for _ in range(100):
         port = random.randrange(max(1024, first - _NUM), first)

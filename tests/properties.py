@@ -1,4 +1,4 @@
-"""How hypothesis tries its examples here: a pause of the machine makes none of them a failure."""
+"""Settings for hypothesis: an example may take long, since the machine may stand still."""
 
 import functools
 

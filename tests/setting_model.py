@@ -1,4 +1,4 @@
-"""A model cut in two whose `load` sets what holds for a thread, and which asks for it elsewhere."""
+"""A model cut in two whose `load` changes settings of its thread; other threads must share them."""
 
 import decimal
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from inferpool.models.spec import Placement, TensorSpec
 
 
 class SettingModel(Model):
-    """Answers which of its methods have found other settings than `load` has made: '' if none."""
+    """Answers which of its methods found other settings than `load` made; '' if none did."""
 
     outputs = (TensorSpec(name="x", dtype="float32", shape=(-1,)),)
     split_points = ("1",)
@@ -56,7 +56,7 @@ class SettingModel(Model):
 
 
 def settings() -> list[object]:
-    """What `load` sets, as this thread has it."""
+    """Return the settings that `load` changes, as this thread has them."""
     tiny = torch.tensor([1e-310], dtype=torch.float64, device="cpu")
     return [
         str(torch.empty(1).device),

@@ -15,7 +15,7 @@ num_runs = 0
 
 @pytest.fixture(scope="module")
 def served():
-    return []  # what a test may spoil
+    return []  # a test may break it
 
 @pytest.mark.alone
 def test_fails_once(served):

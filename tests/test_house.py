@@ -1,4 +1,4 @@
-"""The plan of the house, read off the code: who imports whom, and how much lies where."""
+"""The layout of the code: imports, sizes of files and folders, class names, docstrings."""
 
 import ast
 from collections import defaultdict
@@ -21,7 +21,7 @@ MODULES = {
 
 
 def imported_by(module: str) -> Iterator[str]:
-    """Our modules that a module imports anywhere: in a function, or for a type, too."""
+    """Return our modules that a module imports anywhere, also in a function or for a type."""
     for node in ast.walk(MODULES[module]):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -38,7 +38,7 @@ def test_no_module_imports_one_that_imports_it():
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_a_package_is_parted_into_folders(folder: str):
+def test_a_package_has_few_files_beside_its_folders(folder: str):
     assert len(list((ROOT / folder).glob("*.py"))) <= 12
 
 

@@ -92,13 +92,7 @@ class Facts:
 
 
 def gather(settings: Settings, host: Host, root: Path = Path("/")) -> Facts:
-    """Read the facts about this machine.
-
-    Args:
-        settings: Settings of the service.
-        host: Devices of this machine.
-        root: Parent folder of /proc and /sys.
-    """
+    """Read the facts about this machine; /proc and /sys lie in `root`."""
     placements: dict[str, Sequence[Placement]] = {}
     misplaced: dict[str, str] = {}
     for name in settings.models:

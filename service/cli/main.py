@@ -21,11 +21,7 @@ _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status.
-
-    Args:
-        argv: Arguments after the name of the command; by default those of this process.
-    """
+    """Run the command line, by default that of this process; return the exit status."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the parent process
             nowhere = os.open(os.devnull, os.O_RDWR)

@@ -44,9 +44,7 @@ override both. `inferpool config` lists all of them.
 def make_parser(chosen: str) -> tuple[ArgumentParser, Mapping[str, ArgumentParser]]:
     """Make the parser, and the parsers of the verbs.
 
-    Args:
-        chosen: The only verb that gets its flags, so that the modules of the others are not
-            imported.
+    Only the chosen verb gets its flags, so that the modules of the others are not imported.
     """
     parser = _Parser(
         prog="inferpool",

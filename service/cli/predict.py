@@ -7,6 +7,7 @@ import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from inferpool.service.cli.flags import PREDICT_KEY_VARIABLE
@@ -117,7 +118,7 @@ def _parameters(texts: Sequence[str]) -> dict[str, object]:
 def _document(name: str, result: Prediction | InferpoolError) -> dict[str, object]:
     if isinstance(result, InferpoolError):
         return {"input": name, "error": _error(result), "request_id": result.request_id}
-    timing = result.timing
+    timing = asdict(result.timing)
     return {
         "input": name,
         "predictions": [
@@ -125,13 +126,7 @@ def _document(name: str, result: Prediction | InferpoolError) -> dict[str, objec
             for each in result.predictions
         ],
         "request_id": result.request_id,
-        "timing": {
-            "queue_s": timing.queue_s,
-            "preprocess_s": timing.preprocess_s,
-            "inference_s": timing.inference_s,
-            "total_s": timing.total_s,
-            "round_trip_s": timing.round_trip_s,
-        },
+        "timing": {name: value for name, value in timing.items() if name != "elapsed_s"},
         "num_attempts": result.num_attempts,
     }
 

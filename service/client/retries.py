@@ -83,15 +83,9 @@ def pause_before_retry(
     left_s: float,
     was_sent: bool,
 ) -> float:
-    """Return the seconds to wait before the next attempt.
+    """Return the seconds to wait before the next attempt, after the error of the last one.
 
-    Args:
-        error: Error of the last attempt.
-        retry: Retry policy.
-        budget: Retries that the client has left.
-        num_attempts: Attempts so far.
-        left_s: Seconds until the deadline.
-        was_sent: True if the last attempt may have reached the service.
+    `was_sent` is true if the last attempt may have reached the service.
 
     Raises:
         InferpoolError: The same error, if there is no retry; a note says why.

@@ -8,17 +8,17 @@ from skimage import data
 
 
 def pixels(name: str) -> np.ndarray:
-    """One of scikit-image's photographs, uint8 [H, W, 3]."""
+    """Return one of scikit-image's photographs, uint8 [H, W, 3]."""
     return getattr(data, name)()
 
 
 def encoded(image: np.ndarray, form: str = "JPEG", **options: object) -> bytes:
-    """The file that a picture makes."""
+    """Return a picture as a file."""
     file = io.BytesIO()
     Image.fromarray(image).save(file, form, **options)  # type: ignore[arg-type]
     return file.getvalue()
 
 
 def jpeg(name: str) -> bytes:
-    """A photograph as a JPEG file."""
+    """Return a photograph as a JPEG file."""
     return encoded(pixels(name), quality=92)

@@ -1,4 +1,4 @@
-"""A real service in a process of its own, as a user starts it."""
+"""A real service in a process of its own, started as a user starts it."""
 
 import contextlib
 import json
@@ -7,10 +7,13 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -18,24 +21,79 @@ import psutil
 from inferpool.service.tools.trial.processes import is_alive
 
 ROOT = Path(__file__).resolve().parents[2]
+FAULTY = "tests.fault_model:FaultModel"
 _START_TIMEOUT_S = 60.0
 
 
 class Running:
-    """A service that has been started; `log` is what it wrote, line by line."""
+    """A service that was started; `log` is what it wrote, line by line."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self.process = process
         self.url = ""
+        self.http = httpx.Client(
+            verify=False, timeout=60, limits=httpx.Limits(max_keepalive_connections=0)
+        )
+        """Opens a connection per call, so that calls reach every front end."""
         self.log: list[dict[str, object]] = []
-        self._may_read = threading.Event()
-        self._may_read.set()
         self._lines: queue.Queue[dict[str, object] | None] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
+    @property
+    def address(self) -> tuple[str, int]:
+        """The host and port that it listens on."""
+        url = httpx.URL(self.url)
+        return url.host, url.port or 0
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        """Send a GET request."""
+        return self.http.get(self.url + path, **options)
+
+    def post(self, path: str = "/predict", **options: Any) -> httpx.Response:
+        """Send a POST request."""
+        return self.http.post(self.url + path, **options)
+
+    def ask(self, *instances: object, **options: Any) -> httpx.Response:
+        """Send instances as JSON."""
+        return self.post(json={"instances": list(instances)}, **options)
+
+    def predict(self, *instances: object, **options: Any) -> list[Any]:
+        """Return the predictions for instances that are sent as JSON."""
+        answer = self.ask(*instances, **options)
+        assert answer.status_code == 200, (answer.text, self.log)
+        return list(answer.json()["predictions"])
+
+    def model(self) -> dict[str, Any]:
+        """Return what /health says about the only model."""
+        (model,) = self.get("/health").json()["models"]
+        return dict(model)
+
+    def workers(self) -> list[dict[str, Any]]:
+        """Return what /health says about each worker of every model."""
+        return [w for model in self.get("/health").json()["models"] for w in model["workers"]]
+
+    def worker_pids(self) -> list[int]:
+        """Return the pids of the workers that are ready."""
+        return [worker["pid"] for worker in self.workers() if worker["state"] == "ready"]
+
+    def metrics(self) -> str:
+        """Return the text of /metrics."""
+        return self.get("/metrics").text
+
+    def metric(self, name: str) -> float:
+        """Return the value of a metric that is named with its labels; 0 where there is none."""
+        start = f"inferpool_{name} "
+        lines = self.metrics().splitlines()
+        return sum(float(line.removeprefix(start)) for line in lines if line.startswith(start))
+
+    def family(self) -> list[psutil.Process]:
+        """Return the main process and all processes under it."""
+        main = psutil.Process(self.process.pid)
+        return [main, *main.children(recursive=True)]
+
     def wait_for_log(self, text: str, timeout_s: float = _START_TIMEOUT_S) -> dict[str, object]:
-        """The next log line whose message contains a text: each line is found once."""
+        """Return the next log line whose message contains a text: each line is found once."""
         until = time.monotonic() + timeout_s
         while True:
             try:
@@ -47,46 +105,30 @@ class Running:
             if text in str(line["message"]):
                 return line
 
-    def wait_until_ready(self) -> "Running":
-        """Wait until /health/ready answers 200, and no worker is still on its way."""
+    def wait_until_listening(self) -> "Running":
+        """Wait until it has logged its URL; workers may still be loading."""
         self.url = str(self.wait_for_log(" at http")["message"]).rpartition(" at ")[2]
-        until = time.monotonic() + _START_TIMEOUT_S
-        while httpx.get(f"{self.url}/health/ready", verify=False).json().get("status") != "ready":
-            assert time.monotonic() < until, self.log
-            time.sleep(0.02)
         return self
 
-    def family(self) -> list[psutil.Process]:
-        """The front end and all processes under it."""
-        front_end = psutil.Process(self.process.pid)
-        return [front_end, *front_end.children(recursive=True)]
-
-    def worker_pids(self) -> list[int]:
-        """Of the workers that are ready."""
-        models = httpx.get(f"{self.url}/health").json()["models"]
-        return [w["pid"] for m in models for w in m["workers"] if w["state"] == "ready"]
+    def wait_until_ready(self) -> "Running":
+        """Wait until /health/ready answers 200 and every worker is up."""
+        self.wait_until_listening()
+        until(lambda: self.get("/health/ready").json().get("status") == "ready", _START_TIMEOUT_S)
+        return self
 
     def signal(self, signum: int) -> None:
-        """Send the front end a signal."""
+        """Send the main process a signal."""
         self.process.send_signal(signum)
 
     def wait(self, timeout_s: float = 60.0) -> int:
-        """Its exit code, once `log` has all that it wrote."""
+        """Return the exit code, once `log` has everything that was written."""
         code = self.process.wait(timeout_s)
-        self._reader.join(10)  # in vain where another process has its stderr
+        self._reader.join(10)  # ends late if another process holds the service's stderr
         return code
 
-    def pause_reading(self) -> None:
-        """Read none of its log for a while."""
-        self._may_read.clear()
-
-    def resume_reading(self) -> None:
-        """Read its log again."""
-        self._may_read.set()
-
     def close(self) -> None:
-        """Stop reading its log; it has ended."""
-        self.resume_reading()
+        """Stop reading its log, after it has ended."""
+        self.http.close()
         self._reader.join(10)
         assert self.process.stderr is not None
         self.process.stderr.close()
@@ -94,7 +136,6 @@ class Running:
     def _read(self) -> None:
         assert self.process.stderr is not None
         for text in self.process.stderr:
-            self._may_read.wait()
             try:
                 line = json.loads(text)
             except json.JSONDecodeError:
@@ -107,6 +148,7 @@ class Running:
 @contextlib.contextmanager
 def running(
     *arguments: str,
+    settings: Mapping[str, object] | None = None,
     env: Mapping[str, str] | None = None,
     cwd: Path = ROOT,
     port: int = 0,
@@ -114,26 +156,59 @@ def running(
     command: Sequence[str] = (sys.executable, "-m", "inferpool"),
     preexec_fn: Callable[[], None] | None = None,
 ) -> Iterator[Running]:
-    """Start `python -m inferpool serve`, and end it however the test left it."""
-    speed = [] if "--speed" in arguments else ["--speed", "exact"]  # to choose takes seconds
-    process = subprocess.Popen(
-        [*command, "serve", *arguments, *speed, "--port", str(port), "--log-format", "json"],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        preexec_fn=preexec_fn,
-    )
-    service = Running(process)
-    try:
-        yield service.wait_until_ready() if ready else service
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(60)
-        service.close()
+    """Start `inferpool serve` with settings from a file, and end it however the test left it."""
+    if "--speed" not in arguments:
+        arguments += ("--speed", "exact")  # choosing a preset takes seconds
+    with tempfile.TemporaryDirectory() as folder:
+        if settings is not None:
+            file = Path(folder, "inferpool.toml")
+            file.write_text("".join(f"{key} = {_toml(settings[key])}\n" for key in settings))
+            arguments += ("--config", str(file))
+        process = subprocess.Popen(
+            [*command, "serve", *arguments, "--port", str(port), "--log-format", "json"],
+            cwd=cwd,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            preexec_fn=preexec_fn,
+        )
+        service = Running(process)
+        try:
+            yield service.wait_until_ready() if ready else service
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(60)
+            service.close()
+
+
+@contextlib.contextmanager
+def asking(
+    ask: Callable[[], httpx.Response], num_clients: int = 2
+) -> Iterator[list[httpx.Response]]:
+    """Have clients ask one call after another during the block; yields their answers so far."""
+    answers: list[httpx.Response] = []
+    is_over = threading.Event()
+
+    def run() -> None:
+        while not is_over.is_set():
+            answers.append(ask())
+
+    with ThreadPoolExecutor(num_clients) as threads:
+        clients = [threads.submit(run) for _ in range(num_clients)]
+        try:
+            yield answers
+        finally:
+            is_over.set()
+        for client in clients:
+            client.result()
+
+
+def faulty(**model: object) -> dict[str, dict[str, dict[str, object]]]:
+    """Return settings for one `FaultModel` named m; it has one replica unless told otherwise."""
+    return {"models": {"m": {"source": FAULTY, "replicas": 1, **model}}}
 
 
 def until(claim: Callable[[], object], timeout_s: float = 60.0) -> None:
@@ -145,8 +220,14 @@ def until(claim: Callable[[], object], timeout_s: float = 60.0) -> None:
 
 
 def left_over(family: Sequence[psutil.Process], timeout_s: float = 10.0) -> list[psutil.Process]:
-    """Those of some processes that are still there after a while: longer than any should take."""
-    until = time.monotonic() + timeout_s
-    while (alive := [each for each in family if is_alive(each)]) and time.monotonic() < until:
+    """Return the processes that are still alive after a time that is enough for all to end."""
+    deadline = time.monotonic() + timeout_s
+    while (alive := [each for each in family if is_alive(each)]) and time.monotonic() < deadline:
         time.sleep(0.02)
     return alive
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {_toml(each)}" for key, each in value.items()) + "}"
+    return json.dumps(value, default=str)

@@ -1,4 +1,4 @@
-"""docker/alive.py, by which the engine of a container learns how the service in it does."""
+"""docker/alive.py, the health check that a container engine runs."""
 
 import socket
 import ssl
@@ -23,7 +23,7 @@ def ask(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 @contextmanager
 def answering(line: str, context: ssl.SSLContext | None = None) -> Iterator[tuple[str, list[str]]]:
-    """A service for one call, which says a status line: its port, and what it was asked."""
+    """Answer one call with a status line; yields the port, and what was asked."""
     listener = socket.create_server(("127.0.0.1", 0))
     asked: list[str] = []
 
@@ -47,14 +47,14 @@ def answering(line: str, context: ssl.SSLContext | None = None) -> Iterator[tupl
 @pytest.mark.parametrize(
     ("line", "status"), [("HTTP/1.1 200 OK", 0), ("HTTP/1.1 503 Service Unavailable", 1)]
 )
-def test_its_exit_status_is_what_the_service_answers(line, status):
+def test_its_exit_status_follows_the_answer_of_the_service(line, status):
     with answering(line) as (port, asked):
         done = ask("ready", INFERPOOL_PORT=port)
     assert asked == ["GET /health/ready"]
     assert (done.returncode, done.stdout) == (status, f"{line}\n")
 
 
-def test_it_speaks_tls_where_the_service_does(tmp_path):
+def test_it_speaks_tls_if_the_service_does(tmp_path):
     certificate, key = make_certificate(tmp_path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
@@ -64,7 +64,7 @@ def test_it_speaks_tls_where_the_service_does(tmp_path):
     assert done.returncode == 0
 
 
-def test_nobody_who_listens_is_an_answer_too():
+def test_it_fails_if_nobody_listens():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         done = ask(INFERPOOL_PORT=str(unused.getsockname()[1]))

@@ -1,6 +1,6 @@
 """The image and the compose file, built and run by a container engine.
 
-Only where DOCKER_HOST names one: the build takes some minutes, and room on the engine's disk.
+They run only if DOCKER_HOST names one: the build takes minutes, and space on the engine's disk.
 """
 
 import faulthandler
@@ -10,10 +10,8 @@ import re
 import resource
 import shutil
 import signal
-import socket
 import subprocess
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,21 +19,21 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.running import until
+from tests.e2e.running import ROOT, asking, until
+from tests.ports import free_port
 
-ROOT = Path(__file__).resolve().parents[2]
 IMAGE = "inferpool:tests"
 KEY = "a-key-for-the-tests-of-containers"
 PHOTO = (ROOT / "models/vision/photos/chelsea.jpg").read_bytes()
 PROFILES = ("cpu", "gpu", "monitoring")
 ROOM_BYTES = 8 * 2**30
-"""For the image, its layers on the way, and what is downloaded."""
+"""Space for the image, its layers on the way, and what is downloaded."""
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for the image
 
 
 def _docker() -> str | None:
-    """A docker that can build with BuildKit: with its plug-in, or old enough to have it inside."""
+    """Return a docker that has BuildKit: with its plug-in, or old enough to contain it."""
     for path in (shutil.which("docker"), "/usr/bin/docker"):
         if path is None or not Path(path).exists():
             continue
@@ -56,7 +54,7 @@ needs_compose = pytest.mark.skipif(not HAS_COMPOSE, reason="install docker and d
 
 
 def docker(*arguments: str, timeout_s: float = 120) -> str:
-    """What a docker command prints; it must succeed."""
+    """Return what a docker command prints; it must succeed."""
     assert DOCKER is not None
     done = subprocess.run(
         [DOCKER, *arguments],
@@ -71,7 +69,7 @@ def docker(*arguments: str, timeout_s: float = 120) -> str:
 
 @pytest.fixture(scope="module")
 def image() -> str:
-    """The image for CPUs, without what takes long: a compiler, and the bytecode of everything."""
+    """Build the image for CPUs, without what takes long: a compiler, and all bytecode."""
     if DOCKER is None or not os.environ.get("DOCKER_HOST"):
         pytest.skip("set DOCKER_HOST to a container engine, such as unix:///var/run/docker.sock")
     data = Path(docker("info", "--format", "{{.DockerRootDir}}").strip())
@@ -86,7 +84,7 @@ def image() -> str:
 
 @dataclass(frozen=True)
 class Composed:
-    """The service of the profile `cpu`."""
+    """A service that compose runs by the profile `cpu`."""
 
     name: str
     folder: Path
@@ -103,7 +101,7 @@ class Composed:
         return self.compose("exec", "--no-TTY", "cpu", *command)
 
     def state(self, template: str) -> str:
-        """Something that the engine knows about the container."""
+        """Return what the engine knows about the container."""
         container = self.compose("ps", "--all", "--quiet", "cpu").strip()
         return docker("inspect", "--format", template, container).strip()
 
@@ -113,12 +111,12 @@ class Composed:
         return httpx.post(f"{self.url}/predict", content=PHOTO, headers=headers, timeout=30)
 
     def worker_pids(self) -> list[int]:
-        """Of the workers that are ready, as the container counts processes."""
+        """Return the pids of the workers that are ready, as seen in the container."""
         health = httpx.get(f"{self.url}/health", headers={"X-API-Key": KEY}, timeout=10).json()
         return [w["pid"] for m in health["models"] for w in m["workers"] if w["state"] == "ready"]
 
     def is_ready(self) -> bool:
-        """Whether it says that it is."""
+        """Return whether the service says that it is ready."""
         try:
             return httpx.get(f"{self.url}/health/ready", timeout=5).status_code == 200
         except httpx.HTTPError:
@@ -127,15 +125,13 @@ class Composed:
 
 @pytest.fixture(scope="module")
 def service(image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Composed]:
-    """It is told by environment alone what to serve and how; keys come as a secret."""
+    """Start a service by variables alone; its keys come as a secret."""
     folder = tmp_path_factory.mktemp("composed")
     keys = folder / "keys"
     keys.write_text(f"{KEY}\n")
     keys.chmod(0o400)
     os.chown(keys, 1000, 1000)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     variables = {
         "IMAGE": image,
         "PUBLISH": f"127.0.0.1:{port}",
@@ -157,32 +153,8 @@ def service(image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Co
         composed.compose("down", "--volumes", "--timeout", "5")
 
 
-@dataclass
-class Load:
-    """Requests by several clients, each the next when it has its answer, until it is to end."""
-
-    ask: Callable[[], httpx.Response]
-    is_over: threading.Event
-    num_right: int = 0
-    failed: tuple[str, ...] = ()
-
-    def run(self, num_clients: int = 4) -> None:
-        """Ask until it is over."""
-        with ThreadPoolExecutor(num_clients) as clients:
-            for _ in range(num_clients):
-                clients.submit(self._run)
-
-    def _run(self) -> None:
-        while not self.is_over.is_set():
-            try:
-                answer = self.ask()
-                label = answer.json()["predictions"][0][0]["label"]
-                if answer.status_code != 200 or "cat" not in label:
-                    self.failed += (answer.text,)
-            except (httpx.HTTPError, KeyError, ValueError) as error:
-                self.failed += (repr(error),)
-            else:
-                self.num_right += 1
+def is_cat(answer: httpx.Response) -> bool:
+    return answer.status_code == 200 and "cat" in answer.json()["predictions"][0][0]["label"]
 
 
 def test_the_dockerfile_passes_its_linter():
@@ -194,7 +166,7 @@ def test_the_dockerfile_passes_its_linter():
 
 @needs_compose
 @pytest.mark.parametrize("profiles", [*((p,) for p in PROFILES), PROFILES], ids="+".join)
-def test_the_compose_file_is_whole_without_any_preparation(profiles, tmp_path):
+def test_the_compose_file_works_without_any_preparation(profiles, tmp_path):
     chosen = [word for profile in profiles for word in ("--profile", profile)]
     where = ["--file", str(ROOT / "compose.yaml"), "--project-directory", str(tmp_path)]
     config = json.loads(docker("compose", *where, *chosen, "config", "--format", "json"))
@@ -211,21 +183,19 @@ def test_the_compose_file_is_whole_without_any_preparation(profiles, tmp_path):
         assert not any(variable.startswith("INFERPOOL_") for variable in one.get("environment", {}))
 
 
-def test_the_example_of_settings_lists_all_that_the_compose_file_reads():
+def test_the_example_of_settings_lists_all_variables_of_the_compose_file():
     read = set(re.findall(r"\$\{(\w+)", (ROOT / "compose.yaml").read_text()))
     listed = re.findall(r"^# (\w+)=", (ROOT / ".env.example").read_text(), re.MULTILINE)
     assert read <= set(listed)
     assert len(listed) == len(set(listed))
 
 
-def test_the_image_leaves_out_what_only_gpus_run(image):
+def test_the_image_leaves_out_libraries_for_gpus(image):
     assert int(docker("image", "inspect", "--format", "{{.Size}}", image)) < 2.2e9
 
 
-def test_it_answers_with_a_prediction_and_only_to_those_who_have_a_key(service):
-    answer = service.predict()
-    assert answer.status_code == 200
-    assert "cat" in answer.json()["predictions"][0][0]["label"]
+def test_it_predicts_and_only_for_clients_with_a_key(service):
+    assert is_cat(service.predict())
     without_key = httpx.post(f"{service.url}/predict", content=PHOTO, timeout=30)
     assert without_key.status_code == 401
     assert service.state("{{.State.Health.Status}}") == "healthy"
@@ -245,17 +215,13 @@ def test_it_runs_without_root_and_can_write_to_its_volumes_alone(service):
 
 
 def test_a_worker_that_is_killed_in_the_container_costs_no_request(service):
-    load = Load(service.predict, threading.Event())
-    asking = threading.Thread(target=load.run)
-    asking.start()
-    until(lambda: len(service.worker_pids()) == 2)
-    before = service.worker_pids()
-    until(lambda: load.num_right > 8)
-    service.run("sh", "-c", f"kill -9 {before[0]}")
-    until(lambda: len(pids := service.worker_pids()) == 2 and before[0] not in pids)
-    load.is_over.set()
-    asking.join(60)
-    assert load.failed == ()
+    with asking(service.predict, 4) as answers:
+        until(lambda: len(service.worker_pids()) == 2)
+        before = service.worker_pids()
+        until(lambda: len(answers) > 8)
+        service.run("sh", "-c", f"kill -9 {before[0]}")
+        until(lambda: len(pids := service.worker_pids()) == 2 and before[0] not in pids)
+    assert all(map(is_cat, answers))
 
 
 def test_a_container_that_is_killed_comes_back(service):
@@ -265,21 +231,17 @@ def test_a_container_that_is_killed_comes_back(service):
     os.kill(pid, signal.SIGKILL)  # `docker kill` would count as a wish that it stays away
     until(lambda: service.state("{{.RestartCount}}") == "1")
     until(service.is_ready)
-    assert service.predict().status_code == 200
+    assert is_cat(service.predict())
 
 
 def test_stopping_it_under_load_fails_no_request(service):
-    load = Load(service.predict, threading.Event())
-    asking = threading.Thread(target=load.run)
-    asking.start()
-    until(lambda: load.num_right > 8)
-    stopping = threading.Thread(target=service.compose, args=["stop"])
-    stopping.start()
-    until(lambda: not service.is_ready())  # as a balancer does, which then sends no more
-    load.is_over.set()
-    asking.join(60)
-    stopping.join(60)
-    assert load.failed == ()
+    with ThreadPoolExecutor() as pool:
+        with asking(service.predict, 4) as answers:
+            until(lambda: len(answers) > 8)
+            stopped = pool.submit(service.compose, "stop")
+            until(lambda: not service.is_ready())  # a balancer would send no more now
+        stopped.result(60)
+    assert all(map(is_cat, answers))
     assert service.state("{{.State.ExitCode}} {{.State.OOMKilled}}") == "0 false"
     lines = service.compose("logs", "--no-log-prefix", "--no-color").splitlines()
     assert len(lines) > 10

@@ -2,13 +2,13 @@
 
 import asyncio
 import json
-import re
+import os
+import shutil
 import signal
-import socket
 import subprocess
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -16,31 +16,19 @@ import pytest
 
 from inferpool.models.speed.sealed import unsealed
 from tests.e2e.load import Tally, ask_until
-from tests.e2e.proxy import CONFIG, needs_nginx, proxy
-from tests.e2e.running import Running, left_over, running, until
+from tests.e2e.running import ROOT, Running, faulty, left_over, running, until
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.measures, pytest.mark.slow]
 
 DELAY_S = 3
-"""Longer than nginx leaves a service alone that has just come back: two seconds, since it counts
-them whole."""
-
-
-def free_ports(num: int) -> list[int]:
-    with ExitStack() as stack:
-        return [
-            stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-            for _ in range(num)
-        ]
-
-
-def ready(service: Running) -> int:
-    return httpx.get(f"{service.url}/health/ready").status_code
-
-
-def num_answered(service: Running) -> float:
-    text = httpx.get(f"{service.url}/metrics").text
-    return sum(map(float, re.findall(r'requests_total\{code="200",model="m"\} (\S+)', text)))
+"""Longer than the two seconds for which nginx sends nothing to a service that has come back."""
+NGINX_CONFIG = ROOT / "docker" / "nginx.conf"
+NGINX_FOLDERS = ("client_body", "proxy", "fastcgi", "scgi", "uwsgi")
+ANSWERED = 'requests_total{code="200",model="m"}'
+needs_nginx = pytest.mark.skipif(
+    shutil.which("nginx") is None, reason="needs nginx: apt-get install nginx-light"
+)
 
 
 class Pair:
@@ -48,37 +36,30 @@ class Pair:
 
     def __init__(self, folder: Path) -> None:
         self.cache = folder / "cache"
-        config = folder / "inferpool.toml"
-        config.write_text(
-            f"""
-            shutdown_delay_s = {DELAY_S}
-            cache_dir = "{self.cache}"
-            speed_search = false
-            arena_bytes = {64 << 20}
-            default_model = "m"
-            [models.m]
-            source = "tests.fault_model:FaultModel"
-            replicas = 1
-            options = {{ forward_s = 0.04 }}
-            [models.small]
-            source = "tests.small_classifier:SmallClassifier"
-            replicas = 1
-            """
-        )
-        self._arguments = ("--config", str(config), "--speed", "auto")
-        *self.ports, self.proxy_port = free_ports(3)
+        self._settings = {
+            "shutdown_delay_s": DELAY_S,
+            "cache_dir": self.cache,
+            "speed_search": False,
+            "arena_bytes": 64 << 20,
+            "default_model": "m",
+            **faulty(options={"forward_s": 0.04}),
+        }
+        small = {"source": "tests.small_classifier:SmallClassifier", "replicas": 1}
+        self._settings["models"] |= {"small": small}
+        *self.ports, self.proxy_port = (free_port() for _ in range(3))
         self._stacks = [ExitStack(), ExitStack()]
         self.services = [self._begin(number) for number in range(2)]
         for service in self.services:
             service.wait_until_ready()
 
     def _begin(self, number: int) -> Running:
-        fronts = ("--front-ends", str(number + 1))
-        service = running(*self._arguments, *fronts, port=self.ports[number], ready=False)
+        flags = ("--speed", "auto", "--front-ends", str(number + 1))
+        port = self.ports[number]
+        service = running(*flags, settings=self._settings, port=port, ready=False)
         return self._stacks[number].enter_context(service)
 
     def start(self, number: int) -> None:
-        """Start one again that has ended."""
+        """Start a service again that has ended."""
         self._stacks[number].close()
         self.services[number] = self._begin(number)
         self.services[number].wait_until_ready()
@@ -86,6 +67,43 @@ class Pair:
     def close(self) -> None:
         for stack in self._stacks:
             stack.close()
+
+
+@contextmanager
+def proxy(folder: Path, port: int, upstream_ports: Sequence[int]) -> Iterator[str]:
+    """Run nginx with other ports than the file has; yields its URL."""
+    text = NGINX_CONFIG.read_text()
+    changes = {"listen 8000;": f"listen 127.0.0.1:{port};"}
+    for number, upstream_port in enumerate(upstream_ports, 8001):
+        changes[f"127.0.0.1:{number}"] = f"127.0.0.1:{upstream_port}"
+    changes["http {"] = "http {\n" + "".join(
+        f"{name}_temp_path {folder}/{name};\n" for name in NGINX_FOLDERS
+    )
+    for old, new in changes.items():
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    config = folder / "nginx.conf"
+    config.write_text(text)
+    (folder / "log").touch()
+    own = f"daemon off; pid {folder}/pid; error_log {folder}/log warn;"
+    own += " user root;" if os.getuid() == 0 else ""
+    process = subprocess.Popen(
+        ["nginx", "-p", str(folder), "-c", str(config), "-e", f"{folder}/log", "-g", own]
+    )
+    url = f"http://127.0.0.1:{port}"
+
+    def is_up() -> bool:
+        assert process.poll() is None, (folder / "log").read_text()
+        with suppress(httpx.TransportError):
+            return httpx.get(f"{url}/admin").status_code == 404
+        return False
+
+    try:
+        until(is_up)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(20)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +123,7 @@ def url(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @contextmanager
 def under_load(url: str) -> Iterator[Tally]:
-    """Have clients ask all the time; afterwards none may have had anything but its answer."""
+    """Have clients ask all the time; at the end each call must have had its right answer."""
     is_over = threading.Event()
     tallies: list[Tally] = []
 
@@ -128,18 +146,18 @@ def under_load(url: str) -> Iterator[Tally]:
 
 
 @needs_nginx
-def test_the_example_of_a_proxy_is_one_that_nginx_accepts(tmp_path: Path):
+def test_nginx_accepts_the_example_of_a_proxy(tmp_path: Path):
     own = f"pid {tmp_path}/pid; error_log stderr;"
     done = subprocess.run(
-        ["nginx", "-t", "-q", "-p", str(tmp_path), "-c", str(CONFIG), "-g", own],
+        ["nginx", "-t", "-q", "-p", str(tmp_path), "-c", str(NGINX_CONFIG), "-g", own],
         capture_output=True,
         text=True,
     )
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_services_on_one_host_share_what_they_know_and_nothing_else(pair: Pair):
-    found = [httpx.get(f"{each.url}/health").json() for each in pair.services]
+def test_services_on_one_host_share_verdicts_on_speed_and_nothing_else(pair: Pair):
+    found = [each.get("/health").json() for each in pair.services]
     presets = {m["workers"][0]["speed"] for each in found for m in each["models"][1:]}
     (verdict,) = [p for p in pair.cache.glob("*.json") if "-decode" not in p.name]
     assert presets == {json.loads(unsealed(verdict.read_bytes()))["preset"]}
@@ -154,9 +172,8 @@ def test_no_call_fails_while_services_are_restarted_in_turn(pair: Pair, url: str
         for number, service in enumerate(pair.services):
             family = service.family()
             service.signal(signal.SIGTERM)
-            until(lambda service=service: ready(service) == 503)
-            body = {"instances": [{"n": 4}]}  # asked directly: it goes on with its readiness red
-            assert httpx.post(f"{service.url}/predict", json=body).status_code == 200
+            until(lambda service=service: service.get("/health/ready").status_code == 503)
+            service.predict({"n": 4})  # still served, if asked directly
             assert service.wait() == 0
             assert left_over(family) == []
             pair.start(number)
@@ -164,12 +181,12 @@ def test_no_call_fails_while_services_are_restarted_in_turn(pair: Pair, url: str
 
 @needs_nginx
 def test_no_call_fails_when_a_service_is_killed_and_the_other_is_left_alone(pair: Pair, url: str):
-    """The last of those with this pair, since it ends one."""
+    """Run as the last test of this pair, since it ends one of the two."""
     victim, other = pair.services
     pids, num_lines = other.worker_pids(), len(other.log)
-    answered = num_answered(other)
+    answered = other.metric(ANSWERED)
     with under_load(url):  # which nginx leaves alone for a while after its restart
-        until(lambda: num_answered(other) > answered)
+        until(lambda: other.metric(ANSWERED) > answered)
         family = victim.family()
         victim.signal(signal.SIGKILL)
         assert left_over(family) == []

@@ -16,6 +16,7 @@ import pytest
 
 from inferpool.models.base import Features, Model
 from inferpool.models.spec import Placement, TensorSpec
+from inferpool.service.client import Client
 from inferpool.service.client.errors import UnauthorizedError
 from inferpool.service.embedded.serve import RunningService, serve
 from inferpool.service.errors import StartError
@@ -69,50 +70,54 @@ class Echoing(Model):
         return {"y": batch["x"]}
 
 
-class Broken(Echoing):
+class WithoutWeights(Echoing):
     def load(self, placement: Placement) -> None:
         raise FileNotFoundError("weights.bin")
 
 
-class Slow(Echoing):
+class SlowToLoad(Echoing):
     def load(self, placement: Placement) -> None:
         time.sleep(600)
 
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[RunningService]:
-    models = {
-        "small": {"source": SmallClassifier, "replicas": 2},
-        "echoing": Echoing,
-    }
+    models = {"small": {"source": SmallClassifier, "replicas": 2}, "echoing": Echoing}
     with serve(models, speed="exact", replicas=1, predict_keys=[_KEY], page=False) as service:
         yield service
 
 
-def start(tmp_path: Path, text: str) -> "subprocess.Popen[str]":
-    script = tmp_path / "my_script.py"
-    script.write_text(text)
-    env = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "INFERPOOL_PORT": "1",
-        "HTTP_PROXY": "http://[::]",
-    }
+def start(*command: str, cwd: Path | None = None) -> "subprocess.Popen[str]":
+    """Start Python in a session of its own, with variables that `serve` is to ignore."""
+    ignored = {"INFERPOOL_PORT": "1", "HTTP_PROXY": "http://[::]"}
     return subprocess.Popen(
-        [sys.executable, str(script)],
-        cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, *command],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **ignored},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         start_new_session=True,
-    )  # fmt: skip
+    )
+
+
+def start_script(tmp_path: Path, text: str) -> "subprocess.Popen[str]":
+    (tmp_path / "my_script.py").write_text(text)
+    return start(str(tmp_path / "my_script.py"), cwd=tmp_path)
 
 
 def first_line(process: "subprocess.Popen[str]") -> str:
-    """Read no further than its end: `communicate` misses what a buffer has read already."""
+    """Return the first line, and read no further: `communicate` misses what a buffer has read."""
     assert process.stdout is not None
     line = b""
     while (byte := os.read(process.stdout.fileno(), 1)) not in (b"", b"\n"):
         line += byte
     assert line, process.communicate(timeout=60)
     return line.decode()
+
+
+def children_of(process: "subprocess.Popen[str] | None" = None) -> list[psutil.Process]:
+    return psutil.Process(process and process.pid).children(recursive=True)
 
 
 def is_listening(url: str) -> bool:
@@ -123,19 +128,15 @@ def is_listening(url: str) -> bool:
 
 def test_several_models_are_served_by_name_with_any_settings(service: RunningService):
     client = service.client
-    assert {model.name: len(model.workers) for model in client.models()} == {
-        "small": 2,
-        "echoing": 1,
-    }
+    num_workers = {model.name: len(model.workers) for model in client.models()}
+    assert num_workers == {"small": 2, "echoing": 1}
     assert client.predict([1, 2], model="echoing").value == [1.0, 2.0]
     assert httpx.get(f"{service.url}/").status_code == 404  # page=False
-    from inferpool.service.client import Client
-
     with Client(service.url, proxy="") as other, pytest.raises(UnauthorizedError):
         other.predict([1, 2])
 
 
-def test_second_service_beside_it_is_served_by_another_thread(service: RunningService):
+def test_another_thread_can_serve_a_second_service(service: RunningService):
     answers = []
 
     def run() -> None:
@@ -150,56 +151,54 @@ def test_second_service_beside_it_is_served_by_another_thread(service: RunningSe
     assert service.client.predict([1, 2], model="echoing").value == [1.0, 2.0]
 
 
-def test_model_that_cannot_be_loaded_is_told_with_its_own_error(
-    caplog: pytest.LogCaptureFixture,
-):
+def test_model_that_cannot_be_loaded_raises_its_own_error(caplog: pytest.LogCaptureFixture):
     with pytest.raises(StartError, match=r"FileNotFoundError: weights\.bin"):
-        serve(Broken, speed="exact", max_restarts=0)
+        serve(WithoutWeights, speed="exact", max_restarts=0)
     assert "weights.bin" in caplog.text
 
 
-def test_service_that_takes_too_long_is_given_up(tmp_path: Path):
-    before = psutil.Process().children(recursive=True)
-    with pytest.raises(StartError, match=r"not ready within 4 s \(ready_timeout_s\)"):
-        serve(Slow, ready_timeout_s=4.0)
-    new = set(psutil.Process().children(recursive=True)) - set(before)
-    assert left_over(list(new)) == []
+@pytest.mark.parametrize(("model", "timeout_s"), [(SlowToLoad, 4), ("echo", 0)])
+def test_service_that_is_not_ready_in_time_is_given_up_and_leaves_nothing(model, timeout_s):
+    before = set(children_of())
+    with pytest.raises(StartError, match=rf"not ready within {timeout_s} s \(ready_timeout_s\)"):
+        serve(model, ready_timeout_s=timeout_s)
+    assert left_over(list(set(children_of()) - before)) == []
 
 
-def test_service_that_has_no_time_at_all_leaves_nothing_behind():
-    before = set(psutil.Process().children(recursive=True))
-    with pytest.raises(StartError, match=r"not ready within 0 s \(ready_timeout_s\)"):
-        serve("echo", ready_timeout_s=0)
-    assert left_over(list(set(psutil.Process().children(recursive=True)) - before)) == []
-
-
-def test_port_that_is_taken_is_told():
+def test_port_that_is_taken_is_an_error():
     with socket.create_server(("127.0.0.1", free_port())) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(StartError, match=rf"cannot listen on 127.0.0.1:{port}.*in use"):
             serve("echo", port=port)
 
 
-def test_setting_that_there_is_not_is_told_at_once():
-    with pytest.raises(SettingsError, match=r"^prot: there is no such setting; did you mean port"):
-        serve("echo", prot=1)
-    with pytest.raises(SettingsError, match=r"replicas: 0 is not .*whole number of at least 1"):
-        serve("echo", replicas=0)
-    with pytest.raises(SettingsError, match=r"models\.e\.replicsa: .* did you mean replicas"):
-        serve({"e": {"source": "echo", "replicsa": 1}})
-    with pytest.raises(SettingsError, match=r"^models\.e\.options\.k: None cannot be told"):
-        serve({"e": {"source": "echo", "options": {"k": None}}})
-    with pytest.raises(TypeError, match="models is empty"):
-        serve({})
-    with pytest.raises(TypeError, match="a Echoing cannot be served: give its class"):
-        serve(Echoing())  # type: ignore[arg-type]  # what a user may do
+@pytest.mark.parametrize(
+    ("models", "settings", "error", "message"),
+    [
+        ("echo", {"prot": 1}, SettingsError, r"^prot: there is no such setting; did you mean port"),
+        ("echo", {"replicas": 0}, SettingsError, r"replicas: 0 is not .*whole number of at least"),
+        (
+            {"e": {"source": "echo", "replicsa": 1}}, {},
+            SettingsError, r"models\.e\.replicsa: .* did you mean replicas",
+        ),
+        (
+            {"e": {"source": "echo", "options": {"k": None}}}, {},
+            SettingsError, r"^models\.e\.options\.k: None cannot be told",
+        ),
+        ({}, {}, TypeError, "models is empty"),
+        (Echoing(), {}, TypeError, "a Echoing cannot be served: give its class"),
+    ],
+)  # fmt: skip
+def test_wrong_setting_is_an_error_at_once(models, settings, error, message: str):
+    with pytest.raises(error, match=message):
+        serve(models, **settings)
 
 
 def test_script_without_a_guard_serves_its_own_class(tmp_path: Path):
     end = "end = Undefined"  # an exception in the block
-    process = start(tmp_path, _MODEL + _SERVE.replace("IN_BLOCK", end))
+    process = start_script(tmp_path, _MODEL + _SERVE.replace("IN_BLOCK", end))
     url = first_line(process)
-    family = psutil.Process(process.pid).children(recursive=True)
+    family = children_of(process)
     out, err = process.communicate(timeout=60)
     assert out == "[2.0, 4.0, 6.0]\n", err
     assert "NameError: name 'Undefined'" in err
@@ -213,16 +212,17 @@ def test_thread_of_a_script_starts_one_service_and_no_more(tmp_path: Path):
     serve += _SERVE.replace("IN_BLOCK", "time.sleep(1)").replace("\n", "\n    ")
     serve += "\nthread = threading.Thread(target=main)\nthread.start()\n"
     begin = "import logging, threading\nlogging.basicConfig(level='INFO')"
-    process = start(tmp_path, f"{begin}\n{_MODEL}\n{serve}if __name__ == '__main__': thread.join()")
+    end = "if __name__ == '__main__': thread.join()"
+    process = start_script(tmp_path, f"{begin}\n{_MODEL}\n{serve}{end}")
     _, err = process.communicate(timeout=100)
     assert 'put what starts it under `if __name__ == "__main__":`' in err
     assert process.returncode == 0
 
 
 def test_service_ends_with_a_script_that_is_killed(tmp_path: Path):
-    process = start(tmp_path, _MODEL + _SERVE.replace("IN_BLOCK", "time.sleep(60)"))
+    process = start_script(tmp_path, _MODEL + _SERVE.replace("IN_BLOCK", "time.sleep(60)"))
     url = first_line(process)
-    family = psutil.Process(process.pid).children(recursive=True)
+    family = children_of(process)
     process.kill()
     process.communicate()
     assert left_over(family) == []
@@ -230,11 +230,10 @@ def test_service_ends_with_a_script_that_is_killed(tmp_path: Path):
 
 
 def test_ctrl_c_ends_a_script_and_its_service(tmp_path: Path):
-    process = start(tmp_path, _MODEL + "print('starts', flush=True)\nserve(Doubler)\n")
+    process = start_script(tmp_path, _MODEL + "print('starts', flush=True)\nserve(Doubler)\n")
     first_line(process)
-    children = psutil.Process(process.pid).children
-    until(lambda: len(children(recursive=True)) > 1)  # while it starts
-    family = children(recursive=True)
+    until(lambda: len(children_of(process)) > 1)  # while it starts
+    family = children_of(process)
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert err.splitlines()[-1] == "KeyboardInterrupt"
@@ -242,9 +241,6 @@ def test_ctrl_c_ends_a_script_and_its_service(tmp_path: Path):
 
 
 def test_class_of_a_notebook_is_served_from_a_running_loop():
-    text = _NOTEBOOK.replace("CELL_TEXT", repr(_MODEL))
-    done = subprocess.run(
-        [sys.executable, "-c", text],
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
-    assert done.stdout == "[2.0, 4.0, 6.0]\n", done.stderr
+    process = start("-c", _NOTEBOOK.replace("CELL_TEXT", repr(_MODEL)))
+    out, err = process.communicate(timeout=100)
+    assert out == "[2.0, 4.0, 6.0]\n", err

@@ -1,144 +1,222 @@
-"""Workers and front ends that die, hang and stop, under load, in real processes."""
+"""Workers, front ends and whole services that die, hang or stop under load."""
 
 import asyncio
 import os
 import re
 import signal
-import socket
-import sys
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.e2e.load import Tally, ask_until, ask_until_stopped
-from tests.e2e.running import Running, left_over, running, until
+from tests.e2e.load import Tally, after, ask_until, ask_until_stopped
+from tests.e2e.running import FAULTY, ROOT, Running, faulty, left_over, running, until
 
 pytestmark = pytest.mark.measures
 
-FAULTY = "tests.fault_model:FaultModel"
+OUTCOMES = ("succeeded", "failed", "expired", "cancelled")
+JUMPING_CLOCK = """
+import os, pathlib, time
+pathlib.Path(os.environ["JUMPS"], str(os.getpid())).touch()
+_time, _monotonic = time.time, time.monotonic
+
+def jumping():
+    return _time() + 86_400 * (int(_monotonic() * 2) % 3 - 1)
+
+time.time = jumping
+time.time_ns = lambda: int(jumping() * 1e9)
+"""
+"""A wall clock that jumps by a day every half second, for every process that imports it."""
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[Running]:
+    with running(settings=faulty(replicas=2)) as service:
+        yield service
+
+
+@pytest.fixture
+def service(started: Running) -> Running:
+    """The shared service, once both of its workers are ready."""
+    until(lambda: len(started.worker_pids()) == 2)
+    return started
 
 
 def shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir()}
 
 
-def stop(service: Running) -> float:
-    """Tell it to stop; returns when."""
-    service.signal(signal.SIGTERM)
-    return time.monotonic()
-
-
-def holding(folder: Path) -> str:
-    """Settings for two workers that hold what they are told to: see `load.held`."""
-    config = folder / "inferpool.toml"
-    config.write_text(
-        f"""
-        [models.m]
-        source = "{FAULTY}"
-        replicas = 2
-        options = {{ gate = "{folder / "gate"}", calls = "{folder / "calls"}" }}
-        """
-    )
-    return str(config)
-
-
-def left_in_shared_memory(before: set[str], timeout_s: float = 10.0) -> set[str]:
-    """What is there after a while and was not before; what others make there, they take away."""
-    until = time.monotonic() + timeout_s
-    while (left := shared_memory() - before) and time.monotonic() < until:
+def left_in_shared_memory(before: set[str]) -> set[str]:
+    """Return what is in /dev/shm that was not before; other tests soon remove what is theirs."""
+    deadline = time.monotonic() + 10
+    while (left := shared_memory() - before) and time.monotonic() < deadline:
         time.sleep(0.02)
     return left
 
 
-def num_ready(service: Running) -> int:
-    return len(service.worker_pids())
-
-
-def test_killed_workers_cost_no_request_and_come_back():
-    async def go(service: Running) -> Tally:
-        is_over = asyncio.Event()
-        load = asyncio.ensure_future(
-            ask_until(service.url, lambda tally: is_over.is_set() and tally.right > 100)
-        )
-        for round in range(5):
-            await asyncio.sleep(0.2)
-            pids = await asyncio.to_thread(service.worker_pids)
-            os.kill(pids[round % len(pids)], signal.SIGKILL)
-            await asyncio.to_thread(until, lambda old=pids: set(service.worker_pids()) - set(old))
-        is_over.set()
-        return await load
-
-    with running(FAULTY, "--replicas", "2") as service:
-        tally = asyncio.run(go(service))
-        assert (tally.wrong, tally.unanswered) == ([], [])
-        metrics = httpx.get(f"{service.url}/metrics").text
-        assert 'inferpool_worker_restarts_total{model="faultmodel",reason="signal"} 5.0' in metrics
-
-
 def forkserver_pid(service: Running) -> int:
-    return httpx.get(f"{service.url}/health").json()["forkserver"]["pid"]
+    return int(service.get("/health").json()["forkserver"]["pid"])
 
 
-def test_forkserver_that_is_killed_costs_no_request_and_no_worker():
-    async def go(service: Running) -> Tally:
+def statuses(service: Running) -> tuple[int, int]:
+    """Return the status codes of /health/live and /health/ready."""
+    live, ready = (service.get(f"/health/{each}") for each in ("live", "ready"))
+    return live.status_code, ready.status_code
+
+
+def load_during(service: Running, strike: Callable[[], None]) -> Tally:
+    """Keep clients asking while `strike` runs, until more than 100 answers were right."""
+
+    async def go() -> Tally:
         is_over = asyncio.Event()
         load = asyncio.ensure_future(
             ask_until(service.url, lambda tally: is_over.is_set() and tally.right > 100)
         )
-        for _ in range(2):  # the second while it imports torch
-            pid = await asyncio.to_thread(forkserver_pid, service)
-            os.kill(pid, signal.SIGKILL)
-            await asyncio.to_thread(until, lambda old=pid: forkserver_pid(service) != old)
+        await asyncio.to_thread(strike)
         is_over.set()
         return await load
 
-    with running(FAULTY, "--replicas", "2") as service:
-        pids = service.worker_pids()
-        tally = asyncio.run(go(service))
-        assert (tally.wrong, tally.unanswered) == ([], [])
-        assert service.worker_pids() == pids
+    return asyncio.run(go())
 
 
-def test_poison_fails_alone_while_its_neighbours_succeed():
+def test_killed_workers_cost_no_request_and_come_back(service: Running):
+    restarts = 'worker_restarts_total{model="m",reason="signal"}'
+    num_before = service.metric(restarts)
+
+    def strike() -> None:
+        for round in range(5):
+            time.sleep(0.2)
+            pids = service.worker_pids()
+            os.kill(pids[round % len(pids)], signal.SIGKILL)
+            until(lambda old=pids: set(service.worker_pids()) - set(old))
+
+    tally = load_during(service, strike)
+    assert (tally.wrong, tally.unanswered) == ([], [])
+    assert service.metric(restarts) == num_before + 5
+
+
+def test_killed_forkserver_costs_no_request_and_no_worker(service: Running):
+    def strike() -> None:
+        for _ in range(2):  # the second time while it imports torch
+            pid = forkserver_pid(service)
+            os.kill(pid, signal.SIGKILL)
+            until(lambda old=pid: forkserver_pid(service) != old)
+
+    pids = service.worker_pids()
+    tally = load_during(service, strike)
+    assert (tally.wrong, tally.unanswered) == ([], [])
+    assert service.worker_pids() == pids
+
+
+def test_poison_fails_alone_while_its_neighbours_succeed(service: Running):
     def do(n: int) -> str:
         return "kill" if n == 40 else "ok"
 
-    with running(FAULTY, "--replicas", "2") as service:
-        tally = asyncio.run(ask_until(service.url, lambda tally: tally.right > 400, do=do))
-        assert tally.unanswered == []
-        assert [(n, status) for n, status, _ in tally.wrong] == [(40, 500)]
-        assert tally.wrong[0][2]["code"] == "worker_crashed"
+    tally = asyncio.run(ask_until(service.url, lambda tally: tally.right > 400, do=do))
+    assert tally.unanswered == []
+    assert [(n, status) for n, status, _ in tally.wrong] == [(40, 500)]
+    assert tally.wrong[0][2]["code"] == "worker_crashed"
 
 
-def test_hung_worker_is_replaced_and_its_request_answered(tmp_path: Path):
-    config = tmp_path / "inferpool.toml"
-    config.write_text(
-        f"""
-        [models.m]
-        source = "{FAULTY}"
-        replicas = 2
-        batch_timeout_s = 1.5
-        options = {{ once = "{tmp_path / "hung"}" }}
-        """
-    )
+def test_many_poisons_are_quarantined_and_the_service_goes_on(service: Running):
+    rejected = 'rejected_total{model="m",reason="quarantined"}'
+    quarantined = 'quarantined_inputs{model="m"}'
+    before = service.metric(rejected), service.metric(quarantined)
+    for n in range(6):
+        answer = service.ask({"n": n, "do": "kill"})
+        assert (answer.status_code, answer.json()["code"]) == (500, "worker_crashed")
+        assert service.predict({"n": n})[0]["twice"] == 2 * n
+    until(lambda: len(service.worker_pids()) == 2)
+    pids = service.worker_pids()
+    again = service.ask({"n": 3, "do": "kill"})
+    assert (again.status_code, again.json()["code"]) == (422, "quarantined")
+    first, second, third = service.predict({"n": 1}, {"n": 5, "do": "kill"}, {"n": 2})
+    assert (first["twice"], second["error"]["code"], third["twice"]) == (2, "quarantined", 4)
+    assert service.worker_pids() == pids
+    after = service.metric(rejected), service.metric(quarantined)
+    assert after == (before[0] + 2, before[1] + 6)
 
+
+def test_failure_of_the_model_is_logged_with_the_id_of_its_request(service: Running):
+    answer = service.ask({"n": 1, "do": "raise"}, headers={"X-Request-ID": "find-me"})
+    assert (answer.status_code, answer.json()["code"]) == (500, "model_error")
+    line = service.wait_for_log("forward failed on an input")
+    assert line["request_id"] == "find-me"
+    assert "ValueError: I was told to" in str(line["exception"])
+
+
+def test_accepted_instances_balance_at_every_scrape_while_workers_die(service: Running):
     def do(n: int) -> str:
-        return "hang" if n == 20 else "ok"
+        return "raise" if n % 10 == 3 else "sleep" if n % 50 == 7 else "ok"
 
-    with running("--config", str(config)) as service:
-        tally = asyncio.run(ask_until(service.url, lambda tally: tally.right > 200, do=do))
-        assert (tally.wrong, tally.unanswered) == ([], [])
-        assert 'reason="hang"} 1.0' in httpx.get(f"{service.url}/metrics").text
+    async def go() -> list[dict[str, float]]:
+        has_lasted, is_late = after(3), after(60)
+        pages: list[dict[str, float]] = []
+        first = instances(service.metrics())
+
+        def is_over(tally: Tally) -> bool:
+            has_all = len(pages) > 20 and all(pages[-1][each] > first[each] for each in OUTCOMES)
+            return is_late(tally) or (has_lasted(tally) and has_all)
+
+        load = asyncio.ensure_future(ask_until(service.url, is_over, do=do))
+        async with httpx.AsyncClient(base_url=service.url, timeout=30) as client:
+            impatient = asyncio.ensure_future(hang_up(client, is_over))
+            while not load.done():
+                pages.append(instances((await client.get("/metrics")).text))
+                if len(pages) % 25 == 5:
+                    for pid in (await asyncio.to_thread(service.worker_pids))[:1]:
+                        os.kill(pid, signal.SIGKILL)
+                await asyncio.sleep(0.02)
+            await impatient
+        tally = await load
+        assert tally.unanswered == []
+        assert {status for _, status, _ in tally.wrong} == {500}
+        assert all(pages[-1][each] > first[each] for each in OUTCOMES)
+        return pages
+
+    async def hang_up(client: httpx.AsyncClient, is_over: Callable[[Tally], bool]) -> None:
+        while not is_over(Tally()):
+            for timeout_ms, patience_s in (("100", 5.0), ("5000", 0.05)):
+                body = {"instances": [{"n": 1, "do": "sleep"}]}
+                headers = {"X-Timeout-Ms": timeout_ms}
+                try:
+                    await client.post("/predict", json=body, headers=headers, timeout=patience_s)
+                except httpx.TimeoutException:
+                    continue
+
+    for page in asyncio.run(go()):
+        assert page["accepted"] == sum(page[each] for each in OUTCOMES) + page["in flight"], page
+    until(lambda: service.metric('instances_in_flight{model="m"}') == 0)
+    # A batch keeps its slots until it is over, which may be later than its requests are.
+    until(lambda: service.metric("arena_used_bytes") == 0)
+
+
+def instances(metrics: str) -> dict[str, float]:
+    """Return how many instances had each outcome, and how many are in flight."""
+    found = dict(re.findall(r'inferpool_instances_total\{.*outcome="(\w+)"\} (\S+)', metrics))
+    (found["in flight"],) = re.findall(r"inferpool_instances_in_flight\{.*\} (\S+)", metrics)
+    return {name: float(value) for name, value in found.items()}
 
 
 @pytest.mark.alone
-def test_sigterm_under_load_answers_all_that_was_accepted_and_leaves_nothing(tmp_path: Path):
+@pytest.mark.parametrize("fronts", ["1", "2"])
+def test_sigterm_under_load_answers_all_that_was_accepted_and_leaves_nothing(
+    tmp_path: Path, fronts: str
+):
     before = shared_memory()
+    options = {"gate": tmp_path / "gate", "calls": tmp_path / "calls"}
+    kill = os.kill if fronts == "1" else os.killpg  # some supervisors signal the whole group
 
-    with running("--config", holding(tmp_path)) as service:
+    def stop(service: Running) -> float:
+        kill(service.process.pid, signal.SIGTERM)
+        return time.monotonic()
+
+    settings = faulty(replicas=2, options=options)
+    with running("--front-ends", fronts, settings=settings) as service:
         family = service.family()
         tally = asyncio.run(ask_until_stopped(service.url, partial(stop, service), tmp_path))
         assert service.wait() == 0
@@ -148,25 +226,29 @@ def test_sigterm_under_load_answers_all_that_was_accepted_and_leaves_nothing(tmp
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize(("act", "has_forkserver"), [("ok", True), ("spin", True), ("spin", False)])
-def test_sigkill_of_the_front_end_leaves_no_process_and_no_memory(act: str, has_forkserver: bool):
+@pytest.mark.parametrize(
+    ("act", "has_forkserver", "fronts"),
+    [("ok", True, "1"), ("spin", True, "1"), ("spin", False, "1"), ("ok", True, "2")],
+)
+def test_sigkill_of_the_main_process_leaves_no_process_and_no_memory(
+    act: str, has_forkserver: bool, fronts: str
+):
     before = shared_memory()
 
     async def go(service: Running) -> None:
-        load = asyncio.ensure_future(
-            ask_until(service.url, lambda tally: bool(tally.unanswered), do=lambda n: act)
-        )
-        begun = 'in_flight{model="faultmodel"} 16.0' if act == "spin" else '"succeeded"} [1-9]'
-        await asyncio.to_thread(
-            until, lambda: re.search(begun, httpx.get(f"{service.url}/metrics").text)
-        )
+        def has_lost(tally: Tally) -> bool:
+            return bool(tally.unanswered or tally.unconnected)
+
+        load = asyncio.ensure_future(ask_until(service.url, has_lost, do=lambda n: act))
+        begun = 'in_flight{model="m"} 16.0' if act == "spin" else '"succeeded"} [1-9]'
+        await asyncio.to_thread(until, lambda: re.search(begun, service.metrics()))
         await asyncio.sleep(0.2)
         if not has_forkserver:
             os.kill(forkserver_pid(service), signal.SIGKILL)
         service.signal(signal.SIGKILL)
         await asyncio.wait_for(load, 60)
 
-    with running(FAULTY, "--replicas", "2") as service:
+    with running("--front-ends", fronts, settings=faulty(replicas=2)) as service:
         family = service.family()
         assert len(family) >= 4
         asyncio.run(go(service))
@@ -175,117 +257,97 @@ def test_sigkill_of_the_front_end_leaves_no_process_and_no_memory(act: str, has_
 
 
 def test_second_signal_hurries():
-    in_flight = 'instances_in_flight{model="faultmodel"} 1.0'
-    with running(FAULTY, "--replicas", "1") as service:
+    with running(settings=faulty()) as service, ThreadPoolExecutor() as pool:
         family = service.family()
-
-        async def go() -> None:
-            async with httpx.AsyncClient(base_url=service.url, timeout=30) as client:
-                body = {"instances": [{"n": 1, "do": "hang"}]}
-                post = asyncio.ensure_future(client.post("/predict", json=body))
-                await asyncio.to_thread(
-                    until, lambda: in_flight in httpx.get(f"{service.url}/metrics").text
-                )
-                service.signal(signal.SIGINT)
-                await asyncio.to_thread(service.wait_for_log, "stopping")
-                await asyncio.sleep(0.4)  # sooner it would be taken for the first one
-                assert service.process.poll() is None
-                service.signal(signal.SIGINT)
-                began = time.monotonic()
-                assert (await post).status_code == 503
-                await asyncio.to_thread(service.wait)
-                assert time.monotonic() - began < 15  # what is in flight would be waited for longer
-
-        asyncio.run(go())
+        answer = pool.submit(service.ask, {"n": 1, "do": "hang"})
+        until(lambda: service.metric('instances_in_flight{model="m"}') == 1)
+        service.signal(signal.SIGINT)
+        service.wait_for_log("stopping")
+        time.sleep(0.4)  # a second signal right after the first one counts as the same
+        assert service.process.poll() is None
+        service.signal(signal.SIGINT)
+        began = time.monotonic()
+        assert answer.result(30).status_code == 503
+        service.wait()
+        assert time.monotonic() - began < 15  # a drain would wait longer for what is in flight
         assert left_over(family) == []
-        service.close()
-        assert [line for line in service.log if line["level"] not in ("info", "warning")] == []
+    assert [line for line in service.log if line["level"] not in ("info", "warning")] == []
 
 
-def test_half_sent_request_does_not_hold_up_the_end():
-    env = {"INFERPOOL_BODY_GAP_S": "60"}
-    with running("echo", "--replicas", "1", env=env) as service:
-        port = int(service.url.rpartition(":")[2])
-        with socket.create_connection(("127.0.0.1", port)) as half:
-            half.sendall(b"POST /predict HTTP/1.1\r\nhost: h\r\ncontent-length: 99\r\n\r\nabc")
-            time.sleep(0.2)
-            service.signal(signal.SIGTERM)
-            assert service.wait(30) == 0
-
-
-def test_many_poisons_do_not_end_the_service():
-    with (
-        running(FAULTY, "--replicas", "1") as service,
-        httpx.Client(base_url=service.url, timeout=30) as client,
-    ):
-        for n in range(6):
-            body = {"instances": [{"n": n, "do": "kill"}]}
-            answer = client.post("/predict", json=body)
-            assert (answer.status_code, answer.json()["code"]) == (500, "worker_crashed")
-            good = client.post("/predict", json={"instances": [{"n": n}]})
-            assert good.json()["predictions"][0]["twice"] == 2 * n
-        until(lambda: num_ready(service) == 1)
-        again = client.post("/predict", json={"instances": [{"n": 3, "do": "kill"}]})
-        assert (again.status_code, again.json()["code"]) == (422, "quarantined")
-        mixed = [{"n": 1}, {"n": 5, "do": "kill"}, {"n": 2}]
-        first, second, third = client.post("/predict", json={"instances": mixed}).json()[
-            "predictions"
-        ]
-        assert (first["twice"], second["error"]["code"], third["twice"]) == (2, "quarantined", 4)
-        assert service.worker_pids() == [first["pid"]]
-        metrics = client.get("/metrics").text
-        assert 'inferpool_rejected_total{model="faultmodel",reason="quarantined"} 2.0' in metrics
-        assert 'inferpool_quarantined_inputs{model="faultmodel"} 6.0' in metrics
-        answer = client.post("/predict", json={"instances": [{"n": 4}]})
-        assert answer.json()["predictions"][0]["twice"] == 8
-
-
-def test_stopped_idle_worker_is_noticed_and_replaced(tmp_path: Path):
-    config = tmp_path / "inferpool.toml"
-    config.write_text(f'[models.m]\nsource = "{FAULTY}"\nreplicas = 1\nbatch_timeout_s = 1\n')
-    with running("--config", str(config)) as service:
-        (pid,) = service.worker_pids()
-        body = {"instances": [{"n": 1}]}  # whose answer puts off the next look at it
-        assert httpx.post(f"{service.url}/predict", json=body).status_code == 200
-        os.kill(pid, signal.SIGSTOP)
-        until(lambda: httpx.get(f"{service.url}/health/ready").status_code == 503)
-        assert not [line for line in service.log if "it is stopped" in str(line["message"])]
-        service.wait_for_log("it is stopped")
-        until(lambda: service.worker_pids() not in ([pid], []))
-
-
-def test_model_that_can_never_load_ends_the_service_with_its_reason_said_once():
-    source = "tests.fault_model:NoSuchModel"
-    with running(source, "--replicas", "2", ready=False) as service:
+def test_model_that_can_never_load_ends_the_service_and_its_reason_is_logged_once():
+    with running(f"{FAULTY}X", "--replicas", "2", ready=False) as service:
         assert service.wait() == 3
         text = " ".join(str(line["message"]) for line in service.log)
-        assert text.count("has no 'NoSuchModel'") == 1
+        assert text.count("has no 'FaultModelX'") == 1
         assert {line["level"] for line in service.log} <= {"info", "error", "critical"}
 
 
-def test_port_that_is_taken_is_said_at_once():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with running("echo", port=port, ready=False) as service:
-            assert service.wait() == 1
-            assert f"cannot listen on 127.0.0.1:{port}" in str(service.log[-1]["message"])
+def test_without_any_worker_it_is_alive_not_ready_and_says_when_to_come_back(tmp_path: Path):
+    gate = tmp_path / "gate"
+    with running(settings=faulty(replicas=2, options={"load_s": 1.5, "gate": gate})) as service:
+        gate.touch()
+        for pid in service.worker_pids():
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: not service.worker_pids())
+        took_ms = []
+        for _ in range(5):
+            refused = service.ask({"n": 21})
+            assert (refused.status_code, refused.json()["code"]) == (503, "unavailable")
+            assert refused.json()["retryable"]
+            assert int(refused.headers["retry-after"]) >= 2
+            took_ms.append(float(refused.headers["server-timing"].rpartition("dur=")[2]))
+        assert min(took_ms) < 50
+        assert statuses(service) == (200, 503)
+        gate.unlink()
+        until(lambda: statuses(service) == (200, 200))
+        assert service.predict({"n": 21})[0]["twice"] == 42
 
 
-def test_package_of_the_users_that_is_called_as_one_of_ours_is_no_trouble(tmp_path: Path):
-    for name in ("models", "workers", "service"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('not ours')")
-    command = [str(Path(sys.executable).parent / "inferpool")]
-    with running("echo", "--replicas", "1", cwd=tmp_path, command=command) as service:
-        assert num_ready(service) == 1
+def test_model_that_crashes_in_a_loop_is_given_up_and_leaves_its_neighbour_alone():
+    bad = {"source": FAULTY, "replicas": 1, "max_restarts": 2, "options": {"load": "exit"}}
+    models = {"good": {"source": FAULTY, "replicas": 1}, "bad": bad}
+    with running(settings={"models": models}, ready=False) as service:
+        is_late = after(2)
+        load = ask_until(
+            service.wait_until_listening().url,
+            lambda tally: tally.right > 100 and is_late(tally),
+            num_clients=4,
+        )
+        tally = asyncio.run(load)
+        assert (tally.wrong, tally.unanswered) == ([], [])
+
+        def ask_bad() -> httpx.Response:
+            return service.post("/predict/bad", json={"instances": [{"n": 21}]})
+
+        until(lambda: ask_bad().json()["code"] == "given_up")
+        refused = ask_bad()
+        assert refused.status_code == 503
+        assert not refused.json()["retryable"]
+        assert "retry-after" not in refused.headers
+        assert statuses(service) == (200, 200)
+        assert [worker["restarts"] for worker in service.workers()] == [0, 2]
 
 
-def test_failure_of_the_model_is_logged_with_the_id_of_its_request():
-    with running(FAULTY, "--replicas", "1") as service:
-        body = {"instances": [{"n": 1, "do": "raise"}]}
-        headers = {"X-Request-ID": "find-me"}
-        answer = httpx.post(f"{service.url}/predict", json=body, headers=headers)
-        assert (answer.status_code, answer.json()["code"]) == (500, "model_error")
-        line = service.wait_for_log("forward failed on an input")
-        assert line["request_id"] == "find-me"
-        assert "ValueError: I was told to" in str(line["exception"])
+def test_jumps_of_the_wall_clock_make_nothing_late_and_nothing_early(tmp_path: Path):
+    (tmp_path / "sitecustomize.py").write_text(JUMPING_CLOCK)
+    jumps, gate = tmp_path / "jumps", tmp_path / "gate"
+    jumps.mkdir()
+    env = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "JUMPS": str(jumps)}
+    with running(settings=faulty(replicas=2, options={"gate": gate}), env=env) as service:
+        is_late = after(1.6)
+        tally = asyncio.run(
+            ask_until(service.url, lambda tally: tally.right > 20 and is_late(tally))
+        )
+        assert (tally.wrong, tally.unanswered) == ([], [])
+        for _ in range(3):
+            gate.touch()
+            late = service.ask({"n": 1, "do": "wait"}, headers={"X-Timeout-Ms": "100"})
+            gate.unlink()
+            assert late.status_code == 504
+            total_ms = float(late.headers["server-timing"].rpartition("total;dur=")[2])
+            assert 99 <= total_ms < 5000  # a jump of the clock would show as much more
+        assert service.get("/health/ready").status_code == 200
+        assert service.metric('worker_restarts_total{model="m",reason="hang"}') == 0
+        # The forkserver has the clock too, and workers are forked from it.
+        patched = {int(path.name) for path in jumps.iterdir()}
+        assert len(patched & {process.pid for process in service.family()}) >= 2

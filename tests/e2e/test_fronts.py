@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -16,20 +18,16 @@ import psutil
 import pytest
 import safetensors.numpy
 
-from tests.e2e.load import Tally, ask_until, ask_until_stopped
-from tests.e2e.running import Running, left_over, running, until
-from tests.e2e.test_faults import FAULTY, holding, left_in_shared_memory, shared_memory
+from tests.e2e.load import Tally, ask_until
+from tests.e2e.running import FAULTY, Running, faulty, running, until
 
 KEY = "a-key-for-predictions"
 KEYS = {"INFERPOOL_PREDICT_KEYS": KEY, "INFERPOOL_ADMIN_KEYS": "an-administrators-key"}
-LIMITS = """
-max_body_bytes = 200000
-max_instances_per_request = 8
-[models.echo]
-[models.m]
-source = "tests.fault_model:FaultModel"
-replicas = 1
-"""
+SETTINGS = {
+    "max_body_bytes": 200_000,
+    "max_instances_per_request": 8,
+    "models": {"echo": {}, "m": {"source": FAULTY, "replicas": 1}},
+}
 BYTES = "content-type: application/octet-stream"
 JSON = "content-type: application/json"
 
@@ -108,32 +106,24 @@ REQUESTS = {
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("fronts") / "inferpool.toml"
-    path.write_text(LIMITS)
-    return path
-
-
-@pytest.fixture(scope="module")
-def services(config: Path) -> Iterator[tuple[Running, Running]]:
-    """With one front end, and with two."""
+def services() -> Iterator[tuple[Running, Running]]:
+    """Two services of the same settings: one has one front end, the other two."""
     with (
-        running("--config", str(config), "--front-ends", "1", env=KEYS) as one,
-        running("--config", str(config), "--front-ends", "2", env=KEYS) as two,
+        running("--front-ends", "1", settings=SETTINGS, env=KEYS) as one,
+        running("--front-ends", "2", settings=SETTINGS, env=KEYS) as two,
     ):
         yield one, two
 
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Running]:
-    with running(FAULTY, "--replicas", "2", "--front-ends", "2") as service:
+    with running("--front-ends", "2", settings=faulty(replicas=2)) as service:
         yield service
 
 
 def answer_to(service: Running, sent: bytes) -> bytes:
-    """All that comes back until the connection is at rest or closed."""
-    address = httpx.URL(service.url)
-    with socket.create_connection((address.host, address.port)) as connection:
+    """Return all that comes back until the connection is at rest or closed."""
+    with socket.create_connection(service.address) as connection:
         connection.sendall(sent)
         answer = b""
         connection.settimeout(30)
@@ -174,7 +164,7 @@ def assert_all_have_ids_and_times(answers: bytes) -> None:
 
 
 def masked(answer: bytes) -> bytes:
-    """An answer without what differs from one call to the next."""
+    """Return an answer without what differs from one call to the next."""
     answer = re.sub(rb"(date|server-timing|traceparent): [^\r]*", rb"\1: _", answer)
     answer = re.sub(rb"last-modified: [^\r]*|etag: [^\r]*", b"_", answer)
     return re.sub(rb'\b[0-9a-f]{32}\b|"pid":\d+', b"_", answer)
@@ -186,36 +176,28 @@ def test_two_front_ends_answer_as_one_does(services: tuple[Running, Running], na
     whole = answer_to(one, REQUESTS[name])
     assert_all_have_ids_and_times(whole)
     expected = masked(whole)
-    for _ in range(2):  # connections take turns at the fronts
+    for _ in range(2):  # each front end gets every second connection
         assert masked(answer_to(two, REQUESTS[name])).split(b"\r\n") == expected.split(b"\r\n")
 
 
-def test_the_calls_of_all_front_ends_are_counted_at_once(services: tuple[Running, Running]):
-    _, two = services
-    head = {"x-api-key": KEY}
-
+def test_each_scrape_counts_the_calls_of_all_front_ends(two: Running):
     def count() -> float:
-        text = httpx.get(f"{two.url}/metrics", headers=head).text
-        found = re.search(r'requests_total{code="200",model="echo"} (\S+)', text)
-        durations = re.search(r'request_duration_seconds_count{model="echo"} (\S+)', text)
-        assert durations
-        num = float(found[1]) if found else 0.0
-        assert float(durations[1]) >= num
+        num = two.metric('requests_total{code="200",model="m"}')
+        assert two.metric('request_duration_seconds_count{model="m"}') >= num
         return num
 
     before = count()
-    for _ in range(20):
-        call = {**head, "content-type": "application/octet-stream"}
-        assert httpx.post(f"{two.url}/predict", content=b"x", headers=call).status_code == 200
-    until(lambda: count() == before + 20)  # a front may be too busy to be asked
+    for n in range(20):
+        two.predict({"n": n})
+    until(lambda: count() == before + 20)  # a busy front end may tell its counts later
 
 
 def test_health_lists_the_front_ends_and_their_connections(two: Running):
     fronts: list[dict] = []
 
     def counts() -> list[int]:
-        """Of each; asked on a connection of its own, which is one of them."""
-        fronts[:] = httpx.get(f"{two.url}/health").json()["fronts"]
+        """Return the connections per front end, with the one of this very question."""
+        fronts[:] = two.get("/health").json()["fronts"]
         return [front["num_connections"] for front in fronts]
 
     until(lambda: sum(counts()) == 1)  # those of earlier tests have gone
@@ -225,48 +207,37 @@ def test_health_lists_the_front_ends_and_their_connections(two: Running):
             assert client.get("/health/live").status_code == 200
         until(lambda: sum(counts()) == 11 and max(counts()) == 6)
     assert [front["state"] for front in fronts] == ["up", "up"]
-    children = {child.pid for child in psutil.Process(two.process.pid).children()}
     pids = {front["pid"] for front in fronts}
-    assert pids <= children
+    assert pids <= {child.pid for child in psutil.Process(two.process.pid).children()}
     assert not any("libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in pids)
 
 
 def test_a_client_that_hangs_up_is_counted_as_cancelled(two: Running):
-    def cancelled() -> int:
-        text = httpx.get(f"{two.url}/metrics").text
-        found = re.search(r'instances_total{model="faultmodel",outcome="cancelled"} (\S+)', text)
-        assert found
-        return int(float(found[1]))
-
-    async def go() -> None:
-        before = cancelled()
-        async with httpx.AsyncClient(base_url=two.url) as client:
-            body = {"instances": [{"n": 1, "do": "hang"}]}
-            post = asyncio.ensure_future(client.post("/predict", json=body))
-            await asyncio.to_thread(until, lambda: not is_at_rest(two))
-            post.cancel()
-        await asyncio.to_thread(until, lambda: cancelled() == before + 1)
-        for pid in two.worker_pids():
-            os.kill(pid, signal.SIGKILL)
-        tally = await ask_until(two.url, lambda tally: tally.right > 20)
-        assert (tally.wrong, tally.unanswered) == ([], [])
-
-    asyncio.run(go())
+    cancelled = 'instances_total{model="m",outcome="cancelled"}'
+    before = two.metric(cancelled)
+    with socket.create_connection(two.address) as client:
+        client.sendall(request("POST /predict", JSON, body=b'{"instances":[{"n":1,"do":"hang"}]}'))
+        until(lambda: not is_at_rest(two))
+    until(lambda: two.metric(cancelled) == before + 1)
+    for pid in two.worker_pids():
+        os.kill(pid, signal.SIGKILL)
+    tally = asyncio.run(ask_until(two.url, lambda tally: tally.right > 20))
+    assert (tally.wrong, tally.unanswered) == ([], [])
 
 
 def is_at_rest(service: Running) -> bool:
-    """Whether nobody waits for an answer, nor a worker has anything."""
-    text = httpx.get(f"{service.url}/metrics").text
-    return 'instances_in_flight{model="faultmodel"} 0.0' in text and "arena_used_bytes 0.0" in text
+    """Return whether nobody waits for an answer and no worker holds anything."""
+    text = service.metrics()
+    return 'instances_in_flight{model="m"} 0.0' in text and "arena_used_bytes 0.0" in text
 
 
 def front_pids(service: Running) -> list[int]:
-    fronts = httpx.get(f"{service.url}/health").json()["fronts"]
+    fronts = service.get("/health").json()["fronts"]
     return [front["pid"] for front in fronts if front["state"] == "up"]
 
 
 def num_pipes(service: Running) -> int:
-    """Ends that the main process has open."""
+    """Return how many ends of pipes the main process has open."""
     folder = Path(f"/proc/{service.process.pid}/fd")
     return sum(os.readlink(end).startswith("pipe:") for end in list(folder.iterdir()))
 
@@ -295,49 +266,40 @@ def test_a_front_end_that_is_killed_comes_back_and_its_calls_alone_are_lost(two:
 
     tally = asyncio.run(go())
     assert tally.wrong == []
-    assert len(tally.unanswered) < 16  # the other front has lost none
+    assert len(tally.unanswered) < 16  # the other front end has lost none
     assert not tally.unconnected
 
     until(lambda: is_at_rest(two))
     until(lambda: num_pipes(two) <= num_before)
 
 
-@pytest.mark.alone
-def test_sigterm_under_load_fails_no_call_and_leaves_nothing(tmp_path: Path):
-    before = shared_memory()
+def states(response: httpx.Response) -> Iterator[Any]:
+    for line in response.iter_lines():
+        if line.startswith("data: "):
+            yield json.loads(line.removeprefix("data: "))
 
-    with running("--config", holding(tmp_path), "--front-ends", "2") as service:
-        family = service.family()
 
-        def stop() -> float:
-            """As a stop of the whole group does."""
-            os.killpg(service.process.pid, signal.SIGTERM)
-            return time.monotonic()
-
-        tally = asyncio.run(ask_until_stopped(service.url, stop, tmp_path))
+@pytest.mark.measures
+@pytest.mark.parametrize("num_fronts", [1, 2])
+def test_the_feed_shows_load_and_deaths_and_ends_when_the_service_does(num_fronts):
+    options = ("--replicas", "1", "--front-ends", str(num_fronts))
+    with running("echo", *options) as service:
+        with httpx.stream("GET", f"{service.url}/events", timeout=60) as feed:
+            seen = states(feed)
+            assert next(seen)["models"]["echo"]["endings"] == []
+            assert service.predict("x") == ["x"]
+            os.kill(service.worker_pids()[0], signal.SIGKILL)
+            answered = 0.0
+            for state in seen:
+                sample = state["models"]["echo"]
+                answered += sample["requests_per_s"]
+                if answered and sample["endings"]:
+                    break
+            assert sample["endings"][0]["cause"] == "signal"
+            assert "SIGKILL" in sample["endings"][0]["reason"]
+            service.signal(signal.SIGTERM)
+            began = time.monotonic()
+            *_, last = seen
+            assert last["health"]["status"] == "draining"
+            assert time.monotonic() - began < 15  # a drain waits longer for a call in flight
         assert service.wait() == 0
-        assert (tally.wrong, tally.unanswered) == ([], [])
-        assert left_over(family) == []
-    assert left_in_shared_memory(before) == set()
-
-
-def test_nothing_outlives_the_main_process(two: Running):
-    """The last of those with this service, since it ends it."""
-
-    async def go(service: Running) -> None:
-        is_under_way = asyncio.Event()
-
-        def is_over(tally: Tally) -> bool:
-            if tally.right > 100:
-                is_under_way.set()
-            return bool(tally.unanswered or tally.unconnected)
-
-        load = asyncio.ensure_future(ask_until(service.url, is_over))
-        await asyncio.wait_for(is_under_way.wait(), 60)
-        service.signal(signal.SIGKILL)
-        await asyncio.wait_for(load, 60)
-
-    family = two.family()
-    assert len(front_pids(two)) == 2
-    asyncio.run(go(two))
-    assert left_over(family) == []

@@ -1,68 +1,56 @@
-"""A model that is split over two processes, over HTTP: a worker like any other."""
+"""A model that is split over two processes: its group of ranks is a worker like any other."""
 
 import asyncio
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
-import httpx
 import psutil
 
 from tests.e2e.load import ask_until_stopped
-from tests.e2e.running import Running, left_over, running
+from tests.e2e.running import Running, faulty, left_over, running, until
 
-
-def config(folder: Path) -> str:
-    """Settings for two replicas of two ranks each."""
-    file = folder / "inferpool.toml"
-    file.write_text(
-        """
-        [models.m]
-        source = "tests.split_fault_model:SplitFaultModel"
-        placement = "tensor"
-        devices_per_replica = 2
-        replicas = 2
-        """
-    )
-    return str(file)
+SPLIT = {"source": "tests.split_fault_model:SplitFaultModel", "placement": "tensor"}
+SETTINGS = faulty(**SPLIT, devices_per_replica=2, replicas=2)
 
 
 def when_ready(service: Running, incarnation: int | None = None) -> dict:
-    """The first worker, in that life, once all are ready."""
-    until = time.monotonic() + 60
-    while True:
-        workers = httpx.get(f"{service.url}/health").json()["models"][0]["workers"]
-        are_ready = all(worker["state"] == "ready" for worker in workers)
-        if are_ready and incarnation in (None, workers[0]["incarnation"]):
-            return dict(workers[0])
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    """Return the first worker, in a given incarnation, once all workers are ready."""
+    first: dict = {}
+
+    def are_ready() -> bool:
+        workers = service.workers()
+        first.update(workers[0])
+        is_wanted = incarnation in (None, workers[0]["incarnation"])
+        return is_wanted and all(worker["state"] == "ready" for worker in workers)
+
+    until(are_ready)
+    return first
 
 
 def pids_of(worker: dict) -> list[int]:
     return [rank["pid"] for rank in worker["ranks"]]
 
 
-def test_group_under_load_loses_nothing_to_a_killed_follower_nor_to_sigterm(tmp_path: Path):
+def test_group_under_load_loses_nothing_to_a_killed_follower_nor_to_sigterm():
     worker: dict = {}
     family: list[psutil.Process] = []
 
     def strike(service: Running) -> float:
-        """Kill a follower, see its group come back as a whole, and end the service."""
+        """Kill a follower, wait until its whole group is back, and stop the service."""
         ranks = [psutil.Process(pid) for pid in pids_of(when_ready(service))]
         ranks[1].kill()
         worker.update(when_ready(service, 1))
         assert left_over(ranks) == []
-        metrics = httpx.get(f"{service.url}/metrics").text
-        assert 'worker_rank_parameter_bytes{model="m",rank="1",worker="0"} 4.0' in metrics
+        assert service.metric('worker_rank_parameter_bytes{model="m",rank="1",worker="0"}') == 4
         family.extend(service.family())
         assert set(pids_of(worker)) < {process.pid for process in family}
         service.signal(signal.SIGTERM)
         return time.monotonic()
 
-    with running("--config", config(tmp_path)) as service:
+    with running(settings=SETTINGS) as service:
         tally = asyncio.run(ask_until_stopped(service.url, partial(strike, service)))
         assert service.wait() == 0
         assert left_over(family) == []
@@ -74,8 +62,8 @@ def test_group_under_load_loses_nothing_to_a_killed_follower_nor_to_sigterm(tmp_
     assert worker["last_ending"]["reason"].startswith("rank 1: SIGKILL")
 
 
-def test_no_rank_outlives_a_front_end_that_is_killed(tmp_path: Path):
-    with running("--config", config(tmp_path)) as service:
+def test_no_rank_outlives_a_front_end_that_is_killed():
+    with running(settings=SETTINGS) as service:
         pids = pids_of(when_ready(service))
         family = service.family()
         assert set(pids) < {process.pid for process in family}
@@ -83,49 +71,28 @@ def test_no_rank_outlives_a_front_end_that_is_killed(tmp_path: Path):
         assert left_over(family) == []
 
 
-def test_death_of_a_stage_with_several_batches_under_way_is_laid_to_the_guilty_alone(
-    tmp_path: Path,
-):
-    file = tmp_path / "inferpool.toml"
-    file.write_text(
-        """
-        [models.m]
-        source = "tests.acting_stages:ActingStages"
-        placement = "pipeline"
-        devices_per_replica = 2
-        replicas = 1
-        max_batch_size = 1
-        """
-    )
+def test_death_of_a_stage_with_several_batches_under_way_convicts_the_guilty_input_alone():
+    stages = {"source": "tests.acting_stages:ActingStages", "placement": "pipeline"}
+    settings = faulty(**stages, devices_per_replica=2, max_batch_size=1)
     poison = {"n": 7, "do": "kill", "stage": 1}
 
-    async def go(service: Running) -> None:
-        async with httpx.AsyncClient(base_url=service.url, timeout=30) as client:
+    def ask_innocent(n: int) -> int:
+        return service.predict({"n": n, "do": "sleep", "stage": -1})[0]["twice"]
 
-            async def ask(instance: dict) -> httpx.Response:
-                return await client.post("/predict", json={"instances": [instance]})
-
-            async def ask_innocents() -> None:
-                """Some of which are under way when a rank dies."""
-                numbers = range(8)
-                asked = [{"n": n, "do": "sleep", "stage": -1} for n in numbers]
-                answers = await asyncio.gather(*map(ask, asked))
-                assert [each.json()["predictions"][0]["twice"] for each in answers] == [
-                    2 * n for n in numbers
-                ]
-
-            innocents = asyncio.ensure_future(ask_innocents())
-            await asyncio.sleep(0.3)
-            os.kill(pids_of(await asyncio.to_thread(when_ready, service))[0], signal.SIGKILL)
-            await innocents
-            await asyncio.to_thread(when_ready, service)
-            crashed, *_ = await asyncio.gather(ask(poison), ask_innocents(), ask_innocents())
-            assert (crashed.status_code, crashed.json()["code"]) == (500, "worker_crashed")
-            await asyncio.to_thread(when_ready, service)
-            assert (await ask(poison)).json()["code"] == "quarantined"
-            await ask_innocents()
-            metrics = (await client.get("/metrics")).text
-            assert 'inferpool_quarantined_inputs{model="m"} 1.0' in metrics
-
-    with running("--config", str(file)) as service:
-        asyncio.run(go(service))
+    with running(settings=settings) as service, ThreadPoolExecutor(17) as pool:
+        answers = [pool.submit(ask_innocent, n) for n in range(8)]
+        time.sleep(0.3)  # some are under way by now
+        os.kill(pids_of(when_ready(service))[0], signal.SIGKILL)
+        assert [answer.result() for answer in answers] == [2 * n for n in range(8)]
+        when_ready(service)
+        crashed = pool.submit(service.ask, poison)
+        answers = [pool.submit(ask_innocent, n % 8) for n in range(16)]
+        assert [answer.result() for answer in answers] == [2 * (n % 8) for n in range(16)]
+        assert (crashed.result().status_code, crashed.result().json()["code"]) == (
+            500,
+            "worker_crashed",
+        )
+        when_ready(service)
+        assert service.ask(poison).json()["code"] == "quarantined"
+        assert [ask_innocent(n) for n in range(3)] == [0, 2, 4]
+        assert service.metric('quarantined_inputs{model="m"}') == 1

@@ -1,49 +1,54 @@
-"""The manifests of docker/kubernetes, held against the schemas of Kubernetes and the service."""
+"""The manifests of docker/kubernetes: their form, and how their probes judge a real service."""
 
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import kubernetes_validate
 import pytest
 import yaml
 
 from inferpool.service.settings.loader import load
+from tests.e2e.running import ROOT, faulty, running, until
+from tests.ports import free_port
 
-ROOT = Path(__file__).resolve().parents[2]
-FILES = sorted((ROOT / "docker" / "kubernetes").glob("*.yaml"))
+FOLDER = ROOT / "docker" / "kubernetes"
+FASTER = 20
+"""Probes are sent so many times as often as the manifest says; all else is as it says."""
 OBJECTS: list[dict[str, Any]] = [
-    each for path in FILES for each in yaml.safe_load_all(path.read_text()) if each
+    each
+    for path in sorted(FOLDER.glob("*.yaml"))
+    for each in yaml.safe_load_all(path.read_text())
+    if each
 ]
 DEPLOYMENTS = [each for each in OBJECTS if each["kind"] == "Deployment"]
 PODS = [each["spec"]["template"] for each in DEPLOYMENTS]
 
 
 def object_of(kind: str) -> dict[str, Any]:
-    """The only one of its kind."""
+    """Return the only object of a kind."""
     (one,) = [each for each in OBJECTS if each["kind"] == kind]
     return one
 
 
-def name_of(one: dict[str, Any]) -> str:
-    return f"{one['kind']}-{one['metadata']['name']}"
-
-
 @pytest.mark.parametrize("version", ["1.29", "1.33", kubernetes_validate.latest_version()])
-def test_every_manifest_is_what_kubernetes_takes(version):
+def test_kubernetes_accepts_every_manifest(version):
     assert len(OBJECTS) >= 7
     for one in OBJECTS:
         kubernetes_validate.validate(one, version, strict=True)
 
 
-def test_a_field_that_is_misspelt_would_be_noticed():
-    wrong = {**DEPLOYMENTS[0], "spec": {**DEPLOYMENTS[0]["spec"], "replica": 2}}
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(wrong, "1.33", strict=True)
-
-
-@pytest.mark.parametrize("pod", PODS, ids=[name_of(each) for each in DEPLOYMENTS])
+@pytest.mark.parametrize("pod", PODS, ids=[each["metadata"]["name"] for each in DEPLOYMENTS])
 def test_a_pod_is_probed_where_the_service_answers_and_ends_after_its_drain(pod, tmp_path):
     settings = load({}, object_of("ConfigMap")["data"], tmp_path).settings
     spec, container = pod["spec"], pod["spec"]["containers"][0]
@@ -83,3 +88,145 @@ def test_yaml_is_tidy():
     command = [sys.executable, "-m", "yamllint", "--strict", "compose.yaml", "docker"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+@dataclass
+class PodProbe:
+    """One probe of the manifest, with its results."""
+
+    path: str
+    period_s: float
+    timeout_s: float
+    threshold: int
+    failures: int = 0
+    """Failures since the last success."""
+    num_refused: int = 0
+    """Failures that were answers, rather than none in time."""
+    next_at: float = 0.0
+
+    @property
+    def is_due(self) -> bool:
+        return time.monotonic() >= self.next_at
+
+    def passes(self, client: httpx.Client) -> bool:
+        """Ask; return whether it succeeded or has not yet failed too often."""
+        self.next_at = time.monotonic() + self.period_s
+        try:
+            is_good = client.get(self.path, timeout=self.timeout_s).is_success
+            self.num_refused += not is_good
+        except httpx.HTTPError:
+            is_good = False
+        self.failures = 0 if is_good else self.failures + 1
+        return self.failures < self.threshold
+
+
+@dataclass
+class Pod:
+    """A pod as its node judges it, for a test to read at any time."""
+
+    startup: PodProbe
+    liveness: PodProbe
+    readiness: PodProbe
+    is_started: bool = False
+    is_ready: bool = False
+    is_terminating: bool = False
+    reasons_to_kill: list[str] = field(default_factory=list)
+
+    def judge(self, client: httpx.Client) -> None:
+        """Send the probes that are due."""
+        if not self.is_started:
+            if self.startup.is_due:
+                if not self.startup.passes(client):
+                    self.reasons_to_kill.append("it does not start")
+                self.is_started = self.startup.failures == 0
+            return
+        if self.liveness.is_due and not self.is_terminating:
+            is_alive = self.liveness.passes(client)
+            if not is_alive and not self.is_terminating:  # it may have been told meanwhile
+                self.reasons_to_kill.append("it is not alive")
+        if self.readiness.is_due:
+            is_passed = self.readiness.passes(client)
+            self.is_ready = is_passed and (self.is_ready or self.readiness.failures == 0)
+
+
+@contextmanager
+def kubelet(url: str) -> Iterator[Pod]:
+    """Probe one service from a thread, as the kubelet of its node would."""
+    document = next(yaml.safe_load_all((FOLDER / "cpu.yaml").read_text()))
+    (container,) = document["spec"]["template"]["spec"]["containers"]
+    probes = [
+        PodProbe(
+            path=(probe := container[f"{name}PodProbe"])["httpGet"]["path"],
+            period_s=probe["periodSeconds"] / FASTER,
+            timeout_s=probe.get("timeoutSeconds", 1),
+            threshold=probe["failureThreshold"],
+        )
+        for name in ("startup", "liveness", "readiness")
+    ]
+    probes[0].threshold *= FASTER  # the process starts no faster
+    pod, is_over = Pod(*probes), threading.Event()
+
+    def run() -> None:
+        with httpx.Client(base_url=url) as client:
+            while not is_over.wait(0.01):
+                pod.judge(client)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield pod
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def test_a_pod_is_never_killed_and_gets_requests_only_while_it_can_answer(tmp_path: Path):
+    gate = tmp_path / "gate"
+    gate.touch()
+    options = {"forward_s": 0.05, "once": tmp_path / "once", "gate": gate}
+    settings = faulty(max_batch_size=1, batch_timeout_s=1, options=options)
+    settings |= {"max_queue_length": 8, "shutdown_delay_s": 2}
+
+    def ask(do: str = "ok") -> int:
+        return service.ask({"n": 21, "do": do}).status_code
+
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with (
+        kubelet(url) as pod,
+        running(settings=settings, port=port, ready=False) as service,
+        ThreadPoolExecutor(60) as pool,
+    ):
+        service.url = url
+        until(lambda: pod.is_started)
+        assert not pod.is_ready  # it loads
+        assert ask() == 503
+        gate.unlink()
+        until(lambda: pod.is_ready)
+        assert ask() == 200
+
+        gate.touch()
+        os.kill(service.worker_pids()[0], signal.SIGKILL)  # its only worker
+        until(lambda: not pod.is_ready)
+        gate.unlink()
+        until(lambda: pod.is_ready)
+
+        gate.touch()
+        asked = pool.submit(ask, "hang")
+        until(lambda: not pod.is_ready)
+        gate.unlink()
+        asked.result()
+        until(lambda: pod.is_ready)
+
+        before = pod.readiness.num_refused
+        statuses = set(pool.map(lambda _: ask(), range(60)))  # seven times what may wait
+        assert statuses == {200, 429}
+        assert pod.readiness.num_refused == before  # others are as busy, and none would be left
+        until(lambda: pod.is_ready)
+
+        pod.is_terminating = True
+        service.signal(signal.SIGTERM)
+        until(lambda: not pod.is_ready)
+        assert ask() == 200  # balancers that have not heard of it yet still send requests
+        assert service.wait() == 0
+    assert pod.reasons_to_kill == []

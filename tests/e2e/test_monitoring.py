@@ -1,5 +1,6 @@
-"""What docker/ has for Prometheus and Grafana, against a real Prometheus and a real service."""
+"""The files for Prometheus and Grafana in docker/, on a real Prometheus and a real service."""
 
+import contextlib
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,27 +20,90 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from inferpool.service.telemetry.metrics import COUNTERS, GAUGES
-from tests.e2e.prometheus import FOLDER, Prometheus, prometheus
 from tests.e2e.running import ROOT, Running, running, until
+from tests.ports import free_port
 from tests.pty_screen import on_terminal
 
+FOLDER = ROOT / "docker" / "prometheus"
 KEY = "a-key-for-metrics-0123456789"
-BYTES = {"Content-Type": "application/octet-stream"}
 BOARD = json.loads((ROOT / "docker/grafana/dashboards/inferpool.json").read_text())
-VARIABLES = {
-    "$__rate_interval": "5s",
-    "$__range": "30s",
-    "$instance": ".+",
-    "$model": ".+",
-}
-OF_OTHER_HOSTS = re.compile("_gpu_|_rank_|_traces_|ALERTS")
-"""GPUs, split models, traces and alerts, of which the service here has none."""
-OF_PROMETHEUS_ALONE = {"step", "titleFormat", "textFormat", "tagKeys", "useValueForTime"}
-"""Fields of an annotation that Grafana's schema leaves to the data source."""
+VARIABLES = {"$__rate_interval": "5s", "$__range": "30s", "$instance": ".+", "$model": ".+"}
+ELSEWHERE = re.compile("_gpu_|_rank_|_traces_|ALERTS")
+"""Queries about GPUs, split models, traces and alerts: the service here has none of them."""
+PROMETHEUS_FIELDS = {"step", "titleFormat", "textFormat", "tagKeys", "useValueForTime"}
+"""Fields of an annotation which Grafana's schema leaves to the data source."""
 
 needs_prometheus = pytest.mark.skipif(
     shutil.which("promtool") is None, reason="needs Prometheus: apt-get install prometheus"
 )
+
+
+class Prometheus:
+    """A running Prometheus, asked over HTTP."""
+
+    def __init__(self, url: str) -> None:
+        self.client = httpx.Client(base_url=url, timeout=30)
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        """Return the samples of an expression now; fail if Prometheus refuses the expression."""
+        answer = self.client.post("/api/v1/query", data={"query": expression}).json()
+        assert answer["status"] == "success", f"{expression}: {answer}"
+        return list(answer["data"]["result"])
+
+    def rules(self) -> list[dict[str, Any]]:
+        """Return each rule with the result of its last evaluation."""
+        groups = self.client.get("/api/v1/rules").json()["data"]["groups"]
+        return [rule for group in groups for rule in group["rules"]]
+
+    def firing(self) -> set[str]:
+        """Return the names of the alerts that fire."""
+        alerts = self.client.get("/api/v1/alerts").json()["data"]["alerts"]
+        return {each["labels"]["alertname"] for each in alerts if each["state"] == "firing"}
+
+
+@contextlib.contextmanager
+def prometheus(folder: Path, *, target: str, key: Path) -> Iterator[Prometheus]:
+    """Run Prometheus; it scrapes the service twice a second, and its alerts fire without delay."""
+    shutil.copy(FOLDER / "prometheus.yml", folder)
+    config = yaml.safe_load((folder / "prometheus.yml").read_text())
+    config["global"] = {"scrape_interval": "500ms", "evaluation_interval": "500ms"}
+    ours = config["scrape_configs"][0]
+    del ours["dns_sd_configs"]
+    ours["static_configs"] = [{"targets": [target]}]
+    ours["authorization"]["credentials_file"] = str(key)
+    config["scrape_configs"] = [ours]
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    rules = (FOLDER / "rules.yml").read_text()
+    (folder / "rules.yml").write_text(re.sub(r"\n +for: \S+", "", rules))
+    port = free_port()
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            [
+                "prometheus",
+                f"--config.file={folder / 'prometheus.yml'}",
+                f"--storage.tsdb.path={folder / 'data'}",
+                f"--web.listen-address=127.0.0.1:{port}",
+                "--log.level=warn",
+            ],
+            cwd=folder,
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+        )
+    server = Prometheus(f"http://127.0.0.1:{port}")
+
+    def is_ready() -> bool:
+        assert process.poll() is None, (folder / "log").read_text()
+        with contextlib.suppress(httpx.TransportError):
+            return server.client.get("/-/ready").status_code == 200
+        return False
+
+    try:
+        until(is_ready)
+        yield server
+    finally:
+        server.client.close()
+        process.kill()
+        process.wait(10)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +132,7 @@ def panels() -> Iterator[dict[str, Any]]:
 
 
 def queries() -> list[str]:
-    """Every query of the dashboard, as Grafana would send it."""
+    """Return every query of the dashboard, as Grafana would send it."""
     found = [target["expr"] for panel in panels() for target in panel["targets"]]
     found += [each["expr"] for each in BOARD["annotations"]["list"] if "expr" in each]
     for name, value in VARIABLES.items():
@@ -97,7 +162,7 @@ def test_each_alert_says_what_to_do_and_is_tested():
         assert f'"{alert["alert"]}"' in tests, f"{alert['alert']} is not tested"
 
 
-def test_the_dashboard_is_one_by_grafanas_schema():
+def test_the_dashboard_fits_the_schema_of_grafana():
     def lost(before: Any, after: Any, path: str) -> Iterator[str]:
         if isinstance(before, dict) and isinstance(after, dict):
             for name, value in before.items():
@@ -114,7 +179,7 @@ def test_the_dashboard_is_one_by_grafanas_schema():
     register_default_plugins()
     known = json.loads(JSONEncoder().encode(Dashboard.from_json(BOARD)))
     unknown = {path for path in lost(BOARD, known, "") if not path.endswith(".definition")}
-    assert {path for path in unknown if path.rpartition(".")[2] not in OF_PROMETHEUS_ALONE} == set()
+    assert {path for path in unknown if path.rpartition(".")[2] not in PROMETHEUS_FIELDS} == set()
     ids = [panel["id"] for panel in panels()]
     assert len(set(ids)) == len(ids)
 
@@ -137,25 +202,22 @@ def test_the_dashboard_finds_its_data_source_and_shows_every_metric_of_the_servi
 def test_every_query_and_every_rule_runs_and_sees_a_worker_that_is_killed(
     service: Running, watching: Prometheus
 ):
-    pids = worker_pids(service)
-    with httpx.Client(base_url=service.url) as client:
+    def load() -> None:
+        assert [service.predict(n) for n in range(20)] == [[n] for n in range(20)]
 
-        def load() -> None:
-            for _ in range(20):
-                answer = client.post("/predict", content=b"x", headers=BYTES)
-                assert answer.status_code == 200, answer.text
-
+    load()
+    until(lambda: watching.query("inferpool_ready == 1 unless inferpool_draining == 1"))
+    headers = {"Authorization": f"Bearer {KEY}"}
+    models = service.get("/health", headers=headers).json()["models"]
+    os.kill(models[0]["workers"][0]["pid"], signal.SIGKILL)
+    waiting = [query for query in queries() if not ELSEWHERE.search(query)]
+    end = time.monotonic() + 60
+    while waiting:
         load()
-        until(lambda: watching.query("inferpool_ready == 1 unless inferpool_draining == 1"))
-        os.kill(pids[0], signal.SIGKILL)
-        waiting = [query for query in queries() if not OF_OTHER_HOSTS.search(query)]
-        end = time.monotonic() + 60
-        while waiting:
-            load()
-            waiting = [query for query in waiting if not watching.query(query)]
-            assert time.monotonic() < end, waiting
-        for query in queries():
-            watching.query(query)
+        waiting = [query for query in waiting if not watching.query(query)]
+        assert time.monotonic() < end, waiting
+    for query in queries():
+        watching.query(query)
     assert [rule for rule in watching.rules() if rule["health"] == "err"] == []
     until(lambda: all(rule["health"] == "ok" for rule in watching.rules()))
 
@@ -180,8 +242,3 @@ def test_top_shows_the_service_to_whoever_has_a_key(service: Running):
 def test_an_alert_fires_once_the_service_is_killed(service: Running, watching: Prometheus):
     service.signal(signal.SIGKILL)  # nothing after this test has a service
     until(lambda: "InferpoolDown" in watching.firing())
-
-
-def worker_pids(service: Running) -> list[int]:
-    health = httpx.get(f"{service.url}/health", headers={"Authorization": f"Bearer {KEY}"}).json()
-    return [worker["pid"] for model in health["models"] for worker in model["workers"]]

@@ -1,4 +1,4 @@
-"""`inferpool.asgi_app` inside of applications of users, served by uvicorn as they serve them."""
+"""`inferpool.asgi_app` inside the applications of users, served by uvicorn."""
 
 import asyncio
 import contextlib
@@ -101,7 +101,7 @@ def serving(folder: Path, name: str, **env: str) -> Iterator[tuple["subprocess.P
         process.communicate()
 
 
-def answers(url: str) -> bool:
+def is_up(url: str) -> bool:
     with contextlib.suppress(httpx.TransportError):
         httpx.get(url)
         return True
@@ -112,9 +112,19 @@ def family_of(process: "subprocess.Popen[str]") -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
 
-def test_models_stand_behind_routes_and_middleware_of_the_user(folder: Path):
+def assert_ends_in_order(process: "subprocess.Popen[str]") -> None:
+    """Tell a server to stop; it must leave neither a process nor a traceback."""
+    family = family_of(process)
+    process.terminate()
+    _, log = process.communicate(timeout=60)
+    assert "Application shutdown complete" in log
+    assert "Traceback" not in log
+    assert left_over(family) == []
+
+
+def test_models_are_served_behind_routes_and_middleware_of_the_user(folder: Path):
     with serving(folder, "app") as (process, url):
-        until(lambda: answers(url))
+        until(lambda: is_up(url))
         assert httpx.get(f"{url}/own").json() == "own"
         predict = f"{url}/models/predict"
         answer = httpx.post(predict, json=_BODY)  # ready: its lifespan waits for that
@@ -125,23 +135,14 @@ def test_models_stand_behind_routes_and_middleware_of_the_user(folder: Path):
         workers = httpx.get(f"{url}/models/health").json()["models"][0]["workers"]
         psutil.Process(workers[0]["pid"]).kill()
         until(lambda: httpx.post(predict, json=_BODY).json() == _ANSWER)
-        family = family_of(process)
-        process.terminate()
-        _, log = process.communicate(timeout=60)
-        assert "Application shutdown complete" in log
-        assert "Traceback" not in log
-        assert left_over(family) == []
+        assert_ends_in_order(process)
 
 
-def test_first_call_starts_the_models_where_nothing_else_does(folder: Path):
+def test_first_call_starts_the_models_if_nothing_else_has(folder: Path):
     with serving(folder, "lazy") as (process, url):
-        until(lambda: answers(url))
+        until(lambda: is_up(url))
         assert httpx.post(f"{url}/models/predict", json=_BODY, timeout=100).json() == _ANSWER
-        family = family_of(process)
-        process.terminate()
-        _, log = process.communicate(timeout=60)
-        assert "Traceback" not in log
-        assert left_over(family) == []
+        assert_ends_in_order(process)
 
 
 def test_call_after_a_start_that_failed_starts_the_models_again(monkeypatch: pytest.MonkeyPatch):
@@ -166,7 +167,7 @@ def test_call_after_a_start_that_failed_starts_the_models_again(monkeypatch: pyt
 
 def test_models_end_with_a_server_that_is_killed(folder: Path):
     with serving(folder, "models") as (process, url):  # as the whole application
-        until(lambda: answers(url))
+        until(lambda: is_up(url))
         assert httpx.post(f"{url}/predict", json=_BODY).json() == _ANSWER
         family = family_of(process)
         process.kill()

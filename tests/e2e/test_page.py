@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from tests.browser import chromium
-from tests.e2e.running import Running, running
+from tests.e2e.running import FAULTY, Running, running
 from tests.page_shots import PHOTO
 from tests.page_states import scenarios
 
@@ -22,30 +22,19 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 KEY, ADMIN = "a-key-for-this-page", "a-key-for-operators"
-SETTINGS = """
-default_model = "efficientnet_lite0"
-max_queue_length = 4
-
-[models.efficientnet_lite0]
-replicas = 1
-
-[models.faulty]
-source = "tests.fault_model:FaultModel"
-replicas = 1
-max_batch_size = 1
-"""
-BADGES = {
-    "busy": "Ready",
-    "split": "Ready",
-    "empty": "Ready",
-    "starting": "Starting",
-    "degraded": "Degraded",
-    "unavailable": "Unavailable",
-    "failed": "Failed",
-    "overloaded": "Overloaded",
-    "draining": "Draining",
-    "quarantine": "Ready",
+SETTINGS = {
+    "default_model": "efficientnet_lite0",
+    "max_queue_length": 4,
+    "models": {
+        "efficientnet_lite0": {"replicas": 1},
+        "faulty": {"source": FAULTY, "replicas": 1, "max_batch_size": 1},
+    },
 }
+BADGES = dict.fromkeys(("busy", "split", "empty", "quarantine"), "Ready") | {
+    name: name.capitalize()
+    for name in ("starting", "degraded", "unavailable", "failed", "overloaded", "draining")
+}
+"""The word that the page shows for each state."""
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +44,9 @@ def browser() -> Iterator["Browser"]:
 
 
 @pytest.fixture(scope="module")
-def service(browser: "Browser", tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    path = tmp_path_factory.mktemp("page") / "inferpool.toml"
-    path.write_text(SETTINGS)
+def service(browser: "Browser") -> Iterator[Running]:
     keys = {f"INFERPOOL_{kind}_KEYS": KEY for kind in ("PREDICT", "METRICS")}
-    with running("--config", str(path), env={**keys, "INFERPOOL_ADMIN_KEYS": ADMIN}) as service:
+    with running(settings=SETTINGS, env={**keys, "INFERPOOL_ADMIN_KEYS": ADMIN}) as service:
         yield service
 
 
@@ -67,7 +54,7 @@ def service(browser: "Browser", tmp_path_factory: pytest.TempPathFactory) -> Ite
 def opened(
     browser: "Browser", url: str, *scripts: str, width: int = 1280, path: str = "/"
 ) -> Iterator["Page"]:
-    """The page; at the end it must have been quiet, and have asked nobody else for anything."""
+    """Open the page; it may log no errors, and load nothing from anywhere else."""
     context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme="light")
     page = context.new_page()
     page.set_default_timeout(45_000)
@@ -80,7 +67,7 @@ def opened(
     page.goto(url + path)
     yield page
     context.close()
-    # An answer such as 401 or 500 is said by the browser, not by the page.
+    # The browser, not the page, logs an answer such as 401 or 500.
     assert [text for text in noise if not text.startswith("Failed to load resource")] == []
 
 
@@ -88,11 +75,11 @@ WITH_KEY = f'sessionStorage.setItem("inferpool.key.metrics", "{KEY}")'
 
 
 def live(browser: "Browser", service: Running, path: str = "/"):
-    """The page with a key."""
+    """Open the page with a key."""
     return opened(browser, service.url, WITH_KEY, path=path)
 
 
-def test_a_picture_is_predicted_and_its_time_told(browser, service):
+def test_a_picture_is_predicted_and_its_time_shown(browser, service):
     with live(browser, service) as page:
         page.wait_for_selector("#status[data-level=good]")
         page.set_input_files("#file", PHOTO)
@@ -127,7 +114,7 @@ def test_without_a_key_it_asks_for_one_and_goes_on_with_it(browser, service):
         assert page.evaluate("localStorage.length") == 0
 
 
-def test_an_input_that_kills_is_told_with_its_code_and_the_restart_with_its_reason(
+def test_an_input_that_kills_is_shown_with_its_code_and_the_restart_with_its_reason(
     browser, service
 ):
     with live(browser, service, path="/#faulty") as page:
@@ -144,7 +131,7 @@ def test_an_input_that_kills_is_told_with_its_code_and_the_restart_with_its_reas
         page.wait_for_selector("#workers-count:text('1 of 1 ready')")
 
 
-def test_each_instance_that_failed_is_told_with_its_place_and_reason(browser, service):
+def test_each_instance_that_failed_is_shown_with_its_place_and_reason(browser, service):
     bad = '{"n": 1, "do": "raise"}'
     with live(browser, service, "/#faulty") as page:
         page.wait_for_selector("#status[data-level=good]")
@@ -166,7 +153,7 @@ def test_each_instance_that_failed_is_told_with_its_place_and_reason(browser, se
         assert len(failures_of(f"{bad}, {bad}", "The model failed on this input")) == 2
 
 
-def test_overload_and_draining_are_told_while_they_last(browser, service):
+def test_overload_and_draining_are_shown_while_they_last(browser, service):
     is_seen = threading.Event()
 
     def ask_on() -> None:
@@ -229,7 +216,7 @@ def test_a_phone_shows_all_of_it_without_scrolling_sideways(browser, service, na
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
 
 
-def test_nothing_is_invented_for_a_model_that_reads_a_form_of_its_own(browser, service):
+def test_no_example_is_invented_for_a_model_that_reads_a_form_of_its_own(browser, service):
     states = scenarios()
     with opened(browser, service.url, states["own form"].script()) as page:
         page.wait_for_selector("#try-hint:has-text('a form of its own')")
@@ -274,7 +261,7 @@ def test_the_keyboard_reaches_everything_in_order(browser, service):
 
 
 @pytest.mark.measures
-def test_an_open_page_does_not_hold_up_the_end_and_says_that_it_is_over(browser, service):
+def test_an_open_page_does_not_delay_the_end_and_shows_that_the_service_stopped(browser, service):
     with live(browser, service) as page:
         page.wait_for_selector("body[data-link=live]")
         began = time.monotonic()

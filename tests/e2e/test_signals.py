@@ -1,4 +1,4 @@
-"""Signals at any moment of a service's life, with what they leave behind."""
+"""Signals at any moment between the start of a service and its end, and what they leave."""
 
 import os
 import shutil
@@ -9,7 +9,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 
@@ -18,20 +17,9 @@ from tests.e2e.running import ROOT, running, until
 pytestmark = pytest.mark.measures
 
 MOMENTS_S = [0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.3, 1.7, 2.2, 3.0]
-"""After the first instruction, at which SIGTERM is handled."""
+"""Seconds after the first instruction, from which on SIGTERM is handled."""
 PID_1 = ("unshare", "--pid", "--fork", "--kill-child")
-TOLD = 128 + signal.SIGTERM
-COMMAND = (
-    sys.executable,
-    "-m",
-    "inferpool",
-    "serve",
-    "echo",
-    "--replicas",
-    "1",
-    "--speed",
-    "exact",
-)
+TERMINATED = 128 + signal.SIGTERM
 
 
 def can_be_pid_1() -> bool:
@@ -50,7 +38,7 @@ def handles_sigterm(pid: int) -> bool:
 
 
 def in_session(leader: int) -> list[psutil.Process]:
-    """All processes of a session that have not ended."""
+    """Return all processes of a session that have not ended."""
     found = []
     for each in psutil.process_iter():
         try:
@@ -62,45 +50,35 @@ def in_session(leader: int) -> list[psutil.Process]:
 
 
 def exit_code_of(moment_s: float, folder: Path, *, prefix: tuple[str, ...] = ()) -> int:
-    """Start a service, tell it to stop at a moment, and see that it leaves nothing."""
+    """Start a service, send it SIGTERM at a moment, and check that it leaves nothing."""
     folder.mkdir()
-    process = subprocess.Popen(
-        [*prefix, *COMMAND, "--front-ends", "2", "--port", "0"],
-        cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(folder)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
+    flags = ("--replicas", "1", "--front-ends", "2")
+    command = (*prefix, sys.executable, "-m", "inferpool")
+    env = {"TMPDIR": str(folder)}
+    with running("echo", *flags, command=command, env=env, ready=False) as service:
+        leader = pid = service.process.pid
         if prefix:
-            until(lambda: psutil.Process(process.pid).children())
-            (pid,) = [each.pid for each in psutil.Process(process.pid).children()]
-        else:
-            pid = process.pid
+            until(lambda: psutil.Process(leader).children())
+            (pid,) = [each.pid for each in psutil.Process(leader).children()]
         until(lambda: handles_sigterm(pid))
         time.sleep(moment_s)
         os.kill(pid, signal.SIGTERM)
-        code = process.wait(60)
-        until(lambda: not in_session(process.pid), 20)
+        code = service.wait()
+        until(lambda: not in_session(leader), 20)
         assert list(folder.iterdir()) == []
         return code
-    finally:
-        for each in in_session(process.pid):
-            each.kill()
-        process.wait(60)
 
 
 def test_sigterm_at_any_moment_of_the_start_ends_it_and_leaves_nothing(tmp_path: Path):
     with ThreadPoolExecutor(3) as pool:
         folders = [tmp_path / str(moment_s) for moment_s in MOMENTS_S]
         codes = list(pool.map(exit_code_of, MOMENTS_S, folders))
-    assert {code for code in codes if code not in (0, TOLD)} == set(), codes
-    assert TOLD in codes
+    assert {code for code in codes if code not in (0, TERMINATED)} == set(), codes
+    assert TERMINATED in codes
 
 
-def test_an_import_that_makes_another_exception_of_the_signals_does_not_hide_it():
-    """As Python 3.11 does where a class is being made."""
+def test_a_signal_ends_the_start_though_an_import_wraps_its_exception_in_another():
+    """Python 3.11 does so where a class is being made."""
     code = """if True:
         import os, signal, sys, types
         from inferpool.__main__ import main
@@ -115,27 +93,27 @@ def test_an_import_that_makes_another_exception_of_the_signals_does_not_hide_it(
         sys.exit(main())
     """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (TOLD, "")
+    assert (done.returncode, done.stderr) == (TERMINATED, "")
 
 
 @pytest.mark.skipif(not can_be_pid_1(), reason="needs the right to make a PID namespace")
 def test_as_the_first_process_of_a_container_it_loses_no_sigterm(tmp_path: Path):
     for moment_s in (0.0, 0.5, 1.5):
         code = exit_code_of(moment_s, tmp_path / str(moment_s), prefix=PID_1)
-        assert code in (0, TOLD)
+        assert code in (0, TERMINATED)
 
 
 @pytest.mark.parametrize("fronts", ["1", "2"])
 def test_sigquit_shows_all_stacks_and_a_hangup_of_the_terminal_drains(fronts: str):
     with running("echo", "--replicas", "1", "--front-ends", fronts) as service:
         workers = service.worker_pids()
-        pids = {each["pid"] for each in httpx.get(f"{service.url}/health").json()["fronts"]}
+        pids = {each["pid"] for each in service.get("/health").json()["fronts"]}
         for num, pid in enumerate({service.process.pid, *pids}, 1):
             os.kill(pid, signal.SIGQUIT)
             until(lambda num=num: num_stacks(service.log) == num)
         os.killpg(service.process.pid, signal.SIGQUIT)  # as Ctrl-\\ does
         assert service.worker_pids() == workers
-        assert httpx.get(f"{service.url}/health/live").status_code == 200
+        assert service.get("/health/live").status_code == 200
         os.killpg(service.process.pid, signal.SIGHUP)
         service.wait_for_log("SIGHUP")
         assert service.wait() == 0
@@ -143,5 +121,5 @@ def test_sigquit_shows_all_stacks_and_a_hangup_of_the_terminal_drains(fronts: st
 
 
 def num_stacks(log: list[dict[str, object]]) -> int:
-    """Processes that have shown what their main thread does."""
+    """Return how many processes have shown the stack of their main thread."""
     return sum("Current thread" in str(line["message"]) for line in log)

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import httpx
 import numpy
@@ -33,8 +32,7 @@ LIMITED = ("sh", "-c", 'ulimit -n 128; exec "$0" -m inferpool "$@"', sys.executa
 def connections(
     service: Running, count: int, data: bytes, rcvbuf_bytes: int | None = None
 ) -> Iterator[list[socket.socket]]:
-    """So many connections, each of which has sent something."""
-    address = (urlsplit(service.url).hostname, urlsplit(service.url).port)
+    """Open so many connections, and send something over each."""
     opened = []
     try:
         for _ in range(count):
@@ -42,7 +40,7 @@ def connections(
             opened[-1].settimeout(20)
             if rcvbuf_bytes is not None:
                 opened[-1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, rcvbuf_bytes)
-            opened[-1].connect(address)
+            opened[-1].connect(service.address)
             with contextlib.suppress(ConnectionError):
                 opened[-1].sendall(data)
         yield opened
@@ -70,15 +68,15 @@ def ask(client: httpx.Client) -> float:
     return time.perf_counter() - began
 
 
-def wait_until_answered(url: str) -> None:
-    """Wait until a new client is, well before slow ones would have gone by themselves."""
-    until = time.monotonic() + HEAD_TIMEOUT_S / 2
-    while True:
+def wait_until_answered(service: Running) -> None:
+    """Wait until a new client is answered, well before slow ones would have left by themselves."""
+
+    def is_answered() -> bool:
         with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{url}/health/live", timeout=5, verify=False).status_code == 200:
-                return
-        assert time.monotonic() < until
-        time.sleep(0.05)
+            return service.get("/health/live", timeout=5).status_code == 200
+        return False
+
+    until(is_answered, HEAD_TIMEOUT_S / 2)
 
 
 def test_two_hundred_slow_clients_delay_nobody_and_are_closed():
@@ -100,12 +98,6 @@ def test_two_hundred_slow_clients_delay_nobody_and_are_closed():
             assert tries_left, (alone[50], among_slow[50])  # others took the cores meanwhile
 
 
-def metric(url: str, name: str) -> float:
-    """The value of a metric without labels."""
-    lines = httpx.get(f"{url}/metrics").text.splitlines()
-    return next(float(line.split()[1]) for line in lines if line.startswith(f"inferpool_{name} "))
-
-
 @pytest.mark.parametrize("front_ends", ["1", "2"])
 def test_what_all_clients_make_the_service_keep_is_bounded(front_ends: str) -> None:
     env = {
@@ -121,18 +113,18 @@ def test_what_all_clients_make_the_service_keep_is_bounded(front_ends: str) -> N
     whole = HEAD + accept + length + npy.getvalue()
     flags = ("--replicas", "1", "--front-ends", front_ends)
     with running("echo", *flags, env=env) as service, httpx.Client(base_url=service.url) as client:
-        assert metric(service.url, "max_unfinished_bytes") == 16 * MIB
-        assert metric(service.url, "max_unread_bytes") == 20 * MIB
+        assert service.metric("max_unfinished_bytes") == 16 * MIB
+        assert service.metric("max_unread_bytes") == 20 * MIB
         with connections(service, 12, half):
-            until(lambda: metric(service.url, "unfinished_refused_total") >= 6)
-            assert 3 * MIB <= metric(service.url, "unfinished_bytes") <= 16 * MIB
+            until(lambda: service.metric("unfinished_refused_total") >= 6)
+            assert 3 * MIB <= service.metric("unfinished_bytes") <= 16 * MIB
             ask(client)
-        until(lambda: not metric(service.url, "unfinished_bytes"))
+        until(lambda: not service.metric("unfinished_bytes"))
         with connections(service, 24, whole, rcvbuf_bytes=4096):  # the kernel takes little
-            until(lambda: metric(service.url, "readers_cut_total"))
-            assert metric(service.url, "unread_bytes") <= 20 * MIB
+            until(lambda: service.metric("readers_cut_total"))
+            assert service.metric("unread_bytes") <= 20 * MIB
             ask(client)
-        until(lambda: not metric(service.url, "unread_bytes"))
+        until(lambda: not service.metric("unread_bytes"))
 
 
 def test_more_connections_than_descriptors_neither_spin_nor_stop_the_service():
@@ -146,12 +138,12 @@ def test_more_connections_than_descriptors_neither_spin_nor_stop_the_service():
             os.kill(worker, signal.SIGKILL)
             service.wait_for_log("ended")
             service.wait_for_log("ready")
-            wait_until_answered(service.url)
+            wait_until_answered(service)
             time.sleep(max(0.0, began + 1 - time.monotonic()))
             spent = sum(front_end.cpu_times()[:2]) - time_before
             assert spent < 0.5 * (time.monotonic() - began)
             assert front_end.num_fds() <= 128
-        wait_until_answered(service.url)
+        wait_until_answered(service)
         assert service.worker_pids() != [worker]
         assert not [line for line in service.log if line["level"] in ("error", "critical")]
 
@@ -167,8 +159,8 @@ def test_connections_that_never_begin_tls_keep_nobody_out(front_ends: str, tmp_p
         family = service.family()
         before = sum(each.num_fds() for each in family)
         with connections(service, 300, b""):
-            wait_until_answered(service.url)
+            wait_until_answered(service)
             assert max(each.num_fds() for each in family) <= 128
         until(lambda: sum(each.num_fds() for each in family) <= before + 2)
-        wait_until_answered(service.url)
+        wait_until_answered(service)
         assert not [line for line in service.log if line["level"] in ("error", "critical")]

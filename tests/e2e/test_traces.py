@@ -1,10 +1,9 @@
-"""Traces of a real service, as a real collector gets them, with one front end and with two."""
+"""Traces of a real service as a collector receives them, with one front end and with two."""
 
 import contextlib
 import itertools
 import re
 import signal
-import time
 from pathlib import Path
 
 import httpx
@@ -12,17 +11,10 @@ import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from tests.collector import FakeCollector, attributes, collecting
-from tests.e2e.running import Running, running
+from tests.e2e.running import Running, faulty, running, until
 
+CANCELLED = 'instances_total{model="m",outcome="cancelled"}'
 CALLER = "00f067aa0ba902b7"
-CONFIG = """
-[models.m]
-source = "tests.fault_model:FaultModel"
-replicas = 1
-[models.m.options]
-once = "{folder}/once"
-gate = "{folder}/gate"
-"""
 SHORT = {"x-timeout-ms": "50"}
 CALLS = {
     "succeeds": ("POST", "/predict/m", [{"n": 1}], {}),
@@ -41,17 +33,16 @@ CALLS = {
 }
 
 
-class Traced:
-    """The calls that were made of a service, which has ended since."""
+class TracedService:
+    """A service, and what came of all the calls that were made of it."""
 
     def __init__(self, service: Running, collector: FakeCollector, gate: Path) -> None:
         self.service = service
         self.gate = gate
-        """See `FaultModel`."""
         self.collector = collector
         self.answers: dict[str, httpx.Response] = {}
         self.metrics = ""
-        """After all of them, in the format of OpenMetrics."""
+        """Metrics after all calls, in the format of OpenMetrics."""
 
     def trace_id(self, name: str) -> str:
         return f"{list(CALLS).index(name) + 1:032x}"
@@ -69,15 +60,8 @@ class Traced:
                 self.gate.touch()
             self.ask(name)
             if name == "is given up":
-                self.wait_for('outcome="cancelled"} 3.0')
+                until(lambda: self.service.metric(CANCELLED) == 3)
                 self.gate.unlink()
-
-    def wait_for(self, line: str) -> None:
-        """Wait until the metrics have it."""
-        until = time.monotonic() + 60
-        while line not in httpx.get(f"{self.service.url}/metrics").text:
-            assert time.monotonic() < until
-            time.sleep(0.02)
 
     def ask(self, name: str) -> None:
         method, path, instances, headers = CALLS[name]
@@ -88,25 +72,21 @@ class Traced:
             "tracestate": "vendor=1",
         }
         body = {} if instances is None else {"json": {"instances": instances}}
-        url = httpx.URL(self.service.url + path)
         timeout = 0.3 if name == "is given up" else 60
         with contextlib.suppress(httpx.ReadTimeout):
-            self.answers[name] = httpx.request(
-                method, url, headers=headers, timeout=timeout, **body
+            self.answers[name] = self.service.http.request(
+                method, self.service.url + path, headers=headers, timeout=timeout, **body
             )
 
 
 @pytest.fixture(scope="module")
-def services(tmp_path_factory) -> dict[int, Traced]:
-    """With one front end and with two: all calls made, and both stopped, so that every span has
-    come that ever will.
-    """
+def services(tmp_path_factory) -> dict[int, TracedService]:
+    """Services with one front end and with two, stopped after all calls: every span has come."""
     found = {}
     with contextlib.ExitStack() as stack:
         for num_fronts in (1, 2):
             folder = tmp_path_factory.mktemp("traces")
-            config = folder / "inferpool.toml"
-            config.write_text(CONFIG.format(folder=folder))
+            options = {"once": folder / "once", "gate": folder / "gate"}
             collector = stack.enter_context(collecting())
             env = {
                 "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url,
@@ -115,26 +95,26 @@ def services(tmp_path_factory) -> dict[int, Traced]:
                 "OTEL_RESOURCE_ATTRIBUTES": "deployment.environment.name=test",
                 "OTEL_TRACES_SAMPLER": "parentbased_always_off",
             }
-            arguments = ("--config", str(config), "--front-ends", str(num_fronts))
-            service = stack.enter_context(running(*arguments, env=env, ready=False))
-            found[num_fronts] = Traced(service, collector, folder / "gate")
+            settings = faulty(options=options) | {"front_ends": num_fronts}
+            service = stack.enter_context(running(settings=settings, env=env, ready=False))
+            found[num_fronts] = TracedService(service, collector, folder / "gate")
         for traced in found.values():
             traced.service.wait_until_ready()
             traced.ask_all()
             accept = {"accept": "application/openmetrics-text"}
-            traced.metrics = httpx.get(f"{traced.service.url}/metrics", headers=accept).text
+            traced.metrics = traced.service.get("/metrics", headers=accept).text
             traced.service.signal(signal.SIGTERM)
         assert [traced.service.wait() for traced in found.values()] == [0, 0]
     return found
 
 
 @pytest.fixture(params=[1, 2])
-def traced(request: pytest.FixtureRequest, services: dict[int, Traced]) -> Traced:
+def traced(request: pytest.FixtureRequest, services: dict[int, TracedService]) -> TracedService:
     return services[request.param]
 
 
 def below(spans: list[Span], parent: Span) -> dict[str, Span]:
-    """The spans under one, by name, in order."""
+    """Return the spans right under one, by name, in order."""
     return {span.name: span for span in spans if span.parent_span_id == parent.span_id}
 
 
@@ -147,7 +127,9 @@ def length_ms(span: Span) -> float:
 
 
 @pytest.mark.parametrize("name", ["succeeds", "by asgi"])
-def test_a_call_is_a_span_of_its_callers_trace_with_its_steps_below(traced: Traced, name: str):
+def test_a_call_is_a_span_of_its_callers_trace_with_its_steps_below(
+    traced: TracedService, name: str
+):
     root, spans, answer = traced.root(name), traced.spans(name), traced.answers[name]
     assert answer.status_code == 200
     assert answer.headers["traceparent"] == f"00-{traced.trace_id(name)}-{root.span_id.hex()}-01"
@@ -171,7 +153,7 @@ def test_a_call_is_a_span_of_its_callers_trace_with_its_steps_below(traced: Trac
     }
 
 
-def test_the_span_of_a_call_speaks_the_conventions_for_http(traced: Traced):
+def test_the_span_of_a_call_follows_the_conventions_for_http(traced: TracedService):
     root = traced.root("succeeds")
     url = httpx.URL(traced.service.url)
     found = about(root)
@@ -207,8 +189,8 @@ def test_the_span_of_a_call_speaks_the_conventions_for_http(traced: Traced):
         ("no model", 404, "unknown_model", None, False),
     ],
 )
-def test_what_fails_says_where_and_why(
-    traced: Traced, name: str, status: int, code: str, step: str | None, is_error: bool
+def test_the_span_of_a_failed_call_shows_where_and_why(
+    traced: TracedService, name: str, status: int, code: str, step: str | None, is_error: bool
 ):
     assert traced.answers[name].status_code == status
     root = traced.root(name)
@@ -221,7 +203,7 @@ def test_what_fails_says_where_and_why(
     )
 
 
-def test_a_retried_instance_shows_each_try(traced: Traced):
+def test_a_retried_instance_shows_each_try(traced: TracedService):
     assert traced.answers["loses its worker"].status_code == 200
     root, spans = traced.root("loses its worker"), traced.spans("loses its worker")
     names = [span.name for span in spans]
@@ -236,7 +218,7 @@ def test_a_retried_instance_shows_each_try(traced: Traced):
     assert [event.name for event in root.events] == ["worker lost"]
 
 
-def test_a_call_that_is_given_up_shows_how_far_it_came(traced: Traced):
+def test_a_call_that_is_given_up_shows_how_far_it_came(traced: TracedService):
     root, spans = traced.root("is given up"), traced.spans("is given up")
     assert about(root)["inferpool.outcome"] == "cancelled"
     assert [event.name for event in root.events] == ["client hung up"]
@@ -245,7 +227,7 @@ def test_a_call_that_is_given_up_shows_how_far_it_came(traced: Traced):
     assert all("queue" in below(spans, each) for each in instances)
 
 
-def test_of_many_instances_the_first_have_spans(traced: Traced):
+def test_of_many_instances_the_first_have_spans(traced: TracedService):
     root, spans = traced.root("many"), traced.spans("many")
     instances = [each for each in spans if each.name == "instance"]
     assert [about(each)["inferpool.instance"] for each in instances] == list(range(16))
@@ -253,14 +235,14 @@ def test_of_many_instances_the_first_have_spans(traced: Traced):
     assert all(list(below(spans, each)) == ["queue", "prepare", "compute"] for each in instances)
 
 
-def test_instances_have_outcomes_of_their_own(traced: Traced):
+def test_instances_have_outcomes_of_their_own(traced: TracedService):
     instances = [each for each in traced.spans("some fail") if each.name == "instance"]
     outcomes = [about(each)["inferpool.outcome"] for each in instances]
     assert outcomes == ["succeeded", "model_error"]
     assert about(traced.root("some fail"))["inferpool.outcome"] == "succeeded"
 
 
-def test_other_routes_are_traced_once_where_their_caller_is(traced: Traced):
+def test_other_routes_are_traced_once_where_their_caller_is(traced: TracedService):
     assert [span.name for span in traced.spans("health")] == ["GET /health"]
     assert [span.name for span in traced.spans("nothing")] == ["GET"]
     assert about(traced.root("nothing"))["error.type"] == "404"
@@ -268,12 +250,12 @@ def test_other_routes_are_traced_once_where_their_caller_is(traced: Traced):
     assert {span.trace_id.hex() for span in traced.collector.spans} <= asked  # and no probes
 
 
-def test_what_the_caller_does_not_sample_is_not_traced(traced: Traced):
+def test_a_call_that_its_caller_does_not_sample_is_not_traced(traced: TracedService):
     assert not traced.spans("not sampled")
     assert traced.answers["not sampled"].headers["traceparent"].endswith("-00")
 
 
-def test_the_histogram_of_durations_names_traces(traced: Traced):
+def test_the_histogram_of_durations_names_traces(traced: TracedService):
     lines = [line for line in traced.metrics.splitlines() if " # {" in line]
     assert all(line.startswith("inferpool_request_duration_seconds_bucket") for line in lines)
     named = set(re.findall(r'trace_id="(\w+)"', "".join(lines)))
@@ -281,7 +263,7 @@ def test_the_histogram_of_durations_names_traces(traced: Traced):
     assert named <= {traced.trace_id(name) for name in CALLS}
 
 
-def test_log_lines_about_a_call_name_its_trace_and_span(traced: Traced):
+def test_log_lines_about_a_call_name_its_trace_and_span(traced: TracedService):
     root = traced.root("fails")
     ids = {"trace_id": traced.trace_id("fails"), "span_id": root.span_id.hex()}
     lines = [line for line in traced.service.log if ids.items() <= line.items()]

@@ -1,4 +1,4 @@
-"""The commands that a start tells a person to try, pasted into a shell as they are printed."""
+"""The commands to try that a start prints, pasted into a shell as they are."""
 
 import json
 import re
@@ -82,33 +82,16 @@ class Slow(Numbers):
         while not pathlib.Path("go").exists():
             time.sleep(0.02)
 """
-ANSWERS: dict[str, object] = {
-    "Shown": 4,
-    "Picture": 12,
-    "Numbers": 0.0,
-    "Two": 0.0,
-    "Large": 0.0,
-    "Pair": 600,
-    "Slow": 0.0,
-}
-"""Of models whose try line is known to work."""
+ANSWERS: dict[str, object] = {"Shown": 4, "Picture": 12, "Pair": 600}
+ANSWERS |= dict.fromkeys(("Numbers", "Two", "Large", "Slow"), 0.0)
+"""What the try line of each model is answered with."""
 UNKNOWN = ("Words", "Refused")
-"""Models that read a form of their own and show no example that they take."""
+"""Models that read a form of their own and have no example that they accept."""
 BUILT_IN = ("echo", "efficientnet_lite0", "minilm_l6")
 
 
-def settings(key: Path) -> str:
-    sources = {name: name for name in BUILT_IN}
-    sources |= {name.lower(): f"own:{name}" for name in (*ANSWERS, *UNKNOWN)}
-    models = "".join(
-        f'[models.{name}]\nsource = "{source}"\nreplicas = 1\nthreads_per_replica = 1\n'
-        for name, source in sources.items()
-    )
-    return f'predict_keys_file = "{key}"\n{models}'
-
-
-def told(messages: Sequence[str]) -> dict[str, str]:
-    """By model, what was told to try of it: "try: curl ..." or "ask: ..."."""
+def try_lines(messages: Sequence[str]) -> dict[str, str]:
+    """Return the line for each model: "try: curl ..." or "ask: ..."."""
     found: dict[str, str] = {}
     names: list[str] = []
     for line in messages:
@@ -126,27 +109,26 @@ def pasted(line: str) -> object:
     return json.loads(answer.stdout).get("predictions", answer.stdout)
 
 
-def service_url(line: str) -> str:
-    found = re.search(r"http://[^/ ]+", line)
-    assert found
-    return found[0]
-
-
 def test_every_try_line_works_when_pasted(tmp_path: Path):
     (tmp_path / "own.py").write_text(MODELS)
     key = tmp_path / "its key"
     key.write_text("0123456789abcdef\n")
-    (tmp_path / "inferpool.toml").write_text(settings(key))
-    with running(cwd=tmp_path, ready=False) as service:
+    own = {name.lower(): f"own:{name}" for name in (*ANSWERS, *UNKNOWN)}
+    sources = dict(zip(BUILT_IN, BUILT_IN, strict=True)) | own
+    models = {
+        name: {"source": source, "replicas": 1, "threads_per_replica": 1}
+        for name, source in sources.items()
+    }
+    settings = {"predict_keys_file": key, "models": models}
+    with running(settings=settings, cwd=tmp_path, ready=False) as service:
         service.wait_for_log("serving echo")
         assert "slow" in str(service.wait_for_log("not ready yet: ")["message"])
         (tmp_path / "go").touch()
 
         def lines() -> dict[str, str]:
-            return told([str(each["message"]) for each in service.log])
+            return try_lines([str(each["message"]) for each in service.log])
 
-        names = {*BUILT_IN, *(name.lower() for name in (*ANSWERS, *UNKNOWN))}
-        until(lambda: lines().keys() == names)
+        until(lambda: lines().keys() == models.keys())
         by_model = lines()
         for name in BUILT_IN:
             assert isinstance(pasted(by_model[name]), list)
@@ -157,7 +139,8 @@ def test_every_try_line_works_when_pasted(tmp_path: Path):
         (tmp_path / "one").write_bytes(b"GIF89a")
         (tmp_path / "two").write_bytes(b"xyz")
         form = f"-F 'a=@{tmp_path}/one;type=image/gif' -F b=@{tmp_path}/two"
-        url = f"{service_url(by_model['shown'])}/predict/pair"
+        (url,) = re.findall(r"http://[^/ ]+", by_model["shown"])
+        url += "/predict/pair"
         head = '-H "X-API-Key: 0123456789abcdef"'
         assert pasted(f"try: curl {url} {form} {head}") == [1206]
         without_type = (

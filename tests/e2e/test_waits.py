@@ -1,7 +1,7 @@
-"""Every wait on a client has an end: a table of them, walked on each entrance, by raw sockets.
+"""Every wait on a client has an end: a table of waits, tried by raw sockets on each entrance.
 
-A row is what a client does before it falls silent, and the setting that bounds the wait. TLS
-handshakes are in `test_slow_clients`, and answers that nobody reads there and in `test_stopping`.
+A row has what a client sends before it falls silent, and when its connection must have ended. TLS
+handshakes are in `test_slow_clients`, answers that nobody reads there and in `test_stopping`.
 """
 
 import asyncio
@@ -20,9 +20,9 @@ pytestmark = [pytest.mark.measures, pytest.mark.slow]
 KEY = "k" * 40
 BODY_GAP_S, HEAD_TIMEOUT_S, KEEP_ALIVE_S = 0.5, 0.5, 9
 LINGER_S = 2.0
-"""How long a client that was refused in the middle of its body may take to read that."""
+"""How long a client that was refused in the middle of its body may take to read the answer."""
 SLACK_S = 6.0
-"""Of a busy machine. A body that only `keep_alive_s` ends is ended too late for this."""
+"""How much later a busy machine may be; less than what `keep_alive_s` adds to the other bounds."""
 ENV = {
     "INFERPOOL_BODY_GAP_S": str(BODY_GAP_S),
     "INFERPOOL_HEAD_TIMEOUT_S": str(HEAD_TIMEOUT_S),
@@ -39,23 +39,23 @@ class Wait:
 
     name: str
     sent: bytes
-    """Before it falls silent."""
+    """What the client sends before it falls silent."""
     bound_s: float
-    """When its connection has ended, give or take the slack."""
+    """Seconds until its connection has ended, give or take the slack."""
 
 
 @dataclass
-class Walk:
-    """What became of the waits on one service."""
+class Waited:
+    """Results of all waits on one service."""
 
     ends: dict[str, float] = field(default_factory=dict)
     """Seconds from the last answer to the end of the connection; infinite where none came."""
     answered_s: list[float] = field(default_factory=list)
-    """How long calls of others took meanwhile."""
+    """Seconds that calls of other clients took meanwhile."""
 
 
 def body_waits() -> Iterator[Wait]:
-    """Half a body on each route, in each form, with and without a key."""
+    """Yield half a body on each route, in each form, with and without a key."""
     kinds = (
         *("application/octet-stream", "application/json", "application/safetensors"),
         *("application/x-npy", "multipart/form-data; boundary=b", "image/png"),
@@ -113,9 +113,9 @@ WAITS = [
 ]
 
 
-async def seconds_until_ended(port: int, wait: Wait) -> float:
-    """Do what a row says, then read until the connection ends; timed from the last that came."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+async def seconds_until_ended(address: tuple[str, int], wait: Wait) -> float:
+    """Send what a row says; return how long after the last answer the connection ends."""
+    reader, writer = await asyncio.open_connection(*address)
     began = time.monotonic()
     try:
         async with asyncio.timeout(wait.bound_s + 2 * SLACK_S):
@@ -130,18 +130,17 @@ async def seconds_until_ended(port: int, wait: Wait) -> float:
         writer.close()
 
 
-async def walk(service: Running) -> Walk:
-    """Have all rows wait at once, and others ask meanwhile."""
-    port = int(service.url.rpartition(":")[2])
-    found = Walk()
+async def wait_for_all(service: Running) -> Waited:
+    """Have all rows wait at once, and other clients ask meanwhile."""
+    found = Waited()
 
     async def go(wait: Wait) -> None:
-        found.ends[wait.name] = await seconds_until_ended(port, wait)
+        found.ends[wait.name] = await seconds_until_ended(service.address, wait)
 
     waiting = [asyncio.create_task(go(wait)) for wait in WAITS]
     for _ in range(5):
         began = time.monotonic()
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        reader, writer = await asyncio.open_connection(*service.address)
         writer.write(CALL.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
         assert (await reader.read()).startswith(b"HTTP/1.1 200")
         found.answered_s.append(time.monotonic() - began)
@@ -152,8 +151,8 @@ async def walk(service: Running) -> Walk:
 
 
 @pytest.fixture(scope="module")
-def walks() -> Iterator[dict[tuple[str, str], Walk]]:
-    """The table, walked on each service; all at once, since to wait costs nothing."""
+def waited() -> Iterator[dict[tuple[str, str], Waited]]:
+    """Results for each service, all tried at once, since waiting costs nothing."""
     with ExitStack() as stack:
         services = []
         for fronts, keys in SERVICES:
@@ -163,24 +162,24 @@ def walks() -> Iterator[dict[tuple[str, str], Walk]]:
         for service in services:
             service.wait_until_ready()
 
-        async def go() -> list[Walk]:
-            return await asyncio.gather(*map(walk, services))
+        async def go() -> list[Waited]:
+            return await asyncio.gather(*map(wait_for_all, services))
 
         yield dict(zip(SERVICES, asyncio.run(go()), strict=True))
 
 
 @pytest.mark.parametrize("service", SERVICES, ids="-".join)
 def test_every_wait_on_a_client_ends_by_its_bound(
-    walks: dict[tuple[str, str], Walk], service: tuple[str, str]
+    waited: dict[tuple[str, str], Waited], service: tuple[str, str]
 ):
-    ends = walks[service].ends
+    ends = waited[service].ends
     late = {
         each.name: ends[each.name] for each in WAITS if ends[each.name] > each.bound_s + SLACK_S
     }
     assert late == {}
-    assert max(walks[service].answered_s) < SLACK_S
+    assert max(waited[service].answered_s) < SLACK_S
 
 
 @pytest.mark.parametrize("wait", [each for each in WAITS if each.name in IDLE], ids=str)
-def test_idle_connections_stay_open_that_long(walks: dict[tuple[str, str], Walk], wait: Wait):
-    assert min(walk.ends[wait.name] for walk in walks.values()) > KEEP_ALIVE_S - 1.5
+def test_idle_connections_stay_open_that_long(waited: dict[tuple[str, str], Waited], wait: Wait):
+    assert min(each.ends[wait.name] for each in waited.values()) > KEEP_ALIVE_S - 1.5

@@ -1,4 +1,4 @@
-"""The wheel, installed beside a project that has packages of the same names as our folders."""
+"""The wheel, installed beside a project whose packages are named like our folders."""
 
 import subprocess
 import sys
@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from zipfile import ZipFile
 
-import httpx
 import pytest
 
 from tests.e2e.running import ROOT, running
@@ -42,7 +41,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the commands of an environment that has the wheel, and what it depends on."""
+    """Return the `bin` of an environment with the wheel and its dependencies."""
     home = tmp_path_factory.mktemp("venv")
     venv.create(home, with_pip=True)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(home)}))
@@ -54,7 +53,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["packages", "namespaces"])
 def project(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A user's project, with or without an `__init__.py` in each of its packages."""
+    """Return a user's project, with or without an `__init__.py` in each of its packages."""
     if request.param == "packages":
         files = {"models": "", "service": "FACTOR = 3", "workers": "OFFSET = 1"}
         files = {f"{name}/__init__.py": text for name, text in files.items()}
@@ -88,8 +87,7 @@ def test_a_class_is_served_from_a_users_own_package_models(installed: Path, proj
     command = [str(installed / "inferpool")]
     arguments = ["models.line:Line", "--replicas", "1"]
     with running(*arguments, command=command, cwd=project, env={"PYTHONPATH": ""}) as service:
-        answer = httpx.post(f"{service.url}/predict", json={"instances": [[1, 2]]})
-        assert answer.json()["predictions"] == [[4.0, 7.0]]
+        assert service.predict([1, 2]) == [[4.0, 7.0]]
 
 
 @pytest.mark.slow
@@ -121,7 +119,7 @@ def python(arguments: Sequence[str], cwd: Path = ROOT) -> "subprocess.CompletedP
 
 @pytest.fixture
 def without_links(tmp_path: Path) -> Path:
-    """A checkout as tools leave it that write links as text files."""
+    """Return a checkout by tools that write links as text files."""
     (tmp_path / "inferpool").mkdir()
     for path in [*ROOT.glob("*.*"), *(ROOT / "inferpool").glob("*.*"), ROOT / "LICENSE"]:
         if path.is_file():
@@ -146,7 +144,7 @@ def test_checkout_without_links_says_so_when_it_is_used(without_links: Path):
         assert "core.symlinks=true" in done.stderr
 
 
-def test_name_says_which_package_it_needs():
+def test_a_name_that_needs_a_missing_package_says_which():
     blocked = "import sys; sys.modules['pydantic'] = None; import inferpool; inferpool.serve"
     done = python(["-c", blocked])
     assert "ModuleNotFoundError: serve needs pydantic, which is not installed" in done.stderr

@@ -1,14 +1,13 @@
 """The command `python -m tests.fuzz`: a long campaign of hostile inputs against a real service.
 
-It starts the service with five models, sends the inputs over many connections, and ends with exit
-code 1 if anything happened that must not: an answer of 5xx, an input without an answer, a lost
-worker, memory that grows, a ledger out of balance, or an error in the log.
+It starts the service with five models and sends the inputs over many connections. The exit code is
+1 if anything happened that must not: an answer of 5xx, an input without an answer, a lost worker,
+memory that grows, a ledger out of balance, or an error in the log.
 """
 
 import argparse
 import re
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,22 +21,19 @@ from tests.fuzz.campaign import Verdict, campaign, keep, read_input, replay, ser
 _REQUEST_ID = re.compile(r'"request_id":"[^"]*"')
 _MAX_REASONS = 30
 _REST_S = 10.0
-"""After each half: workers give back what they keep once they have been idle for 5 s."""
+"""Pause after each half: idle workers give memory back after 5 s."""
 _OUT = Path(__file__).with_name("out")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a campaign, or send one input again; returns the exit status."""
+    """Run a campaign, or send one input again; return the exit status."""
     args = _parser().parse_args(argv)
     console = Console() if sys.stdout.isatty() else Console(width=160)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        service(Path(folder), args.replicas, args.front_ends) as target,
-    ):
+    with service(args.replicas, args.front_ends) as target:
         if args.replay:
-            for outcome in replay(target, read_input(args.replay)):
-                console.print(outcome.error or "answered:", markup=False)
-                for answer in outcome.answers:
+            for exchange in replay(target, read_input(args.replay)):
+                console.print(exchange.error or "answered:", markup=False)
+                for answer in exchange.answers:
                     console.print(answer.head.decode("latin-1"), answer.body[:2000], markup=False)
             return 0
         columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

@@ -1,6 +1,6 @@
-"""Pictures that are small as files and cost much to decode, unless one looks before decoding.
+"""Pictures that are small as files and cost much to decode, unless a decoder looks first.
 
-`python -m tests.fuzz.bombs` decodes them, and says what each took.
+`python -m tests.fuzz.bombs` decodes them, and prints what each took.
 """
 
 import io
@@ -22,19 +22,19 @@ _EDGE = 7071  # squared, just under the default limit of 50 million pixels
 
 
 def png_of(*chunks: bytes) -> bytes:
-    """A PNG file of chunks, each its type and its data."""
+    """Return a PNG file of chunks, each its type and its data."""
     return b"\x89PNG\r\n\x1a\n" + b"".join(
         struct.pack(">I", len(c) - 4) + c + struct.pack(">I", zlib.crc32(c)) for c in chunks
     )
 
 
 def png_head(width: int, height: int, depth: int = 8, colour: int = 2) -> bytes:
-    """The chunk that a PNG begins with."""
+    """Return the first chunk of a PNG."""
     return b"IHDR" + struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
 
 
 def white_png(width: int, height: int) -> bytes:
-    """One bit per pixel: 50,000 x 50,000 take some 300 KB, and 2,500 million pixels."""
+    """Return a PNG with one bit per pixel: 50,000 x 50,000 of them take some 300 KB."""
     packer = zlib.compressobj(9)
     row = b"\0" + b"\xff" * (-(-width // 8))
     data = b"".join(packer.compress(row * 1000) for _ in range(height // 1000))
@@ -43,19 +43,19 @@ def white_png(width: int, height: int) -> bytes:
 
 
 def small_png(*extra: bytes) -> bytes:
-    """One of 8 x 8 pixels, with further chunks before its pixels."""
+    """Return a PNG of 8 x 8 pixels, with further chunks before its pixels."""
     return png_of(png_head(8, 8), *extra, b"IDAT" + zlib.compress(bytes(25 * 8)), b"IEND")
 
 
 def jpeg(width: int = 64, height: int = 64, **options: object) -> bytes:
-    """A gray JPEG file."""
+    """Return a gray JPEG file."""
     file = io.BytesIO()
     Image.new("RGB", (width, height), "gray").save(file, "JPEG", **options)
     return file.getvalue()
 
 
 def many_scans(width: int, height: int, num_scans: int) -> bytes:
-    """A progressive JPEG whose scans say nothing, each of which is a walk over all its blocks."""
+    """Return a progressive JPEG of empty scans; each makes the decoder walk over all blocks."""
     data = jpeg(width, height, progressive=True)
     first = data.index(b"\xff\xda")
     end = data.index(b"\xff\xda", first + 2)
@@ -65,14 +65,14 @@ def many_scans(width: int, height: int, num_scans: int) -> bytes:
 
 
 def with_segments(*segments: bytes) -> bytes:
-    """A JPEG with further segments, each its marker and its data."""
+    """Return a JPEG with further segments, each its marker and its data."""
     data = jpeg()
     extra = b"".join(b"\xff" + s[:1] + struct.pack(">H", len(s) + 1) + s[1:] for s in segments)
     return data[:2] + extra + data[2:]
 
 
 def exif_of_overlaps(num_bytes: int) -> bytes:
-    """EXIF whose every tag claims all of it."""
+    """Return EXIF data whose every tag claims all of it."""
     num_tags = min(num_bytes // 24, 65_000)
     head = b"Exif\0\0MM\0*\0\0\0\x08" + struct.pack(">H", num_tags)
     tags = b"".join(struct.pack(">HHLL", n, 7, num_bytes // 2, 8) for n in range(1, num_tags + 1))
@@ -80,21 +80,21 @@ def exif_of_overlaps(num_bytes: int) -> bytes:
 
 
 def large_exif(num_bytes: int) -> bytes:
-    """A JPEG whose EXIF takes several segments."""
+    """Return a JPEG whose EXIF data takes several segments."""
     exif = exif_of_overlaps(num_bytes)[6:]
     pieces = [exif[i : i + 60_000] for i in range(0, len(exif), 60_000)]
     return with_segments(*(b"\xe1Exif\0\0" + piece for piece in pieces))
 
 
 def tiff_of(tags: Mapping[int, tuple[int, int, int]], rest: bytes = b"") -> bytes:
-    """A TIFF file with tags as type, count and value, little-endian."""
+    """Return a little-endian TIFF file; each tag has a type, a count and a value."""
     head = b"II*\0" + struct.pack("<LH", 8, len(tags))
     body = b"".join(struct.pack("<HHLL", n, *tags[n]) for n in sorted(tags))
     return head + body + b"\0\0\0\0" + rest
 
 
 def wide_tile(edge: int, compression: int = 8) -> bytes:
-    """A TIFF of 16 x 16 pixels in one tile that is much larger."""
+    """Return a TIFF of 16 x 16 pixels in one tile that is much larger."""
     tags = {
         256: (4, 1, 16), 257: (4, 1, 16), 258: (3, 1, 8), 259: (3, 1, compression),
         262: (3, 1, 1), 277: (3, 1, 1), 322: (4, 1, edge), 323: (4, 1, edge),
@@ -104,7 +104,7 @@ def wide_tile(edge: int, compression: int = 8) -> bytes:
 
 
 def tall_strip(rows: int) -> bytes:
-    """A TIFF of 16 x 16 pixels, whose only strip claims many more rows, deflated."""
+    """Return a TIFF of 16 x 16 pixels whose only strip, deflated, claims many more rows."""
     tags = {
         256: (4, 1, 16), 257: (4, 1, 16), 258: (3, 1, 8), 259: (3, 1, 8), 262: (3, 1, 1),
         273: (4, 1, 134), 277: (3, 1, 1), 278: (4, 1, rows), 279: (4, 1, 64),
@@ -113,7 +113,7 @@ def tall_strip(rows: int) -> bytes:
 
 
 def animation(form: str, num_frames: int) -> bytes:
-    """Many frames of 8 x 8 pixels."""
+    """Return many frames of 8 x 8 pixels."""
     frames = [Image.new("L", (8, 8), n % 251) for n in range(num_frames)]
     file = io.BytesIO()
     frames[0].save(file, form, save_all=True, append_images=frames[1:])
@@ -121,7 +121,7 @@ def animation(form: str, num_frames: int) -> bytes:
 
 
 def huge_webp(width: int, height: int) -> bytes:
-    """A WebP file whose header claims a canvas."""
+    """Return a WebP file of 8 x 8 pixels whose header claims a larger canvas."""
     size = (width - 1).to_bytes(3, "little") + (height - 1).to_bytes(3, "little")
     file = io.BytesIO()
     Image.new("RGB", (8, 8)).save(file, "WEBP")
@@ -134,7 +134,7 @@ def huge_webp(width: int, height: int) -> bytes:
 
 
 def gif_of(*blocks: bytes) -> bytes:
-    """A GIF file with blocks before its picture."""
+    """Return a GIF file with blocks before its picture."""
     file = io.BytesIO()
     Image.new("P", (8, 8)).save(file, "GIF")
     data = file.getvalue()
@@ -183,18 +183,18 @@ BOMBS: Mapping[str, Callable[[], bytes]] = {
     "gif of 500,000 extensions": lambda: gif_of(b"!\x01\0" * 500_000),
     "gif of comments of a byte": lambda: gif_of(b"!\xfe\x01x\0" * 300_000),
 }
-"""By name, as functions: some take a while to make."""
+"""Bombs by name, as functions, since some take a while to make."""
 
 
 def main() -> None:
-    """Decode each in turn, and print a line of JSON with what it came to."""
+    """Decode each bomb in turn, and print a line of JSON with its cost and the outcome."""
     warnings.filterwarnings("ignore", module="PIL")  # as in a worker
-    decode_image(jpeg())  # what is loaded with the first one counts for none of them
+    decode_image(jpeg())  # loads libraries, which would count for the first bomb
     for name, make in BOMBS.items():
         data = make()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before_kib, _ = _memory_kib()
-        began = time.process_time()  # on a busy host others take time as well
+        began = time.process_time()  # other processes do not count
         try:
             outcome = str(decode_image(data).size)
         except InputError as error:
@@ -206,7 +206,7 @@ def main() -> None:
 
 
 def _memory_kib() -> tuple[int, int]:
-    """Resident now, and at the peak."""
+    """Return the resident memory now and at its peak."""
     lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
     found = {words[0]: words[1] for words in lines if len(words) > 1}
     return int(found["VmRSS:"]), int(found["VmHWM:"])

@@ -1,4 +1,4 @@
-"""Throws hostile inputs at a real service, and judges it by what may never happen."""
+"""Sends hostile inputs to a real service, and notes all that must never happen."""
 
 import re
 import time
@@ -8,42 +8,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
 import msgspec
 import uvloop
 
 from inferpool.service.tools.trial.processes import pss_of
-from tests.e2e.running import Running, running
-from tests.fuzz.client import Outcome, send_all
-from tests.fuzz.inputs import Input, make_input
+from tests.e2e.running import Running, running, until
+from tests.fuzz.client import RawExchange, send_all
+from tests.fuzz.inputs import HostileInput, make_input
 
-_CONFIG = """
-head_timeout_s = 5.0
-front_ends = {front_ends}
-default_model = "efficientnet_lite0"
-
-[models.efficientnet_lite0]
-replicas = {replicas}
-
-[models.echo]
-replicas = {replicas}
-
-[models.two]
-source = "tests.fuzz.models:TwoInputs"
-replicas = {replicas}
-
-[models.grid]
-source = "tests.fuzz.models:Grid"
-replicas = {replicas}
-
-[models.decoder]
-source = "tests.fuzz.models:Decoder"
-replicas = {replicas}
-"""
+_MODELS = {
+    "efficientnet_lite0": {},
+    "echo": {},
+    "two": {"source": "tests.fuzz.models:TwoInputs"},
+    "grid": {"source": "tests.fuzz.models:Grid"},
+    "decoder": {"source": "tests.fuzz.models:Decoder"},
+}
 _SETTLE_S = 10.0
 _MAX_GROWTH_BYTES = 64 << 20
-"""Of all processes together from the middle of a campaign to its end: caches and the heap's noise;
-a leak of 1 KB for each of 100,000 inputs would be more."""
+"""Bound on the growth of all processes together in the second half of a campaign.
+
+Caches and the heap's noise stay below it; a leak of 1 KB for each of 100,000 inputs would not."""
 _MAX_KEPT = 100
 _STATUS_LINE = re.compile(rb"HTTP/1\.1 \d{3} [ -~]*")
 _HEADER_LINE = re.compile(rb"([a-zA-Z-]+): [ -~]*")
@@ -54,7 +38,7 @@ _HEADER_NAMES = frozenset(
     b"transfer-encoding vary www-authenticate x-content-type-options x-frame-options "
     b"x-request-id x-tensor-dtype x-tensor-name x-tensor-shape".split()
 )
-"""All that the service says of itself: any other was put there by a client."""
+"""All headers that the service sends by itself: a client has smuggled in any other."""
 _LEDGER = re.compile(
     r'^inferpool_instances_total\{model="([^"]+)",outcome="(\w+)"\} (\S+)$', re.MULTILINE
 )
@@ -62,30 +46,34 @@ _LEDGER = re.compile(
 
 @dataclass(slots=True)
 class Verdict:
-    """What was found."""
+    """Findings of a campaign."""
 
     num_inputs: int = 0
     seconds: float = 0.0
     statuses: dict[str, Counter[str]] = field(default_factory=dict)
-    """By kind of input: how many answers of each status; "closed" for none."""
-    offences: list[tuple[str, Input | None]] = field(default_factory=list)
-    """What must not happen, and the input it happened to."""
+    """Answers of each status by kind of input; "closed" counts inputs without an answer."""
+    offences: list[tuple[str, HostileInput | None]] = field(default_factory=list)
+    """Events that must not happen, each with the input that caused it if one did."""
     pss_bytes: list[int] = field(default_factory=list)
-    """Of all processes: before, in the middle, and after. Without pages of files, of which more are
-    theirs when strangers end that have mapped the same."""
+    """Memory of all processes before, in the middle, and after, without pages of files: the share
+    of those grows when other programs that have mapped the same files end."""
     num_workers: int = 0
 
-    def offend(self, reason: str, input: Input | None = None) -> None:
-        """Note what must not happen."""
+    def offend(self, reason: str, input: HostileInput | None = None) -> None:
+        """Note an event that must not happen."""
         self.offences.append((reason, input))
 
 
 @contextmanager
-def service(folder: Path, replicas: int = 2, front_ends: int = 1) -> Iterator[Running]:
-    """The service that campaigns are run against."""
-    config = folder / "fuzz.toml"
-    config.write_text(_CONFIG.format(replicas=replicas, front_ends=front_ends))
-    with running("--config", str(config)) as started:
+def service(replicas: int = 2, front_ends: int = 1) -> Iterator[Running]:
+    """Start the service that campaigns are run against."""
+    settings = {
+        "head_timeout_s": 5.0,
+        "front_ends": front_ends,
+        "default_model": "efficientnet_lite0",
+        "models": {name: {**model, "replicas": replicas} for name, model in _MODELS.items()},
+    }
+    with running(settings=settings) as started:
         yield started
 
 
@@ -101,8 +89,8 @@ def campaign(
 ) -> Verdict:
     """Send so many inputs, and look at the service before, meanwhile and after.
 
-    Workers keep large buffers while they are busy, and give them back after 5 s without work. So
-    only after a longer rest does the memory show a leak alone.
+    Busy workers keep large buffers and give them back after 5 s without work, so the memory shows
+    a leak only if `rest_s` is longer.
     """
     verdict = Verdict()
     pids = sorted(target.worker_pids())
@@ -129,13 +117,13 @@ def campaign(
     return verdict
 
 
-def replay(target: Running, input: Input) -> list[Outcome]:
+def replay(target: Running, input: HostileInput) -> list[RawExchange]:
     """Send one input alone."""
-    outcomes: list[Outcome] = []
+    exchanges: list[RawExchange] = []
     waiting = [input]
     next_input = lambda: waiting.pop() if waiting else None  # noqa: E731
-    uvloop.run(send_all(_address(target), next_input, outcomes.append, 1))
-    return outcomes
+    uvloop.run(send_all(target.address, next_input, exchanges.append, 1))
+    return exchanges
 
 
 def _send(
@@ -150,28 +138,28 @@ def _send(
     waiting = iter(numbers)
     until = time.monotonic() + max_s
 
-    def next_input() -> Input | None:
+    def next_input() -> HostileInput | None:
         number = next(waiting, None)
         return None if number is None or time.monotonic() > until else make_input(seed, number)
 
-    def on_outcome(outcome: Outcome) -> None:
+    def on_exchange(exchange: RawExchange) -> None:
         verdict.num_inputs += 1
-        judge(outcome, verdict)
+        judge(exchange, verdict)
         on_progress(verdict.num_inputs)
 
-    uvloop.run(send_all(_address(target), next_input, on_outcome, num_connections))
+    uvloop.run(send_all(target.address, next_input, on_exchange, num_connections))
 
 
-def judge(outcome: Outcome, verdict: Verdict) -> None:
-    """Count an outcome, and note it if it must not be."""
-    input = outcome.input
+def judge(exchange: RawExchange, verdict: Verdict) -> None:
+    """Count the answers to an input, and note what must not happen."""
+    input = exchange.input
     counts = verdict.statuses.setdefault(input.kind, Counter())
-    if outcome.error:
+    if exchange.error:
         counts["error"] += 1
-        verdict.offend(outcome.error, input)
-    elif not outcome.answers:
+        verdict.offend(exchange.error, input)
+    elif not exchange.answers:
         counts["closed"] += 1
-    for answer in outcome.answers:
+    for answer in exchange.answers:
         counts[str(answer.status)] += 1
         if line := _stray_line(answer.head):
             verdict.offend(f"{answer.status}, with a line that is not ours: {line!r}", input)
@@ -189,7 +177,7 @@ def judge(outcome: Outcome, verdict: Verdict) -> None:
 
 
 def _stray_line(head: bytes) -> bytes:
-    """The first line of an answer's head that the service cannot have meant, if there is one."""
+    """Return the first line of an answer's head that the service did not mean to send, if any."""
     first, *lines = head.split(b"\r\n")
     if not _STATUS_LINE.fullmatch(first):
         return first
@@ -201,24 +189,20 @@ def _stray_line(head: bytes) -> bytes:
 
 
 def _judge_ledger(target: Running, verdict: Verdict) -> None:
-    """Every accepted instance has ended in exactly one way."""
-    until = time.monotonic() + _SETTLE_S
-    while True:
-        counts: dict[str, Counter[str]] = {}
-        for model, outcome, value in _LEDGER.findall(httpx.get(f"{target.url}/metrics").text):
+    """Note it if an accepted instance has not ended in exactly one way."""
+    counts: dict[str, Counter[str]] = {}
+
+    def is_balanced() -> bool:
+        counts.clear()
+        for model, outcome, value in _LEDGER.findall(target.metrics()):
             counts.setdefault(model, Counter())[outcome] = int(float(value))
-        is_balanced = all(found.total() == 2 * found["accepted"] for found in counts.values())
-        if is_balanced and any(found["accepted"] for found in counts.values()):
-            return
-        if time.monotonic() > until:
-            verdict.offend(f"the ledger is out of balance: {counts}")
-            return
-        time.sleep(0.1)
+        is_even = all(found.total() == 2 * found["accepted"] for found in counts.values())
+        return is_even and any(found["accepted"] for found in counts.values())
 
-
-def _address(target: Running) -> tuple[str, int]:
-    host, _, port = target.url.removeprefix("http://").partition(":")
-    return host, int(port)
+    try:
+        until(is_balanced, _SETTLE_S)
+    except AssertionError:
+        verdict.offend(f"the ledger is out of balance: {counts}")
 
 
 def _pss_bytes(target: Running) -> int:
@@ -226,24 +210,23 @@ def _pss_bytes(target: Running) -> int:
 
 
 def keep(verdict: Verdict, folder: Path) -> list[Path]:
-    """Write the inputs that offended to files, for `--replay`."""
+    """Write the inputs that caused offences to files, for `--replay`."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for reason, input in verdict.offences[:_MAX_KEPT]:
         if input is not None:
-            path = (
-                folder / f"{input.number}-{input.kind}{'' if input.is_framed else '-unframed'}.bin"
-            )
+            suffix = "" if input.is_framed else "-unframed"
+            path = folder / f"{input.number}-{input.kind}{suffix}.bin"
             path.write_bytes(input.data)
             path.with_suffix(".txt").write_text(reason + "\n")
             paths.append(path)
     return paths
 
 
-def read_input(path: Path) -> Input:
-    """An input from a file of `keep`'s, or any bytes."""
+def read_input(path: Path) -> HostileInput:
+    """Read an input from a file that `keep` wrote, or from any file of bytes."""
     number, _, kind = path.stem.partition("-")
-    return Input(
+    return HostileInput(
         number=int(number) if number.isdigit() else 0,
         kind=kind.removesuffix("-unframed") or "file",
         data=path.read_bytes(),

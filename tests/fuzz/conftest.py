@@ -7,7 +7,7 @@ from tests.fuzz.campaign import service
 
 
 @pytest.fixture(scope="package")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A service with all the models that are fuzzed, one worker each."""
-    with service(tmp_path_factory.mktemp("service"), replicas=1) as target:
+def target() -> Iterator[Running]:
+    """Start a service with all the models that are fuzzed, one worker each."""
+    with service(replicas=1) as target:
         yield target

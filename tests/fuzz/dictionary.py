@@ -1,4 +1,4 @@
-"""What hostile inputs are made of: pieces of requests, JSON and forms that have hurt somebody."""
+"""Pieces of requests, JSON and forms that have hurt some server; inputs are made of them."""
 
 QUERIES = (
     "?top_k=3",
@@ -24,42 +24,16 @@ QUERIES = (
 )
 
 SIZES = (
-    "0",
-    "0",
-    "0",
-    "1",
-    "3",
-    "65536",
-    "2147483648",
-    "4294967296",
-    "4611686018427387904",
-    "9223372036854775807",
-    "9223372036854775808",
-    "18446744073709551616",
-    "1" + "0" * 30,
+    *("0", "0", "0", "1", "3", "65536", "2147483648", "4294967296", "4611686018427387904"),
+    *("9223372036854775807", "9223372036854775808", "18446744073709551616", "1" + "0" * 30),
     "1" + "0" * 5000,
 )
-"""Lengths of a tensor's dimensions: beside a 0 there are no bytes to be lacking."""
+"""Lengths of a tensor's dimensions; with a 0 among them, no bytes need to be there."""
 
 TENSOR_NAMES = (
-    "",
-    "x",
-    "ids",
-    "sum",
-    "a\r\nx-evil: 1",
-    "a\nx-evil: 1",
-    "a\rx-evil: 1",
-    "a\r\n\r\nHTTP/1.1 200 OK\r\n\r\n",
-    "\0",
-    "\x7f",
-    "\x85\u2028",
-    "\u00fc",
-    "\U0001f600",
-    "a: b",
-    '"',
-    "%0d%0a",
-    " x ",
-    "n" * 3000,
+    *("", "x", "ids", "sum", "a\r\nx-evil: 1", "a\nx-evil: 1", "a\rx-evil: 1"),
+    *("a\r\n\r\nHTTP/1.1 200 OK\r\n\r\n", "\0", "\x7f", "\x85\u2028", "\u00fc", "\U0001f600"),
+    *("a: b", '"', "%0d%0a", " x ", "n" * 3000),
 )
 
 HEADERS = (
@@ -128,16 +102,9 @@ PATHS = (
 )
 
 TYPES = (
-    "",
-    "text/plain",
-    "application/xml",
-    "application/x-www-form-urlencoded",
-    "application/json; charset=utf-16",
-    "a" * 400,
-    "image/",
-    "multipart/mixed",
-    "application/json",
-    "*/*",
+    *("", "text/plain", "application/xml", "application/x-www-form-urlencoded"),
+    *("application/json; charset=utf-16", "a" * 400, "image/", "multipart/mixed"),
+    *("application/json", "*/*"),
 )
 
 _CHUNKED = b"POST /predict/echo HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -179,85 +146,35 @@ LENGTHS = (
 )
 
 ATOMS = (
-    "0",
-    "1",
-    "-1",
-    "0.5",
-    "1e999",
-    "-1e-999",
-    "NaN",
-    "Infinity",
-    "-Infinity",
-    "null",
-    "true",
-    "false",
-    '""',
-    '"x"',
-    '"\\ud800"',
-    '"\\u0000"',
-    '"\\x"',
-    "9223372036854775807",
-    "9223372036854775808",
-    "1" * 400,
-    "01",
-    "+1",
-    ".5",
-    "1.",
-    "0x10",
-    "{}",
-    "[]",
-    '{"b64":"AAAA"}',
-    '{"b64":"!"}',
-    '{"b64":1}',
-    '{"b64":""}',
-    '{"b64":"AAAA","b64":"AAAA"}',
-    '{"": 0}',
-    "'x'",
-    '"\u00e9"',
-    '"\ud83d\ude00"',
-    "-",
-    "[1,2,3]",
-    "[1,2,[3]]",
-    '{"x":[1,2,3],"ids":[1]}',
-    '{"x":[1,2],"ids":[1]}',
-    '{"x":{"b64":"AAAA"},"ids":{"b64":"!"}}',
-    '{"x":[1,2,3],"ids":[1.5]}',
-    '{"x":[1,2,3],"ids":[1],"x":[4,5,6]}',
-    '{"x":[1,2,"3"],"ids":[]}',
+    *("0", "1", "-1", "0.5", "1e999", "-1e-999", "NaN", "Infinity", "-Infinity", "null"),
+    *("true", "false", '""', '"x"', '"\\ud800"', '"\\u0000"', '"\\x"', "9223372036854775807"),
+    *("9223372036854775808", "1" * 400, "01", "+1", ".5", "1.", "0x10", "{}", "[]"),
+    *('{"b64":"AAAA"}', '{"b64":"!"}', '{"b64":1}', '{"b64":""}'),
+    *('{"b64":"AAAA","b64":"AAAA"}', '{"": 0}', "'x'", '"\u00e9"', '"\ud83d\ude00"', "-"),
+    *("[1,2,3]", "[1,2,[3]]", '{"x":[1,2,3],"ids":[1]}', '{"x":[1,2],"ids":[1]}'),
+    *('{"x":{"b64":"AAAA"},"ids":{"b64":"!"}}', '{"x":[1,2,3],"ids":[1.5]}'),
+    *('{"x":[1,2,3],"ids":[1],"x":[4,5,6]}', '{"x":[1,2,"3"],"ids":[]}'),
     '{"x":[1,2,3],"ids":[99999999999999999999]}',
 )
 
 NAMES = (
-    '"x"',
-    '"ids"',
-    '"image"',
-    '"b64"',
-    '"instances"',
-    '"parameters"',
-    '"\\u0000"',
-    '"a"',
+    *('"x"', '"ids"', '"image"', '"b64"', '"instances"', '"parameters"', '"\\u0000"', '"a"'),
     "x",
 )
 
 PART_NAMES = (
-    b'name="file"; filename="a.png"',
-    b'name="top_k"',
-    b'name="parameters"',
-    b'name="x"; filename="x.npy"',
-    b'name="x"',
-    b'name="ids"',
-    b'filename="b"',
-    b'name=""',
-    b"",
-    b"name=\"x\"; filename*=utf-8''%e2",
+    *(b'name="file"; filename="a.png"', b'name="top_k"', b'name="parameters"'),
+    *(b'name="x"; filename="x.npy"', b'name="x"', b'name="ids"', b'filename="b"', b'name=""'),
+    *(b"", b"name=\"x\"; filename*=utf-8''%e2"),
 )
 
 PART_TYPES = (
-    b"image/png",
-    b"application/x-npy",
-    b"application/json",
-    b"",
-    b"application/octet-stream",
-    b"text/plain",
-    b"multipart/mixed; boundary=x",
+    *(b"image/png", b"application/x-npy", b"application/json", b""),
+    *(b"application/octet-stream", b"text/plain", b"multipart/mixed; boundary=x"),
 )
+
+SAFETENSORS_HEADERS = (
+    *('{"x":ENTRY}', '{"x":ENTRY,"x":ENTRY}', '{"x":ENTRY,"ids":ENTRY}', "{}", "[]"),
+    *('{"__metadata__":{"a":"b"}}', "{" * 500, '{"__metadata__":1,"x":ENTRY}'),
+)
+"""Headers of the format; ENTRY stands for what is said of a tensor."""

@@ -1,4 +1,4 @@
-"""What the campaign is run against, besides `echo` and the default model."""
+"""Models that campaigns are run against, besides `echo` and the default model."""
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from inferpool.models.vision.transforms import ImageTransform
 
 
 class TwoInputs(Model):
-    """Adds and compares: named tensors of several dtypes and ranks."""
+    """A model of two named inputs of different dtypes and ranks."""
 
     inputs = (
         TensorSpec(name="x", dtype="float32", shape=(-1, 3)),
@@ -24,7 +24,7 @@ class TwoInputs(Model):
 
     def forward(self, batch: Features) -> Features:
         total = batch["x"].sum(-1) + batch["ids"].float().sum(-1)
-        # What is finite as it comes in stays so: sums of large numbers are the client's matter.
+        # Sums of large finite numbers stay finite.
         return {
             "sum": total.nan_to_num().clamp(-1e30, 1e30),
             "twice": (batch["x"] * 2).nan_to_num().clamp(-1e30, 1e30),
@@ -32,7 +32,7 @@ class TwoInputs(Model):
 
 
 class Grid(Model):
-    """One input of three dimensions, as nested lists or as an array."""
+    """A model of one input of three dimensions, as nested lists or as an array."""
 
     inputs = (TensorSpec(name="image", dtype="float32", shape=(-1, 2, 3, 4)),)
     outputs = (TensorSpec(name="mean", dtype="float32", shape=(-1,)),)
@@ -42,7 +42,7 @@ class Grid(Model):
 
 
 class Decoder(Classifier):
-    """An image classifier whose network costs nothing: what is tried is all that comes before."""
+    """An image classifier whose network costs nothing, to test the decoding before it."""
 
     def __init__(self) -> None:
         transform = ImageTransform(resize=40, crop=32)

@@ -8,7 +8,7 @@ from tests.e2e.running import ROOT
 from tests.fuzz.bombs import BOMBS
 
 LARGEST_MIB = 500
-"""At the limit of 50 million pixels most pictures take 4 to 10 bytes for each."""
+"""Most pictures at the limit of 50 million pixels take 4 to 10 bytes per pixel."""
 
 
 @pytest.fixture(scope="module")

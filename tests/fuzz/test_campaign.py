@@ -1,4 +1,4 @@
-"""A short campaign of `python -m tests.fuzz`, and what its judge may not overlook."""
+"""A short campaign of `python -m tests.fuzz`, and offences that its judge must see."""
 
 from pathlib import Path
 
@@ -6,15 +6,15 @@ import pytest
 
 from tests.e2e.running import Running
 from tests.fuzz.campaign import Verdict, campaign, judge, keep, read_input
-from tests.fuzz.client import Answer, Outcome
-from tests.fuzz.inputs import KINDS, Input, make_input
+from tests.fuzz.client import RawAnswer, RawExchange
+from tests.fuzz.inputs import KINDS, HostileInput, make_input
 
 pytestmark = [pytest.mark.measures, pytest.mark.slow]
 
 SEED = 20261121
 
 
-def test_hostile_inputs_cost_nothing_but_their_own_answers(target: Running):
+def test_hostile_inputs_harm_nothing(target: Running):
     verdict = campaign(target, num_inputs=2_500, seed=SEED)
     assert verdict.offences == []
     assert verdict.num_inputs == 2_500
@@ -44,29 +44,29 @@ HEAD = b"HTTP/1.1 %b X\r\ncontent-type: application/problem+json"
         (0, b"", True),
     ],
 )
-def test_the_judge_sees_what_may_not_be(status: int, body: bytes, is_offence: bool):
-    input = Input(number=3, kind="json", data=b"", is_framed=True)
+def test_the_judge_sees_answers_that_must_not_be(status: int, body: bytes, is_offence: bool):
+    input = HostileInput(number=3, kind="json", data=b"", is_framed=True)
     verdict = Verdict()
-    judge(Outcome(input, [Answer(status, HEAD % (b"%03d" % status), body)]), verdict)
+    judge(RawExchange(input, [RawAnswer(status, HEAD % (b"%03d" % status), body)]), verdict)
     assert bool(verdict.offences) == is_offence
-    judge(Outcome(input, error="neither answered nor closed"), verdict)
+    judge(RawExchange(input, error="neither answered nor closed"), verdict)
     assert verdict.offences[-1] == ("neither answered nor closed", input)
 
 
 @pytest.mark.parametrize("line", [b"x-evil: 1", b"date: a\nb", b"date: \x7f", b"date"])
-def test_the_judge_sees_a_line_that_a_client_has_put_into_an_answer(line: bytes):
-    input = Input(number=3, kind="shape", data=b"", is_framed=True)
+def test_the_judge_sees_a_line_that_a_client_smuggled_into_an_answer(line: bytes):
+    input = HostileInput(number=3, kind="shape", data=b"", is_framed=True)
     verdict = Verdict()
     head = HEAD % b"200"
-    judge(Outcome(input, [Answer(200, head + b"\r\ndate: now", b"")]), verdict)
+    judge(RawExchange(input, [RawAnswer(200, head + b"\r\ndate: now", b"")]), verdict)
     assert verdict.offences == []
-    judge(Outcome(input, [Answer(200, head + b"\r\n" + line, b"")]), verdict)
+    judge(RawExchange(input, [RawAnswer(200, head + b"\r\n" + line, b"")]), verdict)
     ((reason, _),) = verdict.offences
     assert reason.startswith("200, with a line that is not ours: ")
 
 
 def test_offending_inputs_are_kept_and_can_be_read_again(tmp_path: Path):
-    input = Input(number=7, kind="head", data=b"GET \0", is_framed=False)
+    input = HostileInput(number=7, kind="head", data=b"GET \0", is_framed=False)
     verdict = Verdict()
     verdict.offend("why", input)
     (path,) = keep(verdict, tmp_path)

@@ -1,4 +1,4 @@
-"""JSON that is wrong, sent to a running service: what is answered, and which place it names."""
+"""Wrong JSON, sent to a running service: the answer names its place."""
 
 import json
 
@@ -16,27 +16,14 @@ TWO = '{"instances": [{"x": [1, 2, 3], "ids": [1]}, {"x": [1, 2, %s], "ids": %s}
     [
         ("grid", [GOOD, [[[0] * 4] * 3, [[0] * 4, [0] * 4, [0, 0, "x", 0]]]],
          200, "instances[1][1][2][2]: expected a number, found a string"),
-        ("grid", [[[[0] * 4] * 3, [[0] * 4, [0] * 3, [0] * 4]]],
-         422, "instances[0][1][1]: expected 4 numbers, found 3"),
         ("grid", [{"image": [[[0] * 4] * 3, [[0] * 4, [0] * 4, [0, 0, None, 0]]]}],
          422, "instances[0].image[1][2][2]: expected a number, found null"),
-        ("grid", [[1, 2]], 422, "instances[0][0]: expected 3 lists, found the number 1"),
-        ("grid", [7], 422, "instances[0]: expected 2 lists, found the number 7"),
-        ("grid", [], 422, "instances: is empty"),
-        ("two", TWO % ("true", "[1]"), 200, "instances[1].x[2]: expected a number, found true"),
         ("two", TWO % ("1e39", "[1]"), 200, "instances[1].x[2]: the number is out of range"),
-        ("two", TWO % ("3", "[1.5]"), 200, "instances[1].ids[0]: expected a whole number"),
-        ("two", TWO % ("3", "[1, 99999999999999999999]"), 200, "instances[1].ids[1]: 99999999999"),
         ("two", TWO % ("NaN", "[1]"), 400, "malformed JSON: invalid character (byte 58)"),
-        ("two", TWO % ("1e999", "[1]"), 200, "instances[1].x: Number out of range"),
         ("two", '{"instances": [{"x": [1,2,3], "ids": [1], "x": [1]}]}', 422, "instances[0].x"),
-        ("two", [[1, 2, 3]], 422, "instances[0]: expected an object with 'x' and 'ids'"),
-        ("two", '[1]', 422, "the body must be"),
         ("two", '{"instances": [1], "instance": 2}', 422, "unknown field `instance`"),
-        ("two", "", 400, "the body is empty"),
         ("two", '{"instances": [' + "[" * 100 + "]" * 100 + "]}", 422, "nested more than 100 deep"),
         ("two", '{"instances": ' + "[" * 200_000, 422, "nested more than 100 deep"),
-        ("echo", '{"instances": ["\\ud800"]}', 400, "truncated"),
         ("echo", b'{"instances": ["\xed\xa0\x80"]}', 400, "not UTF-8"),
     ],
 )  # fmt: skip

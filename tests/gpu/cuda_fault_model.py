@@ -1,4 +1,4 @@
-"""A model that takes as much of a CUDA device as its input says, or ruins the device's context."""
+"""A model that fills a CUDA device, or breaks its context, as the input says."""
 
 import torch
 

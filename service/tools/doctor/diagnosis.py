@@ -128,11 +128,7 @@ def diagnose(
 ) -> Iterator[Finding]:
     """Make all checks of `inferpool doctor`; the slow ones come last.
 
-    Args:
-        settings: Settings of the service.
-        host: Devices of this machine.
-        origins: Origin of each setting, by dotted key.
-        race: Function that measures placements; None to neither load models nor measure.
+    Loads models and measures their placements only if there is a `race`.
     """
     facts = gather(settings, host)
     yield from check_settings_file(origins)

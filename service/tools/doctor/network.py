@@ -3,11 +3,8 @@
 import errno
 import os
 import socket
-import ssl
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import closing
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -99,20 +96,17 @@ def _is_ours(settings: Settings, failure: StartError) -> bool:
     """Return whether the process that has the address answers like an inferpool."""
     if getattr(failure.__cause__, "errno", None) != errno.EADDRINUSE:
         return False
-    where = (settings.host, settings.port)
-    if settings.tls_certificate is None:
-        connection = HTTPConnection(*where, timeout=_ANSWER_S)
-    else:  # any certificate will do
-        context = ssl.create_default_context()
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-        connection = HTTPSConnection(*where, timeout=_ANSWER_S, context=context)
+    import httpx  # only if the address is taken
+
+    scheme = "http" if settings.tls_certificate is None else "https"
+    url = httpx.URL(scheme=scheme, host=settings.host, port=settings.port, path="/health/live")
     try:
-        with closing(connection):
-            connection.request("GET", "/health/live")
-            with connection.getresponse() as answer:
-                return answer.status == 200 and answer.read(64) == _LIVE
-    except (OSError, HTTPException):
+        with (
+            httpx.Client(verify=False, timeout=_ANSWER_S, trust_env=False) as client,
+            client.stream("GET", url) as answer,
+        ):
+            return answer.status_code == 200 and next(answer.iter_raw(64), b"") == _LIVE
+    except httpx.HTTPError:
         return False
 
 

@@ -40,11 +40,7 @@ def check_ways(
 ) -> Iterator[Finding]:
     """Measure the networks of models without loading them, and say how to place them.
 
-    Args:
-        facts: Facts about this machine.
-        settings: Settings of the service.
-        names: Names of the models to check.
-        race: Function that measures placements; None to measure none.
+    Measures the speed of placements only if there is a `race`.
     """
     if race and (busy := psutil.cpu_percent(_LOOK_S)) > _BUSY:
         race = None
@@ -142,12 +138,7 @@ def judge(
 ) -> Finding:
     """Find the best placement for a model, and problems of the chosen one.
 
-    Args:
-        name: Name of the model.
-        survey: Sizes of its network.
-        room: Devices and memory for it.
-        context_bytes: GPU memory in use besides torch's allocations.
-        race: Function that measures placements; None to measure none.
+    `context_bytes` is GPU memory in use besides torch's allocations.
     """
     options = list(_options(survey, room, context_bytes))
     chosen = next(o for o in options if o.is_chosen(room))

@@ -35,13 +35,7 @@ class EventFeed:
     """Event feed of one service. You can read it again after it has ended."""
 
     def __init__(self, url: str, key: str, context: ssl.SSLContext) -> None:
-        """Connect to nothing yet.
-
-        Args:
-            url: URL of the service, without a slash at its end.
-            key: API key to send; empty for none.
-            context: Certificates to trust.
-        """
+        """Connect to nothing yet. An empty key is not sent."""
         self.place = without_password(url)
         self._url = url
         self._has_key = bool(key)

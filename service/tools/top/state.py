@@ -237,6 +237,10 @@ class View:
         """Freeze the picture, or let it go on."""
         self._then = None if self._then else self._now.copy()
 
+    def toggle_help(self) -> None:
+        """Show or hide the help."""
+        self.is_help = not self.is_help
+
     def choose(self, number: int) -> None:
         """Show the model with this index, if there is one."""
         if 0 <= number < len(self.scene.models):

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
@@ -26,13 +27,13 @@ _REASON_WIDTH = 24
 _DOING_WIDTH = len("at work")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _WorkerColumn:
     title: str
     cells: list[str]
     is_right: bool = False
 
-    @property
+    @cached_property
     def width(self) -> int:
         return max(map(cell_len, (self.title, *self.cells)))
 

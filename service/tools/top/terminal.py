@@ -8,6 +8,7 @@ import sys
 import termios
 import tty
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -17,6 +18,8 @@ from inferpool.service.tools.top.screen import ScreenSize, screen_lines
 from inferpool.service.tools.top.state import View
 
 _MAX_READ = 1024
+_NEXT = (b"j", b"\t", b"\x1b[C", b"\x1b[B", b"\x1bOC", b"\x1bOB")
+_PREVIOUS = (b"k", b"\x1b[Z", b"\x1b[D", b"\x1b[A", b"\x1bOD", b"\x1bOA")
 
 
 class LiveTerminal:
@@ -37,12 +40,10 @@ class LiveTerminal:
             b"Q": self.leave,
             b"p": view.pause,
             b" ": view.pause,
-            b"?": self._help,
-            b"h": self._help,
-            **dict.fromkeys((b"j", b"\t", b"\x1b[C", b"\x1b[B", b"\x1bOC", b"\x1bOB"), self._next),
-            **dict.fromkeys(
-                (b"k", b"\x1b[Z", b"\x1b[D", b"\x1b[A", b"\x1bOD", b"\x1bOA"), self._before
-            ),
+            b"?": view.toggle_help,
+            b"h": view.toggle_help,
+            **dict.fromkeys(_NEXT, partial(view.step, 1)),
+            **dict.fromkeys(_PREVIOUS, partial(view.step, -1)),
         }
 
     async def run(self) -> int:
@@ -80,15 +81,6 @@ class LiveTerminal:
             elif key.isdigit():
                 self.view.choose(int(key) - 1)
         self.draw()
-
-    def _next(self) -> None:
-        self.view.step(1)
-
-    def _before(self) -> None:
-        self.view.step(-1)
-
-    def _help(self) -> None:
-        self.view.is_help = not self.view.is_help
 
     def _end(self, signum: int) -> None:
         self._signum = signum

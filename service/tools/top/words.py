@@ -36,12 +36,7 @@ def size(num_bytes: float) -> str:
 
 
 def bars(values: Sequence[float | None], *, is_plain: bool) -> str:
-    """Draw one bar per value; the largest value gets the highest bar.
-
-    Args:
-        values: Values from 0 up; None leaves a gap.
-        is_plain: True for ASCII only.
-    """
+    """Draw one bar per value from 0 to the largest; None leaves a gap."""
     marks = _PLAIN_BARS if is_plain else _BARS
     greatest = max((value for value in values if value), default=1.0)
     top = len(marks) - 1

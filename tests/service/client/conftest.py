@@ -61,10 +61,6 @@ class BlockingAsyncClient:
         return call
 
     def predict_many(self, inputs, **options):
-        with contextlib.closing(self._predict_many(inputs, options)) as results:
-            yield from results
-
-    def _predict_many(self, inputs, options):
         results = self.client.predict_many(inputs, **options)
         try:
             while True:

@@ -23,6 +23,7 @@ from inferpool.service.client import (
 )
 from inferpool.service.client.errors import (
     AnswerError,
+    GivenUpError,
     InternalError,
     UnauthorizedError,
     error_class,
@@ -75,6 +76,7 @@ def test_every_error_of_the_service_has_a_type_here():
         assert (error.status, error.is_retryable) == (status, kind.is_retryable)
         assert type(error).is_retryable == kind.is_retryable
         assert error.request_id
+    assert issubclass(GivenUpError, UnavailableError)
 
 
 def problem_answer(**changes: object) -> httpx.Response:

@@ -295,7 +295,7 @@ def test_what_a_model_forks_ends_with_its_worker_however_that_ends(
     async def go():
         worker = await started(
             engine,
-            source="tests.forking_model:ForkingModel",
+            source="tests.fault_model:ForkingModel",
             options={"children": str(file)},
             batch_timeout_s=0.5,
         )
