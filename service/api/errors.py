@@ -1,27 +1,25 @@
 """The ONE table from exceptions to statuses and problem documents (RFC 9457), for the whole app.
 
-What only HTTP can get wrong has its exceptions here, beside those of `service.errors`:
+Errors that only HTTP knows are defined here, beside those of `service.errors`:
 
-ServiceError
-+-- UnauthorizedError          no key, or none that is known: 401
-+-- ForbiddenError             a key for something else: 403
-+-- NotFoundError              nothing is at this path: 404
-+-- MethodNotAllowedError      the path has no such method: 405
-+-- SlowBodyError              the body did not arrive in time: 408
-+-- LongUrlError               the URL is too long: 414
-+-- LargeHeadError             too many headers, or too long ones: 431
+ServiceError +-- UnauthorizedError          no key, or no known one: 401 +-- ForbiddenError
+a key for something else: 403 +-- NotFoundError              nothing is at this path: 404 +--
+MethodNotAllowedError      the path has no such method: 405 +-- SlowBodyError              the body
+did not arrive in time: 408 +-- LongUrlError               the URL is too long: 414 +--
+LargeHeadError             too many headers, or too long ones: 431
 """
 
 import logging
 from collections.abc import Sequence
 from functools import lru_cache
 from http import HTTPStatus
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 from urllib.parse import quote
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from msgspec import Meta
 from starlette.exceptions import HTTPException
 
 from inferpool.service.api.trace import new_ids, request_id_of
@@ -50,12 +48,12 @@ from inferpool.service.errors import (
 logger = logging.getLogger(__name__)
 
 Headers = list[tuple[bytes, bytes]]
-"""As ASGI has them: names in lower case."""
+"""Names in lower case, as in ASGI."""
 Answer = tuple[int, Headers, bytes]
 """Status, headers and body."""
 
 CALL_KEY = "inferpool.call"
-"""Where the application keeps the `Call` in the scope of an ASGI call."""
+"""The key of the `Call` in the scope of an ASGI call."""
 PROBLEM_TYPE = b"application/problem+json"
 _TYPE_PREFIX = "urn:problem-type:inferpool:"
 """RFC 9457 (3.1.1) asks for a URI; this one names the code and promises no page."""
@@ -63,7 +61,7 @@ _STATUSES = frozenset(HTTPStatus)
 
 
 class UnauthorizedError(ServiceError):
-    """There is no key, or none that is known."""
+    """There is no key, or no known one."""
 
     code = "unauthorized"
 
@@ -143,42 +141,52 @@ TABLE: dict[type[ServiceError], ErrorKind] = {
 """A subclass is shown as its nearest base here. 499 is seen in metrics and logs only."""
 
 _RETRY_STATUSES = (429, 503)
-"""Those that say when to come back (RFC 9110, 10.2.3), in whole seconds, one at least."""
+"""Statuses that say when to come back (RFC 9110, 10.2.3), in whole seconds from 1."""
 _CHALLENGE = (b"www-authenticate", b'Bearer realm="inferpool"')
-"""What a 401 must say (RFC 9110, 11.6.1)."""
+"""A header that a 401 must have (RFC 9110, 11.6.1)."""
 
 
 class InstanceError(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Why one instance has no prediction, as it stands in its place or in a list of them."""
+    """Why one instance of several has no prediction."""
 
-    code: str
-    message: str
-    status: int
-    index: int | None = None
-    """Its place among the instances, where that does not show otherwise."""
+    code: Annotated[str, Meta(description="A stable name.")]
+    message: Annotated[str, Meta(description="For a person.")]
+    status: Annotated[int, Meta(description="The status that it would get alone.")]
+    index: Annotated[int | None, Meta(description="The place of the instance, from 0.")] = None
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A problem document: the five members of RFC 9457 (3.1) and ours."""
+    """An error: the five members of RFC 9457 (3.1), and some more."""
 
-    type: str
-    title: str
-    status: int
-    detail: str
-    instance: str
-    """The path that was asked for."""
-    code: str
-    error: str
-    """The detail again, for the many clients that look for a string of this name."""
-    request_id: str
-    retryable: bool
-    retry_after_s: int | None = None
-    errors: Sequence[InstanceError] = ()
-    """Of each instance, where there were several."""
+    type: Annotated[
+        str,
+        Meta(description=f"`{_TYPE_PREFIX}` and the code.", extra_json_schema={"format": "uri"}),
+    ]
+    title: Annotated[str, Meta(description="The kind of error.")]
+    status: Annotated[int, Meta(description="The status of the answer.")]
+    detail: Annotated[str, Meta(description="What was wrong, where, and what to do.")]
+    instance: Annotated[
+        str,
+        Meta(
+            description="The path that was asked for.",
+            extra_json_schema={"format": "uri-reference"},
+        ),
+    ]
+    code: Annotated[
+        str, Meta(description="A stable name of the error, to decide by. More may come.")
+    ]
+    error: Annotated[str, Meta(description="The same as `detail`; many clients look for it.")]
+    request_id: Annotated[str, Meta(description="The same as in `X-Request-ID`.")]
+    retryable: Annotated[bool, Meta(description="The same request may succeed later.")]
+    retry_after_s: Annotated[int | None, Meta(description="The same as in `Retry-After`.")] = None
+    errors: Annotated[
+        Sequence[InstanceError],
+        Meta(description="The error of each instance, if there were several and all failed."),
+    ] = ()
 
 
 def kind_of(error: ServiceError) -> ErrorKind:
-    """The row of the table for an error."""
+    """Return the table's row for an error."""
     kind = TABLE.get(type(error))
     if kind is not None:
         return kind
@@ -190,7 +198,7 @@ def kind_of(error: ServiceError) -> ErrorKind:
 
 
 def instance_error(error: ServiceError, index: int | None = None) -> InstanceError:
-    """An error as it stands for one instance of several."""
+    """Return an error as it stands for one instance of several."""
     return InstanceError(
         code=error.code, message=error.message, status=kind_of(error).status, index=index
     )
@@ -203,37 +211,26 @@ def problem(
     *,
     errors: Sequence[InstanceError] = (),
 ) -> Answer:
-    """Render an error.
-
-    Args:
-        error: What went wrong.
-        request_id: For the person who will look for it in the log.
-        instance_path: The path of the request.
-        errors: What went wrong with each instance, where there were several.
-    """
+    """Render an error, or the errors of several instances."""
     kind = kind_of(error)
     retry_after_s = error.retry_after_s
     if kind.is_retryable and kind.status in _RETRY_STATUSES:
         retry_after_s = max(1, retry_after_s or 1)
     return _render(
-        Problem(
-            type=_TYPE_PREFIX + error.code,
-            title=kind.title,
-            status=kind.status,
-            detail=error.message,
-            instance=_quoted(instance_path),
-            code=error.code,
-            error=error.message,
-            request_id=request_id,
-            retryable=kind.is_retryable,
-            retry_after_s=retry_after_s,
-            errors=errors,
-        )
+        kind.status,
+        kind.title,
+        error.code,
+        error.message,
+        path=instance_path,
+        request_id=request_id,
+        is_retryable=kind.is_retryable,
+        retry_after_s=retry_after_s,
+        errors=errors,
     )
 
 
 def problem_response(request: Request, error: ServiceError) -> Response:
-    """Render an error for a route of FastAPI's."""
+    """Render an error as an answer of a FastAPI route."""
     request_id = _request_id(request)
     return _response(problem(error, request_id, request.url.path), request_id)
 
@@ -248,18 +245,42 @@ def install_error_handlers(app: FastAPI) -> None:
 
 @lru_cache(maxsize=64)
 def _quoted(path: str) -> str:
-    """What an overloaded server refuses thousands of times is quoted once."""
+    """Cached, because an overloaded server refuses the same path thousands of times."""
     return quote(path)
 
 
-def _render(document: Problem) -> Answer:
+def _render(
+    status: int,
+    title: str,
+    code: str,
+    message: str,
+    *,
+    path: str,
+    request_id: str,
+    is_retryable: bool,
+    retry_after_s: int | None = None,
+    errors: Sequence[InstanceError] = (),
+) -> Answer:
+    document = Problem(
+        type=_TYPE_PREFIX + code,
+        title=title,
+        status=status,
+        detail=message,
+        instance=_quoted(path),
+        code=code,
+        error=message,
+        request_id=request_id,
+        retryable=is_retryable,
+        retry_after_s=retry_after_s,
+        errors=errors,
+    )
     body = msgspec.json.encode(document)
     headers = [(b"content-type", PROBLEM_TYPE), (b"content-length", b"%d" % len(body))]
-    if document.retry_after_s is not None:
-        headers.append((b"retry-after", b"%d" % document.retry_after_s))
-    if document.status == HTTPStatus.UNAUTHORIZED:
+    if retry_after_s is not None:
+        headers.append((b"retry-after", b"%d" % retry_after_s))
+    if status == HTTPStatus.UNAUTHORIZED:
         headers.append(_CHALLENGE)
-    return document.status, headers, body
+    return status, headers, body
 
 
 def _response(answer: Answer, request_id: str) -> Response:
@@ -283,7 +304,7 @@ async def _on_service_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """Starlette's own refusals: an unknown route, a wrong method."""
+    """Render Starlette's own refusals: an unknown route, a wrong method."""
     assert isinstance(error, HTTPException)
     status = error.status_code
     known = HTTPStatus(status) if status in _STATUSES else HTTPStatus.INTERNAL_SERVER_ERROR
@@ -296,17 +317,13 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         detail = f"{request.url.path[:200]} takes {allowed}, not {request.method}"
     request_id = _request_id(request)
     answer = _render(
-        Problem(
-            type=_TYPE_PREFIX + code,
-            title=phrase,
-            status=status,
-            detail=detail,
-            instance=quote(request.url.path),
-            code=code,
-            error=detail,
-            request_id=request_id,
-            retryable=status in _RETRY_STATUSES,
-        )
+        status,
+        phrase,
+        code,
+        detail,
+        path=request.url.path,
+        request_id=request_id,
+        is_retryable=status in _RETRY_STATUSES,
     )
     response = _response(answer, request_id)
     for name, value in (error.headers or {}).items():
@@ -323,7 +340,7 @@ async def _on_validation_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_unexpected(request: Request, error: Exception) -> Response:
-    """Answer only: Starlette raises the error again, and the server logs its traceback."""
+    """Only answer: Starlette raises the error again, and the server logs its traceback."""
     return problem_response(
         request, InternalError("this is a mistake of the service; its log has more")
     )

@@ -1,17 +1,14 @@
-"""The FastAPI application: `/predict` goes past it, and the rest is its routes, docs and errors."""
+"""The FastAPI application: routes, docs and errors. Calls to `/predict` go past its machinery."""
 
 import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import APIRouter, FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
-from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
@@ -37,7 +34,7 @@ from inferpool.service.api.replies import (
     send_reply,
 )
 from inferpool.service.api.routes.events import WAS_HEAD
-from inferpool.service.api.routes.page import Page
+from inferpool.service.api.routes.page import Page, file_in_package
 from inferpool.service.api.routes.page_headers import POLICY_HEADER, policy_for, with_page_headers
 from inferpool.service.errors import ServiceError
 from inferpool.service.telemetry.logs import LogThrottle
@@ -45,13 +42,13 @@ from inferpool.service.telemetry.logs import LogThrottle
 logger = logging.getLogger(__name__)
 
 _REFUSALS_PER_S = 5
-"""Of administration: so many are logged, one by one."""
+"""Refused admin calls that are logged one by one."""
 _DOCUMENT_PATH = "/openapi.json"
 _ASSETS_PATH = "/docs/assets"
-_ADDS_UP = b"vary"
-"""May be there several times (RFC 9110, 12.5.5)."""
+_REPEATABLE = b"vary"
+"""A header that may stand several times (RFC 9110, 12.5.5)."""
 _ASSETS_PACKAGE = "fastapi_offline"
-"""Swagger UI comes from this package's files, so that `/docs` asks no other host for anything."""
+"""The package with Swagger UI's files, so that `/docs` asks no other host for anything."""
 
 
 class App(FastAPI):
@@ -75,18 +72,18 @@ class App(FastAPI):
         """Make the application; `predict` is set once it exists, before the first call.
 
         Args:
-            version: Of inferpool, for the documentation.
-            routers: Health, metrics and whatever else has routes.
-            guard: Who may ask for what; without one everyone may ask for everything.
-            cors: Which pages of other origins may ask; None: none.
-            docs: Whether to document it to whoever asks.
-            page: Whether to show what goes on to whoever asks, as far as keys allow it.
-            lifespan: Runs around the serving, as FastAPI has it.
+            version: The version of inferpool, for the documentation.
+            routers: Health, metrics and the other routes.
+            guard: Checks keys; without one everything is open.
+            cors: Pages of other origins that may call; None: none.
+            docs: Serve the API's documentation.
+            page: Serve the page at `/`.
+            lifespan: Runs around the serving, as in FastAPI.
         """
         super().__init__(
             **INFO,
             version=version,
-            generate_unique_id_function=_id_of,
+            generate_unique_id_function=lambda route: route.name,
             openapi_url=None,  # `_show_document` answers there
             docs_url=None,
             redoc_url=None,
@@ -94,9 +91,9 @@ class App(FastAPI):
         )
         self.predict: Predict | None = None
         self.examples: Callable[[], Mapping[str, object]] = dict
-        """Tells by model an instance that it takes, where it shows one."""
+        """Returns an instance for each model that shows one."""
         self.tracing: Tracing | None = None
-        """Traces calls to the other routes too, but only those with a `traceparent`: not probes."""
+        """Traces calls to the other routes, but only those with a `traceparent`: not probes."""
         self._guard = guard
         self._cors = cors
         self._document: _Document | None = None
@@ -149,8 +146,8 @@ class App(FastAPI):
                     self._log_refusal(scope, call, error)
                 await refusal(scope, receive, send)
                 return
-        if scope["method"] == "HEAD":  # the server sends none of the body (RFC 9110, 9.3.2)
-            scope.update({"method": "GET", WAS_HEAD: True})  # our own copy
+        if scope["method"] == "HEAD":  # the server drops the body (RFC 9110, 9.3.2)
+            scope.update({"method": "GET", WAS_HEAD: True})  # this is our copy
         await super().__call__(scope, receive, send)
 
     def openapi(self) -> dict[str, object]:
@@ -172,16 +169,16 @@ class App(FastAPI):
         return Response(document.body, media_type="application/json", headers=headers)
 
     def _current_document(self, root: str) -> "_Document":
-        """The document as bytes, made again where what it depends on has changed.
+        """Return the document as bytes; it is made again only after something in it has changed.
 
-        It takes the event loop 30 ms, and no key is needed to ask for it.
+        Making it takes the event loop 30 ms, and no key is needed to ask for it.
         """
         predict = self.predict
         models = None if predict is None else (list(predict.models), predict.default)
         origin = (root, models, dict(self.examples()))
         if self._document is None or self._document.origin != origin:
             schema = self.openapi()
-            if root:  # as FastAPI has it for an application that is mounted
+            if root:  # like FastAPI for an application that is mounted
                 schema["servers"] = [{"url": root}]
             body = msgspec.json.encode(schema)
             etag = f'W/"{hashlib.sha256(body).hexdigest()[:24]}"'
@@ -189,7 +186,7 @@ class App(FastAPI):
         return self._document
 
     def _log_refusal(self, scope: Scope, call: Call, error: ServiceError) -> None:
-        """Let an operator see that someone tries keys, which must not fill the log either."""
+        """Show an operator that someone tries keys, without letting that fill the log."""
         if isinstance(error, NotFoundError) or not self._refusals.may_write():
             return
         logger.warning(
@@ -204,7 +201,8 @@ class App(FastAPI):
         )
 
     def _install_docs(self) -> None:
-        self.mount(_ASSETS_PATH, StaticFiles(directory=_assets_folder()), name="assets")
+        assets = StaticFiles(directory=file_in_package(_ASSETS_PACKAGE, "static"))
+        self.mount(_ASSETS_PATH, assets, name="assets")
         self.add_route("/docs", self._show_docs, include_in_schema=False)
         self.add_route(_DOCUMENT_PATH, self._show_document, include_in_schema=False)
 
@@ -216,23 +214,25 @@ class App(FastAPI):
             swagger_js_url=f"{root}{_ASSETS_PATH}/swagger-ui-bundle.js",
             swagger_css_url=f"{root}{_ASSETS_PATH}/swagger-ui.css",
             swagger_favicon_url=f"{root}{_ASSETS_PATH}/favicon.png",
-            swagger_ui_parameters={"validatorUrl": None},  # else it sends the document to one
+            swagger_ui_parameters={
+                "validatorUrl": None
+            },  # else it sends the document to a validator
         )
         page.headers[POLICY_HEADER] = policy_for(page.body)
         return page
 
 
 class _Document(NamedTuple):
-    """The OpenAPI document as it is kept."""
+    """The OpenAPI document in memory."""
 
     origin: object
-    """What it was made from, to be compared."""
+    """What it was made from, for comparison."""
     body: bytes
     etag: str
 
 
 def with_call_headers(call: Call, send: Send) -> Send:
-    """An ASGI `send` that adds ids and times to an answer, as those of `/predict` have them."""
+    """Return an ASGI `send` that adds ids and times to an answer, like those of `/predict`."""
 
     async def sending(message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
@@ -240,7 +240,7 @@ def with_call_headers(call: Call, send: Send) -> Send:
             headers = list(message.get("headers", ()))
             there = {name for name, _ in headers}
             ours = pairs_of(common_lines(call, None).encode())
-            headers += [pair for pair in ours if pair[0] not in there or pair[0] == _ADDS_UP]
+            headers += [pair for pair in ours if pair[0] not in there or pair[0] == _REPEATABLE]
             lines_of(headers)  # raises before anything of the answer is sent
             message = {**message, "headers": headers}
         await send(message)
@@ -248,25 +248,12 @@ def with_call_headers(call: Call, send: Send) -> Send:
     return sending
 
 
-def _id_of(route: APIRoute) -> str:
-    """What a route is called in the document, and by clients that are made from it."""
-    return route.name
-
-
 def _log_more_refusals(num: int) -> None:
     logger.warning("admin: refused %d more calls in the last second", num)
 
 
-def _assets_folder() -> Path:
-    """The folder of Swagger UI's files, found without importing the package."""
-    spec = find_spec(_ASSETS_PACKAGE)
-    assert spec is not None, f"{_ASSETS_PACKAGE} is a dependency"
-    assert spec.origin is not None
-    return Path(spec.origin).parent / "static"
-
-
 def _route_path(scope: Scope) -> str:
-    """The path of an ASGI call without what the server is mounted under."""
+    """Return the path of an ASGI call without the path that the server is mounted under."""
     path: str = scope["path"]
     root = scope.get("root_path")
     return path.removeprefix(root) if root else path

@@ -1,15 +1,18 @@
-"""The whole document: FastAPI's own, completed by what the service knows besides."""
+"""The whole document: FastAPI's own, and everything that FastAPI does not know."""
 
+import ast
+import inspect
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 from inferpool.service.api.auth import KEY_MEANINGS, Access, policy_of
 from inferpool.service.api.openapi import predict, problems
-from inferpool.service.api.openapi.docstrings import describe
-from inferpool.service.api.openapi.examples import ANSWERS
 from inferpool.service.api.openapi.headers import (
     COMMON,
+    EXAMPLES,
     HEADERS,
     OF_ALL,
     PARAMETERS,
@@ -17,6 +20,7 @@ from inferpool.service.api.openapi.headers import (
     answer_headers,
 )
 from inferpool.service.api.openapi.problems import ALWAYS, refer_to
+from inferpool.service.api.routes import admin, events, health
 
 INFO: Mapping[str, Any] = {
     "title": "inferpool",
@@ -28,7 +32,7 @@ INFO: Mapping[str, Any] = {
     ),
     "license_info": {"name": "Apache License 2.0", "identifier": "Apache-2.0"},
 }
-"""What FastAPI takes for the head of the document."""
+"""FastAPI's arguments for the head of the document."""
 
 TAGS: Sequence[Mapping[str, str]] = (
     {"name": "predict", "description": "Predictions, one instance or many at a time."},
@@ -41,7 +45,7 @@ TAGS: Sequence[Mapping[str, str]] = (
 )
 
 _VALIDATION = ("HTTPValidationError", "ValidationError")
-"""FastAPI's own form of errors, which the service does not answer in."""
+"""FastAPI's own form of errors, which the service does not use."""
 
 
 def complete(
@@ -55,21 +59,27 @@ def complete(
     """Complete FastAPI's document of its routes, in place, and return it.
 
     Args:
-        schema: As FastAPI makes it.
-        restricted: What needs a key.
-        models: The names of all models; None where there is no `/predict`.
-        default: The model that `/predict` means.
-        examples: By model, an instance that it takes, where it shows one.
+        schema: FastAPI's document.
+        restricted: Kinds of calls that need a key.
+        models: The names of all models; None if there is no `/predict`.
+        default: The model of `/predict` without a name.
+        examples: An instance of each model that shows one.
     """
     paths: dict[str, Any] = schema["paths"]
+    answers = EXAMPLES["answers"]
+    answers["events"]["health"] = answers["health"]
     for path, operations in paths.items():
         for operation in operations.values():
-            _complete_operation(operation, path)
+            example = answers.get(operation["operationId"])
+            _complete_operation(operation, path, example)
     components = schema.setdefault("components", {})
     schemas = components.setdefault("schemas", {})
     for name in _VALIDATION:
         schemas.pop(name, None)
-    describe(schemas)
+    for name, texts in _texts_of_fields().items():
+        for field, text in texts.items():
+            if field in schemas.get(name, {}).get("properties", {}):
+                schemas[name]["properties"][field]["description"] = text
     if models is not None:
         schema["paths"] = {**predict.predict_paths(models, default, examples), **paths}
         schemas |= predict.SCHEMAS
@@ -81,12 +91,37 @@ def complete(
     operations = [each for item in schema["paths"].values() for each in item.values()]
     used = {tag for operation in operations for tag in operation.get("tags", ())}
     schema["tags"] = [dict(tag) for tag in TAGS if tag["name"] in used]
-    _drop_what_nobody_refers_to(schema)
+    _drop_unused(schema)
     schema.setdefault("servers", [{"url": "/", "description": "This host."}])
     return schema
 
 
-def _complete_operation(operation: dict[str, Any], path: str) -> None:
+@lru_cache
+def _texts_of_fields() -> Mapping[str, Mapping[str, str]]:
+    """Return the docstrings under the fields of our dataclasses, by class and field.
+
+    pydantic could do this too, but at import: it would add 0.1 s to the start.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for module in (health, events, admin):
+        for node in ast.parse(inspect.getsource(module)).body:
+            if not isinstance(node, ast.ClassDef):
+                continue
+            texts: dict[str, str] = {}
+            found[node.name] = texts
+            for base in node.bases:
+                texts |= found.get(ast.unparse(base), {})
+            for field, after in pairwise(node.body):
+                match field, after:
+                    case (
+                        ast.AnnAssign(target=ast.Name(id=name)),
+                        ast.Expr(value=ast.Constant(value=str(text))),
+                    ):
+                        texts[name] = " ".join(text.split())
+    return found
+
+
+def _complete_operation(operation: dict[str, Any], path: str, example: object) -> None:
     """Give one of FastAPI's operations its headers, its error answers and an example."""
     taken = [{"$ref": f"#/components/parameters/{name}"} for name in OF_ALL]
     operation["parameters"] = [*operation.get("parameters", ()), *taken]
@@ -96,7 +131,6 @@ def _complete_operation(operation: dict[str, Any], path: str) -> None:
     if policy_of(path) not in ("open", None):
         errors |= {401, 403}
     answers = {status: each for status, each in responses.items() if int(status) < 400}
-    example = ANSWERS.get(str(operation["operationId"]))
     for answer in answers.values():
         if answer["description"] == "Successful Response":
             answer["description"] = f"{operation['summary']}."
@@ -109,7 +143,7 @@ def _complete_operation(operation: dict[str, Any], path: str) -> None:
     operation["responses"] = answers | refer_to(errors)
 
 
-def _drop_what_nobody_refers_to(schema: dict[str, Any]) -> None:
+def _drop_unused(schema: dict[str, Any]) -> None:
     """Leave out components of routes that are not served here, such as those of /admin."""
     components = schema["components"]
     text = ""

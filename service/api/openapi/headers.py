@@ -1,134 +1,103 @@
-"""Every header that the service reads or sends, as OpenAPI components."""
+"""Every header that the service reads or sends, as OpenAPI components; and all examples."""
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 Json = dict[str, object]
 
+EXAMPLES: Mapping[str, Any] = json.loads(Path(__file__).with_name("examples.json").read_bytes())
+"""Bodies of `/predict`, its answers, and the answers of other routes by their operation's id."""
+
+_TEXT: Json = {"type": "string"}
 _REQUEST_ID: Json = {"type": "string", "pattern": "^[A-Za-z0-9._:-]{1,128}$"}
-_TRACEPARENT: Json = {
-    "type": "string",
-    "pattern": "^00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$",
-}
-_DTYPE: Json = {"type": "string"}
-_SHAPE: Json = {"type": "string"}
+_TRACEPARENT: Json = {"type": "string", "pattern": "^00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$"}
 
 
-def _taken(name: str, description: str, schema: Json, example: object = None) -> Json:
-    header: Json = {"name": name, "in": "header", "description": description, "schema": schema}
+def _header(description: str, schema: Json, example: object = None) -> Json:
+    header: Json = {"description": description, "schema": schema}
     return header if example is None else header | {"example": example}
 
 
-PARAMETERS: Mapping[str, Json] = {
-    "XTimeoutMs": _taken(
-        "X-Timeout-Ms",
+_REQUEST_HEADERS: Mapping[str, Json] = {
+    "X-Timeout-Ms": _header(
         "A deadline in milliseconds, counted from arrival; answered with 504 when it passes. More "
         "than the setting `max_timeout_s` means as much as that.",
         {"type": "integer", "minimum": 1},
         2000,
     ),
-    "XPriority": _taken(
-        "X-Priority",
+    "X-Priority": _header(
         "1 goes first, 9 last; 5 if not given.",
         {"type": "integer", "minimum": 1, "maximum": 9},
         1,
     ),
-    "XRequestId": _taken(
-        "X-Request-ID",
+    "X-Request-ID": _header(
         "Sent back, and in the logs; made if it is absent or has another form.",
         _REQUEST_ID,
         "order-1234",
     ),
-    "Traceparent": _taken(
-        "traceparent",
+    "traceparent": _header(
         "W3C Trace Context: the trace that this call belongs to. A new one is begun if it is "
         "absent or cannot be read.",
-        {"type": "string"},
+        _TEXT,
         "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
     ),
-    "Tracestate": _taken(
-        "tracestate",
-        "W3C Trace Context: passed on beside a valid `traceparent`.",
-        {"type": "string"},
-        "vendor=opaque",
+    "tracestate": _header(
+        "W3C Trace Context: passed on beside a valid `traceparent`.", _TEXT, "vendor=opaque"
     ),
-    "XTensorDtype": _taken("X-Tensor-Dtype", "As `dtype` in the query.", _DTYPE),
-    "XTensorShape": _taken("X-Tensor-Shape", "As `shape` in the query.", _SHAPE),
+    "X-Tensor-Dtype": _header("The same as `dtype` in the query.", _TEXT),
+    "X-Tensor-Shape": _header("The same as `shape` in the query.", _TEXT),
 }
-"""What a call to `/predict` may bring. Pages fill an example in when one tries a call, so there are
-none that would break another's body."""
-
-OF_ALL = ("XRequestId", "Traceparent", "Tracestate")
-"""Those of them that a call to any route may bring."""
-
-HEADERS: Mapping[str, Json] = {
-    "XRequestId": {
-        "description": "The id of the call: that which it brought, or a new one.",
-        "schema": _REQUEST_ID,
-    },
-    "Traceparent": {
-        "description": "W3C Trace Context: the trace of the call, and the span in which it was "
-        "answered.",
-        "schema": _TRACEPARENT,
-    },
-    "Tracestate": {
-        "description": "W3C Trace Context: that which the call brought.",
-        "schema": {"type": "string"},
-    },
-    "ServerTiming": {
-        "description": "Milliseconds: of predictions `queue`, `preprocess` and `inference` "
-        "(of several instances the longest), and `total`.",
-        "schema": {"type": "string"},
-        "example": "queue;dur=0.21, preprocess;dur=2.80, inference;dur=14.31, total;dur=17.95",
-    },
-    "RetryAfter": {
-        "description": "Seconds after which another try makes sense.",
-        "schema": {"type": "integer", "minimum": 1},
-    },
-    "WwwAuthenticate": {
-        "description": "How a key is sent.",
-        "schema": {"type": "string"},
-        "example": 'Bearer realm="inferpool"',
-    },
-    "Allow": {
-        "description": "The methods that there are.",
-        "schema": {"type": "string"},
-        "example": "POST",
-    },
-    "XTensorName": {
-        "description": "Of an answer in octet-stream: the output's name, percent-encoded where "
-        "it has spaces, a percent sign or anything but ASCII.",
-        "schema": {"type": "string"},
-    },
-    "XTensorDtype": {
-        "description": "Of an answer in octet-stream: its dtype, as torch names it.",
-        "schema": _DTYPE,
-        "example": "float32",
-    },
-    "XTensorShape": {
-        "description": "Of an answer in octet-stream: its shape.",
-        "schema": _SHAPE,
-        "example": "1,1000",
-    },
-}
-"""What an answer may have."""
-
-_NAMES: Mapping[str, str] = {
-    "X-Request-ID": "XRequestId",
-    "traceparent": "Traceparent",
-    "tracestate": "Tracestate",
-    "Server-Timing": "ServerTiming",
-    "Retry-After": "RetryAfter",
-    "WWW-Authenticate": "WwwAuthenticate",
-    "Allow": "Allow",
-    "X-Tensor-Name": "XTensorName",
-    "X-Tensor-Dtype": "XTensorDtype",
-    "X-Tensor-Shape": "XTensorShape",
+_ANSWER_HEADERS: Mapping[str, Json] = {
+    "X-Request-ID": _header("The id of the call: its own, or a new one.", _REQUEST_ID),
+    "traceparent": _header(
+        "W3C Trace Context: the trace of the call, and the span in which it was answered.",
+        _TRACEPARENT,
+    ),
+    "tracestate": _header("W3C Trace Context: the one that the call brought.", _TEXT),
+    "Server-Timing": _header(
+        "Milliseconds: of predictions `queue`, `preprocess` and `inference` (of several instances "
+        "the longest), and `total`.",
+        _TEXT,
+        "queue;dur=0.21, preprocess;dur=2.80, inference;dur=14.31, total;dur=17.95",
+    ),
+    "Retry-After": _header(
+        "Seconds after which another try makes sense.", {"type": "integer", "minimum": 1}
+    ),
+    "WWW-Authenticate": _header("How a key is sent.", _TEXT, 'Bearer realm="inferpool"'),
+    "Allow": _header("The methods that there are.", _TEXT, "POST"),
+    "X-Tensor-Name": _header(
+        "In an octet-stream answer: the output's name, percent-encoded where it has spaces, a "
+        "percent sign or anything but ASCII.",
+        _TEXT,
+    ),
+    "X-Tensor-Dtype": _header(
+        "In an octet-stream answer: the dtype, as torch names it.", _TEXT, "float32"
+    ),
+    "X-Tensor-Shape": _header("In an octet-stream answer: the shape.", _TEXT, "1,1000"),
 }
 
 COMMON = ("X-Request-ID", "traceparent", "tracestate", "Server-Timing")
-"""What every answer has, `tracestate` where the call brought one."""
+"""Headers of every answer; `tracestate` only if the call brought one."""
+
+
+def _key(name: str) -> str:
+    """Return the name of a header's component: `XRequestId` for `X-Request-ID`."""
+    return name.title().replace("-", "")
+
+
+PARAMETERS: Mapping[str, Json] = {
+    _key(name): {"name": name, "in": "header", **header}
+    for name, header in _REQUEST_HEADERS.items()
+}
+"""Headers of calls. Pages fill the examples in when a user tries a call, so none may break it."""
+HEADERS: Mapping[str, Json] = {_key(name): header for name, header in _ANSWER_HEADERS.items()}
+"""Headers of answers."""
+OF_ALL = tuple(map(_key, COMMON[:3]))
+"""Parameters of every route."""
 
 
 def answer_headers(*names: str) -> Json:
-    """The headers of an answer, by the components that describe them."""
-    return {name: {"$ref": f"#/components/headers/{_NAMES[name]}"} for name in names}
+    """Return the headers of an answer as references to their components."""
+    return {name: {"$ref": f"#/components/headers/{_key(name)}"} for name in names}

@@ -1,10 +1,16 @@
-"""What the document says of `/predict`: FastAPI documents its own routes, not this one."""
+"""The part of the document about `/predict`, which FastAPI does not route."""
 
 from collections.abc import Mapping, Sequence
 from urllib.parse import quote
 
 from inferpool.service.api.codecs.parameters import OUTPUT_KEY
-from inferpool.service.api.openapi.headers import COMMON, PARAMETERS, Json, answer_headers
+from inferpool.service.api.openapi.headers import (
+    COMMON,
+    EXAMPLES,
+    PARAMETERS,
+    Json,
+    answer_headers,
+)
 from inferpool.service.api.openapi.problems import OF_PREDICT, refer_to
 
 _BINARY: Json = {"type": "string", "format": "binary"}
@@ -38,7 +44,7 @@ SCHEMAS: Mapping[str, Json] = {
         },
     },
 }
-"""What bodies and answers hold."""
+"""Schemas of bodies and answers."""
 
 _QUERY: Mapping[str, str] = {
     "dtype": "Of an octet-stream body, as torch names it: `float32`, `uint8`, ...",
@@ -84,7 +90,7 @@ _BODY_EXAMPLES: Sequence[tuple[str, str, str]] = (
         "-H 'Content-Type: text/plain' --data-binary 'hello world' '{url}'",
     ),
 )
-"""By content type: what the body holds, and the arguments of curl that send one."""
+"""For each content type: its contents, and curl's arguments to send one."""
 _VALUES: Mapping[str, object] = {
     "multipart/form-data": {
         "file": ["@first.jpg", "@second.png"],
@@ -92,68 +98,14 @@ _VALUES: Mapping[str, object] = {
     },
     "text/plain": "hello world",
 }
-PIXEL = (
-    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR42mNwaDgAAAKEAYEYanSHAAAAAElFTkSuQmCC"
-)
-"""A PNG of one pixel."""
-_JSON_REQUESTS: Json = {
-    "image": {
-        "summary": "An encoded image, in base64",
-        "value": {"instances": [{"b64": PIXEL}], "parameters": {"top_k": 3}},
-    },
-    "numbers": {
-        "summary": "Two instances for a model whose only input takes three numbers",
-        "value": {"instances": [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]},
-    },
-    "texts": {
-        "summary": "Two texts for a model that takes texts",
-        "value": {"instances": ["hello world", {"text": "A cat sits on the mat."}]},
-    },
-    "inputs": {
-        "summary": "One instance for a model with several inputs",
-        "value": {"instances": [{"x": [0.5, 1.0, 1.5], "ids": [101, 7592, 102]}]},
-    },
-}
-_JSON_ANSWERS: Json = {
-    "classifier": {
-        "summary": "A classifier's best two labels for one image",
-        "value": {
-            "predictions": [
-                [
-                    {"label": "tiger cat", "index": 282, "score": 0.37},
-                    {"label": "Egyptian cat", "index": 285, "score": 0.36},
-                ]
-            ]
-        },
-    },
-    "partial": {
-        "summary": "Two images, of which the second could not be read",
-        "value": {
-            "predictions": [
-                [{"label": "tiger cat", "index": 282, "score": 0.37}],
-                {
-                    "error": {
-                        "code": "invalid_input",
-                        "message": "these 12 bytes are no image",
-                        "status": 422,
-                    }
-                },
-            ]
-        },
-    },
-}
+PIXEL: str = EXAMPLES["requests"]["image"]["value"]["instances"][0]["b64"]
+"""A PNG of one pixel, in base64."""
 
 
 def predict_paths(
     models: Sequence[str], default: str | None, examples: Mapping[str, object] | None = None
 ) -> dict[str, Json]:
-    """The path items of `/predict` (where there is a default model) and of `/predict/{model}`.
-
-    Args:
-        models: The names of all models.
-        default: The one that `/predict` means.
-        examples: By model, an instance that it takes, where it shows one.
-    """
+    """Return the path items of `/predict/{model}`, and of `/predict` with a default model."""
     shown: Json = {
         name: {
             "summary": f"An instance that {name} takes",
@@ -242,7 +194,7 @@ def _request_content(path: str, shown: Json) -> Json:
         is_json = content_type == "application/json"
         content[content_type] = {
             "schema": schemas.get(content_type, _BINARY),
-            "examples": {**shown, **_JSON_REQUESTS} if is_json else {"curl": call},
+            "examples": {**shown, **EXAMPLES["requests"]} if is_json else {"curl": call},
         }
     return content
 
@@ -259,7 +211,7 @@ def _answer() -> Json:
         "content": {
             "application/json": {
                 "schema": {"$ref": "#/components/schemas/PredictResponse"},
-                "examples": _JSON_ANSWERS,
+                "examples": EXAMPLES["predictions"],
             },
             "application/x-npy": {"schema": _BINARY},
             "application/safetensors": {"schema": _BINARY},

@@ -1,4 +1,4 @@
-"""The error answers of the document, made from the one table of errors and rendered as they are."""
+"""The error answers of the document, made from the table of errors and rendered like real ones."""
 
 from collections.abc import Iterable, Mapping
 
@@ -6,72 +6,40 @@ import msgspec
 
 from inferpool.service.api.codecs.answers import MEDIA_TYPES
 from inferpool.service.api.codecs.requests import TYPES
-from inferpool.service.api.errors import (
-    PROBLEM_TYPE,
-    TABLE,
-    ForbiddenError,
-    LargeHeadError,
-    LongUrlError,
-    MethodNotAllowedError,
-    NotFoundError,
-    SlowBodyError,
-    UnauthorizedError,
-    instance_error,
-    problem,
-)
+from inferpool.service.api.errors import PROBLEM_TYPE, TABLE, Problem, instance_error, problem
 from inferpool.service.api.openapi.headers import COMMON, Json, answer_headers
-from inferpool.service.errors import (
-    BadRequestError,
-    ConflictError,
-    DeadlineExceededError,
-    GivenUpError,
-    InternalError,
-    InvalidInputError,
-    ModelFailedError,
-    NonFiniteOutputError,
-    NotAcceptableError,
-    OverloadedError,
-    QuarantinedError,
-    RestartFailedError,
-    ServiceError,
-    TooLargeError,
-    UnavailableError,
-    UnknownModelError,
-    UnsupportedTypeError,
-    WorkerCrashedError,
-)
+from inferpool.service.errors import ServiceError
 
-_DETAILS: Mapping[type[ServiceError], str] = {
-    BadRequestError: "the body: malformed JSON: trailing characters (byte 19)",
-    UnauthorizedError: "this needs a key: `Authorization: Bearer KEY`, or `X-API-Key: KEY`",
-    ForbiddenError: "this key is for something else; this needs one of admin_keys",
-    UnknownModelError: "no model is called 'resnet'; there are: efficientnet_lite0",
-    NotFoundError: "resnet has 2 workers, counted from 0",
-    MethodNotAllowedError: "/predict takes POST, not GET",
-    NotAcceptableError: "Accept: text/html leaves none of "
+_DETAILS: Mapping[str, str] = {
+    "bad_request": "the body: malformed JSON: trailing characters (byte 19)",
+    "unauthorized": "this needs a key: `Authorization: Bearer KEY`, or `X-API-Key: KEY`",
+    "forbidden": "this key is for something else; this needs one of admin_keys",
+    "unknown_model": "no model is called 'resnet'; there are: efficientnet_lite0",
+    "not_found": "resnet has 2 workers, counted from 0",
+    "method_not_allowed": "/predict takes POST, not GET",
+    "not_acceptable": "Accept: text/html leaves none of "
     + ", ".join(media_type.decode() for media_type in MEDIA_TYPES),
-    SlowBodyError: "the body was not complete before the deadline",
-    ConflictError: "workers of resnet are being restarted",
-    TooLargeError: "the body has more than 16777216 bytes, which is the limit",
-    LongUrlError: "the URL has more than 8192 bytes",
-    UnsupportedTypeError: f"Content-Type is missing; it must be one of {', '.join(TYPES)}",
-    InvalidInputError: "instances: is empty; one instance at least is needed",
-    QuarantinedError: "workers have died while they computed this very input; it is not tried "
+    "slow_body": "the body was not complete before the deadline",
+    "conflict": "workers of resnet are being restarted",
+    "too_large": "the body has more than 16777216 bytes, which is the limit",
+    "url_too_long": "the URL has more than 8192 bytes",
+    "unsupported_type": f"Content-Type is missing; it must be one of {', '.join(TYPES)}",
+    "invalid_input": "instances: is empty; one instance at least is needed",
+    "quarantined": "workers have died while they computed this very input; it is not tried "
     "again within the next 280 s",
-    OverloadedError: "the queue is full (1024 requests wait)",
-    LargeHeadError: "there are more than 100 headers",
-    ModelFailedError: "forward raised ValueError: index out of range",
-    NonFiniteOutputError: "the model's output for this input has NaN or an infinity in it",
-    WorkerCrashedError: "2 workers died while they computed this input (the last: killed by "
-    "SIGSEGV)",
-    RestartFailedError: "resnet/0 was not replaced, and serves on as it was: module 'nets' fails "
+    "overloaded": "the queue is full (1024 requests wait)",
+    "head_too_large": "there are more than 100 headers",
+    "model_error": "forward raised ValueError: index out of range",
+    "non_finite_output": "the model's output for this input has NaN or an infinity in it",
+    "worker_crashed": "2 workers died while they computed this input (the last: killed by SIGSEGV)",
+    "restart_failed": "resnet/0 was not replaced, and serves on as it was: module 'nets' fails "
     "on import: SyntaxError: '(' was never closed (nets.py:12)",
-    InternalError: "this is a mistake of the service; its log has more",
-    UnavailableError: "no worker is ready (starting: loading weights)",
-    GivenUpError: "no worker of resnet can be started (there is no file weights.pth)",
-    DeadlineExceededError: "the deadline passed in the queue, 30.00 s after it came",
+    "internal_error": "this is a mistake of the service; its log has more",
+    "unavailable": "no worker is ready (starting: loading weights)",
+    "given_up": "no worker of resnet can be started (there is no file weights.pth)",
+    "deadline_exceeded": "the deadline passed in the queue, 30.00 s after it came",
 }
-"""What each error may say, for its example."""
+"""A message of each error, for its example."""
 
 _MEANINGS: Mapping[int, str] = {
     400: "The request cannot be read.",
@@ -98,85 +66,32 @@ _ADDED_HEADERS: Mapping[int, str] = {
     429: "Retry-After",
     503: "Retry-After",
 }
-_OF_ADMIN = (ForbiddenError, NotFoundError, ConflictError, RestartFailedError)
+_OF_ADMIN = ("forbidden", "not_found", "conflict", "restart_failed")
 _MEDIA_TYPE = PROBLEM_TYPE.decode()
 _REQUEST_ID = "order-1234"
-
-SCHEMAS: Mapping[str, Json] = {
-    "InstanceError": {
-        "type": "object",
-        "description": "Why one instance of several has no prediction.",
-        "required": ["code", "message", "status"],
-        "properties": {
-            "code": {"type": "string", "description": "A stable name."},
-            "message": {"type": "string", "description": "For a person."},
-            "status": {"type": "integer", "description": "What it would get alone."},
-            "index": {"type": "integer", "description": "The place of the instance, from 0."},
-        },
-    },
-    "Problem": {
-        "type": "object",
-        "description": "An error.",
-        "externalDocs": {
-            "description": "RFC 9457, Problem Details for HTTP APIs",
-            "url": "https://www.rfc-editor.org/rfc/rfc9457",
-        },
-        "required": [
-            *("type", "title", "status", "detail", "instance"),
-            *("code", "error", "request_id", "retryable"),
-        ],
-        "properties": {
-            "type": {
-                "type": "string",
-                "format": "uri",
-                "description": "`urn:problem-type:inferpool:` and the code.",
-            },
-            "title": {"type": "string", "description": "What kind of error this is."},
-            "status": {"type": "integer", "description": "The status of the answer."},
-            "detail": {"type": "string", "description": "What was wrong, where, and what to do."},
-            "instance": {
-                "type": "string",
-                "format": "uri-reference",
-                "description": "The path that was asked for.",
-            },
-            "code": {
-                "type": "string",
-                "description": "A stable name of the error, to decide by. More may come.",
-                "examples": list(dict.fromkeys(error.code for error in _DETAILS)),
-            },
-            "error": {"type": "string", "description": "The same as `detail`."},
-            "request_id": {"type": "string", "description": "As in `X-Request-ID`."},
-            "retryable": {
-                "type": "boolean",
-                "description": "The same request may succeed later.",
-            },
-            "retry_after_s": {"type": "integer", "description": "As in `Retry-After`."},
-            "errors": {
-                "type": "array",
-                "description": "Of each instance, where there were several and all failed.",
-                "items": {"$ref": "#/components/schemas/InstanceError"},
-            },
-        },
-    },
+_ERRORS: Mapping[str, type[ServiceError]] = {
+    error.code: error for error in TABLE if error.code in _DETAILS
 }
-"""What error answers hold."""
+"""The errors that are documented, by code: those that a client can see."""
+
+SCHEMAS = msgspec.json.schema_components([Problem], ref_template="#/components/schemas/{name}")[1]
+"""Schemas of error answers."""
+SCHEMAS["Problem"]["properties"]["code"]["examples"] = list(_ERRORS)
 
 ALWAYS = (400, 414, 431, 500, 503)
-"""What any route may answer: its calls are read, and connections taken, in the same way."""
-OF_PREDICT = tuple(
-    sorted({TABLE[error].status for error in _DETAILS if error is not ConflictError})
-)
-"""What `/predict` may answer."""
+"""Statuses that any route may answer: its calls are read, and connections taken, in one way."""
+OF_PREDICT = tuple(sorted({TABLE[each].status for each in _ERRORS.values()} - {409}))
+"""Error statuses of `/predict`."""
 
 
 def responses() -> dict[str, Json]:
-    """A component for each status, with an example of each code that it may have."""
-    statuses = sorted({TABLE[error].status for error in _DETAILS})
+    """Return a component for each status, with an example of each of its codes."""
+    statuses = sorted({TABLE[error].status for error in _ERRORS.values()})
     return {f"Problem{status}": _response(status) for status in statuses}
 
 
 def refer_to(statuses: Iterable[int]) -> dict[str, Json]:
-    """The error answers of an operation, by the components that describe them."""
+    """Return the error answers of an operation as references to their components."""
     return {
         str(status): {"$ref": f"#/components/responses/Problem{status}"}
         for status in sorted(statuses)
@@ -184,7 +99,7 @@ def refer_to(statuses: Iterable[int]) -> dict[str, Json]:
 
 
 def _response(status: int) -> Json:
-    errors = [error for error in _DETAILS if TABLE[error].status == status]
+    errors = [error for error in _ERRORS.values() if TABLE[error].status == status]
     codes = ", ".join(f"`{error.code}`" for error in errors)
     added = [_ADDED_HEADERS[status]] if status in _ADDED_HEADERS else []
     return {
@@ -200,9 +115,9 @@ def _response(status: int) -> Json:
 
 
 def _example(error: type[ServiceError]) -> Json:
-    kind = TABLE[error]
-    path = "/admin/models/resnet/restart" if error in _OF_ADMIN else "/predict"
-    each = error(_DETAILS[error])
-    errors = [instance_error(each, index) for index in (0, 1)] if error is InvalidInputError else []
+    path = "/admin/models/resnet/restart" if error.code in _OF_ADMIN else "/predict"
+    each = error(_DETAILS[error.code])
+    is_of_instances = error.code == "invalid_input"
+    errors = [instance_error(each, index) for index in (0, 1)] if is_of_instances else []
     _, _, body = problem(each, _REQUEST_ID, path, errors=errors)
-    return {"summary": kind.title, "value": msgspec.json.decode(body)}
+    return {"summary": TABLE[error].title, "value": msgspec.json.decode(body)}

@@ -1,1 +1,1 @@
-"""The routes beside `/predict`."""
+"""Routes other than `/predict`."""

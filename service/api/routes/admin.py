@@ -1,6 +1,6 @@
 """/admin: what an operator does to a running service. Each action leaves a line in the log.
 
-No route here reads a body, so that there is none to bound or to wait for.
+No route here reads a body, so there is none to bound or to wait for.
 """
 
 import logging
@@ -50,14 +50,14 @@ OldFirst = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draining:
-    """Whether this host asks not to be sent requests."""
+    """The host asks not to be sent requests, or not."""
 
     draining: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restarting:
-    """Workers that have been replaced, one after another, or still are with status 202."""
+    """Workers that have been replaced one after another; with status 202 that still goes on."""
 
     workers: Sequence[str]
 
@@ -70,7 +70,7 @@ class Logging:
 
 
 class AdminTarget(Protocol):
-    """What does it all."""
+    """Does what the operator asks for."""
 
     def set_draining(self, is_draining: bool) -> None:
         """Turn readiness red, or green again.
@@ -94,7 +94,7 @@ class AdminTarget(Protocol):
         """
 
     async def until_restarted(self, model: str) -> bool:
-        """Wait until the restart of a model is over; False where it takes longer than one waits.
+        """Wait until the restart of a model is over; return False if it takes very long.
 
         Raises:
             RestartFailedError: A worker could not be replaced.
@@ -102,11 +102,11 @@ class AdminTarget(Protocol):
         """
 
     def settings_json(self) -> str:
-        """Every setting in force and who set it, without secrets."""
+        """Return every setting in force and its origin, without secrets."""
 
 
 def admin_router(target: AdminTarget) -> APIRouter:
-    """The routes, acting on a target. Whoever serves them checks the key."""
+    """Return the routes, acting on a target. Whoever serves them checks the key."""
     logger.setLevel(logging.INFO)  # whatever the level of the rest: these lines are never left out
     router = APIRouter(prefix="/admin", tags=["admin"], responses=_ERRORS)
 
@@ -114,7 +114,7 @@ def admin_router(target: AdminTarget) -> APIRouter:
         "/drain", summary="Turn readiness red, and go on serving; for /admin/resume to undo"
     )
     async def drain(request: Request) -> Draining:
-        """Balancers send nothing more; what comes all the same is answered."""
+        """Balancers send no more requests; those that come all the same are answered."""
         target.set_draining(True)
         _record(request, "drain")
         return Draining(draining=True)
@@ -163,7 +163,7 @@ def admin_router(target: AdminTarget) -> APIRouter:
         responses={200: {"content": {"application/json": {"schema": _SETTINGS}}}},
     )
     async def settings(request: Request) -> Response:
-        """As `inferpool config --json` prints them."""
+        """The same as `inferpool config --json` prints."""
         _record(request, "show settings")
         return Response(target.settings_json(), media_type="application/json")
 
@@ -190,7 +190,7 @@ def _level_now() -> LogLevel:
 
 
 def _record(request: Request, action: str) -> None:
-    """Write what was done, for whom, under which id."""
+    """Log an action with its caller and its id."""
     call: Call = request.scope[CALL_KEY]
     logger.info(
         "admin: %s",

@@ -3,13 +3,13 @@
 The format is that of the HTML standard (9.2). Runs in the event loop.
 """
 
-import asyncio
-import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Protocol
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from inferpool.service.api.routes.health import HealthReport
@@ -20,12 +20,12 @@ _MAX_LISTENERS = 64
 """Each costs a connection, and some 50 us of every second."""
 _RETRY_AFTER_S = 5
 WAS_HEAD = "inferpool.was_head"
-"""A key of the scope of a call whose method was HEAD, which is answered as GET is."""
+"""A key in the scope of a HEAD call, which is answered like GET."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcomes:
-    """Instances by the second: how many came in, and how the others ended."""
+    """Instances per second: how many came in, and how the others ended."""
 
     accepted: float
     succeeded: float
@@ -36,7 +36,7 @@ class Outcomes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Percentiles:
-    """Of durations in milliseconds, each to within a few percent."""
+    """Percentiles of durations in milliseconds, each to within a few percent."""
 
     p50: float
     p95: float
@@ -45,21 +45,22 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What a model did in one interval, and where it stood at its end."""
+    """A model's work in one interval, and its state at the end."""
 
     requests_per_s: float
-    """HTTP calls answered, however they were."""
+    """HTTP calls answered, with any status."""
     instances_per_s: Outcomes
     rejected_per_s: Mapping[str, float]
-    """Instances refused, by reason; only the reasons that there were."""
+    """Refused instances by reason; only reasons that occurred."""
     latency_ms: Percentiles | None
-    """Of the HTTP calls answered with 200, from their head to their answer; null without any."""
+    """HTTP calls answered with 200, from their head to their answer; null if there were none."""
     queue_ms: Percentiles | None
-    """What instances waited, here and in their workers."""
+    """The waiting time of instances, here and in their workers."""
     inference_ms: Percentiles | None
-    """Of batches: the forward pass and rendering."""
+    """The forward pass and rendering of batches."""
     batch_sizes: Mapping[str, int]
-    """Batches by the upper edge of their size: 1, 2, 4, ... 256, `+Inf`; only where there are."""
+    """Batches by the upper edge of their size: 1, 2, 4, ... 256, `+Inf`; only sizes that
+    occurred."""
     num_batched: int
     """Instances in those batches."""
     queue_depth: int
@@ -82,10 +83,10 @@ class EndingEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveSample(Sample):
-    """The newest sample of a model, and what is kept for now alone."""
+    """The newest sample of a model, with values that are not kept for the history."""
 
     source: str
-    """Where the model comes from, as the settings say."""
+    """The model's source in the settings."""
     queue_limit: int
     """Instances that may wait."""
     max_batch_size: int
@@ -98,7 +99,7 @@ class LiveSample(Sample):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostState:
-    """What all models share."""
+    """Values that all models share."""
 
     connections: int
     """Open HTTP connections."""
@@ -112,7 +113,7 @@ class Moment:
     """A second that has passed."""
 
     time: float
-    """Of its end, in seconds of the Unix epoch."""
+    """The second's end, in seconds of the Unix epoch."""
     models: Mapping[str, Sample]
 
 
@@ -123,90 +124,70 @@ class State:
     time: float
     """Seconds of the Unix epoch."""
     interval_s: float
-    """What the rates and percentiles are of."""
+    """The period of the rates and percentiles."""
     uptime_s: float
     version: str
-    """Of inferpool."""
+    """The version of inferpool."""
     default_model: str
-    """The one that `/predict` asks."""
+    """The model that `/predict` asks."""
     health: HealthReport
-    """As `/health` has it."""
+    """The same as in `/health`."""
     host: HostState
     models: Mapping[str, LiveSample]
     history: Sequence[Moment] = ()
-    """The last minutes, the oldest first: in the first event of a stream, and in no other."""
+    """The last minutes, the oldest first: in the first event of a stream only."""
 
 
 class Feed(Protocol):
-    """Who makes the events: one for all listeners."""
+    """Makes the events, one for all listeners."""
 
     @property
     def is_ending(self) -> bool:
         """No event comes any more: the service shuts down."""
 
     def first(self) -> bytes:
-        """A `State` of now as JSON, with the history."""
+        """Return the current `State` as JSON, with the history."""
 
     async def next(self) -> bytes:
-        """The next `State` as JSON, once it is there."""
+        """Return the next `State` as JSON, once there is one."""
 
 
-class EventStream(Response):
-    """Sends the events of a feed until that ends or the client goes.
+class EventStream(StreamingResponse):
+    """Sends the events of a feed until the feed ends or the client goes.
 
-    A client that reads slowly misses events: none is kept for it, and the server cuts off one that
-    reads nothing.
+    A slow client misses events: none is kept for it. The server cuts off one that reads nothing.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, feed: Feed, listeners: "set[EventStream]") -> None:
-        """Answer from a feed, as one of its listeners."""
-        super().__init__()
-        del self.headers["content-length"]
-        self.headers["cache-control"] = "no-store"
-        self.headers["x-accel-buffering"] = "no"  # nginx would hold events back
-        self._feed = feed
+    def __init__(self, feed: Feed, listeners: "set[EventStream]", *, is_head: bool) -> None:
+        """Answer from a feed, as one of its listeners; the answer to HEAD has no events."""
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # nginx would hold back
+        super().__init__(_events_of(feed, is_head=is_head), headers=headers)
         self._listeners = listeners
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one ASGI call."""
-        if scope.get(WAS_HEAD):
-            await self._send_start(send)
-            await send({"type": "http.response.body", "body": b""})
-            return
         self._listeners.add(self)
-        sending = asyncio.create_task(self._send_events(send), name="send events")
-        hangup = asyncio.create_task(_until_gone(receive), name="events hangup")
         try:
-            await asyncio.wait((sending, hangup), return_when=asyncio.FIRST_COMPLETED)
+            await super().__call__(scope, receive, send)
         finally:
             self._listeners.discard(self)
-            hangup.cancel()
-            sending.cancel()
-            with contextlib.suppress(asyncio.CancelledError, OSError):
-                await sending
 
-    async def _send_events(self, send: Send) -> None:
-        await self._send_start(send)
-        number = 0
-        state = self._feed.first()
-        while True:
-            event = b"event: state\nid: %d\ndata: %b\n\n" % (number, state)
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-            if self._feed.is_ending:
-                break
-            state = await self._feed.next()
-            number += 1
-        await send({"type": "http.response.body", "body": b""})
 
-    async def _send_start(self, send: Send) -> None:
-        headers = self.raw_headers
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+async def _events_of(feed: Feed, *, is_head: bool) -> AsyncIterator[bytes]:
+    if is_head:
+        return
+    state = feed.first()
+    for number in count():
+        yield b"event: state\nid: %d\ndata: %b\n\n" % (number, state)
+        if feed.is_ending:
+            return
+        state = await feed.next()
 
 
 def events_router(feed: Feed) -> APIRouter:
-    """The route, answering from a feed."""
+    """Return the route, answering from a feed."""
     router = APIRouter(tags=["health"])
     listeners: set[EventStream] = set()
 
@@ -217,8 +198,8 @@ def events_router(feed: Feed) -> APIRouter:
         response_class=EventStream,
         responses={200: {"model": State}},
     )
-    async def events() -> Response:
-        """One event `state` per second, without an end; its data is one JSON object.
+    async def events(request: Request) -> Response:
+        """Send one event `state` per second, without an end; its data is one JSON object.
 
         `id` counts up, and `Last-Event-ID` makes no difference: the first event of each stream
         brings the last minutes along. The stream ends when the service shuts down, after an event
@@ -230,11 +211,6 @@ def events_router(feed: Feed) -> APIRouter:
             raise UnavailableError(
                 f"{_MAX_LISTENERS} clients listen already", retry_after_s=_RETRY_AFTER_S
             )
-        return EventStream(feed, listeners)
+        return EventStream(feed, listeners, is_head=WAS_HEAD in request.scope)
 
     return router
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

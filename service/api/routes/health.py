@@ -16,7 +16,7 @@ HostStatus = Literal["starting", "ready", "degraded", "unavailable", "draining"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastEnding:
-    """How the life of a worker before this one ended."""
+    """How the last life of a worker ended."""
 
     cause: str
     """`asked`, `canary`, `device`, `exit`, `files`, `hang`, `memory`, `signal` or `start`."""
@@ -33,12 +33,12 @@ class RankHealth:
     pid: int
     device: str
     device_name: str
-    """What the device is."""
+    """The device's model."""
     rss_bytes: int
     part_bytes: int
-    """Of the parameters and buffers that it holds."""
+    """Bytes of the parameters and buffers that it holds."""
     part: str
-    """Which part of the model that is."""
+    """The part of the model that it holds."""
     last_beat_age_s: float
 
 
@@ -47,7 +47,7 @@ class SplitHealth:
     """How the model of a worker was split."""
 
     cuts: Sequence[str]
-    """Of a pipeline: the submodules that its stages begin with, but for the first."""
+    """For a pipeline: the submodules that its stages begin with, except the first."""
     note: str
     """Why it was split like this."""
 
@@ -58,39 +58,39 @@ class WorkerHealth:
 
     name: str
     state: str
-    """`starting`, `ready`, `backoff`, `failed` or `stopped`: the supervisor's word; or `stalled`,
-    which is ready but for showing no sign of life while it has no work."""
+    """`starting`, `ready`, `backoff`, `failed` or `stopped`, as the supervisor says; or `stalled`:
+    ready, but without a sign of life while it has no work."""
     device: str
     incarnation: int
     """Counts the lives of the worker, from 0."""
     pid: int | None
-    """Of its lead, if it is split."""
+    """The lead's, if the model is split."""
     num_batches: int
     last_beat_age_s: float | None
-    """Since its loop last showed that it turns."""
+    """Seconds since its loop last showed that it runs."""
     last_answer_age_s: float | None
-    """Since it last proved itself by an answer, to a request or to a canary."""
+    """Seconds since it last answered a request or a canary."""
     rss_bytes: int | None
-    """Memory that it holds, as the operating system counts it; with all its ranks."""
+    """Memory of all its ranks, as the operating system counts it."""
     restarts: int
     placement: Literal["replicate", "pipeline", "tensor"] = "replicate"
-    """Whether a process has the whole model, or how it is split over several."""
+    """One process with the whole model, or the way it is split over several."""
     threads: int = 1
-    """Threads that each of its processes computes with."""
+    """Threads with which each of its processes computes."""
     ranks: Sequence[RankHealth] = ()
-    """The processes that it is split over; none if it is not, or while it is not there."""
+    """The processes that it is split over; none if it is not split, or not there."""
     split: SplitHealth | None = None
-    """How it was split, if it is."""
+    """How it was split."""
     speed: str | None = None
-    """The speed preset that it serves with; null while it is not there."""
+    """Its speed preset; null while it is not there."""
     speed_gain: float | None = None
     """How many times as fast as `exact` that preset was when it was measured."""
     speed_deviation: float | None = None
-    """How far it was from `exact` on the sample inputs, at most."""
+    """The largest deviation from `exact` on the sample inputs."""
     decode: str | None = None
     """How it decodes inputs: `exact` or `fast`."""
     reason: str = ""
-    """What it is doing while it loads, or why it is not there."""
+    """What it does while it loads, or why it is not there."""
     last_ending: LastEnding | None = None
     """None in its first life."""
 
@@ -102,18 +102,18 @@ class InputDescription:
     name: str
     dtype: str
     shape: Sequence[int]
-    """With the batch dimension first; -1 where any length will do. Empty: any shape will do."""
+    """The batch dimension first; -1 for any length. Empty: any shape."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedSearchHealth:
-    """The search for a faster speed preset, while workers serve."""
+    """The search for a faster speed preset while workers serve."""
 
     state: str
     """`off`, `waiting` (for the workers), `searching`, `changing` (the workers, one by one), `done`
     or `failed`."""
     text: str = ""
-    """What it is doing, or what it came to."""
+    """What it does, or its result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +123,7 @@ class RestartHealth:
     state: str
     """`none`, `running`, `done` or `failed`."""
     text: str = ""
-    """What is being done, or why it failed and what serves on."""
+    """What is being done, or why it failed and what still serves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,11 +137,11 @@ class ModelHealth:
     queue_depth: int = 0
     """Instances that wait for a worker."""
     inputs: Sequence[InputDescription] = ()
-    """What it takes, once a worker has been ready; empty if it does not say."""
+    """The tensors it takes, once a worker has been ready; empty if it does not say."""
     example: object = None
-    """An instance that it takes, as JSON; null if it has none to show."""
+    """An instance that it takes, as JSON; null if it shows none."""
     reads_own_form: bool = False
-    """It reads something else than `inputs` say, by a `preprocess` of its own."""
+    """Its own `preprocess` reads something else than `inputs` say."""
     speed_search: SpeedSearchHealth = SpeedSearchHealth(state="off")
     restart: RestartHealth = RestartHealth(state="none")
     workers: Sequence[WorkerHealth] = ()
@@ -163,7 +163,7 @@ class FrontHealth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForkserverHealth:
-    """The process that forks workers. Those outlive it."""
+    """The process that forks workers. They outlive it."""
 
     state: str
     """`starting`, while it imports torch, or `ready`."""
@@ -174,7 +174,7 @@ class ForkserverHealth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuHealth:
-    """One GPU that workers may use, or one slice of it. What the driver does not say is null."""
+    """One GPU that workers may use, or one slice of it; null where the driver tells nothing."""
 
     index: int
     uuid: str
@@ -183,15 +183,15 @@ class GpuHealth:
     """The driver answers for it."""
     memory_bytes: int
     memory_used_bytes: int | None
-    """By all processes, this service's and others'."""
+    """Memory of all processes, also of other programs."""
     utilization: float | None
     """The share of the time in which something ran on it, from 0 to 1."""
     temperature_c: float | None
     power_w: float | None
     xid_errors: int
-    """Critical errors that the driver has told of since the service started."""
+    """Critical errors that the driver has reported since the service started."""
     last_xid: int
-    """Which the last of them was, as NVIDIA lists them; 0 for none."""
+    """NVIDIA's number of the last of them; 0 for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,42 +200,40 @@ class HealthReport:
 
     status: HostStatus
     ready: bool
-    """Whether this host should be sent requests."""
+    """This host should be sent requests."""
     draining: bool
     models: Sequence[ModelHealth]
     fronts: Sequence[FrontHealth] = ()
     gpus: Sequence[GpuHealth] = ()
-    """None on a host without, and for a moment after the start."""
+    """Empty on a host without GPUs, and for a moment after the start."""
     forkserver: ForkserverHealth | None = None
-    """Null where workers are started without, and for a moment after the start."""
+    """Null if workers are started without one, and for a moment after the start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """The answer of a check that is passed."""
+    """The answer to a probe that passes."""
 
     status: str
 
 
 class HealthSource(Protocol):
-    """Who knows."""
+    """Knows the state of the service."""
 
     def report(self) -> HealthReport:
-        """The state of things now; called in the event loop, so it must not block."""
+        """Return the state now; called in the event loop, so it must not block."""
 
 
 def health_router(source: HealthSource, guard: Guard | None = None) -> APIRouter:
-    """The routes, answering from a source.
+    """Return the routes, answering from a source; the guard decides who may see reasons.
 
-    Args:
-        source: Who knows.
-        guard: Who may see reasons: they quote errors, and probes ask without a key.
+    Reasons quote errors, and probes ask without a key.
     """
     router = APIRouter(tags=["health"])
 
     @router.get("/health", summary="Models and workers, one by one")
     async def health() -> HealthReport:
-        """Of each worker its state, device, memory, last answer, and why it is not there."""
+        """The state, device, memory and last answer of each worker, and why it is not there."""
         return source.report()
 
     @router.get("/health/live", summary="200 while the event loop turns")

@@ -12,21 +12,21 @@ _FORMS = {
     },
     "application/openmetrics-text": {"schema": {"type": "string"}},
 }
-"""Which `Accept` chooses from."""
+"""Content types that `Accept` chooses from."""
 
 
 class MetricsSource(Protocol):
-    """Who counts."""
+    """Counts, and renders the counts."""
 
     async def refresh(self) -> None:
-        """Have what others have counted brought here, if that takes no time to speak of."""
+        """Fetch the counts of other processes, if that takes no time to speak of."""
 
     def render(self, accept: str) -> tuple[bytes, str]:
-        """All metrics, and their content type, as `Accept` chooses it."""
+        """Return all metrics, and their content type as `Accept` chooses it."""
 
 
 def metrics_router(source: MetricsSource) -> APIRouter:
-    """The route, answering from a source."""
+    """Return the route, answering from a source."""
     router = APIRouter(tags=["health"])
 
     @router.get(

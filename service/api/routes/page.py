@@ -1,7 +1,7 @@
-"""The page at `/`: files of `service/page` and the library of its charts, each read once.
+"""The page at `/`: files of `service/page` and the chart library, each read once.
 
-They are static and need no key: what the page shows, it asks for as any client does. Runs in the
-event loop; files are read and compressed in a thread.
+They are static and need no key: the page asks for its data like any client. Runs in the event loop;
+files are read and compressed in a thread.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from inferpool.service.api.errors import NotFoundError
 PAGE_PATH = "/page"
 _FOLDER = Path(__file__).resolve().parents[2] / "page"
 _CHARTS = ("plotly", "package_data/plotly.min.js")
-"""A package and its file: plotly.js comes with it, so that the page asks no other host for it."""
+"""A package and its file: plotly.js comes with it, so the page asks no other host for it."""
 _TYPES: Mapping[str, str] = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -33,7 +33,7 @@ _LINK_TO_DOCS = re.compile(rb'<a [^>]*href="docs"[^>]*>.*?</a>', re.DOTALL)
 
 
 class PageFile(NamedTuple):
-    """A file as it is kept."""
+    """A file in memory."""
 
     zipped: bytes
     etag: str
@@ -47,15 +47,15 @@ class Page:
         """Find the files, and read none yet.
 
         Args:
-            docs: Whether there is a /docs to link to.
+            docs: There is a /docs to link to.
         """
         self._docs = docs
         self._paths = {path.name: path for path in _FOLDER.iterdir() if path.suffix in _TYPES}
-        charts = _in_package(*_CHARTS)
+        charts = file_in_package(*_CHARTS)
         self._paths[charts.name] = charts
         self._files: dict[str, asyncio.Task[PageFile]] = {}
         self._plain: dict[str, asyncio.Task[bytes]] = {}
-        """For those who take no gzip, which no browser does."""
+        """Unzipped files, for clients that take no gzip; all browsers do."""
 
     def install(self, app: Starlette) -> None:
         """Give an application the routes."""
@@ -100,8 +100,8 @@ class Page:
         )
 
 
-def _in_package(package: str, name: str) -> Path:
-    """A file of another package, found without importing that."""
+def file_in_package(package: str, name: str) -> Path:
+    """Return a file of another package, without importing that package."""
     spec = find_spec(package)
     assert spec is not None, f"{package} is a dependency"
     assert spec.origin is not None

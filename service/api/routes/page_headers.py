@@ -1,4 +1,4 @@
-"""Headers that keep a browser from doing with our pages what we never meant it to.
+"""Security headers of our pages, which tell a browser what a page may do.
 
 `X-Content-Type-Options` is not among them: the server adds it to every answer.
 """
@@ -30,9 +30,9 @@ _HEADERS = {
 
 
 def policy_for(page: bytes | memoryview) -> str:
-    """The policy for a page with scripts in it, which are named by their digests (CSP 3, 2.3.1).
+    """Return the policy of a page with scripts in it, named by their digests (CSP 3, 2.3.1).
 
-    Swagger UI sets styles on its elements, for which there is nothing but `unsafe-inline`.
+    Swagger UI sets styles on its elements; only `unsafe-inline` allows that.
     """
     digests = [hashlib.sha256(script).digest() for script in _INLINE_SCRIPT.findall(bytes(page))]
     scripts = "".join(f" 'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
@@ -40,7 +40,7 @@ def policy_for(page: bytes | memoryview) -> str:
 
 
 def with_page_headers(send: Send) -> Send:
-    """An ASGI `send` that adds the headers to an answer, where it has not its own."""
+    """Return an ASGI `send` that adds the headers to an answer that lacks them."""
 
     async def sending(message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":

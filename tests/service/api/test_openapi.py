@@ -165,11 +165,18 @@ def test_every_example_has_the_form_that_its_schema_asks_for(document: Any) -> N
         jsonschema_rs.validate(whole, example)
     for schema in document["components"]["schemas"].values():
         jsonschema_rs.meta.validate(schema)
+    parameters = document["components"]["parameters"]
+    request_id = parameters["XRequestId"]["example"]
+    assert request_id_of(request_id.encode()) == request_id
+    assert trace_of(parameters["Traceparent"]["example"].encode()) is not None
 
 
 def test_what_health_tells_is_described_by_the_docstrings_of_its_fields(document: Any) -> None:
     worker = document["components"]["schemas"]["WorkerHealth"]["properties"]
-    assert worker["last_beat_age_s"]["description"] == "Since its loop last showed that it turns."
+    assert (
+        worker["last_beat_age_s"]["description"]
+        == "Seconds since its loop last showed that it runs."
+    )
     assert "`starting`, `ready`" in worker["state"]["description"]
 
 
@@ -210,11 +217,6 @@ def test_the_document_passes_a_linter(document: Any, tmp_path: Path) -> None:
     assert answer.returncode == 0, answer.stdout + answer.stderr
 
 
-def test_without_a_default_only_the_path_with_a_name_is_there() -> None:
-    assert list(predict_paths(["m"], None)) == ["/predict/{model}"]
-    assert list(predict_paths(["m"], "m")) == ["/predict", "/predict/{model}"]
-
-
 def test_every_type_of_body_that_is_read_has_an_example() -> None:
     content = operation()["requestBody"]["content"]
     assert tuple(content) == TYPES
@@ -235,16 +237,6 @@ def test_the_calls_of_curl_are_complete_and_go_to_the_path(path: str) -> None:
         for word in words:
             if word.startswith("parameters="):
                 assert json.loads(word.removeprefix("parameters=")) == {"top_k": 3}
-
-
-def test_the_headers_have_examples_that_are_taken(document: Any) -> None:
-    examples = {
-        each["name"]: each["example"]
-        for each in document["components"]["parameters"].values()
-        if "example" in each
-    }
-    assert request_id_of(examples["X-Request-ID"].encode()) == examples["X-Request-ID"]
-    assert trace_of(examples["traceparent"].encode()) is not None
 
 
 def test_the_document_is_made_once_until_something_in_it_changes(
@@ -273,7 +265,8 @@ def test_the_document_is_made_once_until_something_in_it_changes(
     assert changed.headers["etag"] != etag
 
 
-def test_instances_that_models_show_are_examples_of_bodies():
+def test_paths_depend_on_the_default_and_instances_that_models_show_are_examples():
+    assert list(predict_paths(["m"], None)) == ["/predict/{model}"]
     paths = predict_paths(["m", "n"], "m", {"m": [1], "n": "text"})
 
     def shown(path: str) -> list[object]:

@@ -2,6 +2,7 @@ import re
 import subprocess
 import sys
 
+import pytest
 from fastapi import APIRouter
 
 from inferpool.service.api.auth import Guard
@@ -31,30 +32,20 @@ def test_predict_goes_to_the_endpoint_and_the_rest_to_the_routes() -> None:
     assert post(app, content=b"x", headers=IMAGE).json() == {"predictions": [0]}
     assert post(app, "/predict/fake", content=b"x", headers=IMAGE).status_code == 200
     assert call(app, "GET", "/predictions").json() == "another route"
-
-
-def test_until_there_is_an_endpoint_its_paths_are_not_found() -> None:
-    assert post(App(version="0"), content=b"x", headers=IMAGE).status_code == 404
-
-
-def test_every_error_is_a_problem_wherever_it_arises() -> None:
-    for path in ("/predict/none", "/nowhere"):
-        response = post(make_app(), path, content=b"x", headers=IMAGE)
+    app_without = App(version="0")
+    for each, path in ((app, "/predict/none"), (app, "/nowhere"), (app_without, "/predict")):
+        response = post(each, path, content=b"x", headers=IMAGE)
         assert response.status_code == 404
         assert response.headers["content-type"] == "application/problem+json"
 
 
-def test_the_documentation_has_the_endpoint_first() -> None:
-    document = call(make_app(), "GET", "/openapi.json").json()
+def test_the_documentation_has_the_endpoint_first_with_the_models_of_now() -> None:
+    app = make_app()
+    document = call(app, "GET", "/openapi.json").json()
     assert list(document["paths"]) == ["/predict", "/predict/{model}", "/predictions"]
     assert document["info"]["version"] == "1.2.3"
     assert "image/*" in document["paths"]["/predict"]["post"]["requestBody"]["content"]
     assert "Problem" in document["components"]["schemas"]
-
-
-def test_models_that_come_later_are_documented() -> None:
-    app = make_app()
-    call(app, "GET", "/openapi.json")
     app.predict = Predict({"new": FakeModel(name="new")})
     paths = call(app, "GET", "/openapi.json").json()["paths"]
     assert "/predict" not in paths
@@ -71,18 +62,15 @@ def test_the_documentation_page_asks_no_other_host_for_anything() -> None:
         assert call(app, "GET", link).status_code == 200
 
 
-def test_nothing_of_tracing_is_imported_before_something_is_traced() -> None:
-    script = "import inferpool.service.fronts.front, sys; assert not "
-    script += "{'inferpool.service.tracing', 'google.protobuf'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
-
-
-def test_the_front_end_does_not_import_torch() -> None:
-    script = (
-        "import inferpool.service.api.web, sys;"
-        "from inferpool.service.api.routes import health, metrics;"
-        + ("assert not {'torch', 'torchvision', 'numpy', 'fastapi_offline'} & set(sys.modules)")
-    )
+@pytest.mark.parametrize(
+    ("modules", "absent"),
+    [
+        ("fronts.front", {"inferpool.service.tracing", "google.protobuf"}),
+        ("api.web", {"torch", "torchvision", "numpy", "fastapi_offline"}),
+    ],
+)
+def test_a_front_end_does_not_import_what_only_some_need(modules: str, absent: set[str]) -> None:
+    script = f"import inferpool.service.{modules}, sys; assert not {absent} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 

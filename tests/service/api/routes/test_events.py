@@ -1,6 +1,6 @@
 import asyncio
 import json
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -8,6 +8,7 @@ from fastapi import FastAPI
 from inferpool.service.api.routes.events import events_router
 from inferpool.service.api.web import App
 from tests.service.api.fakes import call
+from tests.service.api.server import until
 
 Message = MutableMapping[str, Any]
 
@@ -35,7 +36,7 @@ def app_over(feed: FakeFeed) -> FastAPI:
 
 
 async def listen(app: FastAPI, *, method: str = "GET", hang_up: asyncio.Event) -> list[Message]:
-    """What one call is sent until it is over."""
+    """Return all messages of one call until it is over."""
     sent: list[Message] = []
 
     async def receive() -> Message:
@@ -60,11 +61,6 @@ async def listen(app: FastAPI, *, method: str = "GET", hang_up: asyncio.Event) -
     return sent
 
 
-async def until(claim: Callable[[], object]) -> None:
-    while not claim():  # noqa: ASYNC110  # nobody says so
-        await asyncio.sleep(0)
-
-
 def test_each_state_is_an_event_until_the_service_ends() -> None:
     response = call(app_over(FakeFeed(b"{}", b'{"last":1}')), "GET", "/events")
     assert response.headers["content-type"].startswith("text/event-stream")
@@ -75,35 +71,29 @@ def test_each_state_is_an_event_until_the_service_ends() -> None:
     assert data == [{"history": [1]}, {}, {"last": 1}]
 
 
-def test_a_stream_is_over_when_its_client_goes_and_its_place_is_free_again() -> None:
-    async def go() -> None:
-        app = app_over(FakeFeed(is_endless=True))
-        for _ in range(2):  # as many as may listen at once, twice
-            gone = asyncio.Event()
-            clients = [asyncio.create_task(listen(app, hang_up=gone)) for _ in range(64)]
+async def test_a_stream_is_over_when_its_client_goes_and_its_place_is_free_again() -> None:
+    app = app_over(FakeFeed(is_endless=True))
+    for _ in range(2):  # as many as may listen at once, twice
+        gone = asyncio.Event()
+        clients = [asyncio.create_task(listen(app, hang_up=gone)) for _ in range(64)]
+        await asyncio.sleep(0)
+        await until(lambda clients=clients: not any(each.done() for each in clients))
+        for _ in range(100):
             await asyncio.sleep(0)
-            await until(lambda clients=clients: not any(each.done() for each in clients))
-            for _ in range(100):
-                await asyncio.sleep(0)
-            refused = await listen(app, hang_up=gone)
-            assert refused[0]["status"] == 503
-            assert (b"retry-after", b"5") in refused[0]["headers"]
-            gone.set()
-            for sent in await asyncio.gather(*clients):
-                assert sent[0]["status"] == 200
-                assert sent[1]["body"].startswith(b"event: state\n")
-
-    asyncio.run(go())
+        refused = await listen(app, hang_up=gone)
+        assert refused[0]["status"] == 503
+        assert (b"retry-after", b"5") in refused[0]["headers"]
+        gone.set()
+        for sent in await asyncio.gather(*clients):
+            assert sent[0]["status"] == 200
+            assert sent[1]["body"].startswith(b"event: state\n")
 
 
-def test_head_gets_the_headers_and_no_stream() -> None:
-    async def go() -> None:
-        app = app_over(FakeFeed(is_endless=True))
-        start, end = await listen(app, method="HEAD", hang_up=asyncio.Event())
-        assert start["status"] == 200
-        assert not end.get("more_body")
-
-    asyncio.run(go())
+async def test_head_gets_the_headers_and_no_stream() -> None:
+    app = app_over(FakeFeed(is_endless=True))
+    start, end = await listen(app, method="HEAD", hang_up=asyncio.Event())
+    assert start["status"] == 200
+    assert not end.get("more_body")
 
 
 def test_the_form_of_an_event_is_documented() -> None:
