@@ -247,7 +247,7 @@ def _serve(
             cut_off=service.cut_off,
         )
         only.connections = server.server_state.connections
-        only.use = http.others.use
+        only.use = http.connection_limits.use
     else:
         fronts = Fronts(
             num=num_fronts,

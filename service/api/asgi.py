@@ -1,4 +1,4 @@
-"""`/predict` under any ASGI server, as a wire of `Exchange`."""
+"""`/predict` under any ASGI server."""
 
 import asyncio
 
@@ -13,17 +13,17 @@ _CLIENT_GONE = 499
 _TO_NOBODY: Reply = _CLIENT_GONE, b"content-length: 0\r\n", b""
 
 
-class _Answered(asyncio.Future[Reply]):
-    """The wire of an exchange under ASGI: done with its answer, or with that to nobody."""
+class _AsgiWire(asyncio.Future[Reply]):
+    """The wire of an exchange under ASGI: a future of its answer, or of one to nobody."""
 
     is_by_exchange = False
 
     def send_continue(self) -> None:
-        """Leave it to the server, which sends this when it is asked for the body."""
+        """Do nothing: the server sends this when it is asked for the body."""
 
     def send_answer(self, exchange: Exchange, reply: Reply) -> int | None:
         """Have the answer sent."""
-        if self.done():  # it was cancelled this moment
+        if self.done():  # it was cancelled just now
             return _CLIENT_GONE
         self.is_by_exchange = True
         self.set_result(reply)
@@ -31,36 +31,36 @@ class _Answered(asyncio.Future[Reply]):
 
 
 async def answer(predict: Predict, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer one ASGI call to `/predict`; its path is without what the server is mounted under."""
-    answered = _Answered()
+    """Answer one ASGI call to `/predict`; its path is relative to the server's mount."""
+    wire = _AsgiWire()
     method, query = scope["method"], scope["query_string"]
     headers = [(name, value.strip(b" \t")) for name, value in scope["headers"]]  # RFC 9112, 5.1
-    exchange = Exchange.open(answered, predict, method, path, query, headers)
+    exchange = Exchange.open(wire, predict, method, path, query, headers)
     exchange.start()
     status = _CLIENT_GONE
     try:
         async with asyncio.TaskGroup() as group:
-            listener = group.create_task(_listen(exchange, answered, receive), name="listen")
-            reply = await answered
+            listener = group.create_task(_listen(exchange, wire, receive), name="listen")
+            reply = await wire
             listener.cancel()
         await send_reply(send, reply)
         status = reply[0]
-    except OSError:  # what ASGI 2.4 has `send` raise when the client has gone
+    except OSError:  # ASGI 2.4: `send` raises it when the client has gone
         pass
     finally:
-        exchange.abandon()  # unless it has its answer
-        if answered.is_by_exchange:
+        exchange.abandon()  # does nothing once it has its answer
+        if wire.is_by_exchange:
             exchange.close(status)
 
 
-async def _listen(exchange: Exchange, answered: _Answered, receive: Receive) -> None:
+async def _listen(exchange: Exchange, wire: _AsgiWire, receive: Receive) -> None:
     """Hand on the body as it comes, and then wait for the client to hang up."""
     timer = BodyTimer(exchange.predict.limits, lambda: exchange.num_bytes, exchange.fail)
     timer.start(exchange.call.ref.deadline)
     try:
         while (message := await receive())["type"] != "http.disconnect":
             if exchange.is_complete:
-                return  # middleware gives the body again: it cannot tell whether the client is gone
+                return  # middleware repeats the body, and cannot tell us that the client is gone
             exchange.feed(message.get("body", b""))
             if exchange.response_complete:
                 return  # the body is too large
@@ -72,8 +72,8 @@ async def _listen(exchange: Exchange, answered: _Answered, receive: Receive) -> 
     except Exception:
         if not exchange.is_complete:
             raise
-        return  # middleware that has no more to give: the answer is owed all the same
+        return  # middleware has no more to give; the call still gets its answer
     finally:
         timer.stop()
-    if not answered.done():
-        answered.set_result(_TO_NOBODY)  # no server sends it; Starlette's middleware needs one
+    if not wire.done():
+        wire.set_result(_TO_NOBODY)  # no server sends it, but Starlette's middleware needs one

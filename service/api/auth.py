@@ -1,7 +1,7 @@
-"""Who may ask for what: the API keys of each kind of call, and the policy of each path.
+"""Checks API keys: which key a call needs is decided by its path.
 
-Runs in the event loop, before a body is read. A path without a policy here is not served at all,
-so that no route is open by oversight.
+Runs in the event loop, before a body is read. A path without a policy here is not served at all, so
+no route is open by oversight.
 """
 
 import logging
@@ -14,9 +14,9 @@ from inferpool.service.settings.keys import Keys, digest_of, fingerprint_of, is_
 logger = logging.getLogger(__name__)
 
 Access = Literal["predict", "metrics", "admin"]
-"""What a key is for."""
+"""The kinds of keys."""
 Policy = Literal["open", "predict", "metrics", "admin"]
-"""Who may ask for a path: anyone, or a key that is for it."""
+"""The key that a path needs; none if it is open."""
 
 POLICIES: Mapping[str, Policy] = {
     "/": "open",
@@ -31,7 +31,8 @@ POLICIES: Mapping[str, Policy] = {
     "/predict": "predict",
     "/admin": "admin",
 }
-"""Of a path and of all below it; the longest that fits counts. "/" is itself alone."""
+"""The policy of a path and of everything below it; the longest match counts. "/" means itself
+alone."""
 
 _SETTINGS: Mapping[Access, str] = {
     "predict": "predict_keys",
@@ -43,26 +44,26 @@ KEY_MEANINGS: Mapping[Access, str] = {
     "metrics": "the setting `metrics_keys`, or where there are none, of `predict_keys`.",
     "admin": "the setting `admin_keys`.",
 }
-"""Which keys open what, for people."""
+"""The settings that hold the keys of each kind, for people."""
 _BEARER = b"bearer"
 _BLANKS = b" \t"
-"""What may stand around a header's value (RFC 9110, 5.6.3)."""
+"""Characters that may stand around a header's value (RFC 9110, 5.6.3)."""
 
 Headers = Mapping[bytes, bytes]
-"""Names in lower case."""
+"""Header values by name in lower case."""
 
 
 class Guard:
     """Checks the key of each call.
 
-    Metrics and health details are for the metrics keys; where there are none, for whoever may
-    predict. Admin paths are not there at all without an admin key.
+    Metrics and health details need a metrics key, or without metrics keys a predict key. Admin
+    paths do not exist without an admin key.
     """
 
     def __init__(
         self, *, predict: Keys | None = None, metrics: Keys | None = None, admin: Keys | None = None
     ) -> None:
-        """Take the keys of each kind; none means that there is no restriction, or no admin."""
+        """Take the keys of each kind. Without keys, calls are open and admin paths do not exist."""
         given: Mapping[Access, Keys] = {
             "predict": predict or Keys(),
             "metrics": metrics or predict or Keys(),
@@ -76,7 +77,7 @@ class Guard:
 
     @property
     def restricted(self) -> frozenset[Access]:
-        """What needs a key."""
+        """The kinds of calls that need a key."""
         return frozenset(self._restricted)
 
     @property
@@ -85,11 +86,11 @@ class Guard:
         return "predict" in self._restricted
 
     def check_path(self, path: str, headers: Headers) -> None:
-        """See whether a call may ask for a path.
+        """Check that a call may ask for a path.
 
         Raises:
-            NotFoundError: There is nothing there for anyone.
-            UnauthorizedError: It needs a key, and has none that is known.
+            NotFoundError: Nothing is there for anyone.
+            UnauthorizedError: It needs a key, and has no known one.
             ForbiddenError: Its key is for something else.
         """
         policy = policy_of(path)
@@ -99,10 +100,10 @@ class Guard:
             self.check(policy, headers)
 
     def check(self, access: Access, headers: Headers) -> None:
-        """See whether a call has a key for something.
+        """Check that a call has a key of a kind.
 
         Raises:
-            UnauthorizedError: It needs a key, and has none that is known.
+            UnauthorizedError: It needs a key, and has no known one.
             ForbiddenError: Its key is for something else.
         """
         if access not in self._restricted:
@@ -122,7 +123,7 @@ class Guard:
             )
 
     def allows(self, access: Access, headers: Headers) -> bool:
-        """Whether a call has a key for something, or needs none."""
+        """Return whether a call has a key of a kind, or needs none."""
         try:
             self.check(access, headers)
         except (UnauthorizedError, ForbiddenError):
@@ -131,7 +132,7 @@ class Guard:
 
 
 def policy_of(path: str) -> Policy | None:
-    """Who may ask for a path; None where nobody has decided, which means that nobody may."""
+    """Return the policy of a path; None if it has none, so that nobody may ask for it."""
     while path:
         if path in POLICIES:
             return POLICIES[path]
@@ -140,7 +141,7 @@ def policy_of(path: str) -> Policy | None:
 
 
 def key_of(headers: Headers) -> bytes | None:
-    """The key that a call brings, or None."""
+    """Return the key of a call, or None."""
     authorization = headers.get(b"authorization", b"")
     scheme, rest = authorization[: len(_BEARER)], authorization[len(_BEARER) :]
     if scheme.lower() == _BEARER and rest.startswith((b" ", b"\t")):
@@ -150,6 +151,6 @@ def key_of(headers: Headers) -> bytes | None:
 
 
 def caller_of(headers: Headers) -> str:
-    """The fingerprint of a call's key, for the audit log."""
+    """Return the fingerprint of a call's key, for the audit log."""
     key = key_of(headers)
     return "none" if key is None else fingerprint_of(digest_of(key))

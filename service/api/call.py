@@ -1,4 +1,4 @@
-"""One HTTP call to `/predict` as a value, its head if it is known, and the model that it asks."""
+"""One HTTP call to `/predict` as a value, and the heads of calls that are known."""
 
 import asyncio
 import time
@@ -17,23 +17,29 @@ from inferpool.service.queue.instance import Buffer, InstanceSteps, Result
 from inferpool.workers.messages import ItemRef, Kind
 
 UNKNOWN_MODEL = "unknown"
-"""The label of calls for models that are not there: any other would let clients make up labels."""
+"""The metrics label of calls for unknown models: clients must not be able to make up labels."""
 
 HEAD_END = b"\r\n\r\n"
 MAX_KNOWN_HEAD_BYTES = 2048
 _MAX_HEADS = 512
-_OF_ONE_CALL = (b"x-request-id", b"traceparent", b"tracestate", b"expect", b"transfer-encoding")
-"""A head with one of these will not come again, or needs more than to be known."""
+_ONE_CALL_HEADERS = (
+    b"x-request-id",
+    b"traceparent",
+    b"tracestate",
+    b"expect",
+    b"transfer-encoding",
+)
+"""Headers of a single call: a head with one of them will not come again, or needs more checks."""
 
 
 class Tracing(Protocol):
-    """Who decides which calls are traced, and takes them when they are over."""
+    """Decides which calls are traced, and takes them when they are over."""
 
     def begin(self, call: "Call") -> None:
-        """Set `flags`, `steps` and the ref's `trace` of a call; with `steps`, it is traced."""
+        """Set `flags`, `steps` and the ref's `trace`; a call with `steps` is traced."""
 
     def take(self, call: "Call", status: int, duration_s: float) -> None:
-        """A call with `steps` is over; never blocks."""
+        """Take a traced call that is over; never blocks."""
 
 
 class ModelEntry(Protocol):
@@ -41,11 +47,11 @@ class ModelEntry(Protocol):
 
     @property
     def name(self) -> str:
-        """As it stands in the path."""
+        """The name in the path."""
 
     @property
     def inputs(self) -> Sequence[TensorSpec]:
-        """What it takes; empty where that is not known."""
+        """The tensors it takes; empty if unknown."""
 
     def submit(
         self, ref: ItemRef, chunks: Sequence[Buffer], steps: InstanceSteps | None = None
@@ -55,7 +61,7 @@ class ModelEntry(Protocol):
         Args:
             ref: Complete but for its offset; it belongs to the instance from now on.
             chunks: The payload, in pieces.
-            steps: Where to note what becomes of the instance, if its call is traced.
+            steps: Records what happens to the instance, if its call is traced.
 
         Raises:
             ServiceError: It is refused.
@@ -63,22 +69,22 @@ class ModelEntry(Protocol):
 
 
 class WholeBody(msgspec.Struct, frozen=True):
-    """How a body is read that is the payload of one instance as it is."""
+    """How to read a body that as a whole is the payload of one instance."""
 
     kind: Kind
     parameters: bytes
     inputs: Sequence[TensorSpec]
-    """Of the model as it was then."""
+    """The model's inputs at that time."""
 
 
 class Call(msgspec.Struct):
-    """One HTTP call on its way through: a struct, because that fills its defaults in C."""
+    """One HTTP call on its way through. It is a struct because those fill their defaults in C."""
 
     method: str
     path: str
     query: bytes
     headers: dict[bytes, bytes]
-    """Names in lower case; those that came several times joined by commas."""
+    """Names in lower case; values of repeated headers are joined by commas."""
     started: float
     """CLOCK_MONOTONIC seconds."""
     entry: ModelEntry | None
@@ -86,35 +92,36 @@ class Call(msgspec.Struct):
     trace_id: str
     span_id: str
     ref: ItemRef
-    """What it asks of each instance; of a single instance, the one that goes to the worker."""
+    """The call's options for each instance; for a single instance, the ref that goes to the
+    worker."""
     flags: str = "00"
     trace_state: bytes = b""
     parent_id: str = ""
-    """The caller's span, where it has named one."""
+    """The caller's span, if it named one."""
     cors_lines: str = ""
-    """Header lines of the answer, for the browser of a page."""
+    """Header lines of the answer, for a page's browser."""
     steps: list[InstanceSteps] | None = None
-    """Of its first instances, if it is traced."""
+    """The steps of the first instances, if the call is traced."""
     error: tuple[str, str] | None = None
-    """Code and message of what it was refused with."""
+    """Code and message of its refusal."""
     route: str = ""
-    """Which one it took, as a pattern; empty: that of its model."""
+    """The pattern of its route; empty for `/predict`."""
     status: int = 0
-    """Of an answer on another route."""
+    """The status of an answer on another route."""
     chosen: AnswerFormat = "json"
     is_read: bool = False
     """The whole body has arrived."""
     is_batch: bool = False
     num_instances: int = 0
     outcomes: list[asyncio.Future[Result] | ServiceError] = []
-    """Of each instance: a future, or why it was refused."""
+    """For each instance a future, or why it was refused."""
     earlier: "Call | None" = None
-    """One with the same head."""
+    """An earlier call with the same head."""
     form: WholeBody | None = None
-    """How the body is read, if that is known from an earlier call with the same head."""
+    """How to read the body, if an earlier call with the same head has shown it."""
 
     def log_ids(self) -> dict[str, str]:
-        """By which a log line about it is found, and the trace that it belongs to."""
+        """Return the ids by which a log line about the call is found."""
         return {
             "request_id": self.request_id,
             "trace_id": self.trace_id,
@@ -125,11 +132,11 @@ class Call(msgspec.Struct):
 def begin_call(
     method: str, path: str, query: bytes, headers: Sequence[tuple[bytes, bytes]]
 ) -> Call:
-    """A call that has just come, with the ids that it brought or else new ones.
+    """Make a call that has just come, with the ids that it brought or else new ones.
 
     Args:
         method: In upper case.
-        path: Decoded, and without what the server is mounted under.
+        path: Decoded, without the path that the server is mounted under.
         query: Without the "?".
         headers: Names in lower case.
     """
@@ -152,7 +159,7 @@ def begin_call(
 
 
 class KnownHead(NamedTuple):
-    """A head, as the call that it began, and how many bytes of body follow it."""
+    """A head, the call that it began, and the length of the body that follows it."""
 
     head: bytes
     call: Call
@@ -160,21 +167,21 @@ class KnownHead(NamedTuple):
 
 
 class KnownHeads(dict[bytes, KnownHead]):
-    """Heads of calls that were checked before, so that the same bytes are not parsed again.
+    """Heads of calls that passed their checks, so that the same bytes are not parsed again.
 
     A client sends the same head with every call of a connection, and a load balancer much the same.
-    What the checks depend on (keys, limits, models) does not change while the service runs. There
-    is a bounded number of heads. Used by the event loop alone.
+    What the checks depend on (keys, limits, models) does not change while the service runs. The
+    number of heads is bounded. Event loop only.
     """
 
     def remember(self, head: bytes, call: Call) -> None:
-        """Keep the head of a call that was checked and not submitted, if it may come again."""
+        """Keep the head of a call that passed its checks, before the call is submitted."""
         num_body_bytes = call.headers.get(b"content-length")
         if num_body_bytes is None or not head.endswith(HEAD_END):
             return
         if not head.startswith(b"POST "):
             return  # the parser skips empty lines before a request, and so may have seen another
-        if any(name in call.headers for name in _OF_ONE_CALL):
+        if any(name in call.headers for name in _ONE_CALL_HEADERS):
             return
         if len(self) >= _MAX_HEADS:
             self.clear()
@@ -184,6 +191,6 @@ class KnownHeads(dict[bytes, KnownHead]):
 
 
 OnDone = Callable[[str, int, float], None]
-"""Told the model, the status and the seconds of each call."""
+"""Called with the model, status and seconds of each call."""
 OnFailure = Callable[[Call, int, float], None]
-"""Told each call that was refused or failed, with its status and seconds; for the log."""
+"""Called with each call that was refused or failed, its status and seconds; for the log."""

@@ -1,7 +1,8 @@
-"""Which pages of other origins a browser lets ask this host (CORS, https://fetch.spec.whatwg.org).
+"""CORS: lets pages of other origins call this host (https://fetch.spec.whatwg.org).
 
 Off unless `cors_origins` is set. `Access-Control-Allow-Credentials` is never sent: keys come in a
-header of the call, not in cookies, so that `*` gives nobody the rights of whoever looks at a page.
+header of the call, not in cookies, so `*` gives nobody the rights of the person who looks at a
+page.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,9 +16,9 @@ _EXPOSED_HEADERS = (
     "X-Request-ID, traceparent, tracestate, Server-Timing, Retry-After, X-Tensor-Name, "
     "X-Tensor-Dtype, X-Tensor-Shape"
 )
-"""What a page may read besides Content-Type and Content-Length."""
+"""Headers that a page may read besides Content-Type and Content-Length."""
 _MAX_AGE_S = 600
-"""How long a browser need not ask again before it asks; Chromium takes up to two hours."""
+"""How long a browser may reuse the answer to a preflight; Chromium allows two hours at most."""
 
 _PREFLIGHT_LINES = (
     f"access-control-allow-methods: {_ALLOWED_METHODS}\r\n"
@@ -27,15 +28,15 @@ _PREFLIGHT_LINES = (
 
 
 class Cors:
-    """The origins that may ask, and the headers that say so."""
+    """The allowed origins, and the headers that say so."""
 
     def __init__(self, origins: Sequence[str]) -> None:
-        """Allow origins, as browsers write them; `*` allows all."""
+        """Allow origins as browsers write them; `*` allows all."""
         self._is_open = "*" in origins
         self._origins = frozenset(origin.encode() for origin in origins)
 
     def lines_for(self, origin: bytes | None) -> str:
-        """The header lines of an answer to a call from an origin, each with its line break."""
+        """Return the header lines of an answer to a page of an origin, each with its line break."""
         if self._is_open:
             allowed = "access-control-allow-origin: *\r\n"
         elif origin is None or origin not in self._origins:
@@ -45,15 +46,7 @@ class Cors:
         return f"{allowed}access-control-expose-headers: {_EXPOSED_HEADERS}\r\n"
 
     def preflight_lines(self, method: str, headers: Mapping[bytes, bytes]) -> str | None:
-        """What an answer needs besides `lines_for`, to a browser that asks whether a page may call.
-
-        Args:
-            method: Of the call.
-            headers: Names in lower case.
-
-        Returns:
-            None if the call asks for something else.
-        """
+        """Return the other header lines of the answer to a preflight; None if the call is none."""
         origin = headers.get(b"origin")
         if method != "OPTIONS" or origin is None or b"access-control-request-method" not in headers:
             return None

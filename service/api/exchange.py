@@ -1,8 +1,8 @@
-"""One call to `/predict`, from its head to its answer, with no input or output of its own.
+"""One call to `/predict` from its head to its answer, without any input or output of its own.
 
-Who has the connection tells an exchange what has come of the call, and when the client hangs up.
-The exchange gives its answer to a `Wire`: `service.api.wire.protocol` is that of our own server,
-`service.api.asgi` that of any ASGI server. All run in the event loop.
+The owner of the connection passes on what comes of the call, and tells when the client hangs up.
+The exchange gives its answer to a `Wire`: `service.api.wire.protocol` on our own server,
+`service.api.asgi` on any ASGI server. All run in the event loop.
 """
 
 import asyncio
@@ -41,36 +41,34 @@ _CLIENT_GONE = 499
 _FIRST_ERROR = 400
 _PREFLIGHT = 204
 _MAX_TRACED_INSTANCES = 16
-"""More instances of a call are counted, and not traced."""
+"""Further instances of a call are counted, but not traced."""
 _PRIORITIES = {b"%d" % priority: priority for priority in range(1, 10)}
 
 
 class Wire(Protocol):
-    """Takes the answer of an exchange, and sends it."""
+    """Takes the answer of an exchange and sends it."""
 
     def send_continue(self) -> None:
         """Tell the client to send its body."""
 
     def send_answer(self, exchange: "Exchange", reply: Reply) -> int | None:
-        """Send the answer.
+        """Send the answer, and return its status: 499 if the client has gone.
 
-        Returns:
-            The status that came of it: 499 where nobody was left to read it. None if that is not
-            known yet; then the wire closes the exchange.
+        Returns None if the status is not known yet; then the wire closes the exchange.
         """
 
 
 class _NoEvent:
-    """What uvicorn wakes its ASGI calls by; ours wait for nothing."""
+    """Takes the place of the event that uvicorn sets for its ASGI calls; nothing waits for it."""
 
     def set(self) -> None:
         return
 
 
 class Exchange(msgspec.Struct, eq=False):
-    """One call to `/predict`. On our own connections it has the place of uvicorn's cycle.
+    """One call to `/predict`; on our own connections it takes the place of uvicorn's cycle.
 
-    A struct, because that fills its defaults in C.
+    It is a struct because those fill their defaults in C.
     """
 
     wire: Wire
@@ -89,7 +87,7 @@ class Exchange(msgspec.Struct, eq=False):
     _refusal: ServiceError | None = None
     _chunks: list[Buffer] = []
     _is_counted: bool = False
-    """`UnfinishedRequests` counts these."""
+    """`UnfinishedRequests` counts the body."""
 
     message_event: ClassVar = _NoEvent()
 
@@ -103,16 +101,7 @@ class Exchange(msgspec.Struct, eq=False):
         query: bytes,
         headers: Sequence[tuple[bytes, bytes]],
     ) -> "Exchange":
-        """Begin a call. Raises nothing, so that whatever follows has an id to be answered under.
-
-        Args:
-            wire: Where the answer goes.
-            predict: The endpoint.
-            method: In upper case.
-            path: Decoded, and without what the server is mounted under.
-            query: Without the "?".
-            headers: Names in lower case.
-        """
+        """Begin a call (see `begin_call`). It raises nothing, so that the answer has an id."""
         call = begin_call(method, path, query, headers)
         name = path[len(PREFIX) + 1 :] or predict.default
         if name is not None:
@@ -125,13 +114,7 @@ class Exchange(msgspec.Struct, eq=False):
 
     @classmethod
     def from_known_head(cls, wire: Wire, predict: Predict, earlier: Call) -> "Exchange":
-        """Begin a call whose head is that of an earlier one that was checked, byte for byte.
-
-        Args:
-            wire: Where the answer goes.
-            predict: The endpoint.
-            earlier: Checked, and not submitted.
-        """
+        """Begin a call with the same head as an earlier one that passed its checks."""
         call: Call = earlier.__copy__()  # type: ignore[attr-defined]  # its stubs lack it
         call.started = started = time.monotonic()
         call.trace_id, call.span_id = new_ids()
@@ -164,7 +147,7 @@ class Exchange(msgspec.Struct, eq=False):
             self.wire.send_continue()
 
     def take(self, body: Buffer) -> None:
-        """Take the whole body of a call that has begun again."""
+        """Submit a call with a known head, given its whole body."""
         self.is_complete = True
         self.num_bytes = len(body)
         self._submit((body,))
@@ -191,7 +174,7 @@ class Exchange(msgspec.Struct, eq=False):
             self._submit(self._chunks or (b"",))
 
     def count(self) -> None:
-        """Count what has come of a body that is not whole."""
+        """Count the bytes of an unfinished body against the budget of all connections."""
         if self.num_bytes and self._refusal is None:
             try:
                 self.predict.unfinished.hold(self, self.num_bytes)
@@ -200,26 +183,25 @@ class Exchange(msgspec.Struct, eq=False):
             else:
                 self._is_counted = True
 
-    def give_way(self, error: ServiceError) -> None:
-        """Refuse the call, to make room for bodies that come faster."""
-        self.fail(error)
-
     def fail(self, error: ServiceError) -> None:
-        """What arrives is no body: refuse the call, when it is its turn."""
+        """Refuse the call in its turn: its body cannot be read."""
         self.keep_alive = False
         self._refusal = error
         self._let_go()
         if self.is_started and not self.response_complete:
             self._refuse(error)
 
+    give_way = fail
+    """`UnfinishedRequests` calls this to make room for bodies that come faster."""
+
     def give_up_body(self) -> None:
-        """Answer now, if the body has not arrived: it is not waited for any longer."""
+        """Refuse the call if its body has not arrived: the server is shutting down."""
         if not self.is_complete and not self.response_complete:
             self.keep_alive = False
             self._refuse(UnavailableError("this server is shutting down", retry_after_s=1))
 
     def abandon(self) -> None:
-        """The client is gone."""
+        """Cancel the call: the client is gone."""
         self._let_go()
         if not self.response_complete:
             self.response_complete = True
@@ -227,12 +209,12 @@ class Exchange(msgspec.Struct, eq=False):
             self.close(_CLIENT_GONE)
 
     def close(self, status: int) -> None:
-        """Record a call that is over; 499 says that the client did not wait.
+        """Record a call that is over; 499 means that the client did not wait.
 
-        A preflight is not recorded: it asks for no prediction.
+        Preflights are not recorded: they ask for no prediction.
         """
         call, predict = self.call, self.predict
-        call.outcomes.clear()  # they may hold large outputs, and others may hold the call
+        call.outcomes.clear()  # they may hold large outputs, and others may keep the call
         if status == _PREFLIGHT:
             return
         duration_s = time.monotonic() - call.started
@@ -245,9 +227,9 @@ class Exchange(msgspec.Struct, eq=False):
             predict.tracing.take(call, status, duration_s)
 
     def _answer_preflight(self) -> bool:
-        """Answer a browser that asks whether a page may call; False if it asks for something else.
+        """Answer a browser's preflight; return False if the call is none.
 
-        No key is needed for that: browsers send none.
+        It needs no key: browsers send none with it.
         """
         cors, call = self.predict.cors, self.call
         lines = None if cors is None else cors.preflight_lines(call.method, call.headers)
@@ -257,13 +239,13 @@ class Exchange(msgspec.Struct, eq=False):
         return True
 
     def _check(self) -> None:
-        """See, before its body is read, whether a call can be answered.
+        """Check the head of a call before its body is read.
 
         Raises:
-            UnauthorizedError: It has no key that is known.
+            UnauthorizedError: It has no known key.
             ForbiddenError: Its key is for something else.
             MethodNotAllowedError: It is no POST.
-            UnknownModelError: The model is not there.
+            UnknownModelError: There is no such model.
             TooLargeError: Its body is going to be too large.
             BadRequestError: A header is malformed.
             NotAcceptableError: It accepts no form that there is.
@@ -334,7 +316,7 @@ class Exchange(msgspec.Struct, eq=False):
         return decoded
 
     def _steps(self) -> InstanceSteps | None:
-        """Where to note what becomes of one more instance, if the call is traced."""
+        """Return where to record one more instance; None if the call is not traced."""
         traced = self.call.steps
         if traced is None or len(traced) >= _MAX_TRACED_INSTANCES:
             return None
@@ -343,7 +325,7 @@ class Exchange(msgspec.Struct, eq=False):
         return steps
 
     def _submit_several(self, entry: ModelEntry, payloads: Sequence[Payload]) -> None:
-        """Submit several instances; one that is refused is an error in its place."""
+        """Submit several instances; one that is refused becomes an error in its place."""
         call = self.call
         outcomes = call.outcomes
         call.num_instances = len(payloads)
@@ -381,14 +363,14 @@ class Exchange(msgspec.Struct, eq=False):
             self.close(status)
 
     def _give_up(self) -> None:
-        """Give up all instances: nobody waits for them any more."""
+        """Cancel all instances: nobody waits for them any more."""
         for outcome in self.call.outcomes:
             if isinstance(outcome, ServiceError):
                 continue
             if not outcome.done():
                 outcome.cancel()
             elif not outcome.cancelled():
-                outcome.exception()  # asyncio complains of exceptions that nobody looks at
+                outcome.exception()  # else asyncio logs that nobody retrieved it
 
     def _let_go(self) -> None:
         """Drop the body."""
@@ -399,14 +381,14 @@ class Exchange(msgspec.Struct, eq=False):
 
 
 def _put_into(ref: ItemRef, payload: Payload) -> Sequence[Buffer]:
-    """Complete a ref with the instance that it is for; returns what goes into the arena."""
+    """Complete a ref for an instance, and return its payload's pieces."""
     ref.kind, ref.headers = payload.kind, payload.headers
     ref.num_bytes = sum(map(len, payload.chunks))
     return payload.chunks
 
 
 def _all_done(futures: Sequence["asyncio.Future[Result]"]) -> "asyncio.Future[None]":
-    """A future that is done with the last of several; unlike `asyncio.gather`, it keeps nothing."""
+    """Return a future that is done with the last of several; it keeps no results."""
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     left = len(futures)
     if not left:

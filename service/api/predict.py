@@ -1,9 +1,10 @@
-"""The endpoint `/predict` as it is set up: its models, its limits, and who is told of its calls.
+"""The endpoint `/predict`: its models, its limits, and who is told of its calls.
 
-`service.api.exchange` tells how a call to it goes.
+`service.api.exchange` handles one call to it.
 """
 
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
 
 from inferpool.service.api.auth import Guard
 from inferpool.service.api.call import ModelEntry, OnDone, OnFailure, Tracing
@@ -16,47 +17,35 @@ from inferpool.service.errors import UnknownModelError
 PREFIX = "/predict"
 
 
+@dataclass(slots=True, eq=False)
 class Predict:
-    """What the calls to `/predict` of one process have in common."""
+    """Settings that all calls to `/predict` in one process share."""
 
-    def __init__(
-        self,
-        models: Mapping[str, ModelEntry],
-        *,
-        default: str | None = None,
-        limits: Limits | None = None,
-        unfinished: UnfinishedRequests | None = None,
-        guard: Guard | None = None,
-        cors: Cors | None = None,
-        tracing: Tracing | None = None,
-        on_done: OnDone | None = None,
-        on_failure: OnFailure | None = None,
-    ) -> None:
-        """Serve models.
+    models: Mapping[str, ModelEntry]
+    """Models by the name in the path; looked up anew for each call."""
+    _: KW_ONLY
+    default: str | None = None
+    """The model of `/predict` without a name."""
+    limits: Limits = field(default_factory=Limits)
+    unfinished: UnfinishedRequests = field(
+        default_factory=lambda: UnfinishedRequests(EdgeLimits().max_unfinished_bytes)
+    )
+    guard: Guard | None = None
+    """Checks keys; None if calls need none."""
+    cors: Cors | None = None
+    """Pages that may call; None allows only pages of this host."""
+    tracing: Tracing | None = None
+    """Traces calls; costs nothing if None."""
+    on_done: OnDone | None = None
+    on_failure: OnFailure | None = None
 
-        Args:
-            models: By the name in the path; looked up anew for each call.
-            default: The one that `/predict` without a name means; None where there is none.
-            limits: How much a call may ask for.
-            unfinished: Counts the bodies that have begun to come.
-            guard: Who may call; costs nothing where no key is needed.
-            cors: Which pages may call; None: none, but for those of this host.
-            tracing: Who traces calls; costs nothing while it is None.
-            on_done: For metrics.
-            on_failure: For the log.
-        """
-        self.models = models
-        self.default = default
-        self.limits = limits or Limits()
-        self.unfinished = unfinished or UnfinishedRequests(EdgeLimits().max_unfinished_bytes)
-        self.guard = guard if guard and guard.restricts_predict else None
-        self.cors = cors
-        self.tracing = tracing
-        self.on_done = on_done
-        self.on_failure = on_failure
+    def __post_init__(self) -> None:
+        """Drop a guard that lets everybody pass, so that it costs nothing."""
+        if self.guard is not None and not self.guard.restricts_predict:
+            self.guard = None
 
     def unknown(self, path: str) -> UnknownModelError:
-        """The error for a path that names no model that is served."""
+        """Return the error for a path that names no model that is served."""
         names = ", ".join(self.models) or "none"
         name = path[len(PREFIX) + 1 :]
         if not name:
@@ -65,5 +54,5 @@ class Predict:
 
 
 def is_predict(path: str) -> bool:
-    """Whether a path belongs to this endpoint."""
+    """Return whether a path belongs to this endpoint."""
     return path.startswith(PREFIX) and (len(path) == len(PREFIX) or path[len(PREFIX)] == "/")

@@ -1,7 +1,7 @@
-"""The reply to a call to `/predict`: status, header lines as they go onto the wire, and body.
+"""The reply to a call: its status, its header lines as they go onto the wire, and its body.
 
-Every reply has the ids of the call and where its time went. Lines and not pairs, because most
-replies go straight to a socket; for ASGI `pairs_of` takes them apart again.
+Every reply has the ids of the call and its timing. Headers are lines and not pairs because most
+replies go straight to a socket; `pairs_of` takes them apart for ASGI.
 """
 
 import asyncio
@@ -31,12 +31,13 @@ Reply = tuple[int, bytes, bytes]
 """Status, header lines each with its line break, and body."""
 
 _IN_INSTANCE = re.compile(r"instance[:.\[]")
-"""A place in a JSON instance, as a worker names it, which knows no other."""
+"""The place of an error in a JSON instance, as workers name it; they do not know its number."""
 GIVEN_UP = "the service gave this input up"
 CLOSE_LINE = b"connection: close\r\n"
 _PRINTABLE = bytes(range(0x20, 0x7F))
 _SMALL_BODY_BYTES = 64 * 1024
-"""A refused body up to this is read and dropped by the server; beyond, the connection is closed."""
+"""The server reads and drops a refused body up to this size; with a longer one it closes the
+connection."""
 
 
 def reply_to(call: Call) -> Reply:
@@ -44,11 +45,11 @@ def reply_to(call: Call) -> Reply:
     outcomes = call.outcomes
     outcome = outcomes[0] if len(outcomes) == 1 else None
     if isinstance(outcome, asyncio.Future) and call.chosen == "json":
-        # By far the most, and so in one go; `encode` would say the same.
+        # The most frequent case, and so in one step; `encode` would give the same.
         try:
             result = outcome.result()
         except (Exception, asyncio.CancelledError):
-            pass  # told below
+            pass  # answered below
         else:
             assert isinstance(result.value, bytes), "tensors came where JSON was asked for"
             body = b'{"predictions":[%b]}' % result.value
@@ -59,7 +60,7 @@ def reply_to(call: Call) -> Reply:
 
 
 def preflight_reply(call: Call, lines: str) -> Reply:
-    """Reply to a browser that asks whether a page may call; see `Cors.preflight_lines`."""
+    """Reply to a browser's preflight; see `Cors.preflight_lines`."""
     return 204, (lines + common_lines(call, None)).encode(), b""
 
 
@@ -85,7 +86,7 @@ def refusal_of(call: Call, error: Exception) -> Reply:
 
 
 def lines_of(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """Render header lines: all go through here whose text is not our own or checked before.
+    """Render header lines. All headers whose text is neither our own nor checked go through here.
 
     Raises:
         ValueError: A name or value has a character that would end its line, or is not ASCII.
@@ -97,7 +98,7 @@ def lines_of(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
 
 
 def pairs_of(lines: bytes) -> list[tuple[bytes, bytes]]:
-    """Header lines as ASGI has them."""
+    """Return header lines as ASGI's pairs."""
     pairs = []
     for line in lines.split(b"\r\n")[:-1]:
         name, _, value = line.partition(b": ")
@@ -142,10 +143,10 @@ def _outcome_of(call: Call, index: int, outcome: asyncio.Future[Result] | Servic
 
 
 def common_lines(call: Call, timing: Timing | None) -> str:
-    """What every answer has. All of it is ASCII: ids were checked, states are dropped if not.
+    """Return the header lines of every answer; all ASCII, since ids and states were checked.
 
     Args:
-        call: That is being answered.
+        call: The call that is being answered.
         timing: Of its instances, if they were computed.
     """
     state = f"tracestate: {call.trace_state.decode()}\r\n" if call.trace_state else ""
@@ -162,12 +163,12 @@ def common_lines(call: Call, timing: Timing | None) -> str:
 
 @lru_cache(maxsize=16)
 def _work_of(prepare_s: float, compute_s: float) -> str:
-    """The same for all instances of a batch."""
+    """Cached, because it is the same for all instances of a batch."""
     return f"preprocess;dur={prepare_s * 1e3:.2f}, inference;dur={compute_s * 1e3:.2f}, "
 
 
 def _longest(outcomes: Sequence[Outcome]) -> Timing | None:
-    """The longest of each stage over all instances that were answered."""
+    """Return the longest time of each stage over all instances that were answered."""
     timings = [each.timing for each in outcomes if isinstance(each, Result)]
     if not timings:
         return None
@@ -179,7 +180,7 @@ def _longest(outcomes: Sequence[Outcome]) -> Timing | None:
 
 
 def _is_long(headers: Mapping[bytes, bytes]) -> bool:
-    """Whether the rest of a refused body is not worth waiting for."""
+    """Return whether the rest of a refused body is too long to wait for."""
     if b"transfer-encoding" in headers:
         return True
     length = headers.get(b"content-length", b"0")

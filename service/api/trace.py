@@ -1,4 +1,4 @@
-"""Ids: of requests (`X-Request-ID`) and of traces (W3C Trace Context, level 2)."""
+"""Ids of requests (`X-Request-ID`) and of traces (W3C Trace Context, level 2)."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -27,22 +27,22 @@ def _make_ids() -> list[tuple[str, str]]:
 
 
 new_ids: Callable[[], tuple[str, str]] = chain.from_iterable(iter(_make_ids, None)).__next__
-"""Makes a request or trace id, and a span id: 128 and 64 random bits in hexadecimal digits.
+"""Makes a request or trace id and a span id: 128 and 64 random bits in hexadecimal digits.
 
-From a generator seeded by the operating system once, since `os.urandom` costs a system call; and
-many at once, which costs a fifth.
+They come from a generator that the operating system has seeded once, because `os.urandom` costs a
+system call; and 64 pairs at a time, which costs a fifth.
 """
 
 
 def request_id_of(value: bytes | None) -> str:
-    """A client's request id if it is fit to be logged and sent back, else nothing."""
+    """Return a client's request id if it may be logged and sent back, else nothing."""
     if not value or len(value) > _MAX_ID_LENGTH or value.translate(None, _ID_CHARACTERS):
         return ""
     return value.decode("ascii")
 
 
 def trace_of(value: bytes) -> tuple[str, str, str] | None:
-    """Trace id, span id and flags of a `traceparent`; None where a new trace must be started.
+    """Return trace id, span id and flags of a `traceparent`; None if a new trace must be started.
 
     Versions above 00 are read by their first four fields (3.2.3).
     """
@@ -65,7 +65,7 @@ def trace_of(value: bytes) -> tuple[str, str, str] | None:
 
 
 def trace_state_of(headers: Mapping[bytes, bytes]) -> bytes:
-    """The `tracestate` to pass on beside a valid `traceparent`, or nothing."""
+    """Return the `tracestate` to pass on beside a valid `traceparent`, or nothing."""
     state = headers.get(b"tracestate", b"")
     if len(state) > _MAX_STATE_BYTES or state.count(b",") >= _MAX_STATE_MEMBERS:
         return b""

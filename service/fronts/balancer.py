@@ -39,12 +39,6 @@ class ConnectionBalancer:
     def __init__(
         self, listener: socket.socket, takers: Callable[[], Sequence[ConnectionTaker]]
     ) -> None:
-        """Accept nothing yet.
-
-        Args:
-            listener: Bound and listening.
-            takers: Returns the fronts that take connections now.
-        """
         self._listener = listener
         self._takers = takers
         self._is_open = False

@@ -37,7 +37,7 @@ class Forwarder:
         self._transport = httpx.AsyncHTTPTransport(uds=path, limits=limits, retries=1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """InstanceAnswer one ASGI call."""
+        """Answer one ASGI call."""
         call = begin_call(scope["method"], scope["path"], scope["query_string"], scope["headers"])
         try:
             answer = await self._transport.handle_async_request(_request(scope))

@@ -20,10 +20,13 @@ from inferpool.service.endpoint import make_guard, make_predict, make_tracer, se
 from inferpool.service.fronts.forwarding import Forwarder
 from inferpool.service.fronts.front_side import FrontSide
 from inferpool.service.fronts.messages import (
+    Command,
     CountRequest,
     FrontConfig,
     FrontCounts,
+    Leave,
     Listening,
+    MoveAway,
     MovedAway,
 )
 from inferpool.service.settings.tls import server_context
@@ -103,7 +106,7 @@ class Front:
         self._num_taken = 0
         self._moving: asyncio.Task[None] | None = None
         self._metrics: defaultdict[str, ModelMetrics] = defaultdict(lambda: ModelMetrics(""))
-        self._front_side = FrontSide(reader, writer, slots, list(settings.models), self)
+        self._front_side = FrontSide(reader, writer, slots, list(settings.models), self._obey, _end)
         self._send_logs_to_main(config.log_level)
         self._tracer = make_tracer(settings, self._metrics.__getitem__)
         predict = make_predict(
@@ -116,7 +119,7 @@ class Front:
         )
         self._forwarder = Forwarder(config.forwarding_path)
         http = PredictProtocol.bound_to(predict, config.limits)
-        self._edge = http.others
+        self._edge = http.connection_limits
         tls = None
         if settings.tls_certificate is not None:
             tls = server_context(settings.tls_certificate, settings.tls_key)
@@ -138,11 +141,21 @@ class Front:
         await self._forwarder.close()
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.stop)
-        self.count(CountRequest(0, logging.getLogger().level))
+        self._count(CountRequest(0, logging.getLogger().level))
         self._front_side.link.flush()
 
-    def count(self, command: CountRequest) -> None:
-        """See `CommandHandler`."""
+    def _obey(self, command: Command) -> None:
+        match command:
+            case CountRequest():
+                self._count(command)
+            case MoveAway():
+                self._moving = asyncio.create_task(self._move_away(), name="move away")
+            case Leave():
+                self._server.flush_until = command.flush_until
+                self._server.should_exit = True
+                self._server.force_exit = self._server.force_exit or command.is_hurried
+
+    def _count(self, command: CountRequest) -> None:
         logging.getLogger().setLevel(command.log_level)
         calls, durations, exemplars = [], [], []
         for label, metrics in self._metrics.items():
@@ -171,20 +184,6 @@ class Front:
             traced,
         )
         self._front_side.link.send(counts)
-
-    def move_away(self) -> None:
-        """See `CommandHandler`."""
-        self._moving = asyncio.create_task(self._move_away(), name="move away")
-
-    def leave(self, *, is_hurried: bool, flush_until: float) -> None:
-        """See `CommandHandler`."""
-        self._server.flush_until = flush_until
-        self._server.should_exit = True
-        self._server.force_exit = self._server.force_exit or is_hurried
-
-    def on_lost(self, reason: str) -> None:
-        """See `CommandHandler`. The kernel or a thread is about to end this process in any case."""
-        os._exit(1)
 
     async def _move_away(self) -> None:
         self._take_connections()
@@ -220,3 +219,8 @@ class Front:
         root.handlers = [LineHandler(self._send_line)]
         root.setLevel(level)
         logging.captureWarnings(True)
+
+
+def _end(reason: str) -> None:
+    """End without the main process: the kernel or a thread is about to do so in any case."""
+    os._exit(1)

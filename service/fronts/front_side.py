@@ -1,9 +1,9 @@
 """A front's side of the link to the main process: the models as calls see them. Runs in a front."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -11,12 +11,10 @@ from inferpool.service.errors import InternalError, OverloadedError
 from inferpool.service.fronts.link import Link
 from inferpool.service.fronts.messages import (
     Answers,
-    CountRequest,
+    Command,
     Failure,
     FromMain,
-    Leave,
     ModelInputs,
-    MoveAway,
     Submission,
     Submissions,
     error_of,
@@ -76,22 +74,6 @@ class RemoteModel:
         return pending
 
 
-class CommandHandler(Protocol):
-    """The part of a front that does what the main process says."""
-
-    def count(self, command: CountRequest) -> None:
-        """Send the counts."""
-
-    def move_away(self) -> None:
-        """Let each answer close its connection."""
-
-    def leave(self, *, is_hurried: bool, flush_until: float) -> None:
-        """End when all clients have read their answers, or at a moment."""
-
-    def on_lost(self, reason: str) -> None:
-        """End: the main process is gone."""
-
-
 class FrontSide:
     """Submits the instances of one turn in one message, and settles them by the answers."""
 
@@ -101,7 +83,8 @@ class FrontSide:
         writer: Connection,
         slots: Slots,
         models: Sequence[str],
-        commands: CommandHandler,
+        on_command: Callable[[Command], None],
+        on_lost: Callable[[str], None],
     ) -> None:
         """Begin to listen to the main process.
 
@@ -110,12 +93,13 @@ class FrontSide:
             writer: The pipe that the main process reads from.
             slots: The front's part of the arena.
             models: Names, in the order of the settings.
-            commands: Does what the main process says.
+            on_command: Does what the main process says.
+            on_lost: Called with the reason when the main process is gone.
         """
         self.loop = asyncio.get_running_loop()
         self.models = {name: RemoteModel(self, index, name) for index, name in enumerate(models)}
         self._slots = slots
-        self._commands = commands
+        self._on_command = on_command
         self._open: dict[int, PendingInstance] = {}
         self._given_up: dict[int, InstanceSteps] = {}
         """InstanceSteps of traced instances that were given up: their answers still come."""
@@ -123,7 +107,7 @@ class FrontSide:
         self._submissions: list[Submission] = []
         self._cancelled: list[int] = []
         self._is_flush_due = False
-        self.link = Link(reader, writer, _decode, self._take, commands.on_lost)
+        self.link = Link(reader, writer, _decode, self._take, on_lost)
 
     def submit(
         self, model: int, ref: ItemRef, chunks: Sequence[Buffer], steps: InstanceSteps | None
@@ -176,12 +160,8 @@ class FrontSide:
                 for model, inputs in zip(self.models.values(), message.models, strict=True):
                     if list(model.inputs) != inputs:  # calls remember them by their identity
                         model.inputs = inputs
-            case CountRequest():
-                self._commands.count(message)
-            case MoveAway():
-                self._commands.move_away()
-            case Leave():
-                self._commands.leave(is_hurried=message.is_hurried, flush_until=message.flush_until)
+            case _:
+                self._on_command(message)
 
     def _settle(self, message: Answers) -> None:
         free = self._slots.free

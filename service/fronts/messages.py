@@ -142,7 +142,8 @@ class Leave(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
     """The moment until which clients may read their answers."""
 
 
-FromMain = Answers | ModelInputs | CountRequest | MoveAway | Leave
+Command = CountRequest | MoveAway | Leave
+FromMain = Answers | ModelInputs | Command
 
 _ERRORS: dict[str, type[ServiceError]] = {
     error.code: error

@@ -50,12 +50,7 @@ class OnlyFront:
 
 
 def read_fronts(fronts: Sequence[FrontHealth], uses: Sequence[EdgeUse]) -> Iterator[Reading]:
-    """Return the metrics of fronts.
-
-    Args:
-        fronts: In order.
-        uses: What the connections of each hold.
-    """
+    """Return the metrics of fronts, in order, and of their connections."""
     for number, front in enumerate(fronts):
         labels = (str(number),)
         yield Reading(name="front_up", value=front.state == "up", labels=labels)

@@ -1,4 +1,4 @@
-"""Answers of `/predict`, in the form that `Accept` asks for: JSON, npy, safetensors, raw bytes."""
+"""Answers of `/predict` in the form that `Accept` asks for: JSON, npy, safetensors, raw bytes."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -16,7 +16,7 @@ from inferpool.workers.messages import TensorBlob
 
 AnswerFormat = Literal["json", "npy", "safetensors", "raw"]
 Outcome = Result | ServiceError
-"""What became of one instance."""
+"""The result or error of one instance."""
 
 JSON_TYPE = b"application/json"
 MEDIA_TYPES: dict[bytes, AnswerFormat] = {
@@ -27,17 +27,17 @@ MEDIA_TYPES: dict[bytes, AnswerFormat] = {
     b"application/x-safetensors": "safetensors",
     b"application/octet-stream": "raw",
 }
-"""In the order of our preference."""
+"""In our order of preference."""
 
 _JSON_HEADER = (b"content-type", JSON_TYPE)
 _NPY_ALIGN = 64
 _SAFETENSORS_ALIGN = 8
 _UNQUOTED = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
-"""What stands for itself in `X-Tensor-Name`; all else is percent-encoded."""
+"""Characters that `X-Tensor-Name` has as they are; all others are percent-encoded."""
 
 
 def choose_format(accept: bytes | None) -> AnswerFormat:
-    """The form to answer in (RFC 9110, 12.5.1).
+    """Return the form to answer in (RFC 9110, 12.5.1).
 
     Args:
         accept: The `Accept` header, several joined by commas; None if there is none.
@@ -59,7 +59,7 @@ def encode(
     request_id: str,
     path: str,
 ) -> Answer:
-    """Render what became of the instances of one call.
+    """Render the outcomes of the instances of one call.
 
     In JSON, an instance that failed is an error in its place while any succeeded; tensors have no
     place for one. If all failed, the answer is the problem of the first.
@@ -67,8 +67,8 @@ def encode(
     Args:
         chosen: The form.
         outcomes: In the order of the instances.
-        is_batch: Whether tensors get a batch dimension.
-        output: The name of the only output wanted; None: all that there are.
+        is_batch: Tensors get a batch dimension.
+        output: The name of the only output wanted; None: all.
         request_id: For problems.
         path: Of the request, for problems.
     """
@@ -86,14 +86,14 @@ def encode(
 
 
 def encode_json(values: Sequence[bytes]) -> Answer:
-    """Answer with JSON values that are rendered already."""
+    """Answer with JSON values that are already rendered."""
     body = b'{"predictions":[' + b",".join(values) + b"]}"
     return 200, [_JSON_HEADER, (b"content-length", b"%d" % len(body))], body
 
 
 @lru_cache(maxsize=256)
 def _negotiate(accept: bytes) -> AnswerFormat:
-    """Go by quality first, then by our order; a type counts by the most exact range for it."""
+    """Choose by quality, then by our order; the most exact range for a type counts."""
     qualities: dict[bytes, float] = {}
     for item in accept.lower().split(b","):
         media_range, *options = (part.strip() for part in item.split(b";"))
@@ -150,20 +150,20 @@ def _blobs_of(outcome: Outcome) -> list[TensorBlob]:
     return outcome.value
 
 
-class _Column(NamedTuple):
+class _OutputColumn(NamedTuple):
     """One output of all instances of a call."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     parts: list[bytes]
-    """Its bytes, of which each encoder makes the only copy."""
+    """Its bytes; each encoder makes the only copy of them."""
 
 
 def _columns(
     instances: Sequence[list[TensorBlob]], is_batch: bool, output: str | None
-) -> list[_Column]:
-    """The outputs of all instances: of a batch, along a new first dimension."""
+) -> list[_OutputColumn]:
+    """Return the outputs of all instances; a batch's along a new first dimension."""
     by_name = [{blob.name: blob for blob in blobs} for blobs in instances]
     names = list(by_name[0])
     if output is not None:
@@ -182,11 +182,11 @@ def _columns(
                 "not stack: ask for JSON, or send them one by one"
             )
         shape = (len(blobs), *first.shape) if is_batch else first.shape
-        columns.append(_Column(name, first.dtype, shape, [blob.buffer for blob in blobs]))
+        columns.append(_OutputColumn(name, first.dtype, shape, [blob.buffer for blob in blobs]))
     return columns
 
 
-def _only(columns: Sequence[_Column]) -> _Column:
+def _only(columns: Sequence[_OutputColumn]) -> _OutputColumn:
     if len(columns) != 1:
         raise BadRequestError(
             f"this form holds one output, and the model has {_listed([c.name for c in columns])}: "
@@ -195,7 +195,7 @@ def _only(columns: Sequence[_Column]) -> _Column:
     return columns[0]
 
 
-def _encode_npy(columns: Sequence[_Column]) -> tuple[Headers, bytes]:
+def _encode_npy(columns: Sequence[_OutputColumn]) -> tuple[Headers, bytes]:
     """Version 1.0 of numpy.lib.format."""
     column = _only(columns)
     descr = NPY_DTYPES.get(column.dtype)
@@ -211,8 +211,8 @@ def _encode_npy(columns: Sequence[_Column]) -> tuple[Headers, bytes]:
     return [(b"content-type", b"application/x-npy")], b"".join([start, *column.parts])
 
 
-def _encode_safetensors(columns: Sequence[_Column]) -> tuple[Headers, bytes]:
-    """A header of JSON, padded with spaces to 8 bytes, then the tensors without gaps.
+def _encode_safetensors(columns: Sequence[_OutputColumn]) -> tuple[Headers, bytes]:
+    """Write a header of JSON, padded with spaces to 8 bytes, then the tensors without gaps.
 
     The widest dtypes come first, so that each tensor is aligned.
     """
@@ -240,7 +240,7 @@ def _encode_safetensors(columns: Sequence[_Column]) -> tuple[Headers, bytes]:
     return [(b"content-type", b"application/safetensors")], body
 
 
-def _encode_raw(columns: Sequence[_Column]) -> tuple[Headers, bytes]:
+def _encode_raw(columns: Sequence[_OutputColumn]) -> tuple[Headers, bytes]:
     column = _only(columns)
     headers = [
         (b"content-type", b"application/octet-stream"),
@@ -255,7 +255,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(repr(name) for name in names) or "none"
 
 
-_ENCODERS: dict[AnswerFormat, Callable[[Sequence[_Column]], tuple[Headers, bytes]]] = {
+_ENCODERS: dict[AnswerFormat, Callable[[Sequence[_OutputColumn]], tuple[Headers, bytes]]] = {
     "npy": _encode_npy,
     "safetensors": _encode_safetensors,
     "raw": _encode_raw,

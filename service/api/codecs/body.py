@@ -1,4 +1,4 @@
-"""Bodies of requests: how they come, the limits that they keep, and what codecs make of them."""
+"""Bodies of requests: their limits, their timing, and the form in which codecs return them."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ from inferpool.service.queue.instance import Buffer
 from inferpool.workers.messages import Kind
 
 _MAX_DIGITS = 18
-"""Longer numbers are not worth reading; Python reads 4,300 digits at most."""
+"""Longer numbers are not read; Python reads 4,300 digits at most."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,15 +21,15 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     max_body_bytes: int = 16 * 2**20
     max_json_bytes: int = 4 * 2**20
-    """JSON is parsed in the event loop, so it is held shorter than other bodies."""
+    """JSON is parsed in the event loop, so its limit is lower than that of other bodies."""
     max_instances: int = 256
     default_timeout_s: float = 30.0
     max_timeout_s: float = 300.0
     body_gap_s: float = 10.0
-    """Each such time must bring some of a body: `MIN_PROGRESS_BYTES`, or the rest of it."""
+    """In each such period `MIN_PROGRESS_BYTES` of a body must come, or the rest of it."""
 
     def timeout_s(self, header: bytes) -> float:
-        """How long a caller will wait, by its `X-Timeout-Ms`: not longer than anyone may.
+        """Return how long a caller waits, by its `X-Timeout-Ms`; at most `max_timeout_s`.
 
         Raises:
             BadRequestError: It is no number.
@@ -41,7 +41,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         return min(int(digits) / 1e3, longest_s) if len(digits) < _MAX_DIGITS else longest_s
 
     def check_length(self, header: bytes) -> None:
-        """See that a body may be as long as its `Content-Length` says.
+        """Check a `Content-Length` against the limit.
 
         Raises:
             BadRequestError: It is no number.
@@ -53,22 +53,22 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
             raise self.too_large()
 
     def too_large(self) -> TooLargeError:
-        """The error for a body over the limit."""
+        """Return the error for a body over the limit."""
         return TooLargeError(
             f"the body has more than {self.max_body_bytes} bytes, which is the limit"
         )
 
 
 MIN_PROGRESS_BYTES = 4096
-"""What keeps a slow body alive for another `body_gap_s`; a modem of 1990 was faster."""
+"""Progress that earns a slow body another `body_gap_s`; a modem of 1990 was faster."""
 
 
 _MIN_PIECE_BYTES = 4096
-"""Shorter pieces are put together: an object of its own takes each some 50 bytes besides."""
+"""Shorter pieces are joined: as an object of its own, each would take some 50 bytes more."""
 
 
 def add_piece(pieces: list[Buffer], piece: Buffer) -> None:
-    """Add what has come of a body to its earlier pieces, so that it takes little more memory."""
+    """Add a piece of a body to the earlier ones, with little memory besides its bytes."""
     if len(piece) >= _MIN_PIECE_BYTES or not pieces:
         pieces.append(piece)
     elif isinstance(pieces[-1], bytearray):
@@ -78,7 +78,7 @@ def add_piece(pieces: list[Buffer], piece: Buffer) -> None:
 
 
 class BodyTimer:
-    """Ends a body that is held back, or comes too slowly. Lives in the event loop."""
+    """Ends a body that stops coming, or comes too slowly. Lives in the event loop."""
 
     __slots__ = (
         "_count", "_deadline", "_gap_s", "_is_paused", "_num_bytes", "_on_slow", "_timer", "is_on",
@@ -95,9 +95,9 @@ class BodyTimer:
 
         Args:
             limits: How slow a body may be.
-            count: Tells how many bytes of it have come.
-            on_slow: Told why it is not waited for any longer.
-            is_paused: Tells whether it is us who do not read on.
+            count: Returns how many bytes of it have come.
+            on_slow: Called with the error of a body that is too slow.
+            is_paused: Returns whether we have stopped reading.
         """
         self._gap_s = limits.body_gap_s
         self._count = count
@@ -110,10 +110,10 @@ class BodyTimer:
         self._num_bytes = 0
 
     def start(self, deadline: float) -> None:
-        """Begin to time a body, unless that is being done.
+        """Begin to time a body, unless one is timed.
 
         Args:
-            deadline: Of its call: a moment of the event loop's clock (CLOCK_MONOTONIC).
+            deadline: The deadline of its call (CLOCK_MONOTONIC).
         """
         if not self.is_on:
             self.is_on = True
@@ -122,7 +122,7 @@ class BodyTimer:
             self._look_at(min(deadline, time.monotonic() + self._gap_s))
 
     def stop(self) -> None:
-        """The body has arrived, or is not waited for."""
+        """Stop: the body has arrived, or nobody waits for it."""
         self.is_on = False
         if self._timer is not None:
             self._timer.cancel()
@@ -153,14 +153,14 @@ class BodyTimer:
 
 
 class BodyContext(msgspec.Struct, frozen=True, gc=False):
-    """What describes a body besides its content type."""
+    """Everything besides the content type that tells how to read a body."""
 
     headers: Mapping[bytes, bytes]
     """Names in lower case."""
     query: bytes
     """Without the "?"."""
     inputs: Sequence[TensorSpec]
-    """What the model takes; empty where that is not known."""
+    """The model's inputs; empty if unknown."""
     limits: Limits
 
 
@@ -171,7 +171,7 @@ class Payload(msgspec.Struct, frozen=True, gc=False):
     chunks: Sequence[Buffer]
     """The bytes, in pieces as they came."""
     headers: tuple[TensorHeader, ...] = ()
-    """For kind "tensors": what lies where in the joined chunks."""
+    """For kind "tensors": the place of each tensor in the joined chunks."""
 
 
 class Decoded(msgspec.Struct, frozen=True, gc=False):
@@ -183,12 +183,12 @@ class Decoded(msgspec.Struct, frozen=True, gc=False):
     parameters: bytes = b""
     """A JSON object for the model, or nothing."""
     is_whole: bool = False
-    """The only instance is the body as it came, which was not looked at: another body of the same
+    """The only instance is the body as it came, and nobody looked at it: another body of the same
     length under the same head is read alike."""
 
 
 def joined(headers: Sequence[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
-    """Headers by name, those that came several times joined (RFC 9110, 5.2)."""
+    """Return headers by name, repeated ones joined by commas (RFC 9110, 5.2)."""
     found: dict[bytes, bytes] = {}
     for name, value in headers:
         found[name] = found[name] + b", " + value if name in found else value

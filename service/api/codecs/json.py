@@ -1,9 +1,8 @@
-"""Bodies of type application/json, in the form that Vertex AI uses.
+"""Bodies of type application/json, in Vertex AI's form.
 
-{"instances": [...], "parameters": {...}}. An instance of the form {"b64": "..."} is an encoded
-image, or bytes; any other goes to the model as the JSON text that it is: it is checked here for
-being JSON, and its numbers, and what is in base64 inside of it, are decoded in a worker. Of a key
-given twice, the last counts.
+{"instances": [...], "parameters": {...}}. An instance {"b64": "..."} is an encoded image, or bytes.
+Any other goes to the model as JSON text: here it is only checked to be JSON; a worker decodes its
+numbers, and base64 inside of it. If a key is given twice, the last counts.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,9 +17,10 @@ from inferpool.service.api.codecs.body import BodyContext, Decoded, Payload
 from inferpool.service.errors import BadRequestError, InvalidInputError, TooLargeError
 
 _LARGE_BYTES = 64 * 1024
-"""From here, decoding stops at the first instance too many.
+"""Beyond this size, decoding stops at the first instance too many.
 
-A body of 16 MiB may hold eight million: as a list of Python objects they take 450 MB, measured."""
+A body of 16 MiB may hold eight million: as a list of Python objects they take 450 MB, measured.
+"""
 
 _NOTHING = Raw()
 
@@ -30,13 +30,13 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     parameters: Raw = _NOTHING
 
 
-class _Encoded(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+class _Base64Instance(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     b64: bytes
     """msgspec decodes base64 while it parses, three times as fast as `binascii`."""
 
 
 _body = msgspec.json.Decoder(_Body)
-_encoded = msgspec.json.Decoder(_Encoded)
+_encoded = msgspec.json.Decoder(_Base64Instance)
 
 
 def decode_json(chunks: Sequence[bytes], head: BodyContext) -> Decoded:
@@ -81,12 +81,12 @@ def decode_json(chunks: Sequence[bytes], head: BodyContext) -> Decoded:
 
 
 def image_or_bytes(content: bytes) -> Payload:
-    """A payload of bytes that came without a type: an image if they begin like one."""
+    """Return a payload of bytes without a type: an image if they begin like one."""
     return Payload("image" if is_image(content) else "bytes", (content,))
 
 
 def is_image(content: bytes) -> bool:
-    """Whether bytes begin as those of an image format that is in use."""
+    """Return whether bytes begin like an image in a common format."""
     if content.startswith(
         (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"BM", b"II*\0", b"MM\0*")
     ):
@@ -106,7 +106,7 @@ def _payloads(instances: Iterable[Raw]) -> list[Payload]:
 
 
 def _decode_b64(text: memoryview, index: int) -> Payload | None:
-    """Decode an instance of the form {"b64": "..."}; None if it has another form."""
+    """Decode an instance of the form {"b64": "..."}; return None if it has another form."""
     try:
         return image_or_bytes(_encoded.decode(text).b64)
     except msgspec.ValidationError as error:
@@ -122,7 +122,7 @@ def _decode_b64(text: memoryview, index: int) -> Payload | None:
 
 
 def _misshapen(message: str, max_instances: int) -> InvalidInputError | TooLargeError:
-    """Say what a body of another form lacks, from what msgspec found."""
+    """Return what is wrong with a body of another form, from msgspec's message."""
     if "at most length" in message:
         return _too_many(max_instances)
     form = 'the body must be {"instances": [...], "parameters": {...}}'
@@ -143,7 +143,7 @@ def _decode_large(text: bytes, max_instances: int) -> _Body:
 
 @lru_cache
 def _bounded(max_instances: int) -> "msgspec.json.Decoder[Any]":
-    """A decoder that takes so many instances and no more: an array of as many optional fields."""
+    """Return a decoder for at most so many instances: an array of as many optional fields."""
     fields = [(f"i{index}", Raw, _NOTHING) for index in range(max_instances)]
     array = msgspec.defstruct("Instances", fields, array_like=True, forbid_unknown_fields=True)
     body = msgspec.defstruct(

@@ -11,12 +11,12 @@ from inferpool.service.errors import BadRequestError, InvalidInputError, TooLarg
 
 MAX_PARAMETER_BYTES = 16 * 1024
 MAX_DEPTH = 100
-"""Of nested JSON: parsers recurse, and Python's default limit is 1,000 frames."""
+"""The deepest nesting of JSON: parsers recurse, and Python's default limit is 1,000 frames."""
 
 TENSOR_KEYS = ("dtype", "shape", "name")
-"""Keys of the query that say what a body of raw tensor bytes holds."""
+"""Query keys that describe a body of raw tensor bytes."""
 OUTPUT_KEY = "output"
-"""Key of the query that picks one output of several."""
+"""The query key that picks one output of several."""
 _OUR_KEYS = frozenset((*TENSOR_KEYS, OUTPUT_KEY))
 _MAX_QUERY_FIELDS = 64
 _SHORT_QUERY_BYTES = 256
@@ -26,10 +26,10 @@ _DEPTH_STEPS = bytes(1 if code in b"[{" else 255 if code in b"]}" else 0 for cod
 _NO_BRACKETS = bytes(code for code in range(256) if code not in b'[]{}"')
 
 _MANY_BRACKETS = 100_000
-"""Beyond, numpy is worth its import: 16 MiB of them take it 50 ms, and `accumulate` 400."""
+"""With more, numpy is worth its import: 16 MiB of them take it 50 ms, and `accumulate` 400."""
 
 JsonErrors = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""All that msgspec raises on foreign JSON."""
+"""Every error that msgspec raises on foreign JSON."""
 
 _raw_members = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -44,7 +44,7 @@ def read_query(query: bytes) -> Mapping[str, str]:
 
 
 def from_query(query: bytes) -> Mapping[str, bytes]:
-    """The parameters that a query string gives, each as JSON: a literal, or else a string.
+    """Return the parameters in a query string, each as JSON: a literal, or else a string.
 
     Raises:
         BadRequestError: A key is there twice, or there are too many.
@@ -56,7 +56,7 @@ def from_query(query: bytes) -> Mapping[str, bytes]:
 
 
 def literal(text: str) -> bytes:
-    """JSON for a value that was given as text: itself where it is JSON, else a string of it."""
+    """Return the JSON of a value given as text: the text itself if it is JSON, else a string."""
     encoded = text.encode("utf-8", "replace")
     if len(encoded) <= MAX_PARAMETER_BYTES and not is_too_deep(encoded):
         try:
@@ -69,12 +69,12 @@ def literal(text: str) -> bytes:
 
 
 def merge(given: Mapping[str, bytes], text: bytes = b"", place: str = "parameters") -> bytes:
-    """One JSON object of all parameters.
+    """Return one JSON object of all parameters.
 
     Args:
         given: JSON by name, from the query or a form.
-        text: A JSON object, whose members count for more, or nothing.
-        place: What messages call the text.
+        text: A JSON object whose members go first, or nothing.
+        place: The name of the text in messages.
 
     Raises:
         BadRequestError: The text is not JSON.
@@ -96,7 +96,7 @@ def merge(given: Mapping[str, bytes], text: bytes = b"", place: str = "parameter
 
 
 def is_too_deep(text: bytes) -> bool:
-    """Whether JSON is nested deeper than `MAX_DEPTH`: exact, and in C for long texts."""
+    """Return whether JSON is nested deeper than `MAX_DEPTH`: exact, and in C for long texts."""
     if text.count(b"[") + text.count(b"{") <= MAX_DEPTH:
         return False
     if b"\\" in text:
@@ -113,7 +113,7 @@ def is_too_deep(text: bytes) -> bool:
 
 
 def json_message(error: Exception) -> str:
-    """What msgspec has to say, without its notion of types."""
+    """Return msgspec's message without its names of Python types."""
     if isinstance(error, UnicodeDecodeError):
         return "not UTF-8"
     if isinstance(error, RecursionError):
@@ -122,7 +122,7 @@ def json_message(error: Exception) -> str:
 
 
 def _members(text: bytes, place: str) -> dict[str, bytes]:
-    """The members of a JSON object, checked to be JSON all through; none for null."""
+    """Return the members of a JSON object, each checked to be JSON; none for null."""
     if is_too_deep(text):
         raise InvalidInputError(f"{place}: nested more than {MAX_DEPTH} deep")
     try:
@@ -152,7 +152,7 @@ def _read(query: bytes) -> Mapping[str, str]:
 
 
 _read_short = lru_cache(maxsize=256)(_read)
-"""Clients send the same few queries again and again, and parsing one takes 2 to 3 us."""
+"""Cached: clients repeat the same few queries, and parsing one takes 2 to 3 us."""
 
 
 def _too_large(place: str) -> TooLargeError:

@@ -1,4 +1,4 @@
-"""Request bodies, by content type, into the instances that they hold. Runs in the event loop."""
+"""Reads the instances of a request body, by its content type. Runs in the event loop."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -43,7 +43,7 @@ TYPES = (
     "application/safetensors",
     "text/plain",
 )
-"""What is read here, for messages and for the documentation."""
+"""The content types that are read, for messages and for the documentation."""
 
 _DECODERS: dict[bytes, Decoder] = {
     b"application/json": decode_json,
@@ -62,13 +62,13 @@ def decode(content_type: bytes, chunks: Sequence[bytes], head: BodyContext) -> D
     """Read a body.
 
     Args:
-        content_type: The header of that name; empty if there is none.
+        content_type: The `Content-Type` header; empty if there is none.
         chunks: The body, in pieces as they came.
-        head: What else describes it.
+        head: Everything else that tells how to read it.
 
     Raises:
         BadRequestError: The body cannot be read.
-        InvalidInputError: It can, and does not fit the model, or the form that its type asks for.
+        InvalidInputError: It does not fit the model, or the form of its type.
         TooLargeError: It holds too much.
         UnsupportedTypeError: Nothing here reads its type or encoding.
     """
@@ -85,7 +85,7 @@ def decode(content_type: bytes, chunks: Sequence[bytes], head: BodyContext) -> D
 
 
 def _find(content_type: bytes) -> Decoder:
-    """The decoder of a content type with parameters, or in another case."""
+    """Return the decoder of a content type with parameters, or in another case."""
     bare = content_type.partition(b";")[0].strip().lower()
     if bare in _DECODERS:
         return _DECODERS[bare]
@@ -106,7 +106,7 @@ def _find(content_type: bytes) -> Decoder:
 
 
 def _decode_untyped(chunks: Sequence[bytes], head: BodyContext) -> Decoded:
-    """Read what curl sends with -d alone, under a type that nobody has chosen: JSON or nothing."""
+    """Read what curl sends with -d alone: JSON under a type that nobody has chosen."""
     if next((chunk for chunk in chunks if chunk), b"").lstrip()[:1] == b"{":
         return decode_json(chunks, head)
     raise UnsupportedTypeError(
@@ -125,7 +125,7 @@ def _decode_image(chunks: Sequence[bytes], head: BodyContext) -> Decoded:
 
 
 def _decode_text(content_type: bytes, chunks: Sequence[bytes], head: BodyContext) -> Decoded:
-    """Read a text, which goes to the model as the JSON string that it would be in `instances`."""
+    """Read a text; it goes to the model as the JSON string that it would be in `instances`."""
     _, options = parse_options_header(content_type.decode("latin-1"))
     charset = options.get("charset", "utf-8").lower()
     if charset not in ("utf-8", "us-ascii"):
@@ -149,7 +149,7 @@ def _decode_text(content_type: bytes, chunks: Sequence[bytes], head: BodyContext
 def _decode_form(content_type: bytes, chunks: Sequence[bytes], head: BodyContext) -> Decoded:
     """Read a form (RFC 7578): each file is an instance, each field a parameter.
 
-    If parts have the names of the model's inputs, where these are several, they are one instance.
+    If the model has several inputs, and parts have their names, these parts are one instance.
     """
     form = _Form(head)
     _, options = parse_options_header(content_type.decode("latin-1"))
@@ -191,9 +191,9 @@ class _Form:
         self._head = head
         names = [spec.name for spec in head.inputs]
         self._inputs = names if len(names) > 1 else []
-        """The names of parts that together are one instance."""
+        """Names of parts that together are one instance."""
         self._parts: dict[str, _Part] = {}
-        """Those that came."""
+        """Parts of that instance."""
 
     def add(self, segment: MultipartSegment, content: bytes) -> None:
         """Take the next part."""
@@ -219,7 +219,7 @@ class _Form:
                 )
 
     def take_payloads(self) -> list[Payload]:
-        """The instances of all parts.
+        """Return the instances of all parts.
 
         Raises:
             InvalidInputError: There is none, or a part of one is missing.
@@ -292,7 +292,7 @@ class _Part(NamedTuple):
         return self.content_type in NPY_TYPES or self.content.startswith(NPY_MAGIC)
 
     def as_json(self, place: str) -> bytes:
-        """Its JSON text: of files `{"b64": ...}`, which the worker decodes."""
+        """Return its JSON text; a file becomes `{"b64": ...}`, which the worker decodes."""
         if self.is_text:
             return parameters.literal(self.content.decode("utf-8", "replace"))
         if self.content_type != "application/json":

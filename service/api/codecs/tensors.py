@@ -1,7 +1,7 @@
-"""Bodies that hold tensors: raw bytes, npy, safetensors; without torch, and without copies.
+"""Bodies that hold tensors: raw bytes, npy, safetensors; read without torch and without copies.
 
-A body is cut into views, one for each tensor of each instance, which the arena takes in their
-order. The offsets inside a payload are multiples of each tensor's item size.
+A body is cut into views, one for each tensor of each instance; the arena takes them in their order.
+Offsets inside a payload are multiples of each tensor's item size.
 """
 
 import re
@@ -18,51 +18,38 @@ from inferpool.service.errors import BadRequestError, InvalidInputError, TooLarg
 from inferpool.service.queue.instance import Buffer
 
 NPY_MAGIC = b"\x93NUMPY"
-NPY_DTYPES = {
-    "bool": "|b1",
-    "uint8": "|u1",
-    "int8": "|i1",
-    "uint16": "<u2",
-    "int16": "<i2",
-    "uint32": "<u4",
-    "int32": "<i4",
-    "uint64": "<u8",
-    "int64": "<i8",
-    "float16": "<f2",
-    "float32": "<f4",
-    "float64": "<f8",
+DTYPES = {
+    "bool": ("|b1", "BOOL"),
+    "uint8": ("|u1", "U8"),
+    "int8": ("|i1", "I8"),
+    "uint16": ("<u2", "U16"),
+    "int16": ("<i2", "I16"),
+    "uint32": ("<u4", "U32"),
+    "int32": ("<i4", "I32"),
+    "uint64": ("<u8", "U64"),
+    "int64": ("<i8", "I64"),
+    "float16": ("<f2", "F16"),
+    "bfloat16": (None, "BF16"),
+    "float32": ("<f4", "F32"),
+    "float64": ("<f8", "F64"),
 }
-"""`descr` of the npy format (numpy.lib.format) by our names; it has no bfloat16."""
-SAFETENSORS_DTYPES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "uint16": "U16",
-    "int16": "I16",
-    "uint32": "U32",
-    "int32": "I32",
-    "uint64": "U64",
-    "int64": "I64",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
-}
-"""Names of the safetensors format by ours."""
-
+"""The `descr` of the npy format (numpy.lib.format), which has no bfloat16, and the name in the
+safetensors format."""
+NPY_DTYPES = {name: descr for name, (descr, _) in DTYPES.items() if descr}
+SAFETENSORS_DTYPES = {name: theirs for name, (_, theirs) in DTYPES.items()}
 _FROM_NPY = {descr: name for name, descr in NPY_DTYPES.items()}
 _FROM_NPY |= {"<" + descr[1:]: name for descr, name in _FROM_NPY.items() if descr[0] == "|"}
 _FROM_SAFETENSORS = {theirs: ours for ours, theirs in SAFETENSORS_DTYPES.items()}
 
 _MAX_RANK = 16
 _MAX_LENGTH = 1 << 40
-"""The longest dimension: a body has fewer bytes, and products of these can be written out."""
+"""The longest dimension: no body has so many bytes, and products of these can be written out."""
 _MAX_EMPTY = 1 << 20
-"""The product of the lengths other than 0 of a tensor without elements: no byte of the body pays
-for them, and what a model makes of such a tensor may be as large as they say."""
+"""The largest product of the other dimensions of a tensor with a dimension of 0: it has no bytes
+that would bound them, and a model may make something as large of them."""
 _MAX_NAME_CHARS = 256
 _MAX_NPY_HEADER = 10_000
-"""As numpy's own `max_header_size`."""
+"""The same as numpy's own `max_header_size`."""
 _MAX_SAFETENSORS_HEADER = 1 << 20
 _MAX_TENSORS = 256
 
@@ -71,24 +58,24 @@ _ORDER = re.compile(rb"""['"]fortran_order['"]\s*:\s*(True|False)""")
 _SHAPE = re.compile(rb"""['"]shape['"]\s*:\s*\(([0-9,\s]*)\)""")
 
 
-class Tensor(NamedTuple):
+class BodyTensor(NamedTuple):
     """One tensor of a body."""
 
     name: str
-    """Empty where the format names none."""
+    """Empty if the format names none."""
     dtype: str
     shape: tuple[int, ...]
     chunks: Sequence[Buffer]
 
 
-class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+class _SafetensorsEntry(msgspec.Struct, forbid_unknown_fields=True):
     dtype: str
     shape: list[int]
     data_offsets: tuple[int, int]
 
 
 _entries = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_entry = msgspec.json.Decoder(_Entry)
+_entry = msgspec.json.Decoder(_SafetensorsEntry)
 
 
 def decode_raw(chunks: Sequence[bytes], head: BodyContext) -> Decoded:
@@ -111,7 +98,7 @@ def decode_raw(chunks: Sequence[bytes], head: BodyContext) -> Decoded:
         raise BadRequestError(f"dtype: {dtype!r} is none of {', '.join(DTYPE_BYTES)}")
     shape = _shape_from(shape_text)
     check_length(sum(map(len, chunks)), dtype, shape, "the body")
-    tensor = Tensor(given.get("name", ""), dtype, shape, chunks)
+    tensor = BodyTensor(given.get("name", ""), dtype, shape, chunks)
     return instances_of([tensor], head, rest)
 
 
@@ -131,15 +118,15 @@ def decode_safetensors(chunks: Sequence[bytes], head: BodyContext) -> Decoded:
     return instances_of(tensors, head, parameters.merge(parameters.from_query(head.query)))
 
 
-def instances_of(tensors: Sequence[Tensor], head: BodyContext, rest: bytes = b"") -> Decoded:
+def instances_of(tensors: Sequence[BodyTensor], head: BodyContext, rest: bytes = b"") -> Decoded:
     """Make instances of the tensors of one body: one, or as many as a batch dimension says.
 
-    A tensor of the rank that the model's input has with its batch dimension is a batch; one rank
-    less, and it is one instance. Where the model declares no rank, it is one instance.
+    A tensor with as many dimensions as the model's input (batch dimension included) is a batch;
+    with one less it is one instance. If the model declares no shape, it is one instance.
 
     Raises:
-        InvalidInputError: A tensor fits no input, or has a name that is not taken, or some are
-            batches and some are not.
+        InvalidInputError: A tensor fits no input, or has a bad name, or some are batches and
+            some are not.
         TooLargeError: The batch has too many instances.
     """
     for tensor in tensors:
@@ -165,12 +152,12 @@ def instances_of(tensors: Sequence[Tensor], head: BodyContext, rest: bytes = b""
     return Decoded([_payload(row) for row in rows], True, rest)
 
 
-def read_npy(chunks: Sequence[bytes], place: str) -> Tensor:
+def read_npy(chunks: Sequence[bytes], place: str) -> BodyTensor:
     """Read an npy array (numpy.lib.format, versions 1.0 to 3.0) without its pickles.
 
     Raises:
         BadRequestError: It is not npy.
-        InvalidInputError: It is, and holds what is not taken here.
+        InvalidInputError: It is npy with a content that is not taken here.
     """
     start = _peek(chunks, 12 + _MAX_NPY_HEADER)
     if start[:6] != NPY_MAGIC or len(start) < 12 or start[6] not in (1, 2, 3):
@@ -192,15 +179,15 @@ def read_npy(chunks: Sequence[bytes], place: str) -> Tensor:
         )
     num_bytes = sum(map(len, chunks)) - end
     check_length(num_bytes, dtype, shape, place)
-    return Tensor("", dtype, shape, cut(chunks, [end, num_bytes])[1])
+    return BodyTensor("", dtype, shape, cut(chunks, [end, num_bytes])[1])
 
 
-def read_safetensors(chunks: Sequence[bytes]) -> list[Tensor]:
+def read_safetensors(chunks: Sequence[bytes]) -> list[BodyTensor]:
     """Read a safetensors file: every byte of it must belong to exactly one tensor.
 
     Raises:
         BadRequestError: It is not safetensors.
-        InvalidInputError: It is, and holds what is not taken here.
+        InvalidInputError: It is safetensors with a content that is not taken here.
     """
     total = sum(map(len, chunks))
     header_bytes = int.from_bytes(_peek(chunks, 8), "little")
@@ -229,7 +216,7 @@ def read_safetensors(chunks: Sequence[bytes]) -> list[Tensor]:
     sizes = [entry.data_offsets[1] - entry.data_offsets[0] for _, entry in entries]
     pieces = cut(chunks, [8 + header_bytes, *sizes])[1:]
     return [
-        Tensor(name, _FROM_SAFETENSORS[entry.dtype], tuple(entry.shape), piece)
+        BodyTensor(name, _FROM_SAFETENSORS[entry.dtype], tuple(entry.shape), piece)
         for (name, entry), piece in zip(entries, pieces, strict=True)
     ]
 
@@ -253,10 +240,10 @@ def cut(chunks: Sequence[Buffer], sizes: Iterable[int]) -> list[list[Buffer]]:
 
 
 def check_length(num_bytes: int, dtype: str, shape: Sequence[int], place: str) -> None:
-    """See that a tensor has the bytes that its shape asks for.
+    """Check that a tensor has as many bytes as its shape needs.
 
     Raises:
-        InvalidInputError: It has not.
+        InvalidInputError: It has more or fewer.
     """
     expected = prod(shape) * DTYPE_BYTES[dtype]
     if num_bytes != expected:
@@ -266,7 +253,7 @@ def check_length(num_bytes: int, dtype: str, shape: Sequence[int], place: str) -
 
 
 def _decode_undescribed(chunks: Sequence[bytes], head: BodyContext, rest: bytes) -> Decoded:
-    """Raw bytes without dtype and shape: those of the model's only input, if its shape is fixed."""
+    """Read raw bytes without dtype and shape: the model's only input, if its shape is fixed."""
     if len(head.inputs) == 1:
         spec = head.inputs[0]
         shape = spec.instance_shape
@@ -275,12 +262,12 @@ def _decode_undescribed(chunks: Sequence[bytes], head: BodyContext, rest: bytes)
             size, excess = divmod(num_bytes, prod(shape) * DTYPE_BYTES[spec.dtype])
             if size and not excess:
                 batch_shape = shape if size == 1 else (size, *shape)
-                return instances_of([Tensor("", spec.dtype, batch_shape, chunks)], head, rest)
+                return instances_of([BodyTensor("", spec.dtype, batch_shape, chunks)], head, rest)
     return Decoded([Payload("bytes", chunks)], False, rest, is_whole=True)
 
 
-def _batch_size(tensor: Tensor, inputs: Sequence[TensorSpec]) -> int | None:
-    """The length of a tensor's batch dimension, or None if it has none."""
+def _batch_size(tensor: BodyTensor, inputs: Sequence[TensorSpec]) -> int | None:
+    """Return the length of a tensor's batch dimension, or None if it has none."""
     spec = next((each for each in inputs if each.name == tensor.name), None)
     if spec is None and not tensor.name and len(inputs) == 1:
         spec = inputs[0]
@@ -303,14 +290,14 @@ def _pattern(shape: Sequence[int]) -> str:
     return "[" + ", ".join("any" if length < 0 else str(length) for length in shape) + "]"
 
 
-def _rows(tensor: Tensor, size: int) -> list[Tensor]:
+def _rows(tensor: BodyTensor, size: int) -> list[BodyTensor]:
     shape = tensor.shape[1:]
     row_bytes = prod(shape) * DTYPE_BYTES[tensor.dtype]
     pieces = cut(tensor.chunks, [row_bytes] * size)
-    return [Tensor(tensor.name, tensor.dtype, shape, piece) for piece in pieces]
+    return [BodyTensor(tensor.name, tensor.dtype, shape, piece) for piece in pieces]
 
 
-def _payload(tensors: Sequence[Tensor]) -> Payload:
+def _payload(tensors: Sequence[BodyTensor]) -> Payload:
     headers = []
     chunks: list[Buffer] = []
     offset = 0
@@ -322,14 +309,14 @@ def _payload(tensors: Sequence[Tensor]) -> Payload:
     return Payload("tensors", chunks, tuple(headers))
 
 
-def _check_bools(tensor: Tensor) -> None:
-    """Bytes other than 0 and 1 are no booleans, and torch's kernels rely on that."""
+def _check_bools(tensor: BodyTensor) -> None:
+    """Check that bools are 0 or 1: torch's kernels rely on that."""
     if any(bytes(chunk).translate(None, b"\x00\x01") for chunk in tensor.chunks):
         raise InvalidInputError(f"tensor {tensor.name!r}: a bool has a byte other than 0 and 1")
 
 
 def _shape_from(text: str, place: str = "shape") -> tuple[int, ...]:
-    """Read "3,224,224": also "3,", "[3]", and nothing at all for a scalar."""
+    """Read a shape such as "3,224,224", "3,", "[3]", or nothing for a scalar."""
     parts = [part.strip() for part in text.strip().removeprefix("[").removesuffix("]").split(",")]
     if parts[-1] == "":
         parts.pop()
@@ -355,7 +342,7 @@ def _check_shape(shape: Sequence[int], place: str) -> None:
 
 
 def _check_name(name: str) -> None:
-    """Names go into messages, logs and headers of answers."""
+    """Check a name, because it goes into messages, logs and headers of answers."""
     if len(name) > _MAX_NAME_CHARS:
         raise InvalidInputError(
             f"tensor {name[:40]!r}...: its name has {len(name)} characters; at most "
@@ -377,8 +364,8 @@ def _npy_dtype(text: bytes, place: str) -> str:
     raise InvalidInputError(f"{place}: {descr} is none of {', '.join(NPY_DTYPES)}")
 
 
-def _read_entries(text: bytes) -> list[tuple[str, _Entry]]:
-    """The tensors of a safetensors header, by their place in the file."""
+def _read_entries(text: bytes) -> list[tuple[str, _SafetensorsEntry]]:
+    """Return the tensors of a safetensors header, in the order of their bytes."""
     if parameters.is_too_deep(text):
         raise BadRequestError("the safetensors header: nested too deep")
     try:
@@ -395,7 +382,7 @@ def _read_entries(text: bytes) -> list[tuple[str, _Entry]]:
 
 
 def _peek(chunks: Sequence[bytes], size: int) -> bytes:
-    """The first bytes of joined chunks."""
+    """Return the first bytes of joined chunks."""
     found = chunks[0][:size] if chunks else b""
     for chunk in chunks[1:]:
         if len(found) >= size:

@@ -1,1 +1,1 @@
-"""ConnectionLimits: listened for, accepted, bounded, timed, and read."""
+"""Connections: how they are accepted, bounded, timed and read."""

@@ -1,7 +1,7 @@
-"""The last connections of a listening socket: all that the kernel has accepted are taken.
+"""Accepts the last connections of a listening socket before it is closed.
 
-To close a listening socket resets each connection that waits to be accepted, and each whose
-handshake is under way, though its client may have sent its request already.
+Closing a listening socket resets every connection that waits to be accepted, or whose handshake is
+under way, though its client may have sent a request already.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 _LAST_IN_S = 1.5
-"""How long handshakes that are under way may take to end: some round trips of the client's, and the
-second after which the kernel sends again what was lost."""
+"""How long handshakes under way may take to end: some round trips, and the second after which the
+kernel sends a lost packet again."""
 _PAUSE_S = 0.001
 _SO_ATTACH_FILTER = 26
 """asm-generic/socket.h; the `socket` module does not name it."""
@@ -38,30 +38,30 @@ _SYN_RECEIVED = 1 << 3 | 1 << 12
 
 
 async def take_last(listener: socket.socket, accept: Callable[[], object]) -> None:
-    """Let nobody else connect, and accept all who have connected; then the socket can be closed.
+    """Accept everyone who has connected, and let nobody else; then the socket can be closed.
 
-    On Linux the kernel first drops what asks for a new connection: its client asks again after a
-    second, and is refused. Elsewhere a connection that comes at this very moment may be reset.
+    On Linux the kernel first drops requests for new connections: their clients ask again after a
+    second, and are refused. Elsewhere a connection that comes at this very moment may be reset.
 
     Args:
-        listener: Does not block.
+        listener: A non-blocking socket.
         accept: Accepts all that wait, or as many as can be taken now.
     """
     arrivals = select.poll()
     arrivals.register(listener, select.POLLIN)
-    accept()  # most of them now, since those that come once newcomers are dropped lose a second
+    accept()  # most of them now: those that come once newcomers are dropped lose a second
     _turn_newcomers_away(listener)
     accept()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_LAST_IN_S):
-            # In this order: who ends a handshake between the two looks waits to be accepted.
+            # In this order: a handshake that ends between the two looks then waits to be accepted.
             while _num_half_open(listener) or arrivals.poll(0):
                 await asyncio.sleep(_PAUSE_S)
                 accept()
 
 
 def _turn_newcomers_away(listener: socket.socket) -> None:
-    """Have the kernel drop what asks for a new connection (Linux; elsewhere nothing)."""
+    """Have the kernel drop requests for new connections (Linux; elsewhere nothing)."""
     if sys.platform != "linux":
         return
     program = ctypes.create_string_buffer(
@@ -75,12 +75,11 @@ def _turn_newcomers_away(listener: socket.socket) -> None:
 
 
 def _num_half_open(listener: socket.socket) -> int:
-    """Clients whose handshake is under way, as far as the kernel tells (Linux)."""
+    """Return the number of clients whose handshake is under way (Linux; elsewhere 0)."""
     if sys.platform != "linux":
         return 0
     port = listener.getsockname()[1]
-    # struct inet_diag_req_v2 (linux/inet_diag.h): what is asked for, and a socket's address, of
-    # which the port alone is given.
+    # struct inet_diag_req_v2 (linux/inet_diag.h): the states, and an address with only a port.
     about = struct.pack(
         "=BBxxI H", listener.family, socket.IPPROTO_TCP, _SYN_RECEIVED, socket.htons(port)
     )

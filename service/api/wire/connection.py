@@ -1,4 +1,4 @@
-"""The life of a connection: what it has to say, when it waits, and how it ends. Event loop."""
+"""A connection's answers, waits and end. Event loop."""
 
 import asyncio
 import contextlib
@@ -16,17 +16,18 @@ from inferpool.service.api.wire.writing import AnswerWriter
 from inferpool.service.errors import UnavailableError
 
 _COPIED_BODY_BYTES = 64 * 1024
-"""Up to this, head and body go out as one piece of bytes."""
+"""Up to this size, head and body are written as one piece."""
 _CLOSE_AND_END = CLOSE_LINE + b"\r\n"
 _OK, _CLIENT_GONE = 200, 499
 _LINGER_S = 2.0
 """How long a client that is still sending may take to read that it was refused.
 
-A socket that is closed while data arrives is reset, and what the client has not read is lost."""
+A socket that is closed while data arrives is reset, and what the client has not read is lost.
+"""
 
 
 class _UnreadAnswer:
-    """Stands for an answer that is given and not read: what comes behind it waits for its turn."""
+    """Stands for an answer that is not read yet: the next calls wait for their turn."""
 
     response_complete = False
 
@@ -35,18 +36,18 @@ UNREAD = _UnreadAnswer()
 
 
 class HttpConnection(HttpToolsProtocol):
-    """uvicorn's protocol, as a wire of exchanges; `PredictProtocol` adds what the client sends."""
+    """uvicorn's protocol as the wire of exchanges; `PredictProtocol` adds what the client sends."""
 
     predict: Predict
-    others: ConnectionLimits
+    connection_limits: ConnectionLimits
     flow: QueueAwareFlow
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.cycle: Any  # an exchange, or uvicorn's; what uvicorn uses of one, both have
+        self.cycle: Any  # an exchange, or uvicorn's own; both have what uvicorn uses
         self.idle_since = 0.0
         self.handshake: object = None
-        """What had the connection's place before; see `service.api.wire.handshakes`."""
+        """The TLS handshake that it replaces; see `service.api.wire.handshakes`."""
         self._default_headers: list[tuple[bytes, bytes]] | None = None
         self._default_head = b""
         self._default_head_closes = False
@@ -56,9 +57,9 @@ class HttpConnection(HttpToolsProtocol):
         self._idle_timer: asyncio.TimerHandle | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
         self._is_held = False
-        """The client does not read its answers: the next call waits until it does."""
+        """The client does not read its answers: the next call waits."""
         self._is_deaf = False
-        """Nothing that still comes is looked at."""
+        """Anything more that comes is dropped."""
         self._is_in_head = False
         """A head has begun to come, and is not whole."""
 
@@ -74,21 +75,21 @@ class HttpConnection(HttpToolsProtocol):
         return self._writer.num_unread_bytes
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client is here; it has as long to begin a request as between two."""
+        """Begin with a client that has as long for its first request as between two."""
         super().connection_made(transport)
         self.connections.discard(self.handshake)
-        others = self.others
+        shared = self.connection_limits
         self.flow = QueueAwareFlow(transport, self.pipeline)
         self._writer = AnswerWriter(
-            transport, self.flow, others.unread, others.limits.write_timeout_s
+            transport, self.flow, shared.unread, shared.limits.write_timeout_s
         )
         self._be_idle()
-        everyone: Any = self.connections  # which are all of this class
-        if not others.have_room(everyone):
+        everyone: Any = self.connections  # all of this class
+        if not shared.have_room(everyone):
             self._turn_away()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client hung up, or all is said."""
+        """End: the client hung up, or the connection was closed."""
         super().connection_lost(exc)
         for timer in (self._idle_timer, self._linger_timer):
             if timer is not None:
@@ -130,12 +131,12 @@ class HttpConnection(HttpToolsProtocol):
                 or self.flow.read_paused
             ):
                 self._end(exchange)
-            else:  # by far the most, and so here; `_end` would do the same
+            else:  # the most frequent case, and so here; `_end` would do the same
                 self.server_state.total_requests += 1
                 self.idle_since = self.loop.time()
             return status
         self._writer.send(b"%b%b%b%b" % (STATUS_LINE[status], self._default_head, lines, end), body)
-        if self._writer.has_answer:  # all but what the client has not read; see `resume_writing`
+        if self._writer.has_answer:  # the client has not read all of it; see `resume_writing`
             self._unended = exchange
             self._hold()
         else:
@@ -143,23 +144,23 @@ class HttpConnection(HttpToolsProtocol):
         return status
 
     def on_response_complete(self) -> None:
-        """As uvicorn has it, for the calls that it answers."""
+        """Do what uvicorn does after the calls that it answers."""
         if self._linger_timer is not None:
             return
         super().on_response_complete()
         if not self._is_held and not self.transport.is_closing():
-            self.flow.resume_reading()  # the last in line may have been taken out
-        self._unset_keepalive_if_required()  # its timer would be put off by each byte that comes
+            self.flow.resume_reading()  # the last call in line may be gone
+        self._unset_keepalive_if_required()  # each byte that comes would put its timer off
         self._be_idle()
         self._writer.watch_rest()
 
     def pause_writing(self) -> None:
-        """The client does not read as fast as it is answered."""
+        """Wait: the client reads more slowly than it is answered."""
         super().pause_writing()
         self._writer.pause()
 
     def resume_writing(self) -> None:
-        """The client has read what was written."""
+        """Go on: the client has read what was written."""
         super().resume_writing()
         if not self._writer.resume():
             return
@@ -172,7 +173,7 @@ class HttpConnection(HttpToolsProtocol):
             self.on_response_complete()
 
     def close(self) -> None:
-        """Close the connection, and do not wait for ever for the client to read the rest."""
+        """Close the connection; the client has only some time to read the rest."""
         if self._unended is not None:
             self._unended.keep_alive = False
             return
@@ -187,17 +188,17 @@ class HttpConnection(HttpToolsProtocol):
             self.transport.close()
 
     def timeout_keep_alive_handler(self) -> None:
-        """It was idle for too long."""
+        """Close a connection that was idle for too long."""
         if not self.transport.is_closing():
             self.close()
 
     def _end(self, exchange: Exchange) -> None:
-        """An answer is written."""
+        """Go on after an answer is written."""
         if not exchange.keep_alive:
             self._leave(is_more_to_come=self._is_deaf or not exchange.is_complete)
-        elif self.flow.write_paused:  # it does not read its answers: no more calls till it does
+        elif self.flow.write_paused:  # no more calls until it reads its answers
             self._hold()
-        elif self.pipeline:  # soon and not now: a thousand refusals in a row must not be nested
+        elif self.pipeline:  # soon, not now: a thousand refusals in a row must not nest
             self.loop.call_soon(self.on_response_complete)
         elif self.flow.read_paused or self.transport.is_closing():
             self.on_response_complete()
@@ -212,14 +213,14 @@ class HttpConnection(HttpToolsProtocol):
             self.flow.pause_reading()
 
     def _leave(self, *, is_more_to_come: bool) -> None:
-        """Close the connection; where the client is still sending, only once it may have read."""
+        """Close the connection; a client that is still sending first gets time to read."""
         if not is_more_to_come or not self.transport.can_write_eof():
             self.close()
         elif self._linger_timer is None and not self.transport.is_closing():
             self._is_deaf = True
             self._clear_line()
             self.flow.resume_reading()
-            with contextlib.suppress(OSError):  # of asyncio's loop, if it hung up this moment
+            with contextlib.suppress(OSError):  # asyncio raises it if the client has just hung up
                 self.transport.write_eof()
             self._linger_timer = self.loop.call_later(_LINGER_S, self.close)
 
@@ -228,7 +229,7 @@ class HttpConnection(HttpToolsProtocol):
         self.pipeline.clear()
 
     def _turn_away(self) -> None:
-        """There are too many connections: say so and go."""
+        """Refuse the client: there are too many connections."""
         error = UnavailableError("there are too many connections", retry_after_s=1)
         status, lines, body = refusal_of(begin_call("-", "/", b"", ()), error)
         self._take_default_headers()
@@ -245,7 +246,7 @@ class HttpConnection(HttpToolsProtocol):
         self._default_head_closes = (b"connection", b"close") in headers
 
     def _be_idle(self) -> None:
-        """One timer per connection that looks when it fires, rather than one per call."""
+        """Set one timer per connection, which looks when it fires, rather than one per call."""
         self.idle_since = self.loop.time()
         if self._idle_timer is None:
             self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._check_idle)
@@ -253,7 +254,7 @@ class HttpConnection(HttpToolsProtocol):
     def _check_idle(self) -> None:
         self._idle_timer = None
         if not self.is_idle or self._is_in_head:
-            return  # the end of that call sets the timer again; heads have one of their own
+            return  # the call's end sets the timer again; heads have their own
         left_s = self.idle_since + self.timeout_keep_alive - self.loop.time()
         if left_s <= 0:
             self.timeout_keep_alive_handler()

@@ -1,4 +1,4 @@
-"""How many connections there may be, and which one goes when there are too many. Event loop."""
+"""Bounds the number of connections. Event loop."""
 
 import asyncio
 from collections import deque
@@ -16,7 +16,7 @@ _SEARCH_EVERY_S = 0.1
 
 
 class EdgeLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What connections may cost."""
+    """How much connections may cost."""
 
     max_connections: int = 10_000
     head_timeout_s: float = 10.0
@@ -24,12 +24,12 @@ class EdgeLimits(msgspec.Struct, frozen=True, kw_only=True):
     write_timeout_s: float = 30.0
     """A client that takes nothing of its answer for so long is cut off."""
     max_unfinished_bytes: int = 128 * 2**20
-    """What may be kept of requests that are on their way, over all connections."""
+    """Memory for unfinished requests of all connections."""
     max_unread_bytes: int = 256 * 2**20
-    """What may be kept of answers that are not read yet, over all connections."""
+    """Memory for unread answers of all connections."""
 
     def share(self, num: int) -> "EdgeLimits":
-        """The limits of each of several processes that together keep to these."""
+        """Return the limits of each of several processes that together keep to these."""
         return msgspec.structs.replace(
             self,
             max_connections=-(-self.max_connections // num),
@@ -38,8 +38,8 @@ class EdgeLimits(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Connection(Protocol):
-    """A connection, as it is counted here."""
+class CountedConnection(Protocol):
+    """A connection, as far as its place matters."""
 
     @property
     def is_idle(self) -> bool:
@@ -47,31 +47,34 @@ class Connection(Protocol):
 
     @property
     def idle_since(self) -> float:
-        """When that began, in the loop's time."""
+        """The beginning of that, in the loop's time."""
 
     def shed(self) -> None:
         """Close it at once: its place is needed."""
 
 
 class ConnectionLimits:
-    """Bounds their number: the longest idle one goes first, then the newcomer is turned away."""
+    """The limits and budgets of all connections of a process.
+
+    If there are too many, the one that has been idle longest is closed; if none is, the new one.
+    """
 
     def __init__(self, limits: EdgeLimits, unfinished: UnfinishedRequests) -> None:
         self.limits = limits
         self.unfinished = unfinished
         self.unread = UnreadAnswers(limits.max_unread_bytes)
-        self._oldest: deque[Connection] = deque()
-        """Those that were idle at the last search, the longest one first."""
+        self._oldest: deque[CountedConnection] = deque()
+        """Connections that were idle at the last search, the longest idle first."""
         self._searched_at = float("-inf")
 
-    def have_room(self, everyone: Collection[Connection]) -> bool:
-        """Whether one that has just joined the others may stay, if need be for an idle one."""
+    def have_room(self, everyone: Collection[CountedConnection]) -> bool:
+        """Return whether a new connection may stay; an idle one may be closed for it."""
         if len(everyone) <= self.limits.max_connections:
             return True
         return self._shed_an_idle_one(everyone)
 
     def use(self) -> EdgeUse:
-        """What all connections hold now."""
+        """Return what all connections hold now."""
         unfinished, unread = self.unfinished, self.unread
         return EdgeUse(
             unfinished.num_bytes,
@@ -82,7 +85,7 @@ class ConnectionLimits:
             unread.num_cut,
         )
 
-    def _shed_an_idle_one(self, everyone: Collection[Connection]) -> bool:
+    def _shed_an_idle_one(self, everyone: Collection[CountedConnection]) -> bool:
         now = asyncio.get_running_loop().time()
         if not self._oldest and now - self._searched_at >= _SEARCH_EVERY_S:
             self._searched_at = now
@@ -96,5 +99,5 @@ class ConnectionLimits:
         return False
 
 
-def _is_idle_at(connection: Connection, now: float) -> bool:
+def _is_idle_at(connection: CountedConnection, now: float) -> bool:
     return connection.is_idle and now - connection.idle_since >= _MIN_IDLE_S

@@ -1,4 +1,4 @@
-"""File descriptors: a connection costs one, a worker's process some, and all fails without."""
+"""Bounds connections by file descriptors: connections and workers' processes need them."""
 
 import resource
 
@@ -8,13 +8,13 @@ MIN_CONNECTIONS = 8
 _RESERVE = 64
 """For the log, the listener, the arena, the event loop, and connections that are being closed."""
 _RESERVE_PER_PROCESS = 18
-"""Its pipes and memory, twice over: its successor's are open before its own are closed."""
+"""A process's pipes and memory, twice: its successor's are open before its own are closed."""
 _ENOUGH = 1 << 20
-"""Where there is no limit, one is still made: some libraries walk through all numbers below it."""
+"""The limit where there is none: some libraries walk through all numbers below the limit."""
 
 
 def raise_limit() -> int:
-    """Raise the limit of this process to what it may have at most, and return it."""
+    """Raise this process's limit as far as allowed, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = limit_to_be()
     if soft != resource.RLIM_INFINITY and soft < limit:
@@ -23,7 +23,7 @@ def raise_limit() -> int:
 
 
 def limit_to_be() -> int:
-    """What `raise_limit` makes of the limit of this process."""
+    """Return the limit that `raise_limit` would set."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or hard == resource.RLIM_INFINITY:
         return max(_ENOUGH, soft)
@@ -31,6 +31,6 @@ def limit_to_be() -> int:
 
 
 def max_connections(limit: int, num_processes: int) -> int:
-    """How many connections fit under a limit of descriptors beside all that must work on."""
+    """Return how many connections fit under a limit of descriptors, with room for the processes."""
     room = limit - _RESERVE - _RESERVE_PER_PROCESS * num_processes
     return max(MIN_CONNECTIONS, min(room, MAX_AUTO_CONNECTIONS))

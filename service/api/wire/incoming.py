@@ -1,4 +1,7 @@
-"""Bounds what a connection may send besides bodies: heads, and calls in line. Event loop."""
+"""Bounds what a connection may send besides bodies: heads, calls in line, chunks, trailers.
+
+Event loop.
+"""
 
 import asyncio
 import logging
@@ -20,24 +23,27 @@ MAX_URL_BYTES = 8 * 1024
 MAX_PIPELINED = 1024
 """Calls of one connection that wait for their turn; one read may bring thousands."""
 MAX_HEAD_BYTES = 64 * 1024
-"""Of request line and headers."""
+"""Bytes of request line and headers."""
 _CALL_BYTES = 4096
-"""What a call that waits for its turn takes besides its bytes."""
+"""Memory of a call that waits for its turn, besides its bytes."""
+
+MAX_TRAILER_BYTES = 64 * 1024
+"""Names and values of all trailers of a message; nothing here reads them."""
+_FREE_CHUNKS = 8192
+"""Chunks of any size that every body may have: some clients write JSON token by token."""
+_MEAN_CHUNK_BYTES = 64
+"""The mean length that further chunks must have. 16 MiB then take 270,000, which is 0.1 s of the
+event loop, in turns of a few milliseconds."""
 
 
 class QueueAwareFlow(FlowControl):
-    """Does not read on while calls wait in line, though uvicorn does for each call of its own.
+    """Stops reading while calls wait in line; uvicorn reads on for each call of its own.
 
-    What came then would be the body of a call that nobody has looked at: as much as is sent.
+    Else as much would be read as is sent: the body of a call that nobody has looked at yet.
     """
 
     def __init__(self, transport: asyncio.Transport, line: Sized) -> None:
-        """Watch a connection.
-
-        Args:
-            transport: Of the connection.
-            line: The calls that wait for their turn.
-        """
+        """Watch a connection and the calls that wait in its line."""
         super().__init__(transport)
         self._line = line
 
@@ -48,7 +54,7 @@ class QueueAwareFlow(FlowControl):
 
 
 class IncomingLimits:
-    """Counts what has come of the heads of one connection, and of its calls in line."""
+    """Bounds the heads of one connection, and its calls in line."""
 
     __slots__ = (
         "_flow", "_loop", "_num_in_head", "_num_in_line", "_on_late", "_refuse", "_timeout_s",
@@ -68,12 +74,13 @@ class IncomingLimits:
         """Begin with nothing.
 
         Args:
-            flow: Tells whether it is us who do not read on.
-            unfinished: Counts what all connections have sent of calls that are not whole.
+            flow: Knows whether we have stopped reading.
+            unfinished: The budget of all connections.
             head_timeout_s: How long a head may take to come.
-            refuse: Told why the head that comes is not taken.
-            give_way: Told why nothing that waits is taken, the calls in line included.
-            on_late: Told that a head takes too long.
+            refuse: Called with the error of the head that comes.
+            give_way: Called with the error if everything that waits is refused, the calls in
+                line too.
+            on_late: Called if a head takes too long.
         """
         self._flow = flow
         self._unfinished = unfinished
@@ -84,14 +91,14 @@ class IncomingLimits:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self.num_head_bytes = 0
-        """Bytes of a head that has not come in one piece, or 0."""
+        """Bytes of a head that comes in several pieces, or 0."""
         self._num_in_head = 0
-        """Bytes of a head that is not whole, as they were counted."""
+        """Bytes counted for an unfinished head."""
         self._num_in_line = 0
-        """Bytes that calls which wait for their turn are taken to need."""
+        """Bytes counted for the calls that wait for their turn."""
 
     def take_head(self, num_bytes: int) -> None:
-        """Count more of a head that has not come in one piece, and time it."""
+        """Count another piece of an unfinished head, and time the head."""
         self.num_head_bytes += num_bytes
         if self.num_head_bytes > MAX_HEAD_BYTES:
             self._refuse(_too_large_head())
@@ -105,7 +112,7 @@ class IncomingLimits:
             self._timer = self._loop.call_later(self._timeout_s, self._look)
 
     def end_head(self) -> None:
-        """The head is whole, or not waited for."""
+        """Stop counting the head: it is whole, or nobody waits for it."""
         self.num_head_bytes = 0
         if self._timer is not None:
             self._timer.cancel()
@@ -114,14 +121,14 @@ class IncomingLimits:
             self._count(0, self._num_in_line)
 
     def take_line(self, num_calls: int, num_bytes: int) -> None:
-        """Count calls that wait for their turn, and what was read to make them."""
+        """Count calls that wait for their turn, and the bytes that were read for them."""
         try:
             self._count(self._num_in_head, self._num_in_line + num_bytes + num_calls * _CALL_BYTES)
         except OverloadedError as error:
             self.give_way(error)
 
     def end_line(self) -> None:
-        """No call waits for its turn any more."""
+        """Stop counting calls: none waits any more."""
         if self._num_in_line:
             self._count(self._num_in_head, 0)
 
@@ -134,26 +141,88 @@ class IncomingLimits:
 
     def _look(self) -> None:
         self._timer = None
-        if self._flow.read_paused:  # it is us who do not read on
+        if self._flow.read_paused:  # we have stopped reading
             self.take_head(0)
         else:
             self._on_late()
 
 
+class ChunkLimits:
+    """Bounds the chunks and trailers of one message; its errors end the message.
+
+    A chunk costs the parser and us about as much however short it is, and the parser keeps a
+    trailer until it ends. Nobody keeps what stands between chunks: sizes and extensions.
+    """
+
+    __slots__ = (
+        "_has_moved_on",
+        "_num_body_bytes",
+        "_num_chunks",
+        "_num_other_bytes",
+        "_num_trailer_bytes",
+    )
+
+    def __init__(self) -> None:
+        self._num_chunks = 0
+        self._num_body_bytes = 0
+        self._num_trailer_bytes = 0
+        self._num_other_bytes = 0
+        """Bytes of the latest reads, none of which brought any of the body."""
+        self._has_moved_on = False
+        """The newest read has brought some of the body."""
+
+    def take_chunk(self, num_bytes: int) -> None:
+        """Count a chunk, or the part of one that came in one read.
+
+        Raises:
+            BadRequestError: There are too many for their content.
+        """
+        self._has_moved_on = True
+        self._num_chunks += 1
+        self._num_body_bytes += num_bytes
+        if self._num_chunks > _FREE_CHUNKS + self._num_body_bytes // _MEAN_CHUNK_BYTES:
+            raise BadRequestError(
+                f"the body has {self._num_chunks} chunks in its first {self._num_body_bytes} "
+                f"bytes: send chunks of {_MEAN_CHUNK_BYTES} bytes or more, or a Content-Length"
+            )
+
+    def take_trailer(self, num_bytes: int) -> None:
+        """Count a trailer.
+
+        Raises:
+            LargeHeadError: Together they are too long.
+        """
+        self._num_trailer_bytes += num_bytes
+        if self._num_trailer_bytes > MAX_TRAILER_BYTES:
+            raise _too_long()
+
+    def take_read(self, num_bytes: int) -> None:
+        """Count a read that began and ended in this message. Call it after the parser is fed.
+
+        Raises:
+            LargeHeadError: The latest reads brought nothing of the body: a trailer or a chunk
+                extension does not end.
+        """
+        self._num_other_bytes = 0 if self._has_moved_on else self._num_other_bytes + num_bytes
+        self._has_moved_on = False
+        if self._num_other_bytes > MAX_TRAILER_BYTES:
+            raise _too_long()
+
+
 def check_head(
     url: bytes, headers: Sequence[tuple[bytes, bytes]], num_hosts: int, *, is_old: bool
 ) -> None:
-    """See whether a head that is whole can be taken.
+    """Check a whole head.
 
     Args:
         url: As it came.
         headers: All of them.
         num_hosts: How many of them are `Host`.
-        is_old: It is HTTP/1.0, which needs none.
+        is_old: It is HTTP/1.0, which needs no host.
 
     Raises:
         LongUrlError: The URL is too long.
-        LargeHeadError: The head is.
+        LargeHeadError: The head is too long.
         BadRequestError: It does not name one host.
     """
     if len(url) > MAX_URL_BYTES:
@@ -165,7 +234,7 @@ def check_head(
 
 
 def error_of(error: httptools.HttpParserError) -> ServiceError:
-    """What to tell a client whose bytes the parser could not take, or we could not."""
+    """Return the error for bytes that the parser, or one of our callbacks, could not take."""
     cause = error.__context__
     if isinstance(cause, ServiceError):
         return cause
@@ -179,8 +248,12 @@ def _too_large_head() -> LargeHeadError:
     return LargeHeadError(f"the request line and headers have more than {MAX_HEAD_BYTES} bytes")
 
 
+def _too_long() -> LargeHeadError:
+    return LargeHeadError(f"trailers or chunk extensions have more than {MAX_TRAILER_BYTES} bytes")
+
+
 def target_of(url: bytes) -> tuple[str, bytes]:
-    """Split a URL into the path that it names, decoded, and its query: as uvicorn reads them.
+    """Split a URL into its decoded path and its query, like uvicorn.
 
     Raises:
         HttpParserError: It is no URL.

@@ -1,4 +1,4 @@
-"""What the service listens on, and what it says and does about that at start."""
+"""The listening socket, and the checks and warnings about it at the start."""
 
 import errno
 import logging
@@ -15,7 +15,7 @@ from inferpool.service.settings.tls import expiry_warning, server_context
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
-"""ConnectionLimits that the kernel accepts for us before we do."""
+"""Connections that the kernel accepts for us before we do."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -43,14 +43,14 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url_of(listener: socket.socket, *, is_tls: bool) -> str:
-    """Where clients find it."""
+    """Return the URL at which clients find a socket."""
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     return f"{'https' if is_tls else 'http'}://{shown}:{port}"
 
 
 def warn_if_open(settings: Settings, listener: socket.socket) -> None:
-    """Say so when others than this host may use the service without a key."""
+    """Warn if other hosts may use the service without a key."""
     address = listener.getsockname()[0]
     if settings.predict_keys or ip_address(address.partition("%")[0]).is_loopback:
         return
@@ -62,7 +62,7 @@ def warn_if_open(settings: Settings, listener: socket.socket) -> None:
 
 
 def tls_context(settings: Settings) -> ssl.SSLContext | None:
-    """What HTTPS is served with, if it is.
+    """Return the context for HTTPS; None if the service speaks HTTP.
 
     Raises:
         TlsError: The certificate or its key cannot be used.
@@ -76,7 +76,7 @@ def tls_context(settings: Settings) -> ssl.SSLContext | None:
 
 
 def edge_limits(settings: Settings, num_processes: int) -> EdgeLimits:
-    """What connections may cost. Raises this process's limit of descriptors for them."""
+    """Return the limits of connections, and raise this process's limit of descriptors for them."""
     num_files = raise_limit()
     fitting = max_connections(num_files, num_processes)
     wanted = settings.max_connections

@@ -19,12 +19,12 @@ from inferpool.service.api.exchange import Exchange
 from inferpool.service.api.predict import PREFIX, Predict, is_predict
 from inferpool.service.api.wire.connection import UNREAD, HttpConnection
 from inferpool.service.api.wire.connections import ConnectionLimits, EdgeLimits
-from inferpool.service.api.wire.framing import ChunkLimits
 from inferpool.service.api.wire.incoming import (
     MAX_HEAD_BYTES,
     MAX_HEADERS,
     MAX_PIPELINED,
     MAX_URL_BYTES,
+    ChunkLimits,
     IncomingLimits,
     check_head,
     error_of,
@@ -36,7 +36,7 @@ _OF_AN_UPGRADE = (b"connection", b"upgrade", b"http2-settings")
 
 
 class PredictProtocol(HttpConnection):
-    """uvicorn's protocol, with the calls to `/predict` taken out. Bind it with `bound_to`."""
+    """uvicorn's protocol with the calls to `/predict` taken out. Bind it with `bound_to`."""
 
     known_heads: KnownHeads
 
@@ -46,36 +46,40 @@ class PredictProtocol(HttpConnection):
         self._num_body_bytes = 0
         """Bytes that have come of the newest body."""
         self._num_missing = 0
-        """Bytes of the body of a call with a known head."""
+        """Missing bytes of the body of a call with a known head."""
         self._num_read = 0
         """Bytes of the newest data."""
         self._is_behind_others = False
-        """The newest data has more before what begins next."""
+        """The newest data has other bytes before the head that begins next."""
         self._head_has_others_before = False
-        """The newest head began in the newest data, and something else came before it there."""
+        """The newest head began in the newest data, behind other bytes."""
         self._asks_for_upgrade = False
-        self._framing: ChunkLimits | None = None
+        self._chunk_limits: ChunkLimits | None = None
         """Counts the newest message, if its body is chunked."""
         self._last_head: KnownHead | None = None
         self._new_head = b""
-        """Raw head of the first request in the newest data, if no other has begun since."""
+        """Raw head of the first request in the newest data; empty once a second one began."""
 
     @classmethod
     def bound_to(
         cls, predict: Predict, limits: EdgeLimits | None = None
     ) -> type["PredictProtocol"]:
-        """The class for one endpoint, as `uvicorn.Config(http=...)` takes it."""
-        others = ConnectionLimits(limits or EdgeLimits(), predict.unfinished)
-        bound = {"predict": predict, "others": others, "known_heads": KnownHeads()}
+        """Return the class for one endpoint, as `uvicorn.Config(http=...)` takes it."""
+        connection_limits = ConnectionLimits(limits or EdgeLimits(), predict.unfinished)
+        bound = {
+            "predict": predict,
+            "connection_limits": connection_limits,
+            "known_heads": KnownHeads(),
+        }
         return type(cls.__name__, (cls,), bound)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client is here."""
+        """Begin with a client."""
         super().connection_made(transport)
         self._incoming = IncomingLimits(
             self.flow,
             self.predict.unfinished,
-            self.others.limits.head_timeout_s,
+            self.connection_limits.limits.head_timeout_s,
             refuse=self._refuse,
             give_way=self._give_way,
             on_late=self._on_late_head,
@@ -88,13 +92,13 @@ class PredictProtocol(HttpConnection):
         )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client hung up, or all is said."""
+        """End: the client hung up, or the connection was closed."""
         self._body_timer.stop()
         self._incoming.end_head()
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        """The server is going: who has sent half a request is told so, the rest is answered."""
+        """Refuse half a request, since the server stops; whole ones are still answered."""
         if self._active is not None:
             self._active.give_up_body()
         elif self._is_in_body and not self.is_idle:
@@ -105,7 +109,7 @@ class PredictProtocol(HttpConnection):
             super().shutdown()
 
     def data_received(self, data: bytes) -> None:
-        """Feed the parser."""
+        """Feed the parser, or take the body of a call with a known head."""
         if self._is_deaf:
             return
         cycle = self.cycle
@@ -124,13 +128,13 @@ class PredictProtocol(HttpConnection):
             return
         self._num_read = len(data)
         self._is_behind_others, self._head_has_others_before = self._is_in_body, False
-        framing = self._framing
+        chunk_limits = self._chunk_limits
         try:
             rest: bytes | memoryview = data
             while rest:
                 rest = self._feed(rest)
-            if framing is not None and framing is self._framing:
-                framing.take_read(len(data))
+            if chunk_limits is not None and chunk_limits is self._chunk_limits:
+                chunk_limits.take_read(len(data))
         except httptools.HttpParserError as error:
             self._on_parser_error(error)
             return
@@ -142,14 +146,14 @@ class PredictProtocol(HttpConnection):
         if self.pipeline:
             self._incoming.take_line(len(self.pipeline), len(data))
         if self._is_in_head and not self._is_deaf:
-            # Of a head behind others we know only that it has begun.
+            # Behind other bytes, we only know that the head has begun.
             self._incoming.take_head(1 if self._head_has_others_before else len(data))
 
     def on_message_begin(self) -> None:
-        """Begin a request; uvicorn's scope is made when it turns out to be needed.
+        """Begin a request; uvicorn's scope is made only if it is needed.
 
         Raises:
-            EOFError: Nothing more is looked at, so the parser need not go on.
+            EOFError: Stops the parser, since everything more is dropped.
         """
         if self._is_deaf:
             raise EOFError
@@ -163,11 +167,11 @@ class PredictProtocol(HttpConnection):
         """Take a header, or drop a trailer: nothing here reads those.
 
         Raises:
-            LargeHeadError: There are too many, or too long ones. It ends the parsing at once.
+            LargeHeadError: There are too many, or too long ones. It stops the parser at once.
         """
         if not self._is_in_head:
-            if self._framing is not None:
-                self._framing.take_trailer(len(name) + len(value))
+            if self._chunk_limits is not None:
+                self._chunk_limits.take_trailer(len(name) + len(value))
             return
         if len(self.headers) >= MAX_HEADERS:
             raise LargeHeadError(f"there are more than {MAX_HEADERS} headers")
@@ -190,7 +194,7 @@ class PredictProtocol(HttpConnection):
             self._stop_listening()
             return
         names = [name for name, _ in self.headers]
-        self._framing = ChunkLimits() if b"transfer-encoding" in names else None
+        self._chunk_limits = ChunkLimits() if b"transfer-encoding" in names else None
         parser = self.parser
         is_old = parser.get_http_version() == "1.0"
         num_hosts = names.count(b"host")
@@ -220,14 +224,14 @@ class PredictProtocol(HttpConnection):
         """Take a piece of the newest request's body.
 
         Raises:
-            BadRequestError: It has too many chunks. It ends the parsing at once.
-            TooLargeError: It has too many bytes. So does this.
-            EOFError: Nothing more is looked at, so the parser need not go on.
+            BadRequestError: It has too many chunks. It stops the parser at once.
+            TooLargeError: It has too many bytes. It stops the parser too.
+            EOFError: Stops the parser, since everything more is dropped.
         """
         if self._is_deaf:
             raise EOFError
-        if self._framing is not None:
-            self._framing.take_chunk(len(body))
+        if self._chunk_limits is not None:
+            self._chunk_limits.take_chunk(len(body))
         self._num_body_bytes += len(body)
         cycle: Exchange | RequestResponseCycle = self.cycle
         if not isinstance(cycle, Exchange):
@@ -238,11 +242,11 @@ class PredictProtocol(HttpConnection):
             cycle.feed(body)
 
     def on_message_complete(self) -> None:
-        """The newest request has arrived."""
+        """Take the end of the newest request."""
         if self._asks_for_upgrade or self._is_deaf:
             return
         self._end_body()
-        self._framing = None
+        self._chunk_limits = None
         cycle: Exchange | RequestResponseCycle = self.cycle
         if not isinstance(cycle, Exchange):
             super().on_message_complete()
@@ -250,7 +254,7 @@ class PredictProtocol(HttpConnection):
             cycle.complete()
 
     def _take_known(self, known: KnownHead, data: bytes) -> bool:
-        """Begin a call with a head that is known; False if what follows wants the parser."""
+        """Begin a call with a known head; return False if the parser must read what follows."""
         self._last_head = known
         earlier, length = known.call, len(known.head)
         num_missing = length + known.num_body_bytes - len(data)
@@ -271,8 +275,8 @@ class PredictProtocol(HttpConnection):
         return True
 
     def _take_piece(self, data: bytes) -> None:
-        """Take more of a body that needs no parser, since its length is known."""
-        # A view is five times as large as a byte, and some clients send bytes one by one.
+        """Take more of a body of known length, which needs no parser."""
+        # A view takes five times the memory of a byte, and some clients send single bytes.
         piece = data if len(data) <= self._num_missing else memoryview(data)[: self._num_missing]
         self._num_missing -= len(piece)
         self._num_body_bytes += len(piece)
@@ -318,12 +322,12 @@ class PredictProtocol(HttpConnection):
     def _read_again_without_upgrade(self) -> None:
         """Read the head again as if it did not ask for another protocol (RFC 9110, 7.8).
 
-        The parser takes what follows such a head for the other protocol's; we speak none, and the
-        request may have a body.
+        The parser takes the bytes after such a head for the other protocol's. We speak none, and
+        the request may have a body.
         """
         self._asks_for_upgrade = False
         method = self.parser.get_method()
-        if method == b"CONNECT":  # which is nothing but an upgrade
+        if method == b"CONNECT":  # it is nothing but an upgrade
             self._refuse(BadRequestError("CONNECT is not served here"))
             return
         version = self.parser.get_http_version().encode()
@@ -337,9 +341,9 @@ class PredictProtocol(HttpConnection):
             self.close()
 
     def _watch_body(self) -> None:
-        """Count a body that did not come with its head, and time it, unless that is being done.
+        """Count a body that did not come with its head, and time it.
 
-        All bodies are timed, whatever answers their calls, and whether it has answered already.
+        Every body is timed, whoever answers its call, even if the call has its answer already.
         """
         cycle: Exchange | RequestResponseCycle = self.cycle
         deadline = self.loop.time() + self.predict.limits.max_timeout_s
@@ -352,13 +356,13 @@ class PredictProtocol(HttpConnection):
             self._body_timer.start(deadline)
 
     def _end_body(self) -> None:
-        """The body of the newest request has arrived."""
+        """Stop timing: the body of the newest request has arrived."""
         self._is_in_body = False
         if self._body_timer.is_on:
             self._body_timer.stop()
 
     def _on_parser_error(self, error: httptools.HttpParserError) -> None:
-        """What came is no HTTP, or we failed on it: say so, after the answers that are due."""
+        """Refuse bytes that are no HTTP, or that we failed on, after the answers before them."""
         if self._is_deaf:
             return
         self._on_garbage(error_of(error))
@@ -380,7 +384,7 @@ class PredictProtocol(HttpConnection):
             self._refuse(error)
 
     def _take_back(self, cycle: RequestResponseCycle) -> None:
-        """Let uvicorn answer a call no more; something else is answered in its place."""
+        """Stop uvicorn from answering a call; something else is answered in its place."""
         if self.pipeline and self.pipeline[0][0] is cycle:
             self.pipeline.popleft()
             return
@@ -388,7 +392,7 @@ class PredictProtocol(HttpConnection):
         cycle.message_event.set()
 
     def _refuse(self, error: ServiceError) -> None:
-        """Answer a head that is not taken, when it is its turn, and listen to nothing after it."""
+        """Refuse a head when it is its turn, and drop everything after it."""
         self._is_deaf = True
         self._is_in_head = False
         self._incoming.end_head()
@@ -405,7 +409,7 @@ class PredictProtocol(HttpConnection):
             self.pipeline[0][0].keep_alive = False
 
     def _give_way(self, error: ServiceError) -> None:
-        """Refuse a head that is not whole, and the calls that wait for their turn."""
+        """Refuse an unfinished head, and the calls that wait for their turn."""
         self._clear_line()
         self._refuse(error)
 
@@ -420,11 +424,11 @@ class PredictProtocol(HttpConnection):
         self.url, self.expect_100_continue = url, expect
         self.headers.extend(headers)  # the scope holds this list
         if self._is_held and self.is_idle:
-            self.cycle = UNREAD  # uvicorn looks whether it is complete
+            self.cycle = UNREAD  # uvicorn checks whether it is complete
         super().on_headers_complete()
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        """Start what was pipelined, whichever kind it is."""
+        """Start a pipelined call of either kind."""
         if not self.pipeline:
             self._incoming.end_line()
         if isinstance(cycle, Exchange):

@@ -1,9 +1,9 @@
-"""uvicorn, with our own order of shutting down.
+"""uvicorn with our own order of shutting down.
 
-uvicorn closes idle connections the moment that it is told to stop, and a client that has just sent
-a request on one gets no answer. Here readiness goes red first; then all who have connected are
-accepted and nobody else, and every answer carries `Connection: close` for a moment, which moves
-busy clients away; only then are connections closed, and answers that are read slowly have time.
+uvicorn closes idle connections the moment it is told to stop, so a client that has just sent a
+request on one gets no answer. Here readiness goes red first. Then everyone who has connected is
+accepted and nobody else, and for a moment every answer carries `Connection: close`, which moves
+busy clients away. Only then are connections closed; clients that read slowly get time.
 """
 
 import asyncio
@@ -26,35 +26,30 @@ from inferpool.service.signals import early_signal, stop_signals
 logger = logging.getLogger(__name__)
 
 _LAME_DUCK_S = 0.5
-"""How long connections that are in use may take to come round to an answer that closes them."""
+"""How long busy connections may take to get to an answer that closes them."""
 _ECHO_S = 0.3
-"""A signal so soon after the first is the same one: a stop of the whole group reaches us twice when
-the command that started us passes it on."""
+"""A signal so soon after the first is the same one: stopping the whole process group reaches us
+twice when the command that started us passes the signal on."""
 _CLOSE = (b"connection", b"close")
 _MAX_ACCEPTED = 4096
 """Connections at once; more than a backlog holds, unless somebody has raised somaxconn."""
 _LAST_WORDS_S = 2.0
-"""How long a connection may hold up the end once all is answered and nothing is left to be read."""
+"""How long a connection may hold up the end after all is answered and read."""
 _LOOK_EVERY_S = 0.02
 
 
 class DrainingServer(uvicorn.Server):
-    """Serves connections until it is told to go, and then sees its clients off."""
+    """A server that sees its clients off before it ends."""
 
     def __init__(self, config: uvicorn.Config) -> None:
-        """Prepare to serve.
-
-        Args:
-            config: uvicorn's.
-        """
         super().__init__(config)
         self.flush_until = 0.0
-        """The moment until which answers may be read once all is answered; `time.monotonic`."""
+        """The moment until which answers may be read after all is answered; `time.monotonic`."""
         self._listeners: Sequence[socket.socket] = ()
         self._arrivals: set[asyncio.Task[None]] = set()
 
     def take(self, connection: socket.socket) -> None:
-        """Serve a connection that was accepted by other means than uvicorn's."""
+        """Serve a connection that something else than uvicorn accepted."""
         connection.setblocking(False)
         task = asyncio.create_task(self._take_in(connection), name="arrival")
         self._arrivals.add(task)
@@ -66,7 +61,7 @@ class DrainingServer(uvicorn.Server):
         self._listeners = sockets or ()
 
     async def move_clients_away(self) -> None:
-        """Take the last connections, and have each answer close its own; wait a moment for that."""
+        """Accept the last connections, and wait a moment for answers to close them."""
         self.config.encoded_headers.append(_CLOSE)
         self.server_state.default_headers = [*self.server_state.default_headers, _CLOSE]
         for listener in self._listeners:
@@ -80,7 +75,7 @@ class DrainingServer(uvicorn.Server):
                     await asyncio.sleep(_LOOK_EVERY_S)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close the connections, each when its client has read its answer, and end the lifespan."""
+        """Close each connection when its client has read its answer, and end the lifespan."""
         for server in self.servers:
             server.close()
         for connection in list(self.server_state.connections):
@@ -91,7 +86,7 @@ class DrainingServer(uvicorn.Server):
         await self.lifespan.shutdown()
 
     async def _flush(self) -> None:
-        """Wait for answers to be read, and say how many are cut off where that takes too long."""
+        """Wait for answers to be read; log how many are cut off if that takes too long."""
         state = self.server_state
         until = time.monotonic() + _LAST_WORDS_S
         while (state.connections or state.tasks) and not self.force_exit:
@@ -109,11 +104,11 @@ class DrainingServer(uvicorn.Server):
             )
 
     def _unread(self) -> list[int]:
-        """Bytes that wait for a client to read, of each connection that has any."""
+        """Return the unread bytes of each connection that has any."""
         return [num for each in self.server_state.connections if (num := _num_unread(each))]
 
     def _accept_all(self, listener: socket.socket) -> None:
-        """Take those that wait in the backlog, before uvicorn's own server comes to it."""
+        """Accept connections from the backlog before uvicorn's own server does."""
         for _ in range(_MAX_ACCEPTED):
             try:
                 connection, _ = listener.accept()
@@ -141,7 +136,7 @@ class DrainingServer(uvicorn.Server):
 
 
 class Server(DrainingServer):
-    """Serves until a signal, drains, and returns normally; a second signal hurries."""
+    """Serves until a signal, drains, and returns normally; a second signal hurries it."""
 
     def __init__(
         self,
@@ -159,14 +154,14 @@ class Server(DrainingServer):
 
         Args:
             config: uvicorn's.
-            shutdown_delay_s: How long to go on serving with readiness red.
+            shutdown_delay_s: How long to serve on with readiness red.
             drain_timeout_s: How long clients may take to read their answers, from the drain on.
-            on_listening: Told once it can be connected to.
-            on_stopping: Told why, when the shutdown begins: readiness goes red.
-            drain: Admits nothing more and returns when all that was accepted has its answer.
-            cut_off: Answers at once what has no answer yet, when a second signal hurries.
-            move_clients_away: Lets clients find another host, where others than this server have
-                the connections.
+            on_listening: Called once clients can connect.
+            on_stopping: Called with the reason when the shutdown begins: readiness goes red.
+            drain: Admits nothing more, and returns when everything accepted has its answer.
+            cut_off: Answers everything at once, when a second signal hurries.
+            move_clients_away: Lets clients find another host, if other processes have the
+                connections.
         """
         super().__init__(config)
         self._shutdown_delay_s = shutdown_delay_s
@@ -193,7 +188,7 @@ class Server(DrainingServer):
         try:
             yield
         finally:
-            # All is stopped: a signal that comes now must not change the exit code.
+            # Everything is stopped: a signal that comes now must not change the exit code.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
             for signum in signals:
                 loop.remove_signal_handler(signum)
@@ -225,7 +220,7 @@ class Server(DrainingServer):
             self._on_listening()
 
     def _log_started_message(self, listeners: object) -> None:
-        """Our own announcement says it."""
+        """Say nothing: our own announcement does."""
 
     async def _leave(self) -> None:
         await self._is_listening.wait()

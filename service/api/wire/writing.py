@@ -1,4 +1,4 @@
-"""What a connection has to write, and how fast its client reads it. Lives in the event loop."""
+"""Writes answers as fast as clients read them. Lives in the event loop."""
 
 import asyncio
 from typing import Any
@@ -8,15 +8,15 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from inferpool.service.api.wire.budgets import UnreadAnswers
 
 _MIN_WRITTEN_BYTES = 4096
-"""What a slow reader must take in each `write_timeout_s`, or else all that is left."""
+"""A slow reader must take so much in each `write_timeout_s`, or the rest."""
 _HIGH_WATER_BYTES = 64 * 1024
 _PIECE_BYTES = 256 * 1024
-"""Large answers are written in such pieces: uvloop's TLS takes whatever is written to it first, and
-does not tell that the client has not read it."""
+"""Large answers are written in such pieces: uvloop's TLS takes everything at once, and does not
+tell that the client has not read it."""
 
 
 class AnswerWriter:
-    """Writes large answers as the client reads them, and cuts off a client that does not."""
+    """Writes large answers as the client reads them, and cuts off a client that does not read."""
 
     def __init__(
         self,
@@ -25,14 +25,6 @@ class AnswerWriter:
         unread: UnreadAnswers,
         write_timeout_s: float,
     ) -> None:
-        """Begin with nothing to write.
-
-        Args:
-            transport: Of the connection.
-            flow: Tells whether the client reads as fast as it is answered.
-            unread: Counts what all connections keep for clients that do not.
-            write_timeout_s: How long a client may take nothing.
-        """
         self._transport = transport
         self._flow = flow
         self._unread = unread
@@ -43,9 +35,9 @@ class AnswerWriter:
         self._answer: bytes | None = None
         """The body of a large answer, until the client has read it."""
         self._num_sent = 0
-        """Bytes of that that were written."""
+        """Bytes of it that were written."""
         self._asgi_bytes = 0
-        """Length of an application's large answer, until its last piece is to be written."""
+        """Length of an application's large answer, until its last piece is written."""
         transport.set_write_buffer_limits(_HIGH_WATER_BYTES, 0)  # answers are kept to the last byte
 
     @property
@@ -68,12 +60,12 @@ class AnswerWriter:
             self._count_unread()
 
     def pause(self) -> None:
-        """The client does not read as fast as it is answered."""
+        """Begin to count and time a client that reads too slowly."""
         self.watch()
         self._count_unread()
 
     def resume(self) -> bool:
-        """The client has read what was written. Returns whether it has read all there is."""
+        """Write on after the client has read; return whether it has read everything."""
         self._send_on()
         if self._flow.write_paused:
             return False
@@ -81,30 +73,30 @@ class AnswerWriter:
         return True
 
     def watch(self) -> None:
-        """Begin to time a client that does not read, unless that is being done."""
+        """Begin to time a client that does not read, unless it is timed."""
         if self._timer is None:
             self._num_unwritten = self.num_unread_bytes
             self._timer = self._loop.call_later(self._timeout_s, self._check)
 
     def watch_rest(self) -> None:
-        """Likewise, if it has not read all that was written."""
+        """Begin to time the client if it has not read everything that was written."""
         if self._transport.get_write_buffer_size():
             self.watch()
 
     def cut_off(self) -> None:
-        """Close the connection at once, and forget what the client has not read."""
+        """Close the connection at once, and drop what the client has not read."""
         self._answer = None
         self._transport.abort()
 
     def close(self) -> None:
-        """The connection is lost."""
+        """Stop: the connection is lost."""
         if self._timer is not None:
             self._timer.cancel()
         self._answer = None
         self._unread.give_back(self)
 
     def in_pieces(self, app: Any) -> Any:
-        """Have an application's large answers written in pieces too, and counted as a whole."""
+        """Return an application whose large answers are written in pieces, but counted as whole."""
 
         async def answer(scope: Any, receive: Any, send: Any) -> None:
             async def send_pieces(message: Any) -> None:
@@ -137,7 +129,7 @@ class AnswerWriter:
             self._transport.write(piece)
 
     def _count_unread(self) -> None:
-        """Count what the answers take while the client does not read them."""
+        """Count the answers' memory while the client does not read them."""
         if self._answer is not None:
             num_bytes = len(self._answer)
         else:
