@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from mmap import mmap
 from multiprocessing import Pipe
 from typing import Any
 
@@ -16,8 +17,8 @@ from inferpool.service.api.predict import Predict
 from inferpool.service.api.replies import Reply as Answered
 from inferpool.service.errors import ServiceError
 from inferpool.service.fronts.front_side import FrontSide, RemoteModel
-from inferpool.service.fronts.main_side import ArenaPart, MainSide
-from inferpool.service.fronts.messages import CountRequest
+from inferpool.service.fronts.main_side import ArenaPart, LocalModel, MainSide
+from inferpool.service.fronts.messages import FrontCounts
 from inferpool.service.queue.instance import Buffer, InstanceSteps, Result, SlotOwner, Timing
 from inferpool.workers.arena import Arena, Slots
 from inferpool.workers.messages import ItemRef
@@ -91,22 +92,6 @@ class FakeModel:
             future.set_result(reply)
 
 
-class NoCommandHandler:
-    """Nobody tells this front anything."""
-
-    def count(self, command: CountRequest) -> None:
-        raise AssertionError
-
-    def move_away(self) -> None:
-        raise AssertionError
-
-    def leave(self, *, is_hurried: bool) -> None:
-        raise AssertionError
-
-    def on_lost(self, reason: str) -> None:
-        pass
-
-
 class NoWire:
     """Nobody reads the answers, but for a function that is told each."""
 
@@ -121,18 +106,31 @@ class NoWire:
         exchange.close(reply[0])
 
 
-def in_front(model: FakeModel, arena: Arena) -> RemoteModel:
-    """A model as a front knows it: what it is asked crosses two pipes, and the answers too."""
-    (where,) = arena.give_away(1)
+def both_sides(
+    part: ArenaPart,
+    memory: mmap,
+    model: LocalModel,
+    on_counts: Callable[[FrontCounts], object] = print,
+) -> tuple[MainSide, FrontSide, Slots]:
+    """Both sides of a new front, joined by two pipes; it knows which slots are in use."""
     from_front, to_main = Pipe(duplex=False)
     from_main, to_front = Pipe(duplex=False)
-    part = ArenaPart(arena.memory.map, where)
-    MainSide(
-        "front", from_front, to_front,
-        part=part, models=[model], on_counts=print, on_end=print,
-    ).tell_inputs()  # fmt: skip
-    slots = Slots(arena.memory.map, where.start, len(where))
-    front_side = FrontSide(from_main, to_main, slots, [model.name], NoCommandHandler())
+    main_side = MainSide(
+        "front/0", from_front, to_front,
+        part=part, models=[model], on_counts=on_counts, on_end=print,
+    )  # fmt: skip
+    slots = Slots(memory, part.where.start, len(part.where))
+    for offset, num_bytes in part.held.items():
+        slots.reserve(offset, num_bytes)
+    return main_side, FrontSide(from_main, to_main, slots, [model.name], print, print), slots
+
+
+def in_front(model: FakeModel, arena: Arena) -> RemoteModel:
+    """A model as a front knows it."""
+    (where,) = arena.give_away(1)
+    memory = arena.memory.map
+    main_side, front_side, _ = both_sides(ArenaPart(memory, where), memory, model)
+    main_side.tell_inputs()
     return front_side.models[model.name]
 
 

@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import fastapi
 import pytest
 
 from tests.service.api.fakes import FakeModel, as_app, endpoint, post
-from tests.service.api.test_predict_over_sockets import POST, Bench, run, until
+from tests.service.api.server import ONE, serve, silent_model, until
 
 App = Callable[..., Awaitable[None]]
 CallNext = Callable[[fastapi.Request], Awaitable[fastapi.Response]]
@@ -51,72 +52,61 @@ def in_fastapi(app: App, *, is_replayed: bool) -> fastapi.FastAPI:
     return outer
 
 
-def test_middleware_that_gives_the_body_again_and_again_does_not_hold_up_the_loop() -> None:
+def test_middleware_that_gives_the_body_again_gets_an_answer_and_does_not_hold_up_the_loop() -> (
+    None
+):
     model = FakeModel()
     outer = Replaying(as_app(endpoint(model)))
-    answer = post(outer, content=b"abc", headers={"content-type": "image/png"})
-    assert (answer.status_code, answer.json()) == (200, {"predictions": [0]})
-    assert model.bodies == [b"abc"]
+    apps = [outer, in_fastapi(as_app(endpoint(model)), is_replayed=True)]
+    for index, app in enumerate(apps):
+        answer = post(app, content=b"abc", headers={"content-type": "image/png"})
+        assert (answer.status_code, answer.json()) == (200, {"predictions": [index]})
+    assert model.bodies == [b"abc", b"abc"]
     assert outer.num_asked <= 2
 
 
-def test_middleware_that_puts_the_body_back_into_its_request_gets_an_answer() -> None:
-    model = FakeModel()
-    outer = in_fastapi(as_app(endpoint(model)), is_replayed=True)
-    answer = post(outer, content=b"abc", headers={"content-type": "image/png"})
-    assert (answer.status_code, answer.json()) == (200, {"predictions": [0]})
-    assert model.bodies == [b"abc"]
-
-
-def test_a_client_that_hangs_up_behind_middleware_leaves_no_error_in_the_log(
+async def test_a_client_that_hangs_up_behind_middleware_leaves_no_error_in_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def bench() -> Bench:
-        made = Bench(FakeModel(lambda _: None))
-        made.server.config.app = in_fastapi(made.server.config.app, is_replayed=False)  # type: ignore[arg-type]  # it is no name
-        return made
-
-    async def test(bench: Bench) -> None:
-        async with bench.connect() as (_, writer):
-            writer.write(POST + b"content-length: 1\r\n\r\nx")
-            await until(lambda: bench.model.futures)
-        await until(lambda: not bench.server.server_state.tasks)
-        assert bench.model.futures[0].cancelled()
-
-    assert run(bench, test).statuses == [499]
+    around = partial(in_fastapi, is_replayed=False)
+    async with serve(silent_model(), "asgi", around=around) as server:
+        async with server.connect() as client:
+            client.send(ONE)
+            await until(lambda: server.model.futures)
+        await until(lambda: not server.server.server_state.tasks)
+        assert server.model.futures[0].cancelled()
+    assert server.statuses == [499]
     assert "No response returned" not in caplog.text
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 @pytest.mark.parametrize("error", [None, BrokenPipeError(), RuntimeError()])
-def test_a_call_is_recorded_even_if_its_answer_cannot_be_sent(error: Exception | None) -> None:
+async def test_a_call_is_recorded_even_if_its_answer_cannot_be_sent(
+    error: Exception | None,
+) -> None:
     statuses: list[int] = []
     app = as_app(endpoint(FakeModel(), on_done=lambda _, status, __: statuses.append(status)))
     scope = {
         "type": "http", "method": "POST", "path": "/predict", "query_string": b"",
         "headers": [(b"content-type", b"image/png")],
     }  # fmt: skip
+    messages = [{"type": "http.request", "body": b"abc"}]
+    is_sending = asyncio.Event()
 
-    async def go() -> None:
-        messages = [{"type": "http.request", "body": b"abc"}]
-        is_sending = asyncio.Event()
+    async def receive() -> dict[str, object]:
+        return messages.pop() if messages else await asyncio.Future()
 
-        async def receive() -> dict[str, object]:
-            return messages.pop() if messages else await asyncio.Future()
+    async def send(_: object) -> None:
+        is_sending.set()
+        if error is not None:
+            raise error
+        await asyncio.Future()  # nobody reads
 
-        async def send(_: object) -> None:
-            is_sending.set()
-            if error is not None:
-                raise error
-            await asyncio.Future()  # nobody reads
-
-        call = asyncio.ensure_future(app(scope, receive, send))
-        await is_sending.wait()
-        if error is None:
-            call.cancel()
-        (raised,) = await asyncio.gather(call, return_exceptions=True)
-        kind = {None: asyncio.CancelledError, RuntimeError: RuntimeError}.get(error and type(error))
-        assert raised is None if kind is None else isinstance(raised, kind)
-
-    asyncio.run(asyncio.wait_for(go(), 20))
+    call = asyncio.ensure_future(app(scope, receive, send))
+    await is_sending.wait()
+    if error is None:
+        call.cancel()
+    (raised,) = await asyncio.gather(call, return_exceptions=True)
+    kind = {None: asyncio.CancelledError, RuntimeError: RuntimeError}.get(error and type(error))
+    assert raised is None if kind is None else isinstance(raised, kind)
     assert statuses == [499]

@@ -1,5 +1,4 @@
 import asyncio
-from collections.abc import Callable
 
 import httpx
 import pytest
@@ -11,11 +10,12 @@ from inferpool.service.api.routes.metrics import metrics_router
 from inferpool.service.api.web import App
 from inferpool.service.settings.keys import Keys, read_keys
 from tests.service.api.fakes import FakeModel, call, endpoint, post
+from tests.service.api.server import until
 
 PREDICT, METRICS, ADMIN = "p" * 20, "m" * 20, "a" * 20
 
 
-class Source:
+class SecretiveSource:
     def report(self) -> HealthReport:
         model = ModelHealth(name="secret-model", ready=False, reason="no /secret/file")
         return HealthReport(status="starting", ready=False, draining=False, models=[model])
@@ -31,7 +31,7 @@ def make_app(**keys: str) -> App:
     guard = Guard(**{name: read_keys(text) for name, text in keys.items()})  # type: ignore[arg-type]
     app = App(
         version="0",
-        routers=[health_router(Source(), guard), metrics_router(Source())],
+        routers=[health_router(SecretiveSource(), guard), metrics_router(SecretiveSource())],
         guard=guard,
     )
     app.predict = endpoint(FakeModel(), guard=guard)
@@ -44,7 +44,7 @@ def status(app: App, path: str, key: str | None = None, method: str = "GET") -> 
 
 
 def all_keys() -> App:
-    return make_app(predict=PREDICT, metrics=METRICS, admin=ADMIN)
+    return make_app(**ALL)
 
 
 @pytest.mark.parametrize(
@@ -89,45 +89,43 @@ def test_no_key_or_an_unknown_one_is_401_and_says_how_to_send_one(headers: dict[
         assert PREDICT not in answer.text
 
 
-def test_a_key_for_something_else_is_403() -> None:
-    app = all_keys()
-    assert status(app, "/predict", METRICS, "POST") == 403
-    assert status(app, "/metrics", PREDICT) == 403
-    assert status(app, "/health", ADMIN) == 403
-    assert status(app, "/admin/settings", PREDICT) == 403
+ALL = {"predict": PREDICT, "metrics": METRICS, "admin": ADMIN}
 
 
-def test_several_keys_are_valid_while_one_replaces_the_other() -> None:
-    app = make_app(predict=f"{PREDICT},{METRICS}")
-    for key in (PREDICT, METRICS):
-        assert status(app, "/predict", key, "POST") == 415
-
-
-def test_one_key_may_be_for_several_things() -> None:
-    app = make_app(predict=PREDICT, metrics=PREDICT)
-    assert status(app, "/metrics", PREDICT) == 200
-    assert status(app, "/predict", PREDICT, "POST") == 415
-
-
-def test_without_keys_all_is_open_but_admin_is_not_there() -> None:
-    app = make_app()
-    for path in ("/metrics", "/health", "/docs", "/openapi.json"):
-        assert status(app, path) == 200
-    assert status(app, "/predict", None, "POST") == 415
-    assert status(app, "/admin/settings") == 404
-
-
-def test_without_metrics_keys_the_predict_keys_are_for_metrics_too() -> None:
-    app = make_app(predict=PREDICT)
-    for path in ("/metrics", "/health"):
-        assert status(app, path) == 401
-        assert status(app, path, PREDICT) == 200
-
-
-def test_an_admin_key_alone_restricts_nothing_else() -> None:
-    app = make_app(admin=ADMIN)
-    assert status(app, "/metrics") == 200
-    assert status(app, "/admin/settings") == 401
+@pytest.mark.parametrize(
+    ("keys", "path", "key", "expected"),
+    [
+        pytest.param(ALL, "/predict", METRICS, 403, id="a key for something else"),
+        (ALL, "/metrics", PREDICT, 403),
+        (ALL, "/health", ADMIN, 403),
+        (ALL, "/admin/settings", PREDICT, 403),
+        pytest.param(ALL, "/predict/none", None, 401, id="a key is checked before the model"),
+        (ALL, "/predict/none", PREDICT, 404),
+        pytest.param({"predict": f"{PREDICT},{METRICS}"}, "/predict", PREDICT, 415, id="two keys"),
+        ({"predict": f"{PREDICT},{METRICS}"}, "/predict", METRICS, 415),
+        pytest.param({"predict": PREDICT, "metrics": PREDICT}, "/metrics", PREDICT, 200, id="both"),
+        ({"predict": PREDICT, "metrics": PREDICT}, "/predict", PREDICT, 415),
+        pytest.param({}, "/metrics", None, 200, id="without keys all is open but admin"),
+        ({}, "/health", None, 200),
+        ({}, "/docs", None, 200),
+        ({}, "/openapi.json", None, 200),
+        ({}, "/predict", None, 415),
+        ({}, "/admin/settings", None, 404),
+        pytest.param(
+            {"predict": PREDICT}, "/metrics", None, 401, id="predict keys are for metrics"
+        ),
+        ({"predict": PREDICT}, "/health", None, 401),
+        ({"predict": PREDICT}, "/metrics", PREDICT, 200),
+        ({"predict": PREDICT}, "/health", PREDICT, 200),
+        pytest.param({"admin": ADMIN}, "/metrics", None, 200, id="an admin key restricts no more"),
+        ({"admin": ADMIN}, "/admin/settings", None, 401),
+    ],
+)
+def test_each_key_opens_the_paths_that_it_is_for(
+    keys: dict[str, str], path: str, key: str | None, expected: int
+) -> None:
+    method = "POST" if path.startswith("/predict") else "GET"
+    assert status(make_app(**keys), path, key, method) == expected
 
 
 def test_probes_need_no_key_and_tell_strangers_no_reasons() -> None:
@@ -139,11 +137,6 @@ def test_probes_need_no_key_and_tell_strangers_no_reasons() -> None:
     operator = call(app, "GET", "/health/ready", headers={"x-api-key": METRICS})
     assert "secret-model: no /secret/file" in operator.text
     assert "secret" in call(make_app(), "GET", "/health/ready").text
-
-
-def test_a_refusal_comes_before_the_model_is_looked_up() -> None:
-    assert status(all_keys(), "/predict/none", None, "POST") == 401
-    assert status(all_keys(), "/predict/none", PREDICT, "POST") == 404
 
 
 def test_refused_calls_of_administration_are_logged_with_their_caller_and_not_by_the_thousand(
@@ -164,9 +157,9 @@ def test_refused_calls_of_administration_are_logged_with_their_caller_and_not_by
         async with httpx.AsyncClient(transport=transport, base_url="http://h") as client:
             for _ in range(50):
                 assert (await client.post("/admin/drain")).status_code == 401
-            await wait_until(lambda: "more calls" in caplog.text)
+            await until(lambda: "more calls" in caplog.text)
 
-    asyncio.run(flood())
+    asyncio.run(asyncio.wait_for(flood(), 20))
     num_refused = sum("refused POST" in record.getMessage() for record in caplog.records)
     left_out = [r for r in caplog.records if "more calls" in r.getMessage()]
     assert num_refused + sum(int(str(r.args[0])) for r in left_out if r.args) >= 50
@@ -175,12 +168,6 @@ def test_refused_calls_of_administration_are_logged_with_their_caller_and_not_by
     assert status(make_app(), "/admin/drain") == 404  # where there is no administration at all
     assert status(app, "/metrics", ADMIN) == 403
     assert not caplog.records
-
-
-async def wait_until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not is_so():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
 
 
 @pytest.mark.parametrize("path", ["/health", "/health/live", "/metrics", "/docs"])
@@ -214,13 +201,10 @@ def test_no_spelling_of_a_path_leads_around_its_policy(path: str) -> None:
     assert "secret" not in answer.text
 
 
-def test_a_guard_without_keys_for_predict_costs_the_endpoint_nothing() -> None:
-    assert not Guard(admin=read_keys(ADMIN)).restricts_predict
-    assert Guard(predict=read_keys(PREDICT)).restricts_predict
-
-
 def test_checks_say_what_is_missing() -> None:
+    assert not Guard(admin=read_keys(ADMIN)).restricts_predict
     guard = Guard(predict=read_keys(PREDICT), admin=read_keys(ADMIN), metrics=Keys())
+    assert guard.restricts_predict
     with pytest.raises(UnauthorizedError, match="Authorization: Bearer KEY"):
         guard.check("predict", {})
     with pytest.raises(ForbiddenError, match="admin_keys"):

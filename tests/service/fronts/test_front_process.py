@@ -1,11 +1,12 @@
 """A front's front, with a real process that never says anything."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 from multiprocessing import Pipe, get_context
 
 import pytest
@@ -23,7 +24,7 @@ from tests.service.fronts.test_fronts import SETTINGS
 
 
 @pytest.fixture
-def live(monkeypatch: pytest.MonkeyPatch):
+def start(monkeypatch: pytest.MonkeyPatch):
     theirs: list[object] = []
     """Ends that the front would hold open."""
 
@@ -39,69 +40,50 @@ def live(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(inferpool.service.fronts.front_process, "_launch", launch)
 
-    def live(test: Callable[[FrontProcess], Awaitable[None]]) -> None:
-        async def go() -> None:
-            arena = Arena(1 << 16)
-            (where,) = arena.give_away(1)
-            part = ArenaPart(arena.memory.map, where)
-            config = FrontConfig(
-                name="front/0", main_pid=os.getpid(), settings=SETTINGS, limits=EdgeLimits(),
-                part=where, held={}, forwarding_path="", family=0, log_level=0,
-            )  # fmt: skip
-            id = WorkerId(model="front", slot=0)
-            front = FrontProcess(id, config, arena.memory.writable, part, [], OomKills(), print)
-            await test(front)
-            assert front.is_gone
-            part.close()
-            arena.close()
+    @contextlib.asynccontextmanager
+    async def start() -> AsyncIterator[FrontProcess]:
+        arena = Arena(1 << 16)
+        (where,) = arena.give_away(1)
+        part = ArenaPart(arena.memory.map, where)
+        config = FrontConfig(
+            name="front/0", main_pid=os.getpid(), settings=SETTINGS, limits=EdgeLimits(),
+            part=where, held={}, forwarding_path="", family=0, log_level=0,
+        )  # fmt: skip
+        id = WorkerId(model="front", slot=0)
+        front = FrontProcess(id, config, arena.memory.writable, part, [], OomKills(), print)
+        yield front
+        assert front.is_gone
+        part.close()
+        arena.close()
 
-        asyncio.run(asyncio.wait_for(go(), 20))
-
-    return live
+    return start
 
 
-def test_a_front_that_does_not_come_up_in_time_is_ended(live):
-    async def test(front: FrontProcess) -> None:
+async def test_a_front_that_does_not_come_up_in_time_is_ended(start):
+    async with start() as front:
         with pytest.raises(WorkerStartError, match="it was not up within"):
             await front.until_up(0.01)
 
-    live(test)
 
-
-def test_a_front_whose_start_nobody_waits_for_any_more_is_ended(live):
-    async def test(front: FrontProcess) -> None:
-        start = asyncio.create_task(front.until_up(60))
+@pytest.mark.parametrize("is_just_up", [False, True])
+async def test_a_front_whose_start_nobody_waits_for_any_more_is_ended(start, is_just_up: bool):
+    async with start() as front:
+        coming = asyncio.create_task(front.until_up(60))
         await asyncio.sleep(0)
-        start.cancel()
+        if is_just_up:
+            front.main_side.is_up.set_result(None)
+        coming.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await start
-
-    live(test)
+            await coming
 
 
-def test_a_front_that_comes_up_just_as_nobody_waits_for_it_any_more_is_ended(live):
-    async def test(front: FrontProcess) -> None:
-        start = asyncio.create_task(front.until_up(60))
-        await asyncio.sleep(0)
-        front.main_side.is_up.set_result(None)
-        start.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await start
-
-    live(test)
-
-
-def test_a_front_that_is_killed_ends_for_the_reason_it_was_killed_for(live):
-    async def test(front: FrontProcess) -> None:
+async def test_a_front_that_is_killed_ends_for_the_reason_it_was_killed_for(start):
+    async with start() as front:
         front.kill("hang", "it says nothing")
         assert await front.wait() == Ending(cause="hang", reason="it says nothing")
 
-    live(test)
 
-
-def test_the_signal_that_ended_a_front_is_told(live):
-    async def test(front: FrontProcess) -> None:
+async def test_the_signal_that_ended_a_front_is_told(start):
+    async with start() as front:
         os.kill(front.process.pid, signal.SIGTERM)
         assert await front.wait() == Ending(cause="signal", reason="SIGTERM")
-
-    live(test)

@@ -1,6 +1,7 @@
 import asyncio
+import contextlib
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
@@ -81,27 +82,25 @@ def keep(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(inferpool.service.fronts.fronts, "_COUNT_EVERY_S", 0.001)
     monkeypatch.setattr(inferpool.service.fronts.fronts, "FrontProcess", FakeFrontProcess)
 
-    def keep(test: Callable[[Fronts, list[str]], Awaitable[None]]) -> None:
-        async def go() -> None:
-            lost: list[str] = []
-            arena = Arena(1 << 16)
-            fronts = Fronts(
-                num=2,
-                settings=SETTINGS,
-                limits=EdgeLimits(),
-                listener=socket.create_server(("127.0.0.1", 0)),
-                forwarding_path="",
-                arena=arena,
-                models={},
-                metrics=Metrics({}, {}),
-                on_lost=lambda: lost.append("lost"),
-            )
-            fronts.start()
-            await test(fronts, lost)
-            await fronts.stop()
-            arena.close()
-
-        asyncio.run(asyncio.wait_for(go(), 20))
+    @contextlib.asynccontextmanager
+    async def keep() -> AsyncIterator[tuple[Fronts, list[str]]]:
+        lost: list[str] = []
+        arena = Arena(1 << 16)
+        fronts = Fronts(
+            num=2,
+            settings=SETTINGS,
+            limits=EdgeLimits(),
+            listener=socket.create_server(("127.0.0.1", 0)),
+            forwarding_path="",
+            arena=arena,
+            models={},
+            metrics=Metrics({}, {}),
+            on_lost=lambda: lost.append("lost"),
+        )
+        fronts.start()
+        yield fronts, lost
+        await fronts.stop()
+        arena.close()
 
     return keep
 
@@ -115,29 +114,20 @@ def states(fronts: Fronts) -> list[str]:
     return [front.state for front in fronts.health()]
 
 
-def test_a_front_that_does_not_come_up_is_tried_again(keep):
-    async def test(fronts: Fronts, lost: list[str]) -> None:
+async def test_a_front_is_replaced_that_does_not_come_up_or_says_nothing(keep):
+    async with keep() as (fronts, lost):
         await fronts.until_up()
         await until(lambda: states(fronts) == ["up", "up"])
         assert [front.restarts for front in fronts.health()] == [0, 2]
         assert not lost
-
-    keep(test)
-
-
-def test_a_front_that_says_nothing_is_replaced(keep):
-    async def test(fronts: Fronts, lost: list[str]) -> None:
         await until(lambda: fronts.health()[0].restarts == 1)
 
-    keep(test)
 
-
-def test_a_front_that_ends_as_clients_are_moved_away_is_not_started_again(
+async def test_a_front_that_ends_as_clients_are_moved_away_is_not_started_again(
     keep, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr(FakeMainSide, "has_been_heard", lambda _: True)
-
-    async def test(fronts: Fronts, lost: list[str]) -> None:
+    async with keep() as (fronts, _):
         await until(lambda: states(fronts) == ["up", "up"])
         open_fronts = fronts._open()
         moving = asyncio.create_task(fronts.move_clients_away())
@@ -150,24 +140,19 @@ def test_a_front_that_ends_as_clients_are_moved_away_is_not_started_again(
         await moving
         assert [front.restarts for front in fronts.health()] == [0, 2]
 
-    keep(test)
 
-
-def test_a_front_that_comes_up_after_a_second_signal_is_hurried_as_well(keep):
-    async def test(fronts: Fronts, lost: list[str]) -> None:
+async def test_a_front_that_comes_up_after_a_second_signal_is_hurried_as_well(keep):
+    async with keep() as (fronts, _):
         fronts.hurry()
         await until(lambda: states(fronts) == ["up", "up"])
         assert all(front.is_hurried for front in fronts._open())
 
-    keep(test)
 
-
-def test_fronts_that_never_come_up_are_given_up_and_it_is_said_once(
+async def test_fronts_that_never_come_up_are_given_up_and_it_is_said_once(
     keep, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr(FakeFrontProcess, "fails", True)
-
-    async def test(fronts: Fronts, lost: list[str]) -> None:
+    async with keep() as (fronts, lost):
         await until(lambda: bool(lost))
         assert states(fronts) == ["stopped", "stopped"]
         assert [front.restarts for front in fronts.health()] == [4, 4]
@@ -175,5 +160,3 @@ def test_fronts_that_never_come_up_are_given_up_and_it_is_said_once(
         assert lost == ["lost"]
         for name in ("front/0", "front/1"):
             assert caplog.text.count(f"{name} is given up: it could not be started: no proc") == 1
-
-    keep(test)

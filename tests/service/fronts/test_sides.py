@@ -4,9 +4,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from multiprocessing import Pipe
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
 
@@ -19,42 +17,28 @@ from inferpool.service.errors import (
     UnavailableError,
 )
 from inferpool.service.fronts import link
-from inferpool.service.fronts.front_side import FrontSide, RemoteModel
-from inferpool.service.fronts.main_side import ArenaPart, MainSide
+from inferpool.service.fronts.main_side import ArenaPart
 from inferpool.service.fronts.messages import Answers, Submissions
-from inferpool.service.queue.admission import Admission
-from inferpool.service.queue.dispatcher import Dispatcher
 from inferpool.service.queue.instance import Buffer, Instance, InstanceSteps, SlotOwner
-from inferpool.service.queue.quarantine import Quarantine
 from inferpool.service.telemetry.metrics import ModelMetrics
-from inferpool.workers.arena import Arena, Slots
+from inferpool.workers.arena import Arena
 from inferpool.workers.messages import ItemError, ItemRef, TensorBlob
 from tests.fakes import FakeWorker, ref_to
-from tests.service.api.fakes import NoCommandHandler
-from tests.virtual_time import run_in_virtual_time
+from tests.service.api.fakes import both_sides
+from tests.service.pools import make_dispatcher
 
-if TYPE_CHECKING:
-    from inferpool.service.fronts.messages import FrontCounts
+pytestmark = pytest.mark.usefixtures("virtual_time")
 
 
-class Model:
-    """A dispatcher, as a pool is one."""
+class DispatchedModel:
+    """A model with a dispatcher of its own, like a pool."""
 
     name = "m"
 
     def __init__(self, arena: Arena) -> None:
         self.metrics = ModelMetrics("m")
         self.inputs: tuple[TensorSpec, ...] = ()
-        self.dispatcher = Dispatcher(
-            name="m",
-            arena=arena,
-            admission=Admission(
-                max_queue_length=3, max_batch_size=2, rejected=self.metrics.rejected
-            ),
-            quarantine=Quarantine(name="m", duration_s=60),
-            metrics=self.metrics,
-            max_batch_size=2,
-        )
+        self.dispatcher = make_dispatcher(arena, self.metrics, max_queue_length=3, max_batch_size=2)
 
     def submit(
         self,
@@ -66,31 +50,24 @@ class Model:
         return self.dispatcher.submit(ref, chunks, steps, owner)
 
 
-class Bench:
+class Sides:
+    """A front's side and the main process's, and the dispatcher behind that."""
+
     def __init__(self) -> None:
         self.arena = Arena(64 * 1024)
         (where,) = self.arena.give_away(1)
         self.part = ArenaPart(self.arena.memory.map, where)
-        self.model = Model(self.arena)
+        self.model = DispatchedModel(self.arena)
         self.worker = FakeWorker(credit=1)
         self.model.dispatcher.attach(self.worker)
-        self.counts: list[FrontCounts] = []
         self.open_front()
 
     def open_front(self) -> None:
-        """Begin one life of the front, which knows what an earlier one has left."""
-        from_front, to_main = Pipe(duplex=False)
-        from_main, to_front = Pipe(duplex=False)
-        self.main_side = MainSide(
-            "front/0", from_front, to_front, part=self.part, models=[self.model],
-            on_counts=self.counts.append, on_end=lambda _: None,
-        )  # fmt: skip
-        self.slots = Slots(self.arena.memory.map, self.part.where.start, len(self.part.where))
-        for offset, num_bytes in self.part.held.items():
-            self.slots.reserve(offset, num_bytes)
-        front_side = FrontSide(from_main, to_main, self.slots, ["m"], NoCommandHandler())
-        self.front: RemoteModel = front_side.models["m"]
-        self.front_side = front_side
+        """Begin a new process of the front, which knows what an earlier one has left."""
+        self.main_side, self.front_side, self.slots = both_sides(
+            self.part, self.arena.memory.map, self.model
+        )
+        self.front = self.front_side.models["m"]
 
     def ask(self, data: bytes = b"x", timeout_s: float = 30.0) -> asyncio.Future:
         return self.front.submit(ref_to(data, timeout_s, id="id"), [data])
@@ -101,18 +78,16 @@ class Bench:
                 await asyncio.sleep(0.001)
 
 
-def run(test: Callable[[Bench], Awaitable[None]]) -> None:
-    async def go() -> None:
-        bench = Bench()
-        await test(bench)
-        bench.part.close()
-        bench.arena.close()
-
-    run_in_virtual_time(go())
+@contextlib.asynccontextmanager
+async def open_sides() -> AsyncIterator[Sides]:
+    sides = Sides()
+    yield sides
+    sides.part.close()
+    sides.arena.close()
 
 
-def test_what_is_asked_in_one_turn_is_one_batch_and_each_gets_its_own_answer():
-    async def test(b: Bench) -> None:
+async def test_what_is_asked_in_one_turn_is_one_batch_and_each_gets_its_own_answer():
+    async with open_sides() as b:
         futures = [b.ask(b"one"), b.ask(b"two")]
         await b.until(lambda: b.worker.batches)
         items, _ = b.worker.batches[0]
@@ -127,11 +102,9 @@ def test_what_is_asked_in_one_turn_is_one_batch_and_each_gets_its_own_answer():
         assert not b.part.held
         assert b.model.metrics.succeeded == 2
 
-    run(test)
 
-
-def test_refusals_and_failures_come_back_as_what_they_are():
-    async def test(b: Bench) -> None:
+async def test_refusals_and_failures_come_back_as_what_they_are():
+    async with open_sides() as b:
         b.ask()
         b.ask()
         await b.until(lambda: b.worker.batches)
@@ -148,32 +121,26 @@ def test_refusals_and_failures_come_back_as_what_they_are():
             with pytest.raises(UnavailableError, match="enough"):
                 await each
 
-    run(test)
 
-
-def test_an_input_that_does_not_fit_is_told_so():
-    async def test(b: Bench) -> None:
+async def test_an_input_that_does_not_fit_is_told_so():
+    async with open_sides() as b:
         future = b.ask()
         await b.until(lambda: b.worker.batches)
         b.worker.answer([ItemError("invalid_input", "no such thing")])
         with pytest.raises(InvalidInputError, match="no such thing"):
             await future
 
-    run(test)
 
-
-def test_a_full_part_refuses_at_once():
-    async def test(b: Bench) -> None:
+async def test_a_full_part_refuses_at_once():
+    async with open_sides() as b:
         b.ask(bytes(60_000))
         with pytest.raises(OverloadedError, match="arena"):
             b.ask(bytes(60_000))
         assert b.front.num_full == 1
 
-    run(test)
 
-
-def test_what_is_given_up_leaves_the_queue_and_the_rest_is_answered():
-    async def test(b: Bench) -> None:
+async def test_what_is_given_up_leaves_the_queue_and_the_rest_is_answered():
+    async with open_sides() as b:
         first, second = b.ask(), b.ask()
         await b.until(lambda: b.worker.batches)
         waiting = b.ask()
@@ -188,11 +155,9 @@ def test_what_is_given_up_leaves_the_queue_and_the_rest_is_answered():
         await second
         await b.until(lambda: not b.slots.used_bytes)
 
-    run(test)
 
-
-def test_the_slots_of_a_front_that_died_are_used_again_only_when_workers_are_done_with_them():
-    async def test(b: Bench) -> None:
+async def test_the_slots_of_a_front_that_died_are_used_again_only_when_workers_are_done_with_them():
+    async with open_sides() as b:
         b.ask(b"a" * 5000)
         b.ask(b"b" * 5000)
         await b.until(lambda: b.worker.batches)
@@ -213,11 +178,9 @@ def test_the_slots_of_a_front_that_died_are_used_again_only_when_workers_are_don
         assert [(await each).value for each in futures] == [b"1", b"2"]
         await b.until(lambda: not b.slots.used_bytes)
 
-    run(test)
 
-
-def test_the_front_learns_what_a_model_takes_when_that_is_known():
-    async def test(b: Bench) -> None:
+async def test_the_front_learns_what_a_model_takes_when_that_is_known():
+    async with open_sides() as b:
         b.main_side.tell_inputs()
         spec = TensorSpec(name="x", dtype="float32", shape=(-1, 3))
         b.model.inputs = (spec,)
@@ -233,11 +196,9 @@ def test_the_front_learns_what_a_model_takes_when_that_is_known():
         await future
         assert b.front.inputs is known
 
-    run(test)
 
-
-def test_a_front_that_names_a_slot_which_cannot_be_is_not_listened_to():
-    async def test(b: Bench) -> None:
+async def test_a_front_that_names_a_slot_which_cannot_be_is_not_listened_to():
+    async with open_sides() as b:
         ended: list[str] = []
         b.main_side.link._on_end = ended.append
         b.ask()
@@ -246,11 +207,15 @@ def test_a_front_that_names_a_slot_which_cannot_be_is_not_listened_to():
         assert "slot" in ended[0]
         assert b.model.metrics.accepted == 0
 
-    run(test)
+
+def answer(b: Sides) -> None:
+    items, _ = b.worker.batches[0]
+    heads = [b.arena.read(item.offset, 10) for item in items]
+    b.worker.answer([b"bad" if head == b"bad answer" else b"1" for head in heads])
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_cannot_be_said_fails_alone_and_everything_else_is_answered_once(
+async def test_what_cannot_be_said_fails_alone_and_everything_else_is_answered_once(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ):
     encode = link._encode
@@ -264,7 +229,7 @@ def test_what_cannot_be_said_fails_alone_and_everything_else_is_answered_once(
             raise OverflowError("can't serialize this")
         return encode(message)
 
-    async def test(b: Bench) -> None:
+    async with open_sides() as b:
         monkeypatch.setattr(link, "_encode", failing)
         chance = random.Random(seed)
         asked: list[tuple[asyncio.Future, str]] = []
@@ -311,10 +276,3 @@ def test_what_cannot_be_said_fails_alone_and_everything_else_is_answered_once(
             else:
                 assert isinstance(error, DeadlineExceededError | OverloadedError)
         assert b.front_side.link._is_open
-
-    def answer(b: Bench) -> None:
-        items, _ = b.worker.batches[0]
-        heads = [b.arena.read(item.offset, 10) for item in items]
-        b.worker.answer([b"bad" if head == b"bad answer" else b"1" for head in heads])
-
-    run(test)

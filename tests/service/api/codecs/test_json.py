@@ -30,17 +30,13 @@ def test_base64_is_decoded_and_images_are_known_by_their_first_bytes() -> None:
 
 def test_other_instances_go_on_as_the_text_they_are() -> None:
     text = b'{"instances": [ [1.50, 2e3] , {"x": "\\u00e4"}, "s", null, {"b64": "YQ==", "y": 1}]}'
-    assert kinds(decode_json([text], head())) == [
+    assert kinds(decode_json([text[:9], text[9:]], head())) == [
         ("json", b"[1.50, 2e3]"),
         ("json", b'{"x": "\\u00e4"}'),
         ("json", b'"s"'),
         ("json", b"null"),
         ("json", b'{"b64": "YQ==", "y": 1}'),
     ]
-
-
-def test_a_body_in_pieces_is_read_as_one() -> None:
-    assert kinds(decode_json([b'{"insta', b'nces":[1', b"2]}"], head())) == [("json", b"12")]
 
 
 def test_parameters_come_from_the_body_and_the_query() -> None:
@@ -63,7 +59,7 @@ def test_parameters_come_from_the_body_and_the_query() -> None:
         (b'{"instances":[{"b64":"\\q"}]}', "malformed JSON"),
     ],
 )
-def test_what_is_not_json_is_a_bad_request(text: bytes, message: str) -> None:
+def test_a_body_that_is_not_json_is_a_bad_request(text: bytes, message: str) -> None:
     with pytest.raises(BadRequestError, match=re.escape(message)):
         decode_json([text], head())
 
@@ -87,11 +83,8 @@ def test_what_is_not_json_is_a_bad_request(text: bytes, message: str) -> None:
 def test_json_of_another_form_is_invalid_and_its_place_is_named(text: bytes, message: str) -> None:
     with pytest.raises(InvalidInputError, match=re.escape(message)):
         decode_json([text], head())
-
-
-def test_nesting_up_to_the_limit_is_taken() -> None:
-    text = b'{"instances":[%s1%s]}' % (b"[" * 98, b"]" * 98)
-    assert len(decode_json([text], head()).payloads) == 1
+    allowed = b'{"instances":[%s1%s]}' % (b"[" * 98, b"]" * 98)
+    assert len(decode_json([allowed], head()).payloads) == 1
 
 
 @pytest.mark.parametrize("num_instances", [5, 100_000])

@@ -12,7 +12,7 @@ from inferpool.service.api.codecs.parameters import (
     merge,
     read_query,
 )
-from inferpool.service.errors import BadRequestError, InvalidInputError, TooLargeError
+from inferpool.service.errors import BadRequestError, InvalidInputError, ServiceError, TooLargeError
 from tests.properties import untimed
 
 json_values = st.recursive(
@@ -33,12 +33,9 @@ def test_json_literals_in_the_query_are_taken_as_such_and_the_rest_as_strings() 
     }
 
 
-def test_a_key_given_twice_is_refused() -> None:
+def test_a_key_given_twice_and_too_many_fields_are_refused() -> None:
     with pytest.raises(BadRequestError, match="'top_k' more than once"):
         read_query(b"a=1&top_k=1&top_k=2")
-
-
-def test_a_query_of_too_many_fields_is_refused() -> None:
     with pytest.raises(BadRequestError, match="64 fields"):
         read_query(b"&".join(b"k%d=1" % index for index in range(65)))
 
@@ -46,34 +43,28 @@ def test_a_query_of_too_many_fields_is_refused() -> None:
 def test_what_the_body_says_goes_before_the_query() -> None:
     merged = merge({"a": b"1", "b": b"2"}, b'{"b": 3, "c": [1]}')
     assert json.loads(merged) == {"a": 1, "b": 3, "c": [1]}
-
-
-def test_an_object_alone_is_passed_as_it_is() -> None:
     assert merge({}, b'{"b":  3}') == b'{"b":  3}'
-
-
-def test_null_means_no_parameters() -> None:
     assert merge({}, b"null") == b""
     assert json.loads(merge({"a": b"1"}, b"null")) == {"a": 1}
 
 
-@pytest.mark.parametrize("text", [b"[1]", b"3", b'"x"'])
-def test_anything_but_an_object_is_refused(text: bytes) -> None:
-    with pytest.raises(InvalidInputError, match="parameters: must be an object"):
-        merge({}, text)
-
-
-@pytest.mark.parametrize("text", [b"{", b'{"a":NaN}', b'{"a":1e999}', b'{"a":"\xff"}'])
-def test_parameters_that_are_not_json_are_refused(text: bytes) -> None:
-    with pytest.raises(BadRequestError, match="parameters: "):
-        merge({}, text)
-
-
-def test_long_parameters_are_refused() -> None:
-    with pytest.raises(TooLargeError, match="parameters: more than 16384 bytes"):
-        merge({}, b'{"a":"%s"}' % (b"x" * 16384))
-    with pytest.raises(TooLargeError, match="16384"):
-        merge({"a": b'"%s"' % (b"x" * 16384)})
+@pytest.mark.parametrize(
+    ("query", "text", "error", "message"),
+    [
+        *(({}, text, InvalidInputError, "must be an object") for text in (b"[1]", b"3", b'"x"')),
+        *(
+            ({}, text, BadRequestError, "parameters: ")
+            for text in (b"{", b'{"a":NaN}', b'{"a":1e999}', b'{"a":"\xff"}')
+        ),
+        ({}, b'{"a":"%s"}' % (b"x" * 16384), TooLargeError, "parameters: more than 16384 bytes"),
+        ({"a": b'"%s"' % (b"x" * 16384)}, b"", TooLargeError, "16384"),
+    ],
+)
+def test_parameters_that_are_no_object_or_too_long_are_refused(
+    query: dict[str, bytes], text: bytes, error: type[ServiceError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        merge(query, text)
 
 
 @pytest.mark.parametrize("opening", [b"[", b'{"a":'])

@@ -66,32 +66,28 @@ def is_connected(client: socket.socket) -> bool:
 
 
 @linux
-def test_all_are_accepted_whose_handshake_has_begun_and_nobody_else(
+async def test_all_are_accepted_whose_handshake_has_begun_and_nobody_else(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(backlog, "_LAST_IN_S", 30)  # the kernel asks again after a second or three
-
-    async def test() -> None:
-        early = [door.connect() for _ in range(3)]
-        late = door.connect(hears=False)
-        assert backlog._num_half_open(door.listener) == 1
-        taking = asyncio.create_task(backlog.take_last(door.listener, door.accept))
-        await asyncio.sleep(0)
-        assert len(door.accepted) == len(early)
-        assert not taking.done()  # for the sake of the late one
-        newcomer = door.connect()
-        late.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
-        await taking
-        door.listener.close()
-        assert len(door.accepted) == 4
-        assert all(map(is_connected, [*early, late]))
-        assert not is_connected(newcomer)
-
-    asyncio.run(test())
+    early = [door.connect() for _ in range(3)]
+    late = door.connect(hears=False)
+    assert backlog._num_half_open(door.listener) == 1
+    taking = asyncio.create_task(backlog.take_last(door.listener, door.accept))
+    await asyncio.sleep(0)
+    assert len(door.accepted) == len(early)
+    assert not taking.done()  # for the sake of the late one
+    newcomer = door.connect()
+    late.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
+    await taking
+    door.listener.close()
+    assert len(door.accepted) == 4
+    assert all(map(is_connected, [*early, late]))
+    assert not is_connected(newcomer)
 
 
 @linux
-def test_a_handshake_that_ends_while_the_kernel_is_asked_is_accepted(
+async def test_a_handshake_that_ends_while_the_kernel_is_asked_is_accepted(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ):
     looks = []
@@ -104,14 +100,14 @@ def test_a_handshake_that_ends_while_the_kernel_is_asked_is_accepted(
         return 0
 
     monkeypatch.setattr(backlog, "_num_half_open", none_half_open)
-    asyncio.run(backlog.take_last(door.listener, door.accept))
+    await backlog.take_last(door.listener, door.accept)
     assert len(door.accepted) == 1
 
 
 @linux
-def test_a_handshake_that_never_ends_is_not_waited_for_long(
+async def test_a_handshake_that_never_ends_is_not_waited_for_long(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(backlog, "_LAST_IN_S", 0.1)
     door.connect(hears=False)
-    asyncio.run(asyncio.wait_for(backlog.take_last(door.listener, lambda: None), 10))
+    await asyncio.wait_for(backlog.take_last(door.listener, lambda: None), 10)

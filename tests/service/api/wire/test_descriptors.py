@@ -8,12 +8,10 @@ from inferpool.service.api.wire.descriptors import (
 )
 
 
-def test_workers_keep_their_share_of_the_descriptors():
+def test_workers_keep_their_share_and_there_are_always_some_connections_and_never_too_many():
     assert max_connections(1024, 2) < 1024 - 64 - 2 * 6
     assert max_connections(1024, 10) < max_connections(1024, 2)
 
-
-def test_there_are_always_some_connections_and_never_too_many():
     assert max_connections(10, 4) == MIN_CONNECTIONS
     assert max_connections(1 << 20, 4) == MAX_AUTO_CONNECTIONS
 
