@@ -18,7 +18,7 @@ from inferpool.service.api.routes.events import events_router
 from inferpool.service.api.routes.health import health_router
 from inferpool.service.api.routes.metrics import metrics_router
 from inferpool.service.api.web import App
-from inferpool.service.api.wire.connections import EdgeLimits
+from inferpool.service.api.wire.budgets import EdgeLimits
 from inferpool.service.api.wire.listening import (
     edge_limits,
     listen,

@@ -14,8 +14,7 @@ from inferpool.service.api.call import Call, ModelEntry, Tracing
 from inferpool.service.api.codecs.body import Limits
 from inferpool.service.api.cors import Cors
 from inferpool.service.api.predict import Predict
-from inferpool.service.api.wire.budgets import UnfinishedRequests
-from inferpool.service.api.wire.connections import EdgeLimits
+from inferpool.service.api.wire.budgets import EdgeLimits, UnfinishedRequests
 from inferpool.service.api.wire.handshakes import TlsHandshake
 from inferpool.service.api.wire.listening import BACKLOG
 from inferpool.service.api.wire.protocol import PredictProtocol

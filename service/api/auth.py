@@ -34,11 +34,6 @@ POLICIES: Mapping[str, Policy] = {
 """The policy of a path and of everything below it; the longest match counts. "/" means itself
 alone."""
 
-_SETTINGS: Mapping[Access, str] = {
-    "predict": "predict_keys",
-    "metrics": "metrics_keys",
-    "admin": "admin_keys",
-}
 KEY_MEANINGS: Mapping[Access, str] = {
     "predict": "the setting `predict_keys`.",
     "metrics": "the setting `metrics_keys`, or where there are none, of `predict_keys`.",
@@ -118,9 +113,7 @@ class Guard:
         if known is None or not is_same(known[0], digest):
             raise UnauthorizedError("this key is not known here")
         if access not in known[1]:
-            raise ForbiddenError(
-                f"this key is for something else; this needs one of {_SETTINGS[access]}"
-            )
+            raise ForbiddenError(f"this key is for something else; this needs one of {access}_keys")
 
     def allows(self, access: Access, headers: Headers) -> bool:
         """Return whether a call has a key of a kind, or needs none."""

@@ -58,10 +58,8 @@ class ModelEntry(Protocol):
     ) -> asyncio.Future[Result]:
         """Admit an instance. Cancelling the future gives the instance up.
 
-        Args:
-            ref: Complete but for its offset; it belongs to the instance from now on.
-            chunks: The payload, in pieces.
-            steps: Records what happens to the instance, if its call is traced.
+        The ref is complete but for its offset, and belongs to the instance from now on. `steps`
+        records what happens to the instance, if its call is traced.
 
         Raises:
             ServiceError: It is refused.
@@ -134,11 +132,8 @@ def begin_call(
 ) -> Call:
     """Make a call that has just come, with the ids that it brought or else new ones.
 
-    Args:
-        method: In upper case.
-        path: Decoded, without the path that the server is mounted under.
-        query: Without the "?".
-        headers: Names in lower case.
+    The method is in upper case, headers are in lower case. The path is decoded, and without the
+    path that the server is mounted under; the query is without its "?".
     """
     started = time.monotonic()
     found = dict(headers)

@@ -57,6 +57,7 @@ CALL_KEY = "inferpool.call"
 PROBLEM_TYPE = b"application/problem+json"
 _TYPE_PREFIX = "urn:problem-type:inferpool:"
 """RFC 9457 (3.1.1) asks for a URI; this one names the code and promises no page."""
+INTERNAL_MESSAGE = "this is an error of the service; its log has the details"
 _STATUSES = frozenset(HTTPStatus)
 
 
@@ -341,6 +342,4 @@ async def _on_validation_error(request: Request, error: Exception) -> Response:
 
 async def _on_unexpected(request: Request, error: Exception) -> Response:
     """Only answer: Starlette raises the error again, and the server logs its traceback."""
-    return problem_response(
-        request, InternalError("this is a mistake of the service; its log has more")
-    )
+    return problem_response(request, InternalError(INTERNAL_MESSAGE))

@@ -10,8 +10,7 @@ from inferpool.service.api.auth import Guard
 from inferpool.service.api.call import ModelEntry, OnDone, OnFailure, Tracing
 from inferpool.service.api.codecs.body import Limits
 from inferpool.service.api.cors import Cors
-from inferpool.service.api.wire.budgets import UnfinishedRequests
-from inferpool.service.api.wire.connections import EdgeLimits
+from inferpool.service.api.wire.budgets import EdgeLimits, UnfinishedRequests
 from inferpool.service.errors import UnknownModelError
 
 PREFIX = "/predict"

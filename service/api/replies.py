@@ -16,7 +16,12 @@ from starlette.types import Send
 from inferpool.service.api.call import Call
 from inferpool.service.api.codecs.answers import Outcome, encode
 from inferpool.service.api.codecs.parameters import OUTPUT_KEY, read_query
-from inferpool.service.api.errors import MethodNotAllowedError, SlowBodyError, problem
+from inferpool.service.api.errors import (
+    INTERNAL_MESSAGE,
+    MethodNotAllowedError,
+    SlowBodyError,
+    problem,
+)
 from inferpool.service.errors import (
     InternalError,
     InvalidInputError,
@@ -71,7 +76,7 @@ def refusal_of(call: Call, error: Exception) -> Reply:
         if isinstance(error, MemoryError):
             error = UnavailableError("the service ran out of memory", retry_after_s=1)
         else:
-            error = InternalError("this is a mistake of the service; its log has more")
+            error = InternalError(INTERNAL_MESSAGE)
     call.error = error.code, error.message
     status, headers, body = problem(error, call.request_id, call.path)
     lines = lines_of(headers)
@@ -139,7 +144,7 @@ def _outcome_of(call: Call, index: int, outcome: asyncio.Future[Result] | Servic
             error.message = error.message.replace("instance", f"instances[{index}]", 1)
         return error
     logger.error("an instance failed: %r", error, exc_info=error, extra=call.log_ids())
-    return InternalError("this is a mistake of the service; its log has more")
+    return InternalError(INTERNAL_MESSAGE)
 
 
 def common_lines(call: Call, timing: Timing | None) -> str:

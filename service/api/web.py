@@ -34,8 +34,13 @@ from inferpool.service.api.replies import (
     send_reply,
 )
 from inferpool.service.api.routes.events import WAS_HEAD
-from inferpool.service.api.routes.page import Page, file_in_package
-from inferpool.service.api.routes.page_headers import POLICY_HEADER, policy_for, with_page_headers
+from inferpool.service.api.routes.page import (
+    POLICY_HEADER,
+    Page,
+    file_in_package,
+    policy_for,
+    with_page_headers,
+)
 from inferpool.service.errors import ServiceError
 from inferpool.service.telemetry.logs import LogThrottle
 

@@ -50,15 +50,7 @@ def run(
     writer: Connection,
     channel: socket.socket,
 ) -> None:
-    """Be a front until told to leave, or until the main process ends.
-
-    Args:
-        config: What the front needs to know.
-        memory: The arena, mapped for writing.
-        reader: Messages from the main process.
-        writer: Messages to the main process.
-        channel: Where connections come from.
-    """
+    """Be a front until told to leave, or until the main process ends."""
     die_with_parent(config.main_pid)
     die_with_front_end()
     # Ctrl-C and a stop of the whole cgroup reach fronts too; only the main process decides.

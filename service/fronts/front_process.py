@@ -113,11 +113,7 @@ class FrontProcess:
         await _first_of(self.main_side.has_moved, self._gone)
 
     async def stop(self, grace_s: float) -> None:
-        """Let it send its last answers and end; kill it if that takes too long.
-
-        Args:
-            grace_s: How long clients may take to read their answers.
-        """
+        """Let it send its last answers and end; kill it if that takes too long after `grace_s`."""
         flush_until = time.monotonic() + grace_s
         while self.main_side.has_unsettled and not self.is_gone:  # noqa: ASYNC110  # settled, unsent
             await asyncio.sleep(0)

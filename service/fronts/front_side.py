@@ -86,15 +86,9 @@ class FrontSide:
         on_command: Callable[[Command], None],
         on_lost: Callable[[str], None],
     ) -> None:
-        """Begin to listen to the main process.
+        """Begin to listen to the main process, with the models in the order of the settings.
 
-        Args:
-            reader: The pipe that the main process writes to.
-            writer: The pipe that the main process reads from.
-            slots: The front's part of the arena.
-            models: Names, in the order of the settings.
-            on_command: Does what the main process says.
-            on_lost: Called with the reason when the main process is gone.
+        `on_lost` is called with the reason when the main process is gone.
         """
         self.loop = asyncio.get_running_loop()
         self.models = {name: RemoteModel(self, index, name) for index, name in enumerate(models)}

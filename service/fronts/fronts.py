@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 
 from inferpool.service.api.routes.health import FrontHealth
-from inferpool.service.api.wire.connections import EdgeLimits
+from inferpool.service.api.wire.budgets import EdgeLimits
 from inferpool.service.fronts.balancer import ConnectionBalancer
 from inferpool.service.fronts.front_process import FrontProcess
 from inferpool.service.fronts.main_side import ArenaPart, LocalModel
@@ -58,18 +58,10 @@ class Fronts:
         metrics: Metrics,
         on_lost: Callable[[], None],
     ) -> None:
-        """Divide the arena, and start nothing yet.
+        """Divide the arena, which must be empty, and start nothing yet.
 
-        Args:
-            num: The number of fronts.
-            settings: The service's.
-            limits: What the connections of all fronts together may cost.
-            listener: The socket where clients connect.
-            forwarding_path: The Unix socket on which the main process answers.
-            arena: Empty; from now on only the fronts put payloads there.
-            models: In the order of the settings.
-            metrics: Counts the fronts' calls.
-            on_lost: Called when no front can ever be started; the log has said why.
+        The limits are for the connections of all fronts together. `models` have the order of the
+        settings. `on_lost` is called when no front can ever be started; the log has said why.
         """
         self._settings = settings
         self._limits = limits.share(num)
@@ -130,11 +122,7 @@ class Fronts:
             front.hurry()
 
     async def stop(self, flush_until: float = 0.0) -> None:
-        """Stop the fronts; all their instances must be settled.
-
-        Args:
-            flush_until: The moment until which clients may read their answers.
-        """
+        """Stop the fronts, whose instances are settled; clients may read until a moment."""
         self._balancer.close()
         await self._supervisor.stop(max(0.0, flush_until - time.monotonic()))
         if self._watching is not None:

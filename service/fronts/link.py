@@ -32,15 +32,7 @@ class Link(Generic[M]):
         on_message: Callable[[M], None],
         on_end: Callable[[str], None],
     ) -> None:
-        """Begin to listen.
-
-        Args:
-            reader: The pipe that the other end writes to.
-            writer: The pipe that the other end reads from.
-            decode: Makes a message of a frame.
-            on_message: Called with each message.
-            on_end: Called once with the reason why nothing more will come.
-        """
+        """Begin to listen; `on_end` is called once with the reason why nothing more will come."""
         self._loop = asyncio.get_running_loop()
         self._reader = FrameReader(reader)
         self._writer = FrameWriter(writer)
@@ -68,11 +60,7 @@ class Link(Generic[M]):
     ) -> None:
         """Send all items in one message, or one by one if that cannot be encoded.
 
-        Args:
-            kind: Makes the message of items and ids.
-            items: The items, some of which may not be encodable.
-            ids: The numbers that go with them.
-            on_failure: Called with each item that cannot be sent; the log says why.
+        `on_failure` is called with each item that cannot be sent; the log says why.
         """
         try:
             self.send(kind(items, ids))

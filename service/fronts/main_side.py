@@ -74,16 +74,9 @@ class MainSide:
         on_counts: Callable[[FrontCounts], None],
         on_end: Callable[[str], None],
     ) -> None:
-        """Begin to listen.
+        """Begin to listen to the front, with the models in the order of the settings.
 
-        Args:
-            name: The front's name, for the log.
-            reader: The pipe that the front writes to.
-            writer: The pipe that the front reads from.
-            part: The front's part of the arena.
-            models: In the order of the settings.
-            on_counts: Called with the front's counts.
-            on_end: Called once with the reason why the front will send nothing more.
+        `on_end` is called once with the reason why the front will send nothing more.
         """
         self._name = name
         self._loop = asyncio.get_running_loop()

@@ -10,8 +10,7 @@ import msgspec
 
 from inferpool.models.spec import TensorSpec
 from inferpool.service import errors
-from inferpool.service.api.wire.budgets import EdgeUse
-from inferpool.service.api.wire.connections import EdgeLimits
+from inferpool.service.api.wire.budgets import EdgeLimits, EdgeUse
 from inferpool.service.errors import ServiceError
 from inferpool.service.queue.instance import InstanceSteps
 from inferpool.service.settings.settings import Settings

@@ -1,10 +1,10 @@
-// The charts of the chosen model, drawn by plotly.js, which is loaded after the page is there.
+// The charts of the chosen model. plotly.js draws them; it loads after the page.
 
 import { $, h, keep, setText } from "./dom.js";
 import { durationText, number, sum } from "./format.js";
 
 const SPAN_S = 300;
-const GAP_S = 3; // between samples: longer means that some are missing
+const GAP_S = 3; // between samples; more means that some are missing
 const ENDS = [
   ["answered", "--series-1", (sample) => sample.instances_per_s.succeeded],
   ["failed", "--bad", (sample) => sample.instances_per_s.failed],
@@ -118,7 +118,7 @@ function line(samples, name, color, pick, extra = {}) {
 }
 
 function latency(samples) {
-  // One answer alone makes no line, so that there are markers where answers are few.
+  // A single answer makes no line, so few answers get markers.
   const answered = samples.filter(({ sample }) => sample?.latency_ms);
   const mode = answered.length * 2 < samples.length ? "lines+markers" : "lines";
   const newest = answered.at(-1)?.sample.latency_ms;
@@ -217,7 +217,7 @@ function axis(more) {
   };
 }
 
-// By the distance of the ticks: 0.25, then 1,500, then 20k.
+// The format depends on the distance of the ticks: 0.25, then 1,500, then 20k.
 const TICKS = [
   { dtickrange: [null, 0.999], value: ".2~f" },
   { dtickrange: [0.999, 999], value: ",~f" },

@@ -1,4 +1,4 @@
-// The little that the page needs to build and keep its elements.
+// Helpers that build and update the page's elements.
 
 export const $ = (id) => document.getElementById(id);
 

@@ -1,7 +1,7 @@
 // The API keys that were given in this tab. They are kept for as long as it is open.
 
 const CAN_BE_SENT = /^[\x21-\x7e]+$/; // in a header
-const REFUSED = "none"; // sent in place of what cannot be, so that a key is asked for again
+const REFUSED = "none"; // sent instead of a key that no header can carry, so that the page asks again
 
 const name = (access) => `inferpool.key.${access}`;
 

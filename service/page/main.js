@@ -13,7 +13,7 @@ const NUM_KEPT = 300; // samples: as many as the service keeps
 
 let state = null; // the newest event
 let history = []; // the last minutes, the oldest first
-let chosen = nameInUrl(); // of a model
+let chosen = nameInUrl(); // the chosen model's name
 
 const feed = new Feed({ onState, onLost, onRefused });
 

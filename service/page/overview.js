@@ -3,7 +3,7 @@
 import { $, h, keep, setText, showFacts } from "./dom.js";
 import { age, bytes, duration, number, sum } from "./format.js";
 
-const FEW = 10; // samples that the figures are of, since single seconds jump
+const FEW = 10; // samples behind the figures, since single seconds jump
 
 export function showSituation(situation) {
   $("status").dataset.level = situation.level;

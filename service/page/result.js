@@ -1,4 +1,4 @@
-// What a prediction came to: labels, or JSON; where its time went; or why there is none.
+// Shows the result of a prediction: labels or JSON, its timing, or why it failed.
 
 import { h } from "./dom.js";
 import { durationText, json } from "./format.js";

@@ -1,4 +1,4 @@
-// What to say of the service as a whole: one badge, and a notice where something is the matter.
+// Sums up the service's state: one badge, and a notice if something is wrong.
 
 import { number, plural, sum } from "./format.js";
 
@@ -32,7 +32,7 @@ export function situationOf(state, history) {
     return {
       level: "bad", badge: lost.length === health.models.length ? "Failed" : "Degraded",
       title: `${lost.map((model) => model.name).join(", ")} cannot be served.`,
-      text: "Every worker was given up: mend the cause, then restart the service (or, with an admin key, the model).",
+      text: "Every worker was given up: fix the cause, then restart the service (or, with an admin key, the model).",
       list: lost.flatMap((model) => reasonsOf(model.workers)),
     };
   }

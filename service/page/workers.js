@@ -1,4 +1,4 @@
-// The workers of the chosen model, how those before them ended, and the GPUs of the host.
+// The workers of the chosen model, the ends of earlier ones, and the GPUs of the host.
 
 import { $, h, keep, setText } from "./dom.js";
 import { age, bytes, number, plural, timeOfDay } from "./format.js";

@@ -37,10 +37,7 @@ _UNQUOTED = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
 
 
 def choose_format(accept: bytes | None) -> AnswerFormat:
-    """Return the form to answer in (RFC 9110, 12.5.1).
-
-    Args:
-        accept: The `Accept` header, several joined by commas; None if there is none.
+    """Return the form that an `Accept` header asks for (RFC 9110, 12.5.1).
 
     Raises:
         NotAcceptableError: It allows none of the forms that there are.
@@ -62,15 +59,9 @@ def encode(
     """Render the outcomes of the instances of one call.
 
     In JSON, an instance that failed is an error in its place while any succeeded; tensors have no
-    place for one. If all failed, the answer is the problem of the first.
-
-    Args:
-        chosen: The form.
-        outcomes: In the order of the instances.
-        is_batch: Tensors get a batch dimension.
-        output: The name of the only output wanted; None: all.
-        request_id: For problems.
-        path: Of the request, for problems.
+    place for one. If all failed, the answer is the problem of the first. Tensors get a batch
+    dimension with `is_batch`; `output` names the only output wanted. The id and the path are for
+    problems.
     """
     errors = [outcome for outcome in outcomes if isinstance(outcome, ServiceError)]
     if errors and (chosen != "json" or len(errors) == len(outcomes)):
@@ -107,7 +98,7 @@ def _negotiate(accept: bytes) -> AnswerFormat:
             best, best_quality = chosen, quality
     if best is None:
         raise NotAcceptableError(
-            f"Accept: {accept[:80].decode('latin-1')} leaves none of "
+            f"Accept: {accept[:80].decode('latin-1')} allows none of "
             + ", ".join(media_type.decode() for media_type in MEDIA_TYPES)
         )
     return best
@@ -178,8 +169,8 @@ def _columns(
         first = blobs[0]
         if any(blob.shape != first.shape or blob.dtype != first.dtype for blob in blobs):
             raise NotAcceptableError(
-                f"output {first.name!r} differs in shape between the instances, so that they do "
-                "not stack: ask for JSON, or send them one by one"
+                f"output {first.name!r} differs in shape between the instances, so they cannot be "
+                "stacked: ask for JSON, or send them one by one"
             )
         shape = (len(blobs), *first.shape) if is_batch else first.shape
         columns.append(_OutputColumn(name, first.dtype, shape, [blob.buffer for blob in blobs]))

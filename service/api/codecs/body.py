@@ -54,9 +54,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     def too_large(self) -> TooLargeError:
         """Return the error for a body over the limit."""
-        return TooLargeError(
-            f"the body has more than {self.max_body_bytes} bytes, which is the limit"
-        )
+        return TooLargeError(f"the body is larger than the limit of {self.max_body_bytes} bytes")
 
 
 MIN_PROGRESS_BYTES = 4096
@@ -93,11 +91,8 @@ class BodyTimer:
     ) -> None:
         """Time nothing yet.
 
-        Args:
-            limits: How slow a body may be.
-            count: Returns how many bytes of it have come.
-            on_slow: Called with the error of a body that is too slow.
-            is_paused: Returns whether we have stopped reading.
+        `count` returns how many bytes have come, and `is_paused` whether we have stopped reading.
+        `on_slow` gets the error of a body that is too slow.
         """
         self._gap_s = limits.body_gap_s
         self._count = count
@@ -110,11 +105,7 @@ class BodyTimer:
         self._num_bytes = 0
 
     def start(self, deadline: float) -> None:
-        """Begin to time a body, unless one is timed.
-
-        Args:
-            deadline: The deadline of its call (CLOCK_MONOTONIC).
-        """
+        """Begin to time a body until its call's deadline (CLOCK_MONOTONIC), unless one is timed."""
         if not self.is_on:
             self.is_on = True
             self._deadline = deadline

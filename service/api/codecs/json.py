@@ -50,9 +50,9 @@ def decode_json(chunks: Sequence[bytes], head: BodyContext) -> Decoded:
     text = b"".join(chunks)
     if len(text) > head.limits.max_json_bytes:
         raise TooLargeError(
-            f"the body has more than {head.limits.max_json_bytes} bytes, which is the limit for "
-            "JSON (the setting max_json_bytes); send tensors as safetensors or npy, images as they "
-            "are or in a form, which may have as many bytes as max_body_bytes says"
+            f"the body is larger than {head.limits.max_json_bytes} bytes, the limit for JSON (the "
+            "setting max_json_bytes); send tensors as safetensors or npy, and images as they are "
+            "or in a form: these may have as many bytes as max_body_bytes says"
         )
     if not text:
         raise BadRequestError("the body is empty, and JSON is expected")
@@ -130,9 +130,7 @@ def _misshapen(message: str, max_instances: int) -> InvalidInputError | TooLarge
 
 
 def _too_many(max_instances: int) -> TooLargeError:
-    return TooLargeError(
-        f"instances: more than {max_instances}, which is the limit for one request"
-    )
+    return TooLargeError(f"instances: more than {max_instances}, the limit for one request")
 
 
 def _decode_large(text: bytes, max_instances: int) -> _Body:

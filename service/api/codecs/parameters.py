@@ -71,10 +71,8 @@ def literal(text: str) -> bytes:
 def merge(given: Mapping[str, bytes], text: bytes = b"", place: str = "parameters") -> bytes:
     """Return one JSON object of all parameters.
 
-    Args:
-        given: JSON by name, from the query or a form.
-        text: A JSON object whose members go first, or nothing.
-        place: The name of the text in messages.
+    `given` has JSON by name, from the query or a form. `text` is a JSON object, whose members go
+    first, or nothing; messages call it `place`.
 
     Raises:
         BadRequestError: The text is not JSON.

@@ -59,12 +59,7 @@ _MAX_FIELDS = 64
 
 
 def decode(content_type: bytes, chunks: Sequence[bytes], head: BodyContext) -> Decoded:
-    """Read a body.
-
-    Args:
-        content_type: The `Content-Type` header; empty if there is none.
-        chunks: The body, in pieces as they came.
-        head: Everything else that tells how to read it.
+    """Read a body, in pieces as they came; `content_type` is empty if there is none.
 
     Raises:
         BadRequestError: The body cannot be read.
@@ -78,8 +73,8 @@ def decode(content_type: bytes, chunks: Sequence[bytes], head: BodyContext) -> D
     encoding = head.headers.get(b"content-encoding")
     if encoding is not None and encoding.strip().lower() not in (b"", b"identity"):
         raise UnsupportedTypeError(
-            f"Content-Encoding: {encoding[:40].decode('latin-1')} is not read here; send the body "
-            "as it is"
+            f"Content-Encoding: {encoding[:40].decode('latin-1')} is not supported; send the body "
+            "without an encoding"
         )
     return decoder(chunks, head)
 
@@ -99,9 +94,9 @@ def _find(content_type: bytes) -> Decoder:
     if bare == b"application/x-www-form-urlencoded":
         return _decode_untyped
     if not bare:
-        raise UnsupportedTypeError(f"Content-Type is missing; it must be one of {types}")
+        raise UnsupportedTypeError(f"Content-Type is missing; use one of {types}")
     raise UnsupportedTypeError(
-        f"Content-Type {bare[:80].decode('latin-1')!r} is not read here; it must be one of {types}"
+        f"Content-Type {bare[:80].decode('latin-1')!r} is not supported; use one of {types}"
     )
 
 
@@ -110,8 +105,8 @@ def _decode_untyped(chunks: Sequence[bytes], head: BodyContext) -> Decoded:
     if next((chunk for chunk in chunks if chunk), b"").lstrip()[:1] == b"{":
         return decode_json(chunks, head)
     raise UnsupportedTypeError(
-        "application/x-www-form-urlencoded is what curl sends by default, and nothing but a JSON "
-        f"object is read under it; add -H 'Content-Type: image/jpeg', or one of {', '.join(TYPES)}"
+        "application/x-www-form-urlencoded is what curl sends by default; only a JSON object may "
+        f"have it. Add -H 'Content-Type: image/jpeg', or another of {', '.join(TYPES)}"
     )
 
 
@@ -129,12 +124,14 @@ def _decode_text(content_type: bytes, chunks: Sequence[bytes], head: BodyContext
     _, options = parse_options_header(content_type.decode("latin-1"))
     charset = options.get("charset", "utf-8").lower()
     if charset not in ("utf-8", "us-ascii"):
-        raise UnsupportedTypeError(f"text/plain: charset {charset[:40]!r} is not read here; utf-8")
+        raise UnsupportedTypeError(
+            f"text/plain: charset {charset[:40]!r} is not supported; use utf-8"
+        )
     body = b"".join(chunks)
     if len(body) > head.limits.max_json_bytes:
         raise TooLargeError(
-            f"the body has more than {head.limits.max_json_bytes} bytes, which is the limit for "
-            "texts (the setting max_json_bytes); send shorter ones, in several requests"
+            f"the body is larger than {head.limits.max_json_bytes} bytes, the limit for texts (the "
+            "setting max_json_bytes); send shorter ones, in several requests"
         )
     try:
         text = body.decode()
@@ -201,8 +198,8 @@ class _Form:
         if segment.name in self._inputs:
             if segment.name in self._parts:
                 raise BadRequestError(
-                    f"part {segment.name[:80]!r}: is there more than once; parts with the names of "
-                    "inputs are one instance, and further ones are further requests"
+                    f"part {segment.name[:80]!r}: appears more than once; parts with the names of "
+                    "inputs are one instance, and each further instance needs its own request"
                 )
             is_text = segment.filename is None and content_type in ("", "text/plain")
             self._parts[segment.name] = _Part(content_type, content, is_text)
@@ -230,11 +227,12 @@ class _Form:
             return self.payloads
         if missing := [name for name in self._inputs if name not in self._parts]:
             raise InvalidInputError(
-                f"the form has {_names(self._parts)} of one instance, and lacks {_names(missing)}"
+                f"the form has {_names(self._parts)} but not {_names(missing)}: an instance needs "
+                "all inputs"
             )
         if self.payloads:
             raise InvalidInputError(
-                f"the form has files beside {_names(self._parts)}, which are one whole instance"
+                f"the form has other files beside {_names(self._parts)}, which are one instance"
             )
         if all(part.is_npy for part in self._parts.values()):
             tensors = [
@@ -252,7 +250,7 @@ class _Form:
         if name == "parameters":
             self.parameters = content
         elif name in self.fields:
-            raise BadRequestError(f"field {name[:80]!r}: is there more than once")
+            raise BadRequestError(f"field {name[:80]!r}: appears more than once")
         else:
             self.fields[name] = parameters.literal(content.decode("utf-8", "replace"))
 
@@ -274,8 +272,8 @@ class _Form:
                 error.message = f"{place}: {error.message}"
             raise
         raise UnsupportedTypeError(
-            f"{place}: {content_type[:80]!r} is not read in a form; image/*, "
-            f"application/octet-stream and {NPY_TYPES[0]} are"
+            f"{place}: {content_type[:80]!r} is not supported in a form; use image/*, "
+            f"application/octet-stream or {NPY_TYPES[0]}"
         )
 
 

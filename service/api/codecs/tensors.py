@@ -95,7 +95,7 @@ def decode_raw(chunks: Sequence[bytes], head: BodyContext) -> Decoded:
         lacking = "shape" if dtype else "dtype"
         raise BadRequestError(f"{lacking}: is missing; raw tensor bytes need a dtype and a shape")
     if dtype not in DTYPE_BYTES:
-        raise BadRequestError(f"dtype: {dtype!r} is none of {', '.join(DTYPE_BYTES)}")
+        raise BadRequestError(f"dtype: {dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
     shape = _shape_from(shape_text)
     check_length(sum(map(len, chunks)), dtype, shape, "the body")
     tensor = BodyTensor(given.get("name", ""), dtype, shape, chunks)
@@ -207,7 +207,7 @@ def read_safetensors(chunks: Sequence[bytes]) -> list[BodyTensor]:
         position = end
         if entry.dtype not in _FROM_SAFETENSORS:
             raise InvalidInputError(
-                f"tensor {name!r}: {entry.dtype} is none of {', '.join(_FROM_SAFETENSORS)}"
+                f"tensor {name!r}: {entry.dtype} is not one of {', '.join(_FROM_SAFETENSORS)}"
             )
         _check_shape(entry.shape, f"tensor {name!r}")
         check_length(end - begin, _FROM_SAFETENSORS[entry.dtype], entry.shape, f"tensor {name!r}")
@@ -336,8 +336,8 @@ def _check_shape(shape: Sequence[int], place: str) -> None:
         raise InvalidInputError(f"{place}: a dimension is more than {_MAX_LENGTH}")
     if 0 in shape and prod(filter(None, shape)) > _MAX_EMPTY:
         raise InvalidInputError(
-            f"{place}: {list(shape)} has no elements, so its other dimensions may come to "
-            f"{_MAX_EMPTY} at most"
+            f"{place}: {list(shape)} has no elements; the product of its other dimensions may "
+            f"be {_MAX_EMPTY} at most"
         )
 
 
@@ -361,7 +361,7 @@ def _npy_dtype(text: bytes, place: str) -> str:
         raise InvalidInputError(
             f"{place}: {descr} is big-endian; send array.astype('<{descr[1:]}')"
         )
-    raise InvalidInputError(f"{place}: {descr} is none of {', '.join(NPY_DTYPES)}")
+    raise InvalidInputError(f"{place}: {descr} is not one of {', '.join(NPY_DTYPES)}")
 
 
 def _read_entries(text: bytes) -> list[tuple[str, _SafetensorsEntry]]:

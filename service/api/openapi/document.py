@@ -58,12 +58,8 @@ def complete(
 ) -> dict[str, Any]:
     """Complete FastAPI's document of its routes, in place, and return it.
 
-    Args:
-        schema: FastAPI's document.
-        restricted: Kinds of calls that need a key.
-        models: The names of all models; None if there is no `/predict`.
-        default: The model of `/predict` without a name.
-        examples: An instance of each model that shows one.
+    `restricted` are the kinds of calls that need a key; `models` is None if there is no `/predict`.
+    `examples` has an instance of each model that shows one.
     """
     paths: dict[str, Any] = schema["paths"]
     answers = EXAMPLES["answers"]

@@ -6,7 +6,14 @@ import msgspec
 
 from inferpool.service.api.codecs.answers import MEDIA_TYPES
 from inferpool.service.api.codecs.requests import TYPES
-from inferpool.service.api.errors import PROBLEM_TYPE, TABLE, Problem, instance_error, problem
+from inferpool.service.api.errors import (
+    INTERNAL_MESSAGE,
+    PROBLEM_TYPE,
+    TABLE,
+    Problem,
+    instance_error,
+    problem,
+)
 from inferpool.service.api.openapi.headers import COMMON, Json, answer_headers
 from inferpool.service.errors import ServiceError
 
@@ -17,13 +24,13 @@ _DETAILS: Mapping[str, str] = {
     "unknown_model": "no model is called 'resnet'; there are: efficientnet_lite0",
     "not_found": "resnet has 2 workers, counted from 0",
     "method_not_allowed": "/predict takes POST, not GET",
-    "not_acceptable": "Accept: text/html leaves none of "
+    "not_acceptable": "Accept: text/html allows none of "
     + ", ".join(media_type.decode() for media_type in MEDIA_TYPES),
     "slow_body": "the body was not complete before the deadline",
     "conflict": "workers of resnet are being restarted",
-    "too_large": "the body has more than 16777216 bytes, which is the limit",
+    "too_large": "the body is larger than the limit of 16777216 bytes",
     "url_too_long": "the URL has more than 8192 bytes",
-    "unsupported_type": f"Content-Type is missing; it must be one of {', '.join(TYPES)}",
+    "unsupported_type": f"Content-Type is missing; use one of {', '.join(TYPES)}",
     "invalid_input": "instances: is empty; one instance at least is needed",
     "quarantined": "workers have died while they computed this very input; it is not tried "
     "again within the next 280 s",
@@ -34,7 +41,7 @@ _DETAILS: Mapping[str, str] = {
     "worker_crashed": "2 workers died while they computed this input (the last: killed by SIGSEGV)",
     "restart_failed": "resnet/0 was not replaced, and serves on as it was: module 'nets' fails "
     "on import: SyntaxError: '(' was never closed (nets.py:12)",
-    "internal_error": "this is a mistake of the service; its log has more",
+    "internal_error": INTERNAL_MESSAGE,
     "unavailable": "no worker is ready (starting: loading weights)",
     "given_up": "no worker of resnet can be started (there is no file weights.pth)",
     "deadline_exceeded": "the deadline passed in the queue, 30.00 s after it came",
@@ -52,7 +59,7 @@ _MEANINGS: Mapping[int, str] = {
     409: "Something else is being done, which must end first.",
     413: "A body, or a part of one, is over its limit.",
     414: "The URL is longer than 8 KiB.",
-    415: "The content type, or the content encoding, is not read here.",
+    415: "The content type or the content encoding is not supported.",
     422: "It was read, and does not fit.",
     429: "The queue is full, or the deadline cannot be met.",
     431: "The headers are longer than 64 KiB, or more than 100.",

@@ -80,12 +80,9 @@ class AdminTarget(Protocol):
         """
 
     def restart(self, model: str, slot: int | None, *, old_first: bool) -> Sequence[str]:
-        """Begin to replace one worker of a model, or each in turn, and name them.
+        """Begin to replace one worker of a model, or each in turn if `slot` is None, and name them.
 
-        Args:
-            model: Its name.
-            slot: The number of the worker; None for all of the model.
-            old_first: Let each worker leave before its successor starts.
+        With `old_first`, each worker leaves before its successor starts.
 
         Raises:
             UnknownModelError: There is no such model.

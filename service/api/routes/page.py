@@ -5,17 +5,20 @@ files are read and compressed in a thread.
 """
 
 import asyncio
+import base64
 import gzip
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Send
 
 from inferpool.service.api.errors import NotFoundError
 
@@ -32,6 +35,24 @@ _TYPES: Mapping[str, str] = {
 _LINK_TO_DOCS = re.compile(rb'<a [^>]*href="docs"[^>]*>.*?</a>', re.DOTALL)
 
 
+POLICY_HEADER = "content-security-policy"
+_SOURCES = (
+    "default-src 'none'; connect-src 'self'; img-src 'self' data:; font-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+POLICY = f"{_SOURCES}; script-src 'self'; style-src 'self'"
+"""Everything comes from files of this host, and nothing may frame it."""
+_INLINE_SCRIPT = re.compile(rb"<script>(.*?)</script>", re.DOTALL)
+
+_HEADERS = {
+    POLICY_HEADER: POLICY,
+    "referrer-policy": "no-referrer",
+    "x-frame-options": "DENY",  # for browsers that do not know frame-ancestors
+    "cross-origin-opener-policy": "same-origin",
+}
+"""Security headers of pages; the server adds `X-Content-Type-Options` to every answer."""
+
+
 class PageFile(NamedTuple):
     """A file in memory."""
 
@@ -44,11 +65,7 @@ class Page:
     """Answers for the page's files; a browser asks for each again, and mostly gets 304."""
 
     def __init__(self, *, docs: bool) -> None:
-        """Find the files, and read none yet.
-
-        Args:
-            docs: There is a /docs to link to.
-        """
+        """Find the files, and read none yet; `docs` says whether there is a /docs to link to."""
         self._docs = docs
         self._paths = {path.name: path for path in _FOLDER.iterdir() if path.suffix in _TYPES}
         charts = file_in_package(*_CHARTS)
@@ -106,3 +123,26 @@ def file_in_package(package: str, name: str) -> Path:
     assert spec is not None, f"{package} is a dependency"
     assert spec.origin is not None
     return Path(spec.origin).parent / name
+
+
+def policy_for(page: bytes | memoryview) -> str:
+    """Return the policy of a page with scripts in it, named by their digests (CSP 3, 2.3.1).
+
+    Swagger UI sets styles on its elements; only `unsafe-inline` allows that.
+    """
+    digests = [hashlib.sha256(script).digest() for script in _INLINE_SCRIPT.findall(bytes(page))]
+    scripts = "".join(f" 'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+    return f"{_SOURCES}; script-src 'self'{scripts}; style-src 'self' 'unsafe-inline'"
+
+
+def with_page_headers(send: Send) -> Send:
+    """Return an ASGI `send` that adds the headers to an answer that lacks them."""
+
+    async def sending(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            for name, value in _HEADERS.items():
+                headers.setdefault(name, value)
+        await send(message)
+
+    return sending

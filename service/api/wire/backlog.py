@@ -41,11 +41,8 @@ async def take_last(listener: socket.socket, accept: Callable[[], object]) -> No
     """Accept everyone who has connected, and let nobody else; then the socket can be closed.
 
     On Linux the kernel first drops requests for new connections: their clients ask again after a
-    second, and are refused. Elsewhere a connection that comes at this very moment may be reset.
-
-    Args:
-        listener: A non-blocking socket.
-        accept: Accepts all that wait, or as many as can be taken now.
+    second, and are refused. Elsewhere a connection that comes at this very moment may be reset. The
+    socket must not block; `accept` accepts all that wait, or as many as can be taken now.
     """
     arrivals = select.poll()
     arrivals.register(listener, select.POLLIN)

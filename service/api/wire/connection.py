@@ -10,7 +10,7 @@ from inferpool.service.api.call import begin_call
 from inferpool.service.api.exchange import Exchange
 from inferpool.service.api.predict import Predict
 from inferpool.service.api.replies import CLOSE_LINE, Reply, refusal_of
-from inferpool.service.api.wire.connections import ConnectionLimits
+from inferpool.service.api.wire.budgets import ConnectionLimits
 from inferpool.service.api.wire.incoming import QueueAwareFlow
 from inferpool.service.api.wire.writing import AnswerWriter
 from inferpool.service.errors import UnavailableError

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 
-from inferpool.service.api.errors import LargeHeadError, LongUrlError
+from inferpool.service.api.errors import INTERNAL_MESSAGE, LargeHeadError, LongUrlError
 from inferpool.service.api.wire.budgets import UnfinishedRequests
 from inferpool.service.errors import BadRequestError, InternalError, OverloadedError, ServiceError
 
@@ -73,14 +73,8 @@ class IncomingLimits:
     ) -> None:
         """Begin with nothing.
 
-        Args:
-            flow: Knows whether we have stopped reading.
-            unfinished: The budget of all connections.
-            head_timeout_s: How long a head may take to come.
-            refuse: Called with the error of the head that comes.
-            give_way: Called with the error if everything that waits is refused, the calls in
-                line too.
-            on_late: Called if a head takes too long.
+        `refuse` gets the error of the head that comes; `give_way` the error if the calls in line
+        are refused too. `on_late` is called if a head takes too long.
         """
         self._flow = flow
         self._unfinished = unfinished
@@ -212,13 +206,7 @@ class ChunkLimits:
 def check_head(
     url: bytes, headers: Sequence[tuple[bytes, bytes]], num_hosts: int, *, is_old: bool
 ) -> None:
-    """Check a whole head.
-
-    Args:
-        url: As it came.
-        headers: All of them.
-        num_hosts: How many of them are `Host`.
-        is_old: It is HTTP/1.0, which needs no host.
+    """Check a whole head, which has `num_hosts` Host headers; HTTP/1.0 (`is_old`) needs none.
 
     Raises:
         LongUrlError: The URL is too long.
@@ -239,9 +227,9 @@ def error_of(error: httptools.HttpParserError) -> ServiceError:
     if isinstance(cause, ServiceError):
         return cause
     if cause is None or isinstance(cause, (httptools.HttpParserError, UnicodeDecodeError)):
-        return BadRequestError(f"this is no HTTP that can be read: {error}")
+        return BadRequestError(f"this is not valid HTTP: {error}")
     logger.error("a request could not be taken: %r", cause, exc_info=cause)
-    return InternalError("this is a mistake of the service; its log has more")
+    return InternalError(INTERNAL_MESSAGE)
 
 
 def _too_large_head() -> LargeHeadError:

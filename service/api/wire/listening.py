@@ -6,7 +6,7 @@ import socket
 import ssl
 from ipaddress import ip_address
 
-from inferpool.service.api.wire.connections import EdgeLimits
+from inferpool.service.api.wire.budgets import EdgeLimits
 from inferpool.service.api.wire.descriptors import max_connections, raise_limit
 from inferpool.service.errors import StartError
 from inferpool.service.settings.settings import Settings

@@ -17,8 +17,8 @@ from inferpool.service.api.codecs.body import BodyTimer
 from inferpool.service.api.errors import LargeHeadError
 from inferpool.service.api.exchange import Exchange
 from inferpool.service.api.predict import PREFIX, Predict, is_predict
+from inferpool.service.api.wire.budgets import ConnectionLimits, EdgeLimits
 from inferpool.service.api.wire.connection import UNREAD, HttpConnection
-from inferpool.service.api.wire.connections import ConnectionLimits, EdgeLimits
 from inferpool.service.api.wire.incoming import (
     MAX_HEAD_BYTES,
     MAX_HEADERS,

@@ -14,8 +14,7 @@ import uvicorn
 from inferpool.service.api.auth import Guard
 from inferpool.service.api.codecs.body import Limits
 from inferpool.service.api.cors import Cors
-from inferpool.service.api.wire.budgets import EdgeUse, UnfinishedRequests
-from inferpool.service.api.wire.connections import EdgeLimits
+from inferpool.service.api.wire.budgets import EdgeLimits, EdgeUse, UnfinishedRequests
 from inferpool.service.api.wire.handshakes import TlsHandshake
 from inferpool.service.api.wire.protocol import PredictProtocol
 from inferpool.workers.arena import Arena
@@ -122,15 +121,15 @@ class PredictServer:
         """
         self.model = model or FakeModel()
         self.statuses: list[int] = []
+        edge = EdgeLimits(**{name: limits[name] for name in limits.keys() & EDGE})  # type: ignore[arg-type]  # bytes are whole numbers
         predict = endpoint(
             in_front(self.model, Arena(1 << 22)) if way == "front" else self.model,
             guard=guard,
             cors=cors,
-            unfinished=unfinished,
-            limits=Limits(**{name: limits[name] for name in limits.keys() - EDGE}),  # type: ignore[arg-type]  # bytes are whole numbers
+            unfinished=unfinished or UnfinishedRequests(edge.max_unfinished_bytes),
+            limits=Limits(**{name: limits[name] for name in limits.keys() - EDGE}),  # type: ignore[arg-type]  # as above
             on_done=lambda _, status, __: self.statuses.append(status),
         )
-        edge = EdgeLimits(**{name: limits[name] for name in limits.keys() & EDGE})  # type: ignore[arg-type]  # as above
         self.protocol = PredictProtocol.bound_to(predict, edge)
         http: Any = "httptools" if way == "asgi" else self.protocol
         if tls is not None:

@@ -100,7 +100,7 @@ def make_app() -> FastAPI:
         ("GET", "/nowhere", 404, "not_found", "there is nothing at /nowhere; /docs lists", {}),
         ("PUT", "/busy", 405, "method_not_allowed", "/busy takes GET, not PUT", {"allow": "GET"}),
         ("GET", "/count/x", 422, "invalid_input", "path.number: ", {}),
-        ("GET", "/count/0", 500, "internal_error", "mistake of the service", {}),
+        ("GET", "/count/0", 500, "internal_error", "error of the service", {}),
         ("GET", "/busy", 429, "overloaded", "full", {"retry-after": "3"}),
         ("GET", "/teapot", 418, "im_a_teapot", "short and stout", {"x-spout": "yes"}),
     ],

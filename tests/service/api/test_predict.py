@@ -37,7 +37,8 @@ SPAN = "00f067aa0ba902b7"
 
 def test_an_image_is_answered_with_its_prediction() -> None:
     model = FakeModel(lambda _: result(b'[{"label":"cat"}]'))
-    response = post(endpoint(model), content=JPEG, headers=IMAGE)
+    headers = [*IMAGE.items(), ("accept", "text/html"), ("accept", "*/*")]  # which are joined
+    response = post(endpoint(model), content=JPEG, headers=headers)
     assert response.status_code == 200
     assert response.json() == {"predictions": [[{"label": "cat"}]]}
     assert response.headers["content-type"] == "application/json"
@@ -117,23 +118,17 @@ def test_options_reach_the_model_within_their_limits(
 
 def test_instances_are_answered_in_their_order_with_errors_in_place() -> None:
     replies: list[Result | Exception] = [result(b"0"), ModelFailedError("it raised"), result(b"2")]
-    model = FakeModel(lambda index: replies[index])
-    response = post(endpoint(model), json={"instances": ["a", "b", "c"]})
+    model = FakeModel(
+        lambda index: replies[index], refusals=[None, None, None, OverloadedError("full")]
+    )
+    response = post(endpoint(model), json={"instances": ["a", "b", "c", "d"]})
     assert response.status_code == 200
-    error = {"code": "model_error", "message": "it raised", "status": 500}
-    assert response.json() == {"predictions": [0, {"error": error}, 2]}
+    failed = {"code": "model_error", "message": "it raised", "status": 500}
+    refused = {"code": "overloaded", "message": "full", "status": 429}
+    assert response.json() == {"predictions": [0, {"error": failed}, 2, {"error": refused}]}
     assert model.bodies == [b'"a"', b'"b"', b'"c"']
-
-
-def test_an_instance_that_is_refused_is_an_error_in_its_place() -> None:
-    model = FakeModel(refusals=[None, OverloadedError("full")])
-    predictions = post(endpoint(model), json={"instances": [1, 2]}).json()["predictions"]
-    assert predictions == [0, {"error": {"code": "overloaded", "message": "full", "status": 429}}]
-
-
-def test_if_all_are_refused_the_answer_is_the_first_refusal() -> None:
-    refusals = [OverloadedError("full", retry_after_s=4), UnavailableError("gone")]
-    response = post(endpoint(FakeModel(refusals=refusals)), json={"instances": [1, 2]})
+    all_refused = [OverloadedError("full", retry_after_s=4), UnavailableError("gone")]
+    response = post(endpoint(FakeModel(refusals=all_refused)), json={"instances": [1, 2]})
     assert response.status_code == 429
     assert response.headers["retry-after"] == "4"
     assert [each["status"] for each in response.json()["errors"]] == [429, 503]
@@ -193,7 +188,7 @@ def test_tensors_are_answered_in_the_form_that_is_accepted() -> None:
         ("POST", "/predict/none", IMAGE, 404, "no model is called 'none'; there are: fake"),
         ("POST", "/predict/fake/x", IMAGE, 404, "no model is called 'fake/x'"),
         ("POST", "/predict", {}, 415, "Content-Type is missing"),
-        ("POST", "/predict", {**IMAGE, "accept": "text/html"}, 406, "Accept: text/html leaves"),
+        ("POST", "/predict", {**IMAGE, "accept": "text/html"}, 406, "Accept: text/html allows"),
         ("POST", "/predict", {**IMAGE, "x-timeout-ms": "0"}, 400, "milliseconds, from 1"),
         ("POST", "/predict", {**IMAGE, "x-timeout-ms": "1.5"}, 400, "X-Timeout-Ms: must be"),
         ("POST", "/predict", {**IMAGE, "x-timeout-ms": "-1"}, 400, "X-Timeout-Ms: must be"),
@@ -261,11 +256,6 @@ def test_instances_that_the_service_cancels_are_an_error_that_can_be_retried() -
 
     for request_ in ({"content": b"x", "headers": IMAGE}, {"json": {"instances": [1, 2]}}):
         assert post(endpoint(Cancelling()), **request_).status_code == 503
-
-
-def test_headers_that_come_twice_are_joined() -> None:
-    accept = [("content-type", "image/png"), ("accept", "text/html"), ("accept", "*/*")]
-    assert post(endpoint(FakeModel()), content=b"x", headers=accept).status_code == 200
 
 
 @pytest.mark.parametrize(

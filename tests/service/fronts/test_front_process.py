@@ -12,7 +12,7 @@ from multiprocessing import Pipe, get_context
 import pytest
 
 import inferpool.service.fronts.front_process
-from inferpool.service.api.wire.connections import EdgeLimits
+from inferpool.service.api.wire.budgets import EdgeLimits
 from inferpool.service.fronts.front_process import FrontProcess
 from inferpool.service.fronts.main_side import ArenaPart
 from inferpool.service.fronts.messages import FrontConfig

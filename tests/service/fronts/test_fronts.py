@@ -7,7 +7,7 @@ import pytest
 
 import inferpool.service.fronts.fronts
 import inferpool.workers.host.supervisor
-from inferpool.service.api.wire.connections import EdgeLimits
+from inferpool.service.api.wire.budgets import EdgeLimits
 from inferpool.service.fronts.fronts import Fronts
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings

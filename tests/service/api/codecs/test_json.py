@@ -3,12 +3,9 @@ import json
 import re
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from inferpool.service.api.codecs.json import decode_json, is_image
-from inferpool.service.errors import BadRequestError, InvalidInputError, ServiceError, TooLargeError
-from tests.properties import untimed
+from inferpool.service.errors import BadRequestError, InvalidInputError, TooLargeError
 from tests.service.api.fakes import head, kinds
 
 JPEG = b"\xff\xd8\xff\xe0rest"
@@ -117,24 +114,3 @@ def test_a_large_body_within_the_limit_is_taken() -> None:
 )
 def test_images_are_told_by_their_magic_bytes(content: bytes, expected: bool) -> None:
     assert is_image(content) is expected
-
-
-json_like = st.binary(max_size=60) | st.recursive(
-    st.none() | st.booleans() | st.floats() | st.integers() | st.text(),
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.dictionaries(
-            st.sampled_from(["instances", "b64", "parameters", "x"]), inner, max_size=3
-        )
-    ),
-).map(lambda value: json.dumps(value).encode())
-
-
-@untimed()
-@given(json_like | json_like.map(lambda text: b'{"instances":[%s]}' % text))
-def test_any_body_is_decoded_or_refused_by_a_service_error(text: bytes) -> None:
-    try:
-        decoded = decode_json([text], head())
-    except ServiceError:
-        return
-    assert decoded.payloads

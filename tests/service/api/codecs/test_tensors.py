@@ -77,7 +77,7 @@ def test_raw_bytes_with_dtype_and_shape_are_a_tensor() -> None:
     [
         (b"dtype=float32", BadRequestError, "shape: is missing"),
         (b"shape=3", BadRequestError, "dtype: is missing"),
-        (b"dtype=float33&shape=3", BadRequestError, "dtype: 'float33' is none of bool, uint8"),
+        (b"dtype=float33&shape=3", BadRequestError, "dtype: 'float33' is not one of bool, uint8"),
         (b"dtype=float32&shape=3,x", BadRequestError, "shape: '3,x' is no shape such as"),
         (b"dtype=float32&shape=-1", BadRequestError, "shape: '-1'"),
         (b"dtype=float32&shape=3,,3", BadRequestError, "shape: '3,,3'"),
@@ -143,10 +143,10 @@ def test_every_version_of_npy_is_read(version: tuple[int, int]) -> None:
         (npy(X) + b"x", InvalidInputError, "found 97"),
         (npy(np.asfortranarray(X)), InvalidInputError, "numpy.ascontiguousarray"),
         (npy(X.astype(">f4")), InvalidInputError, ">f4 is big-endian; send array.astype('<f4')"),
-        (npy(X.astype("c8")), InvalidInputError, "<c8 is none of bool"),
-        (npy(np.array(["text"])), InvalidInputError, "<U4 is none of"),
-        (npy(np.array([{}]), allow_pickle=True), InvalidInputError, "|O is none of"),
-        (npy(np.zeros(2, [("a", "f4")])), InvalidInputError, "a structured dtype is none of"),
+        (npy(X.astype("c8")), InvalidInputError, "<c8 is not one of bool"),
+        (npy(np.array(["text"])), InvalidInputError, "<U4 is not one of"),
+        (npy(np.array([{}]), allow_pickle=True), InvalidInputError, "|O is not one of"),
+        (npy(np.zeros(2, [("a", "f4")])), InvalidInputError, "a structured dtype is not one of"),
     ],
 )
 def test_what_is_wrong_with_an_npy_file_is_named(
@@ -266,7 +266,7 @@ def entry(begin: int, end: int, dtype: str = "U8", **more: object) -> dict[str, 
             BadRequestError,
             "tensor 'b': its bytes 2 to 4",
         ),
-        (of_a(entry(0, 4, "F9")), InvalidInputError, "F9 is none of"),
+        (of_a(entry(0, 4, "F9")), InvalidInputError, "F9 is not one of"),
         (of_a(entry(0, 4, "F32")), InvalidInputError, "'a': float32 [4] takes 16 bytes, found 4"),
         (of_a(entry(0, 4, shape=[-4])), InvalidInputError, "a dimension of -4"),
         (
@@ -278,7 +278,7 @@ def entry(begin: int, end: int, dtype: str = "U8", **more: object) -> dict[str, 
         (
             raw_safetensors({"a": entry(0, 0, shape=[0, 2**21])}, b"12"),
             InvalidInputError,
-            "tensor 'a': [0, 2097152] has no elements, so its other dimensions may come to 1048576",
+            "'a': [0, 2097152] has no elements; the product of its other dimensions may be 1048576",
         ),
         (raw_safetensors({"a" * 257: entry(0, 2)}, b"12"), InvalidInputError, "257 characters"),
         (
@@ -294,33 +294,6 @@ def test_what_is_wrong_with_a_safetensors_file_is_named(
 ) -> None:
     with pytest.raises(error, match=re.escape(message)):
         decode_safetensors([content], head())
-
-
-damaged = st.tuples(
-    st.sampled_from([npy(X), save({"x": X, "y": X[0]}), X.tobytes()]),
-    st.lists(st.tuples(st.integers(0, 200), st.binary(max_size=3)), max_size=3),
-)
-queries = st.sampled_from([b"", b"dtype=float32&shape=4,2,3", b"dtype=bool&shape=", b"name=y"])
-
-
-@untimed()
-@given(damaged, queries, st.sampled_from([(), (BATCH,), (INSTANCE,)]), st.integers(1, 300))
-def test_any_bytes_are_decoded_or_refused_by_a_service_error(
-    made: tuple[bytes, list[tuple[int, bytes]]],
-    query: bytes,
-    inputs: tuple[TensorSpec, ...],
-    size: int,
-) -> None:
-    content, changes = made
-    for place, new in changes:
-        content = content[:place] + new + content[place + 1 :]
-    for decode in (decode_raw, decode_npy, decode_safetensors):
-        try:
-            decoded = decode(pieces(content, size), head(query, inputs=inputs))
-        except ServiceError:
-            continue
-        for payload in decoded.payloads:
-            assert sum(header.num_bytes for header in payload.headers) <= len(body_of(payload))
 
 
 lengths = st.integers(0, 3) | st.integers(0, 2**64) | st.sampled_from([2**40, 2**63, 10**30])
