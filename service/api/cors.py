@@ -40,7 +40,7 @@ class Cors:
         if self._is_open:
             allowed = "access-control-allow-origin: *\r\n"
         elif origin is None or origin not in self._origins:
-            return "vary: Origin\r\n"  # or a cache might give this answer to a page that may ask
+            return "vary: Origin\r\n"  # else a cache might give this answer to an allowed page
         else:
             allowed = f"access-control-allow-origin: {origin.decode()}\r\nvary: Origin\r\n"
         return f"{allowed}access-control-expose-headers: {_EXPOSED_HEADERS}\r\n"
@@ -51,5 +51,5 @@ class Cors:
         if method != "OPTIONS" or origin is None or b"access-control-request-method" not in headers:
             return None
         if not self._is_open and origin not in self._origins:
-            return ""  # the answer says so by what it lacks
+            return ""  # the lack of headers is the refusal
         return _PREFLIGHT_LINES

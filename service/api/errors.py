@@ -296,7 +296,7 @@ def _request_id(request: Request) -> str:
     if call is not None:
         return str(call.request_id)
     given = request.headers.get("x-request-id", "").encode("latin-1", "replace")
-    return request_id_of(given) or new_ids()[0]  # an application that is not ours
+    return request_id_of(given) or new_ids()[0]  # in an application that is not ours
 
 
 async def _on_service_error(request: Request, error: Exception) -> Response:

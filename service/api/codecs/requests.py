@@ -158,8 +158,8 @@ def _decode_form(content_type: bytes, chunks: Sequence[bytes], head: BodyContext
         )
         segment: MultipartSegment | None = None
         content: list[bytes] = []
-        # All at once: it stops looking after the last boundary, and clients may end with a line
-        # break there that arrives in a chunk of its own, which the strict parser would refuse.
+        # All at once: after the last boundary it drops the rest of a chunk, but would refuse a line
+        # break that clients may send there in a chunk of its own.
         for event in parser.parse(b"".join(chunks)):
             if isinstance(event, MultipartSegment):
                 segment, content = event, []
@@ -263,7 +263,7 @@ class _Form:
             if content_type in NPY_TYPES or content.startswith(NPY_MAGIC):
                 return instances_of([read_npy([content], place)], self._head).payloads
             if content_type in ("", "application/octet-stream"):
-                if is_image(content):  # a form says octet-stream where it does not know
+                if is_image(content):  # forms say octet-stream for unknown types
                     return [image_or_bytes(content)]
                 bare = BodyContext({}, b"", self._head.inputs, self._head.limits)
                 return decode_raw([content], bare).payloads

@@ -39,7 +39,7 @@ TAGS: Sequence[Mapping[str, str]] = (
     {"name": "health", "description": "For orchestrators, balancers, Prometheus and people."},
     {
         "name": "admin",
-        "description": "What an operator does to a running service; there only with an admin key. "
+        "description": "Operations on a running service; they exist only with an admin key. "
         "Each action leaves a line in the log.",
     },
 )
@@ -133,7 +133,7 @@ def _complete_operation(operation: dict[str, Any], path: str, example: object) -
         answer["headers"] = answer_headers(*COMMON) | answer.get("headers", {})
         for media in answer.get("content", {}).values():
             if "$ref" in media.get("schema", {}):
-                media["schema"].pop("type", None)  # a string, for FastAPI, where it is no JSON
+                media["schema"].pop("type", None)  # FastAPI says `string` for everything but JSON
             if example is not None:
                 media["example"] = example
     operation["responses"] = answers | refer_to(errors)
@@ -156,7 +156,7 @@ def _drop_unused(schema: dict[str, Any]) -> None:
 def _add_security(schema: dict[str, Any], restricted: frozenset[Access]) -> None:
     """Say which operations need which keys, and how one is sent."""
     schemes: dict[str, Json] = {}
-    for access in (each for each in KEY_MEANINGS if each in restricted):  # most asked for first
+    for access in (each for each in KEY_MEANINGS if each in restricted):  # the most needed first
         about = f"One of {KEY_MEANINGS[access]}"
         schemes[f"{access}_bearer"] = {"type": "http", "scheme": "bearer", "description": about}
         schemes[f"{access}_header"] = {

@@ -24,8 +24,8 @@ SCHEMAS: Mapping[str, Json] = {
             "instances": {
                 "type": "array",
                 "minItems": 1,
-                "description": 'Each `{"b64": "..."}` (an encoded image, or bytes), or what else '
-                "the model takes: nested numbers, a text, or an object of its inputs by name.",
+                "description": 'Each `{"b64": "..."}` (an encoded image, or bytes), or another '
+                "input of the model: nested numbers, a text, or an object of its inputs by name.",
                 "items": {},
             },
             "parameters": {"type": "object", "description": "Options of the model."},
@@ -37,8 +37,8 @@ SCHEMAS: Mapping[str, Json] = {
         "properties": {
             "predictions": {
                 "type": "array",
-                "description": "In the order of the instances: what the model makes of each. One "
-                'that failed is `{"error": InstanceError}` in its place, while any succeeded.',
+                "description": "The model's output for each instance, in their order. One that "
+                'failed is `{"error": InstanceError}` in its place, if another succeeded.',
                 "items": {},
             }
         },
@@ -47,9 +47,9 @@ SCHEMAS: Mapping[str, Json] = {
 """Schemas of bodies and answers."""
 
 _QUERY: Mapping[str, str] = {
-    "dtype": "Of an octet-stream body, as torch names it: `float32`, `uint8`, ...",
-    "shape": "Of an octet-stream body, such as `3,224,224`.",
-    "name": "Of the input that an octet-stream or npy body holds.",
+    "dtype": "The dtype of an octet-stream body, as torch names it: `float32`, `uint8`, ...",
+    "shape": "The shape of an octet-stream body, such as `3,224,224`.",
+    "name": "The name of the input that an octet-stream or npy body holds.",
     OUTPUT_KEY: "The only output wanted, for answers in npy or octet-stream.",
 }
 _BODY_EXAMPLES: Sequence[tuple[str, str, str]] = (
@@ -188,7 +188,7 @@ def _request_content(path: str, shown: Json) -> Json:
     }
     content: Json = {}
     for content_type, about, arguments in _BODY_EXAMPLES:
-        # Bytes have no value that JSON could show: their example is the call that sends them.
+        # JSON cannot show bytes: their example is the call that sends them.
         call: Json = {"summary": about, "description": f"`{_curl(arguments, path)}`"}
         call["value"] = _VALUES.get(content_type, "@FILE")
         is_json = content_type == "application/json"

@@ -22,7 +22,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 _Responses = dict[int | str, dict[str, Any]]
 _ERRORS: _Responses = {
-    401: {"description": "No key, or none that is known."},
+    401: {"description": "No key, or no known one."},
     403: {"description": "The key is not one of `admin_keys`."},
 }
 _NOT_THERE: _Responses = {404: {"description": "No such model or worker."}}
@@ -42,8 +42,8 @@ _RESTARTING: _Responses = {
 OldFirst = Annotated[
     bool,
     Query(
-        description="Let each worker leave before its successor starts, where memory has no room "
-        "for both. If that fails then, nothing serves in its place."
+        description="Let each worker leave before its successor starts, if memory has no room for "
+        "both. If the successor then fails, nothing serves in its place."
     ),
 ]
 
@@ -104,12 +104,10 @@ class AdminTarget(Protocol):
 
 def admin_router(target: AdminTarget) -> APIRouter:
     """Return the routes, acting on a target. Whoever serves them checks the key."""
-    logger.setLevel(logging.INFO)  # whatever the level of the rest: these lines are never left out
+    logger.setLevel(logging.INFO)  # always, whatever the level of the rest
     router = APIRouter(prefix="/admin", tags=["admin"], responses=_ERRORS)
 
-    @router.post(
-        "/drain", summary="Turn readiness red, and go on serving; for /admin/resume to undo"
-    )
+    @router.post("/drain", summary="Turn readiness red, but serve on; /admin/resume undoes it")
     async def drain(request: Request) -> Draining:
         """Balancers send no more requests; those that come all the same are answered."""
         target.set_draining(True)
@@ -166,12 +164,12 @@ def admin_router(target: AdminTarget) -> APIRouter:
 
     @router.get("/log-level", summary="The least severe log lines that are written")
     async def log_level() -> Logging:
-        """The setting `log_level`, or what was put since the start."""
+        """The setting `log_level`, or the level that was put since the start."""
         return Logging(level=_level_now())
 
     @router.put("/log-level/{level}", summary="Write more or fewer log lines, until the next start")
     async def set_log_level(request: Request, level: LogLevel) -> Logging:
-        """Until the next start; lines of administration are always written."""
+        """The level holds until the next start; admin actions are always logged."""
         before = _level_now()
         logging.getLogger().setLevel(level.upper())
         _record(request, f"log level {before} -> {level}")

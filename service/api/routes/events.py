@@ -162,7 +162,10 @@ class EventStream(StreamingResponse):
 
     def __init__(self, feed: Feed, listeners: "set[EventStream]", *, is_head: bool) -> None:
         """Answer from a feed, as one of its listeners; the answer to HEAD has no events."""
-        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # nginx would hold back
+        headers = {
+            "cache-control": "no-store",
+            "x-accel-buffering": "no",
+        }  # for nginx, which would hold events back
         super().__init__(_events_of(feed, is_head=is_head), headers=headers)
         self._listeners = listeners
 
@@ -194,7 +197,7 @@ def events_router(feed: Feed) -> APIRouter:
     @router.get(
         "/events",
         summary="What the service does, second by second (server-sent events)",
-        status_code=200,  # or FastAPI does not know that of the class
+        status_code=200,  # FastAPI does not take it from the class
         response_class=EventStream,
         responses={200: {"model": State}},
     )
