@@ -164,8 +164,8 @@ class EventStream(StreamingResponse):
         """Answer from a feed, as one of its listeners; the answer to HEAD has no events."""
         headers = {
             "cache-control": "no-store",
-            "x-accel-buffering": "no",
-        }  # for nginx, which would hold events back
+            "x-accel-buffering": "no",  # else nginx holds events back
+        }
         super().__init__(_events_of(feed, is_head=is_head), headers=headers)
         self._listeners = listeners
 

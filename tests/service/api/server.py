@@ -49,7 +49,7 @@ class RawAnswer(NamedTuple):
         return json.loads(self.body)
 
 
-class Client:
+class RawClient:
     """One connection to a server."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -160,7 +160,7 @@ class PredictServer:
     @contextlib.asynccontextmanager
     async def connect(
         self, *, rcvbuf_bytes: int | None = None, **options: Any
-    ) -> AsyncIterator[Client]:
+    ) -> AsyncIterator[RawClient]:
         connection = socket.socket()
         if rcvbuf_bytes is not None:  # else the kernel makes it as large as it likes
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, rcvbuf_bytes)
@@ -168,7 +168,7 @@ class PredictServer:
         connection.setblocking(False)
         reader, writer = await asyncio.open_connection(sock=connection, **options)
         try:
-            yield Client(reader, writer)
+            yield RawClient(reader, writer)
         finally:
             writer.close()
             with contextlib.suppress(ConnectionError, ssl.SSLError):

@@ -20,7 +20,7 @@ class FakeTaker:
         return self.takes
 
 
-class Clients:
+class ConnectedClients:
     """A listening socket, and those that connect to it."""
 
     def __init__(self) -> None:
@@ -41,13 +41,15 @@ class Clients:
 
 
 @pytest.fixture
-def clients() -> Iterator[Clients]:
-    clients = Clients()
+def clients() -> Iterator[ConnectedClients]:
+    clients = ConnectedClients()
     with clients.opened:
         yield clients
 
 
-async def test_a_burst_is_shared_out_evenly_among_fronts_that_take_connections(clients: Clients):
+async def test_a_burst_is_shared_out_evenly_among_those_who_take_it(
+    clients: ConnectedClients,
+):
     takers = [FakeTaker(takes=False), FakeTaker(), FakeTaker(), FakeTaker()]
     takers[3].num_open = 10
     balancer = clients.balance(*takers)
@@ -57,7 +59,7 @@ async def test_a_burst_is_shared_out_evenly_among_fronts_that_take_connections(c
     balancer.close()
 
 
-async def test_a_burst_waits_for_fronts_that_take_no_more_for_a_moment(clients: Clients):
+async def test_a_burst_waits_for_fronts_that_take_no_more_for_a_moment(clients: ConnectedClients):
     taker = FakeTaker(takes=False)
     balancer = clients.balance(taker)
     clients.connect(20)
@@ -73,7 +75,7 @@ async def test_a_burst_waits_for_fronts_that_take_no_more_for_a_moment(clients: 
     assert last.recv(1) == b""
 
 
-async def test_connections_wait_while_there_is_no_front_and_none_is_lost(clients: Clients):
+async def test_connections_wait_while_there_is_no_front_and_none_is_lost(clients: ConnectedClients):
     takers: list[FakeTaker] = []
     balancer = ConnectionBalancer(clients.listener, lambda: takers)
     balancer.open()
@@ -88,7 +90,7 @@ async def test_connections_wait_while_there_is_no_front_and_none_is_lost(clients
         clients.connect()
 
 
-async def test_the_last_connections_are_accepted_even_in_a_pause(clients: Clients):
+async def test_the_last_connections_are_accepted_even_in_a_pause(clients: ConnectedClients):
     taker = FakeTaker(takes=False)
     balancer = clients.balance(taker)
     clients.connect()

@@ -16,8 +16,8 @@ from tests.service.api.server import (
     ONE,
     POST,
     ROUTES,
-    Client,
     PredictServer,
+    RawClient,
     serve,
     silent_model,
     until,
@@ -42,7 +42,7 @@ async def serving(model: FakeModel | None = None, **limits: int) -> AsyncIterato
 @contextlib.asynccontextmanager
 async def half_a_body(
     server: PredictServer, head: bytes, num_bytes: int, before: int | None = None
-) -> AsyncIterator[Client]:
+) -> AsyncIterator[RawClient]:
     """A client that has sent so much of its body, all of which is counted."""
     before = server.use.unfinished_bytes if before is None else before
     async with server.connect() as client:
@@ -261,7 +261,7 @@ large_model = partial(FakeModel, lambda _: result(b'"%b"' % (b"x" * LARGE)))
 
 
 @contextlib.asynccontextmanager
-async def unread(server: PredictServer) -> AsyncIterator[Client]:
+async def unread(server: PredictServer) -> AsyncIterator[RawClient]:
     """A client that has asked for a large answer and reads nothing of it."""
     num_asked = len(server.model.payloads)
     async with server.connect() as client:

@@ -7,7 +7,7 @@ import pytest
 from inferpool.models.spec import TensorSpec
 from inferpool.service.errors import OverloadedError
 from tests.service.api.fakes import FakeModel
-from tests.service.api.server import NOBODY, ONE, POST, Client, serve, until
+from tests.service.api.server import NOBODY, ONE, POST, RawClient, serve, until
 
 HEAD = ONE[:-1]
 
@@ -17,7 +17,7 @@ def head_of(content_type: bytes, num_bytes: int) -> bytes:
     return head + b"content-length: %d\r\n\r\n" % num_bytes
 
 
-async def ask_twice(client: Client, call: bytes) -> None:
+async def ask_twice(client: RawClient, call: bytes) -> None:
     """Make a head known, and with the second call also how its body is read."""
     for _ in range(2):
         assert await client.status(call) == 200

@@ -15,8 +15,8 @@ from tests.service.api.server import (
     NOBODY,
     ONE,
     POST,
-    Client,
     PredictServer,
+    RawClient,
     serve,
     silent_model,
     until,
@@ -225,7 +225,7 @@ async def test_a_client_that_never_reads_is_cut_off() -> None:
 
 
 @contextlib.asynccontextmanager
-async def connect_narrowly(server: PredictServer) -> AsyncIterator[Client]:
+async def connect_narrowly(server: PredictServer) -> AsyncIterator[RawClient]:
     """A client that reads nothing until `resume_reading`, with buffers for a few answers."""
     server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     async with server.connect(rcvbuf_bytes=4096, limit=2048) as client:
