@@ -18,7 +18,7 @@ from inferpool.service.tools.chaos.load import PATIENCE_S, ChaosTally
 from inferpool.service.tools.chaos.plan import Fault
 from inferpool.service.tools.chaos.questions import Question, is_refusal, problem_code
 from inferpool.service.tools.chaos.watch import FORKSERVER, Recovery, Watch
-from inferpool.service.tools.trial.connection import Address, NoAnswerError, connect
+from inferpool.service.tools.trial.connection import Address, NoAnswerError, connected
 from inferpool.service.tools.trial.health import WorkerState
 
 PLACES = ("preprocess", "forward", "render")
@@ -221,11 +221,8 @@ class Faults:
         while True:
             self.poisonings.num_attempts += 1
             try:
-                connection = await connect(self._address, self._on_stray)
-                try:
+                async with connected(self._address, self._on_stray) as connection:
                     answer = await connection.ask(request, self._timeout_s + PATIENCE_S)
-                finally:
-                    connection.close()
             except (OSError, NoAnswerError) as error:
                 tally.lost += 1
                 tally.note(f"poison {number} is lost: {error!r}")

@@ -37,10 +37,10 @@ from inferpool.service.tools.trial.connection import (
     NoAnswerError,
     TrialConnection,
     TrialError,
-    connect,
+    connected,
 )
 from inferpool.service.tools.trial.health import ModelState, ServiceHealth
-from inferpool.service.tools.trial.screen import Screen
+from inferpool.service.tools.trial.screen import Interruption, Screen
 from inferpool.service.tools.trial.service import TrialService
 
 EXIT_KEPT = 0
@@ -58,16 +58,13 @@ _SETTLE_S = 60.0
 _SAME_S = 5.0
 """How long the service may take to close its side of our connections."""
 _TICK_S = 0.1
-_ECHO_S = 0.5
-"""A second SIGINT within this time is taken for the first: a command that started us may pass on
-what the terminal has sent us already. A later one ends the run at once."""
 
 
 def run(loaded: LoadedSettings, plan: ChaosPlan) -> int:
     """Test the promise on a service with these settings; returns the exit status."""
     try:
         with TrialService(rows_for(loaded, can_be_poisoned=plan.every_s["poison"] > 0)) as subject:
-            report = uvloop.run(_Run(subject, loaded, plan).run())
+            report = uvloop.run(_ChaosRun(subject, loaded, plan).run())
     except KeyboardInterrupt:
         sys.stderr.write("inferpool chaos: ended at once, without a report\n")
         return EXIT_INTERRUPTED
@@ -93,7 +90,7 @@ class _Knowledge:
     notes: list[str]
 
 
-class _Run:
+class _ChaosRun:
     """One run, from a service that starts to a report. Lives in the event loop."""
 
     def __init__(self, subject: TrialService, loaded: LoadedSettings, plan: ChaosPlan) -> None:
@@ -101,7 +98,6 @@ class _Run:
         self._settings = loaded.settings
         self._plan = plan
         self._numbers = itertools.count()
-        self._is_interrupted = False
 
     async def run(self) -> ChaosReport:
         """Do all of it.
@@ -109,9 +105,7 @@ class _Run:
         Raises:
             TrialError: There is nothing to test.
         """
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._interrupt)
+        self._interruption = Interruption(signal.SIGINT, signal.SIGTERM)
         with Screen(sys.stderr) as screen:
             screen.begin("starting the service")
             await self._subject.until_ready(_MAX_START_S)
@@ -143,7 +137,7 @@ class _Run:
             seed=self._plan.seed,
             seconds=seconds,
             is_complete=is_complete,
-            is_interrupted=self._is_interrupted,
+            is_interrupted=self._interruption.has_come,
             planned_kills=self._plan.planned_kills,
             plan=self._plan.text,
             quiet=quiet,
@@ -160,39 +154,32 @@ class _Run:
             notes=knowledge.notes,
         )
 
-    def _interrupt(self) -> None:
-        if not self._is_interrupted:
-            self._is_interrupted = True
-            loop = asyncio.get_running_loop()
-            loop.call_later(_ECHO_S, loop.remove_signal_handler, signal.SIGINT)
-
     async def _learn(self, health: ServiceHealth) -> _Knowledge:
         questions: list[Question] = []
         num_indistinct = 0
         notes = []
-        connection = await connect(self._subject.address, lambda: None)
         try:
-            for model in health.models:
-                path = f"/predict/{model.name}"
-                if self._settings.models[model.name].source == "echo" and not self._plan.inputs:
-                    questions.append(EchoQuestion(path, self._plan.seed))
-                    continue
-                known = await self._known(connection, path, model)
-                pairs = indistinct(known)
-                num_indistinct += len(pairs)
-                if pairs:
-                    notes.append(
-                        f"{model.name}: {len(pairs)} pairs of inputs have the same answer, such as "
-                        f"{' and '.join(pairs[0])}: a swap of those would not be seen"
-                    )
-                questions += known
+            async with connected(self._subject.address) as connection:
+                for model in health.models:
+                    path = f"/predict/{model.name}"
+                    is_echo = self._settings.models[model.name].source == "echo"
+                    if is_echo and not self._plan.inputs:
+                        questions.append(EchoQuestion(path, self._plan.seed))
+                        continue
+                    known = await self._known(connection, path, model)
+                    questions += known
+                    if pairs := indistinct(known):
+                        num_indistinct += len(pairs)
+                        names = " and ".join(pairs[0])
+                        notes.append(
+                            f"{model.name}: {len(pairs)} pairs of inputs have the same answer, "
+                            f"such as {names}: a swap of those would not be seen"
+                        )
         except NoAnswerError as error:
             raise TrialError(
                 f"the service does not answer, with nothing done to it: {error}"
                 f"{self._subject.log_tail()}"
             ) from error
-        finally:
-            connection.close()
         poisonable = [question for question in questions if question.num_instances == 1]
         if not poisonable and self._plan.every_s["poison"]:
             notes.append("no input is a single instance, so none was poisoned")
@@ -221,7 +208,7 @@ class _Run:
             questions,
             tally,
             timeout_s=self._settings.default_timeout_s,
-            is_over=lambda: self._is_interrupted or is_over(tally),
+            is_over=lambda: self._interruption.has_come or is_over(tally),
         )
         try:
             await load.run(self._numbers, self._plan.clients)
@@ -251,7 +238,7 @@ class _Run:
     async def _disturb(
         self, watch: Watch, faults: Faults, tally: ChaosTally, knowledge: _Knowledge, screen: Screen
     ) -> tuple[float, bool]:
-        """NumberedLoad under faults; returns for how long, and whether that was to the end."""
+        """Load under faults; return for how long, and whether that was to the end."""
         plan = self._plan
         began = time.monotonic()
         enough: dict[Fault, int] = {"kill": plan.kills, "stop": 1, "poison": 1, "forkserver": 1}
@@ -286,9 +273,9 @@ class _Run:
         try:
             await self._load(knowledge.questions, tally, is_over)
             seconds = time.monotonic() - began
-            is_complete = not self._is_interrupted and self._subject.is_running
+            is_complete = not self._interruption.has_come and self._subject.is_running
             await _end(harming)  # sees the poisons through
-            while watch.pending and self._subject.is_running and not self._is_interrupted:
+            while watch.pending and self._subject.is_running and not self._interruption.has_come:
                 if time.monotonic() - began - seconds > _SETTLE_S:
                     break
                 await asyncio.sleep(_TICK_S)
@@ -314,14 +301,10 @@ class _Run:
             await asyncio.sleep(2 * _TICK_S)
 
     async def _ledger(self) -> LedgerReading | None:
-        try:
-            connection = await connect(self._subject.address, lambda: None)
-            try:
+        with contextlib.suppress(OSError, NoAnswerError):
+            async with connected(self._subject.address) as connection:
                 return await read_ledger(connection)
-            finally:
-                connection.close()
-        except (OSError, NoAnswerError):
-            return None
+        return None
 
 
 def _over_after(seconds: float) -> Callable[[ChaosTally], bool]:

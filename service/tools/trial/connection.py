@@ -8,7 +8,8 @@ Errors:
 
 import asyncio
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import cast
 
@@ -285,6 +286,22 @@ async def connect(
         lambda: TrialConnection(on_stray), *address, ssl=tls
     )
     return connection
+
+
+@asynccontextmanager
+async def connected(
+    address: Address, on_stray: Callable[[], None] = lambda: None
+) -> AsyncIterator[TrialConnection]:
+    """Open a connection for the block.
+
+    Raises:
+        OSError: Nobody listens there.
+    """
+    connection = await connect(address, on_stray)
+    try:
+        yield connection
+    finally:
+        connection.close()
 
 
 def request_head(

@@ -6,24 +6,29 @@
 import asyncio
 import contextlib
 import gc
+import multiprocessing
+import os
+import queue
 import select
 import selectors
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection, Pipe, wait
-from multiprocessing.context import SpawnContext, SpawnProcess
+from multiprocessing import get_context
+from multiprocessing.context import SpawnProcess
+from multiprocessing.synchronize import Barrier, Event
 
 from inferpool.service.tools.trial.connection import TrialError
 from inferpool.service.tools.trial.load import LoadGenerator, LoadPlan
 from inferpool.service.tools.trial.tally import LoadSeries, LoadTally
+from inferpool.workers.guard import die_with_parent
 
 _TICK_S = 0.25
 """How often a process tells what has become known."""
 _POLL_S = 0.05
-_LEAD_S = 0.05
 _START_S = 60.0
 _STOP_S = 10.0
 _LEAVE_S = 2.0
@@ -35,6 +40,7 @@ _NUM_BINS = 120
 class _Tick:
     """News from one process."""
 
+    index: int
     at_s: float
     """From the start of measuring; negative while it warms up."""
     tally: LoadTally
@@ -44,6 +50,17 @@ class _Tick:
     cpu_s: float
     finished_s: float
     is_last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shared:
+    """Means by which the processes of a run and the one that has started them talk."""
+
+    news: "multiprocessing.Queue[_Tick | str]"
+    """Ticks, or why a process cannot begin."""
+    stop: Event
+    ready: Barrier
+    """All generators begin together."""
 
 
 @dataclass(slots=True)
@@ -109,30 +126,40 @@ def run_load(
     Args:
         run: Names the plan, whose parts must be picklable; gets what becomes known.
         num_processes: How many, at most as many as connections and requests.
-        watch: Called four times a second; the load stops when it returns False.
+        watch: Called four times a second or more; the load stops when it returns False.
 
     Raises:
         TrialError: A process could not begin, or ended by itself.
     """
-    links: list[Connection] = []
-    processes: list[SpawnProcess] = []
+    context = get_context("spawn")
+    shared = _Shared(
+        news=context.Queue(), stop=context.Event(), ready=context.Barrier(num_processes)
+    )
+    processes = [
+        context.Process(
+            target=_generate,
+            args=(share_of(run.plan, index, num_processes), index, shared, os.getpid()),
+            daemon=True,
+        )
+        for index in range(num_processes)
+    ]
     # Ctrl-C reaches the whole group; the processes are stopped by this one alone.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        for index in range(num_processes):
-            link, far = Pipe()
-            arguments = (share_of(run.plan, index, num_processes), far)
-            process = SpawnContext().Process(target=_generate, args=arguments, daemon=True)
+        for process in processes:
             process.start()
-            far.close()
-            processes.append(process)
-            links.append(link)
         signal.signal(signal.SIGINT, before)
-        _Team(run, links).run(watch)
+        last: dict[int, _Tick] = {}
+        try:
+            run.is_complete = _listen(run, processes, shared, last, watch)
+        except KeyboardInterrupt:
+            _stop(run, processes, shared, last)
+            raise
+        if not run.is_complete:
+            _stop(run, processes, shared, last)
     finally:
         signal.signal(signal.SIGINT, before)
-        for link in links:
-            link.close()
+        shared.ready.abort()
         for process in processes:
             process.join(_LEAVE_S)
             process.kill()
@@ -140,104 +167,79 @@ def run_load(
     return run
 
 
-class _Team:
-    """The processes of a run, as the one that has started them sees them."""
+def _stop(
+    run: LoadRun, processes: Sequence[SpawnProcess], shared: _Shared, last: dict[int, _Tick]
+) -> None:
+    """Have the processes end now, and take in what they know."""
+    shared.stop.set()
+    until = time.monotonic() + _STOP_S
+    _listen(run, processes, shared, last, lambda: time.monotonic() < until)
 
-    def __init__(self, run: LoadRun, links: list[Connection]) -> None:
-        self._run = run
-        self._links = links
-        self._last: dict[Connection, _Tick] = {}
 
-    def run(self, watch: Callable[[], bool]) -> None:
-        until = time.monotonic() + _START_S
+def _listen(
+    run: LoadRun,
+    processes: Sequence[SpawnProcess],
+    shared: _Shared,
+    last: dict[int, _Tick],
+    watch: Callable[[], bool],
+) -> bool:
+    """Take in what the processes tell; return whether each said its last before `watch` ended."""
+    until = time.monotonic() + _START_S
+    while sum(each.is_last for each in last.values()) < len(processes):
         try:
-            for link in self._links:
-                if not link.poll(max(0.0, until - time.monotonic())):
-                    raise TrialError(f"a load generator did not start in {_START_S:g} s")
-                if complaint := _received(link):
-                    raise TrialError(str(complaint))
-            self._tell(time.monotonic() + _LEAD_S)
-            if self._listen(watch):
-                self._run.is_complete = True
-                return
-        except KeyboardInterrupt:
-            self._stop()
-            raise
-        self._stop()
-
-    def _stop(self) -> None:
-        """Have the processes end now, and take in what they know."""
-        self._tell(None)
-        until = time.monotonic() + _STOP_S
-        self._listen(lambda: time.monotonic() < until)
-
-    def _tell(self, start_at: float | None) -> None:
-        for link in self._links:
-            with contextlib.suppress(OSError):
-                link.send(start_at)
-
-    def _listen(self, watch: Callable[[], bool]) -> bool:
-        """Take in what the processes tell; whether each has said its last before `watch` ended."""
-        while open_links := [link for link in self._links if not self._is_done(link)]:
-            for link in wait(open_links, _TICK_S):
-                assert isinstance(link, Connection)
-                tick = _received(link)
-                if isinstance(tick, _Tick):
-                    self._take_in(link, tick)
-            if not watch():
-                return False
-        return True
-
-    def _is_done(self, link: Connection) -> bool:
-        return link in self._last and self._last[link].is_last
-
-    def _take_in(self, link: Connection, tick: _Tick) -> None:
-        run = self._run
-        self._last[link] = tick
-        run.tally.add(tick.tally)
-        if tick.tally.num_requests:
-            run.series.add(tick.at_s - _TICK_S / 2, tick.tally)
-        ticks = self._last.values()
-        run.at_s = max(each.at_s for each in ticks)
-        run.num_in_flight = sum(each.num_in_flight for each in ticks)
-        run.num_waiting = sum(each.num_waiting for each in ticks)
-        run.finished_s = max(each.finished_s for each in ticks)
-        cores = [each.cpu_s / each.at_s for each in ticks if each.at_s > 0]
-        run.busiest_core = max(cores, default=0.0)
-        run.generator_cores = sum(cores)
+            tick = shared.news.get(timeout=_TICK_S)
+        except queue.Empty:
+            if any(process.exitcode for process in processes):
+                raise TrialError("a load generator ended by itself; see above") from None
+            if len(last) < len(processes) and time.monotonic() > until:
+                raise TrialError(f"a load generator did not start in {_START_S:g} s") from None
+        else:
+            if isinstance(tick, str):
+                raise TrialError(tick)
+            last[tick.index] = tick
+            _take_in(run, tick, last.values())
+        if not watch():
+            return False
+    return True
 
 
-def _received(link: Connection) -> object:
-    try:
-        return link.recv()
-    except (EOFError, OSError) as error:
-        raise TrialError("a load generator ended by itself; see above") from error
+def _take_in(run: LoadRun, tick: _Tick, last: Collection[_Tick]) -> None:
+    run.tally.add(tick.tally)
+    if tick.tally.num_requests:
+        run.series.add(tick.at_s - _TICK_S / 2, tick.tally)
+    run.at_s = max(each.at_s for each in last)
+    run.num_in_flight = sum(each.num_in_flight for each in last)
+    run.num_waiting = sum(each.num_waiting for each in last)
+    run.finished_s = max(each.finished_s for each in last)
+    cores = [each.cpu_s / each.at_s for each in last if each.at_s > 0]
+    run.busiest_core = max(cores, default=0.0)
+    run.generator_cores = sum(cores)
 
 
-def _generate(plan: LoadPlan, link: Connection) -> None:
+def _generate(plan: LoadPlan, index: int, shared: _Shared, parent_pid: int) -> None:
     """Carry out a plan: all that a process of the load runs."""
+    die_with_parent(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _raise_file_limit()
     try:
         generator = LoadGenerator(plan)
     except OSError as error:
-        link.send(f"TLS: {error}")
+        shared.news.put(f"TLS: {error}")
         return
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        gc.freeze()
-        link.send("")
-        start_at = link.recv()
-        if start_at is not None:
-            with asyncio.Runner(loop_factory=precise_loop) as runner:
-                runner.run(_carry_out(generator, link, start_at))
+    gc.freeze()
+    with contextlib.suppress(threading.BrokenBarrierError):
+        shared.ready.wait(_START_S)
+        with asyncio.Runner(loop_factory=precise_loop) as runner:
+            runner.run(_carry_out(generator, index, shared))
 
 
-async def _carry_out(generator: LoadGenerator, link: Connection, start_at: float) -> None:
-    load = asyncio.create_task(generator.run(start_at))
+async def _carry_out(generator: LoadGenerator, index: int, shared: _Shared) -> None:
+    load = asyncio.create_task(generator.run())
 
     def tell(*, is_last: bool = False) -> None:
-        link.send(
+        shared.news.put(
             _Tick(
+                index=index,
                 at_s=max(time.monotonic() - generator.measured_from, -generator.warmup_s),
                 tally=generator.take_tally(),
                 num_in_flight=generator.num_in_flight,
@@ -250,7 +252,7 @@ async def _carry_out(generator: LoadGenerator, link: Connection, start_at: float
 
     tell_at = time.monotonic()
     while not load.done():
-        if link.poll():  # a message, or the end of the other process: both mean that it is over
+        if shared.stop.is_set():
             generator.stop()
         if time.monotonic() >= tell_at:
             tell()

@@ -194,14 +194,8 @@ class LoadGenerator:
             asyncio.get_running_loop().call_later(grace_s, self._finished.set)
             self._look_for_end()
 
-    async def run(self, start_at: float | None = None) -> LoadTally:
-        """Load until the plan is done or stopped; returns `tally`.
-
-        Args:
-            start_at: When to begin, a moment of `time.monotonic`; now by default.
-        """
-        if start_at is not None:
-            await asyncio.sleep(start_at - time.monotonic())
+    async def run(self) -> LoadTally:
+        """Load until the plan is done or stopped; returns `tally`."""
         if not self._plan.warmup_answers:
             self._measure_from(time.monotonic() + self._plan.warmup_s)
         self._begin(self._watch())

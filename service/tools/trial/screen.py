@@ -1,11 +1,18 @@
-"""Progress of a command: a bar on a terminal, else a line of figures now and then."""
+"""Progress of a command, on a terminal or line by line, and its interruption."""
 
+import asyncio
+import signal
 import time
+from collections.abc import Callable
 from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
+
+_ECHO_S = 0.5
+"""A second SIGINT within this time is taken for the first: a command that started us may pass on
+what the terminal has sent us already. A later one ends the run at once."""
 
 
 class Screen:
@@ -63,3 +70,26 @@ class Screen:
         if not self._console.is_terminal and now - self._shown_at > self._line_every_s:
             self._console.print(f"{min(share, 1.0):4.0%}  {figures}", markup=False, soft_wrap=True)
             self._shown_at = now
+
+
+class Interruption:
+    """A signal that asks for the end of a run. Lives in the event loop."""
+
+    def __init__(self, *numbers: int, on_first: Callable[[], object] = lambda: None) -> None:
+        """Take signals from now on.
+
+        Args:
+            numbers: Which, SIGINT among them.
+            on_first: Called at the first one.
+        """
+        self.has_come = False
+        self._on_first = on_first
+        for number in numbers:
+            asyncio.get_running_loop().add_signal_handler(number, self._take)
+
+    def _take(self) -> None:
+        if not self.has_come:
+            self.has_come = True
+            loop = asyncio.get_running_loop()
+            loop.call_later(_ECHO_S, loop.remove_signal_handler, signal.SIGINT)
+            self._on_first()

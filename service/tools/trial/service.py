@@ -17,8 +17,8 @@ from inferpool.service.settings.loader import LoadedSettings
 from inferpool.service.settings.names import KEY_SETTINGS, PREFIX
 from inferpool.service.settings.settings import Settings
 from inferpool.service.tools.trial.bound import bound_command
-from inferpool.service.tools.trial.connection import Address, NoAnswerError, TrialError, connect
-from inferpool.service.tools.trial.health import read_health
+from inferpool.service.tools.trial.connection import Address, NoAnswerError, TrialError, connected
+from inferpool.service.tools.trial.health import ServiceHealth, read_health
 from inferpool.service.tools.trial.processes import Family, LogReader
 
 HOST = "127.0.0.1"
@@ -102,6 +102,16 @@ class TrialService:
         """Return its processes that are alive, of all that were seen now or at an earlier call."""
         return [] if self._family is None else self._family.alive()
 
+    async def health(self) -> ServiceHealth:
+        """Return the state of its workers.
+
+        Raises:
+            NoAnswerError: There is no answer that tells.
+            OSError: Nobody listens.
+        """
+        async with connected(self.address) as connection:
+            return await read_health(connection)
+
     async def until_ready(self, timeout_s: float) -> None:
         """Wait until every worker of every model is ready.
 
@@ -117,11 +127,7 @@ class TrialService:
                 code = self._process.returncode
                 raise TrialError(f"the service ended with exit code {code}{self.log_tail()}")
             try:
-                connection = await connect(self.address, lambda: None)
-                try:
-                    health = await read_health(connection)
-                finally:
-                    connection.close()
+                health = await self.health()
                 if health.is_full:
                     return
                 if health.failure:

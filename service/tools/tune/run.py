@@ -14,7 +14,7 @@ import uvloop
 from inferpool.service.settings.loader import LoadedSettings
 from inferpool.service.tools.trial.connection import TrialError
 from inferpool.service.tools.trial.report import write_page
-from inferpool.service.tools.trial.screen import Screen
+from inferpool.service.tools.trial.screen import Interruption, Screen
 from inferpool.service.tools.tune.charts import figure
 from inferpool.service.tools.tune.knobs import KnobFacts, knobs_for
 from inferpool.service.tools.tune.plan import TunePlan
@@ -32,9 +32,6 @@ EXIT_UNMEASURED = 3
 EXIT_INTERRUPTED = 130
 """128 and the number of SIGINT, as in shells."""
 _TICK_S = 0.2
-_ECHO_S = 0.5
-"""A second SIGINT within this time is taken for the first: a command that started us may pass on
-what the terminal has sent us already. A later one ends the run at once."""
 
 
 def run(loaded: LoadedSettings, whole: LoadedSettings, plan: TunePlan) -> int:
@@ -46,7 +43,7 @@ def run(loaded: LoadedSettings, whole: LoadedSettings, plan: TunePlan) -> int:
         plan: What to do.
     """
     try:
-        report = uvloop.run(_Run(loaded, plan).run())
+        report = uvloop.run(_TuneRun(loaded, plan).run())
     except KeyboardInterrupt:
         sys.stderr.write("inferpool tune: ended at once, without a report\n")
         return EXIT_INTERRUPTED
@@ -92,7 +89,7 @@ def _write_files(plan: TunePlan, report: TuneReport, text: str, *, has_settings:
     return ""
 
 
-class _Run:
+class _TuneRun:
     """One run. Lives in the event loop."""
 
     def __init__(self, loaded: LoadedSettings, plan: TunePlan) -> None:
@@ -100,16 +97,15 @@ class _Run:
         self._loaded = loaded
         self._plan = plan
         self._stage = ServiceStage(loaded, self._model, plan)
-        self._is_interrupted = False
         self._began = time.monotonic()
 
     async def run(self) -> TuneReport:
         """Tune. After a failure or an interruption the report has all that was found until then."""
-        loop = asyncio.get_running_loop()
         task = asyncio.current_task()
         assert task is not None
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self._interrupt, task)
+        interruption = Interruption(
+            signal.SIGINT, signal.SIGTERM, signal.SIGHUP, on_first=task.cancel
+        )
         failure = ""
         with Screen(sys.stderr) as screen:
             search = Search(self._stage, self._plan.goal, self._plan.budget_s, screen.begin)
@@ -120,7 +116,7 @@ class _Run:
             except (TrialError, BestLostError) as error:
                 failure = str(error)
             except asyncio.CancelledError:
-                if not self._is_interrupted:
+                if not interruption.has_come:
                     raise
             finally:
                 await search.close()
@@ -135,16 +131,9 @@ class _Run:
             outcome=search.outcome,
             seconds=time.monotonic() - self._began,
             date=datetime.now(UTC).strftime("%Y-%m-%d"),
-            is_interrupted=self._is_interrupted,
+            is_interrupted=interruption.has_come,
             failure=failure,
         )
-
-    def _interrupt(self, task: "asyncio.Task[object]") -> None:
-        if not self._is_interrupted:
-            self._is_interrupted = True
-            loop = asyncio.get_running_loop()
-            loop.call_later(_ECHO_S, loop.remove_signal_handler, signal.SIGINT)
-            task.cancel()
 
     def _facts(self) -> KnobFacts:
         settings = self._loaded.settings

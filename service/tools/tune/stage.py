@@ -12,10 +12,10 @@ from inferpool.service.settings.loader import LoadedSettings
 from inferpool.service.tools.trial.connection import (
     NoAnswerError,
     TrialError,
-    connect,
+    connected,
     post_request,
 )
-from inferpool.service.tools.trial.health import ModelState, ServiceHealth, read_health
+from inferpool.service.tools.trial.health import ModelState, ServiceHealth
 from inferpool.service.tools.trial.inputs import TrialInput, is_image, made_up, read_inputs
 from inferpool.service.tools.trial.load import LoadGenerator, LoadPlan, require_answers
 from inferpool.service.tools.trial.processes import pss_of
@@ -60,31 +60,21 @@ class ServiceContender:
         self._round_s = round_s
         self._requests: Sequence[bytes] = ()
 
-    async def health(self) -> ServiceHealth:
-        """Return the state of its workers."""
-        connection = await connect(self._subject.address, lambda: None)
-        try:
-            return await read_health(connection)
-        finally:
-            connection.close()
-
     async def warm_up(self, requests: Sequence[bytes], connections: int) -> None:
         """Check that it answers, and keep it busy for a moment.
 
         Raises:
             TrialError: It gives no good answers.
         """
-        connection = await connect(self._subject.address, lambda: None)
         try:
-            for request in requests:
-                answer = await connection.ask(request, _ASK_S)
-                if answer.status != 200:
-                    text = answer.body[:300].decode(errors="replace")
-                    raise TrialError(f"an input is answered with {answer.status}: {text}")
+            async with connected(self._subject.address) as connection:
+                for request in requests:
+                    answer = await connection.ask(request, _ASK_S)
+                    if answer.status != 200:
+                        text = answer.body[:300].decode(errors="replace")
+                        raise TrialError(f"an input is answered with {answer.status}: {text}")
         except NoAnswerError as error:
             raise TrialError(f"an input has no answer: {error}") from error
-        finally:
-            connection.close()
         self._requests = requests
         await self._load(connections, self._warm_s)
         self.memory_bytes = sum(pss_of(each.pid).total for each in self._subject.family())
@@ -172,7 +162,7 @@ class ServiceStage:
             subject.__enter__()
             await subject.until_ready(_MAX_START_S)
             if not self._requests:
-                self._learn(await contender.health())
+                self._learn(await subject.health())
             await contender.warm_up(self._requests, self._plan.goal.connections)
             stack.pop_all()
         self._most_bytes = max(self._most_bytes, contender.memory_bytes)

@@ -5,12 +5,14 @@ import pytest
 
 from inferpool.service.tools.chaos.questions import (
     EchoQuestion,
+    Expected,
     KnownQuestion,
+    difference,
     indistinct,
     is_refusal,
     learn,
 )
-from inferpool.service.tools.trial.connection import TrialError, connect
+from inferpool.service.tools.trial.connection import TrialError, connected
 from inferpool.service.tools.trial.inputs import TrialInput
 from tests.service.tools.chaos.fake_service import answering
 
@@ -21,12 +23,8 @@ def taught(*bodies: object, status: int = 200) -> KnownQuestion:
     """What is learnt from a service that gives these answers, one after the other."""
 
     async def go() -> KnownQuestion:
-        async with answering(bodies, status) as address:
-            connection = await connect(address, lambda: None)
-            try:
-                return await learn(connection, "/predict/m", _GIVEN, 1e-3)
-            finally:
-                connection.close()
+        async with answering(bodies, status) as address, connected(address) as connection:
+            return await learn(connection, "/predict/m", _GIVEN, 1e-3)
 
     return asyncio.run(go())
 
@@ -75,3 +73,42 @@ def test_refusals_are_told_from_failures():
     assert not is_refusal(500, b"{}")
     assert is_refusal(200, b'{"predictions":[1,{"error":{"status":429}}]}')
     assert not is_refusal(200, b'{"predictions":[1,{"error":{"status":500}}]}')
+
+
+_ANSWER = {"predictions": [[{"label": "cat", "index": 3, "score": 0.25}]]}
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {"predictions": [[{"label": "dog", "index": 3, "score": 0.25}]]},
+        {"predictions": [[{"label": "cat", "index": 4, "score": 0.25}]]},
+        {"predictions": [[{"label": "cat", "index": 3, "score": 0.26}]]},
+        {"predictions": [[{"label": "cat", "index": 3}]]},
+        {"predictions": [[]]},
+        {"predictions": None},
+        {"predictions": [[{"label": "cat", "index": True, "score": 0.25}]]},
+    ],
+)
+def test_any_difference_beyond_rounding_is_named_by_its_place(found: object):
+    complaint = Expected(json.dumps(_ANSWER).encode(), 1e-3).complaint(json.dumps(found).encode())
+    assert complaint.startswith("answer.predictions")
+
+
+def test_floats_may_differ_by_rounding_and_whole_numbers_not_at_all():
+    rounded = {"predictions": [[{"label": "cat", "index": 3, "score": 0.25001}]]}
+    assert not difference(_ANSWER, rounded, 1e-3)
+    assert not difference([0.0], [1e-6], 1e-3)
+    assert not difference([1], [1.0], 1e-3)
+    assert difference([1000], [1001], 1e-2)
+    assert difference([1.0], [float("nan")], 1e-3)
+
+
+def test_answer_that_is_no_json_is_wrong():
+    assert "no JSON" in Expected(b"{}", 1e-3).complaint(b"{")
+
+
+def test_inputs_with_the_same_answer_are_found_out():
+    cat = Expected(b"[0.5]", 1e-3)
+    assert cat.is_same_as(Expected(b"[0.50001]", 1e-3))
+    assert not cat.is_same_as(Expected(b"[0.6]", 1e-3))
