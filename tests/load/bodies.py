@@ -1,4 +1,4 @@
-"""What is sent: files, synthetic images or texts, or JSON, as bodies with their content types."""
+"""Request bodies: files, synthetic images or texts, or JSON."""
 
 import io
 import json
@@ -23,7 +23,7 @@ _MAX_WORDS = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodySource:
-    """Where bodies come from."""
+    """The bodies that the command line asks for."""
 
     path: Path | None = None
     """A file, or a folder of files."""

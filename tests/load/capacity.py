@@ -40,7 +40,7 @@ class CapacitySearch:
         return math.sqrt(self.low * self.high)
 
     def tell(self, rate: float, *, holds: bool) -> None:
-        """Take in what a rate did."""
+        """Learn whether a rate held."""
         if holds:
             self.low = max(self.low, rate)
         else:
@@ -57,12 +57,12 @@ class RampStep:
 
     @property
     def holds(self) -> bool:
-        """Whether the rate kept the thresholds."""
+        """The rate kept the thresholds."""
         return not self.missed
 
     @property
     def is_generators(self) -> bool:
-        """Whether the generator itself was what could do no more."""
+        """The generator itself could do no more."""
         return self.run.busiest_core > BUSY_CORE
 
 

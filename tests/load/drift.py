@@ -22,13 +22,13 @@ class Slope:
 
     @property
     def is_shown(self) -> bool:
-        """Whether the figure changes, rather than only scatters."""
+        """The figure changes, and does not only scatter."""
         return abs(self.per_hour) > self.error_per_hour
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
-    """What changed over a run."""
+    """Changes over a run."""
 
     p50_ms: Slope
     p99_ms: Slope

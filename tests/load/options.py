@@ -30,7 +30,7 @@ _NO_PLAN = {"kind", "thresholds", "max_rate", "precision", "html", "out", "is_ch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the command line says."""
+    """The options of a run."""
 
     kind: str
     url: str

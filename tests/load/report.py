@@ -1,4 +1,4 @@
-"""What a run of load has shown: as tables and charts, and as JSON."""
+"""The report of a run of load: tables, charts, and JSON."""
 
 from inferpool.service.tools.trial.generators import LoadRun
 from inferpool.service.tools.trial.report import Chart, Part, ReportTable, line_chart

@@ -12,7 +12,7 @@ from inferpool.service.tools.trial.connection import TrialError
 from inferpool.service.tools.trial.screen import Screen
 from inferpool.service.tools.tune.knobs import Changes
 from inferpool.service.tools.tune.plan import Goal, TunePlan
-from inferpool.service.tools.tune.search import Contender, Stage
+from inferpool.service.tools.tune.search import Candidate, Stage
 from inferpool.service.tools.tune.stage import NUM_ROUNDS, ServiceStage
 
 _SECS = 3.0
@@ -73,23 +73,23 @@ async def measured(
     rates: dict[str, list[float]] = {}
     problems: dict[str, str] = {}
     first_name = ""
-    first: Contender | None = None
+    first: Candidate | None = None
     """The one that the others are compared with, in turns with it: machines drift."""
     async with contextlib.AsyncExitStack() as stack:
         for name, changes in ways.items():
             screen.begin(f"measuring {model}: {name}")
             try:
                 async with asyncio.timeout(_MAX_S), contextlib.AsyncExitStack() as while_measured:
-                    contender = await stage.bring(changes)
-                    while_measured.push_async_callback(contender.close)
+                    candidate = await stage.bring(changes)
+                    while_measured.push_async_callback(candidate.close)
                     own = []
                     for _ in range(NUM_ROUNDS):
                         if first is not None:
                             rates[first_name].append((await first.measure(num_clients)).rate)
-                        own.append((await contender.measure(num_clients)).rate)
+                        own.append((await candidate.measure(num_clients)).rate)
                     if not rates and is_side_by_side:
                         stack.push_async_exit(while_measured.pop_all())
-                        first, first_name = contender, name
+                        first, first_name = candidate, name
                     rates[name] = own
             except TrialError as error:
                 problems[name] = str(error).splitlines()[0]

@@ -19,7 +19,7 @@ from inferpool.service.tools.trial.report import (
 )
 from inferpool.service.tools.tune.charts import TradeOff, figure, front, text_chart
 from inferpool.service.tools.tune.plan import Goal
-from inferpool.service.tools.tune.search import LEAST_GAIN, Outcome, Tried, text_of
+from inferpool.service.tools.tune.search import LEAST_GAIN, SearchOutcome, Tried, text_of
 
 _MARKS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _MIB = 2**20
@@ -36,7 +36,7 @@ class TuneReport:
     preset: str
     """Speed preset in use with the user's settings."""
     goal: Goal
-    outcome: Outcome
+    outcome: SearchOutcome
     seconds: float
     date: str
     is_interrupted: bool = False

@@ -61,7 +61,7 @@ class LoadSample:
         self.generator_s += other.generator_s
 
 
-class Contender(Protocol):
+class Candidate(Protocol):
     """A service that runs with some settings."""
 
     memory_bytes: int
@@ -80,7 +80,7 @@ class Contender(Protocol):
 class Stage(Protocol):
     """Starts candidates."""
 
-    async def bring(self, changes: Changes) -> Contender:
+    async def bring(self, changes: Changes) -> Candidate:
         """Start a service with these changes, and warm it up.
 
         Raises:
@@ -116,7 +116,7 @@ class Tried:
 
 
 @dataclass(slots=True, kw_only=True)
-class Outcome:
+class SearchOutcome:
     """Result of the search so far."""
 
     tried: list[Tried] = field(default_factory=list)
@@ -168,7 +168,7 @@ class Search:
             budget_s: Nothing is begun that is likely to end later.
             on_trial: Gets a text that says what is being done now.
         """
-        self.outcome = Outcome(connections=goal.connections)
+        self.outcome = SearchOutcome(connections=goal.connections)
         self._stage = stage
         self._goal = goal
         self._began = stage.now()
@@ -178,9 +178,9 @@ class Search:
         """Seconds that each start took."""
         self._round_s = 0.0
         """Seconds that the longest round took."""
-        self._best: Contender | None = None
+        self._best: Candidate | None = None
 
-    async def begin(self) -> Contender:
+    async def begin(self) -> Candidate:
         """Start a service with the user's settings, and find the load under which to compare.
 
         Raises:
@@ -249,11 +249,11 @@ class Search:
         start_s = max(self._brought_s[1:] or self._brought_s)  # the first may have had more to do
         return sum(start_s + 2 * num * self._round_s for num in num_pairs)
 
-    async def _bring(self, changes: Changes) -> Contender:
+    async def _bring(self, changes: Changes) -> Candidate:
         began = self._stage.now()
-        contender = await self._stage.bring(changes)
+        candidate = await self._stage.bring(changes)
         self._brought_s.append(self._stage.now() - began)
-        return contender
+        return candidate
 
     def _is_changed(self) -> bool:
         return self.outcome.best is not None and bool(self.outcome.best.changes)
@@ -265,7 +265,7 @@ class Search:
         self._on_trial(text_of(changes))
         tried = Tried(changes=changes, connections=self.outcome.connections)
         self.outcome.tried.append(tried)
-        challenger: Contender | None = None
+        challenger: Candidate | None = None
         try:
             challenger = await self._bring(changes)
             tried.memory_bytes = challenger.memory_bytes
@@ -295,7 +295,7 @@ class Search:
         return True
 
     async def _compare(
-        self, best: Contender, challenger: Contender, *, is_final: bool = False
+        self, best: Candidate, challenger: Candidate, *, is_final: bool = False
     ) -> _Comparison:
         """Rounds in turns: A B, B A, A B, so that a machine that drifts favours neither."""
         least, most = (_NUM_FINAL_PAIRS,) * 2 if is_final else (_NUM_PAIRS, _MAX_PAIRS)
@@ -329,12 +329,12 @@ class Search:
             return best.percentile_s(99) / max(challenger.percentile_s(99), 1e-9)
         return challenger.rate / max(best.rate, 1e-9)
 
-    async def _measure(self, contender: Contender) -> LoadSample:
+    async def _measure(self, candidate: Candidate) -> LoadSample:
         began = self._stage.now()
         try:
-            sample = await contender.measure(self.outcome.connections)
+            sample = await candidate.measure(self.outcome.connections)
         except TrialError as error:
-            if contender is self._best:
+            if candidate is self._best:
                 raise BestLostError(str(error)) from error
             raise
         self._round_s = max(self._round_s, self._stage.now() - began)
@@ -351,10 +351,10 @@ class Search:
             return "late"
         return "worse" if found.ratio < 1 / LEAST_GAIN else "no better"
 
-    async def _find_load(self, contender: Contender, connections: int) -> LoadSample:
+    async def _find_load(self, candidate: Candidate, connections: int) -> LoadSample:
         """Find the number of clients that keep the objective, at most those that were asked for."""
         self.outcome.connections = connections
-        sample = await self._measure(contender)
+        sample = await self._measure(candidate)
         for _ in range(_MAX_LOADS):
             p99_s = sample.percentile_s(99)
             if connections == 1 or self._goal.is_met(p99_s, _SPARE):
@@ -363,7 +363,7 @@ class Search:
             # In a closed loop, latency grows with the number of clients (Little's law).
             fitting = int(connections * self._goal.p99_ms / (p99_s * 1e3 * _SPARE))
             self.outcome.connections = connections = max(1, min(fitting, connections - 1))
-            sample = await self._measure(contender)
+            sample = await self._measure(candidate)
         self.outcome.is_out_of_reach = connections == 1 and not self._goal.is_met(
             sample.percentile_s(99)
         )

@@ -43,8 +43,8 @@ NUM_ROUNDS = 3
 """Rounds into which the seconds of a candidate are divided."""
 
 
-class ServiceContender:
-    """A service that runs, and its load. See `search.Contender`."""
+class ServiceCandidate:
+    """A service that runs, and its load. See `search.Candidate`."""
 
     def __init__(self, subject: TrialService, warm_s: float, round_s: float) -> None:
         """Take a service that is ready.
@@ -80,7 +80,7 @@ class ServiceContender:
         self.memory_bytes = sum(pss_of(each.pid).total for each in self._subject.family())
 
     async def measure(self, connections: int) -> LoadSample:
-        """See `search.Contender`."""
+        """See `search.Candidate`."""
         return await self._load(connections, self._round_s)
 
     async def close(self) -> None:
@@ -145,7 +145,7 @@ class ServiceStage:
         """See `search.Stage`."""
         return time.monotonic()
 
-    async def bring(self, changes: Changes) -> ServiceContender:
+    async def bring(self, changes: Changes) -> ServiceCandidate:
         """See `search.Stage`.
 
         Raises:
@@ -156,17 +156,17 @@ class ServiceStage:
         subject = TrialService(self._changed(changes))
         is_pipeline = changes.get("placement", self._placement) == "pipeline"
         warm_s = _WARM_PIPELINE_S if is_pipeline else _WARM_S
-        contender = ServiceContender(subject, warm_s, self._plan.secs / NUM_ROUNDS)
+        candidate = ServiceCandidate(subject, warm_s, self._plan.secs / NUM_ROUNDS)
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(subject.__exit__, None, None, None)
             subject.__enter__()
             await subject.until_ready(_MAX_START_S)
             if not self._requests:
                 self._learn(await subject.health())
-            await contender.warm_up(self._requests, self._plan.goal.connections)
+            await candidate.warm_up(self._requests, self._plan.goal.connections)
             stack.pop_all()
-        self._most_bytes = max(self._most_bytes, contender.memory_bytes)
-        return contender
+        self._most_bytes = max(self._most_bytes, candidate.memory_bytes)
+        return candidate
 
     def _learn(self, health: ServiceHealth) -> None:
         (model,) = health.models

@@ -1,4 +1,4 @@
-"""A small HTTP server that answers numbered requests, and misbehaves where it is told to."""
+"""A small HTTP server that answers numbered requests, and misbehaves on demand."""
 
 import asyncio
 import contextlib
@@ -37,7 +37,7 @@ class FakeService:
     async def _answer(
         self, number: int, body: dict[str, list[object]], writer: asyncio.StreamWriter
     ) -> bool:
-        """Whether the connection is to be kept."""
+        """Answer a request; return whether to keep the connection."""
         right = {"predictions": body["instances"]}
         match self._act(number):
             case "wrong":
@@ -77,7 +77,7 @@ async def read_request(reader: asyncio.StreamReader) -> tuple[str, bytes]:
 
 @contextlib.asynccontextmanager
 async def serving(serve: Serve) -> AsyncIterator[Address]:
-    """Have each connection served, and leave none open."""
+    """Serve each connection, and leave none open."""
     served: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

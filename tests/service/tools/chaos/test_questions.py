@@ -20,7 +20,7 @@ _GIVEN = TrialInput(name="one.json", body=b'{"instances": [1, 2]}', content_type
 
 
 def taught(*bodies: object, status: int = 200) -> KnownQuestion:
-    """What is learnt from a service that gives these answers, one after the other."""
+    """Learn from a service that gives these answers, one after the other."""
 
     async def go() -> KnownQuestion:
         async with answering(bodies, status) as address, connected(address) as connection:

@@ -20,7 +20,7 @@ def sample_of(rate: float, latency_s: float) -> LoadSample:
     return LoadSample(seconds=ROUND_S, tally=tally)
 
 
-class FakeContender:
+class FakeCandidate:
     def __init__(self, stage: "FakeStage", changes: Mapping[str, object], rate: float) -> None:
         self.memory_bytes = 100 * 2**20
         self.changes = changes
@@ -48,21 +48,21 @@ class FakeStage:
         self.drift = drift
         self.noise = noise
         self.random = random.Random(seed)
-        self.alive: list[FakeContender] = []
+        self.alive: list[FakeCandidate] = []
         self.most_alive = 0
         self.brought: list[Mapping[str, object]] = []
         self._surface = surface
 
-    async def bring(self, changes: Mapping[str, object]) -> FakeContender:
+    async def bring(self, changes: Mapping[str, object]) -> FakeCandidate:
         self.time_s += START_S
         self.brought.append(changes)
         rate = self._surface(changes)
         if not rate:
             raise TrialError("the service ended with exit code 3\nthe end of its log")
-        contender = FakeContender(self, changes, rate)
-        self.alive.append(contender)
+        candidate = FakeCandidate(self, changes, rate)
+        self.alive.append(candidate)
         self.most_alive = max(self.most_alive, len(self.alive))
-        return contender
+        return candidate
 
     def now(self) -> float:
         return self.time_s

@@ -6,7 +6,7 @@ from inferpool.service.tools.trial.report import write_page
 from inferpool.service.tools.tune.charts import TradeOff, front, text_chart
 from inferpool.service.tools.tune.plan import Goal
 from inferpool.service.tools.tune.report import TuneReport
-from inferpool.service.tools.tune.search import Outcome, Tried
+from inferpool.service.tools.tune.search import SearchOutcome, Tried
 from tests.service.tools.tune.fake_stage import sample_of
 
 POINTS = [
@@ -27,7 +27,7 @@ def report(*, is_confirmed: bool = True, **more: bool | str) -> TuneReport:
         verdict="better",
     )
     failed = Tried(changes={"credit": 3}, connections=64, verdict="fails", reason="no memory")
-    outcome = Outcome(
+    outcome = SearchOutcome(
         tried=[base, better, failed],
         best=better,
         gain=1.25,

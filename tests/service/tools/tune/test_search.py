@@ -6,8 +6,8 @@ import pytest
 from inferpool.service.tools.trial.connection import TrialError
 from inferpool.service.tools.tune.knobs import Knob
 from inferpool.service.tools.tune.plan import Goal
-from inferpool.service.tools.tune.search import BestLostError, LoadSample, Outcome, Search
-from tests.service.tools.tune.fake_stage import ROUND_S, START_S, FakeContender, FakeStage, Surface
+from inferpool.service.tools.tune.search import BestLostError, LoadSample, Search, SearchOutcome
+from tests.service.tools.tune.fake_stage import ROUND_S, START_S, FakeCandidate, FakeStage, Surface
 
 
 def line(name: str, up: Sequence[int], down: Sequence[int] = ()) -> Knob:
@@ -24,8 +24,8 @@ def tune(
     *,
     budget_s: float = 1e6,
     knobs: Sequence[Knob] = KNOBS,
-) -> Outcome:
-    async def go() -> Outcome:
+) -> SearchOutcome:
+    async def go() -> SearchOutcome:
         search = Search(stage, goal or Goal(), budget_s)
         await search.begin()
         await search.run(knobs)
@@ -49,7 +49,7 @@ def peak(**best: int) -> Surface:
     return rate
 
 
-def chosen(outcome: Outcome) -> Mapping[str, object]:
+def chosen(outcome: SearchOutcome) -> Mapping[str, object]:
     assert outcome.best is not None
     return outcome.best.changes
 
@@ -95,15 +95,15 @@ def test_what_does_not_hold_at_the_end_is_not_recommended():
     flattered = [1.0]
 
     class Flattered(FakeStage):
-        async def bring(self, changes: Mapping[str, object]) -> FakeContender:
-            contender = await stage.bring(changes)
+        async def bring(self, changes: Mapping[str, object]) -> FakeCandidate:
+            candidate = await stage.bring(changes)
             if not changes and len(stage.brought) > 1:  # the settings as they were, once more
                 flattered[0] = 0.9
             if changes:
-                contender._rate *= 1.1
+                candidate._rate *= 1.1
             for each in stage.alive:
                 each._rate *= flattered[0] if each.changes else 1.0
-            return contender
+            return candidate
 
         def now(self) -> float:
             return stage.now()
@@ -148,7 +148,7 @@ def test_objective_that_all_clients_keep_changes_nothing():
 
 
 def test_candidate_that_breaks_the_objective_loses_however_fast_it_is():
-    class Uneven(FakeContender):
+    class Uneven(FakeCandidate):
         async def measure(self, connections: int) -> LoadSample:
             sample = await super().measure(connections)
             if self.changes:
@@ -157,7 +157,7 @@ def test_candidate_that_breaks_the_objective_loses_however_fast_it_is():
             return sample
 
     class UnevenStage(FakeStage):
-        async def bring(self, changes: Mapping[str, object]) -> FakeContender:
+        async def bring(self, changes: Mapping[str, object]) -> FakeCandidate:
             await super().bring(changes)
             self.alive[-1] = Uneven(self, changes, 1000.0)
             return self.alive[-1]
@@ -187,18 +187,18 @@ def test_settings_that_do_not_serve_at_all_are_an_error():
 
 
 def test_best_that_stops_answering_ends_the_search_and_is_not_held_against_others():
-    class Dying(FakeContender):
+    class Dying(FakeCandidate):
         async def measure(self, connections: int) -> LoadSample:
             if self._stage.now() > 2 * START_S:
                 raise TrialError("no answer has come for 60 s")
             return await super().measure(connections)
 
     class DyingStage(FakeStage):
-        async def bring(self, changes: Mapping[str, object]) -> FakeContender:
-            contender = await super().bring(changes)
+        async def bring(self, changes: Mapping[str, object]) -> FakeCandidate:
+            candidate = await super().bring(changes)
             if not changes:
-                self.alive[-1] = contender = Dying(self, changes, 1000.0)
-            return contender
+                self.alive[-1] = candidate = Dying(self, changes, 1000.0)
+            return candidate
 
     stage = DyingStage(lambda _: 1000.0)
     with pytest.raises(BestLostError):
@@ -216,7 +216,7 @@ def test_never_are_more_than_two_services_up_and_in_the_end_none():
 def test_interrupted_search_leaves_no_service_and_says_what_it_has_found():
     stage = FakeStage(peak(batch=64, credit=4))
 
-    async def go() -> Outcome:
+    async def go() -> SearchOutcome:
         task = asyncio.current_task()
         assert task is not None
 
@@ -227,7 +227,7 @@ def test_interrupted_search_leaves_no_service_and_says_what_it_has_found():
         search = Search(stage, Goal(), 1e6, on_trial)
         await search.begin()
 
-        async def bring(changes: Mapping[str, object]) -> FakeContender:
+        async def bring(changes: Mapping[str, object]) -> FakeCandidate:
             await asyncio.sleep(0)  # where a cancelled task ends
             return await FakeStage.bring(stage, changes)
 

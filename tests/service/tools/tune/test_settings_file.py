@@ -19,7 +19,7 @@ _CHANGES = {"replicas": 1, "max_batch_size": 16}
 def written(
     tmp_path: Path, flags: dict[str, str], changes: dict[str, object], environ: dict[str, str]
 ) -> LoadedSettings:
-    """What the file that is written says, to whoever loads it."""
+    """Write the file, and load it again."""
     own = {name: text for name, text in flags.items() if name == "config"}
     before, whole = load(flags, environ, tmp_path), load(own, environ, tmp_path)
     text = settings_text(before, whole, changes, ["machine", "figures"])
