@@ -6,11 +6,9 @@ A minute of load costs some hundred milliseconds, and the same seed gives the sa
 import asyncio
 import functools
 import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-
-import pytest
+from typing import Any
 
 from inferpool.service.errors import DeadlineExceededError, OverloadedError
 from inferpool.service.queue.admission import Admission
@@ -22,20 +20,23 @@ from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.arena import Arena
 from inferpool.workers.messages import ItemRef
 from tests.fakes import FakeWorker, ref_to
-from tests.virtual_time import VirtualLoop
+from tests.virtual_time import run_in_virtual_time
+
+CostCurve = Callable[[int], float]
+"""Seconds of a batch, by its size."""
 
 
 class SimulatedWorker(FakeWorker):
     """Computes one batch after another, each for about as long as the curve says."""
 
-    def __init__(self, cost: Callable[[int], float], slot: int, noise: float) -> None:
+    def __init__(self, cost: CostCurve, slot: int, noise: float) -> None:
         super().__init__(credit=2)
         self.id = type(self.id)(model="m", slot=slot)
         self._cost = cost
         self._noise = noise
         self._chance = random.Random(slot)
         self.computed: list[int] = []
-        """The sizes of its batches."""
+        """Sizes of its batches."""
 
     def run(self, items: Sequence[ItemRef]):
         future = super().run(items)
@@ -58,15 +59,15 @@ class SimulatedWorker(FakeWorker):
 
 
 class SimulatedPipeline(SimulatedWorker):
-    """Has two stages, each for half of the time, and as many batches in them at once."""
+    """Has two stages that take half of the time each and work on two batches at once."""
 
-    def __init__(self, cost: Callable[[int], float], slot: int, noise: float) -> None:
+    def __init__(self, cost: CostCurve, slot: int, noise: float) -> None:
         super().__init__(cost, slot, noise)
         self.credit = 3
         self._free_at = [0.0, 0.0]
-        """When each stage has done what it was given."""
+        """Moment when each stage has done what it was given."""
         self._out_at = [0.0, 0.0]
-        """When the last two batches are out."""
+        """Moments when the last two batches are out."""
 
     def run(self, items: Sequence[ItemRef]):
         future = FakeWorker.run(self, items)
@@ -82,107 +83,157 @@ class SimulatedPipeline(SimulatedWorker):
 
 
 @dataclass
-class Outcome:
-    """What became of the requests, without those of the first seconds."""
+class Stream:
+    """Calls of one kind, and the figures of those that came after the warm-up."""
 
-    latencies_s: list[float] = field(default_factory=list)
-    num_missed: int = 0
-    """Deadlines."""
+    rate: float
+    """Calls per second, at random moments."""
+    timeout_s: float = 30.0
+    priority: int = 5
+    burst: int = 1
+    """Calls that arrive at once."""
+    from_s: float = 0.0
+    until_s: float = float("inf")
+    draw_timeout_s: Callable[[random.Random], float] | None = None
+    """Draws a timeout for each call, instead of `timeout_s`."""
+    num_asked: int = 0
     num_refused: int = 0
+    num_missed: int = 0
+    """Calls whose deadline passed."""
+    latencies_s: list[float] = field(default_factory=list)
     seconds: float = 0.0
-    sizes: list[int] = field(default_factory=list)
-    shares: list[int] = field(default_factory=list)
-    """Requests that each worker has computed."""
+    """Length of the load after the warm-up."""
+    workers: Sequence[SimulatedWorker] = ()
+    """Workers that have served it."""
+
+    @property
+    def num_answered(self) -> int:
+        return len(self.latencies_s)
+
+    @property
+    def num_admitted(self) -> int:
+        return self.num_answered + self.num_missed
+
+    @property
+    def good_per_s(self) -> float:
+        return self.num_answered / self.seconds
 
     @property
     def p99_ms(self) -> float:
         return 1000 * sorted(self.latencies_s)[int(0.99 * len(self.latencies_s))]
 
     @property
-    def good_per_s(self) -> float:
-        return len(self.latencies_s) / self.seconds
+    def sizes(self) -> list[int]:
+        return [size for worker in self.workers for size in worker.computed]
+
+    def note(self, instance: Instance, *, counts: bool) -> None:
+        if isinstance(instance.exception(), DeadlineExceededError):
+            self.num_missed += counts
+        elif counts:
+            self.latencies_s.append(instance.dispatcher.loop.time() - instance.arrived)
 
 
 def simulate(
-    cost: Callable[[int], float] | Sequence[Callable[[int], float]],
+    cost: CostCurve | Sequence[CostCurve],
     rate: float,
     seconds: float = 20.0,
     *,
-    monkeypatch: pytest.MonkeyPatch,
-    timeouts_s: Callable[[random.Random], float] = lambda chance: 30.0,
-    objective_s: float = 0.0,
-    num_workers: int = 2,
+    timeouts_s: Callable[[random.Random], float] | None = None,
+    burst: int = 1,
     warm_s: float = 3.0,
     noise: float = 0.1,
+    **changes: Any,
+) -> Stream:
+    """Serve one stream, and return it; see `simulate_mix`."""
+    stream = Stream(rate, burst=burst, draw_timeout_s=timeouts_s)
+    simulate_mix([stream], cost, seconds, warm_s=warm_s, noise=noise, **changes)
+    return stream
+
+
+def simulate_mix(
+    streams: Sequence[Stream],
+    cost: CostCurve | Sequence[CostCurve],
+    seconds: float,
+    *,
+    num_workers: int = 2,
+    noise: float = 0.0,
+    warm_s: float = 2.0,
     seed: int = 0,
-    burst: int = 1,
+    max_queue_length: int = 1024,
+    max_batch_size: int = 8,
+    objective_s: float = 0.0,
     worker_type: type[SimulatedWorker] = SimulatedWorker,
-    **settings: float,
-) -> Outcome:
-    """Serve requests that arrive at random, `rate` a second on average.
+    lost_at: float | None = None,
+    back_after_s: float = 3.0,
+) -> None:
+    """Serve streams for some seconds after a warm-up.
 
     Args:
-        cost: What a batch of a size takes; of several, each is that of one worker.
-        burst: How many arrive at once.
+        cost: Cost of a batch; of several, each is that of one worker.
+        noise: How much the cost of a batch varies, up or down, as a share of it.
+        lost_at: Moment when one of the workers dies, to come back `back_after_s` later.
     """
-    outcome = Outcome(seconds=seconds)
     costs = [cost] * num_workers if callable(cost) else cost
+
+    async def send(stream: Stream, dispatcher: Dispatcher, began: float, number: int) -> None:
+        loop = asyncio.get_running_loop()
+        chance = random.Random(f"{seed} {number}" if len(streams) > 1 else seed)
+        due = began + stream.from_s
+        end = began + min(stream.until_s, warm_s + seconds)
+        while (due := due + chance.expovariate(stream.rate / stream.burst)) < end:
+            await asyncio.sleep(due - loop.time())
+            counts = due >= began + warm_s
+            for _ in range(stream.burst):
+                draw = stream.draw_timeout_s
+                timeout_s = draw(chance) if draw else stream.timeout_s
+                stream.num_asked += counts
+                try:
+                    ref = ref_to(b"x", timeout_s, stream.priority)
+                    instance = dispatcher.submit(ref, [b"x"])
+                except OverloadedError:
+                    stream.num_refused += counts
+                    continue
+                instance.add_done_callback(functools.partial(stream.note, counts=counts))
+
+    async def lose(dispatcher: Dispatcher, worker: SimulatedWorker, at: float) -> None:
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(at - loop.time())
+        dispatcher.detach(worker)
+        worker.die(started=False)
+        await asyncio.sleep(back_after_s)
+        dispatcher.attach(worker_type(costs[0], worker.id.slot, noise))
 
     async def go() -> None:
         metrics = ModelMetrics("m")
-        arena = Arena(4 * 2**20)
-        max_batch_size = int(settings.pop("max_batch_size", 8))
+        arena = Arena(8 * 2**20)
         objective = Objective(objective_s, model="m") if objective_s else None
         kind = functools.partial(ObjectiveAdmission, objective) if objective else Admission
-        admission = kind(
-            max_queue_length=1024, max_batch_size=max_batch_size, rejected=metrics.rejected
-        )
         dispatcher = Dispatcher(
             name="m",
             arena=arena,
-            admission=admission,
+            admission=kind(
+                max_queue_length=max_queue_length,
+                max_batch_size=max_batch_size,
+                rejected=metrics.rejected,
+            ),
             quarantine=Quarantine(name="m", duration_s=60.0),
             metrics=metrics,
             max_batch_size=max_batch_size,
             objective=objective,
-            **settings,
         )
         workers = [worker_type(each, slot, noise) for slot, each in enumerate(costs)]
         for worker in workers:
             dispatcher.attach(worker)
-        loop = asyncio.get_running_loop()
-        chance = random.Random(seed)
-        began = due = loop.time()
-        number = -1
-        while due < began + warm_s + seconds:
-            if (number := number + 1) % burst == 0:
-                due += chance.expovariate(rate / burst)
-                await asyncio.sleep(due - loop.time())
-            timeout_s = timeouts_s(chance)
-            counts = due >= began + warm_s
-            try:
-                instance = dispatcher.submit(ref_to(b"x", timeout_s), [b"x"])
-            except OverloadedError:
-                outcome.num_refused += counts
-                continue
-            if counts:
-                instance.add_done_callback(note)
-            else:
-                instance.add_done_callback(lambda done: done.exception())
-        await dispatcher.drain(60.0)
+        for stream in streams:
+            stream.seconds, stream.workers = seconds, workers
+        began = asyncio.get_running_loop().time()
+        async with asyncio.TaskGroup() as group:
+            for number, stream in enumerate(streams):
+                group.create_task(send(stream, dispatcher, began, number))
+            if lost_at is not None:
+                group.create_task(lose(dispatcher, workers[0], began + lost_at))
+        await dispatcher.drain(1000.0)
         await asyncio.sleep(0)
-        outcome.sizes = [size for worker in workers for size in worker.computed]
-        outcome.shares = [sum(worker.computed) for worker in workers]
         arena.close()
 
-    def note(instance: Instance) -> None:
-        if isinstance(instance.exception(), DeadlineExceededError):
-            outcome.num_missed += 1
-        else:
-            outcome.latencies_s.append(instance.dispatcher.loop.time() - instance.arrived)
-
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner, monkeypatch.context() as patch:
-        loop = runner.get_loop()
-        patch.setattr(time, "monotonic", loop.time)
-        runner.run(go())
-    return outcome
+    run_in_virtual_time(go(), limit_s=1e9)

@@ -1,7 +1,7 @@
-"""The dispatcher's books under random schedules of everything that may happen to an instance.
+"""The dispatcher's ledger under random schedules of everything that may happen to an instance.
 
-The clock is ours, the workers are fakes that echo what lies in the slots of their batches, and
-after each step the books are compared with what was done.
+The test moves the clock. Its fake workers echo the slots of their batches. After each step the
+counters are compared with what was done.
 """
 
 import asyncio
@@ -48,13 +48,13 @@ FAILURES = (
     WorkerCrashedError,
 )
 POISON = b"the same each time"
-UNSAYABLE = b"what no message can say"
+UNSENDABLE = b"cannot be encoded"
 """Payloads with this in them cannot be encoded for a worker."""
 QUARANTINE_S = 5
 
 
-class Clock:
-    """In the place of the module `time`."""
+class ManualClock:
+    """Stands in for the module `time`."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -64,9 +64,9 @@ class Clock:
 
 
 class ClockedLoop(asyncio.SelectorEventLoop):
-    """Its time passes when it is told to."""
+    """An event loop on that clock."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: ManualClock) -> None:
         super().__init__()
         self._clock = clock
 
@@ -75,7 +75,7 @@ class ClockedLoop(asyncio.SelectorEventLoop):
 
 
 class EchoWorker(FakeWorker):
-    """Answers with the payloads, which must lie in their slots until it does."""
+    """Answers with the payloads, which must stay in their slots until then."""
 
     def __init__(self, arena: Arena, credit: int, chance: random.Random) -> None:
         super().__init__(credit=credit)
@@ -87,10 +87,10 @@ class EchoWorker(FakeWorker):
         assert 1 <= len(items) <= MAX_BATCH_SIZE
         assert len(self.batches) < self.credit
         payloads = [self._arena.read(ref.offset, ref.num_bytes) for ref in items]
-        if any(UNSAYABLE in payload for payload in payloads) or self._chance.random() < 0.02:
+        if any(UNSENDABLE in payload for payload in payloads) or self._chance.random() < 0.02:
             raise OverflowError("can't serialize this")
         for ref, payload in zip(items, payloads, strict=True):
-            assert ref.offset not in self._given, "a slot that it holds was given out again"
+            assert ref.offset not in self._given, "a slot that a worker holds was given out again"
             self._given[ref.offset] = payload
         return super().run(items)
 
@@ -98,13 +98,13 @@ class EchoWorker(FakeWorker):
         return [ref for items, _ in self.batches for ref in items]
 
     def take(self, items: Sequence[ItemRef]) -> list[bytes]:
-        """The payloads of a batch that it gives up, as they lie there now."""
+        """Give up a batch, and return the payloads that its slots hold now."""
         found = [self._arena.read(ref.offset, ref.num_bytes) for ref in items]
         assert found == [self._given.pop(ref.offset) for ref in items], "a slot was written over"
         return found
 
     def echo(self, chance: random.Random) -> bool:
-        """Answer the oldest batch, some of its items with errors; whether any succeeded."""
+        """Answer the oldest batch, some items with errors; return whether any succeeded."""
         outcomes: list[bytes | ItemError] = [*self.take(self.batches[0][0])]
         for place in range(len(outcomes)):
             if chance.random() < 0.2:
@@ -117,10 +117,10 @@ class EchoWorker(FakeWorker):
         self.die(started=started)
 
 
-class Schedule:
-    """A dispatcher, what was done to it, and what it must have made of that."""
+class RandomSchedule:
+    """A dispatcher, the steps taken with it, and the state that these must lead to."""
 
-    def __init__(self, seed: int, clock: Clock) -> None:
+    def __init__(self, seed: int, clock: ManualClock) -> None:
         self.chance = random.Random(seed)
         self.clock = clock
         self.loop = ClockedLoop(clock)
@@ -129,14 +129,14 @@ class Schedule:
         self.payloads: dict[Instance, bytes] = {}
         self.settled: Counter[Instance] = Counter()
         self.is_sick = self.chance.random() < 0.2
-        """Workers die of whatever they compute."""
+        """Workers die of any input."""
         self.num_refused = 0
         self.seen: Counter[str] = Counter()
         self.suspects: dict[bytes, float] = {}
-        """Payloads with which a worker has died lately, and until when that is remembered."""
+        """Payloads with which a worker has died lately, by when that is forgotten."""
         self.num_deaths_alone: Counter[bytes] = Counter()
         self.recent: set[bytes] = set()
-        """Payloads that died alone since the last success."""
+        """Payloads that killed a worker alone since the last success."""
         self.workers: list[EchoWorker] = []
         self.numbers = itertools.count()
         self.drain: asyncio.Future[None] | None = None
@@ -180,7 +180,7 @@ class Schedule:
             size = self.chance.choice([0, 900, 3000])
             payload = POISON if is_poison else b"%d " % next(self.numbers) + bytes(size)
             if self.chance.random() < 0.03:
-                payload += UNSAYABLE
+                payload += UNSENDABLE
             timeout_s = self.chance.choice([60.0, 60.0, 2.0, 0.05, 0.004, -0.01])
             ref = ref_to(payload, timeout_s, self.chance.choice([1, 5, 9]))
             before = self.metrics.accepted
@@ -217,14 +217,14 @@ class Schedule:
                 self.loop.call_soon(self.acquit, refs)
 
     def acquit(self, refs: Sequence[ItemRef]) -> None:
-        """Nothing more is held against an input that has succeeded alone."""
+        """Clear an input that has succeeded alone."""
         for instance in self.payloads:
             if instance.is_solo and any(instance.ref is ref for ref in refs):
                 found = self.suspects.pop(self.payloads[instance], None)
                 self.seen["acquitted"] += found is not None
 
     async def lose(self) -> None:
-        """A worker dies, as one does that has a poison."""
+        """Let a worker die: one that holds the poison, or now and then another."""
         if not self.workers:
             return
         worker = self.chance.choice(self.workers)
@@ -242,10 +242,10 @@ class Schedule:
         worker.perish(started=started)
         self.loop.call_soon(self.note_death, lost, was_alone)  # when the dispatcher hears of it
         if was_idle:
-            self.dispatcher.detach(worker)  # as the pool does, since nothing else tells
+            self.dispatcher.detach(worker)  # as the pool does
 
     def note_death(self, lost: "Sequence[Instance]", was_alone: bool) -> None:
-        """What is to be remembered of those that were in the batch when its worker died."""
+        """Remember the inputs that were in the batch when its worker died."""
         self.seen["nobody waited"] += was_alone and lost[0].cancelled()
         if was_alone:
             (payload,) = [self.payloads[instance] for instance in lost]
@@ -275,7 +275,7 @@ class Schedule:
     async def begin_drain(self) -> None:
         self.drain = asyncio.ensure_future(self.dispatcher.drain(self.chance.choice([0.01, 1.0])))
 
-    STEPS: ClassVar[dict[Callable[["Schedule"], Coroutine[Any, Any, None]], int]] = {
+    STEPS: ClassVar[dict[Callable[["RandomSchedule"], Coroutine[Any, Any, None]], int]] = {
         submit: 30,
         attach: 20,
         answer: 30,
@@ -289,7 +289,7 @@ class Schedule:
     SICK_STEPS: ClassVar = STEPS | {answer: 1, lose: 45}
 
     def check_outcomes(self) -> None:
-        """Each outcome is counted once, and is the right one."""
+        """Check that each outcome is counted once, and is the right one."""
         found: Counter[str] = Counter()
         for instance, payload in self.payloads.items():
             if not instance.done():
@@ -298,7 +298,7 @@ class Schedule:
                 found["cancelled"] += 1
             elif (error := instance.exception()) is None:
                 found["succeeded"] += 1
-                assert UNSAYABLE not in payload
+                assert UNSENDABLE not in payload
                 assert instance.result().value == payload
             elif isinstance(error, DeadlineExceededError):
                 found["expired"] += 1
@@ -317,7 +317,7 @@ class Schedule:
         assert set(self.settled.values()) <= {1}
 
     def check_slots(self) -> None:
-        """Slots are taken by what waits and by what workers hold, and by nothing else."""
+        """Check that waiting instances and those in batches have slots, and nothing else has."""
         queued = {instance.ref.offset: instance.ref for instance in self.dispatcher._queue}
         held = {ref.offset: ref for worker in self.workers for ref in worker.held()}
         assert not queued.keys() & held.keys()
@@ -329,14 +329,14 @@ class Schedule:
         assert {each.ref.offset for each in waiting} <= queued.keys() | held.keys()
 
     def finish(self) -> None:
-        """What is in flight has a deadline; what workers hold comes back with their end."""
+        """Check that deadlines settle all that is left, and that dead workers' slots come back."""
         assert self.drain is not None
         self.do(turn())
         for _ in range(self.chance.choice([0, 100])):
             self.do(self.answer())
             self.do(turn())
         if not self.metrics.in_flight:
-            assert self.drain.done(), "it waits for nothing"
+            assert self.drain.done(), "the drain goes on with nothing in flight"
         self.clock.now += 2
         self.do(turn())
         assert self.drain.done()
@@ -352,27 +352,27 @@ class Schedule:
 
 
 async def turn() -> None:
-    """Let all happen that was caused."""
+    """Let the loop do what it has been asked to."""
     for _ in range(8):
         await asyncio.sleep(0)
 
 
 def slot_bytes(num_bytes: int) -> int:
-    """What a payload takes of the arena."""
+    """Return the bytes that a payload takes in the arena."""
     size = MIN_BLOCK_BYTES
     while size < num_bytes:
         size *= 2
     return size
 
 
-def test_books_balance_and_slots_are_kept_whatever_happens_in_whatever_order(
+def test_ledger_and_slots_stay_right_whatever_happens_in_whatever_order(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    clock = Clock()
+    clock = ManualClock()
     monkeypatch.setattr(dispatcher_module, "time", clock)
     seen: Counter[str] = Counter()
     for seed in range(NUM_SCHEDULES):
-        schedule = Schedule(seed, clock)
+        schedule = RandomSchedule(seed, clock)
         try:
             schedule.run()
         except BaseException as error:
@@ -384,5 +384,5 @@ def test_books_balance_and_slots_are_kept_whatever_happens_in_whatever_order(
         seen.update(metrics.rejected)
         seen.update(schedule.seen)
     never = {name for name in (*seen, "quarantined", "doubt") if not seen[name]}
-    # The pool says the former, and the latter takes an objective.
+    # "unavailable" comes from the pool, and "objective" from an objective.
     assert never == {"unavailable", "objective"}, seen

@@ -1,11 +1,11 @@
-"""What becomes of each kind of calls where several come at once: see `tests.service.mixes`."""
+"""Several kinds of calls at once: see `tests.service.simulation`."""
 
 import random
 from collections import Counter
 
 import pytest
 
-from tests.service.mixes import Stream, simulate_mix
+from tests.service.simulation import Stream, simulate_mix
 
 
 def slow(size: int) -> float:
