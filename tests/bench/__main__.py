@@ -1,16 +1,17 @@
 """The command `python -m tests.bench`: measures the service and its peers. See README.md."""
 
 import argparse
+import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
+from typing import Any
 
 from tests.bench import (
     entries,
     front,
-    loss,
     model,
     outputs,
     overload,
@@ -22,94 +23,64 @@ from tests.bench import (
     sweep,
     trace,
 )
-from tests.bench.processes import INFERPOOL, BenchError, require_free
-from tests.bench.rounds import Plan
+from tests.bench.frame import Benchmark
+from tests.bench.server import INFERPOOL, BenchError, require_free
 
-_BENCHMARKS = {
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_BENCHMARKS: Mapping[str, ModuleType] = {
     "peers": peers,
     "sweep": sweep,
-    "loss": loss,
     "model": model,
-    "start": start,
-    "overload": overload,
     "presets": presets,
     "front": front,
     "entries": entries,
-    "soak": soak,
     "outputs": outputs,
     "trace": trace,
+    "start": start,
+    "overload": overload,
     "split": split,
+    "soak": soak,
 }
-_CONNECTIONS = {
-    "peers": "1,16,64",
-    "loss": "1,16,64",
-    "model": "16,64",
-    "sweep": "64",
-    "split": "1,16",
-}
-_SECS = {"peers": 4, "loss": 4, "model": 8, "sweep": 5, "split": 6}
+"""Modules with HELP, the DEFAULTS of the shared options that they take, and `run`; `report` where
+there are cells to show, and `add_arguments` where there are options of their own."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one benchmark; returns the exit status."""
+    """Run one benchmark; return the exit status."""
     args = _parser().parse_args(argv)
-    plan = Plan(
-        connections=args.connections,
-        secs=args.secs,
-        warm_s=args.warm,
-        rounds=args.rounds,
-        port=args.port,
-    )
+    bench = Benchmark(args.benchmark, args)
+    module = _BENCHMARKS[args.benchmark]
     try:
         require_free(args.port)
-        status: int = args.run(args, plan)
+        module.run(bench)
     except BenchError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
+        if not (bench.cells or bench.parts):
+            sys.stderr.write(f"{error}\n")
+            return 2
+        bench.failures.append(str(error))
     except KeyboardInterrupt:
-        return 130
-    return status
+        bench.is_complete = False
+    if bench.cells:
+        module.report(bench)
+    if bench.parts:
+        bench.publish()
+    return bench.conclude()
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
-    verbs = parser.add_subparsers(metavar="BENCHMARK", required=True)
+    verbs = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
     for name, module in _BENCHMARKS.items():
-        verb = verbs.add_parser(
-            name,
-            help=module.HELP,
-            description=module.__doc__,
-        )
-        verb.set_defaults(run=module.run)
-        verb.set_defaults(connections=(), secs=0, warm=0, rounds=1)
-        if module is not soak:
-            verb.add_argument("--rounds", type=_positive, default=5, help="default: %(default)s")
-        if name in _CONNECTIONS:
-            _add_load(verb, name)
+        verb = verbs.add_parser(name, help=module.HELP, description=module.__doc__)
         verb.add_argument("--port", type=int, default=8171, help="default: %(default)s")
         verb.add_argument("--inferpool", default=INFERPOOL, help="its command (%(default)s)")
         verb.add_argument("--out", type=Path, help="the JSON file; default: one in tests/bench/out")
-        module.add_arguments(verb)
+        for option, default in module.DEFAULTS.items():
+            kind, text = _SHARED[option]
+            verb.add_argument(f"--{option}", type=kind, default=default, help=text)
+        if hasattr(module, "add_arguments"):
+            module.add_arguments(verb)
     return parser
-
-
-def _add_load(verb: argparse.ArgumentParser, name: str) -> None:
-    verb.add_argument(
-        "--secs", type=_positive, default=_SECS[name], help="of each cell (%(default)s)"
-    )
-    verb.add_argument(
-        "--warm", type=int, default=2, help="seconds of load before each turn (%(default)s)"
-    )
-    verb.add_argument(
-        "--connections",
-        type=_counts,
-        default=_CONNECTIONS[name],
-        help="comma-separated (%(default)s)",
-    )
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    return tuple(_positive(part) for part in text.split(","))
 
 
 def _positive(text: str) -> int:
@@ -119,12 +90,27 @@ def _positive(text: str) -> int:
     return number
 
 
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(_positive(part) for part in text.split(","))
+
+
+_SHARED: Mapping[str, tuple[Callable[[str], Any], str]] = {
+    "rounds": (_positive, "default: %(default)s"),
+    "secs": (_positive, "seconds of each cell (%(default)s)"),
+    "warm": (int, "seconds of load before each turn (%(default)s)"),
+    "connections": (_counts, "comma-separated (%(default)s)"),
+    "serve-args": (shlex.split, 'further arguments of inferpool, as "--replicas 1" (%(default)s)'),
+}
+"""Options that several benchmarks take: type and help."""
+
+
 def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    # As Ctrl-C does: the servers are ended on the way out, and what was measured is kept.
+    for each in _SIGNALS:  # a second one would leave servers behind
+        signal.signal(each, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _interrupt)
-    signal.signal(signal.SIGHUP, _interrupt)
+    for each in _SIGNALS:
+        signal.signal(each, _interrupt)
     sys.exit(main())

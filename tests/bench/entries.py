@@ -1,9 +1,9 @@
-"""`entries`: which of our own files a call enters in the front end, and how often it goes between.
+"""`entries`: our own files that a call enters in the front end, and how often it goes between them.
 
-A real service answers a few calls, each on a connection of its own and with a head of its own, as
-the first call of a client has it. Its processes note each function that begins: where the nearest
-caller that is ours lies in another file, or there is none, a file is entered. What runs by the side
-now and then (a look at the workers, say) is left out by taking the call with the fewest entries.
+A real service answers a few calls, each on a new connection and with another head, like the first
+call of a client. Its processes note each function of ours that begins: if its nearest caller among
+ours lies in another file, or there is none, the call enters a file. The call with the fewest
+entries counts, since work beside the calls (looking at the workers, say) adds some now and then.
 """
 
 import argparse
@@ -15,27 +15,26 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from tests.bench import rounds
-from tests.bench.processes import HOST, ROOT, BenchError, Probe, Server, ask, inferpool
-from tests.bench.report import save, table
+from tests.bench.frame import Benchmark
+from tests.bench.server import HOST, ROOT, BenchError, BenchServer, Probe, ask, inferpool
 
 HELP = "our own files that one call enters in the front end, and how often"
+DEFAULTS: Mapping[str, object] = {}
 _SIGNAL = signal.SIGUSR2
 _OWN = str(ROOT / "inferpool") + os.sep
 _NUM_CALLS = 5
 _WAIT_S = 10.0
 _LOOP = "(loop)"
-"""Where what the event loop calls comes from."""
+"""Origin of calls that the event loop makes."""
 _HOOK = "from tests.bench.entries import listen\nlisten({folder!r})\n"
 """Python runs it in each process of the service, as `sitecustomize`."""
 
 Entry = tuple[str, str]
-"""The file that a call comes from, and the one that it enters."""
+"""File that a call comes from, and file that it enters."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,32 +42,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="show each way between two files")
 
 
-def run(args: argparse.Namespace, plan: rounds.Plan) -> int:
-    """Count, print and save; returns the exit status."""
-    entries = count(args.inferpool, args.front_ends, plan.port)
+def run(bench: Benchmark) -> None:
+    """Count the entries of one call."""
+    args = bench.args
+    entries = count(args.inferpool, args.front_ends, args.port)
     files = Counter(entered for _, entered in entries)
-    rows = [(name, str(num)) for name, num in files.most_common()]
-    if args.all:
-        ways = Counter(entries).most_common()
-        rows = [(f"{come} -> {entered}", str(num)) for (come, entered), num in ways]
-    table(
-        f"Own files that one call enters: {len(files)}; entries: {len(entries)}",
-        ["file", "entries"],
-        rows,
-        "A call from one of our files into another is an entry, and so is one from the event loop.",
-    )
-    save("entries", args.out, {"fronts": args.front_ends, "files": files, "entries": entries})
-    return 0
+    bench.content |= {"files": files, "entries": entries}
+    named = [f"{come} -> {entered}" for come, entered in entries] if args.all else files
+    rows = [(name, str(num)) for name, num in Counter(named).most_common()]
+    title = f"Own files that one call enters: {len(files)}; entries: {len(entries)}"
+    caption = "A call from one of our files into another is an entry, as is one from the loop."
+    bench.add_table(title, ["file", "entries"], rows, caption)
 
 
 def count(command: str, num_fronts: int, port: int) -> Sequence[Entry]:
-    """The entries of one call to the echo model, in the order in which they came.
-
-    Args:
-        command: What runs `inferpool`.
-        num_fronts: Processes that take calls.
-        port: To serve at.
-    """
+    """Return the entries of one call to the echo model, in their order."""
     with tempfile.TemporaryDirectory(prefix="entries-") as name:
         folder = Path(name)
         (folder / "sitecustomize.py").write_text(_HOOK.format(folder=name))
@@ -76,14 +64,14 @@ def count(command: str, num_fronts: int, port: int) -> Sequence[Entry]:
         env = {"PYTHONPATH": path}
         flags = ("--replicas", "1", "--speed", "exact", "--front-ends", str(num_fronts))
         contender = inferpool(command, "echo", *flags, env=env)
-        with Server(contender, port, folder / "log") as server:
+        with BenchServer(contender, port, folder / "log") as server:
             server.wait_ready(Probe(path="/predict", body=b"x"), 60.0)
             calls = [_count_call(server, folder, number) for number in range(_NUM_CALLS)]
     return min(calls, key=len)
 
 
 def listen(folder: str) -> None:
-    """Have this process note what it enters from one signal to the next, in a file of a folder."""
+    """Note what this process enters from one signal to the next, in a file of the folder."""
     entries: list[Entry] = []
     ground: set[FrameType] = set()
 
@@ -116,12 +104,12 @@ def listen(folder: str) -> None:
 
 
 def _own_file(frame: FrameType) -> str | None:
-    """Which file of ours a function lies in, by its path in the repository."""
+    """Return the file of ours that a function lies in, by its path in the repository."""
     path = frame.f_code.co_filename
     return path[len(str(ROOT)) + 1 :] if path.startswith(_OWN) else None
 
 
-def _count_call(server: Server, folder: Path, number: int) -> list[Entry]:
+def _count_call(server: BenchServer, folder: Path, number: int) -> list[Entry]:
     health = json.loads(ask(server.port, Probe(path="/health"))[1])
     pids = sorted({server.pid, *(front["pid"] for front in health["fronts"])})
     with socket.create_connection((HOST, server.port)) as connection:
@@ -130,25 +118,18 @@ def _count_call(server: Server, folder: Path, number: int) -> list[Entry]:
             "Content-Type: image/jpeg\r\nContent-Length: 1024\r\n\r\n"
         )
         time.sleep(0.2)  # the connection is taken
-        with _noting(pids, folder) as noted:
-            connection.sendall(head.encode() + b"\xff\xd8\xff" + b"x" * 1021)
-            answer = connection.recv(65536)
-            time.sleep(0.02)  # it is done with the call
+        _signal_all(pids, folder)
+        connection.sendall(head.encode() + b"\xff\xd8\xff" + b"x" * 1021)
+        answer = connection.recv(65536)
+        time.sleep(0.02)  # it is done with the call
+        noted = _signal_all(pids, folder)
     if not answer.startswith(b"HTTP/1.1 200"):
         raise BenchError(f"the call was answered with {answer[:300]!r}")
     return [(come, entered) for each in noted.values() for come, entered in each]
 
 
-@contextmanager
-def _noting(pids: Sequence[int], folder: Path) -> Iterator[Mapping[int, list[Entry]]]:
-    noted: dict[int, list[Entry]] = {}
-    _signal_all(pids, folder)
-    yield noted
-    noted |= _signal_all(pids, folder)
-
-
 def _signal_all(pids: Sequence[int], folder: Path) -> Mapping[int, list[Entry]]:
-    """Have each begin or end to note, and what it noted by then."""
+    """Make each process begin or end its notes; return what it has noted."""
     for pid in pids:
         (folder / f"{pid}.json").unlink(missing_ok=True)
         os.kill(pid, _SIGNAL)

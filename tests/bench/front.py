@@ -1,16 +1,16 @@
-"""`front`: the front end's own work on a call, step by step: no sockets, and no worker.
+"""`front`: the front end's own work on a call, step by step: no sockets, and no worker process.
 
-Each connection is handed the bytes of a call, as a socket would; a worker that is none answers each
-batch at once; what is written goes nowhere. So what is timed is Python (and uvloop's callbacks),
-and all steps of 64 calls are taken together, as they are under load.
+Each connection gets the bytes of a call, as from a socket; a fake worker answers each batch at
+once; answers are thrown away. So only Python (and uvloop's callbacks) is timed. Each step is taken
+for 64 calls together, as it is under load.
 """
 
 import argparse
 import asyncio
 import gc
 import time
-from collections.abc import Iterable
-from statistics import median
+from collections.abc import Iterator
+from statistics import median, quantiles
 from typing import Any
 
 import uvicorn
@@ -19,17 +19,15 @@ from uvicorn.server import ServerState
 
 from inferpool.service.api.predict import Predict
 from inferpool.service.api.wire.protocol import PredictProtocol
-from inferpool.service.queue.admission import Admission
-from inferpool.service.queue.dispatcher import Dispatcher
-from inferpool.service.queue.quarantine import Quarantine
 from inferpool.service.telemetry.metrics import Metrics, recorder
 from inferpool.workers.arena import Arena
 from inferpool.workers.host.engine import WorkerId
-from tests.bench import rounds
-from tests.bench.report import save, table
+from tests.bench.frame import Benchmark, Cell, Column
 from tests.fakes import FakeWorker
+from tests.service.pools import make_dispatcher
 
 HELP = "the front end's own work on a call, step by step, without sockets"
+DEFAULTS = {"rounds": 5}
 _NUM_CONNECTIONS = 64
 _NUM_WORKERS = 2
 _NUM_WARM = 200
@@ -49,42 +47,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=64, help="the largest (%(default)s)")
 
 
-def run(args: argparse.Namespace, plan: rounds.Plan) -> int:
-    """Measure, print and save; returns the exit status."""
-    turns: list[list[float]] = []
-    for _ in range(plan.rounds):
-        turns += uvloop.run(_measure(args.bytes, args.batch))
-    columns = [*zip(*turns, strict=True), [sum(turn) for turn in turns]]
-    table(
-        f"CPU of the front end per call, in µs: {args.bytes} bytes, batches of {args.batch}",
-        ["step", "least", "median"],
-        [
-            (name, f"{_least(column):.2f}", f"{median(column):.2f}")
-            for name, column in zip((*STEPS, "all"), columns, strict=True)
-        ],
-        "Least is the second percentile: what it takes where nothing else has the core.",
-    )
-    save(
-        "front",
-        args.out,
-        {
-            "bytes": args.bytes,
-            "batch": args.batch,
-            "least_us": dict(zip((*STEPS, "all"), map(_least, columns), strict=True)),
-            "median_us": dict(zip((*STEPS, "all"), map(median, columns), strict=True)),
-        },
-    )
-    return 0
+def run(bench: Benchmark) -> None:
+    """Time the steps in each round."""
+
+    def take(round_: int) -> Iterator[Cell]:
+        turns = uvloop.run(_measure(bench.args.bytes, bench.args.batch))
+        columns = [*zip(*turns, strict=True), [sum(turn) for turn in turns]]
+        for step, values in zip((*STEPS, "all"), columns, strict=True):
+            figures = {"least_us": quantiles(values, n=50)[0], "median_us": median(values)}
+            yield Cell(workload="call", contender=step, round=round_, figures=figures)
+
+    bench.take_turns({"all steps": take})
 
 
-def _least(values: Iterable[float]) -> float:
-    """The second percentile: what it takes where nothing else has the core, without luck."""
-    ordered = sorted(values)
-    return ordered[len(ordered) // 50]
+def report(bench: Benchmark) -> None:
+    """Print the CPU time of each step."""
+    columns = [Column("least_us", "least us", 2), Column("median_us", "median us", 2)]
+    caption = "least: the second percentile, which a step takes where nothing else has the core."
+    bench.add_cells("CPU of the front end per call", "", columns, caption)
 
 
 class _Nowhere(asyncio.Transport):
-    """A socket that takes everything."""
+    """A socket that takes everything and sends nothing."""
 
     def write(self, data: object) -> None:
         return
@@ -104,22 +88,16 @@ class _Nowhere(asyncio.Transport):
 
 
 async def _measure(num_bytes: int, max_batch_size: int) -> list[list[float]]:
-    """Microseconds of each step per call, of each turn."""
-    metrics = Metrics(["echo"], {})
-    model = metrics.model("echo")
-    dispatcher = Dispatcher(
-        name="echo",
-        arena=Arena(_ARENA_BYTES),
-        admission=Admission(
-            max_queue_length=_MAX_QUEUED, max_batch_size=max_batch_size, rejected=model.rejected
-        ),
-        quarantine=Quarantine(name="echo", duration_s=300),
-        metrics=model,
+    """Return the microseconds of each step per call, for each turn."""
+    metrics = Metrics(["m"], {})
+    dispatcher = make_dispatcher(
+        Arena(_ARENA_BYTES),
+        metrics.model("m"),
+        max_queue_length=_MAX_QUEUED,
         max_batch_size=max_batch_size,
     )
-
-    predict = Predict({"echo": dispatcher}, default="echo", on_done=recorder(metrics.model))
-    workers = [FakeWorker(WorkerId(model="echo", slot=slot)) for slot in range(_NUM_WORKERS)]
+    predict = Predict({"m": dispatcher}, default="m", on_done=recorder(metrics.model))
+    workers = [FakeWorker(WorkerId(model="m", slot=slot)) for slot in range(_NUM_WORKERS)]
     for worker in workers:
         dispatcher.attach(worker)
     protocols = _connections(predict)
@@ -156,7 +134,7 @@ async def _measure(num_bytes: int, max_batch_size: int) -> list[list[float]]:
 
 
 async def _no_app(scope: Any, receive: Any, send: Any) -> None:
-    """No call comes by ASGI."""
+    """Serve nothing: no call comes by ASGI."""
 
 
 def _connections(predict: Predict) -> list[PredictProtocol]:

@@ -1,33 +1,31 @@
-"""The speed presets of a classifier: images/s against exact in alternating rounds, on one thread.
+"""`presets`: the speed presets of a classifier against exact, on one thread, and their answers.
 
 Answers are compared on crops and mirror images of scikit-image's photographs.
 """
 
 import argparse
+import random
 import statistics
-import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
-import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from skimage import data
 from torch import nn
 
 from inferpool.models.agreement import LabelTolerance, expected_agreement
 from inferpool.models.sources.registry import build
 from inferpool.models.spec import Placement
-from inferpool.models.speed.choose import SpeedWish, choose
 from inferpool.models.speed.presets import prepare, presets_for
 from inferpool.models.vision.classifier import Classifier
 from inferpool.workers.inside.own_process import pin
-from tests.bench.processes import BenchError
-from tests.bench.report import Spread, Steps, save, spread, table
-from tests.bench.rounds import Plan
+from tests.bench.frame import Benchmark, Cell, Column
+from tests.bench.server import BenchError
 
 HELP = "exact against each speed preset, in speed and in answers"
+DEFAULTS = {"rounds": 5}
 _SOURCES = "efficientnet_lite0,torchvision:resnet18,torchvision:mobilenet_v3_small"
 _PHOTOGRAPHS = (
     "astronaut", "brick", "camera", "cell", "chelsea", "clock", "coffee", "coins", "grass",
@@ -35,24 +33,7 @@ _PHOTOGRAPHS = (
     "text",
 )  # fmt: skip
 _BATCHES = (1, 4, 8)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One preset of one model."""
-
-    source: str
-    preset: str
-    images_per_s: Mapping[int, Spread]
-    """By batch size."""
-    ratios: Mapping[int, Spread]
-    """To exact, of the same round."""
-    agreement: float
-    """Of the pictures, those with the same best label."""
-    expected: float
-    """What the model's tolerance would have made of these pictures."""
-    deviation: float
-    """The largest of any probability."""
+_COLUMN = Column("images_per_s", "images/s", 0, "range")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,50 +43,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace, plan: Plan) -> int:
+def run(bench: Benchmark) -> None:
+    """Time each preset of each model, and compare its answers with those of exact."""
     pin(Placement(devices=("cpu",)))
-    sources = args.sources.split(",")
-    rows: list[Row] = []
-    chosen: dict[str, str] = {}
-    with Steps(2 * len(sources)) as steps:
-        for source in sources:
-            steps.begin(f"{source}: presets")
-            model = _load(source)
-            rows += _compare(model, source, pictures()[: args.pictures], plan.rounds)
-            steps.end()
-            steps.begin(f"{source}: auto")
-            wish = SpeedWish(speed="auto", max_batch_size=8, cache_dir=None)
-            began = time.monotonic()
-            report = choose(model, wish, lambda stage: None)
-            chosen[source] = f"{report.text()}; chosen in {time.monotonic() - began:.1f} s"
-            steps.end()
-    _print(rows)
-    for source, text in chosen.items():
-        sys.stdout.write(f"auto, {source}: {text}\n")
-    save("presets", args.out, {"rows": [asdict(row) for row in rows], "auto": chosen})
-    return 0
+    views = pictures(bench.args.pictures)
+    answers: list[Mapping[str, object]] = []
+    bench.content["answers_to_pictures"] = answers
+    for source in bench.args.sources.split(","):
+        model = _load(source)
+        with torch.inference_mode():
+            pixels = torch.stack([model.transform_image(view) for view in views])
+            exact = model.network
+            networks = _prepared(model, pixels)
+            bench.take_turns({source: partial(_time, model, source, networks, pixels)})
+            answers += _compare(model, source, networks, pixels)
+            model.network = exact
 
 
-def pictures() -> Sequence[Image.Image]:
-    """Each photograph whole, nine crops of 85 % and of 60 % of its short edge, and all mirrored."""
-    arrays = [getattr(data, name)() for name in _PHOTOGRAPHS]
-    arrays += data.stereo_motorcycle()[:2]
+def report(bench: Benchmark) -> None:
+    """Print speeds, ratios to exact, and the agreement of answers."""
+    bench.add_cells("Speed presets, one thread", "batch", [_COLUMN])
+    bench.add_ratios("batch", [_COLUMN], lambda name: name == "exact")
+    rows = [
+        (str(each["source"]), str(each["preset"]), f"{each['agreement']:.1%}",
+         f"{each['expected']:.1%}", f"{each['deviation']:.1e}")
+        for each in bench.content["answers_to_pictures"]
+    ]  # fmt: skip
+    wanted = LabelTolerance()
+    caption = (
+        f"Wanted: {wanted.min_agreement:.0%} and {wanted.max_deviation}. expected: the agreement "
+        "that the model's tolerance estimates. torchvision's networks have random weights here: "
+        "their answers say little about trained ones."
+    )
+    columns = ("model", "preset", "same label", "expected", "largest deviation")
+    bench.add_table("Answers against exact", columns, rows, caption)
+
+
+def pictures(num: int) -> Sequence[Image.Image]:
+    """Return crops of scikit-image's photographs in turn, half of them mirrored."""
+    photos = [Image.fromarray(getattr(data, name)()).convert("RGB") for name in _PHOTOGRAPHS]
+    photos += [Image.fromarray(array).convert("RGB") for array in data.stereo_motorcycle()[:2]]
+    chance = random.Random(0)
     views = []
-    for array in arrays:
-        photo = Image.fromarray(array).convert("RGB")
-        width, height = photo.size
-        boxes = [(0, 0, width, height)]
-        for part in (0.85, 0.6):
-            edge = int(min(photo.size) * part)
-            for x in (0, (width - edge) // 2, width - edge):
-                boxes += [
-                    (x, y, x + edge, y + edge) for y in (0, (height - edge) // 2, height - edge)
-                ]
-        for box in boxes:
-            view = photo.crop(box)
-            views += [view, view.transpose(Image.Transpose.FLIP_LEFT_RIGHT)]
-    # In an order that has a bit of everything in front.
-    return [views[i] for i in np.random.default_rng(0).permutation(len(views))]
+    for number in range(num):
+        photo = photos[number % len(photos)]
+        edge = int(min(photo.size) * chance.uniform(0.6, 1))
+        x, y = (chance.randint(0, side - edge) for side in photo.size)
+        view = photo.crop((x, y, x + edge, y + edge))
+        views.append(ImageOps.mirror(view) if chance.random() < 0.5 else view)
+    return views
 
 
 def _load(source: str) -> Classifier:
@@ -118,91 +104,50 @@ def _load(source: str) -> Classifier:
     return model
 
 
-def _compare(
-    model: Classifier, source: str, views: Sequence[Image.Image], num_rounds: int
-) -> list[Row]:
-    with torch.inference_mode():
-        pixels = torch.stack([model.transform_image(view) for view in views])
-        sample = {"image": pixels[:1]}
+def _prepared(model: Classifier, pixels: torch.Tensor) -> Mapping[str, nn.Module]:
+    def call(network: nn.Module) -> object:
+        model.network = network
+        return model.forward({"image": pixels[:1]})
 
-        def call(network: nn.Module) -> object:
-            model.network = network
-            return model.forward(sample)
-
-        exact = model.network
-        networks = {"exact": exact}
-        for name in presets_for(exact, torch.device("cpu")):
-            networks[name] = prepare(name, exact, call)
-        seconds = _time(model, networks, pixels, num_rounds)
-        scores = {name: _scores(model, network, pixels) for name, network in networks.items()}
-        model.network = exact
-    rows = []
-    for name, own in scores.items():
-        per_s = {b: [b / s for s in seconds[name, b]] for b in _BATCHES}
-        ratios = {
-            b: [e / s for e, s in zip(seconds["exact", b], seconds[name, b], strict=True)]
-            for b in _BATCHES
-        }
-        is_same = own.argmax(-1) == scores["exact"].argmax(-1)
-        rows.append(
-            Row(
-                source=source,
-                preset=name,
-                images_per_s={b: spread(values) for b, values in per_s.items()},
-                ratios={b: spread(values) for b, values in ratios.items()},
-                agreement=is_same.float().mean().item(),
-                expected=expected_agreement(scores["exact"], own),
-                deviation=(own - scores["exact"]).abs().max().item(),
-            )
-        )
-    return rows
+    exact = model.network
+    assert isinstance(exact, nn.Module)
+    names = presets_for(exact, torch.device("cpu"))
+    return {"exact": exact, **{name: prepare(name, exact, call) for name in names}}
 
 
 def _time(
     model: Classifier,
+    source: str,
     networks: Mapping[str, nn.Module],
     pixels: torch.Tensor,
-    num_rounds: int,
-) -> dict[tuple[str, int], list[float]]:
-    """Seconds of a batch, by preset and batch size: for each round the median of three."""
-    seconds: dict[tuple[str, int], list[float]] = {}
-    for round_ in range(num_rounds + 1):
-        for size in _BATCHES:
-            for name, network in networks.items():
-                model.network = network
-                taken = []
-                for _ in range(3):
-                    began = time.perf_counter()
-                    model.forward({"image": pixels[:size]})
-                    taken.append(time.perf_counter() - began)
-                if round_:  # the first one warms up
-                    seconds.setdefault((name, size), []).append(statistics.median(taken))
-    return seconds
+    round_: int,
+) -> Iterator[Cell]:
+    """Time each batch size by each preset: the median of three, after one that warms up."""
+    for size in _BATCHES:
+        for name, network in networks.items():
+            model.network = network
+            taken = []
+            for _ in range(4):
+                began = time.perf_counter()
+                model.forward({"image": pixels[:size]})
+                taken.append(time.perf_counter() - began)
+            figures = {"images_per_s": size / statistics.median(taken[1:])}
+            yield Cell(workload=source, contender=name, load=size, round=round_, figures=figures)
 
 
-def _scores(model: Classifier, network: nn.Module, pixels: torch.Tensor) -> torch.Tensor:
-    model.network = network
-    batches = [model.forward({"image": batch}) for batch in pixels.split(8)]
-    return torch.cat([model.postprocess(each)["probabilities"] for each in batches])
-
-
-def _print(rows: Sequence[Row]) -> None:
-    columns = ["model", "preset"]
-    columns += [f"{what}, {size}" for size in _BATCHES for what in ("images/s", "x exact")]
-    columns += ["same label", "expected", "largest deviation"]
-    cells = []
-    for row in rows:
-        speeds = [
-            text
-            for size in _BATCHES
-            for text in (f"{row.images_per_s[size].median:,.0f}", row.ratios[size].text(2))
-        ]
-        answers = [f"{row.agreement:.1%}", f"{row.expected:.1%}", f"{row.deviation:.1e}"]
-        cells.append([row.source.rpartition(":")[2], row.preset, *speeds, *answers])
-    wanted = LabelTolerance()
-    caption = (
-        "Medians over the rounds, one thread; x exact: of the ratios within each round, with their "
-        f"range. Asked for: {wanted.min_agreement:.0%} and {wanted.max_deviation}. torchvision's "
-        "networks have random weights here: their answers say little about trained ones."
-    )
-    table("Speed presets", columns, cells, caption)
+def _compare(
+    model: Classifier, source: str, networks: Mapping[str, nn.Module], pixels: torch.Tensor
+) -> Iterator[Mapping[str, object]]:
+    scores = {}
+    for name, network in networks.items():
+        model.network = network
+        batches = [model.forward({"image": batch}) for batch in pixels.split(8)]
+        scores[name] = torch.cat([model.postprocess(each)["probabilities"] for each in batches])
+        exact, own = scores["exact"], scores[name]
+        yield {
+            "source": source,
+            "preset": name,
+            "agreement": (own.argmax(-1) == exact.argmax(-1)).float().mean().item(),
+            "expected": expected_agreement(exact, own),
+            "deviation": (own - exact).abs().max().item(),
+        }

@@ -1,255 +1,215 @@
-"""A model that no process is allowed to hold: unsplit it cannot load, and split it serves."""
+"""Serves a model that no process may hold: whole it cannot load, and split it serves."""
 
 import argparse
 import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import zlib
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
+import torch
+from torch import Tensor
 
-from tests.bench import rounds
-from tests.bench.load import Bodies
-from tests.bench.processes import OUT, BenchError, Contender, Probe, Server, ask
-from tests.bench.report import Steps, console, table
-from tests.bench.split_placements import PLACEMENTS, STACK, contender, stack_bodies
+from inferpool.service.tools.trial.processes import LogReader
+from tests.bench.frame import Benchmark, Cell, Column
+from tests.bench.server import (
+    OUT,
+    BenchError,
+    BenchServer,
+    Bodies,
+    Probe,
+    ServerCommand,
+    ask,
+    inferpool,
+)
+from tests.bench.stack import BLOCK_BYTES, WIDTH, compute_by_blocks, write_stack
+from tests.bench.workloads import tensors
 
+STACK = "tests.bench.stack:StackModel"
+PLACEMENTS: Mapping[str, Mapping[str, object]] = {
+    "replicate 1": {"placement": "replicate", "replicas": 1},
+    "replicate 2": {"placement": "replicate", "replicas": 2},
+    "pipeline 2": {"placement": "pipeline", "replicas": 1, "devices_per_replica": 2},
+    "tensor 2": {"placement": "tensor", "replicas": 1, "devices_per_replica": 2},
+}
 _TIMEOUT_S = 600.0
 _MIB = 1 << 20
 _TOLERANCE = 1e-4
-"""Of the largest number of the reference."""
+"""Allowed deviation, relative to the largest number of the reference."""
 _LIMITS = {"memory": "memory.limit_in_bytes", "": "memory.max"}
-"""What bounds a control group, by its controller in /proc/PID/cgroup: version 1, and 2."""
+"""File that limits a control group, by its controller in /proc/PID/cgroup: version 1, and 2."""
 _PEAKS = ("memory.max_usage_in_bytes", "memory.peak")
+_COLUMNS = (
+    Column("part_mib", "parameters MiB"),
+    Column("uss_mib", "USS MiB"),
+    Column("pss_mib", "PSS MiB"),
+    Column("peak_mib", "peak MiB"),
+    Column("start_s", "start s", 1),
+    Column("deviation", "deviation", 7),
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rank:
-    """One process, while it serves."""
-
-    rank: int
-    part: str
-    part_mib: float
-    """Of the parameters that it holds."""
-    uss_mib: float
-    pss_mib: float
-    peak_mib: float
-    """The most that its control group was charged with at a time; 0 where there is none."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Outcome:
-    """What became of one placement under the limit."""
-
-    placement: str
-    is_limited: bool
-    start_s: float | None = None
-    """Until it was ready; None if it never was."""
-    deviation: float | None = None
-    """From the reference, relative to its largest number."""
-    reason: str = ""
-    """Why it did not serve."""
-    ranks: list[Rank] = field(default_factory=list)
-
-    @property
-    def is_right(self) -> bool:
-        return self.deviation is not None and self.deviation <= _TOLERANCE
-
-
-def measure_memory(args: argparse.Namespace, plan: rounds.Plan, results: rounds.Results) -> object:
+def measure(bench: Benchmark) -> None:
     """Serve the large model by each placement, each process under the limit."""
-    from tests.bench.stack import BLOCK_BYTES, write_stack
-
+    args = bench.args
     num_blocks = max(2, round(args.gib * 2**30 / BLOCK_BYTES))
-    limit_bytes = int(args.limit_share * num_blocks * BLOCK_BYTES)
-    bodies = stack_bodies()
-    outcomes = []
-    with Steps(2 + len(PLACEMENTS)) as steps:
-        steps.begin(f"{num_blocks} blocks of {BLOCK_BYTES / _MIB:.0f} MiB, to files")
-        index = write_stack(OUT / "weights" / f"stack-{num_blocks}", num_blocks)
-        steps.end()
-        steps.begin("the reference, block by block")
-        right = _reference(index, num_blocks, bodies)
-        steps.end()
-        for place, is_limited in (
-            ("replicate 1", False),
-            ("replicate 1", True),
-            ("pipeline 2", True),
-            ("tensor 2", True),
-        ):
-            steps.begin(f"{place}{', limited' if is_limited else ''}")
-            with _groups(args.limit_by, limit_bytes if is_limited else 0) as groups:
-                by = "control groups" if groups else "RLIMIT_DATA"
-                options = {"num_blocks": num_blocks, "groups": groups}
-                options["limit_bytes"] = limit_bytes if is_limited else 0
-                settings = {"weights": str(index), "load_timeout_s": _TIMEOUT_S, "max_restarts": 1}
-                server = contender(args, place, STACK, PLACEMENTS[place] | settings, options)
-                outcome = Outcome(placement=place, is_limited=is_limited)
-                _try(server, outcome, plan.port, bodies, right, groups)
-                outcomes.append(outcome)
-            steps.end()
-    _print(outcomes, num_blocks * BLOCK_BYTES, limit_bytes, by)
-    for outcome in outcomes:
-        wanted = not outcome.is_limited or outcome.placement != "replicate 1"
-        if wanted != outcome.is_right:
-            text = outcome.reason or f"its deviation is {outcome.deviation}"
-            results.failures.append(f"{outcome.placement}, limited: {outcome.is_limited}: {text}")
-    return {
-        "model_bytes": num_blocks * BLOCK_BYTES,
-        "limit_bytes": limit_bytes,
-        "limited_by": by,
-        "outcomes": [asdict(outcome) for outcome in outcomes],
-    }
+    model_bytes = num_blocks * BLOCK_BYTES
+    limit_bytes = int(args.limit_share * model_bytes)
+    index = write_stack(OUT / "weights" / f"stack-{num_blocks}", num_blocks)
+    rows = [np.fromfile(file, np.float32) for file in tensors(WIDTH).files]
+    reference = compute_by_blocks(index, num_blocks, torch.from_numpy(np.stack(rows)))
+    bench.content |= {"model_bytes": model_bytes, "limit_bytes": limit_bytes, "reasons": {}}
 
+    def serve_large(placement: str, limit: int, _: int) -> Iterator[Cell]:
+        name = f"{placement}{'' if limit else ', no limit'}"
+        settings = {"weights": str(index), "load_timeout_s": _TIMEOUT_S, "max_restarts": 1}
+        is_too_large = placement == "replicate 1" and limit > 0
+        with _control_groups(limit) as groups:
+            options = {"num_blocks": num_blocks, "groups": str(groups)}
+            command = serve(args, name, STACK, {**PLACEMENTS[placement], **settings}, options)
+            try:
+                yield from _serve_large(command, args.port, reference, groups, model_bytes)
+            except BenchError:
+                if not is_too_large:
+                    raise
+                log = LogReader()
+                for line in (OUT / "logs" / f"{name}.log").read_bytes().splitlines():
+                    log.take(line)
+                bench.content["reasons"][name] = log.last_words()
+            else:
+                if is_too_large:
+                    raise BenchError("it serves, though no process may hold the model")
 
-def _try(
-    contender: Contender,
-    outcome: Outcome,
-    port: int,
-    bodies: Bodies,
-    right: Sequence[Sequence[float]],
-    groups: str,
-) -> None:
-    log = OUT / "logs" / f"split-memory-{outcome.placement.replace(' ', '-')}.log"
-    with Server(contender, port, log) as server:
-        began = time.monotonic()
-        try:
-            server.wait_ready(bodies.probe(), _TIMEOUT_S)
-        except BenchError:
-            outcome.reason = _reason_in(log)
-            return
-        outcome.start_s = time.monotonic() - began
-        outcome.deviation = max(
-            _deviation(server, bodies, file, wanted)
-            for file, wanted in zip(bodies.files, right, strict=True)
-        )
-        outcome.ranks = _ranks(server, groups)
-
-
-def _deviation(server: Server, bodies: Bodies, file: Path, wanted: Sequence[float]) -> float:
-    probe = Probe(path=bodies.path, body=file.read_bytes(), content_type=bodies.content_type)
-    status, body = ask(server.port, probe, _TIMEOUT_S)
-    if status != 200:
-        raise BenchError(f"{status}: {body[:200]!r}")
-    (row,) = json.loads(body)["predictions"]
-    largest = max(map(abs, wanted))
-    return max(abs(a - b) for a, b in zip(row, wanted, strict=True)) / largest
-
-
-def _reference(index: Path, num_blocks: int, bodies: Bodies) -> list[list[float]]:
-    import torch
-
-    from tests.bench.stack import compute_by_blocks
-
-    rows = [
-        torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.float32) for file in bodies.files
-    ]
-    found: list[list[float]] = compute_by_blocks(index, num_blocks, torch.stack(rows)).tolist()
-    return found
-
-
-def _ranks(server: Server, groups: str) -> list[Rank]:
-    _, body = ask(server.port, Probe(path="/health"))
-    worker: Mapping[str, Any] = json.loads(body)["models"][0]["workers"][0]
-    ranks = worker["ranks"] or [{"rank": 0, "pid": worker["pid"], "part": "whole", "part_bytes": 0}]
-    found = []
-    for rank in ranks:
-        info = psutil.Process(rank["pid"]).memory_full_info()
-        found.append(
-            Rank(
-                rank=rank["rank"],
-                part=rank["part"],
-                part_mib=rank["part_bytes"] / _MIB,
-                uss_mib=info.uss / _MIB,
-                pss_mib=info.pss / _MIB,
-                peak_mib=_peak_mib(groups, rank["rank"]),
+    bench.take_turns(
+        {
+            f"large model, {placement}, limit {limit}": partial(serve_large, placement, limit)
+            for placement, limit in (
+                ("replicate 1", 0),
+                ("replicate 1", limit_bytes),
+                ("pipeline 2", limit_bytes),
+                ("tensor 2", limit_bytes),
             )
-        )
-    return found
+        },
+        rounds=1,
+    )
 
 
-def _peak_mib(groups: str, rank: int) -> float:
-    files = [Path(groups, str(rank), name) for name in _PEAKS] if groups else []
+def report(bench: Benchmark) -> None:
+    """Print the memory of each rank, and why a placement did not serve."""
+    if "reasons" not in bench.content:
+        return
+    sizes = [bench.content[name] / 2**30 for name in ("model_bytes", "limit_bytes")]
+    title = f"A model of {sizes[0]:.2f} GiB; {sizes[1]:.2f} GiB for a process"
+    caption = (
+        "peak: charged to its control group; deviation from the reference computed block by block."
+    )
+    bench.add_cells(title, "rank", _COLUMNS, caption)
+    for name, reason in bench.content["reasons"].items():
+        bench.add_note(f"{name}: does not load: {reason}")
+
+
+def serve(
+    args: argparse.Namespace,
+    name: str,
+    source: str,
+    settings: Mapping[str, object],
+    options: Mapping[str, object],
+) -> ServerCommand:
+    """Return our service with one model, by a settings file of its own."""
+    lines = ["[models.model]", f'source = "{source}"', 'speed = "exact"']
+    lines += [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
+    lines.append("[models.model.options]")
+    lines += [f"{key} = {json.dumps(value)}" for key, value in options.items()]
+    text = "\n".join(lines) + "\n"
+    file = OUT / "settings" / f"split-{zlib.crc32(text.encode()):08x}.toml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    return inferpool(args.inferpool, "--config", str(file), name=name)
+
+
+def _serve_large(
+    command: ServerCommand,
+    port: int,
+    reference: Tensor,
+    groups: Path,
+    model_bytes: int,
+) -> Iterator[Cell]:
+    bodies = tensors(WIDTH)
+    with BenchServer(command, port) as server:
+        began = time.monotonic()
+        server.wait_ready(bodies.probe(), _TIMEOUT_S)
+        start_s = time.monotonic() - began
+        deviation = _deviation(server, bodies, reference)
+        if deviation > _TOLERANCE:
+            raise BenchError(f"its deviation from the reference is {deviation}")
+        _, body = ask(server.port, Probe(path="/health"))
+        worker: Mapping[str, Any] = json.loads(body)["models"][0]["workers"][0]
+        whole = {"rank": 0, "pid": worker["pid"], "part_bytes": model_bytes}
+        for rank in worker["ranks"] or [whole]:
+            info = psutil.Process(rank["pid"]).memory_full_info()
+            figures = {
+                "part_mib": rank["part_bytes"] / _MIB,
+                "uss_mib": info.uss / _MIB,
+                "pss_mib": info.pss / _MIB,
+                "peak_mib": _peak_mib(groups / str(rank["rank"])),
+                "start_s": start_s,
+                "deviation": deviation,
+            }
+            yield Cell(
+                workload="large", contender=command.name, load=rank["rank"], round=0,
+                figures=figures,
+            )  # fmt: skip
+
+
+def _deviation(server: BenchServer, bodies: Bodies, reference: Tensor) -> float:
+    """Return the largest deviation of an answer, relative to the reference's largest number."""
+    rows = []
+    for file in bodies.files:
+        probe = Probe(path=bodies.path, body=file.read_bytes(), content_type=bodies.content_type)
+        status, body = ask(server.port, probe, _TIMEOUT_S)
+        if status != 200:
+            raise BenchError(f"{status}: {body[:200]!r}")
+        rows += json.loads(body)["predictions"]
+    return ((torch.tensor(rows) - reference).abs().max() / reference.abs().max()).item()
+
+
+def _peak_mib(group: Path) -> float:
+    """Return the most memory that a control group was charged with; 0 if the kernel has no file."""
+    files = [group / name for name in _PEAKS]
     return next((int(file.read_text()) / _MIB for file in files if file.exists()), 0.0)
 
 
-def _reason_in(log: Path) -> str:
-    """The last that the service said of a worker."""
-    said = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("{")]
-    told = [entry for line in said if (entry := json.loads(line)).get("level") != "info"]
-    return str(told[-1]["message"])[:200] if told else "it was not ready in time"
-
-
 @contextlib.contextmanager
-def _groups(limit_by: str, limit_bytes: int) -> Iterator[str]:
-    """A folder of control groups for two ranks, or "" where there can be none; 0: no limit."""
-    folder = None if limit_by == "rlimit" else _make_groups(limit_bytes)
-    if folder is None and limit_by == "cgroup":
-        raise BenchError("no control group with a bound of memory can be made here")
+def _control_groups(limit_bytes: int) -> Iterator[Path]:
+    """Make a folder with a control group for each of two ranks, and remove it.
+
+    Args:
+        limit_bytes: Memory of each; 0: no limit.
+
+    Raises:
+        BenchError: This process may not make any.
+    """
+    found = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    controller, path = next((each[1:] for each in found if each[1] in _LIMITS), ("", "/"))
+    folder = Path("/sys/fs/cgroup", controller, path.lstrip("/"), f"bench-{os.getpid()}")
+    groups = [folder / str(rank) for rank in range(2)]
     try:
-        yield str(folder or "")
-    finally:
-        for each in (folder / "0", folder / "1", folder) if folder else ():
-            with contextlib.suppress(OSError):
-                each.rmdir()
-
-
-def _make_groups(limit_bytes: int) -> Path | None:
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controller, path = line.split(":", 2)
-        if controller not in _LIMITS:
-            continue
-        folder = Path("/sys/fs/cgroup", controller, path.lstrip("/"), f"bench-{os.getpid()}")
         try:
-            for rank in range(2):
-                (folder / str(rank)).mkdir(parents=True)
+            for group in groups:
+                group.mkdir(parents=True)
                 if limit_bytes:
-                    (folder / str(rank) / _LIMITS[controller]).write_text(str(limit_bytes))
-        except OSError:
-            for each in (folder / "0", folder / "1", folder):
-                with contextlib.suppress(OSError):
-                    each.rmdir()
-            continue
-        return folder
-    return None
-
-
-def _print(outcomes: Sequence[Outcome], model_bytes: int, limit_bytes: int, by: str) -> None:
-    rows = []
-    for outcome in outcomes:
-        name = f"{outcome.placement}{'' if outcome.is_limited else ', no limit'}"
-        if outcome.start_s is None:
-            rows.append((name, "", "", "", "", "", "", "does not load"))
-        rows += [
-            (
-                name if rank.rank == 0 else "",
-                str(rank.rank),
-                f"{rank.part_mib:,.0f}" if rank.part_mib else f"{model_bytes / _MIB:,.0f}",
-                f"{rank.uss_mib:,.0f}",
-                f"{rank.pss_mib:,.0f}",
-                f"{rank.peak_mib:,.0f}" if rank.peak_mib else "",
-                f"{outcome.start_s:.1f}",
-                f"serves, off by {outcome.deviation:.0e}",
-            )
-            for rank in outcome.ranks
-        ]
-    columns = (
-        "placement",
-        "rank",
-        "parameters MiB",
-        "USS MiB",
-        "PSS MiB",
-        "peak MiB",
-        "start s",
-        "outcome",
-    )
-    title = f"A model of {model_bytes / 2**30:.2f} GiB; {limit_bytes / 2**30:.2f} GiB for a process"
-    caption = f"Bounded by {by}; deviation from the reference computed block by block."
-    table(title, columns, rows, caption)
-    for outcome in outcomes:
-        if outcome.reason:
-            console.print(f"{outcome.placement}: {outcome.reason}", markup=False, highlight=False)
+                    (group / _LIMITS[controller]).write_text(str(limit_bytes))
+        except OSError as error:
+            message = f"no control group with a limit of memory can be made here: {error}"
+            raise BenchError(message) from error
+        yield folder
+    finally:
+        for group in (*groups, folder):
+            with contextlib.suppress(OSError):
+                group.rmdir()

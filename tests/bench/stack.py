@@ -1,13 +1,11 @@
-"""A network as large as one likes: a stack of MLP blocks, as transformers have, between residuals.
+"""A network of any size: a stack of MLP blocks with residuals, as transformers have.
 
 Its weights are made block by block, and it can be computed block by block, so that neither takes
-the memory of the whole. Imports torch: worker processes, and the benchmark `split` when it does so.
+the memory of the whole.
 """
 
 import json
 import os
-import resource
-from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -23,11 +21,10 @@ from inferpool.models.spec import Placement, TensorSpec
 WIDTH = 2048
 HIDDEN = 4 * WIDTH
 BLOCK_BYTES = 4 * (2 * WIDTH * HIDDEN + HIDDEN + 3 * WIDTH)
-_FILE_BYTES = 512 << 20
 _SEED = 0
 
 
-class Block(nn.Module):
+class StackBlock(nn.Module):
     """x + down(gelu(up(norm(x))))"""
 
     def __init__(self) -> None:
@@ -42,11 +39,11 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks, one after the other: float32 [B, W] to the same."""
+    """Blocks, one after the other: float32 [B, W] in and out."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*(Block() for _ in range(num_blocks)))
+        self.blocks = nn.Sequential(*(StackBlock() for _ in range(num_blocks)))
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.blocks(x)
@@ -54,24 +51,16 @@ class Stack(nn.Module):
 
 
 class StackModel(ModuleModel):
-    """Serves a stack, in processes that may be allowed only so much memory.
+    """Serves a stack, in processes whose memory may be limited.
 
     Args:
-        num_blocks: Of the stack.
-        weights: As `write_stack` makes them; None for random ones.
-        limit_bytes: Of memory, for each process, counted from the beginning of its load; 0: none.
-        groups: The folder of control groups called 0, 1, ..., one for each rank, that have the
-            limit; "" has RLIMIT_DATA set instead.
+        num_blocks: Blocks of the stack.
+        weights: Index that `write_stack` returns; None for random weights.
+        groups: Folder of control groups called 0, 1, ..., one for each rank, that limit its memory;
+            "" for no limit.
     """
 
-    def __init__(
-        self,
-        *,
-        num_blocks: int,
-        weights: str | None = None,
-        limit_bytes: int = 0,
-        groups: str = "",
-    ) -> None:
+    def __init__(self, *, num_blocks: int, weights: str | None = None, groups: str = "") -> None:
         spec = partial(TensorSpec, dtype="float32", shape=(-1, WIDTH))
         super().__init__(
             partial(Stack, num_blocks),
@@ -79,61 +68,40 @@ class StackModel(ModuleModel):
             inputs=[spec(name="x")],
             outputs=[spec(name="y")],
         )
-        self._limit_bytes = limit_bytes
         self._groups = groups
 
     def load(self, placement: Placement) -> None:
-        """Accept the limit, and load."""
-        rank = self.ranks.rank if self.ranks else 0
+        """Enter the control group of this rank, and load."""
         if self._groups:
+            rank = self.ranks.rank if self.ranks else 0
             Path(self._groups, str(rank), "cgroup.procs").write_text(str(os.getpid()))
-        elif self._limit_bytes:
-            limit = _data_bytes() + self._limit_bytes
-            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         super().load(placement)
 
 
 def write_stack(folder: Path, num_blocks: int) -> Path:
-    """Make a checkpoint of random weights in several files, unless it is there.
-
-    Returns:
-        Its index.
-    """
+    """Make a checkpoint of random weights, a file for each block; return its index."""
     index = folder / "model.safetensors.index.json"
-    if index.exists():
-        return index
-    folder.mkdir(parents=True, exist_ok=True)
-    names: dict[str, str] = {}
-    per_file = max(1, _FILE_BYTES // BLOCK_BYTES)
-    for number, begin in enumerate(range(0, num_blocks, per_file)):
-        file = f"model-{number:05}.safetensors"
-        tensors: dict[str, Tensor] = {}
-        for block in range(begin, min(begin + per_file, num_blocks)):
-            tensors |= _made_block(block)
-        save_file(tensors, folder / file)
-        names |= dict.fromkeys(tensors, file)
-    index.write_text(json.dumps({"weight_map": names}))
+    if not index.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        names: dict[str, str] = {}
+        for number in range(num_blocks):
+            torch.manual_seed(_SEED + number)
+            state = StackBlock().state_dict()
+            tensors = {f"blocks.{number}.{name}": value for name, value in state.items()}
+            file = f"model-{number:05}.safetensors"
+            save_file(tensors, folder / file)
+            names |= dict.fromkeys(tensors, file)
+        index.write_text(json.dumps({"weight_map": names}))
     return index
 
 
 def compute_by_blocks(index: Path, num_blocks: int, x: Tensor) -> Tensor:
-    """What the stack gives, with one block of it in memory at a time."""
+    """Compute the stack with one block of it in memory at a time."""
     stored = StoredWeights(index)
-    block = Block().eval()
+    block = StackBlock().eval()
     with torch.inference_mode():
         for number in range(num_blocks):
             state = {name: stored.read(f"blocks.{number}.{name}") for name in block.state_dict()}
             block.load_state_dict(state)
             x = block(x)
     return x
-
-
-def _made_block(number: int) -> Mapping[str, Tensor]:
-    torch.manual_seed(_SEED + number)
-    return {f"blocks.{number}.{name}": value for name, value in Block().state_dict().items()}
-
-
-def _data_bytes() -> int:
-    """What RLIMIT_DATA counts of this process now (VmData, proc(5))."""
-    lines: Iterator[str] = iter(Path("/proc/self/status").read_text().splitlines())
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData:"))

@@ -1,27 +1,32 @@
-"""`start`: from the command to ready, and what the time is made of."""
+"""`start`: the time from the command to ready, and its parts."""
 
 import argparse
 import http.client
-import json
 import re
-import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from datetime import datetime
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
-from tests.bench import rounds
-from tests.bench.peers import conclude
-from tests.bench.processes import OUT, ROOT, BenchError, Probe, Server, ask, inferpool
-from tests.bench.report import Steps, console, save, spread, table
+from tests.bench.frame import Benchmark, Cell, Column
+from tests.bench.server import (
+    OUT,
+    ROOT,
+    BenchError,
+    BenchServer,
+    Probe,
+    ServerCommand,
+    ask,
+    inferpool,
+)
 
-HELP = "from the command to ready, and what the time is made of"
+HELP = "from the command to ready, and the parts of that time"
+DEFAULTS = {"rounds": 5, "serve-args": ""}
 _TIMEOUT_S = 180
 _POLL_S = 0.01
-
-PARTS: Mapping[str, str] = {
+_READY = Probe(path="/health/ready")
+_PARTS: Mapping[str, str] = {
     "an empty interpreter": "pass",
     "the front end's imports": "import inferpool.service.app",
     "the forkserver's imports": "import inferpool.workers.inside.preload",
@@ -30,124 +35,76 @@ PARTS: Mapping[str, str] = {
 }
 """Code that is run in an interpreter of its own, which is timed as a whole."""
 _IMPORTS = ("the front end's imports", "the forkserver's imports")
-"""The parts that are taken apart by package."""
+"""Parts that are split by package."""
 _IMPORT_LINE = re.compile(r"import time:\s+(\d+) \|\s+\d+ \|\s+(\S+)")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="", help="default: the service's own default model")
-    parser.add_argument("--serve-args", default="", help="further arguments of inferpool")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """One start. Times in seconds from the moment that the command was given."""
-
-    listening_s: float
-    """Until a connection was accepted."""
-    ready_s: float
-    """Until /health/ready said 200."""
-    cpu_s: float
-    """CPU time that all its processes took until then."""
-    log: Sequence[tuple[float, str]]
-    """The service's log lines, with the time of each."""
+def run(bench: Benchmark) -> None:
+    """Start the service and each part in each round; then split the imports by package."""
+    args = bench.args
+    model = [args.model] if args.model else []
+    command = inferpool(args.inferpool, *model, *args.serve_args, name="start")
+    bench.take_turns({
+        "inferpool serve": partial(_start, command, args.port),
+        **{name: partial(_time_part, name, code) for name, code in _PARTS.items()},
+    })  # fmt: skip
+    bench.content["imports_ms"] = {name: _by_package(_PARTS[name]) for name in _IMPORTS}
 
 
-def run(args: argparse.Namespace, plan: rounds.Plan) -> int:
-    """Measure, print and save; returns the exit status."""
-    arguments = [*([args.model] if args.model else []), *shlex.split(args.serve_args)]
-    contender = inferpool(args.inferpool, *arguments)
-    results = rounds.Results()
-    starts: list[Start] = []
-    parts: dict[str, list[float]] = {name: [] for name in PARTS}
-    with Steps(plan.rounds * (1 + len(PARTS)) + len(_IMPORTS)) as steps:
-        try:
-            for round_ in range(plan.rounds):
-                steps.begin(f"round {round_ + 1}: inferpool serve {' '.join(arguments)}")
-                server = Server(contender, plan.port, OUT / "logs" / "start.log")
-                starts.append(_start(server))
-                steps.end()
-                for name, code in PARTS.items():
-                    steps.begin(f"round {round_ + 1}: {name}")
-                    parts[name].append(_time_of(code))
-                    steps.end()
-            imports = {}
-            for name in _IMPORTS:
-                steps.begin(f"{name}, by package")
-                imports[name] = _by_package(PARTS[name])
-                steps.end()
-        except KeyboardInterrupt:
-            results.is_complete = False
-        except BenchError as error:
-            results.failures.append(str(error))
-    if starts and results.is_complete and not results.failures:
-        _print(starts, parts, imports)
-        content = {
-            "plan": asdict(plan),
-            "starts": [asdict(each) for each in starts],
-            "parts_s": parts,
-            "imports_ms": imports,
-        }
-        save("start", args.out, content)
-    return conclude(results)
+def report(bench: Benchmark) -> None:
+    """Print all times, the slowest packages, and the log of a typical start."""
+    caption = "The parts are interpreters of their own; some run side by side in the service."
+    columns = [Column("seconds", "seconds, median (range)", 2, "range")]
+    bench.add_cells("From the command to ready", "", columns, caption)
+    imports: Mapping[str, Mapping[str, float]] = bench.content.get("imports_ms", {})
+    for name, packages in imports.items():
+        top = list(packages.items())[:10]
+        rest = sum(packages.values()) - sum(value for _, value in top)
+        rows = [(package, f"{value:,.0f}") for package, value in [*top, ("all others", rest)]]
+        title = f"{name.capitalize()}: {sum(packages.values()):,.0f} ms under -X importtime"
+        caption = "The modules of each package, without what they import."
+        bench.add_table(title, ("package", "ms"), rows, caption)
+    bench.add_note(f"The log of the last start is in {OUT / 'logs' / 'start.log'}")
 
 
-def _start(server: Server) -> Start:
-    began = time.time()
+def _start(command: ServerCommand, port: int, round_: int) -> Iterator[Cell]:
+    began = time.monotonic()
     listening_s = 0.0
-    with server:
-        while True:
+    with BenchServer(command, port) as server:
+        status = 0
+        while status != 200:
             try:
-                status, _ = ask(server.port, Probe(path="/health/ready"))
+                status, _ = ask(port, _READY)
+                is_listening = True
             except (OSError, http.client.HTTPException) as error:
-                status = 0
-                if not isinstance(error, ConnectionRefusedError):
-                    listening_s = listening_s or time.time() - began
-            else:
-                listening_s = listening_s or time.time() - began
-            if status == 200:
-                break
+                is_listening = not isinstance(error, ConnectionRefusedError)
+            passed_s = time.monotonic() - began
+            if is_listening:
+                listening_s = listening_s or passed_s
             server.require_running()
-            if time.time() - began > _TIMEOUT_S:
+            if passed_s > _TIMEOUT_S:
                 raise BenchError(f"not ready in {_TIMEOUT_S} s; see {server.log}")
-            time.sleep(_POLL_S)
-        ready_s = time.time() - began
-        usage = server.usage()
-    return Start(
-        listening_s=listening_s,
-        ready_s=ready_s,
-        cpu_s=usage.front_s + usage.rest_s,
-        log=[
-            (moment - began, message)
-            for moment, message in _log_lines(server.log.read_text(errors="replace"))
-            if moment - began <= ready_s + 0.05
-        ],
-    )
+            time.sleep(0 if status == 200 else _POLL_S)
+        cpu_s = server.cpu().server
+    for name, seconds in (
+        ("listening", listening_s), ("ready", passed_s), ("CPU until ready", cpu_s)
+    ):  # fmt: skip
+        yield Cell(workload="start", contender=name, round=round_, figures={"seconds": seconds})
 
 
-def _log_lines(text: str) -> list[tuple[float, str]]:
-    """The moments and messages of JSON log lines; other lines are left out."""
-    found = []
-    for line in text.splitlines():
-        if not line.startswith("{"):
-            continue
-        try:
-            entry = json.loads(line)
-            moment = datetime.fromisoformat(entry["time"].replace("Z", "+00:00")).timestamp()
-        except (ValueError, KeyError):
-            continue
-        found.append((moment, str(entry.get("message", ""))))
-    return found
-
-
-def _time_of(code: str) -> float:
+def _time_part(name: str, code: str, round_: int) -> Iterator[Cell]:
     began = time.perf_counter()
     _python(["-c", code])
-    return time.perf_counter() - began
+    figures = {"seconds": time.perf_counter() - began}
+    yield Cell(workload="part", contender=name, round=round_, figures=figures)
 
 
 def _by_package(code: str) -> dict[str, float]:
-    """Milliseconds that each top-level package took for its own modules, the slowest first."""
+    """Return the milliseconds of each top-level package's own modules, the slowest first."""
     total: dict[str, float] = {}
     for line in _python(["-X", "importtime", "-c", code]).splitlines():
         if match := _IMPORT_LINE.fullmatch(line.rstrip()):
@@ -157,40 +114,10 @@ def _by_package(code: str) -> dict[str, float]:
 
 
 def _python(arguments: Sequence[str]) -> str:
-    """Run the interpreter in the repository; returns what it wrote to stderr."""
+    """Run the interpreter in the repository; return its stderr."""
     result = subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=_TIMEOUT_S
     )
     if result.returncode:
         raise BenchError(f"python {' '.join(arguments)}: {result.stderr[-500:]}")
     return result.stderr
-
-
-def _print(
-    starts: Sequence[Start],
-    parts: Mapping[str, Sequence[float]],
-    imports: Mapping[str, Mapping[str, float]],
-) -> None:
-    rows = [
-        ("listening", spread(each.listening_s for each in starts).text(2)),
-        ("ready", spread(each.ready_s for each in starts).text(2)),
-        ("CPU until ready", spread(each.cpu_s for each in starts).text(2)),
-        *((name, spread(values).text(2)) for name, values in parts.items()),
-    ]
-    caption = (
-        "The parts are interpreters of their own, beside the service; some run side by side in it."
-    )
-    table("From the command to ready", ("", "seconds, median (range)"), rows, caption)
-    for name, packages in imports.items():
-        top = list(packages.items())[:10]
-        rest = sum(packages.values()) - sum(value for _, value in top)
-        rows = [(package, f"{value:,.0f}") for package, value in [*top, ("all others", rest)]]
-        title = f"{name.capitalize()}: {sum(packages.values()):,.0f} ms under -X importtime"
-        table(
-            title, ("package", "ms"), rows, "The modules of each package, without what they import."
-        )
-    typical = sorted(starts, key=lambda each: each.ready_s)[len(starts) // 2]
-    rows = [(f"{moment:.2f}", message[:120]) for moment, message in typical.log]
-    console.print(f"The log of a typical start, ready after {typical.ready_s:.2f} s:")
-    for moment, message in rows:
-        console.print(f"  {moment:>6} s  {message}", markup=False, highlight=False)

@@ -1,4 +1,4 @@
-"""The pipeline overlaps, as its trace shows."""
+"""The trace of a pipeline shows what overlaps."""
 
 import asyncio
 import itertools
@@ -14,7 +14,7 @@ from tests.workers.contract import config_of
 
 @pytest.fixture(scope="module")
 def spans() -> list[Span]:
-    """Of a model that prepares each batch for 40 ms, and computes it for 60 ms."""
+    """Batches of a model that prepares each for 40 ms, and computes it for 60 ms."""
     start_forkserver()
     config = config_of(max_batch_size=1, options={"prepare_s": 0.04, "forward_s": 0.06})
     payloads = [Payload("json", (json.dumps({"n": 1}).encode(),))]
@@ -72,4 +72,5 @@ def test_trace_and_picture_show_every_stage(spans: list[Span]):
         "compute",
         "answer",
     }
-    assert picture(spans).count("<rect") == 4 * len(spans)
+    lanes = [json.loads(json.dumps(lane)) for lane in picture(spans).data]
+    assert [len(lane["x"]) for lane in lanes] == [len(spans)] * 4

@@ -1,4 +1,4 @@
-"""BentoML as a peer: python -m bentoml serve tests.bench.servers.bentoml_server:Front --port PORT.
+"""BentoML as a peer: python -m bentoml serve tests.bench.servers.bentoml_server:FrontService.
 
 It batches calls between its services, so that one takes the requests and another does the work.
 """
@@ -11,24 +11,24 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tests.bench.servers.work import serve_batch, setting
+from tests.bench.servers.work import peer_setting, serve_batch
 
 QUIET = {"logging": {"access": {"enabled": False}}, "metrics": {"enabled": False}}
 
-told = setting()
+setting = peer_setting()
 app = Starlette()
-batching = {"batchable": True, "max_batch_size": told.max_batch_size}
+batching = {"batchable": True, "max_batch_size": setting.max_batch_size}
 
 
-@bentoml.service(workers=told.num_workers, **QUIET)
-class Infer:
+@bentoml.service(workers=setting.num_workers, **QUIET)
+class BentoWorker:
     """The work. How long a batch waits to fill, BentoML learns by itself."""
 
     def __init__(self) -> None:
-        self.work = told.make()
+        self.work = setting.make()
 
     @bentoml.api(  # type: ignore[untyped-decorator, unused-ignore]  # where it is not installed
-        **batching if told.max_batch_size > 1 else {}
+        **batching if setting.max_batch_size > 1 else {}
     )
     def infer(self, bodies: list[Any]) -> list[Any]:
         return list(serve_batch(self.work, bodies))
@@ -36,10 +36,10 @@ class Infer:
 
 @bentoml.service(workers=1, **QUIET)
 @bentoml.asgi_app(app, path="/")
-class Front:
+class FrontService:
     """Raw bodies in, JSON out."""
 
-    workers = bentoml.depends(Infer)
+    workers = bentoml.depends(BentoWorker)
 
     def __init__(self) -> None:
         app.add_route("/predict", self.predict, methods=["POST"])

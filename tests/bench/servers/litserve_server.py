@@ -7,7 +7,7 @@ from typing import Annotated
 import litserve  # type: ignore[import-not-found, unused-ignore]  # of the optional group `bench`
 from fastapi import Body
 
-from tests.bench.servers.work import setting
+from tests.bench.servers.work import peer_setting
 
 OctetStream = Annotated[bytes, Body(media_type="application/octet-stream")]
 
@@ -16,7 +16,7 @@ class Api(litserve.LitAPI):  # type: ignore[misc, unused-ignore]  # Any where it
     """The work, behind LitServe's own batching."""
 
     def setup(self, device: object) -> None:
-        self.work = setting().make()
+        self.work = peer_setting().make()
 
     def decode_request(self, request: OctetStream) -> object:
         return self.work.prepare(request)
@@ -38,11 +38,11 @@ class Api(litserve.LitAPI):  # type: ignore[misc, unused-ignore]  # Any where it
 
 
 if __name__ == "__main__":
-    told = setting()
-    api = Api(max_batch_size=told.max_batch_size, batch_timeout=told.wait_ms / 1000)
+    setting = peer_setting()
+    api = Api(max_batch_size=setting.max_batch_size, batch_timeout=setting.wait_ms / 1000)
     # The fast_queue transport and more than one API server were slower here, on two cores.
     server = litserve.LitServer(
-        api, accelerator="cpu", workers_per_device=told.num_workers, timeout=60
+        api, accelerator="cpu", workers_per_device=setting.num_workers, timeout=60
     )
     server.run(
         host="127.0.0.1",

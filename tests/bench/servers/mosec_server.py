@@ -7,22 +7,22 @@ from mosec import (  # type: ignore[import-not-found, unused-ignore]  # of the o
     Worker,
 )
 
-from tests.bench.servers.work import setting
+from tests.bench.servers.work import peer_setting
 
 
-class Infer(Worker):  # type: ignore[misc, unused-ignore]  # Any where it is not installed
+class MosecWorker(Worker):  # type: ignore[misc, unused-ignore]  # Any where it is not installed
     """The work, in each of mosec's Python processes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.told = setting()
-        self.work = self.told.make()
+        self.setting = peer_setting()
+        self.work = self.setting.make()
 
     def deserialize(self, data: bytes) -> object:
         return self.work.prepare(data)
 
     def forward(self, data):  # mosec: a list where batching is on, else one value
-        if self.told.max_batch_size == 1:
+        if self.setting.max_batch_size == 1:
             return self.work.compute([data])[0]
         return self.work.compute(data)
 
@@ -31,13 +31,13 @@ class Infer(Worker):  # type: ignore[misc, unused-ignore]  # Any where it is not
 
 
 if __name__ == "__main__":
-    told = setting()
+    setting = peer_setting()
     server = Server()
     server.append_worker(
-        Infer,
-        num=told.num_workers,
-        max_batch_size=told.max_batch_size,
-        max_wait_time=max(1, round(told.wait_ms)),
+        MosecWorker,
+        num=setting.num_workers,
+        max_batch_size=setting.max_batch_size,
+        max_wait_time=max(1, round(setting.wait_ms)),
         route="/predict",
     )
     server.run()

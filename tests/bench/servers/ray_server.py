@@ -15,32 +15,31 @@ from ray.serve.schema import (  # type: ignore[import-not-found, unused-ignore] 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tests.bench.processes import HOST
-from tests.bench.servers.work import serve_batch, setting
+from tests.bench.servers.work import HOST, peer_setting, serve_batch
 
 _OBJECT_STORE_BYTES = 300 << 20
 """Bodies do not pass through it; by default it would be a third of the machine's memory."""
 
-told = setting()
+setting = peer_setting()
 quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
 
 
-class Infer:
+class RayReplica:
     """The work, in each replica, behind Ray Serve's own batching."""
 
     def __init__(self) -> None:
-        self.work = told.make()
+        self.work = setting.make()
 
     async def __call__(self, request: Request) -> Response:
         body = await request.body()
-        if told.max_batch_size == 1:
+        if setting.max_batch_size == 1:
             answer = serve_batch(self.work, [body])[0]
         else:
             answer = await self.infer(body)
         return Response(json.dumps(answer), media_type="application/json")
 
     @serve.batch(  # type: ignore[untyped-decorator, unused-ignore]  # where it is not installed
-        max_batch_size=told.max_batch_size, batch_wait_timeout_s=told.wait_ms / 1000
+        max_batch_size=setting.max_batch_size, batch_wait_timeout_s=setting.wait_ms / 1000
     )
     async def infer(self, bodies: Sequence[bytes]) -> Sequence[dict[str, object]]:
         return serve_batch(self.work, bodies)
@@ -59,13 +58,13 @@ def main(port: int) -> None:
     )
     serve.start(http_options={"host": HOST, "port": port}, logging_config=quiet)
     deployment = serve.deployment(
-        num_replicas=told.num_workers,
+        num_replicas=setting.num_workers,
         max_ongoing_requests=128,
         ray_actor_options={"num_cpus": 0},  # that many, however few the cores
         logging_config=quiet,
     )
     serve.run(
-        deployment(Infer).bind(), route_prefix="/predict", logging_config=quiet, blocking=True
+        deployment(RayReplica).bind(), route_prefix="/predict", logging_config=quiet, blocking=True
     )
 
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from tests.bench.processes import HOST, ROOT
-from tests.bench.servers.work import Setting, setting
+from tests.bench.servers.work import HOST, PeerSetting, peer_setting
 
+_ROOT = Path(__file__).resolve().parents[3]
 _HANDLER = Path(__file__).with_name("torchserve_handler.py")
 
 # The queue has room for all connections; its log would have a line for each request.
@@ -33,9 +33,9 @@ disable_system_metrics=true
 vmargs=-Xmx512m
 """
 _MODEL = """\
-minWorkers: {told.num_workers}
-maxWorkers: {told.num_workers}
-batchSize: {told.max_batch_size}
+minWorkers: {setting.num_workers}
+maxWorkers: {setting.num_workers}
+batchSize: {setting.max_batch_size}
 maxBatchDelay: {wait_ms}
 responseTimeout: 60
 """
@@ -50,10 +50,10 @@ _LOG = """\
 def main(port: int) -> int:
     """Run it; returns its exit status."""
     folder = Path(tempfile.gettempdir())
-    _prepare(folder, port, setting())
+    _prepare(folder, port, peer_setting())
     environment = {
         **os.environ,
-        "PYTHONPATH": str(ROOT),  # for the handler
+        "PYTHONPATH": str(_ROOT),  # for the handler
         "TEMP": str(folder),  # for the sockets to its workers
         "LOG_LOCATION": str(folder),
         "METRICS_LOCATION": str(folder),
@@ -70,12 +70,12 @@ def main(port: int) -> int:
     return server.wait()
 
 
-def _prepare(folder: Path, port: int, told: Setting) -> None:
+def _prepare(folder: Path, port: int, setting: PeerSetting) -> None:
     """Write what it is started with: settings, and the archive of the handler."""
     config = _CONFIG.format(host=HOST, port=port, others=_free_ports(4))
     (folder / "config.properties").write_text(config)
     (folder / "log4j2.xml").write_text(_LOG)
-    model = _MODEL.format(told=told, wait_ms=max(1, round(told.wait_ms)))
+    model = _MODEL.format(setting=setting, wait_ms=max(1, round(setting.wait_ms)))
     (folder / "model.yaml").write_text(model)
     archiver = [
         sys.executable, "-m", "model_archiver.model_packaging", "--model-name", "work",

@@ -1,14 +1,18 @@
 """The work that every peer does, so that only the servers differ.
 
-Runs in the peers' own environments: settings by environment variables, the standard library, and
-torch with torchvision where there is a model.
+Runs in the peers' own environments: it needs the standard library, and torch with torchvision
+where there is a model. Its setting comes by an environment variable.
 """
 
 import io
+import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
+
+HOST = "127.0.0.1"
+_VARIABLE = "BENCH_PEER_SETTING"
 
 
 class Work(Protocol):
@@ -21,11 +25,11 @@ class Work(Protocol):
         """Serve a batch."""
 
 
-class Echo:
-    """No model: what is measured is the server. The answer is the number of bytes that arrived."""
+class CountBytes:
+    """No model, so that the server alone is measured: the answer is the length of the body."""
 
-    def __init__(self, setting: "Setting") -> None:
-        """Take what every work takes."""
+    def __init__(self, setting: "PeerSetting") -> None:
+        """Need nothing of the setting."""
 
     def prepare(self, body: bytes) -> object:
         return len(body)
@@ -37,7 +41,7 @@ class Echo:
 class Classify:
     """A classifier of torchvision in float32, as released: normalised tensors [3, 224, 224] in."""
 
-    def __init__(self, setting: "Setting") -> None:
+    def __init__(self, setting: "PeerSetting") -> None:
         """Load it."""
         import torch
         import torchvision  # type: ignore[import-untyped]  # it ships no annotations
@@ -76,7 +80,7 @@ class Classify:
 class ClassifyJpeg(Classify):
     """The same from JPEGs: decoded, resized to 256, cropped to 224, as its weights are used."""
 
-    def __init__(self, setting: "Setting") -> None:
+    def __init__(self, setting: "PeerSetting") -> None:
         """Load it."""
         super().__init__(setting)
         from PIL import Image
@@ -99,54 +103,40 @@ class ClassifyJpeg(Classify):
 
 
 def serve_batch(work: Work, bodies: Sequence[bytes]) -> Sequence[dict[str, object]]:
-    """All of it, for the peers that make their batches of bodies."""
+    """Prepare and compute, for the peers that make their batches of bodies."""
     return work.compute([work.prepare(body) for body in bodies])
 
 
-WORK: dict[str, Callable[["Setting"], Work]] = {
-    "echo": Echo,
+WORK: dict[str, Callable[["PeerSetting"], Work]] = {
+    "echo": CountBytes,
     "tensor": Classify,
     "jpeg": ClassifyJpeg,
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """How a peer is to be run."""
+class PeerSetting:
+    """Setting that a peer is run in."""
 
     work: str
     num_workers: int
     max_batch_size: int
     wait_ms: float
-    """How long a batch may wait to fill."""
+    """Milliseconds that a batch may wait to fill."""
     network: str = ""
     """A name of torchvision.models; "" where there is no model."""
     weights: str = ""
     """The file of its weights."""
 
     def make(self) -> Work:
-        """The work, in the process that does it."""
+        """Make the work, in the process that does it."""
         return WORK[self.work](self)
 
     def environment(self) -> dict[str, str]:
-        """The variables from which `setting` reads this in the peer's process."""
-        return {
-            "BENCHWORK": self.work,
-            "BENCHWORKERS": str(self.num_workers),
-            "BENCH_MAX_BATCH": str(self.max_batch_size),
-            "BENCH_WAIT_MS": str(self.wait_ms),
-            "BENCH_NETWORK": self.network,
-            "BENCH_WEIGHTS": self.weights,
-        }
+        """Return the variable from which `peer_setting` reads this in the peer's process."""
+        return {_VARIABLE: json.dumps(asdict(self))}
 
 
-def setting() -> Setting:
-    """What this process was told."""
-    return Setting(
-        work=os.environ["BENCHWORK"],
-        num_workers=int(os.environ["BENCHWORKERS"]),
-        max_batch_size=int(os.environ["BENCH_MAX_BATCH"]),
-        wait_ms=float(os.environ["BENCH_WAIT_MS"]),
-        network=os.environ["BENCH_NETWORK"],
-        weights=os.environ["BENCH_WEIGHTS"],
-    )
+def peer_setting() -> PeerSetting:
+    """Return the setting that this process was started with."""
+    return PeerSetting(**json.loads(os.environ[_VARIABLE]))
