@@ -9,9 +9,10 @@ import httpx
 import numpy as np
 import pytest
 import safetensors.numpy
+from PIL import Image
 
-from tests.e2e.photos import encoded, jpeg, pixels
 from tests.e2e.running import Running, running
+from tests.models.items import encoded, jpeg, photo
 
 AS_NPY = {"Content-Type": "image/jpeg", "Accept": "application/x-npy"}
 SMALL = {"source": "tests.small_classifier:SmallClassifier"}
@@ -48,15 +49,13 @@ def test_chelsea_is_a_cat_and_coffee_an_espresso(service: Running):
 
 
 def test_every_form_of_the_same_picture_has_the_same_answer(service: Running):
-    photo = jpeg("chelsea")
-    (expected,) = post(service, photo)
-    assert service.predict(in_base64(photo)) == [expected]
-    form = service.post(files={"file": ("cat.jpg", photo, "image/jpeg")})
+    data = jpeg("chelsea")
+    (expected,) = post(service, data)
+    assert service.predict(in_base64(data)) == [expected]
+    form = service.post(files={"file": ("cat.jpg", data, "image/jpeg")})
     assert form.json()["predictions"] == [expected]
 
-    from PIL import Image
-
-    array = np.asarray(Image.open(io.BytesIO(photo)))
+    array = np.asarray(Image.open(io.BytesIO(data)))
     npy = io.BytesIO()
     np.save(npy, array)
     assert post(service, npy.getvalue(), "application/x-npy") == [expected]
@@ -64,10 +63,12 @@ def test_every_form_of_the_same_picture_has_the_same_answer(service: Running):
     assert post(service, tensors, "application/safetensors") == [expected]
     path = f"/predict?dtype=uint8&shape={','.join(map(str, array.shape))}"
     assert post(service, array.tobytes(), "application/octet-stream", path) == [expected]
-    assert post(service, encoded(array, "PNG"), "image/png") == [expected]
+    assert post(service, encoded(Image.fromarray(array), "PNG"), "image/png") == [expected]
 
     small = array[::4, ::4]
-    assert service.predict(small.tolist()) == post(service, encoded(small, "PNG"), "image/png")
+    assert service.predict(small.tolist()) == post(
+        service, encoded(Image.fromarray(small), "PNG"), "image/png"
+    )
 
 
 def test_answer_equals_the_model_called_in_process(service: Running):
@@ -79,11 +80,11 @@ def test_answer_equals_the_model_called_in_process(service: Running):
 
     model = build("efficientnet_lite0", "DEFAULT", {})
     model.load(Placement(devices=("cpu",)))
-    photo = jpeg("astronaut")
+    data = jpeg("astronaut")
     with torch.inference_mode():
-        features = model.preprocess(Item(kind="image", payload=memoryview(photo)))
+        features = model.preprocess(Item(kind="image", payload=memoryview(data)))
         outputs = model.postprocess(model.forward(model.collate([features])))
-    scores = np.load(io.BytesIO(service.post(content=photo, headers=AS_NPY).content))
+    scores = np.load(io.BytesIO(service.post(content=data, headers=AS_NPY).content))
     assert scores.shape == (1000,)
     assert np.abs(scores - outputs["probabilities"][0].numpy()).max() <= 1e-4
 
@@ -110,10 +111,11 @@ def test_500_concurrent_requests_with_500_different_images_get_each_its_own_answ
     service: Running,
 ):
     generator = np.random.default_rng(0)
-    photo = pixels("chelsea")
+    pixels = np.asarray(photo("chelsea"))
+    rolled = (np.roll(pixels, generator.integers(0, 300), axis=1) for _ in range(500))
     bodies = [
-        encoded(np.roll(photo, generator.integers(0, 300), axis=1)[i % 90 :, i % 120 :], quality=80)
-        for i in range(500)
+        encoded(Image.fromarray(each[i % 90 :, i % 120 :]), quality=80)
+        for i, each in enumerate(rolled)
     ]
     url = f"{service.url}/predict/small"
 

@@ -14,9 +14,9 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.photos import jpeg
 from tests.e2e.running import FAULTY, ROOT, Running, faulty, running, until
 from tests.groups import control_group, with_mounts
+from tests.models.items import jpeg
 from tests.ports import free_port
 
 pytestmark = [pytest.mark.measures, pytest.mark.slow]

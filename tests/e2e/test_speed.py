@@ -9,8 +9,8 @@ import time
 import httpx
 import pytest
 
-from tests.e2e.photos import jpeg
 from tests.e2e.running import Running, running
+from tests.models.items import jpeg
 from tests.models.speed.test_verdicts import flip_a_bit
 
 SMALL = "tests.small_classifier:SmallClassifier"

@@ -17,9 +17,9 @@ import numpy as np
 from PIL import Image
 from safetensors.numpy import save as save_safetensors
 
-from tests.e2e.photos import pixels
 from tests.fuzz import bombs, dictionary
 from tests.fuzz.mutate import mutate
+from tests.models.items import encoded, photo
 
 _BOUNDARY = b"0123456789abcdef"
 _DTYPES = ("<f4", "<f4", "<f4", "<i8", "|u1", ">f4", "<f8", "|b1", "<f2", "<u2")
@@ -278,7 +278,7 @@ def _images() -> Sequence[bytes]:
     """Return small photographs, in every format and mode that there is."""
     found = []
     for name, size in (("astronaut", (48, 40)), ("coffee", (33, 60)), ("chelsea", (20, 20))):
-        image = Image.fromarray(pixels(name)).resize(size)
+        image = photo(name).resize(size)
         for form, modes in (
             ("JPEG", ("RGB", "L", "CMYK")),
             ("PNG", ("RGB", "RGBA", "P", "1", "L", "LA", "I;16")),
@@ -291,22 +291,16 @@ def _images() -> Sequence[bytes]:
                 converted = image.convert("L" if mode == "I;16" else mode)
                 if mode == "I;16":
                     converted = Image.fromarray(np.asarray(converted).astype(np.uint16) * 257)
-                found.append(_saved(converted, form))
+                found.append(encoded(converted, form))
         exif = Image.Exif()
         exif[0x0112] = 6
-        found += [_saved(image, form, exif=exif) for form in ("JPEG", "PNG", "WEBP", "TIFF")]
-        found.append(_saved(image, "JPEG", progressive=True))
+        found += [encoded(image, form, exif=exif) for form in ("JPEG", "PNG", "WEBP", "TIFF")]
+        found.append(encoded(image, "JPEG", progressive=True))
         for compression in ("tiff_lzw", "jpeg", "tiff_deflate"):
-            found.append(_saved(image, "TIFF", compression=compression))
-        found.append(_saved(image, "WEBP", lossless=True))
-        found.append(_saved(image, "PNG", save_all=True, append_images=[image, image]))
+            found.append(encoded(image, "TIFF", compression=compression))
+        found.append(encoded(image, "WEBP", lossless=True))
+        found.append(encoded(image, "PNG", save_all=True, append_images=[image, image]))
     return found
-
-
-def _saved(image: Image.Image, form: str, **options: object) -> bytes:
-    file = io.BytesIO()
-    image.save(file, form, **options)
-    return file.getvalue()
 
 
 @functools.cache

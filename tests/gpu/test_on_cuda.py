@@ -16,9 +16,8 @@ from inferpool.models.sources.registry import build
 from inferpool.models.spec import Placement
 from inferpool.models.speed.choose import SpeedWish, choose
 from inferpool.models.vision.gpu_jpegs import GpuJpegs, nvjpeg
-from tests.e2e.photos import jpeg
 from tests.e2e.running import Running, faulty, running
-from tests.models.items import encoded, image_item, photo, run
+from tests.models.items import encoded, image_item, jpeg, photo, run
 from tests.models.speed.test_choose import loaded
 
 pytestmark = pytest.mark.gpu

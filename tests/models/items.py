@@ -46,6 +46,11 @@ def photo(name: str) -> Image.Image:
     return Image.fromarray(getattr(skimage.data, name)())
 
 
+def jpeg(name: str) -> bytes:
+    """Return a photograph as a JPEG file."""
+    return encoded(photo(name), quality=92)
+
+
 def encoded(image: Image.Image, format: str = "JPEG", **options: Any) -> bytes:
     buffer = BytesIO()
     image.save(buffer, format, **options)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from inferpool.service.cli.main import run
-from tests.e2e.photos import jpeg
+from tests.models.items import jpeg
 
 
 def test_predictions_are_printed_in_order(service, tmp_path: Path, capsys):

@@ -26,8 +26,8 @@ from inferpool.service.client import (
     UnsendableError,
 )
 from inferpool.service.client.errors import ModelFailedError, UnknownModelError
-from tests.e2e.photos import jpeg
 from tests.e2e.running import running
+from tests.models.items import jpeg
 from tests.ports import free_port
 from tests.service.client.conftest import open_client
 
