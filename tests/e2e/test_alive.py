@@ -7,17 +7,16 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
 from tests.certificates import make_certificate
-
-ALIVE = Path(__file__).resolve().parents[2] / "docker" / "alive.py"
+from tests.e2e.running import ROOT
+from tests.ports import free_port
 
 
 def ask(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-I", "-S", str(ALIVE), *arguments]
+    command = [sys.executable, "-I", "-S", str(ROOT / "docker" / "alive.py"), *arguments]
     return subprocess.run(command, capture_output=True, env=variables, text=True, timeout=20)
 
 
@@ -60,13 +59,10 @@ def test_it_speaks_tls_if_the_service_does(tmp_path):
     context.load_cert_chain(certificate, key)
     with answering("HTTP/1.1 200 OK", context) as (port, asked):
         done = ask(INFERPOOL_PORT=port, INFERPOOL_TLS_CERTIFICATE=str(certificate))
-    assert asked == ["GET /health/live"]
-    assert done.returncode == 0
+    assert (asked, done.returncode) == (["GET /health/live"], 0)
 
 
 def test_it_fails_if_nobody_listens():
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        done = ask(INFERPOOL_PORT=str(unused.getsockname()[1]))
+    done = ask(INFERPOOL_PORT=str(free_port()))
     assert done.returncode == 1
     assert "refused" in done.stdout
