@@ -156,7 +156,7 @@ def kubelet(url: str) -> Iterator[Pod]:
     (container,) = document["spec"]["template"]["spec"]["containers"]
     probes = [
         PodProbe(
-            path=(probe := container[f"{name}PodProbe"])["httpGet"]["path"],
+            path=(probe := container[f"{name}Probe"])["httpGet"]["path"],
             period_s=probe["periodSeconds"] / FASTER,
             timeout_s=probe.get("timeoutSeconds", 1),
             threshold=probe["failureThreshold"],
