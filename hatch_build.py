@@ -9,10 +9,10 @@ _FOLDERS = ("service", "workers", "models")
 
 
 class LinksHook(BuildHookInterface[Any]):
-    """Looks at the folders of the package before anything is built."""
+    """Checks the folders of the package before anything is built."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Go on if each folder is there.
+        """Check that each folder is there.
 
         Raises:
             FileNotFoundError: One is missing.

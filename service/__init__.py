@@ -1,4 +1,4 @@
-"""Requests: who gets in, how long they wait, which batch they join, and what the caller is told."""
+"""The service: takes HTTP calls, queues and batches their instances, and answers them."""
 
 if __name__ == "service":
     raise ImportError(

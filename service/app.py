@@ -1,4 +1,4 @@
-"""The composition root: a service, its fronts and the HTTP application, wired in one place."""
+"""Builds the service, its front ends and the HTTP application, and connects them."""
 
 import asyncio
 import gc
@@ -74,16 +74,16 @@ def run(
 ) -> int:
     """Serve until a signal, and return the process's exit code. Called in the main thread.
 
-    Workers start sooner if `workers.host.local.start_forkserver` was called before, which it
-    can be before this module is imported.
+    Workers start sooner if `workers.host.local.start_forkserver` was called before, which can be
+    before this module is imported.
 
     Args:
-        settings: What to serve and how.
-        origins: Who set each of them, for /admin/settings; see `LoadedSettings`.
-        raw: What was taken of stdout and stderr, to be logged, and given back at the end.
-        warnings: What to log of them first.
-        make_engine: Makes what computes the batches.
-        until_changed: Waits for a reason to stop, if there may be one, and returns it.
+        settings: The settings.
+        origins: The origins of the settings, for /admin/settings; see `LoadedSettings`.
+        raw: Captured stdout and stderr, which are logged, and given back at the end.
+        warnings: Texts to log first.
+        make_engine: Makes the engine that computes the batches.
+        until_changed: Waits for a reason to stop, and returns it.
     """
     with _logging(settings, raw) as logs:
         for warning in warnings:
@@ -115,7 +115,7 @@ def run(
 
 @contextmanager
 def _logging(settings: Settings, raw: RawOutput | None) -> Iterator[log_setup.Logs]:
-    """Have a log, and in it what is written past it."""
+    """Configure logging, and log what is written past the log."""
     logs = log_setup.configure(
         settings.log_format,
         settings.log_level,
@@ -152,7 +152,7 @@ def make_service(
     origins: Mapping[str, str] | None = None,
     make_engine: Callable[[Arena], ClosableEngine] = LocalEngine,
 ) -> "tuple[Service, Tracer | None]":
-    """A service that has not been started, and who traces its calls, if that is wanted.
+    """Make a service that is not started, and the tracer of its calls if tracing is on.
 
     Raises:
         StartError: It could not start on this host.
@@ -164,7 +164,7 @@ def make_service(
 
 
 def make_whole_app(service: Service, tracer: "Tracer | None") -> tuple[App, Predict, EdgeLimits]:
-    """The HTTP application over a service with all that its settings say, and its parts."""
+    """Make the HTTP application over a service as its settings say, and its parts."""
     settings, metrics = service.settings, service.metrics.model
     guard = make_guard(settings)
     recorder = None if tracer is None else tracer.recorder
@@ -176,7 +176,7 @@ def make_whole_app(service: Service, tracer: "Tracer | None") -> tuple[App, Pred
 
 
 def make_app(service: Service, predict: Predict, guard: Guard) -> App:
-    """The HTTP application over a service, which lives and dies with its lifespan."""
+    """Make the HTTP application over a service, whose life is the application's lifespan."""
 
     @asynccontextmanager
     async def lifespan(_: App) -> AsyncIterator[None]:
@@ -325,7 +325,7 @@ def _serve(
 
 
 def start_tracing(tracer: "Tracer", service: Service) -> None:
-    """Begin to export what is traced, and count it."""
+    """Begin to export traces, and count them."""
     service.metrics.gauge_source(partial(_read_traces, tracer, service))
     tracer.start()
 

@@ -1,4 +1,4 @@
-"""`inferpool serve --debug`: one model in this very process, for its author at a terminal."""
+"""`inferpool serve --debug`: one model in this process, for its author at a terminal."""
 
 import asyncio
 import os
@@ -20,7 +20,7 @@ from inferpool.workers.host.in_process import InProcessEngine
 _PATIENCE_S = 3600.0
 """How long a call may take: as long as somebody looks at it in a debugger."""
 _DRAIN_S = 1.0
-"""A call that is held by a debugger holds up no stop."""
+"""How long a stop waits for calls, which a debugger may be holding."""
 _LOOK_S = 0.3
 _MAX_FILES = 5000
 _NOT_OURS = {"__pycache__", "node_modules", "site-packages"}
@@ -30,14 +30,14 @@ def run(loaded: LoadedSettings, *, reloads: bool) -> int:
     """Serve until a signal, in the main thread; the model has a thread of its own.
 
     Args:
-        loaded: The settings, of which those of several processes are overruled.
-        reloads: Whether to start anew, as another program in this process, when a file changes.
+        loaded: The settings. Those for several processes are overridden.
+        reloads: Start again, as a new program in this process, when a file changes.
 
     Returns:
-        The exit status. It does not return where it starts anew.
+        The exit status. It does not return if it starts again.
 
     Raises:
-        FlagError: Several models are to be served.
+        FlagError: There are several models to serve.
     """
     names = list(loaded.settings.models)
     if len(names) > 1:
@@ -68,7 +68,7 @@ def run(loaded: LoadedSettings, *, reloads: bool) -> int:
 
 
 def settings_for(settings: Settings) -> Settings:
-    """The settings for one worker in this process, with time to look at a call."""
+    """Return settings for one worker in this process, with time to look at a call."""
     models = {
         name: model.model_copy(
             update={
@@ -100,11 +100,11 @@ def settings_for(settings: Settings) -> Settings:
 
 
 class Files:
-    """The files of a project, and of what it has imported from outside of installed packages."""
+    """The files of a project, and those that it has imported, except installed packages."""
 
     def __init__(self, folder: Path) -> None:
         self.changed = ""
-        """The first that changed; empty while none has."""
+        """The first file that changed; empty while none has."""
         self._folder = folder
         self._installed = tuple(
             {*site.getsitepackages(), *sysconfig.get_paths().values(), sys.prefix}
@@ -112,7 +112,7 @@ class Files:
         self._times = self._look()
 
     def has_changed(self) -> bool:
-        """Look again: whether one was changed, added or removed."""
+        """Look again, and return whether a file was changed, added or removed."""
         now = self._look()
         for path, modified in now.items():
             before = self._times.get(path)
@@ -126,7 +126,7 @@ class Files:
         return bool(self.changed)
 
     async def until_changed(self) -> str:
-        """Wait for it; the reason to stop."""
+        """Wait for a change, and return it as the reason to stop."""
         while not self.has_changed():  # noqa: ASYNC110  # nobody tells
             await asyncio.sleep(_LOOK_S)
         return f"{self.changed.removeprefix(f'{self._folder}/')} changed"
@@ -159,7 +159,7 @@ class Files:
 
 
 def _terminal() -> list[Any] | None:
-    """How the terminal is set that is our stdin; None if it is none."""
+    """Return the state of the terminal at stdin; None if there is none."""
     try:
         return list(termios.tcgetattr(sys.stdin))
     except (termios.error, ValueError, AttributeError):

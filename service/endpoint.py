@@ -1,4 +1,4 @@
-"""`/predict` and its server as the settings have them, in whichever process takes the calls."""
+"""Builds `/predict` and its server from the settings, in whichever process takes the calls."""
 
 import logging
 import ssl
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_LOGGED_PATH = 200
 _WARNINGS_PER_S = 3
-"""Of failed answers, for each status."""
+"""Warnings a second about failed answers, for each status."""
 
 
 class TraceError(StartError):
@@ -38,29 +38,32 @@ class TraceError(StartError):
 
 
 def make_guard(settings: Settings) -> Guard:
-    """Who may ask for what."""
+    """Return the guard with the keys of the settings."""
     return Guard(
         predict=settings.predict_keys, metrics=settings.metrics_keys, admin=settings.admin_keys
     )
 
 
 def make_cors(settings: Settings) -> Cors | None:
-    """Which pages may ask; None: those of this host alone."""
+    """Return which pages may call; None: only those of this host."""
     return Cors(settings.cors_origins) if settings.cors_origins else None
 
 
 def set_up_tracing(
     settings: Settings, origin: str, metrics: Callable[[str], ModelMetrics]
 ) -> "tuple[Settings, Tracer | None]":
-    """The settings in force, and who traces calls; what is set for a whole host stops no service.
+    """Return the settings in force and the tracer, if tracing is on.
+
+    A variable of OpenTelemetry may be set for the whole host. If it cannot be followed, tracing is
+    switched off with a warning.
 
     Args:
-        settings: Whether to trace, and how.
-        origin: Who set the endpoint; see `LoadedSettings`.
-        metrics: Finds what counts the calls of a model.
+        settings: The settings.
+        origin: The origin of the endpoint's setting; see `LoadedSettings`.
+        metrics: Returns the metrics of a model.
 
     Raises:
-        TraceError: It is inferpool's own setting that asks for traces, and there can be none.
+        TraceError: A setting of inferpool's own asks for traces, and they are not possible.
     """
     try:
         return settings, make_tracer(settings, metrics)
@@ -72,14 +75,14 @@ def set_up_tracing(
 
 
 def make_tracer(settings: Settings, metrics: Callable[[str], ModelMetrics]) -> "Tracer | None":
-    """Who traces calls, if that is wanted; what it takes is imported only then.
+    """Make the tracer if tracing is on. What it needs is imported only then.
 
     Args:
-        settings: Whether, and how.
-        metrics: Finds what counts the calls of a model.
+        settings: The settings.
+        metrics: Returns the metrics of a model.
 
     Raises:
-        TraceError: OpenTelemetry is not installed, or a file is not there.
+        TraceError: OpenTelemetry is not installed, or a file is missing.
     """
     if settings.trace_endpoint is None:
         return None
@@ -106,15 +109,15 @@ def make_predict(
     metrics: Callable[[str], ModelMetrics],
     edge: EdgeLimits | None = None,
 ) -> Predict:
-    """The endpoint.
+    """Make the endpoint.
 
     Args:
-        models: By name.
-        settings: Its limits.
-        guard: Who may call it.
-        tracer: Who traces its calls.
-        metrics: Finds what counts the calls of a model.
-        edge: What connections may cost.
+        models: The models by name.
+        settings: The settings, for its limits.
+        guard: Checks keys.
+        tracer: Traces its calls.
+        metrics: Returns the metrics of a model.
+        edge: Limits of what connections may cost.
     """
     max_unfinished_bytes = (edge or EdgeLimits()).max_unfinished_bytes
     return Predict(
@@ -145,7 +148,7 @@ def server_config(
     tls: ssl.SSLContext | None,
     lifespan: LifespanType = "on",
 ) -> uvicorn.Config:
-    """How uvicorn serves an application to clients."""
+    """Return how uvicorn serves an application to clients."""
     return uvicorn.Config(
         app,
         loop="uvloop",
@@ -163,9 +166,9 @@ def server_config(
 
 
 def failure_log() -> Callable[[Call, int, float], None]:
-    """Logs what went wrong on our side; callers' own mistakes are for those who debug.
+    """Return a function that logs failures of ours; mistakes of callers go to the debug level.
 
-    Of each status it warns a few times in a second and then with a count: an outage fails all.
+    It warns a few times a second for each status and then with a count, since an outage fails all.
     """
     warnings: dict[int, LogThrottle] = {}
 

@@ -28,7 +28,7 @@ class StartError(Exception):
 
 
 class ServiceError(Exception):
-    """What a caller is told instead of a prediction.
+    """The base of errors that a caller gets instead of a prediction.
 
     Attributes:
         code: A stable, machine-readable name.
@@ -57,19 +57,19 @@ class UnknownModelError(ServiceError):
 
 
 class ConflictError(ServiceError):
-    """Something else is being done, which must end first."""
+    """Another operation is running, and must end first."""
 
     code = "conflict"
 
 
 class TooLargeError(ServiceError):
-    """A body, or a part of one, is over its limit."""
+    """A body, or a part of one, is too large."""
 
     code = "too_large"
 
 
 class NotAcceptableError(ServiceError):
-    """There is no answer in any form that `Accept` allows."""
+    """No form that `Accept` allows can carry the answer."""
 
     code = "not_acceptable"
 
@@ -81,19 +81,19 @@ class UnsupportedTypeError(ServiceError):
 
 
 class InvalidInputError(ServiceError):
-    """The input was read, and the model cannot take it."""
+    """The input was read, but the model cannot take it."""
 
     code = "invalid_input"
 
 
 class QuarantinedError(ServiceError):
-    """Workers have died of this very input, so it is not tried again for a while."""
+    """Workers have died of this very input, so it is not tried for a while."""
 
     code = "quarantined"
 
 
 class OverloadedError(ServiceError):
-    """There is no room, or no time, for this request now."""
+    """There is no room or no time for this request now."""
 
     code = "overloaded"
 
@@ -105,25 +105,25 @@ class ModelFailedError(ServiceError):
 
 
 class NonFiniteOutputError(ModelFailedError):
-    """The model's output for this input has NaN or an infinity in it, which it promises not to."""
+    """The model's output for this input has NaN or infinity in it, against its promise."""
 
     code = "non_finite_output"
 
 
 class WorkerCrashedError(ServiceError):
-    """Each worker that worked on this input alone died of it."""
+    """Each worker that computed this input alone died of it."""
 
     code = "worker_crashed"
 
 
 class RestartFailedError(ServiceError):
-    """A restart that was asked for did not succeed; says why, and what serves on."""
+    """A requested restart failed; the message says why, and which workers serve on."""
 
     code = "restart_failed"
 
 
 class UnavailableError(ServiceError):
-    """No replica can take the request: the service starts, drains, or has lost its workers."""
+    """No replica can take the request: the service is starting or draining, or lost its workers."""
 
     code = "unavailable"
 
@@ -141,7 +141,7 @@ class DeadlineExceededError(ServiceError):
 
 
 class InternalError(ServiceError):
-    """A mistake of this service, which its log explains under the id of the request."""
+    """A mistake of this service. Its log explains it under the id of the request."""
 
     code = "internal_error"
 

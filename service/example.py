@@ -1,4 +1,4 @@
-"""What a start tells a person to try: a command that can be pasted, or how to ask."""
+"""Tells a person what to try first: a command to paste, or how to ask."""
 
 import json
 import shlex
@@ -12,18 +12,18 @@ from inferpool.service.queue.pool import Pool
 from inferpool.service.settings.settings import Settings
 
 _MAX_NUMBERS = 32
-"""More are no pleasure to read."""
+"""The most numbers to show in a command."""
 _MAX_SHOWN_BYTES = 1000
-"""A longer body is not shown in a command."""
+"""The longest body to show in a command."""
 
 
 def try_or_ask(url: str, pool: Pool, settings: Settings) -> tuple[str, str]:
-    """A command that asks a model for a prediction, or else in words how to ask.
+    """Return a command that asks a model for a prediction, or else a sentence that says how.
 
     Args:
-        url: Where the service listens.
-        pool: Of the model.
-        settings: Of the service, which may want a key.
+        url: The address of the service.
+        pool: The model's pool.
+        settings: The settings, which may demand a key.
 
     Returns:
         "try" with a command that works as it is, or "ask" with a sentence.
@@ -59,7 +59,7 @@ def _command(url: str, pool: Pool) -> tuple[str, str]:
 
 
 def _key_arguments(settings: Settings) -> str:
-    """What curl needs besides, without showing a key."""
+    """Return the arguments that curl needs for the key, without showing it."""
     if not settings.predict_keys:
         return ""
     if settings.predict_keys_file:
@@ -79,7 +79,7 @@ def _json_command(url: str, instance: object) -> tuple[str, str] | None:
 
 
 def _raw_command(url: str, spec: TensorSpec, shape: list[int]) -> str:
-    """Zeros, which are too many to be written out."""
+    """Return a command that sends zeros, which are too many to write out."""
     num_bytes = prod(shape) * DTYPE_BYTES[spec.dtype]
     sizes = ",".join(map(str, shape))
     return (
@@ -96,5 +96,5 @@ def _zeros(spec: TensorSpec, shape: list[int]) -> object:
 
 
 def _from_here(url: str) -> str:
-    """The URL as this host can ask for it: "every address" is none to connect to."""
+    """Return the URL that this host can use, since "every address" is none to connect to."""
     return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")

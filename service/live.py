@@ -1,7 +1,7 @@
-"""What each model did in each of the last seconds, and the feed of it that `/events` sends.
+"""Samples what each model did in each of the last seconds, for the feed at `/events`.
 
-One sampler for all who listen, in the main process's event loop. It reads the counters of
-`/metrics`, once a second, which takes some 0.1 ms per model; the rest is made for listeners alone.
+One sampler serves all listeners, in the main process's event loop. It reads the counters of
+`/metrics` once a second, which takes 0.1 ms per model. The rest is made only if somebody listens.
 """
 
 import asyncio
@@ -30,12 +30,12 @@ from inferpool.service.telemetry.versions import version_of
 from inferpool.workers.host.keep_going import KeepGoing
 
 _NUM_KEPT = 300
-"""Samples: five minutes, which take some 0.5 MB per model."""
+"""Samples kept: five minutes, which take 0.5 MB per model."""
 _OUTCOMES = ("accepted", "succeeded", "failed", "expired", "cancelled")
 
 
 class LiveFeed:
-    """Keeps the past, and makes the events of the present; see `service.api.routes.events.Feed`."""
+    """Keeps the last samples and makes events; see `service.api.routes.events.Feed`."""
 
     def __init__(
         self,
@@ -50,12 +50,12 @@ class LiveFeed:
         """Prepare to sample.
 
         Args:
-            settings: Of the service.
-            pools: By model; may still be empty.
-            metrics: What is counted.
-            report: The state of everything now.
-            host: What all models share now.
-            every_s: How long a sample is.
+            settings: The settings.
+            pools: The pools by model; may still be empty.
+            metrics: The counters to sample.
+            report: Returns the state of everything now.
+            host: Returns the state of what all models share now.
+            every_s: Seconds between samples.
         """
         self._settings = settings
         self._pools = pools
@@ -69,7 +69,7 @@ class LiveFeed:
         self._newest: bytes | None = None
         """The newest event, once somebody has asked for it."""
         self._ticked = asyncio.Event()
-        """Set when the next one can be made, and then replaced."""
+        """Set when the next event can be made, and then replaced."""
         self._task: asyncio.Task[None] | None = None
         self.is_ending = False
         """No event comes any more."""
@@ -79,13 +79,13 @@ class LiveFeed:
         self._task = asyncio.create_task(self._run(), name="sample")
 
     def end(self) -> None:
-        """Tell all who listen how things stand, for the last time."""
+        """Send all listeners a last event."""
         if not self.is_ending:
             self.is_ending = True
             self._tick()
 
     async def stop(self) -> None:
-        """Sample no more."""
+        """Stop sampling."""
         self.end()
         if self._task is not None:
             self._task.cancel()
@@ -162,7 +162,7 @@ class LiveFeed:
 
 
 class _Sampler:
-    """Tells what one model has counted since the last time."""
+    """Samples what one model has counted since the last sample."""
 
     def __init__(self, metrics: ModelMetrics) -> None:
         self._metrics = metrics
@@ -176,7 +176,7 @@ class _Sampler:
         self._num_batched = 0
 
     def sample(self, queue_depth: int, interval_s: float) -> Sample:
-        """What was counted in an interval that ends now."""
+        """Return what was counted in an interval that ends now."""
         metrics = self._metrics
         outcomes, before = self._count_outcomes(), self._outcomes
         num_requests, num_before = sum(metrics.requests.values()), self._num_requests
@@ -208,14 +208,14 @@ class _Sampler:
 
 
 class _Past:
-    """What a distribution had counted the last time."""
+    """The counts of a distribution at the last sample."""
 
     def __init__(self, distribution: Distribution) -> None:
         self._distribution = distribution
         self._counts = distribution.counts()
 
     def take(self) -> Recent:
-        """What it has counted since."""
+        """Return what was counted since the last call."""
         recent = self._distribution.since(self._counts)
         self._counts = self._distribution.counts()
         return recent

@@ -1,4 +1,4 @@
-"""What an operator can do to a running service. Lives in the event loop."""
+"""Carries out what an operator asks of a running service. Lives in the event loop."""
 
 import asyncio
 import logging
@@ -16,11 +16,11 @@ from inferpool.service.queue.pool import Pool
 logger = logging.getLogger(__name__)
 
 _ANSWER_S = 30.0
-"""A restart that takes longer is answered before it is over: proxies wait for a minute, often."""
+"""How long an HTTP call waits for a restart. Many proxies give up after a minute."""
 
 
 class Operations:
-    """Drains and restarts; owns the restarts that are under way."""
+    """Drains and restarts; owns the running restarts."""
 
     def __init__(
         self,
@@ -30,13 +30,13 @@ class Operations:
         drain: Callable[[bool], bool],
         settings_json: Callable[[], str],
     ) -> None:
-        """Act on pools.
+        """Prepare to act on pools.
 
         Args:
-            pools: By model; looked up anew each time.
+            pools: The pools by model, looked up each time.
             grace_s: How long a worker may take to finish what it holds.
-            drain: Turns readiness red, or green again; False where that is no longer possible.
-            settings_json: The settings in force.
+            drain: Turns readiness red or green; returns False if that is no longer possible.
+            settings_json: Returns the settings in force.
         """
         self.settings_json = settings_json
         self._pools = pools
@@ -83,13 +83,13 @@ class Operations:
         return True
 
     def end(self) -> None:
-        """Begin no further restart, and end those under way: their old workers serve on."""
+        """Start no further restart, and end the running ones; their old workers serve on."""
         self._is_ending = True
         for task in self._restarts.values():
             task.cancel()
 
     async def stop(self) -> None:
-        """Wait until no restart is under way."""
+        """End the running restarts, and wait for them."""
         self.end()
         await asyncio.gather(*self._restarts.values(), return_exceptions=True)
 

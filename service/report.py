@@ -1,4 +1,4 @@
-"""What `/health` says, read off the pools."""
+"""Makes the report of `/health` from the pools."""
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,7 +34,7 @@ def report_of(
     *,
     is_draining: bool,
 ) -> HealthReport:
-    """The state of everything now."""
+    """Return the state of everything now."""
     models = [_model_health(pool, speed_search.progress(name)) for name, pool in pools.items()]
     is_ready = is_host_ready(pools.values()) and not is_draining
     return HealthReport(
@@ -49,10 +49,10 @@ def report_of(
 
 
 def is_host_ready(pools: Iterable[Pool]) -> bool:
-    """Whether the host should be sent requests, if it is not being drained.
+    """Return whether the host should get requests, unless it is being drained.
 
-    It is ready while every model that could be loaded is: one that was given up for good does not
-    take its neighbours out of service.
+    Every model that could be loaded must be ready. A model that was given up for good does not take
+    the others out of service.
     """
     hopeful = [pool for pool in pools if not pool.is_lost]
     return bool(hopeful) and all(pool.is_ready for pool in hopeful)

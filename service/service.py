@@ -1,4 +1,4 @@
-"""All that is served, as one: the engine, the pools with their workers, who takes the calls."""
+"""The service as a whole: the engine, a pool for each model, and the front ends."""
 
 import asyncio
 import logging
@@ -52,10 +52,10 @@ class ClosableEngine(Engine, Protocol):
     """An engine of this host."""
 
     async def close(self) -> None:
-        """Leave nothing behind. Starts are over."""
+        """Remove everything it made. Starts are over."""
 
     def forkserver_vitals(self) -> ForkserverVitals | None:
-        """The state of the process that forks workers; None where there is none."""
+        """Return the state of the process that forks workers; None if there is none."""
 
 
 class Service:
@@ -73,7 +73,7 @@ class Service:
         """Decide what goes where, and start nothing yet.
 
         Raises:
-            StartError: The devices or the memory asked for are not there.
+            StartError: A requested device is missing, or there is too little memory.
         """
         self.settings = settings
         self.metrics = metrics
@@ -92,7 +92,7 @@ class Service:
             settings_json=lambda: json_of(loaded.rows()),
         )
         self.fronts: OnlyFront | Fronts = OnlyFront()
-        """Who takes the connections; set before the start."""
+        """The front ends, which take the connections. Set before the start."""
         self._speed_cache = SpeedCache(settings)
         self._speed_search = SpeedSearch(self.pools, search, grace_s=settings.drain_timeout_s)
         self._plans = _plan(settings, host, self._speed_cache.folder)
@@ -120,7 +120,7 @@ class Service:
 
     @property
     def num_processes(self) -> int:
-        """Of all workers: a split replica has several."""
+        """The processes of all workers. A split replica has several."""
         return sum(
             config.placement.num_ranks for configs in self._plans.values() for config in configs
         )
@@ -138,32 +138,32 @@ class Service:
             self._speed_search.start()
 
     def begin_stop(self) -> None:
-        """Turn readiness red for good; what comes is still answered."""
+        """Turn readiness red for good. New calls are still answered."""
         self._is_stopping = self.is_draining = True
         self.operations.end()
         self.live.end()
 
     def set_draining(self, is_draining: bool) -> bool:
-        """Turn readiness red, or green again; False where the service is shutting down."""
+        """Turn readiness red or green; return False if the service is shutting down."""
         if not self._is_stopping:
             self.is_draining = is_draining
         return self.is_draining == is_draining
 
     async def drain(self) -> None:
-        """Admit nothing more, and answer all that was accepted."""
+        """Admit nothing more, and answer everything that was accepted."""
         self.begin_stop()
         grace_s = self.settings.drain_timeout_s
         await asyncio.gather(*(pool.dispatcher.drain(grace_s) for pool in self.pools.values()))
 
     def cut_off(self) -> None:
-        """Wait for nothing any more: answer what is in flight; `stop` will kill the workers."""
+        """Answer everything in flight now, and let `stop` kill the workers."""
         self.begin_stop()
         self._is_hurried = True
         for pool in self.pools.values():
             pool.dispatcher.cut_off("this server was told to stop at once")
 
     async def stop(self) -> None:
-        """See every worker and every front out and give the memory back."""
+        """Stop every worker and front end, and free the memory."""
         self._gpu_watch.stop()
         await self.live.stop()
         await self.operations.stop()
@@ -182,7 +182,7 @@ class Service:
         await self._settled.wait()
 
     def loading(self) -> list[str]:
-        """The models that have not been ready yet and may still come."""
+        """Return the models that have not been ready yet and may still become so."""
         return [
             name
             for name, pool in self.pools.items()
@@ -190,21 +190,21 @@ class Service:
         ]
 
     def examples(self) -> dict[str, object]:
-        """By model, an instance that it takes, where it shows one."""
+        """Return an example input of each model that shows one."""
         pools = self.pools.items()
         return {name: pool.example for name, pool in pools if pool.example is not None}
 
     async def until_changed(self) -> None:
-        """Wait until a worker has come or gone. For one waiter."""
+        """Wait until a worker has come or gone. Only one task may wait."""
         self._changed.clear()
         await self._changed.wait()
 
     async def until_lost(self) -> None:
-        """Wait until no model can ever be served; none of them was."""
+        """Wait until it is clear that no model can ever be served, and none ever was."""
         await self._lost.wait()
 
     def report(self) -> HealthReport:
-        """The state of everything, for /health."""
+        """Return the state of everything, for /health."""
         return report_of(
             self.pools,
             self.fronts.health(),

@@ -1,21 +1,21 @@
-"""What signals do before the server can stop in order, and after it has. Imports next to nothing.
+"""Handles signals before the server can stop in order, and after it has. Imports almost nothing.
 
-A process that is number 1 of its container gets no signal at all that it has no handler for.
+A process with number 1 in its container gets no signal for which it has no handler.
 """
 
 import signal
 from types import FrameType
 
 SHELL_OFFSET = 128
-"""What shells add to a signal's number for the exit status of what it ended."""
+"""The number that shells add to a signal's number for the exit status."""
 
 
 class EarlyStop:
-    """The handler of a process that is only starting: it ends, and leaves nothing behind."""
+    """The signal handler of a process that is still starting: it ends in order."""
 
     def __init__(self) -> None:
         self.signum = 0
-        """The signal that came, if any did; somebody may have swallowed the exception."""
+        """The signal that came, if any. Somebody may have swallowed the exception."""
 
     def __call__(self, signum: int, _: FrameType | None) -> None:
         """End the process in order.
@@ -28,7 +28,7 @@ class EarlyStop:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Those that stop a service; a hangup does, unless whoever started it wants it to stay."""
+    """Return the signals that stop a service: SIGHUP too, unless it was ignored before."""
     signals = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
         signals.append(signal.SIGHUP)
@@ -44,6 +44,6 @@ def end_early() -> None:
 
 
 def early_signal() -> int:
-    """The signal that has come since `end_early`, though the process goes on; else 0."""
+    """Return the signal that came since `end_early` although the process goes on; else 0."""
     handler = signal.getsignal(signal.SIGTERM)
     return handler.signum if isinstance(handler, EarlyStop) else 0

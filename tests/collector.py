@@ -11,14 +11,14 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 
 class FakeCollector:
-    """What has come so far."""
+    """The spans and requests that have come so far."""
 
     def __init__(self) -> None:
         self.url = ""
         self.status = 200
-        """What it answers."""
+        """The status that it answers."""
         self.headers: dict[str, str] = {}
-        """Of the last request."""
+        """The headers of the last request."""
         self.resources: list[dict[str, str | int]] = []
         self.spans: list[Span] = []
         self.num_asked = 0

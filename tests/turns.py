@@ -1,7 +1,7 @@
-"""Which tests may run beside which, where several processes run them (`pytest -n 2`).
+"""Keeps tests from disturbing each other where several processes run them (`pytest -n 2`).
 
-Those marked `alone` look at what others change, such as times and the host's shared memory: none of
-the others runs meanwhile. Who waits long says for whom.
+Tests marked `alone` measure what others change, such as times and the host's shared memory, so no
+other test runs meanwhile. Whoever waits long says for whom.
 """
 
 import contextlib
@@ -20,14 +20,14 @@ _PAUSE_S = 0.02
 def turn(
     folder: Path, name: str, *, alone: bool, told_after_s: float = 10, given_up_after_s: float = 600
 ) -> Iterator[None]:
-    """Wait for one's turn, and have it.
+    """Wait for a turn, and have it for the block.
 
     Args:
         folder: The same one for all who take turns.
-        name: What those who wait for us are told.
-        alone: Whether nobody else may have a turn meanwhile.
-        told_after_s: When to say who is waited for, on standard error.
-        given_up_after_s: When to wait no longer.
+        name: Shown to those who wait for us.
+        alone: Nobody else may have a turn meanwhile.
+        told_after_s: Seconds until standard error says who is waited for.
+        given_up_after_s: Seconds until the wait ends.
 
     Raises:
         TimeoutError: Others had their turn for all that time; it says who they are.
@@ -55,10 +55,10 @@ class _Wait:
         self._tell_after_s = told_after_s
 
     def until_locked(self, file: IO[str], kind: int) -> None:
-        """Have a lock of a kind.
+        """Wait for a lock of a kind.
 
         Raises:
-            TimeoutError: It could not be had in time.
+            TimeoutError: It was not free in time.
         """
         while not _is_locked(file, kind):
             waited_s = time.monotonic() - self._begin
@@ -79,7 +79,7 @@ class _Wait:
 
 @contextlib.contextmanager
 def _note(folder: Path, name: str) -> Iterator[None]:
-    """Leave word of who we are, which counts as long as we hold a lock on it."""
+    """Write down who we are, in a file that we lock. It counts as long as we hold the lock."""
     path = folder / f"{os.getpid()}.turn"
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -93,7 +93,7 @@ def _note(folder: Path, name: str) -> Iterator[None]:
 
 
 def _holders(folder: Path) -> str:
-    """Those who have a turn, by process; the word of one that was killed is thrown away."""
+    """Return the processes that have a turn. Files of processes that were killed are removed."""
     found = []
     for path in sorted(folder.glob("*.turn")):
         with contextlib.suppress(FileNotFoundError), path.open() as file:
@@ -105,7 +105,7 @@ def _holders(folder: Path) -> str:
 
 
 def _is_locked(file: IO[str], kind: int) -> bool:
-    """Whether we have a lock of a kind now, which others had not."""
+    """Return whether we could lock a file."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:

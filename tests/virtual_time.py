@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps to the next thing that is due: hours of waiting cost nothing."""
+"""An event loop whose clock jumps to the next thing that is due, so that waiting takes no time."""
 
 import asyncio
 import selectors
@@ -9,7 +9,7 @@ import pytest
 
 
 class _Jump(selectors.SelectSelector):
-    """Never waits: where nothing is ready, what it was to wait is added to the clock."""
+    """Never waits: if nothing is ready, the time that it should wait is added to the clock."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class _Jump(selectors.SelectSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """To be given to `asyncio.Runner`; what measures time must read its clock."""
+    """A loop for `asyncio.Runner`. Whatever measures time must read its clock."""
 
     def __init__(self) -> None:
         self._jump = _Jump()
@@ -34,7 +34,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_in_virtual_time(coroutine: Coroutine[object, object, None], limit_s: float = 10.0) -> None:
-    """Run it on a `VirtualLoop`, whose clock is `time.monotonic` meanwhile.
+    """Run a coroutine on a `VirtualLoop`, whose clock is `time.monotonic` meanwhile.
 
     Args:
         limit_s: How long it may take, by that clock.

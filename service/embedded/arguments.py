@@ -1,4 +1,4 @@
-"""Turns what Python code wants served into settings: classes become sources."""
+"""Turns what Python code wants to serve into settings: classes become sources."""
 
 import os
 from collections.abc import Mapping
@@ -12,11 +12,11 @@ from inferpool.service.settings.names import dotted
 from inferpool.service.settings.usage import SettingsError
 
 ModelClass: TypeAlias = type[object]
-"""A subclass of `Model`, or of `torch.nn.Module`."""
+"""A subclass of `Model` or of `torch.nn.Module`."""
 Served: TypeAlias = ModelClass | str
 """A class, or a source as the settings name it, such as "torchvision:resnet18"."""
 ServedModels: TypeAlias = Served | Mapping[str, Served | Mapping[str, object]]
-"""One model; or several by name, each a class, a source, or its settings with its `source`."""
+"""One model; or several by name, each a class, a source, or its settings with a `source`."""
 
 
 def read_arguments(
@@ -29,13 +29,13 @@ def read_arguments(
     Args:
         models: What to serve; None: what the file says, or else the packaged classifier.
         config: A file of settings.
-        settings: By name; those of a model count for each model.
+        settings: The settings by name. Those of a model apply to each model.
 
     Returns:
         The settings, and where the classes are found.
 
     Raises:
-        SettingsError: Something is misspelt, or has a value that cannot be.
+        SettingsError: A setting is unknown or invalid.
         SourceError: Worker processes cannot import a class.
         TypeError: `models` is not a class, a source or a mapping of them.
     """
@@ -62,7 +62,7 @@ def plain_settings(
     """Turn settings from Python code into values that a file of settings could have.
 
     Args:
-        settings: By name.
+        settings: The settings by name.
         place: The table that they are in.
 
     Raises:
@@ -78,7 +78,7 @@ def checked_class(model: object) -> ModelClass:
     """Return a class that may be served.
 
     Raises:
-        TypeError: This is no class.
+        TypeError: This is not a class.
     """
     if not isinstance(model, type):
         raise TypeError(
@@ -105,7 +105,7 @@ def _source(model: object, found: list[FoundSource]) -> str:
 
 
 def _plain(value: object, place: tuple[str, ...], is_option: bool) -> object:
-    """A value as a file of settings would have it."""
+    """Return a value as a file of settings would have it."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Mapping):

@@ -1,7 +1,7 @@
-"""`inferpool.asgi_app`: a service inside of a user's own ASGI application, in its event loop.
+"""`inferpool.asgi_app`: a service inside a user's own ASGI application, in its event loop.
 
-The user's server takes the connections and the user's middleware sees each call first. The rest is
-as when we serve: the same application over the same service, with its own worker processes.
+The user's server takes the connections, and the user's middleware sees each call first. The rest is
+the same as when we serve: the same application and service, with its own worker processes.
 """
 
 import asyncio
@@ -45,19 +45,19 @@ def asgi_app(
     >>> app = FastAPI(lifespan=models.lifespan)
     >>> app.mount("/models", models)
 
-    Nothing is started before its lifespan begins, or else before its first call. What it logs goes
-    to `logging`. Settings of the server, such as `port` and those of TLS, mean nothing here.
+    Nothing starts before its lifespan begins, or else before its first call. It logs to `logging`.
+    Settings of the server, such as `port` and those of TLS, have no effect.
 
     Args:
         models: A class, or a source such as "my_nets:MyModel" or "torchvision:resnet18"; or several
             by name, each a class, a source, or a dict of its settings. By default what `config`
             says, or else the packaged classifier.
-        config: A file of settings. Without it no file is read, and in no case variables such as
-            INFERPOOL_PORT.
-        **settings: Any setting by its name; those of a model are for each model.
+        config: A file of settings. By default no file is read. Variables such as INFERPOOL_PORT are
+            never read.
+        **settings: Any setting by its name. Those of a model apply to each model.
 
     Raises:
-        SettingsError: A setting is misspelt, or has a value that cannot be.
+        SettingsError: A setting is unknown or invalid.
         SourceError: Worker processes cannot import the class.
     """
     end_import_for_model(starts=False)
@@ -74,29 +74,23 @@ class MountedApp:
     def __init__(
         self, loaded: LoadedSettings, make_engine: Callable[[Arena], ClosableEngine] = LocalEngine
     ) -> None:
-        """Start nothing yet.
-
-        Args:
-            loaded: What to serve and how.
-            make_engine: Makes what computes the batches.
-        """
         self._loaded = loaded
         self._make_engine = make_engine
         self._app: App | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready: asyncio.Future[App] | None = None
-        """What a first call has started, and others wait for."""
+        """The future of the application, which the first call makes and others wait for."""
         self._life: asyncio.Task[None] | None = None
 
     @asynccontextmanager
     async def lifespan(self, app: ASGIApp | None = None) -> AsyncIterator[None]:
         """Start the workers, wait until models are ready, and stop them at the end of the block.
 
-        It fits the `lifespan` of FastAPI and Starlette; in one of your own it is
+        It fits the `lifespan` of FastAPI and Starlette. In your own it is
         `async with models.lifespan():`.
 
         Args:
-            app: The application around this one, for which it makes no difference.
+            app: The application around this one, which is not used.
 
         Raises:
             StartError: No model could be loaded, or this host has no room for the service.
@@ -134,7 +128,7 @@ class MountedApp:
         await app(scope, receive, send)
 
     async def _run(self, ready: asyncio.Future[App]) -> None:
-        """Run for want of a lifespan, until the event loop ends and cancels its tasks.
+        """Run without a lifespan, until the event loop ends and cancels its tasks.
 
         The first calls wait for the models as long as a call may take.
         """
@@ -155,7 +149,7 @@ class MountedApp:
 
     @asynccontextmanager
     async def _running(self) -> AsyncIterator[tuple[App, Service]]:
-        """Run a service of its own for the block.
+        """Run a service for the block.
 
         Raises:
             StartError: This host has no room for it.
@@ -183,7 +177,7 @@ class MountedApp:
             yield app, service
 
     async def _live(self, receive: Receive, send: Send) -> None:
-        """Be the whole application of a server, which tells us when to start and to stop."""
+        """Run as the whole application of a server, which tells us when to start and to stop."""
         await receive()
         try:
             async with self.lifespan():

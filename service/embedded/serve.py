@@ -1,7 +1,7 @@
 """`inferpool.serve`: a service for a script, a notebook or a test, in a process of its own.
 
-It is started as `inferpool serve` starts it, by a thread that lives as long as it does: the kernel
-ends the service with that thread, and so with this process, however that ends.
+A thread starts it as `inferpool serve` does, and lives as long as the service. The kernel ends the
+service when that thread ends, and so when this process ends, in whatever way.
 """
 
 import atexit
@@ -34,7 +34,7 @@ from inferpool.service.tools.trial.processes import Family, LogReader, LogRecord
 
 _LOOK_S = 0.02
 _LEAVE_S = 15.0
-"""How long a service may take to leave beyond what its settings let clients and workers take."""
+"""How long a service may take to leave, beyond what its settings allow clients and workers."""
 _LAST_LINES_S = 2.0
 _LEVELS = logging.getLevelNamesMapping()
 _OWN_KEYS = ("predict_keys", "metrics_keys")
@@ -53,22 +53,22 @@ def serve(
     >>> with inferpool.serve(MyModel, replicas=2) as service:
     ...     print(service.client.predict([1, 2, 3]).value)
 
-    It is another process, which ends with the block, and with this process however that ends. What
-    it logs goes to `logging` here. A class is imported by the worker processes: from its module, or
-    from the script that runs, up to the call of `serve`.
+    The service is another process. It ends with the block, and with this process, in whatever way
+    that ends. It logs to `logging` here. The worker processes import a class from its module, or
+    from the running script, up to the call of `serve`.
 
     Args:
         models: A class, or a source such as "my_nets:MyModel" or "torchvision:resnet18"; or several
             by name, each a class, a source, or a dict of its settings. By default what `config`
             says, or else the packaged classifier.
-        config: A file of settings. Without it no file is read, and in no case variables such as
-            INFERPOOL_PORT.
+        config: A file of settings. By default no file is read. Variables such as INFERPOOL_PORT are
+            never read.
         ready_timeout_s: How long the workers may take to become ready.
-        **settings: Any setting by its name; those of a model are for each model. By default it
-            listens on 127.0.0.1, on some free port.
+        **settings: Any setting by its name. Those of a model apply to each model. By default the
+            service listens on 127.0.0.1, on a free port.
 
     Raises:
-        SettingsError: A setting is misspelt, or has a value that cannot be.
+        SettingsError: A setting is unknown or invalid.
         SourceError: Worker processes cannot import the class.
         StartError: The service did not come up in time, or a model could not be loaded.
     """
@@ -82,12 +82,12 @@ def serve(
 
 
 class RunningService:
-    """A service that this process has started. A context manager: leaving it closes the service."""
+    """A service that this process has started. As a context manager it closes at the end."""
 
     url: str
     """The address of the service."""
     client: Client
-    """Asks it for predictions. Any thread may use it."""
+    """A client of the service. Any thread may use it."""
 
     def __init__(
         self, loaded: LoadedSettings, found: Sequence[FoundSource], keys: Mapping[str, str]
@@ -95,9 +95,9 @@ class RunningService:
         """Start nothing yet.
 
         Args:
-            loaded: Its settings.
-            found: Where the classes are found that it serves.
-            keys: The texts of its keys, by setting.
+            loaded: The settings.
+            found: Where the served classes are found.
+            keys: The texts of the keys, by setting.
         """
         self._settings = loaded.settings
         self._rows = [row for row in loaded.rows() if row[2] != "default" or row[0][-1] == "source"]
@@ -115,7 +115,7 @@ class RunningService:
         self.url = ""
 
     def start(self, ready_timeout_s: float) -> None:
-        """Start it, and wait until its workers are ready.
+        """Start the service, and wait until its workers are ready.
 
         Raises:
             StartError: It did not come up.
@@ -147,7 +147,7 @@ class RunningService:
         self.close()
 
     def __repr__(self) -> str:
-        """Say where it is."""
+        """Show the address."""
         return f"RunningService({self.url!r}{', closed' if self._is_closed else ''})"
 
     def _close(self, grace_s: float) -> None:
@@ -191,7 +191,7 @@ class RunningService:
         )
 
     def _is_ready(self) -> bool:
-        """Whether all workers are ready.
+        """Return whether all workers are ready.
 
         Raises:
             StartError: One never will be.
@@ -209,7 +209,7 @@ class RunningService:
         return all(worker.state == "ready" for worker in workers)
 
     def _run(self) -> None:
-        """Start the service, hand on what it logs, and see it out. The thread."""
+        """Start the service, pass on its log, and wait for its end. Runs in the thread."""
         try:
             with contextlib.ExitStack() as stack:
                 file = os.memfd_create("inferpool-settings")
@@ -236,7 +236,7 @@ class RunningService:
         self._process.wait()
 
     def _take(self, record: LogRecord) -> None:
-        """Hand a line of its log to `logging`, unless the settings leave such lines out."""
+        """Pass a line of its log on to `logging`, unless the settings leave such lines out."""
         if record.url and not self.url:
             self.client = self._client_for(record.url)
             self.url = record.url
@@ -258,7 +258,7 @@ class RunningService:
         return Client(url, key=key, verify=verify, proxy="")
 
     def _toml(self) -> bytes:
-        """Its settings as a file, without keys; what it logs is for `_take` to choose."""
+        """Return the settings as a file, without keys. `_take` chooses what is logged."""
         level = "debug" if self._settings.log_level == "debug" else "info"
         own: list[Row] = [
             (("log_format",), "json", "serve"),
@@ -272,7 +272,7 @@ class RunningService:
         return text.getvalue().encode()
 
     def _environment(self) -> dict[str, str]:
-        """This process's environment, with keys instead of settings, and where its modules are."""
+        """Return our environment, with keys instead of settings, and the folders of modules."""
         kept = {name: text for name, text in os.environ.items() if not name.startswith(PREFIX)}
         for name, text in self._keys.items():
             kept[f"{PREFIX}{name.upper()}"] = text
@@ -289,13 +289,13 @@ class RunningService:
 
 
 def _search_path(folders: Iterable[str]) -> str:
-    """The folders where this process finds modules, each once; "" is the current one."""
+    """Return the folders where this process finds modules, each once; "" is the current one."""
     found = dict.fromkeys(os.path.abspath(folder) for folder in folders)
     return os.pathsep.join(each for each in found if os.pathsep not in each)
 
 
 def _keys(settings: Mapping[str, object]) -> dict[str, str]:
-    """The texts of keys, as the environment has them."""
+    """Return the texts of keys as the environment has them."""
     keys = {}
     for name in KEY_SETTINGS:
         given = settings.get(name)

@@ -1,8 +1,8 @@
-"""How worker processes find a class that Python code hands us: as a source, "module:Class".
+"""Names a class that Python code gives us so that worker processes can import it.
 
-A class of a module is imported from there. A class of the script that runs is imported from the
-script's file. A class that was typed in, as in a cell of a notebook, is written to a file, with the
-imports, functions, classes and constants that it uses.
+A class of a module is imported from there, and a class of the running script from the script's
+file. A class that was typed in, as in a cell of a notebook, is written to a file, with the imports,
+functions, classes and constants that it uses.
 """
 
 import ast
@@ -26,12 +26,12 @@ _CURE = "put it into a file, such as my_model.py, and import it from there"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundSource:
-    """Where a class is found."""
+    """The place where a class is found."""
 
     source: str
     """The source, as the settings name it."""
     folder: str = ""
-    """The folder of its module, if that is not to be found otherwise."""
+    """The folder of its module, if the module cannot be found otherwise."""
     text: str = ""
     """The text of its module, if that has no file yet."""
 
@@ -40,7 +40,7 @@ def source_of(model: type) -> FoundSource:
     """Name a class so that another process can import it.
 
     Raises:
-        SourceError: No other process can; says why, and what to do.
+        SourceError: No other process can; the message says why, and what to do.
     """
     name = model.__qualname__
     module = sys.modules.get(model.__module__)
@@ -71,10 +71,10 @@ def source_of(model: type) -> FoundSource:
 
 
 def text_of(model: type) -> str:
-    """The source of a class that was typed in, as a module with all that it uses.
+    """Return the source of a typed-in class, as a module with everything that it uses.
 
     Raises:
-        SourceError: The class uses something that no source says.
+        SourceError: The class uses something whose source is unknown.
     """
     pieces = _Pieces(vars(sys.modules[model.__module__]))
     pieces.add(model.__name__, model, ())
@@ -90,7 +90,7 @@ class _Pieces:
         self._seen: set[str] = set()
 
     def add(self, name: str, value: object, users: Sequence[str]) -> None:
-        """Add what defines a name, and what that uses."""
+        """Add the definition of a name, and what that uses."""
         if name in self._seen:
             return
         self._seen.add(name)
@@ -117,7 +117,7 @@ class _Pieces:
 
 
 def _statement(name: str, value: object) -> str | None:
-    """What gives a name its value in another process; None if nothing is known to."""
+    """Return a statement that gives a name its value in another process; None if there is none."""
     if isinstance(value, ModuleType):
         return f"import {value.__name__} as {name}"
     module, own_name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
@@ -133,7 +133,7 @@ def _statement(name: str, value: object) -> str | None:
 
 
 def _text_of(value: type | FunctionType) -> str | None:
-    """The source of a class or a function of the main module, or None."""
+    """Return the source of a class or a function of the main module, or None."""
     functions = [value] if isinstance(value, FunctionType) else list(_functions_of(value))
     for function in functions:
         code = function.__code__
@@ -160,7 +160,7 @@ def _functions_of(value: type) -> Iterator[FunctionType]:
 
 
 def _free_names(text: str) -> set[str]:
-    """The names that code takes from around it."""
+    """Return the names that code takes from around it."""
     found = set()
     waiting = [symtable.symtable(text, "<typed>", "exec")]
     while waiting:

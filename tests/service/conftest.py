@@ -1,4 +1,4 @@
-"""Runs the tests that are coroutines, and gives them what most of them need."""
+"""Runs the tests that are coroutines, and gives them an arena."""
 
 import asyncio
 import inspect

@@ -1,4 +1,4 @@
-"""A service that is configured by its environment alone, as a container is."""
+"""Configures a service by its environment alone, as a container does."""
 
 import json
 import os
@@ -86,14 +86,14 @@ OPTIONS = {"width": 3, "rate": 0.5, "name": "cat or dog", "sizes": [1, 2], "is_o
 
 
 def text_of(value: object) -> str:
-    """As people write it into a variable."""
+    """Return a value as people write it into a variable."""
     if isinstance(value, list) and all(isinstance(each, str) for each in value):
         return ",".join(value)
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def variables() -> dict[str, str]:
-    """Every setting there is, each with a value that is not its default."""
+    """Return a variable for every setting, each with a value that is not its default."""
     found = {PREFIX + name.upper(): text_of(value) for name, value in HOST.items()}
     stem = f"{PREFIX}MODELS__NET__"
     found |= {stem + name.upper(): text_of(value) for name, value in MODEL.items()}

@@ -15,7 +15,7 @@ def admission(**changes: int) -> tuple[Admission, ModelMetrics]:
 
 
 def behind(num: int) -> Position:
-    """Where an instance stands behind so many of its kind, and nothing stands behind it."""
+    """Return the place of an instance behind so many of its kind, with nothing behind it."""
     return Position(num, num, 0, 0, ())
 
 

@@ -22,7 +22,7 @@ from inferpool.service.settings.usage import SettingsError
 
 @pytest.fixture
 def problems(tmp_path):
-    """What `load` says is wrong."""
+    """Return a function that loads settings, and returns the problems found."""
 
     def find(toml: str = "", flags=None, environ=None) -> list[str]:
         if toml:

@@ -1,4 +1,4 @@
-"""What models will import is found by reading, and nothing of theirs is run."""
+"""Finds what models import by reading; nothing of theirs is run."""
 
 from pathlib import Path
 

@@ -20,7 +20,7 @@ TRY = "curl --data-binary @photo.jpg -H 'Content-Type: image/jpeg' http://127.0.
 
 
 def shown(stream: io.StringIO, format="auto", is_colored=True) -> str:
-    """What a whole life of a service shows."""
+    """Return the output of the whole life of a service."""
     logs = configure(format, "info", stream, is_colored=is_colored)
     console = Console(logs, stream, is_colored=is_colored)
     console.started({"settings": "inferpool.toml"}, DEVICES, PLAN)
