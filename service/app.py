@@ -232,19 +232,19 @@ def _serve(
             exit_code = code
             server.stop(what)
 
+    make_server = partial(
+        Server,
+        shutdown_delay_s=settings.shutdown_delay_s,
+        drain_timeout_s=settings.drain_timeout_s,
+        on_stopping=on_stopping,
+    )
     if num_fronts == 1:
         only = service.fronts
         assert isinstance(only, OnlyFront)
         http = PredictProtocol.bound_to(predict, limits)
         config = server_config(app, http, settings, tls)
-        server = Server(
-            config,
-            shutdown_delay_s=settings.shutdown_delay_s,
-            drain_timeout_s=settings.drain_timeout_s,
-            on_listening=only.up.set,
-            on_stopping=on_stopping,
-            drain=service.drain,
-            cut_off=service.cut_off,
+        server = make_server(
+            config, on_listening=only.up.set, drain=service.drain, cut_off=service.cut_off
         )
         only.connections = server.server_state.connections
         only.use = http.connection_limits.use
@@ -272,12 +272,9 @@ def _serve(
             fronts.hurry()
 
         config = forwarded_config(app, fronts.forwarding_path)
-        server = Server(
+        server = make_server(
             config,
-            shutdown_delay_s=settings.shutdown_delay_s,
-            drain_timeout_s=settings.drain_timeout_s,
             on_listening=fronts.start,
-            on_stopping=on_stopping,
             drain=drain,
             cut_off=cut_off,
             move_clients_away=fronts.move_clients_away,

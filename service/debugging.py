@@ -46,7 +46,9 @@ def run(loaded: LoadedSettings, *, reloads: bool) -> int:
     files = Files(Path.cwd()) if reloads else None
     terminal = _terminal()
     if terminal is None:
-        sys.stderr.write("inferpool serve: stdin is no terminal, so breakpoint() has no prompt\n")
+        sys.stderr.write(
+            "inferpool serve: stdin is not a terminal, so breakpoint() has no prompt\n"
+        )
     code = run_app(
         settings_for(loaded.settings),
         loaded.origins,

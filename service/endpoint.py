@@ -70,16 +70,12 @@ def set_up_tracing(
     except TraceError as error:
         if not origin.startswith("environment OTEL_"):
             raise
-        logger.warning("calls are not traced, as %s asks for it: %s", origin, error)
+        logger.warning("calls are not traced although %s asks for it: %s", origin, error)
         return settings.model_copy(update={"trace_endpoint": None}), None
 
 
 def make_tracer(settings: Settings, metrics: Callable[[str], ModelMetrics]) -> "Tracer | None":
     """Make the tracer if tracing is on. What it needs is imported only then.
-
-    Args:
-        settings: The settings.
-        metrics: Returns the metrics of a model.
 
     Raises:
         TraceError: OpenTelemetry is not installed, or a file is missing.
@@ -109,16 +105,7 @@ def make_predict(
     metrics: Callable[[str], ModelMetrics],
     edge: EdgeLimits | None = None,
 ) -> Predict:
-    """Make the endpoint.
-
-    Args:
-        models: The models by name.
-        settings: The settings, for its limits.
-        guard: Checks keys.
-        tracer: Traces its calls.
-        metrics: Returns the metrics of a model.
-        edge: Limits of what connections may cost.
-    """
+    """Make the endpoint."""
     max_unfinished_bytes = (edge or EdgeLimits()).max_unfinished_bytes
     return Predict(
         models,

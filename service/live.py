@@ -47,16 +47,6 @@ class LiveFeed:
         host: Callable[[], HostState],
         every_s: float = 1.0,
     ) -> None:
-        """Prepare to sample.
-
-        Args:
-            settings: The settings.
-            pools: The pools by model; may still be empty.
-            metrics: The counters to sample.
-            report: Returns the state of everything now.
-            host: Returns the state of what all models share now.
-            every_s: Seconds between samples.
-        """
         self._settings = settings
         self._pools = pools
         self._report = report

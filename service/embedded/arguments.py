@@ -117,8 +117,8 @@ def _plain(value: object, place: tuple[str, ...], is_option: bool) -> object:
         what = "None" if value is None else f"a {type(value).__name__}"
         raise SettingsError(
             [
-                f"{dotted(place)}: {what} cannot be told to a worker process: give text, a number, "
-                "true or false, a list or a dict, or leave it out"
+                f"{dotted(place)}: {what} cannot be passed to a worker process: give text, a "
+                "number, true or false, a list or a dict, or leave it out"
             ]
         )
     return value

@@ -92,13 +92,6 @@ class RunningService:
     def __init__(
         self, loaded: LoadedSettings, found: Sequence[FoundSource], keys: Mapping[str, str]
     ) -> None:
-        """Start nothing yet.
-
-        Args:
-            loaded: The settings.
-            found: Where the served classes are found.
-            keys: The texts of the keys, by setting.
-        """
         self._settings = loaded.settings
         self._rows = [row for row in loaded.rows() if row[2] != "default" or row[0][-1] == "source"]
         self._found = found

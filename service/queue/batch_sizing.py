@@ -8,6 +8,7 @@ Everything here is pure computation. To note a batch costs a microsecond.
 """
 
 from bisect import bisect_left
+from dataclasses import dataclass
 from itertools import islice
 from math import inf
 from typing import TYPE_CHECKING
@@ -174,15 +175,14 @@ class BatchCosts:
 
 
 class SizeLimit:
-    """The most instances that a batch may have now: a fixed number, or with `auto` what pays.
+    """The most instances that a batch may have: a fixed number, or with `auto` what pays.
 
-    With `auto` it starts at 8, which workers have warmed up with. It doubles, up to 64, while full
-    batches come back so fast that twice as many would still cost next to nothing, and falls back
-    when they turn out slower. Networks that were compiled for some sizes stay with those.
+    With `auto` (None) it starts at 8, which workers have warmed up with. It doubles, up to 64,
+    while full batches come back so fast that twice as many would still cost next to nothing, and
+    falls back when they turn out slower. Networks that were compiled for some sizes stay with them.
     """
 
     def __init__(self, max_batch_size: int | None) -> None:
-        """Start with a fixed size, or with None for `auto`."""
         self.now = self.own = max_batch_size or AUTO_SIZE
         """`own` is the limit without an objective."""
         self._may_grow = max_batch_size is None
@@ -248,25 +248,23 @@ def fitting(queue: "Batcher[Q]", most: int, begin: float, curve: CostCurve) -> i
     return num
 
 
+@dataclass(slots=True)
 class _SizeStats:
     """Batches of about one size."""
 
-    __slots__ = ("noted_at", "num", "size", "time_s")
-
-    def __init__(self, size: float, time_s: float, noted_at: int) -> None:
-        self.size = size
-        self.time_s = time_s
-        self.num = 1
-        self.noted_at = noted_at
+    size: float
+    time_s: float
+    noted_at: int
+    num: int = 1
 
 
+@dataclass(slots=True)
 class _EqualSizes:
     """Neighbouring sizes that are taken to cost the same."""
 
-    def __init__(self, sizes: list[float], time_s: float, weight: float) -> None:
-        self.sizes = sizes
-        self.time_s = time_s
-        self.weight = weight
+    sizes: list[float]
+    time_s: float
+    weight: float
 
     def merge(self, next: "_EqualSizes") -> None:
         weight = self.weight + next.weight

@@ -177,7 +177,6 @@ class Deadlines:
     def __init__(
         self, on_due: Callable[[Instance], None], waiting: Callable[[], Iterable[Instance]]
     ) -> None:
-        """Start empty; the arguments are those of `Ledger`."""
         self._on_due = on_due
         self._waiting = waiting
         self._loop = asyncio.get_running_loop()

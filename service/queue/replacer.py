@@ -36,13 +36,6 @@ class Replacer:
     def __init__(
         self, name: str, supervisor: WorkerSupervisor, on_succession: Callable[[WorkerId], None]
     ) -> None:
-        """Replace none yet.
-
-        Args:
-            name: The model's name.
-            supervisor: The supervisor of its workers.
-            on_succession: Called with each worker whose successor has taken over.
-        """
         self.restart = Restart()
         self._name = name
         self._supervisor = supervisor

@@ -53,7 +53,9 @@ def url_of(text: str) -> str:
     url = text if "://" in text else f"http://{text}"
     if problem := problem_of_address(url):
         shown = without_password(url)
-        raise FlagError(f"{shown!r} is no address of a service, as {DEFAULT_URL} is one: {problem}")
+        raise FlagError(
+            f"{shown!r} is not the address of a service, such as {DEFAULT_URL}: {problem}"
+        )
     return url.rstrip("/")
 
 

@@ -136,8 +136,8 @@ class ModelSettings(SettingsTable):
                 f'instead of "{placement}"'
             )
         raise ValueError(
-            'is for a model that is split: set placement = "pipeline" or "tensor" too; how many '
-            "devices have a copy of their own is said by replicas and devices"
+            'needs a split model: set placement = "pipeline" or "tensor" too; for several whole '
+            "copies, set replicas and devices instead"
         )
 
     @field_validator("speed")
@@ -148,7 +148,7 @@ class ModelSettings(SettingsTable):
         placement = info.data.get("placement", "replicate")
         if placement != "replicate" and speed not in ("auto", "exact"):
             raise ValueError(
-                f'changes a whole network, and with placement = "{placement}" no process has one: '
+                f'changes a whole network, but with placement = "{placement}" no process has one: '
                 "leave it at auto, which then means exact"
             )
         return speed

@@ -11,27 +11,14 @@ KEY_SETTINGS = ("predict_keys", "metrics_keys", "admin_keys")
 """Settings that hold secrets. Only the environment and files of their own give them."""
 
 FLAGS: Mapping[str, str] = {
-    "host": "--host",
-    "port": "--port",
-    "front_ends": "--front-ends",
-    "predict_keys_file": "--predict-keys-file",
-    "metrics_keys_file": "--metrics-keys-file",
-    "admin_keys_file": "--admin-keys-file",
-    "cors_origins": "--cors-origins",
-    "tls_certificate": "--tls-certificate",
-    "tls_key": "--tls-key",
-    "log_format": "--log-format",
-    "log_level": "--log-level",
-    "replicas": "--replicas",
-    "devices": "--devices",
-    "placement": "--placement",
-    "devices_per_replica": "--devices-per-replica",
-    "gpu_memory_fraction": "--gpu-memory-fraction",
-    "weights": "--weights",
-    "max_batch_size": "--max-batch-size",
-    "objective_p99_ms": "--objective-p99-ms",
-    "speed": "--speed",
-    "decode": "--decode",
+    name: f"--{name.replace('_', '-')}"
+    for name in (
+        *("host", "port", "front_ends", "predict_keys_file", "metrics_keys_file"),
+        *("admin_keys_file", "cors_origins", "tls_certificate", "tls_key", "log_format"),
+        *("log_level", "replicas", "devices", "placement", "devices_per_replica"),
+        *("gpu_memory_fraction", "weights", "max_batch_size", "objective_p99_ms", "speed"),
+        "decode",
+    )
 }
 """The settings that have a flag. Flags for models apply to each model served."""
 

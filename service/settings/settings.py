@@ -171,7 +171,7 @@ class Settings(SettingsTable):
         for origin in origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ValueError(
-                    f"has {origin!r}, which is no origin: write scheme, host and port alone, in "
+                    f"has {origin!r}, which is not an origin: write only scheme, host and port, in "
                     "lower case, as browsers send them, such as https://app.example or "
                     "http://localhost:3000"
                 )

@@ -40,7 +40,9 @@ def slug(source: str) -> str:
 def source_hint(text: str, candidates: Sequence[str]) -> str:
     """Return a hint about a text that was meant as a source, with the nearest of the candidates."""
     if text.endswith(_WEIGHT_FILE_SUFFIXES):
-        return "this is a file of weights: give the network as source, and it as --weights"
+        return (
+            "this is a file of weights: give the network as the source, and this file as --weights"
+        )
     if text.endswith(".toml"):
         return f"this is a file of settings: use --config {text}"
     if _TORCHVISION_NAME.fullmatch(text.lower()):

@@ -121,7 +121,7 @@ def endpoint_of(text: str) -> str:
         ValueError: It is not a URL of a collector.
     """
     if problem := problem_of_url(text):
-        raise ValueError(f"is no URL such as http://localhost:4318: {problem}")
+        raise ValueError(f"is not a URL such as http://localhost:4318: {problem}")
     parts = urlsplit(text)
     assert parted(text)[0] == text, "passwords belong into the headers"
     return text if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}{TRACES_PATH}"

@@ -26,7 +26,7 @@ def problem_of_url(text: str) -> str:
 
     scheme, _, rest = text.partition("://")
     if not text.isprintable() or " " in text:
-        return "it has blanks or control characters"
+        return "it has spaces or control characters"
     if scheme.lower() not in ("http", "https"):
         return "it begins with neither http:// nor https://"
     place, *more = re.split("[/?#]", rest, maxsplit=1)
@@ -37,8 +37,8 @@ def problem_of_url(text: str) -> str:
         if "@" in "".join(more):
             return "write /, ? and # in its password as %2F, %3F and %23"
         if "[" not in place and not _PORT.search(place):
-            return "its port is no number"
-        return "its host is no name that there can be"
+            return "its port is not a number"
+        return "its host name is not valid"
     if not host:
         return "it names no host"
     if url.port is not None and not 1 <= url.port <= _MAX_PORT:

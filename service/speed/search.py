@@ -47,13 +47,6 @@ class SpeedSearch:
     """Searches for one model after another, once their workers are up."""
 
     def __init__(self, pools: Mapping[str, Pool], search: Search, *, grace_s: float) -> None:
-        """Prepare to search.
-
-        Args:
-            pools: The pools by model. They may be added until `start`.
-            search: Searches for one model.
-            grace_s: How long a replaced worker may take to finish what it holds.
-        """
         self._pools = pools
         self._search = search
         self._grace_s = grace_s
@@ -107,7 +100,7 @@ class SpeedSearch:
                 progress.state, progress.text = "done", "nothing is left to try"
         for key, slots in present.items():  # workers with other numbers of threads have other keys
             if obstacle := _obstacle(slots[0]):
-                text = "%s speed: no faster preset is searched for: %s"
+                text = "%s speed: not searching for a faster preset: %s"
                 logger.info(text, pool.name, obstacle)
                 progress.state, progress.text = "off", obstacle
                 return
@@ -118,7 +111,7 @@ class SpeedSearch:
     ) -> None:
         """Search for workers that share a cache key."""
         preset = _preset_of(slots[0])
-        text = "%s speed: searching for a faster preset than %s, in what time is left over"
+        text = "%s speed: searching for a faster preset than %s, in the time left over"
         logger.info(text, pool.name, preset)
         progress.state = "searching"
 
@@ -141,7 +134,7 @@ class SpeedSearch:
         progress.state, progress.text = "changing", f"from {preset} to {found.text()}"
         for slot in slots:
             if not await pool.replacer.change_over(slot, found.preset, self._grace_s):
-                text = "%s speed: %s did not come up with %s: the rest stay as they are"
+                text = "%s speed: %s did not come up with %s, so the others stay as they are"
                 logger.warning(text, pool.name, slot.id.worker, found.preset)
                 progress.state = "failed"
                 progress.text = f"{slot.id.worker} did not come up with {found.preset}"

@@ -54,27 +54,6 @@ class ModelMetrics:
     accepted = succeeded + failed + expired + cancelled + in flight.
     """
 
-    __slots__ = (
-        "accepted",
-        "answer_duration",
-        "batch_size",
-        "cancelled",
-        "error_duration",
-        "exemplars",
-        "expired",
-        "failed",
-        "in_flight",
-        "inference_duration",
-        "name",
-        "prepare_duration",
-        "queue_wait",
-        "rejected",
-        "requests",
-        "restarts",
-        "retried",
-        "succeeded",
-    )
-
     def __init__(self, name: str) -> None:
         self.name = name
         self.requests: dict[int, int] = defaultdict(int)

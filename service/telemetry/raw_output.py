@@ -26,12 +26,6 @@ class RawOutput:
     """Holds descriptors 1 and 2 until it is closed. Processes started meanwhile inherit ours."""
 
     def __init__(self, originals: Mapping[int, int], readers: Mapping[int, int]) -> None:
-        """Store the descriptors that `take` makes.
-
-        Args:
-            originals: A copy of the original, by descriptor.
-            readers: The end to read what is written to it, by descriptor.
-        """
         self._originals = originals
         self._readers = readers
         self._rests = dict.fromkeys(readers, b"")

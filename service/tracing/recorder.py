@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 from threading import Event
+from typing import NamedTuple
 
 from inferpool.service.api.call import Call
 from inferpool.service.telemetry.metrics import ModelMetrics
@@ -19,15 +20,12 @@ _BEYOND_ALL = "g"
 """A text that sorts behind every hexadecimal digit."""
 
 
-class Ended:
+class Ended(NamedTuple):
     """A call that is over."""
 
-    __slots__ = ("call", "duration_s", "status")
-
-    def __init__(self, call: Call, status: int, duration_s: float) -> None:
-        self.call = call
-        self.status = status
-        self.duration_s = duration_s
+    call: Call
+    status: int
+    duration_s: float
 
 
 class Recorder:

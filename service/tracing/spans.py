@@ -41,14 +41,7 @@ class SpanMaker:
         self._scheme = scheme
 
     def add_spans(self, ended: Ended, epoch_ns: int, spans: ScopeSpans) -> None:
-        """Add the span of a call and those below it.
-
-        Args:
-            ended: The call.
-            epoch_ns: The time of day at CLOCK_MONOTONIC's zero.
-            spans: The message to add them to. They are made in place, since messages copy their
-                parts.
-        """
+        """Add the span of a call and those below it."""
         _Tree(ended.call, epoch_ns, spans).grow(ended, self._server_attributes(ended))
 
     def _server_attributes(self, ended: Ended) -> dict[str, str | int]:

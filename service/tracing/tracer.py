@@ -58,10 +58,6 @@ class Tracer:
     def __init__(self, settings: Settings, metrics: Callable[[str], ModelMetrics]) -> None:
         """Prepare; nothing is sent before `start`.
 
-        Args:
-            settings: The settings, with a trace endpoint.
-            metrics: Returns the metrics of a model.
-
         Raises:
             OSError: The certificate cannot be read, or is not one.
         """

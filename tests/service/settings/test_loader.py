@@ -79,21 +79,6 @@ def test_a_file_that_is_named_must_be_there(problems):
     ]
 
 
-def test_variables_reach_models_and_their_options(tmp_path):
-    environ = {
-        "INFERPOOL_MODELS__RESNET__SOURCE": "torchvision:resnet18",
-        "INFERPOOL_MODELS__RESNET__REPLICAS": "2",
-        "INFERPOOL_MODELS__RESNET__BATCH_WAIT_MS": "1.5",
-        "INFERPOOL_MODELS__RESNET__OPTIONS__WIDTH": "3",
-        "INFERPOOL_MODELS__RESNET__OPTIONS__LABEL": "cat or dog",
-        "INFERPOOL_MODELS__RESNET__OPTIONS__SIZES": "[1, 2]",
-    }
-    model = load({}, environ, tmp_path).settings.models["resnet"]
-    assert (model.source, model.replicas) == ("torchvision:resnet18", 2)
-    assert model.batch_wait_ms == 1.5
-    assert model.options == {"width": 3, "label": "cat or dog", "sizes": [1, 2]}
-
-
 def test_a_variable_finds_the_model_whose_name_no_variable_can_spell(tmp_path):
     (tmp_path / "inferpool.toml").write_text(
         '[models."my-net.v2"]\nsource = "a:B"\noptions = {numClasses = 3}\n'
@@ -193,103 +178,86 @@ def test_a_model_named_like_a_built_in_source_needs_no_source(tmp_path):
 @pytest.mark.parametrize(
     ("toml", "problem"),
     [
-        ("prot = 1", "inferpool.toml: prot: there is no such setting; did you mean port?"),
+        ("prot = 1", "prot: there is no such setting; did you mean port?"),
         (
             '[models.a]\nsource = "echo"\nreplcas = 1',
-            "inferpool.toml: models.a.replcas: there is no such setting; did you mean replicas?",
+            "models.a.replcas: there is no such setting; did you mean replicas?",
         ),
-        (
-            "replicas = 2",
-            "inferpool.toml: replicas: this setting belongs to a model: [models.NAME]",
-        ),
+        ("replicas = 2", "replicas: this setting belongs to a model: [models.NAME]"),
         (
             "[models.echo]\nport = 1",
-            "inferpool.toml: models.echo.port: this setting belongs to the top of the file",
+            "models.echo.port: this setting belongs to the top of the file",
         ),
-        (
-            'port = "80"',
-            "inferpool.toml: port: '80' is not a whole number from 0 to 65535",
-        ),
-        ("port = true", "inferpool.toml: port: True is not a whole number from 0 to 65535"),
-        ("port = 65536", "inferpool.toml: port: 65536 is not a whole number from 0 to 65535"),
-        ("[port]", "inferpool.toml: port: {} is not a whole number from 0 to 65535"),
-        (
-            "default_timeout_s = nan",
-            "inferpool.toml: default_timeout_s: nan is not a number above 0",
-        ),
-        (
-            'log_format = "xml"',
-            'inferpool.toml: log_format: \'xml\' is not "auto" or "human" or "json"',
-        ),
+        ('port = "80"', "port: '80' is not a whole number from 0 to 65535"),
+        ("port = true", "port: True is not a whole number from 0 to 65535"),
+        ("port = 65536", "port: 65536 is not a whole number from 0 to 65535"),
+        ("[port]", "port: {} is not a whole number from 0 to 65535"),
+        ("default_timeout_s = nan", "default_timeout_s: nan is not a number above 0"),
+        ('log_format = "xml"', 'log_format: \'xml\' is not "auto" or "human" or "json"'),
         (
             "[models.echo]\nreplicas = 0",
-            'inferpool.toml: models.echo.replicas: 0 is not "auto" or a whole number of at least 1',
+            'models.echo.replicas: 0 is not "auto" or a whole number of at least 1',
         ),
         (
             '[models.echo]\nprepare_threads = "many"',
-            "inferpool.toml: models.echo.prepare_threads: 'many' is not "
-            '"auto" or a whole number of at least 1',
+            "models.echo.prepare_threads: 'many' is not \"auto\" or a whole number of at least 1",
         ),
-        ("[models.echo]\noptions = 3", "inferpool.toml: models.echo.options: 3 is not a table"),
+        ("[models.echo]\noptions = 3", "models.echo.options: 3 is not a table"),
         (
             '[models.echo]\ndevices = "gpu"',
-            'inferpool.toml: models.echo.devices: \'gpu\' is not "auto", "cpu", "cuda", GPUs '
-            'such as "cuda:0,1", UUIDs as `nvidia-smi -L` prints them ("GPU-...", "MIG-..."), or '
-            "several of these with commas between",
+            'models.echo.devices: \'gpu\' is not "auto", "cpu", "cuda", GPUs such as '
+            '"cuda:0,1", UUIDs as `nvidia-smi -L` prints them ("GPU-...", "MIG-..."), or several '
+            "of these with commas between",
         ),
         (
             '[models.minilm_l6]\nplacement = "pipeline"\ndevices_per_replica = 1',
-            "inferpool.toml: models.minilm_l6.devices_per_replica: 1 is too few to split a model "
-            'over: set 2 or more, or placement = "replicate" instead of "pipeline"',
+            "models.minilm_l6.devices_per_replica: 1 is too few to split a model over: set 2 or "
+            'more, or placement = "replicate" instead of "pipeline"',
         ),
         (
             '[models.echo]\nplacement = "tensor"',
-            "inferpool.toml: models.echo.placement: 'tensor' is not for echo, which has no "
-            'network: set "replicate", or serve a network from its class or from torchvision',
+            "models.echo.placement: 'tensor' is not for echo, which has no network: set "
+            '"replicate", or serve a network from its class or from torchvision',
         ),
         (
             "[models.echo]\ndevices_per_replica = 2",
-            "inferpool.toml: models.echo.devices_per_replica: 2 is for a model that is split: set "
-            'placement = "pipeline" or "tensor" too; how many devices have a copy of their own is '
-            "said by replicas and devices",
+            'models.echo.devices_per_replica: 2 needs a split model: set placement = "pipeline" or '
+            '"tensor" too; for several whole copies, set replicas and devices instead',
         ),
         (
             '[models.minilm_l6]\nplacement = "tensor"\nspeed = "bf16"',
-            "inferpool.toml: models.minilm_l6.speed: 'bf16' changes a whole network, and with "
-            'placement = "tensor" no process has one: leave it at auto, which then means exact',
+            "models.minilm_l6.speed: 'bf16' changes a whole network, but with placement = "
+            '"tensor" no process has one: leave it at auto, which then means exact',
         ),
-        (
-            'models = ["echo"]',
-            "inferpool.toml: models: write a table for each, such as [models.resnet]",
-        ),
+        ('models = ["echo"]', "models: write a table for each, such as [models.resnet]"),
         (
             '[models]\nresnet = "torchvision:resnet18"',
-            "inferpool.toml: models.resnet: 'torchvision:resnet18' is not a table; write "
-            "[models.NAME], with its settings under it",
+            "models.resnet: 'torchvision:resnet18' is not a table; write [models.NAME], with its "
+            "settings under it",
         ),
         (
             '[models.ResNet]\nsource = "echo"',
-            "inferpool.toml: models.ResNet: 'ResNet' is not a model's name: up to 64 of a-z, 0-9, "
-            "'.', '_' and '-', the first a letter or digit",
+            "models.ResNet: 'ResNet' is not a model's name: up to 64 of a-z, 0-9, '.', '_' and "
+            "'-', the first a letter or digit",
         ),
         (
             'default_model = "ech"\n[models.echo]',
-            "inferpool.toml: default_model: 'ech' is not one of the models; did you mean echo? "
-            "there are echo",
+            "default_model: 'ech' is not one of the models; did you mean echo? there are echo",
         ),
         (
             "max_body_bytes = 1048576\narena_bytes = 1048576",
-            "inferpool.toml: arena_bytes: 1048576 is less than twice max_body_bytes, which makes "
-            "2097152",
-        ),
-        (
-            "default_timeout_s = 400",
-            "max_timeout_s: 300.0 is less than default_timeout_s, which is 400",
+            "arena_bytes: 1048576 is less than twice max_body_bytes, which makes 2097152",
         ),
     ],
 )
 def test_a_mistake_in_the_file_is_named_with_its_place(problems, toml, problem):
-    assert problems(toml) == [problem]
+    assert problems(toml) == [f"inferpool.toml: {problem}"]
+
+
+def test_a_default_that_no_longer_fits_is_named_by_its_key(problems):
+    assert problems("default_timeout_s = 400") == [
+        "max_timeout_s: 300.0 is less than default_timeout_s, which is 400"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -352,7 +320,7 @@ def test_a_file_of_weights_is_not_taken_for_a_model(problems):
         problems('[models.a]\nsource = "net.safetensors"'),
     ):
         assert len(found) == 1
-        assert "give the network as source, and it as --weights" in found[0]
+        assert "give the network as the source, and this file as --weights" in found[0]
 
 
 @pytest.mark.parametrize(
@@ -543,7 +511,7 @@ def test_a_password_in_the_collectors_url_becomes_a_header_and_is_not_shown(
 @pytest.mark.parametrize(
     ("variable", "text", "message"),
     [
-        ("OTEL_EXPORTER_OTLP_ENDPOINT", "collector:4317", "is no URL such as"),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "collector:4317", "is not a URL such as"),
         ("OTEL_EXPORTER_OTLP_HEADERS", "a", "is not of the form"),
         ("OTEL_RESOURCE_ATTRIBUTES", "a", "is not of the form"),
         ("OTEL_TRACES_SAMPLER", "sometimes", "is not one of always_on"),
@@ -568,7 +536,7 @@ def test_what_a_platform_says_wrongly_of_traces_stops_nothing(
 
 
 def test_what_cannot_be_said_of_traces_is_refused(problems):
-    assert "is no URL such as" in problems('trace_endpoint = "localhost:4318"')[0]
+    assert "is not a URL such as" in problems('trace_endpoint = "localhost:4318"')[0]
     assert "name=value" in problems('trace_resource = "a"')[0]
 
 

@@ -1,6 +1,7 @@
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
@@ -18,7 +19,7 @@ QUICK = SpeedReport(preset="bf16", gain=2.0, is_final=False, key="key")
 FOUND = SpeedReport(preset="compiled_bf16", gain=3.0, note="bf16 2.00 x; compiled_bf16 3.00 x")
 
 
-class FakePool:
+class RaisedPool:
     """Its workers come up as they are told to."""
 
     name = "m"
@@ -66,14 +67,23 @@ class FakeSearch:
         return self.found
 
 
-def run(pool: FakePool, search: FakeSearch, test: Callable[[SpeedSearch], Awaitable[None]]) -> None:
-    async def go() -> None:
-        searching = SpeedSearch({"m": pool}, search, grace_s=1)  # type: ignore[dict-item]
-        searching.start()
-        await test(searching)
-        await searching.stop()
+@asynccontextmanager
+async def searching_for(pool: RaisedPool, search: FakeSearch) -> AsyncIterator[SpeedSearch]:
+    searching = SpeedSearch({"m": pool}, search, grace_s=1)  # type: ignore[dict-item]
+    searching.start()
+    yield searching
+    await searching.stop()
 
-    asyncio.run(asyncio.wait_for(go(), 10))
+
+async def search_to(
+    pool: RaisedPool, search: FakeSearch, state: str, speed: SpeedReport = QUICK
+) -> str:
+    """Search once all workers are up, until there is a state; return the text that goes with it."""
+    async with searching_for(pool, search) as searching:
+        pool.raise_all(speed)
+        searching.on_change()
+        await until(lambda: searching.progress("m").state == state)
+        return searching.progress("m").text
 
 
 @pytest.fixture(autouse=True)
@@ -85,18 +95,11 @@ def with_compiler(monkeypatch, tmp_path):
     monkeypatch.setattr("inferpool.service.speed.search._NEEDED_BYTES", 0)
 
 
-def test_each_worker_is_changed_over_to_what_is_found_and_that_is_told(caplog):
-    pool, search = FakePool(), FakeSearch()
-
-    async def test(searching: SpeedSearch) -> None:
-        assert searching.progress("m").state == "waiting"
-        pool.raise_all()
-        searching.on_change()
-        await until(lambda: searching.progress("m").state == "done")
-        assert "changed from bf16 to compiled_bf16, 3.00 x" in searching.progress("m").text
-
-    with caplog.at_level(logging.INFO):
-        run(pool, search, test)
+async def test_each_worker_is_changed_over_to_what_is_found_and_that_is_told(caplog):
+    caplog.set_level(logging.INFO)
+    pool, search = RaisedPool(), FakeSearch()
+    text = await search_to(pool, search, "done")
+    assert "changed from bf16 to compiled_bf16, 3.00 x" in text
     assert search.keys == ["key"]
     assert pool.changed == [("m/0", "compiled_bf16"), ("m/1", "compiled_bf16")]
     first, found, last = caplog.messages
@@ -105,10 +108,10 @@ def test_each_worker_is_changed_over_to_what_is_found_and_that_is_told(caplog):
     assert "changed from bf16" in last
 
 
-def test_it_waits_until_all_workers_are_up():
-    pool, search = FakePool(), FakeSearch()
-
-    async def test(searching: SpeedSearch) -> None:
+async def test_it_waits_until_all_workers_are_up():
+    pool, search = RaisedPool(), FakeSearch()
+    async with searching_for(pool, search) as searching:
+        assert searching.progress("m").state == "waiting"
         pool.raise_all()
         pool.slots[1].handle = None
         for _ in range(3):
@@ -119,8 +122,6 @@ def test_it_waits_until_all_workers_are_up():
         searching.on_change()
         await until(lambda: search.keys)
 
-    run(pool, search, test)
-
 
 @pytest.mark.parametrize(
     ("found", "state", "text"),
@@ -130,66 +131,42 @@ def test_it_waits_until_all_workers_are_up():
         (RuntimeError("a bug"), "failed", "a mistake of the service"),
     ],
 )
-def test_workers_stay_where_nothing_better_is_found(caplog, found, state, text):
-    pool = FakePool()
-
-    async def test(searching: SpeedSearch) -> None:
-        pool.raise_all()
-        searching.on_change()
-        await until(lambda: searching.progress("m").state == state)
-        assert searching.progress("m").text == text
-
-    run(pool, FakeSearch(found), test)
+async def test_workers_stay_where_nothing_better_is_found(caplog, found, state, text):
+    pool = RaisedPool()
+    assert await search_to(pool, FakeSearch(found), state) == text
     assert not pool.changed
     assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == (state == "failed")
 
 
-def test_the_rest_stay_where_the_first_does_not_come_up_with_it():
-    pool = FakePool(comes_up=False)
-
-    async def test(searching: SpeedSearch) -> None:
-        pool.raise_all()
-        searching.on_change()
-        await until(lambda: searching.progress("m").state == "failed")
-
-    run(pool, FakeSearch(), test)
+async def test_the_rest_stay_where_the_first_does_not_come_up_with_it():
+    pool = RaisedPool(comes_up=False)
+    await search_to(pool, FakeSearch(), "failed")
     assert pool.changed == [("m/0", "compiled_bf16")]
 
 
-def test_there_is_no_search_where_nothing_is_left_to_try_or_nothing_can_be_compiled(
+async def test_there_is_no_search_where_nothing_is_left_to_try_or_nothing_can_be_compiled(
     monkeypatch, caplog
 ):
-    async def is_off(
-        searching: SpeedSearch, pool: FakePool, speed: SpeedReport, state: str = "off"
-    ) -> None:
-        pool.raise_all(speed)
-        searching.on_change()
-        await until(lambda: searching.progress("m").state == state)
-
-    final, search = FakePool(), FakeSearch()
-    run(final, search, lambda searching: is_off(searching, final, SpeedReport()))
-    known = msgspec.structs.replace(FOUND, key="key")
-    run(final, search, lambda searching: is_off(searching, final, known, "done"))
+    caplog.set_level(logging.INFO)
+    pool, search = RaisedPool(), FakeSearch()
+    await search_to(pool, search, "off", SpeedReport())
+    await search_to(pool, search, "done", msgspec.structs.replace(FOUND, key="key"))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    quick = FakePool()
-    with caplog.at_level(logging.INFO):
-        run(quick, search, lambda searching: is_off(searching, quick, QUICK))
+    without_compiler = await search_to(pool, search, "off")
     monkeypatch.setenv("CXX", "sh")
     monkeypatch.setattr("inferpool.service.speed.search._NEEDED_BYTES", 1 << 60)
-    with caplog.at_level(logging.INFO):
-        run(quick, search, lambda searching: is_off(searching, quick, QUICK))
+    without_memory = await search_to(pool, search, "off")
     assert not search.keys
-    assert "there is no C++ compiler (no-such-compiler)" in caplog.messages[0]
-    assert "GiB of memory" in caplog.messages[1]
+    assert without_compiler == "there is no C++ compiler (no-such-compiler)"
+    assert "GiB of memory" in without_memory
+    for message, reason in zip(caplog.messages, (without_compiler, without_memory), strict=True):
+        assert message.endswith(reason)
 
 
-def test_a_stop_ends_the_search():
-    pool, search = FakePool(), FakeSearch(found=None)
-
-    async def test(searching: SpeedSearch) -> None:
+async def test_a_stop_ends_the_search():
+    pool, search = RaisedPool(), FakeSearch(found=None)
+    async with searching_for(pool, search) as searching:
         pool.raise_all()
         searching.on_change()
         await until(lambda: searching.progress("m").text == "compiling")
-
-    run(pool, search, test)
     assert search.was_cancelled

@@ -6,14 +6,10 @@ import pytest
 
 from inferpool.service.telemetry.console import Console
 from inferpool.service.telemetry.logs import configure
+from tests.service.telemetry.test_logs import FakeTerminal
 
 DEVICES = ["cuda:0 (NVIDIA [H100], 80 GiB)", "16 CPU cores"]
 PLAN = [("resnet/0", "cuda:0"), ("efficientnet_lite0/0", "cpu")]
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 TRY = "curl --data-binary @photo.jpg -H 'Content-Type: image/jpeg' http://127.0.0.1:8000/predict"
@@ -40,7 +36,7 @@ def shown(stream: io.StringIO, format="auto", is_colored=True) -> str:
 
 
 def test_a_terminal_gets_lines_for_people():
-    text = shown(Terminal(), is_colored=False)
+    text = shown(FakeTerminal(), is_colored=False)
     text = re.sub(r"\x1b\[\d*m", "", text)
     for line in (
         "  devices   cuda:0 (NVIDIA [H100], 80 GiB)",
@@ -67,12 +63,12 @@ def test_a_terminal_gets_lines_for_people():
 
 def test_the_command_to_try_is_on_one_line_however_narrow_the_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
-    lines = re.sub(r"\x1b\[[\d;]*m", "", shown(Terminal())).splitlines()
+    lines = re.sub(r"\x1b\[[\d;]*m", "", shown(FakeTerminal())).splitlines()
     (line,) = (line for line in lines if "photo.jpg" in line)
     assert line.endswith("http://127.0.0.1:8000/predict")
 
 
-@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
+@pytest.mark.parametrize("stream", [io.StringIO(), FakeTerminal()])
 def test_elsewhere_the_same_facts_are_log_records(stream):
     records = [json.loads(line) for line in shown(stream, "json").splitlines()]
     messages = [record["message"] for record in records]
@@ -97,7 +93,7 @@ def test_elsewhere_the_same_facts_are_log_records(stream):
 
 
 def test_a_restart_does_not_tell_its_stages_again():
-    for stream in (io.StringIO(), Terminal()):
+    for stream in (io.StringIO(), FakeTerminal()):
         logs = configure("auto", "info", stream, is_colored=False)
         console = Console(logs, stream, is_colored=False)
         for _ in range(2):

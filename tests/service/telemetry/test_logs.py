@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[3]
 NASTY = "a\nb\r\x00\x1b[31m\x85\u2028\u202e\udcff\t"
 
 
-class Terminal(io.StringIO):
+class FakeTerminal(io.StringIO):
     def isatty(self) -> bool:
         return True
 
@@ -138,7 +138,7 @@ def test_a_record_is_written_as_it_was_when_it_was_logged():
 
 
 def test_a_terminal_gets_colours_and_other_streams_json():
-    (line,) = logged(lambda log: log.warning("hot"), "auto", Terminal())
+    (line,) = logged(lambda log: log.warning("hot"), "auto", FakeTerminal())
     assert "\x1b[33mWARNING\x1b[0m" in line
     (line,) = logged(lambda log: log.warning("hot"), "auto")
     assert json.loads(line)["level"] == "warning"

@@ -133,7 +133,7 @@ def test_a_variable_of_the_platform_stops_no_service_that_cannot_trace(
     by_platform = "environment OTEL_EXPORTER_OTLP_ENDPOINT"
     in_force, tracer = set_up_tracing(settings, by_platform, ModelMetrics)
     assert (in_force.trace_endpoint, tracer) == (None, None)
-    assert f"calls are not traced, as {by_platform} asks for it" in caplog.text
+    assert f"calls are not traced although {by_platform} asks for it" in caplog.text
     with pytest.raises(StartError, match=r"nowhere\.pem"):
         set_up_tracing(settings, "file inferpool.toml", ModelMetrics)
 
