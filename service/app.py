@@ -91,7 +91,7 @@ def run(
         try:
             listener = listen(settings.host, settings.port)
             host = find_host(settings.cuda_visible_devices)
-            look_around(settings, host)
+            log_quick_checks(settings, host)
             console = Console(logs, is_colored=settings.color == "auto")
             num_fronts, why = number_of_fronts(settings, host.num_cores)
             service, tracer = make_service(settings, host, console, origins, make_engine)
@@ -132,7 +132,7 @@ def _logging(settings: Settings, raw: RawOutput | None) -> Iterator[log_setup.Lo
         logs.close()
 
 
-def look_around(settings: Settings, host: Host) -> None:
+def log_quick_checks(settings: Settings, host: Host) -> None:
     """Log what is wrong with this machine, as the quick checks find it.
 
     Raises:

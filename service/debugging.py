@@ -43,7 +43,7 @@ def run(loaded: LoadedSettings, *, reloads: bool) -> int:
     if len(names) > 1:
         choice = " | ".join(names)
         raise FlagError(f"--debug serves one model: name it ({choice})")
-    files = Files(Path.cwd()) if reloads else None
+    files = WatchedFiles(Path.cwd()) if reloads else None
     terminal = _terminal()
     if terminal is None:
         sys.stderr.write(
@@ -101,7 +101,7 @@ def settings_for(settings: Settings) -> Settings:
     )
 
 
-class Files:
+class WatchedFiles:
     """The files of a project, and those that it has imported, except installed packages."""
 
     def __init__(self, folder: Path) -> None:

@@ -159,10 +159,10 @@ class _Sampler:
         self._outcomes = self._count_outcomes()
         self._num_requests = 0
         self._rejected = dict(metrics.rejected)
-        self._latency = _Past(metrics.answer_duration)
-        self._queue = _Past(metrics.queue_wait)
-        self._inference = _Past(metrics.inference_duration)
-        self._batch_sizes = _Past(metrics.batch_size)
+        self._latency = _SinceLastSample(metrics.answer_duration)
+        self._queue = _SinceLastSample(metrics.queue_wait)
+        self._inference = _SinceLastSample(metrics.inference_duration)
+        self._batch_sizes = _SinceLastSample(metrics.batch_size)
         self._num_batched = 0
 
     def sample(self, queue_depth: int, interval_s: float) -> Sample:
@@ -197,7 +197,7 @@ class _Sampler:
         return {name: getattr(self._metrics, name) for name in _OUTCOMES}
 
 
-class _Past:
+class _SinceLastSample:
     """The counts of a distribution at the last sample."""
 
     def __init__(self, distribution: Distribution) -> None:

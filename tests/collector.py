@@ -53,7 +53,7 @@ def attributes(pairs: "Iterator[KeyValue]") -> dict[str, str | int]:
 def collecting() -> Iterator[FakeCollector]:
     collector = FakeCollector()
 
-    class Handler(BaseHTTPRequestHandler):
+    class CollectorHandler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_POST(self) -> None:
@@ -68,7 +68,7 @@ def collecting() -> Iterator[FakeCollector]:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), CollectorHandler)
     server.daemon_threads = True
     collector.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)

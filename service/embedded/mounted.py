@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from inferpool.models.errors import SourceError
 from inferpool.models.sources.importing import end_import_for_model
 from inferpool.service.api.web import App
-from inferpool.service.app import look_around, make_service, make_whole_app, start_tracing
+from inferpool.service.app import log_quick_checks, make_service, make_whole_app, start_tracing
 from inferpool.service.embedded.arguments import ServedModels, read_arguments
 from inferpool.service.errors import StartError
 from inferpool.service.fronts.only_front import OnlyFront
@@ -159,7 +159,7 @@ class MountedApp:
             try:
                 host = find_host(settings.cuda_visible_devices)
                 if self._make_engine is LocalEngine:
-                    look_around(settings, host)
+                    log_quick_checks(settings, host)
                     modules = modules_to_preload(settings.sources(), Path.cwd())
                     stack.enter_context(guest_forkserver(modules))
                 origins = self._loaded.origins

@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from inferpool.service.debugging import Files, settings_for
+from inferpool.service.debugging import WatchedFiles, settings_for
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
 from tests.e2e.running import ROOT
@@ -105,13 +105,13 @@ def test_settings_of_several_processes_are_overruled():
 def test_files_of_the_project_are_watched(tmp_path: Path):
     (tmp_path / "a.py").write_text("a")
     (tmp_path / ".venv").mkdir()
-    files = Files(tmp_path)
+    files = WatchedFiles(tmp_path)
     assert not files.has_changed()
     (tmp_path / ".venv" / "c.py").write_text("c")
     assert not files.has_changed()
     (tmp_path / "b.py").write_text("b")
     assert files.has_changed()
     assert files.changed == str(tmp_path / "b.py")
-    files = Files(tmp_path)
+    files = WatchedFiles(tmp_path)
     (tmp_path / "a.py").unlink()
     assert files.has_changed()

@@ -93,11 +93,11 @@ def test_class_whose_source_nobody_kept_is_refused(notebook: ModuleType):
 
 
 def test_class_that_no_other_process_could_import_is_refused():
-    class Local:
+    class LocalClass:
         pass
 
     with pytest.raises(SourceError, match="inside of a function"):
-        source_of(Local)
+        source_of(LocalClass)
     made = type("Made", (), {})
     with pytest.raises(SourceError, match=r"Made is not what tests\.\S+ has"):
         source_of(made)

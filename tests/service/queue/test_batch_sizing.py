@@ -5,7 +5,7 @@ import pytest
 
 from inferpool.service.queue.batch_sizing import SPARE, BatchCosts, CostCurve, SizeLimit, fitting
 from inferpool.service.queue.batcher import Batcher
-from tests.service.queue.test_batcher import Waiting
+from tests.service.queue.test_batcher import Queued
 
 
 def taught(curve: CostCurve, sizes: list[int], fixed_s: float, item_s: float, noise: float = 0.1):
@@ -98,14 +98,14 @@ def curve() -> CostCurve:
     return curve
 
 
-def queue(*lefts_s: float, **changes: bool) -> Batcher[Waiting]:
-    queue: Batcher[Waiting] = Batcher()
+def queue(*lefts_s: float, **changes: bool) -> Batcher[Queued]:
+    queue: Batcher[Queued] = Batcher()
     for left_s in lefts_s:
-        queue.push(Waiting("x", arrived=NOW, deadline=NOW + left_s, **changes), NOW)
+        queue.push(Queued("x", arrived=NOW, deadline=NOW + left_s, **changes), NOW)
     return queue
 
 
-def size(waiting: Batcher[Waiting], begin: float = NOW, most: int = 8) -> int:
+def size(waiting: Batcher[Queued], begin: float = NOW, most: int = 8) -> int:
     return fitting(waiting, min(most, len(waiting)), begin, curve())
 
 
@@ -131,8 +131,8 @@ def test_there_is_no_empty_batch_however_the_last_bit_is_rounded():
     took_s, begin = 0.8607808228554693, 414184.2971055744
     costs = CostCurve()
     costs.note(1, took_s)
-    waiting: Batcher[Waiting] = Batcher()
-    waiting.push(Waiting("x", arrived=begin, deadline=begin + took_s * SPARE), begin)
+    waiting: Batcher[Queued] = Batcher()
+    waiting.push(Queued("x", arrived=begin, deadline=begin + took_s * SPARE), begin)
     assert fitting(waiting, 1, begin, costs) == 1
 
 

@@ -6,7 +6,7 @@ from inferpool.workers.messages import ItemRef
 
 
 @dataclass(eq=False)
-class Waiting:
+class Queued:
     name: str
     priority: int = 5
     deadline: float = 30.0
@@ -18,19 +18,19 @@ class Waiting:
         self.ref = ItemRef("bytes", 0, 0, self.deadline, priority=self.priority)
 
 
-def names(batch: list[Waiting]) -> str:
+def names(batch: list[Queued]) -> str:
     return "".join(request.name for request in batch)
 
 
-def filled(*requests: Waiting) -> Batcher[Waiting]:
-    batcher: Batcher[Waiting] = Batcher()
+def filled(*requests: Queued) -> Batcher[Queued]:
+    batcher: Batcher[Queued] = Batcher()
     for request in requests:
         batcher.push(request, now=0.0)
     return batcher
 
 
 def test_equals_go_first_come_first_served():
-    batcher = filled(*map(Waiting, "abcde"))
+    batcher = filled(*map(Queued, "abcde"))
     assert names(batcher.next_batch(3)) == "abc"
     assert names(batcher.next_batch(3)) == "de"
     assert batcher.next_batch(3) == []
@@ -38,23 +38,23 @@ def test_equals_go_first_come_first_served():
 
 def test_priority_goes_before_deadline_and_deadline_before_arrival():
     batcher = filled(
-        Waiting("d"),
-        Waiting("c", deadline=0.5),
-        Waiting("a", priority=1),
-        Waiting("b", deadline=0.05),
+        Queued("d"),
+        Queued("c", deadline=0.5),
+        Queued("a", priority=1),
+        Queued("b", deadline=0.05),
     )
     assert names(batcher.next_batch(8)) == "abcd"
 
 
 def test_batch_is_filled_from_the_next_class():
-    batcher = filled(Waiting("b"), Waiting("a", priority=1), Waiting("c"))
+    batcher = filled(Queued("b"), Queued("a", priority=1), Queued("c"))
     assert names(batcher.next_batch(2)) == "ab"
     assert len(batcher) == 1
 
 
 def test_solo_request_comes_alone_and_first_when_put_back():
-    first, second = Waiting("a"), Waiting("b")
-    batcher = filled(first, second, Waiting("c"))
+    first, second = Queued("a"), Queued("b")
+    batcher = filled(first, second, Queued("c"))
     taken = batcher.next_batch(2)
     for request in reversed(taken):
         request.is_solo = True
@@ -63,33 +63,33 @@ def test_solo_request_comes_alone_and_first_when_put_back():
 
 
 def test_solo_request_of_a_later_class_does_not_join():
-    batcher = filled(Waiting("a", priority=1), Waiting("s", is_solo=True), Waiting("c"))
+    batcher = filled(Queued("a", priority=1), Queued("s", is_solo=True), Queued("c"))
     assert [names(batcher.next_batch(8)) for _ in range(3)] == ["a", "s", "c"]
 
 
 def test_removed_request_is_not_handed_out():
-    middle = Waiting("b")
-    batcher = filled(Waiting("a"), middle, Waiting("c"))
+    middle = Queued("b")
+    batcher = filled(Queued("a"), middle, Queued("c"))
     batcher.remove(middle)
     assert len(batcher) == 2
     assert names(batcher.next_batch(8)) == "ac"
 
 
 def test_nearer_deadline_goes_first_however_late_it_comes():
-    batcher = filled(Waiting("c", deadline=30.0))
-    batcher.push(Waiting("b", deadline=29.0), now=20.0)
-    batcher.push(Waiting("a", deadline=20.05), now=20.0)
-    batcher.push(Waiting("d", deadline=50.0), now=20.0)
+    batcher = filled(Queued("c", deadline=30.0))
+    batcher.push(Queued("b", deadline=29.0), now=20.0)
+    batcher.push(Queued("a", deadline=20.05), now=20.0)
+    batcher.push(Queued("d", deadline=50.0), now=20.0)
     assert names(batcher.next_batch(8)) == "abcd"
 
 
 def test_deadline_goes_before_priority_while_something_would_be_late():
-    batcher = filled(Waiting("b", priority=9, deadline=9.0), Waiting("a", priority=1))
+    batcher = filled(Queued("b", priority=9, deadline=9.0), Queued("a", priority=1))
     batcher.arrange(lambda deadline, num: True)
     assert batcher.oldest().name == "a"
     batcher.arrange(lambda deadline, num: (deadline, num) != (9.0, 1))
     assert batcher.oldest().name == "b"
-    batcher.push(Waiting("c", priority=5, deadline=20.0), now=0.0)
+    batcher.push(Queued("c", priority=5, deadline=20.0), now=0.0)
     assert names(batcher) == "bca"
     batcher.arrange(lambda deadline, num: True)
     assert names(batcher.next_batch(8)) == "acb"
@@ -97,8 +97,8 @@ def test_deadline_goes_before_priority_while_something_would_be_late():
 
 def test_those_that_will_be_late_anyway_go_last():
     batcher = filled(
-        Waiting("d", deadline=0.5), Waiting("e", deadline=0.6), Waiting("a", deadline=0.9),
-        Waiting("b"), Waiting("c"),
+        Queued("d", deadline=0.5), Queued("e", deadline=0.6), Queued("a", deadline=0.9),
+        Queued("b"), Queued("c"),
     )  # fmt: skip
     batcher.put_last(0.7)
     assert len(batcher) == 5
@@ -107,19 +107,19 @@ def test_those_that_will_be_late_anyway_go_last():
 
 
 def test_what_is_put_back_after_its_bucket_was_closed_goes_first_again():
-    first = Waiting("a")
-    batcher = filled(first, Waiting("b"))
+    first = Queued("a")
+    batcher = filled(first, Queued("b"))
     assert names(batcher.next_batch(2)) == "ab"
-    batcher.push(Waiting("c", deadline=40.0), now=10.0)
-    batcher.push(Waiting("d", deadline=30.1), now=0.1)
+    batcher.push(Queued("c", deadline=40.0), now=10.0)
+    batcher.push(Queued("d", deadline=30.1), now=0.1)
     batcher.push_front(first)
     assert names(batcher.next_batch(8)) == "adc"
 
 
 def test_position_counts_what_goes_before_and_what_must_be_answered_before():
-    batcher: Batcher[Waiting] = Batcher()
+    batcher: Batcher[Queued] = Batcher()
     for priority, deadline in [(5, 60.0), (5, 0.05), (1, 60.0), (9, 0.05)]:
-        batcher.push(Waiting("r", priority=priority, deadline=deadline), now=0.0)
+        batcher.push(Queued("r", priority=priority, deadline=deadline), now=0.0)
 
     def ahead(priority: int, deadline: float) -> tuple[int, int]:
         position = batcher.position(priority, deadline, now=0.0)
@@ -133,9 +133,9 @@ def test_position_counts_what_goes_before_and_what_must_be_answered_before():
 
 
 def test_kin_are_counted_only_where_other_kinds_wait_or_came_lately():
-    batcher = filled(*map(Waiting, "abc"))
+    batcher = filled(*map(Queued, "abc"))
     assert batcher.position(5, 30.0, now=0.0).num_kin == 0
-    other = Waiting("d", priority=1, deadline=300.0)
+    other = Queued("d", priority=1, deadline=300.0)
     batcher.push(other, now=0.0)
     assert batcher.position(5, 30.0, now=0.0).num_kin == 3
     assert batcher.position(9, 30.0, now=0.0).num_kin == 0
@@ -145,26 +145,26 @@ def test_kin_are_counted_only_where_other_kinds_wait_or_came_lately():
 
 
 def test_refused_request_of_another_kind_leaves_no_trace():
-    batcher = filled(*map(Waiting, "abc"))
+    batcher = filled(*map(Queued, "abc"))
     batcher.position(1, 300.0, now=0.0)
     assert not batcher.is_mixed
     assert batcher.position(5, 30.0, now=0.0).num_kin == 0
 
 
 def test_kind_came_lately_for_seconds_whatever_its_timeout():
-    batcher = filled(Waiting("a", deadline=300.0))
+    batcher = filled(Queued("a", deadline=300.0))
     batcher.next_batch(1)
-    batcher.push(Waiting("b", deadline=31.0), now=1.0)
+    batcher.push(Queued("b", deadline=31.0), now=1.0)
     assert batcher.position(5, 31.0, now=1.0).num_kin == 1
     assert batcher.position(5, 55.0, now=25.0).num_kin == 0
     assert not batcher.is_mixed
 
 
 def test_of_many_buckets_few_sums_are_looked_at_and_each_is_a_bound():
-    batcher: Batcher[Waiting] = Batcher()
+    batcher: Batcher[Queued] = Batcher()
     chance = random.Random(3)
     requests = [
-        Waiting("r", chance.randrange(1, 10), 2 ** chance.uniform(-5, 8)) for _ in range(1000)
+        Queued("r", chance.randrange(1, 10), 2 ** chance.uniform(-5, 8)) for _ in range(1000)
     ]
     for request in requests:
         batcher.push(request, now=0.0)
