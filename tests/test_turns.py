@@ -9,7 +9,7 @@ import pytest
 from tests.turns import turn
 
 
-def test_who_waits_long_says_for_whom_and_then_gives_up(
+def test_a_long_wait_names_the_holder_and_ends(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "1.turn").write_text("test_that_was_killed")

@@ -61,7 +61,7 @@ def test_every_route_has_a_policy(app):
     assert any(path.startswith("/admin/") for path in paths)
 
 
-def test_every_route_is_in_the_document_but_for_pages_and_what_is_there_is_a_route(app):
+def test_openapi_lists_exactly_the_routes_that_are_no_pages(app):
     routes = {path for path in paths_of(app.routes) if not path.startswith("/docs")}
     predict = {"/predict", "/predict/{model}"}
     assert set(app.openapi()["paths"]) == routes - {"/", "/page/{name}", "/openapi.json"} | predict
@@ -86,7 +86,7 @@ def test_a_flood_of_failures_is_a_few_warnings_and_a_count(caplog):
 @pytest.mark.parametrize(
     ("host", "is_warned"), [("127.0.0.1", False), ("0.0.0.0", True), ("::", True), ("::1", False)]
 )
-def test_whoever_listens_to_others_without_a_key_is_warned(tmp_path, caplog, host, is_warned):
+def test_listening_to_other_hosts_without_a_key_is_warned_of(tmp_path, caplog, host, is_warned):
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for environ, expected in (({}, is_warned), (KEYS, False)):
         caplog.clear()

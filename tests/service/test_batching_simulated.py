@@ -68,7 +68,7 @@ def test_batches_of_fixed_size_miss_the_objective_where_it_can_be_held():
     assert held.good_per_s >= 0.88 * fixed.good_per_s
 
 
-def test_objective_that_no_batch_can_hold_costs_nothing_and_is_warned_of(caplog):
+def test_objective_that_cannot_be_held_costs_nothing_and_is_warned_of(caplog):
     held = simulate(slow, 160, 6.0, objective_s=0.005)
     free = simulate(slow, 160, 6.0)
     assert held.num_refused == free.num_refused == 0
@@ -120,7 +120,7 @@ def test_faster_worker_gets_as_much_more_as_it_is_faster():
     assert full.num_refused == 0
 
 
-def test_slower_worker_makes_nobody_wait():
+def test_slower_worker_delays_no_request():
     light = simulate((four_times_brisk, brisk), 20, 10.0)
     assert light.p99_ms < 1000 * four_times_brisk(1)
     alone = simulate(brisk, 180, 6.0, num_workers=1)
@@ -149,7 +149,7 @@ def test_objective_is_held_beside_a_worker_that_is_too_slow_for_it():
     assert held.good_per_s >= 0.95 * alone.good_per_s
 
 
-def test_slower_worker_takes_little_from_one_that_is_held_up_now_and_then():
+def test_slower_worker_takes_little_from_one_with_occasional_pauses():
     def held_up() -> Callable[[int], float]:
         calls = iter(range(10**9))
         return lambda size: steep(size) + (0.030 if next(calls) % 50 == 0 else 0.0)

@@ -92,7 +92,7 @@ def test_author_debugs_and_edits_a_model(tmp_path: Path, client: ThreadPoolExecu
         assert answer.exception(60) or answer.result().status_code == 503
 
 
-def test_settings_of_several_processes_are_overruled():
+def test_settings_for_several_processes_are_overridden():
     model = ModelSettings(source="echo", replicas=4, speed="auto")
     settings = Settings(models={"echo": model}, default_model="echo", front_ends=4)
     changed = settings_for(settings)

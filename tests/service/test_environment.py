@@ -101,7 +101,7 @@ def variables() -> dict[str, str]:
     return found
 
 
-def test_each_setting_there_is_can_be_set_by_the_environment_alone(tmp_path: Path):
+def test_every_setting_can_be_set_by_the_environment_alone(tmp_path: Path):
     assert set(HOST) == set(Settings.model_fields) - {"models"}, "name a value for each"
     assert set(MODEL) == set(ModelSettings.model_fields) - {"options"}, "name a value for each"
     (tmp_path / "keys").write_text(f"{KEY}\n{'o' * 20}\n")

@@ -68,7 +68,7 @@ def test_zeros_that_are_too_many_to_write_out_are_sent_as_bytes():
         (told(example="x" * 2000), "its example is too long for a line, and on the page"),
     ],
 )
-def test_where_no_command_can_be_known_it_says_how_to_ask(kind: tuple[str, str], sentence: str):
+def test_it_says_how_to_ask_if_no_command_is_known(kind: tuple[str, str], sentence: str):
     assert kind[0] == "ask"
     assert kind[1].startswith(f"POST to {URL}/predict/m")
     assert sentence in kind[1]
@@ -82,7 +82,7 @@ def test_where_no_command_can_be_known_it_says_how_to_ask(kind: tuple[str, str],
         ("http://10.0.0.0:80", "http://10.0.0.0:80"),
     ],
 )
-def test_the_command_to_try_can_be_given_on_this_host(url: str, asked: str):
+def test_the_command_to_try_works_on_this_host(url: str, asked: str):
     assert f" {asked}/predict/m " in told(example=1, url=url)[1]
 
 

@@ -79,7 +79,7 @@ async def test_an_event_tells_what_was_counted_in_its_interval(feed):
         assert later["latency_ms"] is None
 
 
-async def test_who_begins_to_listen_gets_the_past_once(feed):
+async def test_a_new_listener_gets_the_past_once(feed):
     async with feed as (live, metrics, _engine):
         metrics.requests[200] += 9
         for _ in range(3):
@@ -91,7 +91,7 @@ async def test_who_begins_to_listen_gets_the_past_once(feed):
         assert (await next_of(live))["history"] == []
 
 
-async def test_the_ends_of_workers_are_told_with_their_reasons_newest_first(feed):
+async def test_endings_of_workers_come_with_their_reasons_newest_first(feed):
     async with feed as (live, _metrics, engine):
         for life in range(2):
             await until(lambda life=life: len(engine.started) == life + 1)
@@ -105,7 +105,7 @@ async def test_the_ends_of_workers_are_told_with_their_reasons_newest_first(feed
         }
 
 
-async def test_the_end_is_told_to_all_who_listen(feed):
+async def test_all_listeners_get_a_last_event(feed):
     async with feed as (live, _metrics, _engine):
         await live.next()
         live.end()

@@ -85,7 +85,7 @@ def drawn(seed: int) -> tuple[int, float, float, list[Stream]]:
     ids=["steady", "varying", "worker lost"],
 )
 @pytest.mark.parametrize("seed", [104, 107, 119])
-def test_what_is_admitted_is_answered_in_time_and_no_kind_starves(
+def test_admitted_instances_are_answered_in_time_and_no_kind_starves(
     seed: int, noise: float, loses_worker: bool, most_missed: float
 ):
     """Bounds of 160 seeds and 10^5 instances: none missed, 0.035 % and 0.3 % (at worst 1.7 %)."""

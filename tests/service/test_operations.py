@@ -57,7 +57,7 @@ async def test_one_restart_of_a_model_at_a_time():
     await target.stop()
 
 
-async def test_who_restarts_is_told_what_failed():
+async def test_a_failed_restart_says_what_failed():
     pool = HeldPool(1)
     target = operations(pool)
     pool.failure = "m/0 was not replaced: SyntaxError"
@@ -75,7 +75,7 @@ async def test_a_long_restart_is_answered_before_it_is_over(monkeypatch: pytest.
     await target.stop()
 
 
-async def test_what_is_not_there_is_named():
+async def test_an_unknown_model_or_worker_is_named():
     target = operations(HeldPool(1))
     with pytest.raises(UnknownModelError, match="there are: m"):
         target.restart("x", None, old_first=False)

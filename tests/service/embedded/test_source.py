@@ -68,7 +68,7 @@ def test_class_of_a_module_is_imported_from_there():
     assert source_of(SmallClassifier).source == "tests.small_classifier:SmallClassifier"
 
 
-def test_class_that_was_typed_in_takes_along_what_it_uses(notebook: ModuleType):
+def test_a_typed_in_class_brings_what_it_uses(notebook: ModuleType):
     found = source_of(notebook.Net)
     assert found.source == "typed_net:Net"
     again: dict[str, object] = {"__name__": "typed_net"}
@@ -79,12 +79,12 @@ def test_class_that_was_typed_in_takes_along_what_it_uses(notebook: ModuleType):
     assert "unused" not in again
 
 
-def test_class_that_uses_what_no_source_says_is_refused(notebook: ModuleType):
+def test_a_class_that_uses_an_object_without_source_is_refused(notebook: ModuleType):
     with pytest.raises(SourceError, match=r"Holder uses handle, a TextIOWrapper.*into a file"):
         source_of(notebook.Holder)
 
 
-def test_class_whose_source_nobody_kept_is_refused(notebook: ModuleType):
+def test_a_class_without_source_is_refused(notebook: ModuleType):
     exec("class Gone(Base):\n    def forward(self, batch): ...", vars(notebook))
     with pytest.raises(
         SourceError, match=r"the source of Gone is not known, .* stdin: put it into a file"
@@ -92,7 +92,7 @@ def test_class_whose_source_nobody_kept_is_refused(notebook: ModuleType):
         text_of(notebook.Gone)
 
 
-def test_class_that_no_other_process_could_import_is_refused():
+def test_a_class_that_cannot_be_imported_is_refused():
     class LocalClass:
         pass
 

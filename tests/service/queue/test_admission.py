@@ -35,7 +35,7 @@ def test_retry_after_is_computed_from_the_measured_rate():
     assert (metrics.rejected["queue_full"], metrics.rejected["deadline"]) == (1, 1)
 
 
-def test_what_workers_hold_and_the_batch_itself_take_time_too():
+def test_the_estimate_includes_what_workers_hold_and_the_batch_itself():
     gate, _ = admission()
     for _ in range(4):
         gate.rate.note(num_items=8, elapsed_s=0.1, now=1.0)
@@ -44,21 +44,21 @@ def test_what_workers_hold_and_the_batch_itself_take_time_too():
         gate.check_time(behind(8), free_s=0.1, num_workers=1, left_s=0.35, now=1.0)
 
 
-def test_with_nothing_ahead_it_is_tried():
+def test_an_instance_with_nothing_ahead_is_always_tried():
     gate, _ = admission()
     for _ in range(4):
         gate.rate.note(num_items=1, elapsed_s=5.0, now=1.0)
     gate.check_time(behind(0), free_s=0.0, num_workers=1, left_s=0.1, now=1.0)
 
 
-def test_deadline_that_has_passed_is_told_so():
+def test_a_passed_deadline_is_refused_as_such():
     gate, metrics = admission()
     with pytest.raises(DeadlineExceededError):
         gate.check(num_queued=0, num_workers=1, left_s=-0.001)
     assert metrics.rejected["deadline"] == 1
 
 
-def test_nothing_is_assumed_of_a_rate_that_was_never_measured():
+def test_an_unmeasured_rate_refuses_nothing():
     gate, _ = admission()
     gate.check(num_queued=99, num_workers=1, left_s=0.001)
     assert gate.is_welcome(num_queued=99, num_ahead=99, num_workers=1, left_s=0.001)
@@ -91,7 +91,7 @@ def test_one_slow_batch_does_not_make_an_idle_service_refuse():
     gate.check_time(behind(99), free_s=0.0, num_workers=1, left_s=1, now=2.0)
 
 
-def test_rate_of_long_ago_refuses_nobody():
+def test_an_old_rate_refuses_nothing():
     gate, _ = admission()
     for _ in range(8):
         gate.rate.note(num_items=8, elapsed_s=3.0, now=1.0)
@@ -100,7 +100,7 @@ def test_rate_of_long_ago_refuses_nobody():
     gate.check_time(behind(50), free_s=0.0, num_workers=1, left_s=10, now=60.0)
 
 
-def test_what_would_make_one_late_that_was_admitted_is_refused():
+def test_an_instance_that_would_make_an_admitted_one_late_is_refused():
     gate, metrics = admission()
     for _ in range(4):
         gate.rate.note(num_items=8, elapsed_s=0.8, now=1.0)
@@ -115,7 +115,7 @@ def test_what_would_make_one_late_that_was_admitted_is_refused():
     assert metrics.rejected["deadline"] == 1
 
 
-def test_one_kind_leaves_room_and_time_to_the_others():
+def test_one_kind_leaves_room_and_time_for_others():
     gate, metrics = admission()
     for _ in range(4):
         gate.rate.note(num_items=8, elapsed_s=0.8, now=1.0)
@@ -129,7 +129,7 @@ def test_one_kind_leaves_room_and_time_to_the_others():
     assert (metrics.rejected["queue_full"], metrics.rejected["deadline"]) == (1, 1)
 
 
-def test_what_is_lost_already_refuses_nobody():
+def test_a_lost_instance_refuses_nothing():
     gate, _ = admission()
     for _ in range(4):
         gate.rate.note(num_items=8, elapsed_s=0.8, now=1.0)

@@ -15,12 +15,12 @@ def taught(curve: CostCurve, sizes: list[int], fixed_s: float, item_s: float, no
     return curve
 
 
-def test_nothing_is_assumed_of_a_worker_that_has_answered_nothing():
+def test_a_worker_without_answers_has_no_estimate():
     assert CostCurve().time_s(8) == 0
     assert CostCurve().size_within(0.001, 64) == 64
 
 
-def test_sizes_that_were_never_used_are_told_from_those_that_were():
+def test_unused_sizes_are_estimated_from_used_ones():
     curve = taught(CostCurve(), [1, 2, 4, 8] * 20, fixed_s=0.010, item_s=0.005)
     for size in (1, 3, 5, 6, 8, 12, 16):
         assert curve.time_s(size) == pytest.approx(0.010 + 0.005 * size, rel=0.1)
@@ -28,7 +28,7 @@ def test_sizes_that_were_never_used_are_told_from_those_that_were():
     assert curve.size_within(0.001, 64) == 0
 
 
-def test_more_never_takes_less_however_noisy_the_measurements_are():
+def test_larger_batches_never_take_less_whatever_the_noise():
     chance = random.Random(1)
     curve = CostCurve()
     for _ in range(300):
@@ -38,7 +38,7 @@ def test_more_never_takes_less_however_noisy_the_measurements_are():
     assert times == sorted(times)
 
 
-def test_curve_that_is_no_straight_line_is_learned_as_it_is():
+def test_a_curve_need_not_be_a_straight_line():
     curve = CostCurve()
     for size in [1, 2, 4, 6, 8, 12, 16] * 20:
         curve.note(size, 0.010 if size <= 8 else 0.030)
@@ -46,7 +46,7 @@ def test_curve_that_is_no_straight_line_is_learned_as_it_is():
     assert curve.time_s(12) == pytest.approx(0.030, rel=0.01)
 
 
-def test_batch_that_was_slowed_by_a_pause_says_little_of_the_next():
+def test_a_batch_slowed_by_a_pause_says_little_about_the_next():
     curve = taught(CostCurve(), [4, 8] * 20, fixed_s=0.010, item_s=0.005)
     curve.note(8, 10.0)
     assert curve.time_s(8) < 0.050 * 1.5
@@ -77,7 +77,7 @@ def test_size_that_was_not_used_for_long_may_be_tried_again():
     assert curve.time_s(8) == pytest.approx(0.050, rel=0.1)
 
 
-def test_batches_that_were_prepared_ahead_are_told_apart_from_those_of_idle_workers():
+def test_idle_and_busy_workers_have_separate_curves():
     costs = BatchCosts()
     costs.note(4, 0.030, was_idle=True)
     assert costs.curve(is_idle=False).time_s(4) == pytest.approx(0.030)
@@ -122,12 +122,12 @@ def test_time_until_the_worker_begins_counts():
     assert size(queue(0.055, *[30.0] * 12), begin=NOW + 0.020) == 2
 
 
-def test_one_that_cannot_be_in_time_even_alone_shrinks_no_batch():
+def test_an_instance_that_is_late_even_alone_shrinks_no_batch():
     assert size(queue(0.015, *[30.0] * 12)) == 8
     assert size(queue(0.015, 0.055, *[30.0] * 12)) == 4
 
 
-def test_there_is_no_empty_batch_however_the_last_bit_is_rounded():
+def test_rounding_makes_no_empty_batch():
     took_s, begin = 0.8607808228554693, 414184.2971055744
     costs = CostCurve()
     costs.note(1, took_s)
@@ -136,19 +136,19 @@ def test_there_is_no_empty_batch_however_the_last_bit_is_rounded():
     assert fitting(waiting, 1, begin, costs) == 1
 
 
-def test_one_for_which_the_batch_is_too_large_already_begins_the_next():
+def test_an_instance_that_no_longer_fits_begins_the_next_batch():
     waiting = queue(0.095, 0.092, 0.035, 0.099)
     assert size(waiting) == 2
     waiting.next_batch(2)
     assert size(waiting) == 2
 
 
-def test_costs_that_are_not_known_bound_nothing():
+def test_unknown_costs_bound_nothing():
     assert fitting(queue(*[0.001] * 8), 8, NOW, CostCurve()) == 8
 
 
 @pytest.mark.parametrize("left_s", [0.05, 0.5, 5.0, 50.0])
-def test_no_deadline_is_sooner_than_the_queue_says(left_s: float):
+def test_the_soonest_deadline_is_a_lower_bound(left_s: float):
     waiting = queue(left_s, left_s * 1.5)
     assert NOW <= waiting.soonest() <= NOW + left_s
     assert queue().soonest() == inf
@@ -184,7 +184,7 @@ def test_batch_that_is_not_full_or_was_interrupted_changes_nothing():
     assert fed(limit, item_s=0.00001) == 64
 
 
-def test_size_that_is_set_stays_and_so_does_that_of_what_was_compiled_for_some():
+def test_a_set_size_and_the_size_of_a_compiled_network_stay():
     assert fed(SizeLimit(8), item_s=0.00001) == 8
     limit = SizeLimit(None)
     fed(limit, item_s=0.00001)

@@ -95,7 +95,7 @@ def test_deadline_goes_before_priority_while_something_would_be_late():
     assert names(batcher.next_batch(8)) == "acb"
 
 
-def test_those_that_will_be_late_anyway_go_last():
+def test_requests_that_will_be_late_anyway_go_last():
     batcher = filled(
         Queued("d", deadline=0.5), Queued("e", deadline=0.6), Queued("a", deadline=0.9),
         Queued("b"), Queued("c"),
@@ -106,7 +106,7 @@ def test_those_that_will_be_late_anyway_go_last():
     assert [names(batcher.next_batch(2)) for _ in range(3)] == ["ab", "cd", "e"]
 
 
-def test_what_is_put_back_after_its_bucket_was_closed_goes_first_again():
+def test_a_request_put_back_after_its_bucket_closed_goes_first_again():
     first = Queued("a")
     batcher = filled(first, Queued("b"))
     assert names(batcher.next_batch(2)) == "ab"
@@ -116,7 +116,7 @@ def test_what_is_put_back_after_its_bucket_was_closed_goes_first_again():
     assert names(batcher.next_batch(8)) == "adc"
 
 
-def test_position_counts_what_goes_before_and_what_must_be_answered_before():
+def test_position_counts_requests_ahead_and_those_with_earlier_deadlines():
     batcher: Batcher[Queued] = Batcher()
     for priority, deadline in [(5, 60.0), (5, 0.05), (1, 60.0), (9, 0.05)]:
         batcher.push(Queued("r", priority=priority, deadline=deadline), now=0.0)
@@ -132,7 +132,7 @@ def test_position_counts_what_goes_before_and_what_must_be_answered_before():
     assert [num for _, num in batcher.position(5, 0.05, now=0.0).behind] == [3, 4]
 
 
-def test_kin_are_counted_only_where_other_kinds_wait_or_came_lately():
+def test_its_own_kind_is_counted_only_beside_other_kinds():
     batcher = filled(*map(Queued, "abc"))
     assert batcher.position(5, 30.0, now=0.0).num_kin == 0
     other = Queued("d", priority=1, deadline=300.0)
@@ -151,7 +151,7 @@ def test_refused_request_of_another_kind_leaves_no_trace():
     assert batcher.position(5, 30.0, now=0.0).num_kin == 0
 
 
-def test_kind_came_lately_for_seconds_whatever_its_timeout():
+def test_a_kind_counts_as_recent_for_seconds_whatever_its_timeout():
     batcher = filled(Queued("a", deadline=300.0))
     batcher.next_batch(1)
     batcher.push(Queued("b", deadline=31.0), now=1.0)
@@ -160,7 +160,7 @@ def test_kind_came_lately_for_seconds_whatever_its_timeout():
     assert not batcher.is_mixed
 
 
-def test_of_many_buckets_few_sums_are_looked_at_and_each_is_a_bound():
+def test_many_buckets_have_few_sums_and_each_is_a_bound():
     batcher: Batcher[Queued] = Batcher()
     chance = random.Random(3)
     requests = [

@@ -121,7 +121,7 @@ async def have(
         (0.00012, 9, [[5], [4]]),  # of which the second alone would soon be done
     ],
 )
-async def test_idle_workers_share_what_waits_at_once_unless_one_is_soon_done_with_it(
+async def test_idle_workers_share_the_queue_unless_one_is_soon_done_with_it(
     bench, took_s, num, shares
 ):
     b = bench(max_batch_size=16)
@@ -204,7 +204,7 @@ async def test_batch_wait_holds_an_idle_worker_until_the_batch_is_full_or_time_i
     assert worker.sizes == [1]
 
 
-def test_wake_ups_closer_than_the_event_loop_can_tell_are_told_apart(bench):
+def test_wake_ups_within_a_millisecond_are_kept_apart(bench):
     async def go():
         b = bench()
         for delay_s in (0.0003, 0.0002, 0.0004):  # to uvloop, which counts milliseconds: at once
@@ -315,7 +315,7 @@ async def test_a_payload_that_lies_in_the_arena_is_left_there_and_its_owner_gets
     b.check_books()
 
 
-async def test_what_a_dead_worker_held_is_sent_again_alone(bench):
+async def test_a_dead_workers_instances_are_sent_again_alone(bench):
     b = bench(max_batch_size=4)
     first = b.worker()
     futures = await b.send(4)
@@ -464,7 +464,7 @@ async def test_input_that_killed_workers_is_refused_at_once_the_next_time(bench)
     b.check_books()
 
 
-async def test_copies_of_a_poison_that_were_admitted_before_cost_no_worker_either(bench):
+async def test_admitted_copies_of_a_poison_cost_no_further_worker(bench):
     b = bench(max_batch_size=1)
     sent = b.submit(payload=b"poison")
     other = b.worker(credit=1)
@@ -607,7 +607,7 @@ async def test_death_before_the_batch_began_makes_nobody_a_suspect(bench):
     assert worker.sizes == [2]
 
 
-async def test_when_all_inputs_kill_it_is_not_the_inputs_until_one_succeeds(bench, caplog):
+async def test_if_every_input_kills_none_is_blamed_until_one_succeeds(bench, caplog):
     b = bench()
     for number in range(5):
         victim = b.submit(payload=b"%d" % number)

@@ -60,14 +60,14 @@ async def test_things_fall_due_in_their_tick_and_not_before():
     bench.check({"early": 0.03, "late": 0.08})
 
 
-async def test_discarding_what_was_due_is_no_error():
+async def test_discarding_a_due_instance_is_no_error():
     bench = DeadlineBench()
     thing = bench.add("thing", 0)
     await asyncio.sleep(0.05)
     bench.deadlines.discard(thing)
 
 
-async def test_what_is_far_off_falls_due_on_time_too_unless_it_is_discarded():
+async def test_far_deadlines_fall_due_on_time_unless_discarded():
     bench = DeadlineBench()
     moments = {f"after {number} s": FAR_S + number for number in (0.01, 0.2, 0.49, 0.51, 0.8)}
     for name, after_s in moments.items():
@@ -77,7 +77,7 @@ async def test_what_is_far_off_falls_due_on_time_too_unless_it_is_discarded():
     bench.check(moments)
 
 
-async def test_what_comes_while_nothing_waits_any_more_falls_due_too():
+async def test_a_deadline_added_after_the_queue_ran_empty_falls_due():
     bench = DeadlineBench()
     bench.discard(bench.add("gone", FAR_S + 60))
     await asyncio.sleep(0.6)  # by then nothing is looked for any more

@@ -18,7 +18,7 @@ from tests.service.pools import (
 )
 
 
-async def test_nobody_is_ready_yet_and_that_can_be_tried_again(arena: Arena):
+async def test_before_a_worker_is_ready_callers_are_told_to_try_again(arena: Arena):
     pool = make_pool(FakeEngine(), arena)
     pool.start()
     with pytest.raises(UnavailableError, match="starting: waiting to start") as caught:
@@ -52,7 +52,7 @@ async def test_model_that_was_given_up_does_not_ask_for_another_try(arena: Arena
     await pool.stop(0)
 
 
-async def test_worker_after_a_crash_is_told_what_the_one_before_chose_and_one_asked_for_is_not(
+async def test_only_a_restart_on_demand_measures_the_presets_again(
     arena: Arena,
 ):
     engine = MeasuringEngine()
@@ -73,7 +73,7 @@ class TimingAnnouncer(SilentAnnouncer):
         self.seconds.append(seconds)
 
 
-async def test_ready_tells_all_the_time_since_the_start_and_the_speed_once(
+async def test_ready_shows_the_whole_start_and_the_speed_is_logged_once(
     arena: Arena, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level(logging.INFO)

@@ -43,7 +43,7 @@ def test_input_stays_for_its_time_and_not_longer():
         TENSORS._replace(headers=(TensorHeader("x", "uint8", (2, 2), 0),)),
     ],
 )
-def test_all_of_an_input_counts(other: InputContent):
+def test_every_part_of_an_input_counts(other: InputContent):
     quarantine = make()
     convict(quarantine, TENSORS)
     for same in (TENSORS, TENSORS._replace(payload=memoryview(b"abcd"))):
@@ -75,7 +75,7 @@ def test_long_payload_that_looks_like_a_poison_is_at_most_computed_alone():
     assert quarantine.note_death_alone(plain(bytes(lookalike)), 1, 0)[0] == 2
 
 
-def test_the_oldest_makes_room_and_whoever_comes_again_stays_longer():
+def test_the_oldest_makes_room_and_a_repeated_one_stays_longer():
     quarantine = make(max_inputs=2)
     for now, payload in enumerate([b"a", b"b", b"a", b"c"]):
         convict(quarantine, plain(payload), now)

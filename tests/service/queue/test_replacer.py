@@ -18,7 +18,7 @@ from tests.service.pools import MeasuringEngine, ready_pool, until
 
 
 @pytest.mark.parametrize(("wanted", "is_changed"), [("folded", True), ("compiled", False)])
-async def test_worker_is_changed_over_without_a_moment_in_which_none_is_ready(
+async def test_a_worker_stays_ready_while_it_changes_over(
     wanted: str, is_changed: bool, arena: Arena
 ):
     engine = MeasuringEngine()

@@ -8,7 +8,7 @@ def attach(lanes: Lanes, slot: int) -> Lane:
     return lanes.open[-1]
 
 
-def test_a_worker_of_which_nothing_is_known_makes_no_other_one_lag():
+def test_an_unknown_worker_makes_no_other_lag():
     lanes = Lanes()
     fast = attach(lanes, 0)
     for _ in range(100):
@@ -28,7 +28,7 @@ def busy_until(lane: Lane, ends_at: float) -> None:
     lane.ends_at = ends_at
 
 
-def test_idle_worker_is_counted_on_as_soon_as_it_comes():
+def test_an_idle_worker_counts_as_soon_as_it_comes():
     lanes = Lanes()
     busy_until(attach(lanes, 0), 10.0)
     assert lanes.free_in(2.0) == 8.0
@@ -43,7 +43,7 @@ def test_idle_worker_is_counted_on_as_soon_as_it_comes():
     assert lanes.free_in(2.0) == 8.0
 
 
-def test_lagging_worker_makes_nobody_wait():
+def test_a_lagging_worker_delays_nothing():
     lanes = Lanes()
     fast, slow = attach(lanes, 0), attach(lanes, 1)
     for lane, elapsed_s in [(fast, 0.02), (slow, 0.2)]:

@@ -7,7 +7,7 @@ from inferpool.service.settings.keys import Keys, digest_of, fingerprint_of, rea
 A, B = "a" * 16, "b" * 40
 
 
-def test_keys_stand_on_lines_or_between_commas_and_comments_are_none():
+def test_keys_stand_on_lines_or_between_commas_beside_comments():
     text = f"# of the shop\n{A}\n\n  # old:\n {B} ,{A},\r\n"
     assert read_keys(text) == Keys(frozenset({digest_of(A.encode()), digest_of(B.encode())}))
 

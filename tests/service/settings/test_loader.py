@@ -46,7 +46,7 @@ def test_without_any_settings_the_packaged_model_is_served(tmp_path):
     assert (settings.host, settings.port) == ("127.0.0.1", 8000)
 
 
-def test_flags_go_over_the_environment_and_that_over_the_file(tmp_path):
+def test_flags_override_the_environment_which_overrides_the_file(tmp_path):
     (tmp_path / "inferpool.toml").write_text(
         'host = "::"\nport = 1\nlog_level = "error"\n[models.a]\nsource = "echo"\nreplicas = 2\n'
     )
@@ -63,7 +63,7 @@ def test_flags_go_over_the_environment_and_that_over_the_file(tmp_path):
     assert origin_of(loaded, "models.a.credit") == "default"
 
 
-def test_the_file_named_by_a_flag_goes_before_the_variables_and_the_directorys(tmp_path):
+def test_a_file_named_by_a_flag_overrides_the_variable_and_the_folder(tmp_path):
     for name, port in (("inferpool.toml", 1), ("b.toml", 2), ("c.toml", 3)):
         (tmp_path / name).write_text(f"port = {port}\n")
     environ = {"INFERPOOL_CONFIG": "b.toml"}
@@ -119,7 +119,7 @@ def test_the_variables_of_kubernetes_for_a_service_called_inferpool_are_not_ours
     assert load({}, environ, tmp_path).settings.port == 8000
 
 
-def test_variables_of_others_that_everyone_honours(tmp_path):
+def test_common_variables_such_as_no_color_are_honoured(tmp_path):
     loaded = load({}, {"NO_COLOR": "1", "CUDA_VISIBLE_DEVICES": ""}, tmp_path)
     assert loaded.settings.color == "never"
     assert loaded.settings.cuda_visible_devices == ""
@@ -162,7 +162,7 @@ def test_flags_for_models_apply_to_each(tmp_path):
     assert {model.max_batch_size for model in settings.models.values()} == {4}
 
 
-def test_weights_as_a_flag_want_one_model(problems):
+def test_the_weights_flag_needs_a_single_model(problems):
     two = '[models.a]\nsource = "echo"\n[models.b]\nsource = "echo"\n'
     assert problems(two, {"weights": "none"}) == [
         "--weights: say whose weights: inferpool serve MODEL --weights ..."
@@ -297,7 +297,7 @@ def test_a_mistake_in_the_environment_is_named_with_its_variable(problems, varia
     assert problems(environ={variable: text}) == [f"{variable}: {problem}"]
 
 
-def test_a_misspelt_model_in_a_variable_is_told_from_a_new_one(problems):
+def test_a_misspelt_model_in_a_variable_gets_the_nearest(problems):
     found = problems(
         '[models.resnet]\nsource = "a:B"', {}, {"INFERPOOL_MODELS__RESENT__CREDIT": "1"}
     )
@@ -362,7 +362,7 @@ def test_a_broken_file_is_named_with_its_line(tmp_path, content, problem):
     assert caught.value.problems == (problem,)
 
 
-def test_what_is_printed_as_toml_can_be_loaded_again(tmp_path):
+def test_printed_toml_can_be_loaded_again(tmp_path):
     (tmp_path / "inferpool.toml").write_text(
         'host = "a\\"b\\u007f"\n[models."v1.2"]\nsource = "m:C"\nweights = "none"\n'
         '[models."v1.2".options]\na = [1, 2.5, true]\nb = {c = "d e"}\nwhen = 2020-01-01\n'
@@ -401,9 +401,7 @@ def test_a_file_of_keys_may_begin_with_a_byte_order_mark(tmp_path):
     assert loaded.settings.predict_keys == read_keys(KEY)
 
 
-def test_a_file_of_keys_that_is_there_and_cannot_be_read_is_not_said_to_be_missing(
-    problems, tmp_path
-):
+def test_an_unreadable_file_of_keys_is_not_called_missing(problems, tmp_path):
     (tmp_path / "keys").write_text(KEY, encoding="utf-16")
     for path, reason in {"keys": "it is not UTF-8", ".": "it is a folder, not a file"}.items():
         (problem,) = problems(environ={"INFERPOOL_PREDICT_KEYS_FILE": path})
@@ -435,7 +433,7 @@ def test_no_form_of_the_settings_shows_a_key(tmp_path):
         ("docs = 1", {}, "true or false"),
     ],
 )
-def test_a_wrong_key_is_complained_of_without_showing_it(problems, toml, environ, message):
+def test_errors_about_a_wrong_key_do_not_show_it(problems, toml, environ, message):
     (problem,) = problems(toml, environ=environ)
     assert message in problem
     assert "SECRET" not in problem
@@ -519,7 +517,7 @@ def test_a_password_in_the_collectors_url_becomes_a_header_and_is_not_shown(
         ("OTEL_TRACES_SAMPLER_ARG", "2", "is not from 0 to 1"),
     ],
 )
-def test_what_a_platform_says_wrongly_of_traces_stops_nothing(
+def test_invalid_variables_of_opentelemetry_only_switch_traces_off(
     variable, text, message, tmp_path, problems
 ):
     environ = {"OTEL_TRACES_SAMPLER": "traceidratio", variable: text}
@@ -535,7 +533,7 @@ def test_what_a_platform_says_wrongly_of_traces_stops_nothing(
     assert message in refused
 
 
-def test_what_cannot_be_said_of_traces_is_refused(problems):
+def test_invalid_settings_of_traces_are_refused(problems):
     assert "is not a URL such as" in problems('trace_endpoint = "localhost:4318"')[0]
     assert "name=value" in problems('trace_resource = "a"')[0]
 
@@ -561,7 +559,7 @@ ODD_FILES = {
 
 @pytest.mark.parametrize("put", ODD_FILES, ids=lambda put: put.__name__)
 @pytest.mark.parametrize("by", ["name alone", "--config", "INFERPOOL_CONFIG"])
-def test_a_file_of_settings_that_cannot_be_read_is_never_passed_over(
+def test_an_unreadable_file_of_settings_is_never_ignored(
     tmp_path: Path, put: Callable[[Path], None], by: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(inferpool.service.settings.loader, "PIPE_WAIT_S", 0.05)
@@ -575,7 +573,7 @@ def test_a_file_of_settings_that_cannot_be_read_is_never_passed_over(
 
 
 @pytest.mark.parametrize("put", ODD_FILES, ids=lambda put: put.__name__)
-def test_files_of_keys_and_of_tls_that_cannot_be_read_are_told(
+def test_unreadable_files_of_keys_and_tls_are_reported(
     tmp_path: Path, put: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(inferpool.service.settings.draft, "PIPE_WAIT_S", 0.05)

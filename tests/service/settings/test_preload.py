@@ -77,7 +77,7 @@ def test_package_that_is_not_installed_is_left_to_the_worker(tmp_path: Path):
     ],
 )
 @pytest.mark.parametrize("place", ["net", "pack__in____init__", "calendar"])
-def test_nothing_is_preloaded_where_a_file_may_change_what_an_import_sees(
+def test_nothing_is_preloaded_if_a_file_may_change_what_an_import_sees(
     tmp_path: Path, text: str, place: str
 ):
     write(tmp_path, net="", other="import timm\n")

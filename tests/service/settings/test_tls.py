@@ -27,7 +27,7 @@ def test_the_key_may_be_in_the_file_of_the_certificate(pair, tmp_path):
     server_context(str(both), None)
 
 
-def test_what_cannot_be_used_is_named(pair, tmp_path):
+def test_errors_name_the_unusable_file(pair, tmp_path):
     certificate, key = map(str, pair)
     _, other = make_certificate(tmp_path, "other")
     junk = tmp_path / "junk"
@@ -53,12 +53,12 @@ def test_what_cannot_be_used_is_named(pair, tmp_path):
 
 
 @pytest.mark.parametrize("days", [1, 30, 20_000])  # the last one ends after 2049
-def test_the_days_that_are_left_are_read_off_the_certificate(tmp_path, days):
+def test_days_left_are_read_from_the_certificate(tmp_path, days):
     certificate, _ = make_certificate(tmp_path, days=days)
     assert days - 0.01 < days_left(str(certificate)) <= days
 
 
-def test_the_days_are_read_off_a_certificate_with_openssls_own_label_too(pair, tmp_path):
+def test_days_left_are_read_from_openssls_own_label_too(pair, tmp_path):
     trusted = tmp_path / "trusted.pem"
     command = ["openssl", "x509", "-in", pair[0], "-trustout", "-out", trusted]
     subprocess.run(command, check=True, timeout=30)

@@ -13,7 +13,7 @@ def cache_of(tmp_path: Path, folder: Path | str, speed: str = "auto") -> SpeedCa
     return SpeedCache(load({"model": "echo", "speed": speed}, env, tmp_path).settings)
 
 
-def test_folder_is_made_where_it_can_be(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_the_cache_folder_is_created(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     cache = cache_of(tmp_path, tmp_path / "deep" / "cache")
     assert cache.folder == str(tmp_path / "deep" / "cache")
     assert stat.S_IMODE(Path(cache.folder).stat().st_mode) == 0o700
@@ -23,7 +23,7 @@ def test_folder_is_made_where_it_can_be(tmp_path: Path, caplog: pytest.LogCaptur
     assert not caplog.messages
 
 
-def test_folder_that_cannot_be_written_is_named_once_and_another_serves_this_run(
+def test_an_unwritable_folder_is_named_once_and_replaced(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     (tmp_path / "file").write_text("in the way")
@@ -39,7 +39,9 @@ def test_folder_that_cannot_be_written_is_named_once_and_another_serves_this_run
     assert not Path(cache.folder).exists()
 
 
-def test_replicas_share_what_is_kept_nowhere(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_without_a_cache_replicas_share_a_temporary_folder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     cache = cache_of(tmp_path, "none")
     assert cache.folder is not None
     cache.close()
@@ -47,6 +49,6 @@ def test_replicas_share_what_is_kept_nowhere(tmp_path: Path, caplog: pytest.LogC
     assert not caplog.messages
 
 
-def test_nothing_is_made_where_nothing_is_chosen(tmp_path: Path):
+def test_without_a_choice_of_presets_no_folder_is_created(tmp_path: Path):
     cache_of(tmp_path, tmp_path / "cache", speed="exact").close()
     assert not (tmp_path / "cache").exists()

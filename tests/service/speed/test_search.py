@@ -95,7 +95,7 @@ def with_compiler(monkeypatch, tmp_path):
     monkeypatch.setattr("inferpool.service.speed.search._NEEDED_BYTES", 0)
 
 
-async def test_each_worker_is_changed_over_to_what_is_found_and_that_is_told(caplog):
+async def test_each_worker_changes_over_to_the_preset_found(caplog):
     caplog.set_level(logging.INFO)
     pool, search = RaisedPool(), FakeSearch()
     text = await search_to(pool, search, "done")
@@ -131,20 +131,20 @@ async def test_it_waits_until_all_workers_are_up():
         (RuntimeError("a bug"), "failed", "a mistake of the service"),
     ],
 )
-async def test_workers_stay_where_nothing_better_is_found(caplog, found, state, text):
+async def test_workers_stay_if_nothing_better_is_found(caplog, found, state, text):
     pool = RaisedPool()
     assert await search_to(pool, FakeSearch(found), state) == text
     assert not pool.changed
     assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == (state == "failed")
 
 
-async def test_the_rest_stay_where_the_first_does_not_come_up_with_it():
+async def test_the_others_stay_if_the_first_does_not_come_up():
     pool = RaisedPool(comes_up=False)
     await search_to(pool, FakeSearch(), "failed")
     assert pool.changed == [("m/0", "compiled_bf16")]
 
 
-async def test_there_is_no_search_where_nothing_is_left_to_try_or_nothing_can_be_compiled(
+async def test_there_is_no_search_if_nothing_is_left_or_nothing_can_be_compiled(
     monkeypatch, caplog
 ):
     caplog.set_level(logging.INFO)

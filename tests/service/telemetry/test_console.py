@@ -69,7 +69,7 @@ def test_the_command_to_try_is_on_one_line_however_narrow_the_terminal(monkeypat
 
 
 @pytest.mark.parametrize("stream", [io.StringIO(), FakeTerminal()])
-def test_elsewhere_the_same_facts_are_log_records(stream):
+def test_other_streams_get_the_same_facts_as_log_records(stream):
     records = [json.loads(line) for line in shown(stream, "json").splitlines()]
     messages = [record["message"] for record in records]
     for message in (
@@ -92,7 +92,7 @@ def test_elsewhere_the_same_facts_are_log_records(stream):
     assert {record["level"] for record in records if "failed" in record["message"]} == {"error"}
 
 
-def test_a_restart_does_not_tell_its_stages_again():
+def test_a_restart_does_not_show_its_stages_again():
     for stream in (io.StringIO(), FakeTerminal()):
         logs = configure("auto", "info", stream, is_colored=False)
         console = Console(logs, stream, is_colored=False)
@@ -106,7 +106,7 @@ def test_a_restart_does_not_tell_its_stages_again():
         assert text.count("ready in") == 2
 
 
-def test_a_failure_is_told_anew_once_the_worker_that_had_it_is_tried_again():
+def test_a_failure_is_shown_again_after_another_try():
     stream = io.StringIO()
     logs = configure("json", "info", stream)
     console = Console(logs, stream)

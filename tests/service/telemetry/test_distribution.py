@@ -9,7 +9,7 @@ from inferpool.service.telemetry.metrics import BATCH_SIZE_EDGES, DURATION_EDGES
 
 @pytest.mark.parametrize("parts", [1, DURATION_PARTS])
 @pytest.mark.parametrize("edges", [DURATION_EDGES_S, BATCH_SIZE_EDGES])
-def test_a_distribution_counts_as_one_value_after_the_other_would(edges, parts):
+def test_a_distribution_counts_like_a_plain_loop(edges, parts):
     rng = random.Random(0)
     values = [rng.choice([*edges, 0.0, 1e9, rng.expovariate(1.0)]) for _ in range(10_000)]
     distribution = Distribution(edges, parts)
@@ -53,7 +53,7 @@ def test_percentiles_of_durations_are_right_to_a_few_percent():
     assert found == pytest.approx(right, rel=0.03)
 
 
-def test_percentiles_are_of_what_was_counted_since():
+def test_percentiles_cover_only_what_was_counted_since():
     distribution = Distribution((1.0, 2.0, 4.0))
     distribution.observe(0.5)
     before = distribution.counts()

@@ -42,7 +42,7 @@ def logged(log, format="json", stream: io.StringIO | None = None, level="debug")
     return stream.getvalue().split("\n")[:-1]
 
 
-def test_a_json_line_has_time_level_logger_message_and_what_else_was_given():
+def test_a_json_line_has_time_level_logger_message_and_extra_fields():
     (line,) = logged(lambda log: log.info("%d of %d", 1, 2, extra={"request_id": "r", "n": 3}))
     record = json.loads(line)
     assert list(record) == ["time", "level", "logger", "message", "request_id", "n"]
@@ -118,7 +118,7 @@ def test_extra_fields_do_not_replace_the_fixed_ones():
     assert (record["level_"], record["time_"], record["exception_"]) == (9, 0, "e")
 
 
-def test_a_message_that_does_not_fit_its_arguments_is_written_all_the_same():
+def test_a_message_that_does_not_fit_its_arguments_is_still_written():
     stream = io.StringIO()
     logs = configure("json", "info", stream)
     for handler in logging.getLogger().handlers[-1:]:  # ours; pytest's would raise
@@ -239,7 +239,7 @@ def test_closing_does_not_wait_for_a_reader_that_never_comes_back(pipe):
     assert time.monotonic() - before < 5
 
 
-def test_a_reader_that_has_gone_is_survived():
+def test_a_reader_that_has_gone_does_no_harm():
     reader, writer = os.pipe()
     stream = os.fdopen(writer, "w")
     logs = configure("json", "info", stream)

@@ -32,7 +32,7 @@ def samples(metrics: Metrics, accept: str = "") -> dict[tuple[str, str], float]:
 
 
 @pytest.mark.parametrize("accept", ["", "application/openmetrics-text"])
-def test_what_was_recorded_is_what_a_scrape_reads(metrics, accept):
+def test_a_scrape_reads_what_was_recorded(metrics, accept):
     model = metrics.model("resnet")
     model.requests[200] += 3
     model.accepted += 9
@@ -81,7 +81,7 @@ def test_every_reason_is_there_from_the_start_so_that_a_rate_sees_its_first_step
         assert found["inferpool_worker_restarts_total", f"model=resnet,reason={reason}"] == 0
 
 
-def test_names_that_callers_make_up_become_no_labels(metrics):
+def test_names_made_up_by_callers_become_no_labels(metrics):
     for name in ("x", "y", "'; drop"):
         metrics.model(name).requests[404] += 1
     found = samples(metrics)

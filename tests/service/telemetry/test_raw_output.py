@@ -16,7 +16,7 @@ def outputs(code: str, exit_code: int = 0) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
-def test_what_was_written_before_there_was_a_log_is_passed_on():
+def test_output_from_before_the_log_is_passed_on():
     code = "raw = raw_output.RawOutput.take(); print('a'); os.write(2, b'b'); raw.close()"
     assert outputs(f"{code}; raw.close(); print('c')") == ("a\nc\n", "b")
 
@@ -40,7 +40,7 @@ logs.close()
     assert lines[2].endswith('from another process"}')
 
 
-def test_a_crash_of_this_process_is_told_where_there_is_no_log_any_more():
+def test_the_traceback_of_a_crash_goes_to_the_original_stderr():
     code = "raw = raw_output.RawOutput.take(); raw.start(); os.kill(os.getpid(), signal.SIGSEGV)"
     _, stderr = outputs(code, -signal.SIGSEGV)
     assert "Fatal Python error: Segmentation fault" in stderr

@@ -20,7 +20,7 @@ def share(recorder: Recorder, num: int = 4000) -> float:
     return sum(call.steps is not None for call in calls) / num
 
 
-def test_the_share_of_calls_that_is_asked_for_is_traced() -> None:
+def test_the_requested_share_of_calls_is_traced() -> None:
     assert share(Recorder(0.0, is_parent_based=True, metrics=ModelMetrics)) == 0
     assert share(Recorder(1.0, is_parent_based=True, metrics=ModelMetrics)) == 1
     assert share(Recorder(0.5, is_parent_based=True, metrics=ModelMetrics)) == pytest.approx(
@@ -28,7 +28,7 @@ def test_the_share_of_calls_that_is_asked_for_is_traced() -> None:
     )  # 6 sigma
 
 
-def test_a_caller_decides_unless_that_is_not_wanted() -> None:
+def test_a_caller_decides_unless_the_settings_say_no() -> None:
     always, never = (
         Recorder(ratio, is_parent_based=True, metrics=ModelMetrics) for ratio in (1.0, 0.0)
     )
@@ -39,7 +39,7 @@ def test_a_caller_decides_unless_that_is_not_wanted() -> None:
     assert begun(Recorder(0.0, is_parent_based=False, metrics=ModelMetrics), "01").flags == "00"
 
 
-def test_a_call_with_the_head_of_a_traced_one_is_decided_anew() -> None:
+def test_a_call_with_a_reused_head_is_decided_again() -> None:
     call = begun(Recorder(1.0, is_parent_based=True, metrics=ModelMetrics))
     assert call.ref.trace
     Recorder(0.0, is_parent_based=True, metrics=ModelMetrics).begin(call)

@@ -53,7 +53,7 @@ def test_a_call_that_its_client_left_has_no_status() -> None:
     assert not root.status.code
 
 
-def test_a_request_that_was_no_http_has_no_route() -> None:
+def test_a_request_that_is_not_http_has_no_route() -> None:
     recorder, predict = traced(FakeModel())
     exchange = Exchange.open(NoWire(), predict, "-", "what", b"", [])
     exchange.call.entry = None

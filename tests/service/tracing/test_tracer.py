@@ -49,7 +49,7 @@ def wait_until(tracer: Tracer, exported: int, dropped: int) -> None:
         time.sleep(0.01)
 
 
-def test_what_waits_is_exported_at_the_end(collector: FakeCollector) -> None:
+def test_waiting_calls_are_exported_at_the_end(collector: FakeCollector) -> None:
     tracer = tracer_for(collector.url)
     tracer.start()
     trace(tracer, MAX_BATCH + 1)
@@ -79,7 +79,7 @@ def test_a_collector_that_is_busy_is_tried_again(
     assert last == "traces are sent again; 0 calls were lost"
 
 
-def test_what_a_collector_does_not_take_is_lost_with_one_line_in_the_log(
+def test_refused_spans_are_lost_with_one_line_in_the_log(
     collector: FakeCollector, caplog: pytest.LogCaptureFixture
 ) -> None:
     collector.status = 401
@@ -110,11 +110,11 @@ def test_a_collector_that_is_not_there_or_silent_does_not_hold_up_the_end(
             assert time.monotonic() - began < 4  # and not the 5 s of a request, nor its pauses
 
 
-def test_nothing_is_made_where_nothing_is_to_be_traced() -> None:
+def test_without_an_endpoint_there_is_no_tracer() -> None:
     assert make_tracer(settings_for(None), ModelMetrics) is None
 
 
-def test_without_the_extra_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_extra_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (
         "inferpool.service.tracing.tracer",
         "inferpool.service.tracing.spans",
@@ -125,7 +125,7 @@ def test_without_the_extra_it_is_said_what_to_install(monkeypatch: pytest.Monkey
         make_tracer(settings_for("http://localhost:4318"), ModelMetrics)
 
 
-def test_a_variable_of_the_platform_stops_no_service_that_cannot_trace(
+def test_a_variable_of_the_platform_cannot_stop_the_service(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     nowhere = str(tmp_path / "nowhere.pem")
@@ -138,7 +138,7 @@ def test_a_variable_of_the_platform_stops_no_service_that_cannot_trace(
         set_up_tracing(settings, "file inferpool.toml", ModelMetrics)
 
 
-def test_a_certificate_that_is_none_is_told_at_the_start() -> None:
+def test_an_invalid_certificate_is_reported_at_the_start() -> None:
     settings = settings_for("https://h").model_copy(update={"trace_certificate": __file__})
     with pytest.raises(StartError, match="trace_certificate: "):
         make_tracer(settings, ModelMetrics)
