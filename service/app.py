@@ -109,7 +109,7 @@ def run(
             return _serve(service, console, listener, tls, num_fronts, tracer, until_changed)
         finally:
             for process in multiprocessing.active_children():
-                process.kill()  # only those that a hurried shutdown has left
+                process.kill()  # only a hurried shutdown leaves any
             listener.close()
 
 
@@ -228,7 +228,7 @@ def _serve(
     def fail(what: str, code: int) -> None:
         nonlocal exit_code
         if not server.is_stopping:
-            logger.critical("nothing can be served: %s", what)  # the log has said why
+            logger.critical("nothing can be served: %s", what)  # the reasons are in the log above
             exit_code = code
             server.stop(what)
 
@@ -306,7 +306,7 @@ def _serve(
     async def main() -> None:
         tasks = [asyncio.create_task(announce()), asyncio.create_task(leave_when_lost())]
         tasks.append(asyncio.create_task(leave_when_changed()))
-        gc.freeze()  # the modules stay: later collections need not walk through them
+        gc.freeze()  # modules are never freed, so later collections can skip them
         await server.serve(sockets=[listener] if num_fronts == 1 else None)
         for task in tasks:
             task.cancel()

@@ -56,7 +56,7 @@ def run(loaded: LoadedSettings, *, reloads: bool) -> int:
         make_engine=InProcessEngine,
         until_changed=files.until_changed if files else None,
     )
-    if terminal is not None:  # a debugger that was left at its prompt has changed it
+    if terminal is not None:  # a debugger left at its prompt has changed the terminal
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, terminal)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -66,7 +66,7 @@ def run(loaded: LoadedSettings, *, reloads: bool) -> int:
             time.sleep(_LOOK_S)
     if files is not None and files.changed:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-    os._exit(code)  # the model's thread may be at a prompt, and would hold up an ordinary exit
+    os._exit(code)  # an ordinary exit would wait for the model's thread, which may be at a prompt
 
 
 def settings_for(settings: Settings) -> Settings:
@@ -118,7 +118,7 @@ class WatchedFiles:
         now = self._look()
         for path, modified in now.items():
             before = self._times.get(path)
-            # A module that was only imported since is none that was changed.
+            # A module that was only imported meanwhile has not changed.
             is_new = before is None and path.is_relative_to(self._folder)
             if is_new or before not in (None, modified):
                 self.changed = str(path)

@@ -44,7 +44,7 @@ def _command(url: str, pool: Pool) -> tuple[str, str]:
             f"POST to {url} what its `preprocess` reads; the model shows no `example` to try"
         )
     if _takes_images(pool.inputs):
-        # A picture of the reader's own is the next thing to try; one pixel can be pasted.
+        # One pixel can be pasted. The reader's own picture is the next thing to try.
         return _json_command(url, {"b64": PIXEL}) or ("", "")
     if all(spec.shape for spec in pool.inputs):
         shapes = {spec.name: [max(n, 1) for n in spec.instance_shape] for spec in pool.inputs}

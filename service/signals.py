@@ -30,7 +30,7 @@ class EarlyStop:
 def stop_signals() -> list[signal.Signals]:
     """Return the signals that stop a service: SIGHUP too, unless it was ignored before."""
     signals = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
         signals.append(signal.SIGHUP)
     return signals
 

@@ -214,7 +214,7 @@ class RunningService:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.PIPE,
-                    start_new_session=True,  # Ctrl-C is for us, and then we close it
+                    start_new_session=True,  # Ctrl-C reaches only us, and we close the service
                     pass_fds=[file],
                 )
         except OSError as error:

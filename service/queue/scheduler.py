@@ -319,7 +319,7 @@ class BatchScheduler:
                 return True
         late_at = min((lane.late_at for lane in lanes.leading if lane.late_at > now), default=now)
         if late_at > now:
-            self.wake_in(late_at - now)  # unless it comes back before, as it should
+            self.wake_in(late_at - now)  # it should come back before
         return False
 
     def _waits_for_more(self, now: float) -> bool:
@@ -358,7 +358,7 @@ class BatchScheduler:
             if self._timer_due <= due:
                 return
             self._timer.cancel()
-        self._timer_due = due  # uvloop's handles for less than a millisecond do not say
+        self._timer_due = due  # uvloop's handles do not tell it to less than a millisecond
         self._timer = self._loop.call_at(due, self._on_timer)
 
     def _on_timer(self) -> None:

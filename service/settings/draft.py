@@ -118,7 +118,7 @@ class Draft:
             if not variable.startswith(PREFIX) or is_foreign(variable, text):
                 continue
             if variable in HEADER_VARIABLES:
-                continue  # which are secrets, and were read above
+                continue  # a secret, which was read above
             if text:
                 self._add_variable(variable, text)
             elif variable.removeprefix(PREFIX).lower().removesuffix("_file") in KEY_SETTINGS:
@@ -130,7 +130,7 @@ class Draft:
         try:
             every = list(values_from(environ))
         except ValueError as error:
-            if str(error).startswith("OTEL_"):  # which may be meant for others on this host
+            if str(error).startswith("OTEL_"):  # it may be meant for others on this host
                 self._trace_problem = str(error) if asks_for_traces(environ) else ""
             else:
                 self._problems.append(str(error))
@@ -309,7 +309,7 @@ class Draft:
             try:
                 text = read_file(cwd / path, wait_s=PIPE_WAIT_S).decode("utf-8-sig")
             except (OSError, ValueError) as error:
-                # Not the path: it may be a key that was put here by mistake.
+                # Do not show the path: it may be a key that was put here by mistake.
                 self._problems.append(f"{place}: {unreadable(error)}")
                 continue
             self._add_keys(name, text, place, f"file {path}")
@@ -348,7 +348,7 @@ class Draft:
         for error in errors:
             key = tuple(str(part) for part in error["loc"])
             key = key[:3] if key[0] == "models" else key[:1]
-            # A union reports each of its branches, and the default of one field may need another.
+            # A union reports each of its branches, and a default may need another field.
             if key in seen or error["type"] in ("missing", "default_factory_not_called"):
                 continue
             seen.add(key)
@@ -414,6 +414,6 @@ def _plant(tree: dict[str, object], key: Key, value: object) -> None:
     for part in way:
         below = tree.setdefault(part, {})
         if not isinstance(below, dict):
-            return  # `options = 3` in the file, an option in the environment: the 3 is reported
+            return  # `options = 3` in the file is reported already
         tree = below
     tree[last] = value

@@ -33,7 +33,7 @@ def write_toml(rows: Sequence[Row], stream: TextIO) -> None:
         for key, value, origin in members:
             if value is None:  # TOML has no null; leaving it out means the same
                 continue
-            if isinstance(value, Keys | TraceHeaders):  # which this file may not hold
+            if isinstance(value, Keys | TraceHeaders):  # secrets, which a file may not hold
                 continue
             note = "" if origin == "default" else f"  # {origin}"
             stream.write(f"{dotted(key[-1:])} = {_toml(value)}{note}\n")
@@ -74,7 +74,7 @@ def _toml(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        # JSON's escapes are TOML's too, but TOML wants DEL escaped as well.
+        # TOML has the escapes of JSON, and also wants DEL escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, Mapping):
         pairs = (f"{dotted((str(key),))} = {_toml(each)}" for key, each in value.items())

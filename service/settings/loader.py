@@ -126,7 +126,7 @@ def _find_file(
     ):
         if named:
             return Path(named), origin
-    # Whatever has that name counts: where it cannot be read, keys in it would be passed over.
+    # Anything with that name counts. If it cannot be read, its keys must not be ignored silently.
     return (Path(FILE_NAME) if os.path.lexists(cwd / FILE_NAME) else None), ""
 
 
@@ -145,7 +145,7 @@ def _read_file(file: Path, cwd: Path, origin: str) -> dict[str, object]:
         raise SettingsError([f"{file}: byte {error.start} is not UTF-8, as TOML must be"]) from None
     except OSError as error:
         raise SettingsError([_unread(file, origin, error)]) from None
-    except (ValueError, RecursionError) as error:  # a name with a NUL in it; tables in tables
+    except (ValueError, RecursionError) as error:  # a NUL in the name, or too many nested tables
         raise SettingsError([f"{file}: it cannot be read: {error}"]) from None
 
 

@@ -230,5 +230,5 @@ class ModelSettings(SettingsTable):
             return self.prepare_threads
         if "cpu" in placement.devices:
             return 1  # preparation competes with the forward pass for the same cores
-        # Of a split replica the first process prepares, and the others need next to no core.
+        # In a split replica only the first process prepares, and the others hardly use their cores.
         return max(1, min(8, placement.num_threads * placement.num_ranks))

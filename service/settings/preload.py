@@ -119,7 +119,7 @@ def _nodes_of(file: Path) -> list[ast.AST]:
     try:
         return list(ast.walk(ast.parse(file.read_bytes())))
     except (OSError, SyntaxError, ValueError, RecursionError):
-        return []  # the worker tells
+        return []  # the worker will report it
 
 
 def _is_telling(node: ast.AST) -> bool:

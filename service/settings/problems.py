@@ -71,7 +71,7 @@ def shown(value: object) -> str:
 def unreadable(error: OSError | ValueError) -> str:
     """Describe why keys cannot be read from a file, without showing anything in it."""
     if isinstance(error, FileNotFoundError):
-        # Not where a link leads to: its name may be a key as well.
+        # Do not show where a link leads: that name may be a key too.
         return f"there is no file of keys to read: {os.strerror(errno.ENOENT)}"
     if isinstance(error, OSError):
         return f"the file of keys cannot be read: {error.strerror}"

@@ -161,7 +161,7 @@ class Settings(SettingsTable):
     @field_validator("cors_origins", mode="before")
     @classmethod
     def _split_origins(cls, origins: object) -> object:
-        if isinstance(origins, str):  # as a variable and a flag have them
+        if isinstance(origins, str):  # from a variable or a flag
             return [origin.strip() for origin in origins.split(",") if origin.strip()]
         return origins
 

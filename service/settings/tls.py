@@ -37,7 +37,7 @@ def server_context(certificate: str, key: str | None) -> ssl.SSLContext:
     for setting, path in (("tls_certificate", certificate), ("tls_key", key)):
         if path is not None:
             try:
-                read_file(Path(path))  # no pipe: OpenSSL reads it once more
+                read_file(Path(path))  # a pipe is refused, since OpenSSL reads the file again
             except OSError as error:
                 raise TlsError(f"{setting}: {path}: {error.strerror}") from error
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

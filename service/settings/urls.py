@@ -22,7 +22,7 @@ def without_password(text: str) -> str:
 
 def problem_of_url(text: str) -> str:
     """Return why HTTP cannot use a text as a URL, for a person; empty if it can."""
-    import httpx  # here, since whoever reads a command's line comes by
+    import httpx  # here, since every start of the command imports this module
 
     scheme, _, rest = text.partition("://")
     if not text.isprintable() or " " in text:
@@ -33,7 +33,7 @@ def problem_of_url(text: str) -> str:
     try:
         url = httpx.URL(text)
         host = url.host
-    except (httpx.InvalidURL, UnicodeError):  # which say what part, also of a password
+    except (httpx.InvalidURL, UnicodeError):  # whose text may show a part of the password
         if "@" in "".join(more):
             return "write /, ? and # in its password as %2F, %3F and %23"
         if "[" not in place and not _PORT.search(place):

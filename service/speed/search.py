@@ -96,9 +96,9 @@ class SpeedSearch:
             speed = slot.handle.ready.speed if slot.handle else SpeedReport()
             if not speed.is_final:
                 present.setdefault(speed.key, []).append(slot)
-            elif speed.key:  # this start, or an earlier one, has tried all there is
+            elif speed.key:  # everything was tried, now or at an earlier start
                 progress.state, progress.text = "done", "nothing is left to try"
-        for key, slots in present.items():  # workers with other numbers of threads have other keys
+        for key, slots in present.items():  # the number of threads is part of the key
             if obstacle := _obstacle(slots[0]):
                 text = "%s speed: not searching for a faster preset: %s"
                 logger.info(text, pool.name, obstacle)

@@ -33,7 +33,7 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {
     "message",
     "asctime",
     "taskName",
-    "color_message",  # uvicorn's message once more, with escape sequences in it
+    "color_message",  # uvicorn's message again, with escape sequences
 }
 _ID_KEYS = ("request_id", "trace_id", "span_id")
 _FIRST_JSON_KEYS = ("time", "level", "logger", "message", *_ID_KEYS, "exception")
@@ -349,7 +349,7 @@ def _frozen(record: LogRecord) -> LogRecord:
     frozen = copy.copy(record)
     try:
         frozen.msg = record.getMessage()
-    except Exception:  # whatever the arguments' own methods raise; the caller is no wiser for it
+    except Exception:  # raised by the arguments' methods; the caller can do nothing about it
         frozen.msg = f"{record.msg} (which does not fit its arguments: {record.args!r})"
     frozen.args = None
     if record.exc_info and not record.exc_text:
@@ -385,7 +385,7 @@ def _milliseconds(created: float) -> int:
 def _json(fields: dict[str, object]) -> str:
     try:
         return json.dumps(fields, ensure_ascii=False, allow_nan=False, default=str)
-    except (TypeError, ValueError, RecursionError):  # odd keys, NaN, circles
+    except (TypeError, ValueError, RecursionError):  # odd keys, NaN, or a circular reference
         plain = {
             name: value if isinstance(value, str) else repr(value) for name, value in fields.items()
         }

@@ -226,8 +226,8 @@ class Metrics:
             The body and its Content-Type.
         """
         kinds = {part.partition(";")[0].strip().lower() for part in accept.split(",")}
-        # The versions and escapings that a client may name besides make no difference to names
-        # like ours, and the library fails on some.
+        # Clients may also name versions and escapings. They make no difference for our names, and
+        # the library fails on some.
         wanted = "application/openmetrics-text"
         encode, content_type = choose_encoder(wanted if wanted in kinds else "text/plain")
         return encode(self._registry), content_type
@@ -246,7 +246,7 @@ class Metrics:
         for source in self._sources:
             try:
                 readings = list(source())
-            except Exception:  # one broken source must not cost the rest of the page
+            except Exception:  # one broken source must not break the whole page
                 logger.exception("a source of gauges failed")
                 continue
             for reading in readings:

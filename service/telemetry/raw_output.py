@@ -31,7 +31,7 @@ class RawOutput:
         self._rests = dict.fromkeys(readers, b"")
         self._is_closed = False
         self._wake, self._waker = os.pipe()
-        # A daemon, as is the thread that writes the log.
+        # A daemon, like the thread that writes the log.
         self._thread = threading.Thread(target=self._run, name="raw output", daemon=True)
 
     @classmethod
@@ -99,7 +99,7 @@ class RawOutput:
             ready = {fd for fd, _ in poll.poll()}
             is_open = self._wake not in ready
             for fd in self._readers:
-                with keep_going:  # else a pipe would fill, and whoever prints would wait for ever
+                with keep_going:  # or a full pipe would block whoever prints
                     self._read(fd)
         for fd, rest in self._rests.items():
             self._log(fd, rest)

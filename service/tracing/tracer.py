@@ -207,7 +207,7 @@ class Tracer:
 def _verify(settings: Settings) -> ssl.SSLContext | bool:
     assert settings.trace_endpoint is not None
     if not settings.trace_endpoint.startswith("https:"):
-        return False  # to make a context takes 0.1 s
+        return False  # making a context takes 0.1 s
     context = httpx.create_ssl_context()
     if settings.trace_certificate is not None:
         context.load_verify_locations(settings.trace_certificate)
