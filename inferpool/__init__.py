@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from inferpool.service.embedded.mounted import MountedApp, asgi_app
     from inferpool.service.embedded.serve import RunningService, serve
     from inferpool.service.errors import StartError
-    from inferpool.service.settings.usage import SettingsError
+    from inferpool.service.settings.names import SettingsError
 
     __version__: str
 
@@ -60,7 +60,7 @@ _PLACES = {
     "service.embedded.mounted": "MountedApp asgi_app",
     "service.embedded.serve": "RunningService serve",
     "service.errors": "StartError",
-    "service.settings.usage": "SettingsError",
+    "service.settings.names": "SettingsError",
 }
 _PLACE_OF = {name: place for place, names in _PLACES.items() for name in names.split()}
 

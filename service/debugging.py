@@ -13,8 +13,8 @@ from typing import Any
 
 from inferpool.service.app import run as run_app
 from inferpool.service.settings.loader import LoadedSettings
+from inferpool.service.settings.names import FlagError
 from inferpool.service.settings.settings import Settings
-from inferpool.service.settings.usage import FlagError
 from inferpool.workers.host.in_process import InProcessEngine
 
 _PATIENCE_S = 3600.0

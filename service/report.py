@@ -19,7 +19,7 @@ from inferpool.service.api.routes.health import (
     WorkerHealth,
 )
 from inferpool.service.queue.pool import Pool
-from inferpool.service.speed.search import SearchProgress, SpeedSearch
+from inferpool.service.speed import SearchProgress, SpeedSearch
 from inferpool.workers.host.engine import ForkserverVitals, RankVitals
 from inferpool.workers.host.gpu_watch import GpuVitals
 from inferpool.workers.host.supervisor import WorkerSlot

@@ -21,12 +21,10 @@ from inferpool.service.queue.objective import Objective, ObjectiveAdmission
 from inferpool.service.queue.pool import Pool
 from inferpool.service.queue.quarantine import Quarantine
 from inferpool.service.report import is_host_ready, report_of
-from inferpool.service.settings.formats import json_of
-from inferpool.service.settings.loader import LoadedSettings
+from inferpool.service.settings.loader import LoadedSettings, json_of
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
-from inferpool.service.speed.cache import SpeedCache
-from inferpool.service.speed.search import SpeedSearch
+from inferpool.service.speed import SpeedCache, SpeedSearch
 from inferpool.service.telemetry.console import Console
 from inferpool.service.telemetry.metrics import Metrics, Reading, gpu_gauges
 from inferpool.workers.arena import Arena

@@ -19,7 +19,7 @@ from inferpool.service.client.errors import (
     NonFiniteOutputError,
 )
 from inferpool.service.errors import StartError
-from inferpool.service.settings.usage import SettingsError
+from inferpool.service.settings.names import SettingsError
 from inferpool.testing import client, predict
 from tests.small_classifier import SmallClassifier
 

@@ -19,13 +19,12 @@ from pydantic.fields import FieldInfo
 
 from inferpool.service.cli.flags import settings_in
 from inferpool.service.cli.parser import nearest
-from inferpool.service.settings import formats
+from inferpool.service.settings import loader
 from inferpool.service.settings.loader import load
 from inferpool.service.settings.model import ModelSettings
-from inferpool.service.settings.names import FLAGS, KEY_SETTINGS, PREFIX
+from inferpool.service.settings.names import FLAGS, KEY_SETTINGS, PREFIX, FlagError
 from inferpool.service.settings.problems import expected
 from inferpool.service.settings.settings import Settings
-from inferpool.service.settings.usage import FlagError
 
 _GROUPS: Mapping[str, str] = {
     "Address": "host port front_ends default_model",
@@ -98,7 +97,7 @@ def run(args: Namespace) -> int:
         describe[args.format](_find(args.describe), sys.stdout)
         return 0
     loaded = load(settings_in(args), os.environ, Path.cwd())
-    write = {"table": formats.write_table, "toml": formats.write_toml, "json": formats.write_json}
+    write = {"table": loader.write_table, "toml": loader.write_toml, "json": loader.write_json}
     write[args.format](loaded.rows(), sys.stdout)
     return 0
 
@@ -159,7 +158,7 @@ def _default(name: str, field: FieldInfo) -> str:
         return _DEFAULTS[name]
     if field.default_factory is not None:
         return '"auto"'
-    return "none" if field.is_required() or field.default is None else formats.cell(field.default)
+    return "none" if field.is_required() or field.default is None else loader.cell(field.default)
 
 
 def _write_text(settings: Sequence[SettingDescription], stream: TextIO) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from inferpool.service.cli.parser import USAGE_ERROR, make_parser, nearest, unrecognised
 from inferpool.service.cli.verbs import VERBS
-from inferpool.service.settings.usage import FlagError, SettingsError
+from inferpool.service.settings.names import FlagError, SettingsError
 
 NOT_INSTALLED = 1
 """Exit status if only the client is installed, and the verb needs more."""

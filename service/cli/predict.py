@@ -15,8 +15,8 @@ from inferpool.service.client import AsyncClient, ConnectError, InferpoolError, 
 from inferpool.service.client.results import Json
 from inferpool.service.client.retries import Retry
 from inferpool.service.settings.address import key_of, url_of
+from inferpool.service.settings.names import FlagError
 from inferpool.service.settings.urls import without_password
-from inferpool.service.settings.usage import FlagError
 
 _FAILED = 1
 """Exit status if an input has no prediction."""

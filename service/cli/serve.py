@@ -12,10 +12,10 @@ from pathlib import Path
 
 from inferpool.service.cli.flags import settings_in
 from inferpool.service.settings.loader import LoadedSettings, load, secret_variables
-from inferpool.service.settings.preload import modules_to_preload
+from inferpool.service.settings.names import FlagError, SettingsError
 from inferpool.service.settings.settings import Settings
+from inferpool.service.settings.sources import modules_to_preload
 from inferpool.service.settings.tls import TlsError, server_context
-from inferpool.service.settings.usage import FlagError, SettingsError
 from inferpool.service.telemetry.logs import is_json
 from inferpool.service.telemetry.raw_output import RawOutput
 from inferpool.workers.host.local import start_forkserver

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from inferpool.service.cli.flags import settings_in
 from inferpool.service.settings.loader import load
-from inferpool.service.settings.usage import FlagError
+from inferpool.service.settings.names import FlagError
 from inferpool.service.tools.tune.plan import plan_of, problem_with
 from inferpool.service.tools.tune.run import run as search
 

@@ -8,8 +8,7 @@ from typing import TypeAlias
 
 from inferpool.service.embedded.source import FoundSource, source_of
 from inferpool.service.settings.loader import LoadedSettings, load_arguments
-from inferpool.service.settings.names import dotted
-from inferpool.service.settings.usage import SettingsError
+from inferpool.service.settings.names import SettingsError, dotted
 
 ModelClass: TypeAlias = type[object]
 """A subclass of `Model` or of `torch.nn.Module`."""

@@ -23,7 +23,7 @@ from inferpool.service.errors import StartError
 from inferpool.service.fronts.only_front import OnlyFront
 from inferpool.service.service import ClosableEngine, Service
 from inferpool.service.settings.loader import LoadedSettings
-from inferpool.service.settings.preload import modules_to_preload
+from inferpool.service.settings.sources import modules_to_preload
 from inferpool.service.telemetry.console import Console
 from inferpool.workers.arena import Arena
 from inferpool.workers.host.devices import DeviceError, find_host

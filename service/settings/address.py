@@ -9,8 +9,8 @@ from pathlib import Path
 
 from inferpool.models.files.reading import read_file
 from inferpool.service.settings.keys import first_key
+from inferpool.service.settings.names import FlagError
 from inferpool.service.settings.urls import DEFAULT_URL, problem_of_address, without_password
-from inferpool.service.settings.usage import FlagError
 
 _PIPE_WAIT_S = 10.0
 

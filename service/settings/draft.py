@@ -12,7 +12,15 @@ from pydantic_core import ErrorDetails
 from inferpool.models.files.reading import read_file
 from inferpool.service.settings.keys import Keys, read_keys
 from inferpool.service.settings.model import ModelSettings
-from inferpool.service.settings.names import FLAGS, KEY_SETTINGS, PREFIX, Key, dotted, is_foreign
+from inferpool.service.settings.names import (
+    FLAGS,
+    KEY_SETTINGS,
+    PREFIX,
+    Key,
+    SettingsError,
+    dotted,
+    is_foreign,
+)
 from inferpool.service.settings.problems import (
     PIPE_WAIT_S,
     expected,
@@ -39,7 +47,6 @@ from inferpool.service.settings.tracing import (
     parted,
     values_from,
 )
-from inferpool.service.settings.usage import SettingsError
 
 _MODEL_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 

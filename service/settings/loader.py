@@ -1,27 +1,41 @@
-"""Loads the settings: flags override the environment, which overrides the file.
+"""Loads the settings, and writes them: flags override the environment, which overrides the file.
 
 It runs once, in the front end, before anything else starts. Nothing else reads the environment.
 """
 
 import errno
+import json
 import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date, time
+from itertools import groupby
 from pathlib import Path
+from typing import TextIO
 
 from inferpool.models.files.reading import read_file
 from inferpool.service.settings.draft import Draft
+from inferpool.service.settings.keys import Keys
 from inferpool.service.settings.model import ModelSettings
-from inferpool.service.settings.names import CONFIG_VARIABLE, KEY_SETTINGS, PREFIX, Key, dotted
+from inferpool.service.settings.names import (
+    CONFIG_VARIABLE,
+    KEY_SETTINGS,
+    PREFIX,
+    Key,
+    SettingsError,
+    dotted,
+)
 from inferpool.service.settings.problems import PIPE_WAIT_S
 from inferpool.service.settings.settings import Settings
-from inferpool.service.settings.tracing import ENDPOINT_VARIABLES, HEADER_VARIABLES
+from inferpool.service.settings.tracing import ENDPOINT_VARIABLES, HEADER_VARIABLES, TraceHeaders
 from inferpool.service.settings.urls import without_password
-from inferpool.service.settings.usage import SettingsError
 
 FILE_NAME = "inferpool.toml"
+
+Row = tuple[Key, object, str]
+"""The key, the value and the origin of a setting."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +49,7 @@ class LoadedSettings:
     warnings: Sequence[str] = ()
     """Texts for the log about what was ignored."""
 
-    def rows(self) -> list[tuple[Key, object, str]]:
+    def rows(self) -> list[Row]:
         """Return every setting as (key, value, origin), in the order of the file."""
         return [
             (key, value, self.origins.get(dotted(key), "default"))
@@ -116,6 +130,49 @@ def secret_variables(environ: Mapping[str, str]) -> list[str]:
     ]
 
 
+def write_table(rows: Sequence[Row], stream: TextIO) -> None:
+    """Write aligned columns, with colours and line breaks on a terminal."""
+    cells = [(dotted(key), cell(value), origin) for key, value, origin in rows]
+    if stream.isatty():
+        _write_rich(cells, stream)
+        return
+    widths = [max(len(row[column]) for row in cells) for column in (0, 1)]
+    for key, value, origin in cells:
+        stream.write(f"{key:{widths[0]}}  {value:{widths[1]}}  {origin}\n")
+
+
+def write_toml(rows: Sequence[Row], stream: TextIO) -> None:
+    """Write a file that works as `inferpool.toml`, with the origins as comments."""
+    for table, members in groupby(rows, key=lambda row: row[0][:-1]):
+        if table:
+            stream.write(f"\n[{dotted(table)}]\n")
+        for key, value, origin in members:
+            if value is None:  # TOML has no null; leaving it out means the same
+                continue
+            if isinstance(value, Keys | TraceHeaders):  # secrets, which a file may not hold
+                continue
+            note = "" if origin == "default" else f"  # {origin}"
+            stream.write(f"{dotted(key[-1:])} = {_toml(value)}{note}\n")
+
+
+def write_json(rows: Sequence[Row], stream: TextIO) -> None:
+    """Write one JSON object: dotted key to value and origin."""
+    stream.write(f"{json_of(rows)}\n")
+
+
+def json_of(rows: Sequence[Row]) -> str:
+    """Return one JSON object: dotted key to value and origin."""
+    body = {dotted(key): {"value": value, "origin": origin} for key, value, origin in rows}
+    return json.dumps(body, indent=2, default=str)
+
+
+def cell(value: object) -> str:
+    """Return a value on one line."""
+    if isinstance(value, Keys | TraceHeaders):
+        return str(value)
+    return "-" if value is None else _toml(value)
+
+
 def _find_file(
     flags: Mapping[str, str], environ: Mapping[str, str], cwd: Path
 ) -> tuple[Path | None, str]:
@@ -171,3 +228,32 @@ def _leaves(settings: Settings) -> Iterator[tuple[Key, object]]:
                 yield ("models", name, field), getattr(model, field)
         for option, value in model.options.items():
             yield ("models", name, "options", option), value
+
+
+def _write_rich(cells: Sequence[tuple[str, str, str]], stream: TextIO) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("setting", "value", "set by", box=None, pad_edge=False, header_style="bold")
+    for key, value, origin in cells:
+        style = "dim" if origin == "default" else "cyan"
+        table.add_row(Text(key), Text(value, overflow="fold"), Text(origin, style=style))
+    Console(file=stream).print(table)
+
+
+def _toml(value: object) -> str:
+    """Return a value as TOML on one line (https://toml.io/en/v1.0.0)."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        # TOML has the escapes of JSON, and also wants DEL escaped.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, Mapping):
+        pairs = (f"{dotted((str(key),))} = {_toml(each)}" for key, each in value.items())
+        return f"{{{', '.join(pairs)}}}"
+    if isinstance(value, Sequence):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, date | time):
+        return value.isoformat()
+    return repr(value)

@@ -1,7 +1,13 @@
-"""The names of settings: in the file, in the environment, as flags. Pure."""
+"""The names of settings, and the errors about how somebody uses the command `inferpool`.
+
+    FlagError       the flags of a verb make no sense
+    SettingsError   the settings cannot be used
+
+Every verb imports this, so it imports nothing of ours.
+"""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 PREFIX = "INFERPOOL_"
 """The prefix of our variables in the environment."""
@@ -44,3 +50,19 @@ def is_foreign(variable: str, text: str) -> bool:
     if re.fullmatch(rf"{PREFIX}(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|{ports})", variable):
         return True
     return variable.endswith("PORT") and re.match(r"(tcp|udp|sctp)://", text) is not None
+
+
+class FlagError(ValueError):
+    """The flags make no sense; the message says why."""
+
+
+class SettingsError(Exception):
+    """The settings cannot be used.
+
+    Attributes:
+        problems: One line each: the place, the value, and what would be right.
+    """
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = tuple(problems)

@@ -1,8 +1,19 @@
-"""Sources of models: their forms, and hints for a text that is not one."""
+"""Sources of models: their forms, hints for a text that is not one, and what sources import.
 
+The forkserver imports some packages early. A user's own modules are read and never imported: their
+code may do anything, and may change between two incarnations of a worker. An early import must
+change neither which code a worker runs nor what that code sees. So only installed packages are
+imported early, and none if a user's file may change the environment or the search for modules.
+"""
+
+import ast
 import difflib
+import os
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
 
 DEFAULT_SOURCE = "efficientnet_lite0"
 BUILT_IN_SOURCES = (DEFAULT_SOURCE, "minilm_l6", "echo")
@@ -19,6 +30,23 @@ _TORCHVISION_NAME = re.compile(
     r"|efficientnet_(b\d|v2_[sml])|convnext_\w+|regnet_[xy]_\w+|vit_[blh]_\d+|swin_\w+|maxvit_t"
 )
 """The names of torchvision's classifiers. To import torchvision for them would take seconds."""
+
+_KNOWN = frozenset(
+    ("torchvision", "torchaudio", "timm", "transformers", "diffusers", "sentence_transformers")
+)
+"""Packages that take seconds to import and do nothing else meanwhile. The forkserver checks that
+they have started no thread and opened no GPU."""
+_MAX_FILES = 50
+"""Files to read for one source. With more, the rest is unknown."""
+_INSTALLED = frozenset(("site-packages", "dist-packages"))
+_STDLIB = Path(os.__file__).parent
+_OURS = "inferpool"
+_TELLING = {
+    "os": frozenset(("environ", "environb", "putenv", "unsetenv", "*")),
+    "sys": frozenset(("path", "modules", "meta_path", "path_hooks", "*")),
+}
+"""Names of these modules that let a file change what a later import finds or sees."""
+_TELLING_MODULES = frozenset(("dotenv", "site"))
 
 
 def is_source(text: str) -> bool:
@@ -55,3 +83,126 @@ def did_you_mean(text: str, candidates: Sequence[str]) -> str:
     """Return a question that names the nearest candidate, and a space; empty if none is near."""
     near = next(iter(difflib.get_close_matches(text, candidates, n=1)), None)
     return f"did you mean {near}? " if near else ""
+
+
+def modules_to_preload(sources: Sequence[str], folder: Path) -> list[str]:
+    """Return what the models of some sources will import, as "module" or "module:attribute".
+
+    All workers come from one forkserver, so one source that rules out early imports does so for
+    all.
+
+    Args:
+        sources: The sources, as the settings name them.
+        folder: The folder where modules are looked for first.
+    """
+    places = [str(folder), *sys.path]
+    found: dict[str, None] = {}
+    for source in sources:
+        name, colon, _ = source.partition(":")
+        if name in _KNOWN:
+            found[name] = None
+        elif colon:
+            imported = _imported_by(name, places)
+            if imported is None:
+                return []
+            found.update(dict.fromkeys(imported))
+    return [each for each in found if _is_installed(each.partition(":")[0], places)]
+
+
+def _is_installed(module: str, places: Sequence[str]) -> bool:
+    """Return whether the first package of that name is an installed one, not the user's own."""
+    file = _file_of(module.partition(".")[0], places)
+    return file is not None and not _INSTALLED.isdisjoint(file.parts)
+
+
+def _imported_by(name: str, places: Sequence[str]) -> list[str] | None:
+    """Return the known packages that a module imports, itself or through the user's other modules.
+
+    None if one of the files may change what an import finds or sees, or if there are too many
+    files.
+    """
+    found: list[str] = []
+    waiting = _with_parents(name)
+    seen = set(waiting)
+    num_files = 0
+    while waiting:
+        name = waiting.pop(0)
+        file = _file_of(name, places)
+        if file is None or not _INSTALLED.isdisjoint(file.parts) or _STDLIB in file.parents:
+            continue
+        num_files += 1
+        nodes = _nodes_of(file)
+        if num_files > _MAX_FILES or any(_is_telling(node) for node in nodes):
+            return None
+        package = name if file.stem == "__init__" else name.rpartition(".")[0]
+        for module, attribute in _imports(nodes, package):
+            if module.partition(".")[0] in _KNOWN:
+                found.append(f"{module}:{attribute}" if attribute else module)
+                continue
+            for each in _with_parents(f"{module}.{attribute}" if attribute else module):
+                if each not in seen and each.partition(".")[0] != _OURS:
+                    seen.add(each)
+                    waiting.append(each)
+    return found
+
+
+def _with_parents(name: str) -> list[str]:
+    """Return a module and the packages that it is in, outermost first: all of them are run."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+
+
+def _file_of(name: str, places: Sequence[str]) -> Path | None:
+    """Return the source file of a module. Nothing is imported, not even its package."""
+    found = None
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        try:
+            found = PathFinder.find_spec(".".join(parts[:end]), list(places))
+        except (ImportError, ValueError, OSError):
+            return None
+        if found is None:
+            return None
+        places = found.submodule_search_locations or []
+    if found is None or found.origin is None or not found.origin.endswith(".py"):
+        return None
+    return Path(found.origin)
+
+
+def _nodes_of(file: Path) -> list[ast.AST]:
+    try:
+        return list(ast.walk(ast.parse(file.read_bytes())))
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return []  # the worker will report it
+
+
+def _is_telling(node: ast.AST) -> bool:
+    """Return whether a node may change the environment or the search for modules."""
+    match node:
+        case ast.Attribute(value=ast.Name(id="sys"), attr=name):
+            return name in _TELLING["sys"]
+        case ast.Attribute(attr=name):
+            return name in _TELLING["os"]
+        case ast.Import(names=names):
+            return any(
+                each.name.partition(".")[0] in _TELLING_MODULES
+                or (each.name in _TELLING and each.asname not in (None, each.name))
+                for each in names
+            )
+        case ast.ImportFrom(module=str(module), names=names, level=0):
+            is_any = module.partition(".")[0] in _TELLING_MODULES
+            return is_any or any(each.name in _TELLING.get(module, ()) for each in names)
+    return False
+
+
+def _imports(nodes: Sequence[ast.AST], package: str) -> Iterator[tuple[str, str]]:
+    """Yield each module that a file imports, with the imported attribute or an empty string."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, ""
+        elif isinstance(node, ast.ImportFrom):
+            base = package.rsplit(".", node.level - 1)[0] if node.level else ""
+            module = ".".join(filter(None, [base, node.module]))
+            for alias in node.names:
+                yield module, "" if alias.name == "*" else alias.name

@@ -16,7 +16,7 @@ from PIL import Image
 
 from inferpool.service.cli.parser import make_parser
 from inferpool.service.settings.loader import load
-from inferpool.service.settings.usage import SettingsError
+from inferpool.service.settings.names import SettingsError
 from tests.docs import command
 from tests.docs.pages import LANGUAGES, ROOT, Block
 from tests.docs.shapes import difference, printed

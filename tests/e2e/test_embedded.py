@@ -20,7 +20,7 @@ from inferpool.service.client import Client
 from inferpool.service.client.errors import UnauthorizedError
 from inferpool.service.embedded.serve import RunningService, serve
 from inferpool.service.errors import StartError
-from inferpool.service.settings.usage import SettingsError
+from inferpool.service.settings.names import SettingsError
 from tests.e2e.running import ROOT, left_over, until
 from tests.ports import free_port
 from tests.small_classifier import SmallClassifier

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from inferpool.service.settings.formats import Row
-from inferpool.service.settings.loader import LoadedSettings
+from inferpool.service.settings.loader import LoadedSettings, Row
 from inferpool.service.settings.names import Key
 from inferpool.service.tools.trial.service import rows_of
 

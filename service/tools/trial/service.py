@@ -12,8 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from inferpool.service.settings.formats import Row, write_toml
-from inferpool.service.settings.loader import LoadedSettings
+from inferpool.service.settings.loader import LoadedSettings, Row, write_toml
 from inferpool.service.settings.names import KEY_SETTINGS, PREFIX
 from inferpool.service.settings.settings import Settings
 from inferpool.service.tools.trial.bound import bound_command

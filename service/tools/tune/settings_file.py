@@ -3,8 +3,7 @@
 import io
 from collections.abc import Iterable
 
-from inferpool.service.settings.formats import Row, write_toml
-from inferpool.service.settings.loader import LoadedSettings
+from inferpool.service.settings.loader import LoadedSettings, Row, write_toml
 from inferpool.service.tools.tune.knobs import Changes, key_of
 
 

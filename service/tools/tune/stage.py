@@ -7,8 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inferpool.service.settings.formats import Row
-from inferpool.service.settings.loader import LoadedSettings
+from inferpool.service.settings.loader import LoadedSettings, Row
 from inferpool.service.tools.trial.connection import (
     NoAnswerError,
     TrialError,

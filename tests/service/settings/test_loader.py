@@ -10,14 +10,20 @@ import pytest
 
 import inferpool.service.settings.draft
 import inferpool.service.settings.loader
-from inferpool.service.settings.formats import write_json, write_table, write_toml
 from inferpool.service.settings.keys import read_keys
-from inferpool.service.settings.loader import LoadedSettings, load, load_arguments, secret_variables
+from inferpool.service.settings.loader import (
+    LoadedSettings,
+    load,
+    load_arguments,
+    secret_variables,
+    write_json,
+    write_table,
+    write_toml,
+)
 from inferpool.service.settings.model import ModelSettings
-from inferpool.service.settings.names import FLAGS
+from inferpool.service.settings.names import FLAGS, SettingsError
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.tls import TlsError, server_context
-from inferpool.service.settings.usage import SettingsError
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@ import pytest
 
 from inferpool.models.spec import Placement
 from inferpool.service.settings.loader import load
-from inferpool.service.settings.usage import SettingsError
+from inferpool.service.settings.names import SettingsError
 from inferpool.workers.host.devices import Host
 
 

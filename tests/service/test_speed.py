@@ -1,13 +1,16 @@
 import asyncio
 import logging
+import stat
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from inferpool.models.speed.names import SpeedReport
-from inferpool.service.speed.search import SpeedSearch
+from inferpool.service.settings.loader import load
+from inferpool.service.speed import SpeedCache, SpeedSearch
 from inferpool.workers.beside.searching import SearchFailedError
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.host.engine import WorkerId
@@ -92,7 +95,7 @@ def with_compiler(monkeypatch, tmp_path):
     compiler.touch()
     compiler.chmod(0o700)
     monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setattr("inferpool.service.speed.search._NEEDED_BYTES", 0)
+    monkeypatch.setattr("inferpool.service.speed._NEEDED_BYTES", 0)
 
 
 async def test_each_worker_changes_over_to_the_preset_found(caplog):
@@ -154,7 +157,7 @@ async def test_there_is_no_search_if_nothing_is_left_or_nothing_can_be_compiled(
     monkeypatch.setenv("CXX", "no-such-compiler")
     without_compiler = await search_to(pool, search, "off")
     monkeypatch.setenv("CXX", "sh")
-    monkeypatch.setattr("inferpool.service.speed.search._NEEDED_BYTES", 1 << 60)
+    monkeypatch.setattr("inferpool.service.speed._NEEDED_BYTES", 1 << 60)
     without_memory = await search_to(pool, search, "off")
     assert not search.keys
     assert without_compiler == "there is no C++ compiler (no-such-compiler)"
@@ -170,3 +173,49 @@ async def test_a_stop_ends_the_search():
         searching.on_change()
         await until(lambda: searching.progress("m").text == "compiling")
     assert search.was_cancelled
+
+
+def cache_of(tmp_path: Path, folder: Path | str, speed: str = "auto") -> SpeedCache:
+    env = {"INFERPOOL_CACHE_DIR": str(folder)}
+    return SpeedCache(load({"model": "echo", "speed": speed}, env, tmp_path).settings)
+
+
+def test_the_cache_folder_is_created(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    cache = cache_of(tmp_path, tmp_path / "deep" / "cache")
+    assert cache.folder == str(tmp_path / "deep" / "cache")
+    assert stat.S_IMODE(Path(cache.folder).stat().st_mode) == 0o700
+    assert not list(Path(cache.folder).iterdir())
+    cache.close()
+    assert Path(cache.folder).is_dir()
+    assert not caplog.messages
+
+
+def test_an_unwritable_folder_is_named_once_and_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    (tmp_path / "file").write_text("in the way")
+    wanted = tmp_path / "file" / "cache"
+    with caplog.at_level(logging.WARNING):
+        cache = cache_of(tmp_path, wanted)
+    (line,) = caplog.messages
+    assert str(wanted) in line
+    assert "Not a directory" in line
+    assert cache.folder is not None
+    assert stat.S_IMODE(Path(cache.folder).stat().st_mode) == 0o700
+    cache.close()
+    assert not Path(cache.folder).exists()
+
+
+def test_without_a_cache_replicas_share_a_temporary_folder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    cache = cache_of(tmp_path, "none")
+    assert cache.folder is not None
+    cache.close()
+    assert not Path(cache.folder).exists()
+    assert not caplog.messages
+
+
+def test_without_a_choice_of_presets_no_folder_is_created(tmp_path: Path):
+    cache_of(tmp_path, tmp_path / "cache", speed="exact").close()
+    assert not (tmp_path / "cache").exists()

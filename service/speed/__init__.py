@@ -1,1 +1,0 @@
-"""The search for faster speed presets, beside the workers that serve."""
