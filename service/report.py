@@ -109,7 +109,7 @@ def _worker_health(slot: WorkerSlot) -> WorkerHealth:
         speed_gain=round(speed.gain, 2) if speed else None,
         speed_deviation=speed.deviation if speed else None,
         decode=speed.decode if speed else None,
-        reason=_reason(slot),
+        reason={"starting": slot.stage, "ready": ""}.get(slot.state, slot.reason),
         last_ending=_last_ending(slot),
     )
 
@@ -149,16 +149,6 @@ def _rank_health(rank: RankVitals) -> RankHealth:
         part=rank.part.text if rank.part else "",
         last_beat_age_s=round(rank.last_beat_age_s, 3),
     )
-
-
-def _reason(slot: WorkerSlot) -> str:
-    match slot.state:
-        case "starting":
-            return slot.stage
-        case "ready":
-            return ""
-        case _:
-            return slot.reason
 
 
 def _last_ending(slot: WorkerSlot) -> LastEnding | None:

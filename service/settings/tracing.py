@@ -6,7 +6,7 @@ the exporter, https://opentelemetry.io/docs/specs/otel/protocol/exporter/.
 
 import base64
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
@@ -56,18 +56,23 @@ def values_from(environ: Mapping[str, str]) -> Iterator[VariableValue]:
     Raises:
         ValueError: A variable is invalid; the message begins with its name.
     """
-    if base := environ.get("OTEL_EXPORTER_OTLP_ENDPOINT"):
-        yield "trace_endpoint", base.rstrip("/") + TRACES_PATH, "OTEL_EXPORTER_OTLP_ENDPOINT"
-    for variable, setting in (
-        ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "trace_endpoint"),
-        ("OTEL_EXPORTER_OTLP_CERTIFICATE", "trace_certificate"),
-        ("OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE", "trace_certificate"),
-        ("OTEL_SERVICE_NAME", "trace_service_name"),
-        ("OTEL_RESOURCE_ATTRIBUTES", "trace_resource"),
-    ):
+    checks: Sequence[tuple[str, str, Callable[[str], object]]] = (
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "trace_endpoint", _check_endpoint),
+        ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "trace_endpoint", _check_endpoint),
+        ("OTEL_EXPORTER_OTLP_CERTIFICATE", "trace_certificate", str),
+        ("OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE", "trace_certificate", str),
+        ("OTEL_SERVICE_NAME", "trace_service_name", str),
+        ("OTEL_RESOURCE_ATTRIBUTES", "trace_resource", pairs_of),
+    )
+    for variable, setting, check in checks:
         if value := environ.get(variable):
-            yield setting, value, variable
-    _check(environ)
+            try:
+                check(value)
+            except ValueError as error:
+                told = without_password(value)[:80]
+                raise ValueError(f"{variable}: {told!r} {error}") from None
+            is_base = variable == "OTEL_EXPORTER_OTLP_ENDPOINT"
+            yield setting, value.rstrip("/") + TRACES_PATH if is_base else value, variable
     for variable in HEADER_VARIABLES:
         if value := environ.get(variable):
             yield "trace_headers", headers_of(value, variable), variable
@@ -144,20 +149,6 @@ def parted(endpoint: str) -> tuple[str, TraceHeaders]:
 def asks_for_traces(environ: Mapping[str, str]) -> bool:
     """Return whether a variable says where traces go."""
     return any(environ.get(variable) for variable in ENDPOINT_VARIABLES)
-
-
-def _check(environ: Mapping[str, str]) -> None:
-    for variable, check in (
-        ("OTEL_EXPORTER_OTLP_ENDPOINT", _check_endpoint),
-        ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", _check_endpoint),
-        ("OTEL_RESOURCE_ATTRIBUTES", pairs_of),
-    ):
-        if value := environ.get(variable):
-            try:
-                check(value)
-            except ValueError as error:
-                told = without_password(value)[:80]
-                raise ValueError(f"{variable}: {told!r} {error}") from None
 
 
 def _check_endpoint(text: str) -> None:

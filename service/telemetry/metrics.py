@@ -179,7 +179,7 @@ COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 """Counters that a source may report. Names also get the suffix `_total`."""
 
 
-class Metrics:
+class Metrics(Collector):
     """The metrics of all models and of the service, in a registry of their own."""
 
     def __init__(self, models: Iterable[str], versions: Mapping[str, str]) -> None:
@@ -196,7 +196,7 @@ class Metrics:
         self._sources: list[GaugeSource] = []
         self._refresh: Callable[[], Awaitable[None]] | None = None
         self._registry = CollectorRegistry()
-        self._registry.register(_ServiceCollector(self._families))
+        self._registry.register(self)
         ProcessCollector(registry=self._registry)
 
     def model(self, name: str) -> ModelMetrics:
@@ -232,14 +232,25 @@ class Metrics:
         encode, content_type = choose_encoder(wanted if wanted in kinds else "text/plain")
         return encode(self._registry), content_type
 
-    def _families(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[Metric]:
+        """Yield the families anew at each scrape."""
         models = list(self._models.values())
-        yield _build_info(self._versions)
+        build = InfoMetricFamily("inferpool_build", "What is running.")
+        build.add_metric([], self._versions)
+        yield build
         yield _requests([*models, self.unknown_model])
         yield from _counters(models)
         yield from _histograms(models)
-        yield _in_flight(models)
+        text = "Instances accepted that have not ended."
+        in_flight = GaugeMetricFamily("inferpool_instances_in_flight", text, labels=("model",))
+        for model in models:
+            in_flight.add_metric((model.name,), model.in_flight)
+        yield in_flight
         yield from self._gauges()
+
+    def describe(self) -> Iterable[Metric]:
+        """Describe nothing, so that registering does not collect."""
+        return ()
 
     def _gauges(self) -> Iterator[Metric]:
         families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
@@ -286,19 +297,6 @@ def gpu_gauges(gpus: Iterable[GpuVitals]) -> Iterator[Reading]:
                 yield Reading(name=f"gpu_{name}", value=value, labels=labels)
 
 
-class _ServiceCollector(Collector):
-    """Makes the families anew at each scrape."""
-
-    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
-        self._collect = collect
-
-    def collect(self) -> Iterable[Metric]:
-        return self._collect()
-
-    def describe(self) -> Iterable[Metric]:
-        return ()  # so that registering does not collect
-
-
 def _family(name: str) -> GaugeMetricFamily | CounterMetricFamily:
     """Make a family for the readings of this name."""
     if name in COUNTERS:
@@ -306,12 +304,6 @@ def _family(name: str) -> GaugeMetricFamily | CounterMetricFamily:
         return CounterMetricFamily(f"inferpool_{name}", text, labels=labels)
     text, labels = GAUGES[name]
     return GaugeMetricFamily(f"inferpool_{name}", text, labels=labels)
-
-
-def _build_info(versions: Mapping[str, str]) -> Metric:
-    family = InfoMetricFamily("inferpool_build", "What is running.")
-    family.add_metric([], dict(versions))
-    return family
 
 
 def _requests(models: Sequence[ModelMetrics]) -> Metric:
@@ -364,11 +356,3 @@ def _histograms(models: Sequence[ModelMetrics]) -> Iterator[Metric]:
                 buckets = model.exemplars.put_on(values.buckets())
             family.add_metric((model.name,), buckets, values.sum)
         yield family
-
-
-def _in_flight(models: Sequence[ModelMetrics]) -> Metric:
-    text = "Instances accepted that have not ended."
-    family = GaugeMetricFamily("inferpool_instances_in_flight", text, labels=("model",))
-    for model in models:
-        family.add_metric((model.name,), model.in_flight)
-    return family

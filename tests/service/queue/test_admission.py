@@ -6,12 +6,15 @@ from inferpool.service.queue.batcher import Position
 from inferpool.service.telemetry.metrics import ModelMetrics
 
 
-def admission(**changes: int) -> tuple[Admission, ModelMetrics]:
+def admission(
+    num_items: int = 0, took_s: float = 0.0, num: int = 4
+) -> tuple[Admission, ModelMetrics]:
+    """Return an admission that has seen so many batches."""
     metrics = ModelMetrics("m")
-    return (
-        Admission(max_queue_length=100, max_batch_size=8, rejected=metrics.rejected, **changes),
-        metrics,
-    )
+    gate = Admission(max_queue_length=100, max_batch_size=8, rejected=metrics.rejected)
+    for _ in range(num if num_items else 0):
+        gate.rate.note(num_items=num_items, elapsed_s=took_s, now=1.0)
+    return gate, metrics
 
 
 def behind(num: int) -> Position:
@@ -20,9 +23,7 @@ def behind(num: int) -> Position:
 
 
 def test_retry_after_is_computed_from_the_measured_rate():
-    gate, metrics = admission()
-    for _ in range(4):
-        gate.rate.note(num_items=8, elapsed_s=4.0, now=1.0)
+    gate, metrics = admission(8, 4.0)
     with pytest.raises(OverloadedError) as full:
         gate.check(num_queued=100, num_workers=2, left_s=1000)
     assert full.value.retry_after_s == 13  # half of 100 x 0.5 s / 2 workers, rounded
@@ -36,18 +37,14 @@ def test_retry_after_is_computed_from_the_measured_rate():
 
 
 def test_the_estimate_includes_what_workers_hold_and_the_batch_itself():
-    gate, _ = admission()
-    for _ in range(4):
-        gate.rate.note(num_items=8, elapsed_s=0.1, now=1.0)
+    gate, _ = admission(8, 0.1)
     gate.check_time(behind(8), free_s=0.1, num_workers=1, left_s=0.37, now=1.0)
     with pytest.raises(OverloadedError):
         gate.check_time(behind(8), free_s=0.1, num_workers=1, left_s=0.35, now=1.0)
 
 
 def test_an_instance_with_nothing_ahead_is_always_tried():
-    gate, _ = admission()
-    for _ in range(4):
-        gate.rate.note(num_items=1, elapsed_s=5.0, now=1.0)
+    gate, _ = admission(1, 5.0)
     gate.check_time(behind(0), free_s=0.0, num_workers=1, left_s=0.1, now=1.0)
 
 
@@ -65,9 +62,7 @@ def test_an_unmeasured_rate_refuses_nothing():
 
 
 def test_small_batches_do_not_tell_how_many_a_full_one_serves():
-    gate, _ = admission()
-    for _ in range(8):
-        gate.rate.note(num_items=1, elapsed_s=0.04, now=1.0)
+    gate, _ = admission(1, 0.04, num=8)
     gate.check_time(behind(80), free_s=0.0, num_workers=1, left_s=0.6, now=1.0)
     for _ in range(4):
         gate.rate.note(num_items=8, elapsed_s=0.32, now=1.0)
@@ -84,26 +79,20 @@ def test_nothing_is_admitted_while_draining():
 
 
 def test_one_slow_batch_does_not_make_an_idle_service_refuse():
-    gate, _ = admission()
-    for _ in range(3):
-        gate.rate.note(num_items=8, elapsed_s=0.01, now=1.0)
+    gate, _ = admission(8, 0.01, num=3)
     gate.rate.note(num_items=1, elapsed_s=30.0, now=2.0)
     gate.check_time(behind(99), free_s=0.0, num_workers=1, left_s=1, now=2.0)
 
 
 def test_an_old_rate_refuses_nothing():
-    gate, _ = admission()
-    for _ in range(8):
-        gate.rate.note(num_items=8, elapsed_s=3.0, now=1.0)
+    gate, _ = admission(8, 3.0, num=8)
     with pytest.raises(OverloadedError):
         gate.check_time(behind(50), free_s=0.0, num_workers=1, left_s=10, now=20.0)
     gate.check_time(behind(50), free_s=0.0, num_workers=1, left_s=10, now=60.0)
 
 
 def test_an_instance_that_would_make_an_admitted_one_late_is_refused():
-    gate, metrics = admission()
-    for _ in range(4):
-        gate.rate.note(num_items=8, elapsed_s=0.8, now=1.0)
+    gate, metrics = admission(8, 0.8)
     for left_s, is_refused in [(5.0, True), (6.0, False)]:  # 40 and one more in 4.1 s, and a batch
         later = Position(0, 0, 0, 0, [(1.0 + left_s, 40)])
         if is_refused:
@@ -116,9 +105,7 @@ def test_an_instance_that_would_make_an_admitted_one_late_is_refused():
 
 
 def test_one_kind_leaves_room_and_time_for_others():
-    gate, metrics = admission()
-    for _ in range(4):
-        gate.rate.note(num_items=8, elapsed_s=0.8, now=1.0)
+    gate, metrics = admission(8, 0.8)
     gate.check_share(Position(75, 75, 75, 75, ()), num_queued=75, num_workers=1)
     with pytest.raises(OverloadedError, match="have their share"):
         gate.check_share(Position(76, 76, 76, 76, ()), num_queued=76, num_workers=1)
@@ -130,9 +117,7 @@ def test_one_kind_leaves_room_and_time_for_others():
 
 
 def test_a_lost_instance_refuses_nothing():
-    gate, _ = admission()
-    for _ in range(4):
-        gate.rate.note(num_items=8, elapsed_s=0.8, now=1.0)
+    gate, _ = admission(8, 0.8)
     lost = Position(0, 0, 0, 0, [(4.0, 40)])  # 40 and a batch take 4.8 s, and 3 s are left
     gate.check_time(lost, free_s=0.0, num_workers=1, left_s=2.0, now=1.0)
     late = Position(0, 0, 0, 0, [(5.0, 40)])  # 4 s are left: too few only if estimates are right
