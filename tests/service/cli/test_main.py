@@ -64,7 +64,7 @@ def test_every_setting_is_described_with_default_variable_and_flag(command):
     replicas = found["models.NAME.replicas"]
     assert replicas["variable"] == "INFERPOOL_MODELS__NAME__REPLICAS"
     assert (replicas["flag"], replicas["default"]) == ("--replicas", '"auto"')
-    assert replicas["meaning"].startswith("Loaded copies; `auto`: one per GPU")
+    assert replicas["meaning"].startswith("The number of loaded copies. `auto`: one per GPU")
     assert {each["flag"] for each in listed} - {""} == set(FLAGS.values())
 
 

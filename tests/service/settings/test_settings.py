@@ -30,7 +30,7 @@ def test_every_field_is_documented():
 
 def test_the_front_end_does_without_torch():
     code = (
-        "import sys; from inferpool.service.settings import loader, formats;"
+        "import sys; from inferpool.service.settings import loader;"
         "from inferpool.service.telemetry import logs, metrics, console;"
         "print([m for m in sys.modules if m in ('torch', 'inferpool.models.base')])"
     )
