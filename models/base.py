@@ -13,7 +13,7 @@ from inferpool.models.inputs import features_of
 from inferpool.models.item import Features, Item
 from inferpool.models.spec import MAX_IMAGE_PIXELS, Placement, TensorSpec
 from inferpool.models.split.network import LoadIsOver, SplitNetwork, load_part, load_whole
-from inferpool.models.split.ranks import Ranks
+from inferpool.models.split.ranks import NetworkToSplit, Ranks
 from inferpool.models.split.report import SplitReport
 
 MAX_JSON_NUMBERS = 1 << 24
@@ -118,16 +118,16 @@ class Model:
             raise ModelError(
                 "a replica that is split has one network: `load_network` is called twice"
             )
-        self.split_network = load_part(
-            self.ranks,
-            build,
-            weights,
-            example,
+        network = NetworkToSplit(
+            build=build,
+            weights=weights,
+            example=example,
             split_points=self.split_points,
             tensor_plan=self.tensor_plan,
             known=self.known_split,
             room_bytes=self.room_bytes,
         )
+        self.split_network = load_part(self.ranks, network)
         if self.ranks.rank:
             raise LoadIsOver
         return self.split_network

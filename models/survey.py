@@ -24,10 +24,10 @@ from inferpool.models.split.cuts import (
 )
 from inferpool.models.split.meta_network import MetaNetwork, num_bytes
 from inferpool.models.split.packing import num_rows
+from inferpool.models.split.ranks import Example
 from inferpool.models.split.report import Survey, Way
 from inferpool.models.split.stages import ForwardSteps
 from inferpool.models.split.tensor import choose_plan, cut_parameters
-from inferpool.models.split.verification import Example
 
 
 class Peak(Protocol):

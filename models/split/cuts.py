@@ -21,10 +21,10 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 
 from inferpool.models.errors import ModelError
-from inferpool.models.split.ranks import Ranks
+from inferpool.models.split.ranks import Example, NetworkToSplit, Ranks
 from inferpool.models.split.report import SplitReport
 from inferpool.models.split.stages import ForwardSteps, asks_for_types
-from inferpool.models.split.verification import EXACT, Example, Verification, copied
+from inferpool.models.split.verification import EXACT, Verification, copied
 
 logger = logging.getLogger(__name__)
 
@@ -40,24 +40,20 @@ _BUDGET_S = 20.0
 
 
 def choose_cuts(
-    ranks: Ranks,
-    steps: ForwardSteps,
-    example: Example,
-    split_points: Sequence[str],
-    room_bytes: int,
+    ranks: Ranks, steps: ForwardSteps, network: NetworkToSplit, room_bytes: int
 ) -> SplitReport:
     """Choose where to cut a network: where the user says, or so that the stages are balanced.
 
     Args:
         ranks: One for each stage.
         steps: The steps of the network.
-        example: See `load_pipeline`, as for the next two.
-        split_points: Submodules.
-        room_bytes: The least of all ranks.
+        network: The network as the user describes it.
+        room_bytes: Memory that every rank may take of its device; 0 where that is not known.
 
     Raises:
         ModelError: The user names too few or too many, or there are too few places to cut at.
     """
+    split_points = network.split_points or getattr(steps.network, "split_points", ())
     if split_points:
         if isinstance(split_points, str):
             raise ModelError(f"split_points is a list of names: [{split_points!r}]")
@@ -68,7 +64,7 @@ def choose_cuts(
             )
         return SplitReport(cuts=tuple(split_points), note="cut where the model says")
     sizes = sizes_of(steps)
-    times, note = _times(ranks, steps, example)
+    times, note = _times(ranks, steps, network.example)
     most = largest_share_for(sum(sizes), room_bytes)
     if times and most == math.inf:
         note = (

@@ -4,7 +4,7 @@ The lead's `load` gets a callable, which has the other ranks compute their parts
 `load` ends where its part is loaded: it serves the lead's calls from then on.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -14,11 +14,9 @@ from torch import nn
 from inferpool.models.files.checkpoint import load_weights
 from inferpool.models.spec import Placement
 from inferpool.models.split.pipeline import load_pipeline
-from inferpool.models.split.ranks import Ranks
+from inferpool.models.split.ranks import NetworkToSplit, Ranks
 from inferpool.models.split.report import RankPart, SplitReport
 from inferpool.models.split.tensor import load_tensor_parallel
-from inferpool.models.split.tensor_plan import OwnPlan
-from inferpool.models.split.verification import Example
 
 _POLL_S = 1.0
 
@@ -70,36 +68,16 @@ def load_whole(
     return network.eval().requires_grad_(False).to(torch.device(placement.devices[0]))
 
 
-def load_part(
-    ranks: Ranks,
-    build: Callable[[], nn.Module],
-    weights: Path | str | None,
-    example: Example,
-    *,
-    split_points: Sequence[str],
-    tensor_plan: OwnPlan | None,
-    known: SplitReport | None,
-    room_bytes: int,
-) -> SplitNetwork:
-    """Load this rank's part of a network; see `load_pipeline` and `load_tensor_parallel`.
+def load_part(ranks: Ranks, network: NetworkToSplit) -> SplitNetwork:
+    """Load this rank's part of a network.
 
     Raises:
         ModelError: The network cannot be had, or cannot be split.
         EOFError: Another rank has failed.
     """
     if ranks.split == "tensor":
-        return load_tensor_parallel(
-            ranks, build, weights, example, tensor_plan=tensor_plan, known=known
-        )
-    return load_pipeline(
-        ranks,
-        build,
-        weights,
-        example,
-        split_points=split_points,
-        known=known,
-        room_bytes=room_bytes,
-    )
+        return load_tensor_parallel(ranks, network)
+    return load_pipeline(ranks, network)
 
 
 def serve(network: SplitNetwork, on_beat: Callable[[], None]) -> None:

@@ -17,7 +17,6 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -38,11 +37,11 @@ from inferpool.models.split.packing import (
     split_rows,
     unpack,
 )
-from inferpool.models.split.ranks import Ranks
+from inferpool.models.split.ranks import NetworkToSplit, Ranks
 from inferpool.models.split.report import RankPart, SplitReport
 from inferpool.models.split.stages import ForwardSteps
 from inferpool.models.split.turnstile import PipelineCall, Turnstile
-from inferpool.models.split.verification import Example, copied, deviation
+from inferpool.models.split.verification import copied, deviation
 from inferpool.models.texts import described
 
 logger = logging.getLogger(__name__)
@@ -241,58 +240,39 @@ def _values(packed: object, held_up_s: float) -> list[object]:
     return ["values", packed, time.monotonic(), held_up_s]
 
 
-def load_pipeline(
-    ranks: Ranks,
-    build: Callable[[], nn.Module],
-    weights: Path | str | None,
-    example: Example,
-    *,
-    split_points: Sequence[str] = (),
-    known: SplitReport | None = None,
-    room_bytes: int = 0,
-) -> Pipeline:
+def load_pipeline(ranks: Ranks, network: NetworkToSplit) -> Pipeline:
     """Load this rank's stage of a network; the lead chooses where to cut it.
 
     All ranks call this. The others wait for the lead, so that files that `build` fetches are there
     for them.
-
-    Args:
-        ranks: This rank and the others.
-        build: See `Model.load_network`, as for the next two.
-        weights: A checkpoint.
-        example: Arguments of the network.
-        split_points: Where to cut, as the user says.
-        known: How it was split before, if it was found to compute the same then.
-        room_bytes: Memory that this rank may take of its device; 0 where that is not known.
 
     Raises:
         ModelError: The network cannot be had, or cannot be cut, on this rank or on another.
         EOFError: Another rank has failed.
     """
     if ranks.rank != _LEAD:
-        ranks.send(_LEAD, room_bytes)
-        told = msgspec.convert(ranks.receive(_LEAD)[0], SplitReport)
+        ranks.send(_LEAD, network.room_bytes)
+        received = msgspec.convert(ranks.receive(_LEAD)[0], SplitReport)
         try:
-            pipeline = _load_stage(ranks, build, weights, example, lambda _: told)
+            pipeline = _load_stage(ranks, network, lambda _: received)
         except ModelError as error:
-            ranks.send(_LEAD, str(error))
+            ranks.send(_LEAD, str(error) or "it cannot be loaded")
             raise
         ranks.send(_LEAD, "")
         return pipeline
 
     def choose(steps: ForwardSteps) -> SplitReport:
-        points = split_points or getattr(steps.network, "split_points", ())
         rooms: list[Any] = [ranks.receive(rank)[0] for rank in range(1, ranks.size)]
-        report = known
+        report = network.known
         if report is None or len(report.cuts) != ranks.size - 1:
-            report = choose_cuts(ranks, steps, example, points, min(room_bytes, *rooms))
-            report = verified(steps, report, example, ranks.device)
+            report = choose_cuts(ranks, steps, network, min(network.room_bytes, *rooms))
+            report = verified(steps, report, network.example, ranks.device)
         steps.positions(report.cuts)  # before the others try
         for rank in range(1, ranks.size):
             ranks.send(rank, msgspec.to_builtins(report))
         return report
 
-    pipeline = _load_stage(ranks, build, weights, example, choose)
+    pipeline = _load_stage(ranks, network, choose)
     for rank in range(1, ranks.size):
         if problem := ranks.receive(rank)[0]:
             raise ModelError(f"rank {rank}: {problem}")
@@ -300,18 +280,14 @@ def load_pipeline(
 
 
 def _load_stage(
-    ranks: Ranks,
-    build: Callable[[], nn.Module],
-    weights: Path | str | None,
-    example: Example,
-    choose: Callable[[ForwardSteps], SplitReport],
+    ranks: Ranks, network: NetworkToSplit, choose: Callable[[ForwardSteps], SplitReport]
 ) -> Pipeline:
-    meta = MetaNetwork(build)
-    stored = None if weights is None else StoredWeights(weights)
+    meta = MetaNetwork(network.build)
+    stored = None if network.weights is None else StoredWeights(network.weights)
     shapes = stored.shapes if stored else {}
     if stored:
         check_fit(meta.network, shapes, stored.path)
-    steps = ForwardSteps(meta.network, example)
+    steps = ForwardSteps(meta.network, network.example)
     report = choose(steps)
     begin, end = steps.stages(steps.positions(report.cuts))[ranks.rank]
     stage = steps.cut(begin, end)

@@ -1,14 +1,40 @@
-"""The processes that one replica is split over, as one of them sees the others."""
+"""The processes that one replica is split over, and the network that they load in parts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from inferpool.models.spec import Split
+from inferpool.models.split.report import SplitReport
+from inferpool.models.split.tensor_plan import OwnPlan
 from inferpool.models.split.turnstile import BatchClock
+
+Example: TypeAlias = Sequence[Tensor | None] | Mapping[str, Tensor | None]
+"""Arguments of a network, by position or by name; None where the shape is not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkToSplit:
+    """A network that all ranks are to load in parts."""
+
+    build: Callable[[], nn.Module]
+    """Makes the network, the same one each time."""
+    weights: Path | str | None
+    """A checkpoint to load into it; None leaves it as built."""
+    example: Example
+    split_points: Sequence[str]
+    """Submodules that the stages of a pipeline begin with, as the user says; empty: chosen."""
+    tensor_plan: OwnPlan | None
+    """The user's plan; None takes the network's own, or finds one."""
+    known: SplitReport | None
+    """How it was split before, if it was found to compute the same then."""
+    room_bytes: int
+    """Memory that this rank may take of its device; 0 where that is not known."""
 
 
 class Ranks(Protocol):

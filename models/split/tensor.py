@@ -22,9 +22,8 @@ A style of torch's own (`ParallelStyle`) that no shard can stand in for is left 
 collectives are not counted: there the errors must be the same word by word.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from pathlib import Path
 
 import msgspec
 import torch
@@ -35,7 +34,7 @@ from inferpool.models.files.checkpoint import StoredWeights, check_fit
 from inferpool.models.out_of_memory import is_out_of_memory
 from inferpool.models.split.meta_network import MetaNetwork
 from inferpool.models.split.packing import pack, unpack
-from inferpool.models.split.ranks import Ranks
+from inferpool.models.split.ranks import NetworkToSplit, Ranks
 from inferpool.models.split.report import RankPart, SplitReport
 from inferpool.models.split.shards import Collectives
 from inferpool.models.split.tensor_parts import (
@@ -47,7 +46,7 @@ from inferpool.models.split.tensor_parts import (
     part_bytes,
 )
 from inferpool.models.split.tensor_plan import OwnPlan, TensorPlan, find_plan, own_plan
-from inferpool.models.split.verification import Example, Origin, Verification, copied, made_up
+from inferpool.models.split.verification import Origin, Verification, copied, made_up
 
 _LEAD = 0
 _CALL = True
@@ -158,41 +157,25 @@ class TensorParallel:
             self._ranks.send(follower, "go on")
 
 
-def load_tensor_parallel(
-    ranks: Ranks,
-    build: Callable[[], nn.Module],
-    weights: Path | str | None,
-    example: Example = (),
-    *,
-    tensor_plan: OwnPlan | None = None,
-    known: SplitReport | None = None,
-) -> TensorParallel:
+def load_tensor_parallel(ranks: Ranks, wanted: NetworkToSplit) -> TensorParallel:
     """Load this rank's part of a network; all ranks call this.
-
-    Args:
-        ranks: This rank and the others.
-        build: See `Model.load_network`, as for the next two.
-        weights: A checkpoint.
-        example: Arguments of the network.
-        tensor_plan: The user's plan; None takes the network's own, or finds one.
-        known: How it was split before, if it was found to compute the same then.
 
     Raises:
         ModelError: It cannot be had, hardly anything of it can be split, or split it computes
             something else.
         EOFError: Another rank has failed.
     """
-    meta = MetaNetwork(build)
+    meta = MetaNetwork(wanted.build)
     network = meta.network
     source: Weights = BuiltWeights(meta)
-    if weights is not None:
-        source = StoredWeights(weights)
-        check_fit(network, source.shapes, weights)
-    plan, text = choose_plan(network, ranks.size, tensor_plan)
-    must_verify = known is None and not plan.styles
+    if wanted.weights is not None:
+        source = StoredWeights(wanted.weights)
+        check_fit(network, source.shapes, wanted.weights)
+    plan, text = choose_plan(network, ranks.size, wanted.tensor_plan)
+    must_verify = wanted.known is None and not plan.styles
     verification = None
     if must_verify and ranks.rank == _LEAD:
-        verification = Verification(network, example, ranks.device)
+        verification = Verification(network, wanted.example, ranks.device)
     shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     collectives = Collectives(ranks.rank, ranks.size)
     network = cut_layers(network, plan, collectives)
@@ -205,11 +188,11 @@ def load_tensor_parallel(
         ranks,
         collectives,
         part=RankPart(ranks.rank, part_bytes(network), text),
-        report=known or SplitReport(note="; ".join([text, *plan.notes])),
+        report=wanted.known or SplitReport(note="; ".join([text, *plan.notes])),
         uses_dtensor=bool(plan.styles),
     )
     if must_verify:
-        has_own_plan = bool(tensor_plan or getattr(network, "tensor_plan", None))
+        has_own_plan = bool(wanted.tensor_plan or getattr(network, "tensor_plan", None))
         _verify(parallel, ranks, verification, origins_of(network, shapes), has_own_plan)
     fill_part(network, source, ranks.device)
     return parallel

@@ -9,7 +9,7 @@ that a parameter in another's place shows.
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -21,11 +21,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from inferpool.models.split.packing import num_rows
+from inferpool.models.split.ranks import Example
 
 logger = logging.getLogger(__name__)
 
-Example: TypeAlias = Sequence[Tensor | None] | Mapping[str, Tensor | None]
-"""Arguments of a network, by position or by name; None where the shape is not known."""
 NetworkCall: TypeAlias = tuple[tuple[object, ...], dict[str, object]]
 
 EXACT = 1e-5

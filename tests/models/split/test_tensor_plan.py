@@ -103,3 +103,17 @@ def test_an_attention_of_fewer_heads_than_ranks_is_gathered():
 def test_an_attention_that_does_not_show_its_heads_is_refused():
     with pytest.raises(ModelError, match="the heads of second are not to be told"):
         own_plan(networks.Blocks(), {"second": "attention"}, 2)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"fist": "column"}, "the network has no submodule 'fist'"),
+        ({"gate": "columns"}, "'columns' is none of column, row"),
+        ({"first": "row"}, '"row" is for Linear, and first is a Attention'),
+        ({"gate": "gather"}, "gate has 64 parts for 65 ranks"),
+    ],
+)
+def test_a_plan_that_does_not_fit_the_network_is_refused(plan, message):
+    with pytest.raises(ModelError, match=message):
+        own_plan(networks.Blocks(), plan, 65)
