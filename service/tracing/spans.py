@@ -34,45 +34,12 @@ _FAILED_IN_COMPUTE = ("model_error", "non_finite_output")
 Attributes = Mapping[str, str | int]
 
 
-class SpanMaker:
-    """Makes the spans of one server's calls."""
+def add_spans(ended: Ended, scheme: str, epoch_ns: int, spans: ScopeSpans) -> None:
+    """Add the spans of a call to a message, in place, since messages copy what they are given.
 
-    def __init__(self, scheme: str) -> None:
-        self._scheme = scheme
-
-    def add_spans(self, ended: Ended, epoch_ns: int, spans: ScopeSpans) -> None:
-        """Add the span of a call and those below it."""
-        _Tree(ended.call, epoch_ns, spans).grow(ended, self._server_attributes(ended))
-
-    def _server_attributes(self, ended: Ended) -> dict[str, str | int]:
-        call, status = ended.call, ended.status
-        is_known = call.method in _METHODS
-        found: dict[str, str | int] = {
-            "http.request.method": call.method if is_known else "_OTHER",
-            "url.scheme": self._scheme,
-            "url.path": call.path,
-            "inferpool.request_id": call.request_id,
-            "inferpool.outcome": _outcome_of(ended),
-        }
-        if route := _route_of(call):
-            found["http.route"] = route
-        if status != _CLIENT_GONE:
-            found["http.response.status_code"] = status
-        if status >= 400:
-            found["error.type"] = _outcome_of(ended)
-        if agent := call.headers.get(b"user-agent"):
-            found["user_agent.original"] = agent.decode("latin-1")
-        if host := call.headers.get(b"host"):
-            found |= _address_of(host.decode("latin-1"))
-        if call.entry is not None:
-            found["inferpool.model"] = call.entry.name
-            found["inferpool.priority"] = call.ref.priority
-            found["inferpool.num_instances"] = call.num_instances
-        if call.ref.deadline:
-            found["inferpool.timeout_ms"] = round((call.ref.deadline - call.started) * 1e3)
-        if num_retries := sum(max(0, len(steps.tries) - 1) for steps in call.steps or ()):
-            found["inferpool.num_retries"] = num_retries
-        return found
+    `scheme` is "http" or "https"; `epoch_ns` is the time of day at CLOCK_MONOTONIC's zero.
+    """
+    _Tree(ended.call, epoch_ns, spans).grow(ended, _server_attributes(ended, scheme))
 
 
 class _Tree:
@@ -171,6 +138,37 @@ class _Tree:
 
     def _ns(self, moment: float) -> int:
         return self._epoch_ns + int(moment * 1e9)
+
+
+def _server_attributes(ended: Ended, scheme: str) -> dict[str, str | int]:
+    call, status = ended.call, ended.status
+    is_known = call.method in _METHODS
+    found: dict[str, str | int] = {
+        "http.request.method": call.method if is_known else "_OTHER",
+        "url.scheme": scheme,
+        "url.path": call.path,
+        "inferpool.request_id": call.request_id,
+        "inferpool.outcome": _outcome_of(ended),
+    }
+    if route := _route_of(call):
+        found["http.route"] = route
+    if status != _CLIENT_GONE:
+        found["http.response.status_code"] = status
+    if status >= 400:
+        found["error.type"] = _outcome_of(ended)
+    if agent := call.headers.get(b"user-agent"):
+        found["user_agent.original"] = agent.decode("latin-1")
+    if host := call.headers.get(b"host"):
+        found |= _address_of(host.decode("latin-1"))
+    if call.entry is not None:
+        found["inferpool.model"] = call.entry.name
+        found["inferpool.priority"] = call.ref.priority
+        found["inferpool.num_instances"] = call.num_instances
+    if call.ref.deadline:
+        found["inferpool.timeout_ms"] = round((call.ref.deadline - call.started) * 1e3)
+    if num_retries := sum(max(0, len(steps.tries) - 1) for steps in call.steps or ()):
+        found["inferpool.num_retries"] = num_retries
+    return found
 
 
 def describe(described: Span | Span.Event | Resource, attributes: Attributes) -> None:

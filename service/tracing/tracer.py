@@ -26,7 +26,7 @@ from inferpool.service.settings.tracing import pairs_of
 from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.service.telemetry.versions import version_of
 from inferpool.service.tracing.recorder import MAX_BATCH, Ended, Recorder
-from inferpool.service.tracing.spans import SpanMaker, describe
+from inferpool.service.tracing.spans import add_spans, describe
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Tracer:
             "content-type": "application/x-protobuf",
         }
         self._resource = _resource(settings)
-        self._maker = SpanMaker("http" if settings.tls_certificate is None else "https")
+        self._scheme = "http" if settings.tls_certificate is None else "https"
         self._verify = _verify(settings)
         self._num_exported = 0
         self._num_lost = 0
@@ -150,7 +150,7 @@ class Tracer:
         spans = of_process.scope_spans.add()
         spans.scope.name, spans.scope.version = "inferpool", self._version
         for number, ended in enumerate(batch, 1):
-            self._maker.add_spans(ended, epoch_ns, spans)
+            add_spans(ended, self._scheme, epoch_ns, spans)
             if not number % _NUM_AT_A_STRETCH:
                 time.sleep(0)  # lets the event loop run, which may be waiting for this thread
         return request

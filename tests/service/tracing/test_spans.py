@@ -6,14 +6,14 @@ from inferpool.service.api.predict import Predict
 from inferpool.service.errors import OverloadedError, ServiceError, UnavailableError
 from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.service.tracing.recorder import Ended, Recorder
-from inferpool.service.tracing.spans import SpanMaker
+from inferpool.service.tracing.spans import add_spans
 from tests.collector import attributes
 from tests.service.api.fakes import FakeModel, NoWire, endpoint, post
 
 
 def spans_of(ended: Ended) -> list[Span]:
     made = ScopeSpans()
-    SpanMaker("https").add_spans(ended, 10**18, made)
+    add_spans(ended, "https", 10**18, made)
     return list(made.spans)
 
 
