@@ -3,10 +3,10 @@
 If going by priority would make something late, the earliest deadline goes first, whatever its
 priority. So a priority decides who is answered sooner, and not who is answered at all.
 
-Requests (instances, and stand-ins in tests) of one priority and of about the same deadline share a
-bucket, which is first come, first served. To add one or to take one out, from the middle too, costs
-the same however many wait. What looks at everything that waits looks at the buckets, which are few.
-Pure: it holds no clock, no future and no process.
+Instances of one priority and of about the same deadline share a bucket, which is first come, first
+served. To add one or to take one out, even from the middle, costs the same however many wait.
+Whatever must look at everything that waits looks at the buckets, which are few. Pure: it holds no
+clock, no future and no process.
 """
 
 from bisect import bisect_right, insort
@@ -35,7 +35,7 @@ _LOOK_AGAIN_S = 0.5
 _MOST_SUMS = 64
 """Sums that are looked at one by one. With more buckets, each sum covers several."""
 _LOOKS = 4
-"""Requests that may be looked at for each one taken from the end."""
+"""Instances that may be looked at for each one taken from the end."""
 
 
 class Queueable(Protocol, Hashable):
@@ -54,9 +54,9 @@ Q = TypeVar("Q", bound=Queueable)
 
 
 class Bucket:
-    """Requests of one kind with about the same deadline."""
+    """Instances of one kind with about the same deadline."""
 
-    __slots__ = ("deadline", "end", "kind", "least_s", "number", "priority", "requests")
+    __slots__ = ("deadline", "end", "instances", "kind", "least_s", "number", "priority")
 
     def __init__(self, kind: int, number: int) -> None:
         octave = kind % _OCTAVES
@@ -65,47 +65,47 @@ class Bucket:
         self.priority = kind // _OCTAVES
         self.number = number
         self.deadline = number / _PER_S[octave]
-        """Its requests have no earlier deadline."""
+        """Its instances have no earlier deadline."""
         self.end = (number + 1) / _PER_S[octave]
-        """Its requests' deadlines are earlier than this. Minus infinity once it is out of use."""
+        """Its instances' deadlines are earlier than this. Minus infinity once it is out of use."""
         self.least_s = _PER_OCTAVE / _PER_S[octave] if octave else -inf
-        """Its requests came with at least this timeout."""
-        self.requests: OrderedDict[Any, None] = OrderedDict()
+        """Its instances came with at least this timeout."""
+        self.instances: OrderedDict[Any, None] = OrderedDict()
 
 
 class Position(NamedTuple):
-    """The place of a request that came now among those that wait."""
+    """The place of an instance that came now among those that wait."""
 
     num_ahead: int
-    """Requests that go first as long as all are in time."""
+    """Instances that go first as long as all are in time."""
     num_by_deadline: int
-    """Requests with an earlier deadline, whatever their priority."""
+    """Instances with an earlier deadline, whatever their priority."""
     num_kin: int
-    """Requests of its kind, if other kinds wait or came lately; else 0."""
+    """Instances of its kind, if other kinds wait or came lately; else 0."""
     num_kin_by_deadline: int
-    """Requests of its kind with an earlier deadline, under the same condition."""
+    """Instances of its kind with an earlier deadline, under the same condition."""
     behind: Sequence[tuple[float, int]]
     """Later deadlines, and how many of those that wait must be answered by each of them, or a
     little later."""
 
 
 class DeadlineSums(NamedTuple):
-    """The number of requests that wait, by deadline."""
+    """The number of instances that wait, by deadline."""
 
     buckets: list[Bucket]
     """The buckets that are not empty, by deadline."""
     deadlines: list[float]
     """The deadlines of the buckets."""
     numbers: list[int]
-    """Requests in each bucket and all before it."""
+    """Instances in each bucket and all before it."""
     by_priority: dict[int, tuple[int, list[int]]]
-    """By priority: requests of better priorities, and those of this one up to each bucket."""
+    """By priority: instances of better priorities, and those of this one up to each bucket."""
 
     def num_ahead(self, priority: int, index: int) -> int:
         """Return how many go before one of this priority and of this bucket's deadline."""
         counts = self.by_priority.get(priority)
         if counts is None:
-            sizes = [(bucket.priority, len(bucket.requests)) for bucket in self.buckets]
+            sizes = [(bucket.priority, len(bucket.instances)) for bucket in self.buckets]
             counts = self.by_priority[priority] = (
                 sum(size for other, size in sizes if other < priority),
                 list(accumulate(size if other == priority else 0 for other, size in sizes)),
@@ -134,37 +134,37 @@ class Batcher(Generic[Q]):
         self._is_tight = False
         """The order is by deadline alone, since time is tight."""
         self._newest = Bucket(0, 0)
-        """The bucket that the last request went to."""
+        """The bucket that the last instance went to."""
         self._late = Bucket(0, 0)
-        """Requests that will be late in any case. They go last, and take up room of the queue until
-        they expire."""
+        """Instances that will be late in any case. They go last, and take up room of the queue
+        until they expire."""
         self._kinds: dict[int, float] = {}
         """The kinds that wait or came lately, and when each last came."""
         self._kinds_looked_at = 0.0
         self.is_mixed = False
         """Several kinds wait or came lately. It may stay true until the next look."""
         self._sums: DeadlineSums | None = None
-        """None after a request was added or taken."""
+        """None after an instance was added or taken."""
         self.num_waiting = 0
         """The same as `len`, without the cost of a call."""
 
     def __len__(self) -> int:
-        """Return the number of requests that wait."""
+        """Return the number of instances that wait."""
         return self.num_waiting
 
     def __iter__(self) -> Iterator[Q]:
         """Yield those that wait, in the order in which they go."""
         for bucket in self._order:
-            yield from bucket.requests
-        yield from self._late.requests
+            yield from bucket.instances
+        yield from self._late.instances
 
     def position(self, priority: int, deadline: float, now: float) -> Position:
-        """Return the place of a request that came now."""
+        """Return the place of an instance that came now."""
         if self.is_mixed and now >= self._kinds_looked_at + _LOOK_AGAIN_S:
             self._forget_kinds(now)
         buckets = self._by_deadline
         if not self.is_mixed and (not buckets or buckets[-1].deadline <= deadline):
-            num = self.num_waiting - len(self._late.requests)
+            num = self.num_waiting - len(self._late.instances)
             return Position(num, num, 0, 0, ())
         sums = self._sums or self._sum_up()
         index = bisect_right(sums.deadlines, deadline)
@@ -174,41 +174,41 @@ class Batcher(Generic[Q]):
         if self.is_mixed:
             kind = _kind_of(priority, deadline - now)
             for bucket in [bucket for bucket in sums.buckets if bucket.kind == kind]:
-                num_kin += len(bucket.requests)
+                num_kin += len(bucket.instances)
                 if bucket.deadline <= deadline:
                     num_kin_by_deadline = num_kin
         behind = sums.behind(index)
         return Position(num_ahead, num_by_deadline, num_kin, num_kin_by_deadline, behind)
 
-    def push(self, request: Q, now: float) -> None:
-        """Add a request behind its equals."""
-        deadline, priority, bucket = request.ref.deadline, request.ref.priority, self._newest
+    def push(self, instance: Q, now: float) -> None:
+        """Add an instance behind its equals."""
+        deadline, priority, bucket = instance.ref.deadline, instance.ref.priority, self._newest
         if (
             not bucket.deadline <= deadline < bucket.end
             or bucket.priority != priority
             or deadline - now < bucket.least_s
         ):
             self._newest = bucket = self._bucket(priority, deadline, now)
-        request.bucket = bucket
-        bucket.requests[request] = None
+        instance.bucket = bucket
+        bucket.instances[instance] = None
         self.num_waiting += 1
         self._sums = None
 
-    def push_front(self, request: Q) -> None:
-        """Put back a request that was taken before, ahead of its equals."""
-        bucket = request.bucket
+    def push_front(self, instance: Q) -> None:
+        """Put back an instance that was taken before, ahead of its equals."""
+        bucket = instance.bucket
         if bucket.end == -inf:
             kind, number = bucket.kind, bucket.number
             key = number * _KINDS + kind
-            request.bucket = bucket = self._buckets.get(key) or self._open(kind, number)
-        bucket.requests[request] = None
-        bucket.requests.move_to_end(request, last=False)
+            instance.bucket = bucket = self._buckets.get(key) or self._open(kind, number)
+        bucket.instances[instance] = None
+        bucket.instances.move_to_end(instance, last=False)
         self.num_waiting += 1
         self._sums = None
 
-    def remove(self, request: Q) -> None:
-        """Take out a request that waits."""
-        del request.bucket.requests[request]
+    def remove(self, instance: Q) -> None:
+        """Take out an instance that waits."""
+        del instance.bucket.instances[instance]
         self.num_waiting -= 1
         self._sums = None
 
@@ -217,17 +217,17 @@ class Batcher(Generic[Q]):
 
         Otherwise each of them would make the next one late.
         """
-        late = self._late.requests
+        late = self._late.instances
         for bucket in self._order:
-            requests = bucket.requests
-            while requests:
-                request = next(iter(requests))
-                if request.ref.deadline >= alone_by or request.is_solo:
+            instances = bucket.instances
+            while instances:
+                instance = next(iter(instances))
+                if instance.ref.deadline >= alone_by or instance.is_solo:
                     return
                 self._sums = None
-                del requests[request]
-                late[request] = None
-                request.bucket = self._late
+                del instances[instance]
+                late[instance] = None
+                instance.bucket = self._late
 
     @property
     def can_be_rearranged(self) -> bool:
@@ -247,54 +247,54 @@ class Batcher(Generic[Q]):
             self._sort()
 
     def next_batch(self, max_size: int) -> list[Q]:
-        """Take the best requests, at most `max_size`; a solo request comes alone."""
+        """Take the best instances, at most `max_size`; a solo instance comes alone."""
         batch: list[Q] = []
         for bucket in chain(self._order, (self._late,)):
-            requests = bucket.requests
-            while requests and len(batch) < max_size:
-                request = next(iter(requests))
-                if request.is_solo and batch:
+            instances = bucket.instances
+            while instances and len(batch) < max_size:
+                instance = next(iter(instances))
+                if instance.is_solo and batch:
                     break
-                del requests[request]
-                batch.append(request)
-                if request.is_solo:
+                del instances[instance]
+                batch.append(instance)
+                if instance.is_solo:
                     break
-            if batch and (batch[-1].is_solo or requests or len(batch) == max_size):
+            if batch and (batch[-1].is_solo or instances or len(batch) == max_size):
                 break
         self.num_waiting -= len(batch)
         self._sums = None
         return batch
 
     def last_batch(self, max_size: int, fits: Callable[[Q], bool]) -> list[Q]:
-        """Take the requests that would go last, at most `max_size`; no solo requests.
+        """Take the instances that would go last, at most `max_size`; no solo instances.
 
         Args:
             max_size: The most to take.
-            fits: Returns whether a request may be taken. Only a few that may not are passed over.
+            fits: Returns whether an instance may be taken. Only a few that may not are passed over.
         """
         batch: list[Q] = []
-        looked_at = (r for bucket in reversed(self._order) for r in reversed(bucket.requests))
-        for request in islice(looked_at, _LOOKS * max_size):
-            if not request.is_solo and fits(request):
-                batch.append(request)
+        looked_at = (r for bucket in reversed(self._order) for r in reversed(bucket.instances))
+        for instance in islice(looked_at, _LOOKS * max_size):
+            if not instance.is_solo and fits(instance):
+                batch.append(instance)
                 if len(batch) == max_size:
                     break
-        for request in batch:
-            self.remove(request)
+        for instance in batch:
+            self.remove(instance)
         batch.reverse()
         return batch
 
     def oldest(self) -> Q | None:
-        """Return the first request of the next batch."""
+        """Return the first instance of the next batch."""
         return next(iter(self), None)
 
     def soonest(self) -> float:
-        """Return a time before which no request that can be in time has its deadline.
+        """Return a time before which no instance that can be in time has its deadline.
 
         It is infinite if none waits.
         """
         for bucket in self._by_deadline:
-            if bucket.requests:
+            if bucket.instances:
                 return bucket.deadline
         return inf
 
@@ -307,11 +307,11 @@ class Batcher(Generic[Q]):
 
     def _open(self, kind: int, number: int) -> Bucket:
         """Put one more bucket in use, and those that are empty out of use."""
-        for other in [other for other in self._by_deadline if not other.requests]:
+        for other in [other for other in self._by_deadline if not other.instances]:
             other.end = -inf
             del self._buckets[other.number * _KINDS + other.kind]
         bucket = self._buckets[number * _KINDS + kind] = Bucket(kind, number)
-        self._by_deadline = [other for other in self._by_deadline if other.requests]
+        self._by_deadline = [other for other in self._by_deadline if other.instances]
         insort(self._by_deadline, bucket, key=_DEADLINE)
         self._sort()
         return bucket
@@ -322,18 +322,18 @@ class Batcher(Generic[Q]):
             self._order = sorted(order, key=_PRIORITY)
 
     def _sum_up(self) -> DeadlineSums:
-        buckets = [bucket for bucket in self._by_deadline if bucket.requests]
+        buckets = [bucket for bucket in self._by_deadline if bucket.instances]
         self._sums = DeadlineSums(
             buckets,
             [bucket.deadline for bucket in buckets],
-            list(accumulate([len(bucket.requests) for bucket in buckets])),
+            list(accumulate([len(bucket.instances) for bucket in buckets])),
             {},
         )
         return self._sums
 
     def _forget_kinds(self, now: float) -> None:
         """Keep only the kinds that wait or came lately."""
-        waiting = {bucket.kind for bucket in self._by_deadline if bucket.requests}
+        waiting = {bucket.kind for bucket in self._by_deadline if bucket.instances}
         self._kinds = {
             kind: came
             for kind, came in self._kinds.items()

@@ -177,9 +177,9 @@ def test_many_buckets_have_few_sums_and_each_is_a_bound():
         buckets = {request.bucket for request in requests}
         assert len(buckets) > 500
         first = [bucket for bucket in buckets if bucket.deadline <= deadline]
-        assert position.num_by_deadline == sum(len(bucket.requests) for bucket in first)
+        assert position.num_by_deadline == sum(len(bucket.instances) for bucket in first)
         assert position.num_ahead == sum(
-            len(bucket.requests) * (bucket.priority < priority or bucket in first)
+            len(bucket.instances) * (bucket.priority < priority or bucket in first)
             for bucket in buckets
             if bucket.priority <= priority
         )
