@@ -129,7 +129,7 @@ class WatchedFiles:
 
     async def until_changed(self) -> str:
         """Wait for a change, and return it as the reason to stop."""
-        while not self.has_changed():  # noqa: ASYNC110  # nobody tells
+        while not self.has_changed():  # noqa: ASYNC110  # nothing reports a change
             await asyncio.sleep(_LOOK_S)
         return f"{self.changed.removeprefix(f'{self._folder}/')} changed"
 

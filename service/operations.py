@@ -35,7 +35,7 @@ class Operations:
         Args:
             pools: The pools by model, looked up each time.
             grace_s: How long a worker may take to finish what it holds.
-            drain: Turns readiness red or green; returns False if that is no longer possible.
+            drain: Turns readiness red or green; returns False during a shutdown.
             settings_json: Returns the settings in force.
         """
         self.settings_json = settings_json

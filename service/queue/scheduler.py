@@ -3,9 +3,9 @@
 - An idle worker gets what there is, at once. Several idle workers share it, unless one alone would
   be done so soon that a second batch costs more than it gains.
 - A busy worker gets its next batch when that is full, or just before it finishes the current one.
-- A replica more than twice as slow as the fastest (a CPU beside a GPU) takes only requests from the
-  end of the queue that it can finish before the fast ones would. So it delays no request, and still
-  helps as much as it can under load.
+- A replica more than twice as slow as the fastest (a CPU beside a GPU) takes only instances from
+  the end of the queue that it can finish before the fast ones would. So it delays no instance, and
+  still helps as much as it can under load.
 """
 
 import asyncio

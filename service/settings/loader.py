@@ -176,7 +176,7 @@ def cell(value: object) -> str:
 def _find_file(
     flags: Mapping[str, str], environ: Mapping[str, str], cwd: Path
 ) -> tuple[Path | None, str]:
-    """Return the file of settings and who named it; nobody has if it is just `inferpool.toml`."""
+    """Return the file of settings and who named it; nobody if it is just `inferpool.toml`."""
     for origin, named in (
         ("--config", flags.get("config")),
         (CONFIG_VARIABLE, environ.get(CONFIG_VARIABLE)),

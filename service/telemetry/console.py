@@ -26,7 +26,7 @@ class Console:
 
         Args:
             logs: Writes both, in its own thread, so that a stopped terminal (Ctrl-S) stops nothing
-                else. None: log records only, for whoever handles them.
+                else. None: log records only, for the program that handles them.
             stream: The stream that `logs` writes to; by default stderr.
             is_colored: Use colours on a terminal.
         """

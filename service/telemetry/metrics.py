@@ -115,7 +115,7 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "workers": ("Workers by state.", ("model", "state")),
     "worker_up": ("Whether this worker takes batches.", ("model", "worker", "device")),
     "worker_stalled": (
-        "Whether it is ready, but neither at work nor showing a sign of life.",
+        "Whether it is ready, but neither busy nor showing a sign of life.",
         ("model", "worker"),
     ),
     "worker_incarnation": ("Lives of the worker before this one.", ("model", "worker")),
@@ -131,13 +131,16 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "Parameters and buffers of the part of the model that this rank holds.",
         ("model", "worker", "rank"),
     ),
-    "worker_beat_age_seconds": ("Since the worker's loop last turned.", ("model", "worker")),
+    "worker_beat_age_seconds": (
+        "Seconds since the worker's loop last turned.",
+        ("model", "worker"),
+    ),
     "worker_answer_age_seconds": (
-        "Since the worker last proved itself by an answer.",
+        "Seconds since the worker last answered a batch or a check.",
         ("model", "worker"),
     ),
     "worker_batch_age_seconds": (
-        "For how long the worker has been at its batch; 0 while it has none.",
+        "Seconds the worker has spent on its batch; 0 without one.",
         ("model", "worker"),
     ),
     "worker_speed_gain": (
@@ -150,18 +153,24 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     ),
     "model_ready": ("Whether the model has a worker that takes batches.", ("model",)),
     "ready": ("Whether this host should be sent requests.", ()),
-    "draining": ("Whether this host takes leave of its clients.", ()),
+    "draining": ("Whether this host is being drained.", ()),
     "connections": ("Open HTTP connections.", ()),
     "unfinished_bytes": ("Bytes of requests that are on their way.", ()),
-    "max_unfinished_bytes": ("Bytes that such requests may take; the slowest are refused.", ()),
+    "max_unfinished_bytes": (
+        "Bytes that those may take; beyond it the slowest are refused.",
+        (),
+    ),
     "unread_bytes": ("Bytes of answers that clients have not read.", ()),
-    "max_unread_bytes": ("Bytes that such answers may take; the slowest readers go.", ()),
+    "max_unread_bytes": (
+        "Bytes that those may take; beyond it the slowest readers go.",
+        (),
+    ),
     "gpu_up": ("Whether the driver answers for this GPU.", ("gpu", "uuid")),
     "gpu_memory_bytes": ("Memory of the GPU.", ("gpu", "uuid")),
-    "gpu_memory_used_bytes": ("Memory of the GPU in use, by whomever.", ("gpu", "uuid")),
-    "gpu_utilization_ratio": ("Share of the time in which the GPU was at work.", ("gpu", "uuid")),
+    "gpu_memory_used_bytes": ("Memory of the GPU in use by any process.", ("gpu", "uuid")),
+    "gpu_utilization_ratio": ("Share of time in which the GPU was busy.", ("gpu", "uuid")),
     "gpu_temperature_celsius": ("Temperature of the GPU.", ("gpu", "uuid")),
-    "gpu_power_watts": ("What the GPU takes.", ("gpu", "uuid")),
+    "gpu_power_watts": ("Power that the GPU draws.", ("gpu", "uuid")),
     "gpu_last_xid": ("The last critical error that the driver reported.", ("gpu", "uuid")),
     "front_up": ("Whether this front takes connections.", ("front",)),
     "front_connections": ("Open HTTP connections of this front.", ("front",)),
@@ -317,7 +326,7 @@ def _requests(models: Sequence[ModelMetrics]) -> Metric:
 def _counters(models: Sequence[ModelMetrics]) -> Iterator[Metric]:
     instances = _counter("instances", "Instances accepted, and how they ended.", "outcome")
     retried = _counter("instances_retried", "Instances sent again after a worker was lost.")
-    rejected = _counter("rejected", "Instances refused at the door.", "reason")
+    rejected = _counter("rejected", "Instances that were not admitted, and why.", "reason")
     restarts = _counter(
         "worker_restarts", "Workers that ended or did not start, and why.", "reason"
     )
@@ -337,18 +346,15 @@ def _counter(name: str, text: str, *labels: str) -> CounterMetricFamily:
 
 
 def _histograms(models: Sequence[ModelMetrics]) -> Iterator[Metric]:
-    for attribute, name, text in (
-        ("request_duration", "request_duration_seconds", "From an HTTP call to its answer."),
-        (
-            "queue_wait",
-            "queue_wait_seconds",
-            "What an instance waited, here and in its worker.",
-        ),
-        ("prepare_duration", "prepare_duration_seconds", "Decoding and collating a batch."),
-        ("inference_duration", "inference_duration_seconds", "Computing and rendering a batch."),
-        ("batch_size", "batch_size", "Instances in a batch."),
+    for attribute, text in (
+        ("request_duration", "Seconds from an HTTP call to its answer."),
+        ("queue_wait", "Seconds that an instance waited, here and in its worker."),
+        ("prepare_duration", "Seconds of decoding and collating a batch."),
+        ("inference_duration", "Seconds of computing and rendering a batch."),
+        ("batch_size", "Instances in a batch."),
     ):
-        family = HistogramMetricFamily(f"inferpool_{name}", text, labels=("model",))
+        unit = "" if attribute == "batch_size" else "_seconds"
+        family = HistogramMetricFamily(f"inferpool_{attribute}{unit}", text, labels=("model",))
         for model in models:
             values: Distribution = getattr(model, attribute)
             buckets: Sequence[Bucket] = values.buckets()

@@ -49,7 +49,7 @@ _NAME = "service.name"
 
 
 class _RefusedError(Exception):
-    """The collector does not take this, and another try is of no use."""
+    """The collector refuses this, so another try would fail too."""
 
 
 class Tracer:

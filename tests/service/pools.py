@@ -86,7 +86,7 @@ def submit(pool: Pool) -> "asyncio.Future[object]":
 
 
 async def until(claim: Callable[[], object]) -> None:
-    while not claim():  # noqa: ASYNC110  # the supervisor tells nobody but the pool
+    while not claim():  # noqa: ASYNC110  # the supervisor reports only to the pool
         await asyncio.sleep(0)
 
 

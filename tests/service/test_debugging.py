@@ -65,7 +65,7 @@ def test_author_debugs_and_edits_a_model(tmp_path: Path, client: ThreadPoolExecu
         terminal.press("c\r")
         assert answer.result(60).json() == {"predictions": [6.0]}
 
-        # An exception is told with its traceback; so is a debugger that was quit.
+        # The answer shows an exception with its traceback, and a debugger that was quit.
         detail = ask(4.0).result(60).json()["detail"]
         assert 'raise ValueError("eight")' in detail
         assert f'File "{nets}", line' in detail
@@ -74,7 +74,7 @@ def test_author_debugs_and_edits_a_model(tmp_path: Path, client: ThreadPoolExecu
         terminal.press("q\r")
         assert "BdbQuit" in answer.result(60).json()["detail"]
 
-        # A file that changes starts it anew, a mistake in it does not end it.
+        # A changed file restarts the service. A mistake in the file does not end it.
         nets.write_text("def")
         terminal.wait_for_next(r"nets.py changed")
         terminal.wait_for_next(r"SyntaxError.*\(.*nets.py:1\)")

@@ -23,7 +23,7 @@ FOUND = SpeedReport(preset="compiled_bf16", gain=3.0, note="bf16 2.00 x; compile
 
 
 class RaisedPool:
-    """Its workers come up as they are told to."""
+    """A pool whose workers come up when the test says so."""
 
     name = "m"
 
@@ -47,7 +47,7 @@ class RaisedPool:
 
 
 class FakeSearch:
-    """Finds what it is told to find."""
+    """A search with a given result."""
 
     def __init__(self, found: SpeedReport | Exception | None = FOUND) -> None:
         self.found = found

@@ -118,7 +118,7 @@ async def have(
     [
         (20e-6, 4, [[4], []]),
         (0.002, 4, [[2], [2]]),
-        (0.00012, 9, [[5], [4]]),  # of which the second alone would soon be done
+        (0.00012, 9, [[5], [4]]),  # although the second alone would soon be done
     ],
 )
 async def test_idle_workers_share_the_queue_unless_one_is_soon_done_with_it(

@@ -89,7 +89,7 @@ def test_refused_spans_are_lost_with_one_line_in_the_log(
         trace(tracer, MAX_BATCH)
         wait_until(tracer, 0, round * MAX_BATCH)
     tracer.stop()
-    assert collector.num_asked == 2  # as trying again would be of no use
+    assert collector.num_asked == 2  # it is not tried again
     assert ["401" in record.getMessage() for record in caplog.records] == [True]
 
 
