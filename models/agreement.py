@@ -1,4 +1,4 @@
-"""How far the outputs of a faster network may be from those of the exact one. Worker processes.
+"""Tolerances: how far the outputs of a faster network may be from the exact ones. In workers.
 
 Axes: N samples, K classes.
 """
@@ -15,17 +15,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """What a comparison came to."""
+    """The result of a comparison."""
 
     is_within: bool
     deviation: float
-    """The largest, in the tolerance's own measure."""
+    """The largest deviation, in the tolerance's own measure."""
     text: str
-    """The figures, for a person."""
+    """The figures for people."""
 
 
 class Tolerance(Protocol):
-    """What is still the same answer."""
+    """Decides what still counts as the same answer."""
 
     def judge(self, exact: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Agreement:
         """Compare the outputs for the same samples, each with the sample dimension first."""
@@ -33,7 +33,7 @@ class Tolerance(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueTolerance:
-    """For any network: each number may be off by a fraction of the largest of its output."""
+    """Allows each number to be off by a fraction of its output's largest; for any network."""
 
     relative: float = 1e-3
 
@@ -55,28 +55,27 @@ class ValueTolerance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelTolerance:
-    """For classifiers: the best label must stay the best, and probabilities about the same.
+    """Requires a classifier's best label to stay the best, and probabilities about the same.
 
-    A label that hardly leads is not settled by the picture itself. Where each of its pixels moves
-    by one of 256 levels at random, as between two decoders of JPEG, scores of the exact network
-    move by 6 % of their spread (resnet18 and mobilenet_v3_small with random weights) to 22 %
-    (EfficientNet-Lite0), and 6 to 28 % of all pictures change their label; in bf16 scores move by
-    2 to 4 %, and 3 to 5 % change. Whoever wants that not to count sets `min_lead`, to 0.1 say, and
-    `max_deviation` to what one level does (0.15 to 0.25 in 60 pictures). Leads are measured by the
-    spread, and not in probability, so that a network whose scores are all about the same, as with
-    random weights, is held to the same.
+    A picture does not settle a label that hardly leads. If each pixel moves by one of 256 levels at
+    random, as between two JPEG decoders, the exact network's scores move by 6 % of their spread
+    (resnet18 and mobilenet_v3_small with random weights) to 22 % (EfficientNet-Lite0), and 6 to
+    28 % of all pictures change their label. In bf16, scores move by 2 to 4 %, and 3 to 5 % change.
+    To ignore such changes set `min_lead`, to 0.1 say, and `max_deviation` to what one level does
+    (0.15 to 0.25 in 60 pictures). Leads are measured by the spread of the scores, so that networks
+    whose scores are all alike, as with random weights, are judged the same way.
     """
 
     output: str = "probabilities"
     min_agreement: float = 0.99
-    """Of images like the samples (whose best label leads clearly), those that must keep it."""
+    """Part of the images (those whose best label leads clearly) that must keep their label."""
     min_lead: float = 0.0
-    """What makes a lead clear, as a part of the spread of the scores; 0 counts every image."""
+    """Least clear lead, as a part of the spread of the scores; 0 counts every image."""
     max_deviation: float = 0.05
-    """Of any probability."""
+    """Largest change of any probability."""
 
     def judge(self, exact: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Agreement:
-        """Compare probabilities [N, K], and work out how often the best label would change."""
+        """Compare probabilities [N, K], and estimate how often the best label would change."""
         exact_NK, other_NK = exact[self.output], other[self.output]
         deviation = (exact_NK - other_NK).abs().max().item()
         agreement = expected_agreement(exact_NK, other_NK, self.min_lead)
@@ -95,17 +94,17 @@ class LabelTolerance:
 
 
 def expected_agreement(exact_NK: Tensor, other_NK: Tensor, min_lead: float = 0.0) -> float:
-    """The part of such images that keep their best label.
+    """Estimate the part of images like these that keep their best label.
 
-    A label changes where its lead over the runner-up (in log probability) shrinks by more than the
-    lead. How leads shrink and how large they are is taken from all pairs of samples, so that some
-    dozens of samples tell 99 % from 97 %, which counting the changes among them could not.
+    A label changes if its lead over the runner-up (in log probability) shrinks by more than the
+    lead. All pairs of a sample's lead and another's shrinking are counted: that way a few dozen
+    samples tell 99 % from 97 %, which counting changed labels could not.
 
     Args:
-        exact_NK: Probabilities.
-        other_NK: Those to hold against them.
-        min_lead: Only images with such a lead count, as a part of the spread of the scores, which
-            is their standard deviation over classes.
+        exact_NK: Exact probabilities.
+        other_NK: Probabilities to compare with them.
+        min_lead: Least lead of an image that counts, as a part of the standard deviation of the
+            scores over the classes.
     """
     if exact_NK.shape[1] < 2:
         return 1.0

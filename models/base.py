@@ -1,4 +1,4 @@
-"""What a user writes to serve a model: a subclass of `Model`. Runs in worker processes only."""
+"""The class that users subclass to serve a model. Runs in worker processes only."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
@@ -23,66 +23,66 @@ MAX_JSON_NUMBERS = 1 << 24
 class Model:
     """A model to serve. Subclass it, set `inputs` and `outputs`, and write `load` and `forward`.
 
-    One object lives for one incarnation of a worker. `load`, `forward`, `postprocess` and `render`
-    run in the worker's main thread; `preprocess`, `bucket` and `collate` may run in other threads
-    at the same time, the first two several at once. Of a pipeline, `forward` and what follows it
-    run in several threads, and still never two at a time: but while one batch is in the call of
-    its network, others are computed, so that `forward` must leave nothing on the model for after
-    that call, and hold no lock in it. All these threads have torch's settings as `load` left them
-    in its own (`torch.set_default_device`, autocast, ...) and its context variables; what belongs
-    to the one thread that made it, such as a connection of sqlite3, is for that alone. The keyword
-    options of the settings go to `__init__`, which must not touch devices.
+    Each worker makes one object. The settings' `options` are keywords of `__init__`, which must not
+    touch devices.
+
+    Threads: `load`, `forward`, `postprocess` and `render` run in the worker's main thread.
+    `preprocess`, `bucket` and `collate` may run in other threads at the same time; `preprocess` and
+    `bucket` also several at once. In a pipeline `forward` and the methods after it run in several
+    threads, one at a time. While one batch is in the call of `network`, other batches are computed:
+    so `forward` must keep nothing on the model across that call, and hold no lock. All threads have
+    the context variables and torch settings (default device, autocast, ...) that `load` left.
+    Objects bound to the thread that made them, such as a sqlite3 connection, work only there.
     """
 
     inputs: Sequence[TensorSpec] = ()
-    """What clients send and `preprocess` yields, with the batch dimension first; both are checked.
-    A `preprocess` of the model's own may read something else: `example` shows clients what."""
+    """Tensors that clients send and `preprocess` returns, with the batch dimension first. Both are
+    checked. If the model's own `preprocess` reads something else, `example` shows clients what."""
     preprocessed: Sequence[TensorSpec] | None = None
-    """What a `preprocess` of the model's own yields, where `inputs` say only what clients send;
-    empty leaves it unchecked."""
+    """Tensors that the model's own `preprocess` returns, if these are not `inputs`. An empty list
+    leaves them unchecked."""
     example: object = None
-    """An instance that the model takes, which people are shown to try: what JSON can say, or bytes
-    with their content type, as in `(data, "image/jpeg")`. It may be a method that returns it."""
+    """An instance that people are shown to try: a JSON value, or bytes with their content type, as
+    in `(data, "image/jpeg")`. It may be a method that returns one."""
     outputs: Sequence[TensorSpec] = ()
-    """What `postprocess` yields, with the batch dimension first: an instance whose outputs have
-    another shape fails."""
+    """Tensors that `postprocess` returns, with the batch dimension first. An instance whose outputs
+    have another shape fails."""
     finite_outputs: bool = True
-    """A promise: what `postprocess` yields has no NaN and no infinity in it. An instance whose
-    outputs have fails, and its neighbours succeed. Set it to False where they mean something."""
+    """Outputs have no NaN and no infinity: an instance whose outputs have one fails alone. Set it to
+    False if they mean something."""
     max_image_pixels = MAX_IMAGE_PIXELS
-    """The setting of that name, for `decode_image`; set by the worker before `load`."""
+    """The setting of that name, for `decode_image`. The worker sets it before `load`."""
     decode: Literal["exact", "fast"] = "exact"
-    """How `preprocess` is to decode; set by the worker after `load`, to "fast" only where there are
-    `encoded_samples`."""
+    """How `preprocess` is to decode. The worker sets it after `load`, and to "fast" only if there
+    are `encoded_samples`."""
     network: Callable[..., object] | None = None
-    """What `forward` calls to compute. If `load` sets it to an `nn.Module`, a speed preset may put
-    a faster one in its place, which takes and returns the same and is tried on `samples`."""
+    """The network that `forward` calls. If `load` sets it to an `nn.Module`, a speed preset may
+    replace it with a faster one that takes and returns the same, after a trial on `samples`."""
     has_fixed_shapes: bool = False
-    """A promise: `network` is called with inputs of the same shapes always, but for the batch."""
+    """Inputs of `network` always have the same shapes, except for the batch."""
     tolerance: Tolerance = ValueTolerance()
-    """How far a preset's outputs may be from the exact ones, after `postprocess`."""
+    """How far the outputs of a speed preset may be from the exact ones, after `postprocess`."""
     split_points: Sequence[str] = ()
-    """Submodules of the network in front of which a pipeline is cut, one fewer than its stages; by
-    default the cuts are found. The class of the network may have this attribute instead."""
+    """Submodules of the network with which a new stage of a pipeline begins, one fewer than there
+    are stages. By default the cuts are found. The network's class may have this instead."""
     tensor_plan: Mapping[str, object] | None = None
     """Submodules of the network that are tensor-parallel, and how; `models.split.tensor_plan` lists
     the words. By default it is found. The class of the network may have this attribute instead."""
     ranks: Ranks | None = None
-    """The processes that this replica is split over, if it is; set by the worker before `load`."""
+    """Processes that this replica is split over, if it is. The worker sets it before `load`."""
     known_split: SplitReport | None = None
-    """How an earlier incarnation was split, and found to compute the same as the whole; set by the
-    worker before `load`."""
+    """The split of an earlier incarnation, which was verified. The worker sets it before `load`."""
     room_bytes: int = 0
-    """What this rank may take of its device's memory, or 0 where that is not known; set by the
-    worker before `load`."""
+    """Bytes of its device's memory that this rank may take; 0 if unknown. The worker sets it before
+    `load`."""
     split_network: SplitNetwork | None = None
-    """This rank's part, after `load_network`; None if the model is not split."""
+    """The part of this rank, after `load_network`; None if the model is not split."""
 
     def load(self, placement: Placement) -> None:
         """Load the weights on the placement's devices, once per incarnation.
 
         Raises:
-            ModelError: The model cannot be had, and a restart will not help.
+            ModelError: The model cannot be loaded, and a restart will not help.
         """
 
     def load_network(
@@ -93,24 +93,23 @@ class Model:
         *,
         example: Sequence[Tensor | None] | Mapping[str, Tensor | None] = (),
     ) -> Callable[..., object]:
-        """Build a network, read its weights and lay it on the placement's devices, to infer.
+        """Build a network, load its weights, and put it on the placement's devices in eval mode.
 
-        To be called once, by `load`. If the replica is split, each rank keeps its own part, and
-        only the lead gets further than this: what comes after it runs there alone.
+        `load` calls this once. If the replica is split, each rank keeps its own part, and only the
+        lead returns from this call.
 
         Args:
             build: Makes the network, the same one each time.
-            weights: A checkpoint to load into it; None leaves it as built.
-            placement: As `load` was given it.
-            example: What it will be called with, by position or by name: where the cuts of a
-                pipeline are found by trial, and which of its optional arguments are given. None
-                for an argument whose shape is not known.
+            weights: A checkpoint to load; None leaves the network as built.
+            placement: The argument of `load`.
+            example: Arguments that the network will be called with, by position or by name; None
+                for one whose shape is unknown. They are used to balance and verify a split.
 
         Returns:
-            The network, or what calls all its parts.
+            The network, or a callable that computes it with all its parts.
 
         Raises:
-            ModelError: It cannot be had, or cannot be split.
+            ModelError: The network cannot be loaded or split.
         """
         if self.ranks is None:
             return load_whole(build, weights, placement)
@@ -133,7 +132,7 @@ class Model:
         return self.split_network
 
     def preprocess(self, item: Item) -> Features:
-        """Turn one instance into CPU tensors without the batch dimension, checked against `inputs`.
+        """Turn one instance into CPU tensors without the batch dimension, as `inputs` say.
 
         Raises:
             InputError: The instance does not fit this model.
@@ -141,20 +140,20 @@ class Model:
         return features_of(item, self.inputs)
 
     def bucket(self, features: Features) -> Hashable:
-        """Name the group that an instance is computed in: those of a batch that share a name.
+        """Name the group within a batch that an instance is computed with; by default one for all.
 
-        By default there is one for all. A model that pads its instances names those of about the
-        same length alike.
+        A model that pads its instances returns the same value for those of about the same length.
         """
         return None
 
     def collate(self, instances: Sequence[Features]) -> Features:
-        """Make one batch of several instances: by default each name's tensors are stacked.
+        """Make one batch of several instances; by default, stack the tensors of each name.
 
-        Instances that do not go together are computed in groups that do.
+        If they do not fit together, they are computed in groups that do.
 
         Raises:
-            Exception: They do not go together: by default, for other names, dtypes or shapes.
+            Exception: The instances do not fit together; by default, for different names, dtypes or
+                shapes.
         """
         names = instances[0]
         if len({len(each) for each in instances}) > 1:
@@ -162,17 +161,17 @@ class Model:
         return {name: _stacked([each[name] for each in instances]) for name in names}
 
     def forward(self, batch: Features) -> Features:
-        """Compute a batch, under `torch.inference_mode()`. `batch` is on the CPU, maybe pinned."""
+        """Compute a batch under `torch.inference_mode()`; `batch` is on the CPU, maybe pinned."""
         raise NotImplementedError(f"{type(self).__name__} must define forward(batch)")
 
     def postprocess(self, outputs: Features) -> Features:
-        """Finish a whole batch, on the CPU: scores, thresholds. By default it is left as it is."""
+        """Finish a whole batch on the CPU (scores, thresholds); by default, change nothing."""
         return outputs
 
     def render(self, outputs: Features, parameters: Mapping[str, object]) -> object:
-        """Say one instance's outputs (without the batch dimension) as a JSON value.
+        """Turn the outputs of one instance, without the batch dimension, into a JSON value.
 
-        By default nested lists: of the only output, or of each by its name.
+        By default that is nested lists: of the only output, or of each output by name.
 
         Raises:
             InputError: A parameter is unknown or out of range.
@@ -189,14 +188,14 @@ class Model:
     def render_batch(
         self, outputs: Features, parameters: Sequence[Mapping[str, object]]
     ) -> Sequence[object]:
-        """Render a whole batch: by default each instance by `render`, for those that need no more.
+        """Turn the outputs of a whole batch into JSON values; by default, call `render` for each.
 
         Args:
-            outputs: With the batch dimension first.
-            parameters: Of each instance, in the order of the batch.
+            outputs: Tensors with the batch dimension first.
+            parameters: Parameters of each instance, in the order of the batch.
 
         Returns:
-            A JSON value for each instance, or an `InputError` that fails that instance alone.
+            A JSON value for each instance, or an `InputError` that fails this instance alone.
         """
         values: list[object] = []
         for row, wanted in enumerate(parameters):
@@ -208,21 +207,21 @@ class Model:
         return values
 
     def warmup(self) -> Sequence[Item]:
-        """Sample instances that are computed before the worker counts as ready; by default none.
+        """Return instances to compute before the worker counts as ready; by default none.
 
-        The first is computed again whenever an idle worker must prove that it is well.
+        The first is computed again as a health check whenever the worker is idle.
         """
         return ()
 
     def samples(self) -> Sequence[Item]:
-        """Instances like those to come, on which speed presets are tried; by default `warmup`'s.
+        """Return typical instances to try speed presets on; by default those of `warmup`.
 
-        Without any, the model is served as it is.
+        Without any, no preset is tried.
         """
         return self.warmup()
 
     def encoded_samples(self) -> Sequence[Item]:
-        """Instances on which `decode = "fast"` is tried; none where there is no such way."""
+        """Return encoded instances to try `decode = "fast"` on; by default none."""
         return ()
 
 
@@ -230,7 +229,7 @@ def load_model(model: Model, placement: Placement) -> None:
     """Load a model, or this rank's part of it if `model.ranks` is set.
 
     Raises:
-        ModelError: It cannot be had, or cannot be split.
+        ModelError: The model cannot be loaded or split.
         EOFError: Another rank has failed.
     """
     try:

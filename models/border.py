@@ -1,8 +1,8 @@
-"""The border to a user's model: checks what each of its methods returns. Worker processes only.
+"""Checks on the values that the methods of a user's model return. Worker processes only.
 
-A method that returns what a later step of ours would fail on raises a `BadReturnError` at once,
-which names the method, what it returned and where it is defined. What only the model's own methods
-hand to each other is not judged.
+If a later step would fail on a value, a `BadReturnError` says so at once; it names the method, the
+value and the place where the method is defined. Values that only the model's own methods pass to
+each other are not checked.
 """
 
 import inspect
@@ -25,10 +25,10 @@ _SPECS = ("inputs", "outputs", "preprocessed")
 
 
 def checked(model: Model) -> Model:
-    """Put checks around the methods that a model overrides, for every caller.
+    """Put checks around the methods that a model overrides.
 
-    Its class gets functions in the place of its own, which check what this one object returns.
-    Methods of `Model` are left alone, and so is what is no plain function.
+    They replace the methods on the model's class, and check the returns of this one object. Methods
+    of `Model` and attributes that are no plain functions stay as they are.
     """
     own = type(model)
     checks: dict[str, Callable[..., None]] = {
@@ -52,27 +52,20 @@ def checked(model: Model) -> Model:
 
 
 def is_overridden(model: Model, method: str) -> bool:
-    """Whether a model has a method of its own in the place of `Model`'s."""
+    """Return whether a model replaces a method of `Model`."""
     own = inspect.unwrap(getattr(model, method))
     return getattr(own, "__func__", own) is not getattr(Model, method)
 
 
 def place_of(model: Model, method: str) -> str:
-    """Where a method is defined, as "file:line"; empty where Python does not know."""
+    """Return where a method is defined, as "file:line"; empty if Python does not know."""
     own = inspect.unwrap(getattr(model, method))
     code = getattr(getattr(own, "__func__", own), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
 
 
 def bad_return(model: Model, method: str, must: str, found: str) -> BadReturnError:
-    """The error for a method that has returned the wrong thing.
-
-    Args:
-        model: Whose method it is.
-        method: Its name.
-        must: What it must return.
-        found: What it returned.
-    """
+    """Make the error for a method that returned `found` where it must return `must`."""
     place = place_of(model, method)
     where = f" ({place})" if place else ""
     return BadReturnError(f"{method} must return {must}, got {found}{where}")
@@ -93,11 +86,11 @@ def _checking(
 
 
 class _Preprocessed:
-    """Checks what `preprocess` yields against what the model declares, once it is loaded."""
+    """Compares the tensors of `preprocess` with those that the loaded model declares."""
 
     def __init__(self, *, has_own_collate: bool) -> None:
         self._has_own_collate = has_own_collate
-        """Whether the model itself takes what `preprocess` yields, whatever that is."""
+        """The model's own `collate` takes whatever `preprocess` returns."""
         self._specs: list[tuple[str, torch.dtype, TensorSpec]] | None = None
 
     def __call__(self, model: Model, method: str, features: object, *_: object) -> None:
@@ -129,7 +122,7 @@ class _Preprocessed:
 
 
 def _check_there(model: Model, method: str, result: object, *_: object) -> None:
-    """Check what a method of the model's own takes next: nothing but that there is something."""
+    """Check only that there is a value, since the model's own method takes it next."""
     if result is None or inspect.iscoroutine(result):
         raise bad_return(model, method, _TENSORS, _kind_of(result))
 
@@ -139,7 +132,7 @@ def _check_tensors(model: Model, method: str, result: object, *_: object) -> Non
 
 
 def _check_computed(model: Model, method: str, result: object, *_: object) -> None:
-    """Check what is copied to the CPU next."""
+    """Check that the values can be copied to the CPU."""
     _check_each(model, method, result, lambda value: hasattr(value, "cpu"))
 
 
@@ -200,7 +193,7 @@ def _check_items(model: Model, method: str, result: object, *_: object) -> None:
 
 
 def _check_loaded(model: Model, method: str, result: object, *_: object) -> None:
-    """Check that `load` has run, and what the model declares now."""
+    """Check that `load` has run, and the specs that the model declares now."""
     if inspect.iscoroutine(result):
         must = "None (the model keeps what it loads, as in `self.network = ...`)"
         raise bad_return(model, method, must, _kind_of(result))

@@ -23,19 +23,15 @@ _MUST = "an instance that JSON can say, or (bytes, content type)"
 
 
 def reads_own_form(model: Model) -> bool:
-    """Whether clients must send something else than the model's `inputs` say, or nobody knows."""
+    """Return whether the model reads a form of its own, which `inputs` may not describe."""
     return is_overridden(model, "preprocess") and model.preprocessed is None
 
 
 def example_of(model: Model, samples: Sequence[Item]) -> bytes:
-    """The model's `example`, or else a short JSON sample of its warm-up; empty if it has neither.
+    """Return a loaded model's `example`, else a short JSON sample of its warm-up, else nothing.
 
     An example that cannot be shown, or that the model's own `preprocess` refuses, is left out, and
-    the log says why: a model may also have an attribute of that name for itself.
-
-    Args:
-        model: Loaded.
-        samples: What its `warmup` returned.
+    the log says why: the attribute may also mean something else to the model.
     """
     try:
         value = model.example() if callable(model.example) else model.example
@@ -64,7 +60,7 @@ def example_of(model: Model, samples: Sequence[Item]) -> bytes:
 
 
 def _read(model: Model, value: object) -> tuple[Item, bytes]:
-    """The example as the model would get it, and as JSON."""
+    """Return the example as the model would get it, and as JSON."""
     match value:
         case (bytes() as data, str() as content_type):
             bare = content_type.partition(";")[0].strip().lower()

@@ -1,6 +1,6 @@
-"""Tensors and JSON, checked against what a model takes. Runs in worker processes only.
+"""Reads tensors and JSON, and checks them against a model's inputs. Runs in worker processes only.
 
-Large lists are decoded by type in C; only when that fails is the culprit searched for, to be named.
+Large lists are decoded by type in C. Only if that fails, the wrong number is searched for.
 """
 
 from collections.abc import Sequence
@@ -29,12 +29,12 @@ _BAD_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def features_of(item: Item, inputs: Sequence[TensorSpec]) -> Features:
-    """The tensors of one instance, as a model's `inputs` name them.
+    """Return the tensors of one instance by the names of the model's inputs.
 
-    Tensors of kind "tensors" are views of the payload: `collate` copies them.
+    Tensors of kind "tensors" are views of the payload; `collate` copies them.
 
     Raises:
-        InputError: The instance does not fit; says where, and what would.
+        InputError: The instance does not fit; the message says where, and what would fit.
     """
     if not inputs:
         raise NotImplementedError("a model must declare its `inputs` or define preprocess(item)")
@@ -47,12 +47,12 @@ def features_of(item: Item, inputs: Sequence[TensorSpec]) -> Features:
 
 
 def describe(inputs: Sequence[TensorSpec]) -> str:
-    """Say inputs in words: "'x' (float32 [any, 4])"."""
+    """Describe inputs in words: "'x' (float32 [any, 4])"."""
     return " and ".join(f"{spec.name!r} ({spec.dtype} {shape_text(spec)})" for spec in inputs)
 
 
 def json_texts(payload: memoryview, names: Sequence[str]) -> dict[str, memoryview]:
-    """Find the JSON text of each input: in an object by name, or all of it for the only one.
+    """Find the JSON text of each input: by its name in an object, or all of it for the only input.
 
     Raises:
         InputError: The names differ, or the payload is not JSON.
@@ -70,21 +70,17 @@ def json_texts(payload: memoryview, names: Sequence[str]) -> dict[str, memoryvie
 
 
 def json_place(payload: memoryview, name: str) -> str:
-    """What messages call an input: where in the instance it was found."""
+    """Return the place of an input in the instance, as messages name it."""
     if bytes(payload[:64]).lstrip()[:1] != b"{":
         return "instance"
     return f"instance.{name}" if name.isidentifier() else f"instance[{name!r}]"
 
 
 def json_string(text: memoryview, where: str = "instance") -> str:
-    """Decode a string.
-
-    Args:
-        text: One JSON value.
-        where: What messages call the value.
+    """Decode a JSON string; messages call it `where`.
 
     Raises:
-        InputError: It is another value.
+        InputError: The value is no string.
     """
     try:
         value = msgspec.json.decode(text)
@@ -96,10 +92,10 @@ def json_string(text: memoryview, where: str = "instance") -> str:
 
 
 def json_bytes(text: memoryview, where: str = "instance") -> bytes | None:
-    """The bytes of an object `{"b64": "..."}`; None if it is another value.
+    """Decode the bytes of an object `{"b64": "..."}`; return None for any other value.
 
     Raises:
-        InputError: It is that, and not base64.
+        InputError: The text is no base64.
     """
     if bytes(text[:1]) != b"{":
         return None
@@ -121,11 +117,11 @@ def json_array(
     Args:
         text: One JSON value.
         dtype: A key of `DTYPE_BYTES`; bfloat16 comes as float32.
-        shape: What it must have, with -1 for any length; None for any shape.
-        where: What messages call the value.
+        shape: Expected shape, with -1 for any size; None for any shape.
+        where: Name of the value in messages.
 
     Raises:
-        InputError: The lists are ragged, of another shape, or hold what the dtype cannot.
+        InputError: The lists are ragged, of another shape, or hold numbers that the dtype cannot.
     """
     numpy_dtype = np.dtype("float32" if dtype == "bfloat16" else dtype)
     try:
@@ -186,7 +182,7 @@ def _from_json(payload: memoryview, inputs: Sequence[TensorSpec]) -> Features:
 
 
 def _from_bytes(data: bytes, spec: TensorSpec, where: str) -> Tensor:
-    """A tensor of its bytes: row-major, little-endian, of the declared dtype and shape."""
+    """Make a tensor of row-major, little-endian bytes with the declared dtype and shape."""
     expected = f"{where}.b64: expected the bytes of {spec.dtype} {shape_text(spec)}"
     if not spec.shape or spec.instance_shape.count(-1) > 1:
         raise InputError(f"{expected}, whose shape they do not tell: send npy or safetensors")
@@ -218,7 +214,7 @@ def _check_names(found: Sequence[str], expected: Sequence[str]) -> None:
 
 
 def _rank(text: memoryview, where: str) -> int:
-    """How deep the lists are nested, which in lists that are not ragged the first one shows."""
+    """Return how deep the first list is nested; in lists that are not ragged, all are so deep."""
     rank = 0
     for char in bytes(text[:1024]):
         if char == ord("["):
@@ -251,7 +247,7 @@ def _explanation(
     where: str,
     error: Exception | None,
 ) -> InputError:
-    """Search the value for what is wrong with it."""
+    """Make the error that names the first wrong place in a value."""
     try:
         value = msgspec.json.decode(text)
     except _BAD_JSON as bad:
@@ -278,7 +274,7 @@ def _lengths(value: object) -> list[int]:
 def _culprit(
     value: object, lengths: Sequence[int], dtype: np.dtype[Any]
 ) -> tuple[list[int], str] | None:
-    """Where the first thing is that does not fit, as indices, and what is wrong with it."""
+    """Return the indices of the first value that does not fit, and what is wrong with it."""
     if not lengths:
         complaint = _complaint(value, dtype)
         return ([], complaint) if complaint else None
@@ -326,7 +322,7 @@ def _count_text(length: int, rank: int) -> str:
 
 
 def shape_text(spec: TensorSpec) -> str:
-    """Say the shape of one instance: "[any, 4]"."""
+    """Describe the shape of one instance: "[any, 4]"."""
     if not spec.shape:
         return "of any shape"
     return f"[{', '.join('any' if n == -1 else str(n) for n in spec.instance_shape)}]"

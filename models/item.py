@@ -1,4 +1,4 @@
-"""One instance as a model sees it, and its tensors. Runs in worker processes only."""
+"""An instance as a model sees it. Runs in worker processes only."""
 
 import base64
 import re
@@ -15,14 +15,14 @@ from inferpool.models.spec import TensorHeader
 _B64_KEY = re.compile(rb'"b64"')
 _URL_SAFE = re.compile(r"(?=.*[_-])[A-Za-z0-9_-]+={0,2}")
 Kind: TypeAlias = Literal["image", "bytes", "json", "tensors"]
-"""What a payload is: an encoded image, opaque bytes, a JSON value, or raw tensors with headers."""
+"""Form of a payload: an encoded image, opaque bytes, a JSON value, or raw tensors with headers."""
 
 Features: TypeAlias = Mapping[str, Tensor]
 """Named tensors of one instance, or of a batch with the batch dimension first."""
 
 
 class Item(msgspec.Struct, kw_only=True, eq=False, gc=False):
-    """One instance as a model sees it, valid until the batch that it belongs to is answered."""
+    """An instance as a model sees it. It is valid until its batch is answered."""
 
     kind: Kind
     payload: memoryview
@@ -40,7 +40,7 @@ class Item(msgspec.Struct, kw_only=True, eq=False, gc=False):
         return _with_bytes(value, "instance") if _B64_KEY.search(self.payload) else value
 
     def plain_json(self) -> object:
-        """Decode a payload of kind "json", and leave what is in base64 as it is.
+        """Decode a payload of kind "json", without decoding base64.
 
         Raises:
             InputError: The payload is of another kind, or is not JSON.
@@ -53,7 +53,7 @@ class Item(msgspec.Struct, kw_only=True, eq=False, gc=False):
             raise InputError(str(error)) from None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Copies of the tensors of a payload of kind "tensors", by name, on the CPU.
+        """Copy the tensors of a payload of kind "tensors" to CPU memory, by name.
 
         Raises:
             InputError: The payload is of another kind.
@@ -61,7 +61,7 @@ class Item(msgspec.Struct, kw_only=True, eq=False, gc=False):
         return {name: view.clone() for name, view in self.views().items()}
 
     def views(self) -> dict[str, Tensor]:
-        """The tensors of a payload of kind "tensors" in place: writing to one ends the process.
+        """Return the tensors of a payload of kind "tensors" in place; writing kills the process.
 
         Raises:
             InputError: The payload is of another kind.
@@ -79,9 +79,9 @@ class Item(msgspec.Struct, kw_only=True, eq=False, gc=False):
 
 
 def _with_bytes(value: object, where: str) -> object:
-    """JSON with bytes in the place of what is encoded in base64; `where` is its place.
+    """Replace each `{"b64": ...}` in a JSON value by its bytes; messages call the value `where`.
 
-    Text in the URL-safe alphabet, which "-" and "_" tell, is left to the model as it is.
+    Text in the URL-safe alphabet, recognized by "-" or "_", is left as it is.
     """
     if isinstance(value, list):
         return [_with_bytes(each, f"{where}[{i}]") for i, each in enumerate(value)]

@@ -1,4 +1,4 @@
-"""Values that describe tensors and devices; without torch, for the front end holds them too."""
+"""Descriptions of tensors and devices. Imports no torch, since the front end uses them too."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 Split = Literal["pipeline", "tensor"]
-"""How a replica is split over several devices: by stages, or each of its matrices by parts."""
+"""How a replica is split over several devices: into stages, or each matrix into parts."""
 
 _MOST_AT_ONCE = 4
 """Batches that a pipeline computes at once."""
@@ -31,8 +31,8 @@ DTYPE_BYTES = {
 
 
 MAX_IMAGE_PIXELS = 50_000_000
-"""Of one encoded picture, unless told otherwise: as many as the largest sensors of telephones have.
-While a picture is decoded each pixel takes 4 to 17 bytes (WebP most, one that is turned 8)."""
+"""Most pixels of one encoded picture, by default: what the largest sensors of phones have. While a
+picture is decoded, each pixel takes 4 to 17 bytes: 8 if it is turned, 17 as WebP."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +42,7 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     """A key of `DTYPE_BYTES`."""
     shape: tuple[int, ...]
-    """With the batch dimension first; -1 where any length will do. Empty: any shape will do."""
+    """Sizes with the batch dimension first; -1 for any size. Empty for any shape."""
 
     @property
     def instance_shape(self) -> tuple[int, ...]:
@@ -64,52 +64,52 @@ class TensorHeader(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def num_bytes(self) -> int:
-        """The bytes that the tensor takes."""
+        """Size of the tensor in bytes."""
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The devices that one replica runs on, and the host's cores that go with them."""
+    """Devices that one replica runs on, and the host's cores that go with them."""
 
     devices: tuple[str, ...]
-    """As torch names them, seen from the worker: ("cpu",), ("cuda:0",). If it is split there is one
-    for each rank, in the order of the ranks: ("cuda:0", "cuda:1"), ("cpu", "cpu")."""
+    """Names that torch uses inside the worker: ("cpu",), ("cuda:0",). A split replica has one for
+    each rank, in order: ("cuda:0", "cuda:1"), ("cpu", "cpu")."""
     split: Split | None = None
-    """How it is split over them; None where it lies on one."""
+    """How the replica is split; None if it lies on one device."""
     visible: tuple[str, ...] = ()
-    """UUIDs for CUDA_VISIBLE_DEVICES, each once: `devices` counts them; empty on CPUs."""
+    """UUIDs for CUDA_VISIBLE_DEVICES, each once; `devices` counts them. Empty on CPUs."""
     cpus: tuple[int, ...] = ()
-    """The cores to run on, of all its processes; empty leaves the affinity as it is."""
+    """Cores for all processes of the replica; empty leaves the affinity as it is."""
     num_threads: int = 1
-    """Intra-op threads of torch, in each of its processes."""
+    """Intra-op threads of torch in each process."""
     memory_fraction: float | None = None
-    """Of its GPU's memory, the most that torch may allocate in each process; None: all."""
+    """Part of the GPU's memory that torch may allocate in each process; None for all of it."""
 
     @property
     def num_ranks(self) -> int:
-        """The processes of a replica: one for each device."""
+        """Processes of the replica: one for each device."""
         return len(self.devices)
 
     @property
     def num_at_once(self) -> int:
-        """Batches that it computes at once: as many as keep all stages of a pipeline busy.
+        """Batches computed at once, so that all stages of a pipeline are busy.
 
-        With many stages the pieces of a few batches do that too, and fewer are lost with a process.
+        With many stages, the pieces of a few batches suffice, and fewer are lost with a process.
         """
         return min(self.num_ranks, _MOST_AT_ONCE) if self.split == "pipeline" else 1
 
     @property
     def gpu_of_each_rank(self) -> list[str]:
-        """UUIDs, in the order of the ranks; empty on CPUs."""
+        """UUIDs of the GPUs in the order of the ranks; empty on CPUs."""
         if not self.visible:
             return []
         return [self.visible[int(device.removeprefix("cuda:"))] for device in self.devices]
 
     def for_rank(self, rank: int) -> "Placement":
-        """What the process of one rank is bound to: its own device, with all `visible` to it.
+        """Return the placement of one rank's process: its own device, with all of them visible.
 
-        On CPUs it has its share of the cores; beside a GPU, all that are near.
+        On CPUs a rank gets its share of the cores; beside a GPU, all cores near it.
         """
         has_share = self.devices[rank] == "cpu"
         start = rank * self.num_threads
@@ -121,16 +121,16 @@ class Placement:
 
     @property
     def names(self) -> list[str]:
-        """The device of each rank as a person would name it on this host."""
+        """Name of each rank's device for people on this host."""
         return [f"cuda:{uuid}" for uuid in self.gpu_of_each_rank] or list(self.devices)
 
     def __str__(self) -> str:
-        """The devices as a person would name them on this host."""
+        """Name the devices for people on this host."""
         return "+".join(self.names)
 
 
 def matches(shape: Sequence[int], pattern: Sequence[int]) -> bool:
-    """Whether a shape fits a spec's, in which -1 stands for any length."""
+    """Return whether a shape fits a pattern, in which -1 stands for any size."""
     return len(shape) == len(pattern) and all(
         want in (-1, got) for got, want in zip(shape, pattern, strict=True)
     )
