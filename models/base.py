@@ -48,8 +48,8 @@ class Model:
     """Tensors that `postprocess` returns, with the batch dimension first. An instance whose outputs
     have another shape fails."""
     finite_outputs: bool = True
-    """Outputs have no NaN and no infinity: an instance whose outputs have one fails alone. Set it to
-    False if they mean something."""
+    """Outputs have no NaN and no infinity; an instance whose outputs have one fails alone. Set it
+    to False if they mean something."""
     max_image_pixels = MAX_IMAGE_PIXELS
     """The setting of that name, for `decode_image`. The worker sets it before `load`."""
     decode: Literal["exact", "fast"] = "exact"

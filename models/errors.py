@@ -25,7 +25,7 @@ class CheckpointError(ModelError):
 
 
 class BadReturnError(ModelError):
-    """A method of the model returned the wrong thing; the message names the method and its place."""
+    """A method of the model returned the wrong thing; the message says which, and where."""
 
 
 class RankError(Exception):
