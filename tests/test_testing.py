@@ -108,9 +108,9 @@ def test_options_must_be_what_a_service_could_have():
     with client(SquareRoot, options={"offset": 1.0}) as asking, client(SquareRoot) as other:
         assert asking.predict([4, 9]).value == [3.0, 4.0]
         assert other.predict([4, 9]).value == [2.0, 3.0]
-    with pytest.raises(SettingsError, match=r"^options\.offset: None cannot be told"):
+    with pytest.raises(SettingsError, match=r"^options\.offset: None cannot be passed"):
         predict_with({"offset": None})
-    with pytest.raises(SettingsError, match=r"^options\.of\.set: a object cannot be told"):
+    with pytest.raises(SettingsError, match=r"^options\.of\.set: a object cannot be passed"):
         predict_with({"of": {"set": object()}})
 
 

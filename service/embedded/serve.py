@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
-from types import TracebackType
 
 from inferpool.models.sources.importing import end_import_for_model
 from inferpool.service.client.errors import InferpoolError
@@ -129,12 +128,7 @@ class RunningService:
         """Return this service."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close it."""
         self.close()
 
@@ -257,10 +251,10 @@ class RunningService:
             (("log_level",), level, "serve"),
         ]
         left_out = {key for key, _, _ in own}
-        rows = [row for row in self._rows if row[0] not in left_out]
-        top = [row for row in rows if len(row[0]) == 1]
+        rows = [*own, *(row for row in self._rows if row[0] not in left_out)]
+        rows.sort(key=lambda row: len(row[0]) > 1)  # the tables of models come last
         text = StringIO()
-        write_toml([*own, *top, *(row for row in rows if len(row[0]) > 1)], text)
+        write_toml(rows, text)
         return text.getvalue().encode()
 
     def _environment(self) -> dict[str, str]:

@@ -183,7 +183,7 @@ def test_port_that_is_taken_is_an_error():
         ),
         (
             {"e": {"source": "echo", "options": {"k": None}}}, {},
-            SettingsError, r"^models\.e\.options\.k: None cannot be told",
+            SettingsError, r"^models\.e\.options\.k: None cannot be passed",
         ),
         ({}, {}, TypeError, "models is empty"),
         (Echoing(), {}, TypeError, "a Echoing cannot be served: give its class"),

@@ -87,6 +87,12 @@ def bench(arena: Arena) -> Callable[..., DispatcherBench]:
     return partial(DispatcherBench, arena)
 
 
+def one_by_one(bench: Callable[..., DispatcherBench]) -> tuple[DispatcherBench, FakeWorker]:
+    """Return a dispatcher, and its only worker, which computes one instance at a time."""
+    b = bench(max_batch_size=1)
+    return b, b.worker(credit=1)
+
+
 async def test_each_instance_gets_the_answer_to_its_own_payload(bench):
     b = bench()
     worker = b.worker()
@@ -181,16 +187,6 @@ async def test_partial_batch_is_sent_just_before_the_running_one_ends(bench):
     assert worker.sizes == [1, 1]
 
 
-async def test_instances_are_spread_over_the_idle_workers(bench):
-    b = bench(max_batch_size=8)
-    first, second, third = b.worker(), b.worker(), b.worker()
-    futures = await b.send(7)
-    assert sorted(first.sizes + second.sizes + third.sizes) == [2, 2, 3]
-    await answer(first, second, third)
-    await asyncio.gather(*futures)
-    b.check_books()
-
-
 async def test_batch_wait_holds_an_idle_worker_until_the_batch_is_full_or_time_is_up(bench):
     b = bench(max_batch_size=2, batch_wait_ms=30)
     worker = b.worker()
@@ -237,8 +233,7 @@ async def test_full_arena_refuses(bench):
 
 
 async def test_deadline_that_cannot_be_met_is_refused_at_once(bench):
-    b = bench(max_batch_size=1)
-    worker = b.worker(credit=1)
+    b, worker = one_by_one(bench)
     for _ in range(4):
         await b.send()
         await asyncio.sleep(0.05)
@@ -253,8 +248,7 @@ async def test_deadline_that_cannot_be_met_is_refused_at_once(bench):
 
 
 async def test_deadline_in_the_queue_is_answered_on_time_and_never_sent(bench):
-    b = bench(max_batch_size=1)
-    worker = b.worker(credit=1)
+    b, worker = one_by_one(bench)
     await b.send()
     began = time.monotonic()
     with pytest.raises(DeadlineExceededError, match="in the queue"):
@@ -279,8 +273,7 @@ async def test_deadline_in_a_worker_is_answered_on_time_and_its_slot_stays_until
 
 
 async def test_cancelled_instances_leave_the_queue_and_the_books_balance(bench):
-    b = bench(max_batch_size=1)
-    worker = b.worker(credit=1)
+    b, worker = one_by_one(bench)
     (sent,) = await b.send()
     queued = b.submit()
     assert queued.cancel()
@@ -369,8 +362,7 @@ async def test_errors_of_single_items_reach_their_callers_only(bench):
 
 
 async def test_drain_finishes_what_was_accepted_and_admits_nothing_more(bench):
-    b = bench(max_batch_size=1)
-    worker = b.worker(credit=1)
+    b, worker = one_by_one(bench)
     futures = await b.send(3)
     drain = asyncio.ensure_future(b.dispatcher.drain(5))
     await turn()
@@ -384,8 +376,7 @@ async def test_drain_finishes_what_was_accepted_and_admits_nothing_more(bench):
 
 
 async def test_drain_that_runs_out_of_time_answers_all_that_is_left(bench):
-    b = bench(max_batch_size=1)
-    worker = b.worker(credit=1)
+    b, worker = one_by_one(bench)
     (sent,) = await b.send()
     waiting = b.submit()
     await b.dispatcher.drain(0.05)
@@ -395,17 +386,6 @@ async def test_drain_that_runs_out_of_time_answers_all_that_is_left(bench):
     worker.die()
     await turn()
     b.check_books()
-
-
-async def test_higher_priority_overtakes(bench):
-    b = bench(max_batch_size=1)
-    worker = b.worker(credit=1)
-    await b.send()
-    b.submit()
-    urgent = b.submit(priority=1)
-    await answer(worker)
-    await answer(worker)
-    assert urgent.done()
 
 
 async def test_solo_instance_goes_to_an_idle_worker_and_nothing_goes_behind_it(bench):
