@@ -157,6 +157,7 @@ class Stage:
             "PYTHONPATH": f"{self.folder}{os.pathsep}{ROOT}",
             "INFERPOOL_PORT": str(self._port),
             "INFERPOOL_SPEED_SEARCH": "false",
+            "OMP_WAIT_POLICY": "passive",  # no spinning beside other tests
             command.FOLDER: str(self._own),
             command.COMMAND: str(Path(sys.executable).parent / "inferpool"),
         }
