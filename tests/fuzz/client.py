@@ -18,7 +18,7 @@ _CLOSES = re.compile(rb"\r\nconnection: *close", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
-class RawAnswer:
+class FuzzAnswer:
     """One answer of the service."""
 
     status: int
@@ -31,7 +31,7 @@ class RawExchange:
     """One input with the answers to it."""
 
     input: HostileInput
-    answers: list[RawAnswer] = field(default_factory=list)
+    answers: list[FuzzAnswer] = field(default_factory=list)
     error: str = ""
     """Why there is neither an answer nor a clean close."""
 
@@ -44,7 +44,7 @@ class RawConnection(asyncio.Protocol):
         self._transport: asyncio.Transport
         self._buffer = b""
         self._is_head_request = False
-        self._answers: list[RawAnswer] = []
+        self._answers: list[FuzzAnswer] = []
         self._changed = asyncio.Event()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -101,7 +101,7 @@ class RawConnection(asyncio.Protocol):
             return False
         return True
 
-    def _take(self) -> RawAnswer | None:
+    def _take(self) -> FuzzAnswer | None:
         """Take the next whole answer off what has arrived."""
         head, found, rest = self._buffer.partition(b"\r\n\r\n")
         if not found:
@@ -120,7 +120,7 @@ class RawConnection(asyncio.Protocol):
         if len(rest) < size:
             return None
         self._buffer = rest[size:]
-        return RawAnswer(status, head, rest[:size])
+        return FuzzAnswer(status, head, rest[:size])
 
 
 async def send_all(

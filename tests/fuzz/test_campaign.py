@@ -6,7 +6,7 @@ import pytest
 
 from tests.e2e.running import Running
 from tests.fuzz.campaign import Verdict, campaign, judge, keep, read_input
-from tests.fuzz.client import RawAnswer, RawExchange
+from tests.fuzz.client import FuzzAnswer, RawExchange
 from tests.fuzz.inputs import KINDS, HostileInput, make_input
 
 pytestmark = [pytest.mark.measures, pytest.mark.slow]
@@ -47,7 +47,7 @@ HEAD = b"HTTP/1.1 %b X\r\ncontent-type: application/problem+json"
 def test_the_judge_sees_answers_that_must_not_be(status: int, body: bytes, is_offence: bool):
     input = HostileInput(number=3, kind="json", data=b"", is_framed=True)
     verdict = Verdict()
-    judge(RawExchange(input, [RawAnswer(status, HEAD % (b"%03d" % status), body)]), verdict)
+    judge(RawExchange(input, [FuzzAnswer(status, HEAD % (b"%03d" % status), body)]), verdict)
     assert bool(verdict.offences) == is_offence
     judge(RawExchange(input, error="neither answered nor closed"), verdict)
     assert verdict.offences[-1] == ("neither answered nor closed", input)
@@ -58,9 +58,9 @@ def test_the_judge_sees_a_line_that_a_client_smuggled_into_an_answer(line: bytes
     input = HostileInput(number=3, kind="shape", data=b"", is_framed=True)
     verdict = Verdict()
     head = HEAD % b"200"
-    judge(RawExchange(input, [RawAnswer(200, head + b"\r\ndate: now", b"")]), verdict)
+    judge(RawExchange(input, [FuzzAnswer(200, head + b"\r\ndate: now", b"")]), verdict)
     assert verdict.offences == []
-    judge(RawExchange(input, [RawAnswer(200, head + b"\r\n" + line, b"")]), verdict)
+    judge(RawExchange(input, [FuzzAnswer(200, head + b"\r\n" + line, b"")]), verdict)
     ((reason, _),) = verdict.offences
     assert reason.startswith("200, with a line that is not ours: ")
 
