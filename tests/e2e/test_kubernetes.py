@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,85 +91,49 @@ def test_yaml_is_tidy():
 
 
 @dataclass
-class PodProbe:
-    """One probe of the manifest, with its results."""
-
-    path: str
-    period_s: float
-    timeout_s: float
-    threshold: int
-    failures: int = 0
-    """Failures since the last success."""
-    num_refused: int = 0
-    """Failures that were answers, rather than none in time."""
-    next_at: float = 0.0
-
-    @property
-    def is_due(self) -> bool:
-        return time.monotonic() >= self.next_at
-
-    def passes(self, client: httpx.Client) -> bool:
-        """Ask; return whether it succeeded or has not yet failed too often."""
-        self.next_at = time.monotonic() + self.period_s
-        try:
-            is_good = client.get(self.path, timeout=self.timeout_s).is_success
-            self.num_refused += not is_good
-        except httpx.HTTPError:
-            is_good = False
-        self.failures = 0 if is_good else self.failures + 1
-        return self.failures < self.threshold
-
-
-@dataclass
 class Pod:
     """A pod as its node judges it, for a test to read at any time."""
 
-    startup: PodProbe
-    liveness: PodProbe
-    readiness: PodProbe
     is_started: bool = False
     is_ready: bool = False
     is_terminating: bool = False
+    num_refused: int = 0
+    """Answers that said that it is not ready."""
     reasons_to_kill: list[str] = field(default_factory=list)
-
-    def judge(self, client: httpx.Client) -> None:
-        """Send the probes that are due."""
-        if not self.is_started:
-            if self.startup.is_due:
-                if not self.startup.passes(client):
-                    self.reasons_to_kill.append("it does not start")
-                self.is_started = self.startup.failures == 0
-            return
-        if self.liveness.is_due and not self.is_terminating:
-            is_alive = self.liveness.passes(client)
-            if not is_alive and not self.is_terminating:  # it may have been told meanwhile
-                self.reasons_to_kill.append("it is not alive")
-        if self.readiness.is_due:
-            is_passed = self.readiness.passes(client)
-            self.is_ready = is_passed and (self.is_ready or self.readiness.failures == 0)
 
 
 @contextmanager
 def kubelet(url: str) -> Iterator[Pod]:
     """Probe one service from a thread, as the kubelet of its node would."""
-    document = next(yaml.safe_load_all((FOLDER / "cpu.yaml").read_text()))
-    (container,) = document["spec"]["template"]["spec"]["containers"]
-    probes = [
-        PodProbe(
-            path=(probe := container[f"{name}Probe"])["httpGet"]["path"],
-            period_s=probe["periodSeconds"] / FASTER,
-            timeout_s=probe.get("timeoutSeconds", 1),
-            threshold=probe["failureThreshold"],
-        )
-        for name in ("startup", "liveness", "readiness")
-    ]
-    probes[0].threshold *= FASTER  # the process starts no faster
-    pod, is_over = Pod(*probes), threading.Event()
+    (container,) = PODS[0]["spec"]["containers"]  # of cpu.yaml
+    pod, is_over = Pod(), threading.Event()
+    next_at = dict.fromkeys(("startup", "liveness", "readiness"), 0.0)
+    failures = dict.fromkeys(next_at, 0)
+
+    def send(kind: str, client: httpx.Client) -> None:
+        probe = container[f"{kind}Probe"]
+        next_at[kind] = time.monotonic() + probe["periodSeconds"] / FASTER
+        answer = None
+        with suppress(httpx.HTTPError):
+            answer = client.get(probe["httpGet"]["path"], timeout=probe.get("timeoutSeconds", 1))
+        is_good = answer is not None and answer.is_success
+        failures[kind] = 0 if is_good else failures[kind] + 1
+        patience = FASTER if kind == "startup" else 1  # the process starts no faster
+        has_failed = failures[kind] >= patience * probe["failureThreshold"]
+        if kind == "readiness":
+            pod.is_ready = not has_failed and (pod.is_ready or is_good)
+            pod.num_refused += answer is not None and not is_good
+        elif has_failed and not pod.is_terminating:
+            pod.reasons_to_kill.append(f"its {kind} probe failed")
+        pod.is_started = pod.is_started or is_good
 
     def run() -> None:
         with httpx.Client(base_url=url) as client:
             while not is_over.wait(0.01):
-                pod.judge(client)
+                for kind in ("liveness", "readiness") if pod.is_started else ("startup",):
+                    is_moot = kind == "liveness" and pod.is_terminating
+                    if time.monotonic() >= next_at[kind] and not is_moot:
+                        send(kind, client)
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -218,10 +182,10 @@ def test_a_pod_is_never_killed_and_gets_requests_only_while_it_can_answer(tmp_pa
         asked.result()
         until(lambda: pod.is_ready)
 
-        before = pod.readiness.num_refused
+        before = pod.num_refused
         statuses = set(pool.map(lambda _: ask(), range(60)))  # seven times what may wait
         assert statuses == {200, 429}
-        assert pod.readiness.num_refused == before  # others are as busy, and none would be left
+        assert pod.num_refused == before  # others are as busy, and none would be left
         until(lambda: pod.is_ready)
 
         pod.is_terminating = True
