@@ -36,51 +36,32 @@ class RawExchange:
     """Why there is neither an answer nor a clean close."""
 
 
-class RawConnection(asyncio.Protocol):
+class RawConnection:
     """One connection, on which one input at a time is out."""
 
-    def __init__(self) -> None:
-        self.is_open = False
-        self._transport: asyncio.Transport
-        self._buffer = b""
-        self._is_head_request = False
-        self._answers: list[FuzzAnswer] = []
-        self._changed = asyncio.Event()
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._transport = transport
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.is_open = True
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.is_open = False
-        self._changed.set()
-
-    def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        while (answer := self._take()) is not None:
-            if answer.status >= 200:
-                self._answers.append(answer)
-        self._changed.set()
+        self._reader = reader
+        self._writer = writer
 
     async def ask(self, input: HostileInput) -> RawExchange:
         """Send an input and wait for what comes of it."""
-        self._answers = []
-        self._is_head_request = input.data.startswith(b"HEAD ")
         exchange = RawExchange(input)
-        self._transport.write(input.data)
-        quiet_s = ANSWER_TIMEOUT_S if input.is_framed else _QUIET_S
-        if not await self._wait(quiet_s) and not input.is_framed:
-            if self._transport.can_write_eof():
-                self._transport.write_eof()
-            await self._wait(ANSWER_TIMEOUT_S)
-        exchange.answers = self._answers
-        if not self._answers and self.is_open:
+        self._writer.write(input.data)
+        reading = asyncio.ensure_future(self._read_answers(exchange))
+        if not input.is_framed:
+            await asyncio.wait({reading}, timeout=_QUIET_S)
+            if not reading.done() and self._writer.can_write_eof():
+                self._writer.write_eof()
+        await asyncio.wait({reading}, timeout=ANSWER_TIMEOUT_S)
+        if not reading.done():
+            reading.cancel()
             exchange.error = f"neither answered nor closed in {ANSWER_TIMEOUT_S:g} s"
-        elif not self._answers and input.is_framed:
+        elif input.is_framed and not exchange.answers:
             exchange.error = "the connection was closed without an answer"
-        elif self._buffer and input.is_framed:
-            exchange.error = f"more than one answer: {self._buffer[:80]!r}"
-        closes = any(_CLOSES.search(answer.head) for answer in self._answers)
+        elif input.is_framed and len(exchange.answers) > 1:
+            exchange.error = f"more than one answer: {exchange.answers[1].head!r}"
+        closes = any(_CLOSES.search(answer.head) for answer in exchange.answers)
         if closes or exchange.error or not input.is_framed:
             self.close()
         return exchange
@@ -88,39 +69,34 @@ class RawConnection(asyncio.Protocol):
     def close(self) -> None:
         """Hang up."""
         self.is_open = False
-        self._transport.abort()
+        self._writer.transport.abort()
 
-    async def _wait(self, timeout_s: float) -> bool:
-        """Wait for an answer, or the end; return whether either came."""
+    async def _read_answers(self, exchange: RawExchange) -> None:
+        """Read the answer to an input, and any further answers that have come with it."""
+        is_head = exchange.input.data.startswith(b"HEAD ")
         try:
-            async with asyncio.timeout(timeout_s):
-                while self.is_open and not self._answers:
-                    self._changed.clear()
-                    await self._changed.wait()
+            while not exchange.answers:
+                await self._read_answer(exchange, is_head)
+            async with asyncio.timeout(0):
+                while True:
+                    await self._read_answer(exchange, is_head)
         except TimeoutError:
-            return False
-        return True
-
-    def _take(self) -> FuzzAnswer | None:
-        """Take the next whole answer off what has arrived."""
-        head, found, rest = self._buffer.partition(b"\r\n\r\n")
-        if not found:
-            return None
-        status = int(head[9:12]) if head[9:12].isdigit() else 0
-        length = _LENGTH.search(head)
-        size = 0
-        if status in (204, 304) or 0 < status < 200 or self._is_head_request:
             pass
-        elif length is not None:
-            size = int(length[1])
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self.is_open = False
+
+    async def _read_answer(self, exchange: RawExchange, is_head: bool) -> None:
+        head = (await self._reader.readuntil(b"\r\n\r\n"))[:-4]
+        status = int(head[9:12]) if head[9:12].isdigit() else 0
+        body = b""
+        if status in (204, 304) or 0 < status < 200 or is_head:
+            pass
+        elif length := _LENGTH.search(head):
+            body = await self._reader.readexactly(int(length[1]))
         elif _CHUNKED.search(head):
-            size = rest.find(b"0\r\n\r\n") + 5
-            if size < 5:
-                return None
-        if len(rest) < size:
-            return None
-        self._buffer = rest[size:]
-        return FuzzAnswer(status, head, rest[:size])
+            body = await self._reader.readuntil(b"0\r\n\r\n")
+        if status >= 200:
+            exchange.answers.append(FuzzAnswer(status, head, body))
 
 
 async def send_all(
@@ -149,6 +125,4 @@ async def send_all(
 
 
 async def _connect(address: tuple[str, int]) -> RawConnection:
-    loop = asyncio.get_running_loop()
-    _, connection = await loop.create_connection(RawConnection, *address)
-    return connection
+    return RawConnection(*await asyncio.open_connection(*address, limit=1 << 26))
