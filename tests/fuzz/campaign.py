@@ -1,5 +1,6 @@
 """Sends hostile inputs to a real service, and notes all that must never happen."""
 
+import itertools
 import re
 import time
 from collections import Counter
@@ -97,10 +98,17 @@ def campaign(
     verdict.num_workers = len(pids)
     verdict.pss_bytes.append(_pss_bytes(target))
     began = time.monotonic()
+
+    def on_exchange(exchange: RawExchange) -> None:
+        verdict.num_inputs += 1
+        judge(exchange, verdict)
+        on_progress(verdict.num_inputs)
+
     half = num_inputs // 2
     for numbers in (range(half), range(half, num_inputs)):
-        left_s = began + max_s - time.monotonic()
-        _send(target, verdict, seed, numbers, left_s, num_connections, on_progress)
+        inputs = (make_input(seed, number) for number in numbers)
+        in_time = itertools.takewhile(lambda _: time.monotonic() < began + max_s, inputs)
+        uvloop.run(send_all(target.address, in_time, on_exchange, num_connections))
         time.sleep(rest_s)
         verdict.pss_bytes.append(_pss_bytes(target))
     verdict.seconds = time.monotonic() - began
@@ -120,34 +128,8 @@ def campaign(
 def replay(target: Running, input: HostileInput) -> list[RawExchange]:
     """Send one input alone."""
     exchanges: list[RawExchange] = []
-    waiting = [input]
-    next_input = lambda: waiting.pop() if waiting else None  # noqa: E731
-    uvloop.run(send_all(target.address, next_input, exchanges.append, 1))
+    uvloop.run(send_all(target.address, iter([input]), exchanges.append, 1))
     return exchanges
-
-
-def _send(
-    target: Running,
-    verdict: Verdict,
-    seed: int,
-    numbers: range,
-    max_s: float,
-    num_connections: int,
-    on_progress: Callable[[int], None],
-) -> None:
-    waiting = iter(numbers)
-    until = time.monotonic() + max_s
-
-    def next_input() -> HostileInput | None:
-        number = next(waiting, None)
-        return None if number is None or time.monotonic() > until else make_input(seed, number)
-
-    def on_exchange(exchange: RawExchange) -> None:
-        verdict.num_inputs += 1
-        judge(exchange, verdict)
-        on_progress(verdict.num_inputs)
-
-    uvloop.run(send_all(target.address, next_input, on_exchange, num_connections))
 
 
 def judge(exchange: RawExchange, verdict: Verdict) -> None:

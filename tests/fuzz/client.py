@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from tests.fuzz.inputs import HostileInput
@@ -101,7 +101,7 @@ class RawConnection:
 
 async def send_all(
     address: tuple[str, int],
-    next_input: Callable[[], HostileInput | None],
+    inputs: Iterator[HostileInput],
     on_exchange: Callable[[RawExchange], None],
     num_connections: int,
 ) -> None:
@@ -109,7 +109,7 @@ async def send_all(
 
     async def work() -> None:
         connection: RawConnection | None = None
-        while (input := next_input()) is not None:
+        for input in inputs:
             if connection and (not connection.is_open or not input.is_framed):
                 connection.close()
                 connection = None
