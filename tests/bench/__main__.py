@@ -1,53 +1,37 @@
 """The command `python -m tests.bench`: measures the service and its peers. See README.md."""
 
 import argparse
-import shlex
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
-from types import FrameType, ModuleType
-from typing import Any
+from types import FrameType
 
-from tests.bench import (
-    entries,
-    front,
-    model,
-    outputs,
-    overload,
-    peers,
-    presets,
-    soak,
-    split,
-    start,
-    sweep,
-    trace,
-)
 from tests.bench.frame import Benchmark
 from tests.bench.server import INFERPOOL, BenchError, require_free
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_BENCHMARKS: Mapping[str, ModuleType] = {
-    "peers": peers,
-    "sweep": sweep,
-    "model": model,
-    "presets": presets,
-    "front": front,
-    "entries": entries,
-    "outputs": outputs,
-    "trace": trace,
-    "start": start,
-    "overload": overload,
-    "split": split,
-    "soak": soak,
+_SHARED = {
+    "rounds": "how often each takes its turn",
+    "secs": "seconds of each cell",
+    "warm": "seconds of load before each turn",
+    "connections": "comma-separated",
+    "serve-args": 'further arguments of inferpool, as "--replicas 1"',
 }
-"""Modules with HELP, the DEFAULTS of the shared options that they take, and `run`; `report` where
-there are cells to show, and `add_arguments` where there are options of their own."""
+"""Options that several benchmarks take, with their help."""
+_NAMES = (
+    *("peers", "sweep", "model", "presets", "front", "entries"),
+    *("outputs", "trace", "start", "overload", "split", "soak"),
+)
+_BENCHMARKS = {name: import_module(f"tests.bench.{name}") for name in _NAMES}
+"""Modules with HELP, OPTIONS and `run`, and with `report` where there are cells to show. OPTIONS
+has the default of each shared option that it takes, and the default and help of its own."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one benchmark; return the exit status."""
-    args = _parser().parse_args(argv)
+    args = make_parser().parse_args(argv)
     bench = Benchmark(args.benchmark, args)
     module = _BENCHMARKS[args.benchmark]
     try:
@@ -67,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return bench.conclude()
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
     verbs = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
     for name, module in _BENCHMARKS.items():
@@ -75,33 +60,25 @@ def _parser() -> argparse.ArgumentParser:
         verb.add_argument("--port", type=int, default=8171, help="default: %(default)s")
         verb.add_argument("--inferpool", default=INFERPOOL, help="its command (%(default)s)")
         verb.add_argument("--out", type=Path, help="the JSON file; default: one in tests/bench/out")
-        for option, default in module.DEFAULTS.items():
-            kind, text = _SHARED[option]
-            verb.add_argument(f"--{option}", type=kind, default=default, help=text)
-        if hasattr(module, "add_arguments"):
-            module.add_arguments(verb)
+        for option, value in module.OPTIONS.items():
+            default, text = (value, _SHARED[option]) if option in _SHARED else value
+            _add_option(verb, option, default, text)
     return parser
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return number
+def _add_option(parser: argparse.ArgumentParser, name: str, default: object, text: str) -> None:
+    flag = f"--{name}"
+    if default is False:
+        parser.add_argument(flag, action="store_true", help=text)
+    elif isinstance(default, list):
+        parser.add_argument(flag, action="append", default=default, help=f"{text}; repeatable")
+    else:
+        kind = _numbers if isinstance(default, tuple) else type(default)
+        parser.add_argument(flag, type=kind, default=default, help=f"{text} (%(default)s)")
 
 
-def _counts(text: str) -> tuple[int, ...]:
-    return tuple(_positive(part) for part in text.split(","))
-
-
-_SHARED: Mapping[str, tuple[Callable[[str], Any], str]] = {
-    "rounds": (_positive, "default: %(default)s"),
-    "secs": (_positive, "seconds of each cell (%(default)s)"),
-    "warm": (int, "seconds of load before each turn (%(default)s)"),
-    "connections": (_counts, "comma-separated (%(default)s)"),
-    "serve-args": (shlex.split, 'further arguments of inferpool, as "--replicas 1" (%(default)s)'),
-}
-"""Options that several benchmarks take: type and help."""
+def _numbers(text: str) -> tuple[float, ...]:
+    return tuple(int(part) if part.isdigit() else float(part) for part in text.split(","))
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:

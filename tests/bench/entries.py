@@ -6,7 +6,6 @@ ours lies in another file, or there is none, the call enters a file. The call wi
 entries counts, since work beside the calls (looking at the workers, say) adds some now and then.
 """
 
-import argparse
 import json
 import os
 import signal
@@ -23,7 +22,10 @@ from tests.bench.frame import Benchmark
 from tests.bench.server import HOST, ROOT, BenchError, BenchServer, Probe, ask, inferpool
 
 HELP = "our own files that one call enters in the front end, and how often"
-DEFAULTS: Mapping[str, object] = {}
+OPTIONS = {
+    "front-ends": (1, "processes that take calls"),
+    "all": (False, "show each way between two files"),
+}
 _SIGNAL = signal.SIGUSR2
 _OWN = str(ROOT / "inferpool") + os.sep
 _NUM_CALLS = 5
@@ -35,11 +37,6 @@ _HOOK = "from tests.bench.entries import listen\nlisten({folder!r})\n"
 
 Entry = tuple[str, str]
 """File that a call comes from, and file that it enters."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--front-ends", type=int, default=1, help="processes (%(default)s)")
-    parser.add_argument("--all", action="store_true", help="show each way between two files")
 
 
 def run(bench: Benchmark) -> None:

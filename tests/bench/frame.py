@@ -190,6 +190,8 @@ class Benchmark:
                 found = {
                     each.figure: ratios(self.cells, ours, theirs, each.figure) for each in columns
                 }
+                if not any(found.values()):
+                    continue
                 name = f"{ours[2]} / {theirs[2]}"
                 texts = [range_text(values, 2) if values else "-" for values in found.values()]
                 rows.append([ours[0], name, f"{ours[1]:g}", *texts])

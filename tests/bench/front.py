@@ -5,7 +5,6 @@ once; answers are thrown away. So only Python (and uvloop's callbacks) is timed.
 for 64 calls together, as it is under load.
 """
 
-import argparse
 import asyncio
 import gc
 import time
@@ -27,7 +26,7 @@ from tests.fakes import FakeWorker
 from tests.service.pools import make_dispatcher
 
 HELP = "the front end's own work on a call, step by step, without sockets"
-DEFAULTS = {"rounds": 5}
+OPTIONS = {"rounds": 5, "bytes": (1024, "of a body"), "batch": (64, "the largest batch")}
 _NUM_CONNECTIONS = 64
 _NUM_WORKERS = 2
 _NUM_WARM = 200
@@ -40,11 +39,6 @@ STEPS = (
     "batches to results: the ledger",
     "results to bytes: headers, body, metrics",
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--bytes", type=int, default=1024, help="of a body (%(default)s)")
-    parser.add_argument("--batch", type=int, default=64, help="the largest (%(default)s)")
 
 
 def run(bench: Benchmark) -> None:

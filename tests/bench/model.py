@@ -35,24 +35,26 @@ from tests.bench.server import (
 from tests.bench.workloads import photos
 
 HELP = "the model under load, against plain processes that do the same with no service"
-DEFAULTS = {"rounds": 5, "secs": 8, "warm": 2, "connections": "16,64"}
+OPTIONS = {
+    "rounds": 5,
+    "secs": 8,
+    "warm": 2,
+    "connections": (16, 64),
+    "source": ("efficientnet_lite0", "the model"),
+    "weights": ("DEFAULT", "its weights"),
+    "batch": (8, "the largest batch"),
+    "processes": (0, "replicas; 0: as many as the service chooses"),
+    "threads": (0, "of each; 0: as many as the service chooses"),
+}
 _LOAD_TIMEOUT_S = 180
 _PLAIN: Mapping[str, Mapping[str, str]] = {"plain": {}, "plain+malloc": MALLOC}
 """Variables of the plain processes, by name."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--source", default="efficientnet_lite0", help="default: %(default)s")
-    parser.add_argument("--weights", default="DEFAULT", help="default: %(default)s")
-    parser.add_argument("--batch", type=int, default=8, help="default: %(default)s")
-    parser.add_argument("--processes", type=int, help="replicas; default: what the service chooses")
-    parser.add_argument("--threads", type=int, help="of each; default: what the service chooses")
-
-
 def run(bench: Benchmark) -> None:
     """Measure the plain processes, and the service with as many workers."""
     require_wrk()
-    wish = Wish(replicas=bench.args.processes, threads=bench.args.threads)
+    wish = Wish(replicas=bench.args.processes or None, threads=bench.args.threads or None)
     placements = place(find_host(os.environ.get("CUDA_VISIBLE_DEVICES")), wish)
     turns: dict[str, Turn] = {
         name: partial(_take_plain_turn, bench, placements, name) for name in _PLAIN

@@ -21,7 +21,7 @@ from inferpool.workers.outputs import OutputRegion, OutputStore
 from tests.bench.frame import Benchmark, Cell, Column
 
 HELP = "large outputs by the pipe and by shared memory"
-DEFAULTS = {"rounds": 5}
+OPTIONS = {"rounds": 5}
 _KIB = (16, 64, 256, 4096)
 _BLOCK_BYTES = 64 << 20
 """Outputs per way, size and round, in bytes; at least 10 of them, at most 300."""

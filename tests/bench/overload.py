@@ -1,7 +1,7 @@
 """`overload`: goodput, refusals and latency at several times the capacity, from an open loop."""
 
-import argparse
 import asyncio
+import shlex
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,7 +13,16 @@ from tests.bench.frame import Benchmark, Cell, Column
 from tests.bench.server import HOST, OUT, BenchServer, Probe, inferpool
 
 HELP = "goodput, refusals and latency at several times the capacity"
-DEFAULTS = {"rounds": 5, "secs": 10, "serve-args": "--replicas 1"}
+OPTIONS = {
+    "rounds": 5,
+    "secs": 10,
+    "serve-args": "--replicas 1",
+    "times": (10.0, "the capacity"),
+    "forward-ms": (20.0, "of a batch"),
+    "batch": (8, "max_batch_size"),
+    "queue": (64, "max_queue_length"),
+    "timeout-ms": (0, "a deadline for each request; 0: none"),
+}
 _SETTLE_S = 0.5
 """Begin of each phase, which is not counted."""
 _NUM_CLIENTS = 32
@@ -124,14 +133,6 @@ async def ask_numbers(
     return await LoadGenerator(plan).run(), judge
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--times", type=float, default=10, help="the capacity (%(default)s)")
-    parser.add_argument("--forward-ms", type=float, default=20, help="of a batch (%(default)s)")
-    parser.add_argument("--batch", type=int, default=8, help="max_batch_size (%(default)s)")
-    parser.add_argument("--queue", type=int, default=64, help="max_queue_length (%(default)s)")
-    parser.add_argument("--timeout-ms", type=int, help="a deadline for each request; default: none")
-
-
 def run(bench: Benchmark) -> None:
     """Start the service and overload it, in each round."""
     args = bench.args
@@ -142,7 +143,7 @@ def run(bench: Benchmark) -> None:
         f'source = "tests.fault_model:FaultModel"\nmax_batch_size = {args.batch}\n'
         f"options = {{ forward_s = {args.forward_ms / 1000} }}\n"
     )
-    serve = ["m", "--config", str(config), *args.serve_args]
+    serve = ["m", "--config", str(config), *shlex.split(args.serve_args)]
     command = inferpool(args.inferpool, *serve, env={"PYTHONPATH": "."})
     probe = Probe(path="/predict", body=b'{"instances":[{"n":1}]}', content_type="application/json")
 

@@ -33,7 +33,6 @@ T = TypeVar("T")
 
 OURS = "inferpool"
 HELP = "inferpool and its peers side by side"
-DEFAULTS = {"rounds": 5, "secs": 4, "warm": 2, "connections": "1,16,64", "serve-args": ""}
 COLUMNS = (
     Column("requests_per_s", "requests/s (range)", 0, "range"),
     Column("p50_ms", "p50 ms", 2),
@@ -135,40 +134,23 @@ PEERS: Mapping[str, Peer] = {
     "fastapi+queue": Peer(arguments=[*_SKETCH, "--queue", "--fastapi"]),
 }  # fmt: skip
 _SETTABLE = ("num_workers", "num_model_workers", "wait_ms", "max_batch_size")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--peers",
-        default="",
-        help=f"comma-separated, of {', '.join(PEERS)}, or none "
-        f"(default: those of {', '.join(_AS_RELEASED)} that are installed)",
-    )
-    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="default: %(default)s")
-    parser.add_argument(
-        "--peer-python",
-        action="append",
-        default=[],
-        metavar="NAME=PATH",
-        help="the interpreter whose environment has this peer (default: this one)",
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="PEER.FIELD=N",
-        help=f"another setting of a peer: {', '.join(_SETTABLE)}",
-    )
-    parser.add_argument(
-        "--speeds", default="exact,auto", help="of inferpool, where there is a model (%(default)s)"
-    )
-    parser.add_argument(
-        "--ours",
-        action="append",
-        default=[],
-        metavar="NAME=ARGUMENTS",
-        help='a setting of inferpool, to compare with others of it: "p99=--objective-p99-ms 50"',
-    )
+OPTIONS = {
+    "rounds": 5,
+    "secs": 4,
+    "warm": 2,
+    "connections": (1, 16, 64),
+    "serve-args": "",
+    "peers": (
+        "",
+        f"comma-separated, of {', '.join(PEERS)}, or none; default: those of "
+        f"{', '.join(_AS_RELEASED)} that are installed",
+    ),
+    "workloads": (",".join(WORKLOADS), "comma-separated"),
+    "peer-python": ([], "PEER=PATH: the interpreter whose environment has this peer, if not ours"),
+    "set": ([], f"PEER.FIELD=N: another setting of a peer: {', '.join(_SETTABLE)}"),
+    "speeds": ("exact,auto", "of inferpool, where there is a model"),
+    "ours": ([], 'NAME=ARGUMENTS: a setting of inferpool, as "p99=--objective-p99-ms 50"'),
+}
 
 
 def run(bench: Benchmark) -> None:
@@ -190,7 +172,7 @@ def report(bench: Benchmark) -> None:
 
 
 def contenders(bench: Benchmark) -> Sequence[tuple[str, Bodies, ServerCommand]]:
-    """Return what the arguments of `add_arguments` ask for: workload, requests and server of each.
+    """Return what the options ask for: workload, requests and server of each.
 
     Raises:
         BenchError: Something is unknown, or not installed.
@@ -244,7 +226,7 @@ def _ours(workload: Workload, args: argparse.Namespace) -> Iterator[ServerComman
     if args.ours:
         ways = {f"{OURS}-{name}": more for name, more in map(_pair, args.ours)}
     for name, more in ways.items():
-        arguments = [*workload.serve(), *args.serve_args, *shlex.split(more)]
+        arguments = [*workload.serve(), *shlex.split(args.serve_args), *shlex.split(more)]
         if not workload.network:
             yield inferpool(args.inferpool, *arguments, name=name)
             continue

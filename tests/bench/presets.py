@@ -3,7 +3,6 @@
 Answers are compared on crops and mirror images of scikit-image's photographs.
 """
 
-import argparse
 import random
 import statistics
 import time
@@ -25,8 +24,14 @@ from tests.bench.frame import Benchmark, Cell, Column
 from tests.bench.server import BenchError
 
 HELP = "exact against each speed preset, in speed and in answers"
-DEFAULTS = {"rounds": 5}
-_SOURCES = "efficientnet_lite0,torchvision:resnet18,torchvision:mobilenet_v3_small"
+OPTIONS = {
+    "rounds": 5,
+    "sources": (
+        "efficientnet_lite0,torchvision:resnet18,torchvision:mobilenet_v3_small",
+        "comma-separated",
+    ),
+    "pictures": (722, "how many to compare answers on"),
+}
 _PHOTOGRAPHS = (
     "astronaut", "brick", "camera", "cell", "chelsea", "clock", "coffee", "coins", "grass",
     "gravel", "hubble_deep_field", "immunohistochemistry", "moon", "page", "retina", "rocket",
@@ -34,13 +39,6 @@ _PHOTOGRAPHS = (
 )  # fmt: skip
 _BATCHES = (1, 4, 8)
 _COLUMN = Column("images_per_s", "images/s", 0, "range")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sources", default=_SOURCES, help="comma-separated (%(default)s)")
-    parser.add_argument(
-        "--pictures", type=int, default=722, help="how many to compare answers on (%(default)s)"
-    )
 
 
 def run(bench: Benchmark) -> None:

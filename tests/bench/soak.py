@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import math
 import random
+import shlex
 import sys
 import time
 from collections import Counter
@@ -30,7 +31,19 @@ from tests.bench.frame import Benchmark
 from tests.bench.server import HOST, BenchError, BenchServer, Probe, inferpool
 
 HELP = "millions of requests, some bad, late or abandoned: whether memory grows"
-DEFAULTS = {"serve-args": ""}
+OPTIONS = {
+    "serve-args": "",
+    "requests": (2_000_000, "how many"),
+    "minutes": (0.0, "for so long instead"),
+    "clients": (16, "that ask at once"),
+    "hang-ups": (3, "percent"),
+    "bad": (3, "percent"),
+    "late": (3, "percent"),
+    "every": (1.0, "seconds per sample"),
+    "warm-share": (0.25, "of the time, not in the slopes"),
+    "max-slope": (1.0, "MiB/h that are tolerated"),
+    "seed": (1, "of the order of requests"),
+}
 _PATH = "/predict/echo"
 _MIB = 2**20
 _TIMEOUT_S = 35.0
@@ -196,27 +209,10 @@ class Soak:
             await asyncio.sleep(0.3)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--requests", type=int, default=2_000_000, help="default: %(default)s")
-    parser.add_argument("--minutes", type=float, default=0, help="for so long instead")
-    parser.add_argument("--clients", type=int, default=16, help="default: %(default)s")
-    parser.add_argument("--hang-ups", type=int, default=3, help="percent (%(default)s)")
-    parser.add_argument("--bad", type=int, default=3, help="percent (%(default)s)")
-    parser.add_argument("--late", type=int, default=3, help="percent (%(default)s)")
-    parser.add_argument("--every", type=float, default=1.0, help="seconds per sample (%(default)s)")
-    parser.add_argument(
-        "--warm-share", type=float, default=0.25, help="not in the slopes (%(default)s)"
-    )
-    parser.add_argument(
-        "--max-slope", type=float, default=1.0, help="MiB/h that are tolerated (%(default)s)"
-    )
-    parser.add_argument("--seed", type=int, default=1, help="default: %(default)s")
-
-
 def run(bench: Benchmark) -> None:
     """Soak the service, and look for growth."""
     args = bench.args
-    command = inferpool(args.inferpool, "echo", *args.serve_args)
+    command = inferpool(args.inferpool, "echo", *shlex.split(args.serve_args))
     probe = Probe(path=_PATH, body=b'{"instances":[1]}', content_type="application/json")
     try:
         with BenchServer(command, args.port) as server:

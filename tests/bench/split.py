@@ -1,6 +1,5 @@
 """`split`: memory, throughput and restarts of each placement; a model too large for a process."""
 
-import argparse
 import json
 import os
 import signal
@@ -9,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from inferpool.models.text.prose import PROSE
 from tests.bench import split_memory
 from tests.bench.frame import Benchmark, Cell, Column
 from tests.bench.load import require_wrk
@@ -19,7 +19,6 @@ from tests.bench.stack import WIDTH
 from tests.bench.workloads import body_files, photos, tensors
 
 HELP = "replicate, pipeline and tensor: memory, throughput and restarts of each"
-DEFAULTS = {"rounds": 5, "secs": 6, "warm": 2, "connections": "1,16"}
 _REFERENCES = ("replicate 1", "one stage")
 _TIMEOUT_S = 180.0
 _POLL_S = 0.005
@@ -28,8 +27,6 @@ _HEALTH = Probe(path="/health")
 
 def texts() -> Bodies:
     """Return JSON calls with a text of 24 words each."""
-    from inferpool.models.text.prose import PROSE
-
     words = PROSE.split()
     texts = [" ".join(words[start : start + 24]) for start in range(0, 192, 24)]
     contents = [json.dumps({"instances": [text]}).encode() for text in texts]
@@ -42,24 +39,6 @@ WORKLOADS: Mapping[str, tuple[str, Callable[[], Bodies]]] = {
     "mlp": (STACK, partial(tensors, WIDTH)),
 }
 """Source and bodies of each model."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parts = ",".join(_PARTS)
-    parser.add_argument("--parts", default=parts, help="comma-separated (%(default)s)")
-    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="default: %(default)s")
-    parser.add_argument(
-        "--gib", type=float, default=3.0, help="of parameters of the large model (%(default)s)"
-    )
-    parser.add_argument(
-        "--limit-share", type=float, default=0.7, help="of that, for each process (%(default)s)"
-    )
-    parser.add_argument(
-        "--blocks", type=int, default=4, help="of 128 MiB, of the MLP under load (%(default)s)"
-    )
-    parser.add_argument(
-        "--kills", type=int, default=10, help="of a rank, for each placement (%(default)s)"
-    )
 
 
 def run(bench: Benchmark) -> None:
@@ -167,4 +146,16 @@ _PARTS: Mapping[str, Callable[[Benchmark], None]] = {
     "placements": _measure_placements,
     "stage": _measure_stage,
     "restart": _measure_restarts,
+}
+OPTIONS = {
+    "rounds": 5,
+    "secs": 6,
+    "warm": 2,
+    "connections": (1, 16),
+    "parts": (",".join(_PARTS), "comma-separated"),
+    "workloads": (",".join(WORKLOADS), "comma-separated"),
+    "gib": (3.0, "of parameters of the large model"),
+    "limit-share": (0.7, "of that, for each process"),
+    "blocks": (4, "of 128 MiB, of the MLP under load"),
+    "kills": (10, "of a rank, for each placement"),
 }

@@ -1,8 +1,8 @@
 """`start`: the time from the command to ready, and its parts."""
 
-import argparse
 import http.client
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -22,7 +22,11 @@ from tests.bench.server import (
 )
 
 HELP = "from the command to ready, and the parts of that time"
-DEFAULTS = {"rounds": 5, "serve-args": ""}
+OPTIONS = {
+    "rounds": 5,
+    "serve-args": "",
+    "model": ("", "default: the service's own default model"),
+}
 _TIMEOUT_S = 180
 _POLL_S = 0.01
 _READY = Probe(path="/health/ready")
@@ -39,15 +43,11 @@ _IMPORTS = ("the front end's imports", "the forkserver's imports")
 _IMPORT_LINE = re.compile(r"import time:\s+(\d+) \|\s+\d+ \|\s+(\S+)")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="", help="default: the service's own default model")
-
-
 def run(bench: Benchmark) -> None:
     """Start the service and each part in each round; then split the imports by package."""
     args = bench.args
     model = [args.model] if args.model else []
-    command = inferpool(args.inferpool, *model, *args.serve_args, name="start")
+    command = inferpool(args.inferpool, *model, *shlex.split(args.serve_args), name="start")
     bench.take_turns({
         "inferpool serve": partial(_start, command, args.port),
         **{name: partial(_time_part, name, code) for name, code in _PARTS.items()},

@@ -15,7 +15,14 @@ from tests.bench.load import load_closed, require_wrk
 from tests.bench.server import HOST, BenchServer, Bodies, ServerCommand
 
 HELP = "latency against the arrival rate, open loop, up to collapse"
-DEFAULTS = {**peers.DEFAULTS, "secs": 5, "connections": "64"}
+OPTIONS = {
+    **peers.OPTIONS,
+    "secs": 5,
+    "connections": (64,),
+    "rates": ((), "requests per second for all; default: shares of the closed loop's"),
+    "max-connections": (512, "of the open loop"),
+    "p99-ms": (0.0, "an objective, to be drawn"),
+}
 SHARES = (0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5)
 """Rates, as shares of what the same server answers in a closed loop."""
 TIMEOUT_S = 5.0
@@ -34,20 +41,6 @@ _COLUMNS = (
     Column("server_cores", "cores", 2),
     Column("generator_cores", "generator", 2),
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    peers.add_arguments(parser)
-    parser.add_argument(
-        "--rates",
-        type=lambda text: [float(part) for part in text.split(",")],
-        metavar="RATE,RATE,...",
-        help="requests per second for all; default: shares of what each can do in a closed loop",
-    )
-    parser.add_argument(
-        "--max-connections", type=int, default=512, help="of the open loop (%(default)s)"
-    )
-    parser.add_argument("--p99-ms", type=float, default=0, help="an objective, to be drawn")
 
 
 def run(bench: Benchmark) -> None:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.bench import front, peers
-from tests.bench.__main__ import main
+from tests.bench.__main__ import main, make_parser
 from tests.bench.entries import count
 from tests.bench.frame import Benchmark, Cell, range_text, ratios
 from tests.bench.server import HOST, INFERPOOL, BenchServer, Bodies, Probe, ServerCommand, ask
@@ -131,12 +131,8 @@ def test_peers_that_are_installed_take_part_by_default(capsys, monkeypatch):
         "installed_version",
         lambda python, distribution: "1" if installed.get(python) == distribution else None,
     )
-    parser = argparse.ArgumentParser()
-    peers.add_arguments(parser)
-    parser.set_defaults(inferpool="inferpool", serve_args=[])
-    args = parser.parse_args(
-        ["--workloads", "echo-1k", "--peer-python", "mosec=mosec", "--peer-python", "ray=/envs/ray"]
-    )
+    pythons = ["--peer-python", "mosec=mosec", "--peer-python", "ray=/envs/ray"]
+    args = make_parser().parse_args(["peers", "--workloads", "echo-1k", *pythons])
     bench = Benchmark("peers", args)
     names = [command.name for _, _, command in peers.contenders(bench)]
     assert names == ["inferpool", "mosec", "ray"]

@@ -4,7 +4,6 @@ Real workers under the real dispatcher, without HTTP. The times are the workers'
 is a trace for https://ui.perfetto.dev or chrome://tracing; the page beside it needs no network.
 """
 
-import argparse
 import asyncio
 import itertools
 import time
@@ -25,7 +24,13 @@ from tests.bench.workloads import photos
 from tests.service.pools import make_dispatcher
 
 HELP = "what each worker does when, and how much of it overlaps"
-DEFAULTS = {"secs": 5}
+OPTIONS = {
+    "secs": 5,
+    "model": ("efficientnet_lite0", "the model"),
+    "workers": (2, "its workers"),
+    "max-batch-size": (8, "the largest batch"),
+    "connections": (64,),
+}
 _COLOURS = {"queued": "#8c959f", "prepare": "#bf8700", "compute": "#1f6feb", "answer": "#1a7f37"}
 """Stages of a batch, and their colours in the picture."""
 _MAX_SHOWN = 60
@@ -62,13 +67,6 @@ class Span:
         )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="efficientnet_lite0", help="default: %(default)s")
-    parser.add_argument("--workers", type=int, default=2, help="default: %(default)s")
-    parser.add_argument("--max-batch-size", type=int, default=8, help="default: %(default)s")
-    parser.add_argument("--connections", type=int, default=64, help="at once (%(default)s)")
-
-
 def run(bench: Benchmark) -> None:
     """Run the load, and note each batch."""
     args = bench.args
@@ -80,7 +78,7 @@ def run(bench: Benchmark) -> None:
     payloads = [Payload("image", (file.read_bytes(),)) for file in photos().files]
     start_forkserver()
     spans = asyncio.run(
-        traced(config, payloads, workers=args.workers, at_once=args.connections, secs=args.secs)
+        traced(config, payloads, workers=args.workers, at_once=args.connections[0], secs=args.secs)
     )
     for worker in sorted({span.worker for span in spans}):
         own = [span for span in spans if span.worker == worker]
