@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 
 _COMES_ROUND_S = 0.4
-"""A service that was told to stop takes what comes for half a second: whoever came round to no
-answer by then, since a machine stood still, is told so, or finds the connection closed."""
+"""A stopping service takes requests for half a second. Later ones, which a machine that stood still
+may send, are refused, or find the connection closed."""
 _HELD = 10**6
 _HELD_S = 1.0
 """Longer than a service that was told to stop waits for its clients to leave."""
@@ -21,31 +21,31 @@ _HELD_S = 1.0
 
 @dataclass
 class Tally:
-    """What became of the requests."""
+    """Counts of the requests by their end."""
 
     right: int = 0
     wrong: list[object] = field(default_factory=list)
     """Answers other than the right one, refusals included."""
     statuses: Counter[int] = field(default_factory=Counter)
     unanswered: list[str] = field(default_factory=list)
-    """Requests that the server had taken, and gave no answer to."""
+    """Requests that the server took and did not answer."""
     unconnected: int = 0
-    """Requests that found nobody listening: never taken, so nothing is owed."""
+    """Requests that found nobody listening."""
     belated: int = 0
-    """Requests that came round so late that a service which goes may turn them away."""
+    """Requests sent so late that a stopping service may turn them away."""
 
 
 async def ask_until_stopped(
     url: str, stop: Callable[[], float], holding: Path | None = None
 ) -> Tally:
-    """Have clients ask until nobody listens any more.
+    """Have clients ask until nobody listens.
 
     Args:
         url: The service's.
-        stop: Called in a thread once they are at it; returns when it has told the service to stop,
-            in seconds of `time.monotonic`.
-        holding: The folder of `calls` and `gate` of a `FaultModel`, which is to hold one call until
-            the service waits for nothing but that.
+        stop: Called in a thread once the load is under way; tells the service to stop and returns
+            the moment, in seconds of `time.monotonic`.
+        holding: Folder of `calls` and `gate` of a `FaultModel`, which holds one call until the
+            service waits for that call alone.
     """
     is_under_way = asyncio.Event()
     stopped_at = inf
@@ -67,7 +67,7 @@ async def ask_until_stopped(
 
 @contextlib.asynccontextmanager
 async def held(url: str, folder: Path) -> AsyncIterator[None]:
-    """Have a call under way, which is held for a while after the block, and then answered right."""
+    """Have a call under way that is held for a while after the block, and then answered right."""
     gate, calls = folder / "gate", folder / "calls"
     gate.touch()
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
@@ -99,7 +99,7 @@ async def ask_until(
         is_over: Asked before each request.
         num_clients: How many ask at once.
         do: What the model is to do with a number.
-        is_belated: Whether the service may turn away now what was sent at a moment.
+        is_belated: Whether the service may now turn away a request sent at this moment.
     """
     tally = Tally()
     numbers = iter(range(10**9))
@@ -139,6 +139,6 @@ async def ask_until(
 
 
 def after(seconds: float) -> Callable[[Tally], bool]:
-    """Over once some time has passed."""
+    """Return what is true once some seconds have passed."""
     until = time.monotonic() + seconds
     return lambda tally: time.monotonic() > until

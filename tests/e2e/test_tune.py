@@ -62,7 +62,7 @@ def test_budget_that_is_too_short_to_try_anything_writes_nothing(tmp_path: Path)
 
 
 @pytest.mark.alone
-def test_settings_are_measured_told_and_written(tmp_path: Path):
+def test_settings_are_measured_reported_and_written(tmp_path: Path):
     done = tune(
         tmp_path, "echo", "--connections", "4", "--secs", "0.2",
         "--budget", "1", "--html", "report.html", "--json", env=FIXED,
@@ -87,7 +87,7 @@ def test_settings_are_measured_told_and_written(tmp_path: Path):
     assert tmp_path.stat().st_mtime_ns == before
 
 
-def test_ctrl_c_tells_what_was_found_and_leaves_no_process(tmp_path: Path):
+def test_ctrl_c_reports_what_was_found_and_leaves_no_process(tmp_path: Path):
     process = subprocess.Popen(
         [*_COMMAND, "echo", "--connections", "4", "--secs", "0.2", "--output", "new.toml"],
         cwd=tmp_path,

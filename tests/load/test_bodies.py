@@ -30,7 +30,7 @@ def test_a_file_of_unknown_suffix_needs_a_type(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["nowhere", "empty"])
-def test_nothing_to_send_is_said(tmp_path, name):
+def test_a_path_without_bodies_is_an_error(tmp_path, name):
     (tmp_path / "empty").mkdir()
     with pytest.raises(TrialError, match=name):
         BodySource(path=tmp_path / name).bodies()

@@ -24,5 +24,5 @@ def test_a_highest_rate_is_not_passed():
     assert found == max(tried) == 100.0
 
 
-def test_it_ends_where_no_rate_holds():
+def test_the_search_ends_if_no_rate_holds():
     assert _found(CapacitySearch(start=20.0), 0.0)[0] == 0.0

@@ -50,7 +50,7 @@ def test_a_closed_loop_is_counted_and_reported(server, tmp_path, capsys):
     assert page.read_text().count('class="plotly-graph-div"') == 3
 
 
-def test_requests_carry_what_was_asked_for(server, tmp_path):
+def test_requests_have_the_headers_and_bodies_of_the_options(server, tmp_path):
     key = tmp_path / "key"
     key.write_text("secret-secret-secret\n")
     status, found = _run(
@@ -87,7 +87,7 @@ def test_an_open_loop_does_not_omit_what_a_stall_delays(server, tmp_path):
     assert found["latency_ms"]["max"] > 700
 
 
-def test_refusals_are_counted_by_code_with_what_they_ask_for(server, tmp_path):
+def test_refusals_are_counted_by_code_with_their_retry_after(server, tmp_path):
     words = ["closed", f"{server.url}/busy", "-n", "40", "--json", "{}", "--no-check"]
     status, found = _run(tmp_path, *words, "--errors", "0")
     assert status == 1
@@ -136,7 +136,7 @@ def test_soak_says_that_a_server_becomes_slower(server, tmp_path):
     assert "p99 grew" in found["missed"][0]
 
 
-def test_a_mistake_is_told_before_any_load(server, tmp_path, capsys):
+def test_a_mistake_is_reported_before_any_load(server, tmp_path, capsys):
     assert main(["closed", f"{server.url}/missing", "--json", "{}"]) == 2
     assert "404: no such model" in capsys.readouterr().err
     assert server.num_requests == 1

@@ -68,13 +68,13 @@ def test_shares_add_up_to_the_plan():
         ["closed", "host", "--body", "/nowhere"],
     ],
 )
-def test_what_cannot_be_used_is_said(words):
+def test_unusable_options_are_an_error(words):
     with pytest.raises(TrialError):
         plan_for(read_options(words))
 
 
 @pytest.mark.parametrize("words", [["open", "h"], ["closed", "h", "-d", "soon"], ["closed"]])
-def test_wrong_words_end_with_status_2(words, capsys):
+def test_wrong_options_exit_with_status_2(words, capsys):
     with pytest.raises(SystemExit) as error:
         read_options(words)
     assert error.value.code == 2

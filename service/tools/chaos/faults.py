@@ -56,64 +56,51 @@ class Poisonings:
     """Different inputs that were sent."""
     right: int = 0
     """Inputs answered with 500 `worker_crashed`, and with 422 `quarantined` when asked again."""
-    num_accepted: int = 0
-    """Instances among them that were admitted."""
     num_quarantined: int = 0
     """Instances refused at the second try."""
     num_attempts: int = 0
     refused: Counter[int] = field(default_factory=Counter)
 
 
+@dataclass(slots=True, kw_only=True)
 class Faults:
     """Strikes a service as the schedule says. Lives in the event loop."""
 
-    def __init__(
-        self,
-        address: Address,
-        watch: Watch,
-        tally: ChaosTally,
-        questions: Sequence[Question],
-        *,
-        seed: int,
-        every_s: Mapping[Fault, float],
-        timeout_s: float,
-        keeps_quarantine: bool,
-    ) -> None:
-        """Do nothing yet.
+    address: Address
+    watch: Watch
+    """Learns of each fault."""
+    tally: ChaosTally
+    """Counts wrong and lost answers of poisoned inputs, too."""
+    questions: Sequence[Question]
+    """The requests to poison."""
+    seed: int
+    """Decides when, and which worker."""
+    every_s: Mapping[Fault, float]
+    """See `schedule`."""
+    timeout_s: float
+    """The deadline that the service itself gives each request."""
+    keeps_quarantine: bool
+    """The service refuses an input that has killed workers."""
+    counts: Counter[Fault] = field(default_factory=Counter)
+    poisonings: Poisonings = field(default_factory=Poisonings)
+    _rng: random.Random = field(init=False)
+    _rest: random.Random = field(init=False)
 
-        Args:
-            address: The service's.
-            watch: Learns of each fault.
-            tally: Where wrong and lost answers of poisoned inputs are counted too.
-            questions: The requests to poison.
-            seed: Decides when, and which worker.
-            every_s: See `schedule`.
-            timeout_s: The deadline that the service itself gives each request.
-            keeps_quarantine: Whether the service refuses an input that has killed workers.
-        """
-        self.counts: Counter[Fault] = Counter()
-        self.poisonings = Poisonings()
-        self._address = address
-        self._watch = watch
-        self._tally = tally
-        self._questions = questions
-        self._every_s = every_s
-        self._schedule = schedule(seed, every_s)
-        self._rng = random.Random(f"{seed} who")
-        self._rest = random.Random(f"{seed} rest")
-        self._timeout_s = timeout_s
-        self._keeps_quarantine = keeps_quarantine
+    def __post_init__(self) -> None:
+        """Choose all that is left to chance."""
+        self._rng = random.Random(f"{self.seed} who")
+        self._rest = random.Random(f"{self.seed} rest")
 
     def does(self, fault: Fault) -> bool:
         """Return whether a fault is on the schedule at all."""
-        return self._every_s[fault] > 0
+        return self.every_s[fault] > 0
 
     async def run(self) -> None:
         """Follow the schedule until cancelled; a poisoning that is under way is seen through."""
         began = time.monotonic()
         poisoning: asyncio.Task[None] | None = None
         try:
-            for moment, fault in self._schedule:
+            for moment, fault in schedule(self.seed, self.every_s):
                 await asyncio.sleep(began + moment - time.monotonic())
                 if fault == "forkserver":
                     await self._strike_forkserver()
@@ -141,7 +128,7 @@ class Faults:
         while not (well := await self._well(kind)) or not self._strike_one_of(well, kind):
             while not await self._well(kind):  # noqa: ASYNC110  # the service tells who asks
                 await asyncio.sleep(_WAIT_S)
-            await asyncio.sleep(self._rest.uniform(0.0, self._every_s[kind]))
+            await asyncio.sleep(self._rest.uniform(0.0, self.every_s[kind]))
 
     async def _strike_forkserver(self) -> None:
         """Kill or stop the forkserver as soon as it is well, whatever the workers do.
@@ -150,7 +137,7 @@ class Faults:
         """
         while True:
             with contextlib.suppress(OSError, NoAnswerError):
-                forkserver = (await self._watch.look()).forkserver
+                forkserver = (await self.watch.look()).forkserver
                 if forkserver is not None and forkserver.state == "ready":
                     break
             await asyncio.sleep(_RETRY_S)
@@ -166,17 +153,17 @@ class Faults:
                 processes=processes,
                 began=began,
             )
-            self._watch.add(recovery)
+            self.watch.add(recovery)
 
     async def _well(self, kind: Literal["kill", "stop"]) -> list[WorkerState]:
         """Return workers that are ready and not struck; none while others have to come back."""
-        if any(each.kind in ("kill", kind) for each in self._watch.pending):
+        if any(each.kind in ("kill", kind) for each in self.watch.pending):
             return []
         try:
-            health = await self._watch.look()
+            health = await self.watch.look()
         except (OSError, NoAnswerError):
             return []
-        struck = {each.worker for each in self._watch.pending}
+        struck = {each.worker for each in self.watch.pending}
         return [w for w in health.workers if w.state == "ready" and w.pids and w.name not in struck]
 
     def _strike_one_of(self, well: Sequence[WorkerState], kind: Literal["kill", "stop"]) -> bool:
@@ -197,19 +184,18 @@ class Faults:
             processes=processes,
             began=began,
         )
-        self._watch.add(recovery)
+        self.watch.add(recovery)
         return True
 
     async def _poison(self, index: int) -> None:
         """Send an input that kills its worker, and send it once more."""
-        question = self._questions[index % len(self._questions)]
+        question = self.questions[index % len(self.questions)]
         number = _FIRST_POISON + index
         place = PLACES[index % len(PLACES)]
         request = question.request(number, f"?{PARAMETER}={place}-{index}")
         self.poisonings.num_sent += 1
         if await self._ask(number, request, 500, "worker_crashed"):
-            self.poisonings.num_accepted += question.num_instances
-            if not self._keeps_quarantine:
+            if not self.keeps_quarantine:
                 self.poisonings.right += 1
             elif await self._ask(number, request, 422, "quarantined"):
                 self.poisonings.right += 1
@@ -217,12 +203,12 @@ class Faults:
 
     async def _ask(self, number: int, request: bytes, status: int, code: str) -> bool:
         """Return whether a request has the answer that it should have; count it if not."""
-        tally = self._tally
+        tally = self.tally
         while True:
             self.poisonings.num_attempts += 1
             try:
-                async with connected(self._address, self._on_stray) as connection:
-                    answer = await connection.ask(request, self._timeout_s + PATIENCE_S)
+                async with connected(self.address, self._on_stray) as connection:
+                    answer = await connection.ask(request, self.timeout_s + PATIENCE_S)
             except (OSError, NoAnswerError) as error:
                 tally.lost += 1
                 tally.note(f"poison {number} is lost: {error!r}")
@@ -236,7 +222,6 @@ class Faults:
             return True
         if answer.status == 504:  # three workers had no time to come back
             tally.expired += 1
-            self.poisonings.num_accepted += 1
             return False
         tally.wrong += 1
         tally.note(
@@ -246,5 +231,5 @@ class Faults:
         return False
 
     def _on_stray(self) -> None:
-        self._tally.duplicated += 1
-        self._tally.note("an answer came to a poison that had one")
+        self.tally.duplicated += 1
+        self.tally.note("an answer came to a poison that had one")

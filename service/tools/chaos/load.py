@@ -60,32 +60,18 @@ class ChaosTally:
         return self.right + self.wrong + self.lost + self.expired
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NumberedLoad:
     """Clients in a closed loop: each asks its next question when it has its answer."""
 
-    def __init__(
-        self,
-        address: Address,
-        questions: Sequence[Question],
-        tally: ChaosTally,
-        *,
-        timeout_s: float,
-        is_over: Callable[[], bool],
-    ) -> None:
-        """Ask nothing yet.
-
-        Args:
-            address: The service's.
-            questions: Asked in turn, by number.
-            tally: Where to count.
-            timeout_s: The deadline that the service itself gives each request.
-            is_over: Asked before each request.
-        """
-        self._address = address
-        self._questions = questions
-        self._tally = tally
-        self._timeout_s = timeout_s
-        self._is_over = is_over
+    address: Address
+    questions: Sequence[Question]
+    """Asked in turn, by number."""
+    tally: ChaosTally
+    timeout_s: float
+    """The deadline that the service itself gives each request."""
+    is_over: Callable[[], bool]
+    """Asked before each request."""
 
     async def run(self, numbers: Iterator[int], num_clients: int) -> None:
         """Have clients share the numbers, until it is over.
@@ -100,9 +86,9 @@ class NumberedLoad:
     async def _be_client(self, numbers: Iterator[int]) -> None:
         connection: TrialConnection | None = None
         try:
-            while not self._is_over():
+            while not self.is_over():
                 number = next(numbers)
-                self._tally.num_sent += 1
+                self.tally.num_sent += 1
                 connection = await self._settle(number, connection)
         finally:
             if connection is not None:
@@ -115,24 +101,24 @@ class NumberedLoad:
 
         A refused request was never accepted, so nothing is owed: it is asked again.
         """
-        tally = self._tally
-        question = self._questions[number % len(self._questions)]
+        tally = self.tally
+        question = self.questions[number % len(self.questions)]
         request = question.request(number)
         began = time.monotonic()
         while True:
             if connection is None or not connection.is_open:
-                connection = await connect(self._address, self._on_stray)
+                connection = await connect(self.address, self._on_stray)
             tally.num_instances_sent += question.num_instances
             asked = time.monotonic()
             try:
-                answer = await connection.ask(request, self._timeout_s + PATIENCE_S, b"%d" % number)
+                answer = await connection.ask(request, self.timeout_s + PATIENCE_S, b"%d" % number)
             except NoAnswerError as error:
                 tally.lost += 1
                 tally.note(f"request {number} is lost: {error}")
                 connection.close()
                 return None
             now = time.monotonic()
-            if now - asked > self._timeout_s + SLACK_S:
+            if now - asked > self.timeout_s + SLACK_S:
                 tally.late += 1
             if not is_refusal(answer.status, answer.body):
                 break
@@ -144,7 +130,7 @@ class NumberedLoad:
     def _judge(
         self, number: int, question: Question, answer: TrialAnswer, latency_s: float
     ) -> None:
-        tally = self._tally
+        tally = self.tally
         if answer.status == 200 and answer.request_id == b"%d" % number:
             complaint = question.complaint(number, answer.body)
             if not complaint:
@@ -163,5 +149,5 @@ class NumberedLoad:
         tally.note(f"request {number} is wrong: {complaint}")
 
     def _on_stray(self) -> None:
-        self._tally.duplicated += 1
-        self._tally.note("an answer came that nobody had asked for")
+        self.tally.duplicated += 1
+        self.tally.note("an answer came that nobody had asked for")

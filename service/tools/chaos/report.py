@@ -16,6 +16,11 @@ from inferpool.service.tools.trial.report import machine
 from inferpool.service.tools.trial.tally import LatencyHistogram
 
 _MIB = 2**20
+_COUNTS = ("right", "wrong", "lost", "duplicated", "expired", "late")
+_PLAIN = (
+    "workers", "clients", "seed", "is_complete", "is_interrupted", "planned_kills", "exit_code",
+    "left_over",
+)  # fmt: skip
 _SIGNALS: Mapping[Kind, str] = {"kill": "SIGKILL", "stop": "SIGSTOP", "forkserver": "forkserver"}
 
 
@@ -95,13 +100,8 @@ class ChaosReport:
             "torch": version_of("torch"),
             "machine": machine(),
             "models": list(self.models),
-            "workers": self.workers,
-            "clients": self.clients,
-            "seed": self.seed,
             "seconds": round(self.seconds, 3),
-            "is_complete": self.is_complete,
-            "is_interrupted": self.is_interrupted,
-            "planned_kills": self.planned_kills,
+            **{name: getattr(self, name) for name in _PLAIN},
             "faults": dict(self.faults),
             "struck": self._struck(),
             "poisonings": {
@@ -119,8 +119,6 @@ class ChaosReport:
             "ledger": asdict(self.ledger) if self.ledger else None,
             "before": asdict(self.before),
             "after": asdict(self.after) if self.after else None,
-            "exit_code": self.exit_code,
-            "left_over": self.left_over,
             "notes": list(self.notes),
         }
 
@@ -298,12 +296,7 @@ def _times(moments: Iterable[tuple[float, float | None]]) -> LatencyHistogram:
 def _tally_dict(tally: ChaosTally) -> dict[str, object]:
     return {
         "sent": tally.num_sent,
-        "right": tally.right,
-        "wrong": tally.wrong,
-        "lost": tally.lost,
-        "duplicated": tally.duplicated,
-        "expired": tally.expired,
-        "late": tally.late,
+        **{name: getattr(tally, name) for name in _COUNTS},
         "refused": {str(status): count for status, count in tally.refused.items()},
         "latency_ms": spread_ms(tally.latency),
         "examples": tally.examples,

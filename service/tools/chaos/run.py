@@ -204,9 +204,9 @@ class _ChaosRun:
     ) -> None:
         """Ask until it is over; a service that is gone ends it, too."""
         load = NumberedLoad(
-            self._subject.address,
-            questions,
-            tally,
+            address=self._subject.address,
+            questions=questions,
+            tally=tally,
             timeout_s=self._settings.default_timeout_s,
             is_over=lambda: self._interruption.has_come or is_over(tally),
         )
@@ -225,10 +225,10 @@ class _ChaosRun:
         if health.forkserver is None:  # this host has none
             every_s["forkserver"] = 0.0
         return Faults(
-            self._subject.address,
-            watch,
-            tally,
-            knowledge.poisonable,
+            address=self._subject.address,
+            watch=watch,
+            tally=tally,
+            questions=knowledge.poisonable,
             seed=self._plan.seed,
             every_s=every_s,
             timeout_s=self._settings.default_timeout_s,

@@ -368,22 +368,23 @@ class LoadGenerator:
         """Count what became of a request."""
         now = exchange.ended = time.monotonic()
         exchange.failure = failure
-        tally, answer = self.tally, exchange.answer
+        plan, tally, answer = self._plan, self.tally, exchange.answer
         if self.measured_from == inf:
             self._num_ended += 1
-            if self._num_ended >= self._plan.warmup_answers:
+            if self._num_ended >= plan.warmup_answers:
                 self._num_ended = 0
                 self._measure_from(now)
             return
         if now < self.measured_from:
             return
         is_measured = exchange.due >= self.measured_from
-        kind = self._plan.judge(exchange, tally if is_measured else LoadTally())
+        kind = plan.judge(exchange, tally if is_measured else LoadTally())
         if not kind and now < self.measured_until:
             tally.num_in_time += 1
         if is_measured:
             self.finished_s = now - self.measured_from
-            tally.lateness.record(exchange.sent - exchange.due)
+            if plan.rate is not None:
+                tally.lateness.record(exchange.sent - exchange.due)
             latency_s = now - exchange.due
             if answer is not None:
                 tally.statuses[str(answer.status)] += 1
@@ -394,7 +395,6 @@ class LoadGenerator:
                 tally.fail(kind)
                 (tally.given_up if answer is None else tally.refusal).record(latency_s)
         self._num_ended += 1
-        plan = self._plan
         if self.measured_until == inf and plan.duration_s is not None:
             is_long_enough = now >= self.measured_from + plan.duration_s
             if is_long_enough and self._num_ended >= plan.least_answers:

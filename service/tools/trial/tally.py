@@ -94,7 +94,7 @@ class LoadTally:
     given_up: LatencyHistogram = field(default_factory=LatencyHistogram)
     """How long the requests had waited that got no answer."""
     lateness: LatencyHistogram = field(default_factory=LatencyHistogram)
-    """How long requests that were due waited until they were sent."""
+    """Open loop: how long requests that were due waited until they were sent."""
     statuses: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     """Everything else than good answers, by kind."""

@@ -15,10 +15,9 @@ from inferpool.service.settings.loader import LoadedSettings
 from inferpool.service.tools.trial.connection import TrialError
 from inferpool.service.tools.trial.report import write_page
 from inferpool.service.tools.trial.screen import Interruption, Screen
-from inferpool.service.tools.tune.charts import figure
 from inferpool.service.tools.tune.knobs import KnobFacts, knobs_for
 from inferpool.service.tools.tune.plan import TunePlan
-from inferpool.service.tools.tune.report import TuneReport
+from inferpool.service.tools.tune.report import TuneReport, figure
 from inferpool.service.tools.tune.search import BestLostError, Search
 from inferpool.service.tools.tune.settings_file import settings_text
 from inferpool.service.tools.tune.stage import ServiceStage

@@ -40,8 +40,8 @@ def test_any_rank_of_a_split_worker_is_struck_and_all_of_them_are_watched():
     for seed in range(12):
         watch = Watch(("127.0.0.1", 1))
         faults = Faults(
-            ("127.0.0.1", 1), watch, ChaosTally(), [],
-            seed=seed, every_s={"kill": 0, "stop": 1, "poison": 0, "forkserver": 0},
+            address=("127.0.0.1", 1), watch=watch, tally=ChaosTally(), questions=[], seed=seed,
+            every_s={"kill": 0, "stop": 1, "poison": 0, "forkserver": 0},
             timeout_s=1, keeps_quarantine=True,
         )  # fmt: skip
         assert faults._strike_one_of([worker], "stop")

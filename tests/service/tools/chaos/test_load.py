@@ -18,9 +18,9 @@ def ask(act: Act, *, timeout_s: float = 20.0) -> ChaosTally:
         tally = ChaosTally()
         async with fake_service(lambda number: act if number == _ODD else "ok") as (_, address):
             load = NumberedLoad(
-                address,
-                [EchoQuestion("/predict/echo", 1)],
-                tally,
+                address=address,
+                questions=[EchoQuestion("/predict/echo", 1)],
+                tally=tally,
                 timeout_s=timeout_s,
                 is_over=lambda: tally.num_sent >= _NUM,
             )
@@ -82,9 +82,9 @@ def test_service_that_is_gone_ends_the_load():
     async def go() -> None:
         tally = ChaosTally()
         load = NumberedLoad(
-            ("127.0.0.1", 1),
-            [EchoQuestion("/", 1)],
-            tally,
+            address=("127.0.0.1", 1),
+            questions=[EchoQuestion("/", 1)],
+            tally=tally,
             timeout_s=1,
             is_over=lambda: False,
         )

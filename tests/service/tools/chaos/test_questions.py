@@ -39,12 +39,12 @@ def test_answer_of_a_healthy_service_is_the_right_one():
     assert b"X-Request-ID: 7\r\n\r\n" + _GIVEN.body in request
 
 
-def test_model_that_says_now_this_now_that_cannot_be_tested():
+def test_model_with_changing_answers_cannot_be_tested():
     with pytest.raises(TrialError, match=r"one\.json in two ways"):
         taught({"predictions": [1]}, {"predictions": [2]})
 
 
-def test_input_that_is_refused_is_said_with_what_to_do():
+def test_refused_input_is_an_error_that_says_what_to_do():
     with pytest.raises(TrialError, match=r"422: no such thing; .*--inputs PATH"):
         taught({"detail": "no such thing"}, status=422)
 

@@ -112,10 +112,18 @@ def test_each_way_of_breaking_the_promise_is_named(changes: dict[str, object], p
     assert problem in found
 
 
-def test_report_says_the_figures_and_the_verdict():
+def written(**changes: object) -> str:
     stream = io.StringIO()
-    report(planned_kills=5, faults={"kill": 1, "poison": 1, "forkserver": 2}).write(stream)
-    text = stream.getvalue()
+    report(**changes).write(stream)
+    return stream.getvalue()
+
+
+def test_report_says_the_figures_and_the_verdict():
+    text = written(
+        planned_kills=5,
+        faults={"kill": 1, "poison": 1, "forkserver": 2},
+        plan="until there are at least 5 requests",
+    )
     for piece in (
         "1 SIGKILLs of 5 planned",
         "2 signals to the forkserver",
@@ -123,36 +131,29 @@ def test_report_says_the_figures_and_the_verdict():
         "111 accepted = 110 succeeded + 1 failed",
         "descriptors 30 -> 30",
         "seed",
+        "until there are at least 5 requests",
         "The promise was kept",
     ):
         assert piece in text
-    stream = io.StringIO()
-    report(chaos=tally(100, lost=2, wrong=1)).write(stream)
-    assert "The promise was broken: 1 wrong; 2 lost" in stream.getvalue()
+    broken = written(chaos=tally(100, lost=2, wrong=1))
+    assert "The promise was broken: 1 wrong; 2 lost" in broken
+    assert "(but stop did not come about" in written(faults={"kill": 1, "stop": 0})
 
 
 def test_interrupted_run_is_no_broken_promise():
     interrupted = report(is_complete=False, is_interrupted=True, exit_code=-2)
     assert interrupted.problems() == []
-    stream = io.StringIO()
-    interrupted.write(stream)
-    assert "kept until the interruption" in stream.getvalue()
+    text = written(is_complete=False, is_interrupted=True, exit_code=-2)
+    assert "kept until the interruption" in text
     assert replace(interrupted, chaos=tally(100, lost=1)).problems() == ["1 lost"]
 
 
-def test_report_names_the_faults_that_did_not_come_about():
-    stream = io.StringIO()
-    report(faults={"kill": 1, "stop": 0}).write(stream)
-    assert "(but stop did not come about" in stream.getvalue()
-
-
 def test_report_says_which_ranks_of_split_workers_were_struck():
-    ranks = (1, 0, 1)
-    struck = report(recoveries=[replace_struct(_RECOVERY, rank=rank) for rank in ranks])
-    stream = io.StringIO()
-    struck.write(stream)
-    assert "  SIGKILL        rank 0 1 times, rank 1 2 times" in stream.getvalue()
-    assert json.loads(json.dumps(struck.as_dict()))["struck"] == {"kill": {"0": 1, "1": 2}}
+    recoveries = [replace_struct(_RECOVERY, rank=rank) for rank in (1, 0, 1)]
+    text = written(recoveries=recoveries)
+    assert "  SIGKILL        rank 0 1 times, rank 1 2 times" in text
+    document = json.loads(json.dumps(report(recoveries=recoveries).as_dict()))
+    assert document["struck"] == {"kill": {"0": 1, "1": 2}}
 
 
 def test_report_is_json_too():
@@ -172,9 +173,3 @@ def test_spread_is_in_milliseconds():
     assert found["p99"] == pytest.approx(198, rel=0.01)
     assert found["worst"] == 200.0
     assert spread_ms(LatencyHistogram()) is None
-
-
-def test_report_says_when_it_was_to_end():
-    stream = io.StringIO()
-    report(plan="until there are at least 5 requests").write(stream)
-    assert "until there are at least 5 requests" in stream.getvalue()

@@ -29,7 +29,7 @@ def rows(tmp_path: Path, *, can_be_poisoned: bool) -> dict[tuple[str, ...], obje
     return {key: value for key, value, _ in rows_for(found, can_be_poisoned=can_be_poisoned)}
 
 
-def test_settings_of_the_user_are_kept_but_for_where_it_listens_and_keys(tmp_path: Path):
+def test_settings_of_the_user_are_kept_except_address_and_keys(tmp_path: Path):
     found = rows(tmp_path, can_be_poisoned=False)
     assert found["default_timeout_s",] == 7.0
     assert ("port",) not in found
@@ -39,13 +39,13 @@ def test_settings_of_the_user_are_kept_but_for_where_it_listens_and_keys(tmp_pat
     assert not [key for key in found if "keys" in key[0] or "tls" in key[0]]
 
 
-def test_stopped_worker_is_to_be_found_soon_unless_the_user_has_set_when(tmp_path: Path):
+def test_batch_timeout_is_short_unless_the_user_has_set_it(tmp_path: Path):
     found = rows(tmp_path, can_be_poisoned=False)
     assert found["models", "mine", "batch_timeout_s"] == 5.0
     assert found["models", "echo", "batch_timeout_s"] == 11.0
 
 
-def test_poisonable_is_put_around_each_model(tmp_path: Path):
+def test_each_model_is_wrapped_in_poisonable(tmp_path: Path):
     found = rows(tmp_path, can_be_poisoned=True)
     place = ("models", "mine")
     assert found[*place, "source"] == "inferpool.models.sources.poisonable:Poisonable"

@@ -67,7 +67,7 @@ def test_nothing_is_made_up_for_a_model_with_a_preprocess_of_its_own():
 
 
 @pytest.mark.parametrize("specs", [[], [TensorSpec(name="x", dtype="float32", shape=(-1, 3))]])
-def test_model_with_a_form_of_its_own_is_asked_its_example(specs: list[TensorSpec]):
+def test_model_with_a_form_of_its_own_gets_its_example(specs: list[TensorSpec]):
     (one,) = made_up(model(specs, {"words": ["a"]}, reads_own_form=True), 1, 8)
     assert json.loads(one.body) == {"instances": [{"words": ["a"]}]}
     assert one.content_type == "application/json"
@@ -91,7 +91,7 @@ def test_files_of_a_folder_are_requests_by_their_suffix(tmp_path: Path):
     ]
 
 
-def test_folder_without_requests_or_without_being_there_is_said(tmp_path: Path):
+def test_empty_or_missing_folder_is_an_error(tmp_path: Path):
     with pytest.raises(TrialError, match="no file of a known kind"):
         read_inputs(tmp_path)
     with pytest.raises(TrialError, match="No such file"):

@@ -43,7 +43,7 @@ subprocess.run([sys.executable, "-c", sys.argv[1]], check=True)
 _TIMEOUT_S = 50.0
 
 
-def test_where_it_listens_and_its_keys_are_no_matter_of_the_user(tmp_path: Path):
+def test_address_and_keys_of_the_users_settings_are_left_out(tmp_path: Path):
     (tmp_path / "inferpool.toml").write_text("port = 9\n[models.echo]\nreplicas = 3\n")
     found = load({}, {"INFERPOOL_PREDICT_KEYS": "k" * 20}, tmp_path)
     rows = {key: value for key, value, _ in rows_of(found)}
@@ -51,7 +51,7 @@ def test_where_it_listens_and_its_keys_are_no_matter_of_the_user(tmp_path: Path)
     assert not [key for key in rows if key[0] in ("host", "port") or "keys" in key[0]]
 
 
-def test_what_is_tried_sends_no_traces(monkeypatch: pytest.MonkeyPatch):
+def test_a_service_on_trial_sends_no_traces(monkeypatch: pytest.MonkeyPatch):
     secret = {"OTEL_EXPORTER_OTLP_HEADERS": "api-key=secret"}
     environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", **secret}
     for name, value in environ.items():
@@ -85,7 +85,7 @@ def test_service_does_not_outlive_whoever_started_it_however_that_ends(tmp_path:
     assert left_over([service], _TIMEOUT_S) == []
 
 
-def test_processes_that_have_ended_do_not_outlive_it_though_nobody_has_looked_at_them_yet():
+def test_zombies_do_not_count_as_left_over():
     command = [sys.executable, "-c", _CARELESS_GUARDIAN, _STOPPER]
     done = subprocess.run(command, capture_output=True, text=True, timeout=3 * _TIMEOUT_S)
     num_processes, exit_code, num_left = done.stdout.split()
@@ -93,7 +93,7 @@ def test_processes_that_have_ended_do_not_outlive_it_though_nobody_has_looked_at
     assert (exit_code, num_left) == ("0", "0"), done.stderr
 
 
-def test_why_a_service_does_not_start_is_told_without_its_log():
+def test_the_reason_for_a_failed_start_is_given_without_the_log():
     async def start() -> str:
         with TrialService(rows_of(load({"model": "no_such.module:Net"}, {}, Path("/")))) as subject:
             with pytest.raises(TrialError) as caught:

@@ -39,7 +39,7 @@ def test_any_latency_finds_a_bucket_and_there_are_few():
     assert len(histogram.counts) < 2500
 
 
-def test_the_number_above_a_limit_is_told():
+def test_latencies_above_a_limit_are_counted():
     assert histogram_of([0.01] * 90 + [0.2] * 10).num_above(0.05) == 10
 
 

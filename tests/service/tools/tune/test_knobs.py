@@ -39,7 +39,7 @@ def knobs(
     return {knob.name: knob for knob in knobs_for(facts, fixed)}
 
 
-def test_cores_are_shared_out_otherwise_than_they_are(tmp_path: Path):
+def test_replicas_and_threads_share_the_cores_in_other_ways(tmp_path: Path):
     two = knobs(tmp_path)["replicas x threads"]
     assert two.ways == [
         [{"replicas": 1, "threads_per_replica": 1}],
@@ -65,7 +65,7 @@ def test_a_split_model_keeps_its_devices_for_more_replicas(tmp_path: Path):
     assert "replicas x threads" not in knobs(tmp_path, 'placement = "pipeline"', gpus=_GPUS)
 
 
-def test_one_core_cannot_be_shared_out_otherwise(tmp_path: Path):
+def test_one_core_leaves_nothing_to_vary(tmp_path: Path):
     assert "replicas x threads" not in knobs(tmp_path, cores=1)
 
 
@@ -95,12 +95,12 @@ def test_answers_that_the_user_wants_exact_stay_exact(tmp_path: Path):
     assert "decoding" not in found
 
 
-def test_fast_decoding_that_was_chosen_is_held_against_the_exact_one(tmp_path: Path):
+def test_fast_decoding_that_auto_chose_is_compared_with_the_exact_one(tmp_path: Path):
     assert knobs(tmp_path, decode="fast")["decoding"].ways == [[{"decode": "exact"}]]
     assert "decoding" not in knobs(tmp_path)
 
 
-def test_calls_are_taken_by_one_process_more_and_one_less_than_now(tmp_path: Path):
+def test_one_front_end_more_and_one_less_are_tried(tmp_path: Path):
     assert knobs(tmp_path)["processes that take calls"].ways == [[{"front_ends": 2}]]
     found = knobs(tmp_path, cores=16, num_fronts=4)["processes that take calls"]
     assert found.ways == [[{"front_ends": 5}, {"front_ends": 6}], [{"front_ends": 3}]]
@@ -112,7 +112,7 @@ def test_objective_is_a_knob_where_there_is_one(tmp_path: Path):
     assert found.ways == [[{"objective_p99_ms": 50.0}]]
 
 
-def test_what_the_user_has_said_for_this_run_is_not_varied(tmp_path: Path):
+def test_settings_given_for_this_run_are_not_varied(tmp_path: Path):
     found = knobs(tmp_path, fixed=frozenset({"replicas", "speed"}))
     assert "replicas x threads" not in found
     assert "speed preset" not in found

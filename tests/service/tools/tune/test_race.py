@@ -31,7 +31,7 @@ def raced(stage: FakeStage, *, is_side_by_side: bool) -> Mapping[str, Speed]:
     return asyncio.run(course)
 
 
-def test_each_is_held_against_the_first_in_turns_with_it():
+def test_each_placement_takes_turns_with_the_first():
     stage = FakeStage(lambda changes: RATES[str(changes["placement"])], drift=0.5)
     found = raced(stage, is_side_by_side=True)
     assert found["replicate x2"].ratio is None
@@ -40,7 +40,7 @@ def test_each_is_held_against_the_first_in_turns_with_it():
     assert (stage.most_alive, stage.alive) == (2, [])
 
 
-def test_one_at_a_time_where_two_find_no_room():
+def test_placements_run_one_at_a_time_if_two_have_no_room():
     stage = FakeStage(lambda changes: RATES[str(changes["placement"])], drift=0)
     found = raced(stage, is_side_by_side=False)
     assert found["pipeline x2"].ratio == pytest.approx(0.7, rel=0.05)

@@ -3,9 +3,8 @@ import json
 from pathlib import Path
 
 from inferpool.service.tools.trial.report import write_page
-from inferpool.service.tools.tune.charts import TradeOff, front, text_chart
 from inferpool.service.tools.tune.plan import Goal
-from inferpool.service.tools.tune.report import TuneReport
+from inferpool.service.tools.tune.report import TradeOff, TuneReport, front, text_chart
 from inferpool.service.tools.tune.search import SearchOutcome, Tried
 from tests.service.tools.tune.fake_stage import sample_of
 
@@ -53,7 +52,7 @@ def written(what: TuneReport) -> str:
     return stream.getvalue()
 
 
-def test_front_has_those_to_which_no_other_is_both_faster_and_sooner():
+def test_front_has_the_points_that_no_other_beats_in_both():
     assert [each.mark for each in front(POINTS)] == ["1", "0", "3"]
 
 
@@ -65,7 +64,7 @@ def test_text_chart_stars_the_front_and_draws_the_objective():
     assert ":" in lines
 
 
-def test_chart_bears_a_single_candidate():
+def test_chart_can_show_a_single_candidate():
     assert "*0" in "\n".join(text_chart(POINTS[:1], None))
 
 

@@ -90,7 +90,7 @@ def test_gain_of_less_than_three_percent_is_not_worth_a_setting():
     assert chosen(tune(stage)) == {}
 
 
-def test_what_does_not_hold_at_the_end_is_not_recommended():
+def test_candidate_that_is_not_better_in_the_end_is_not_recommended():
     stage = FakeStage(lambda _: 1000.0, noise=0.0)
     flattered = [1.0]
 
@@ -114,7 +114,7 @@ def test_what_does_not_hold_at_the_end_is_not_recommended():
     assert "not when it was measured again" in {each.reason for each in outcome.tried}
 
 
-def test_nothing_is_begun_that_the_budget_does_not_allow_and_what_was_left_out_is_named():
+def test_budget_limits_what_is_tried_and_the_rest_is_named():
     stage = FakeStage(peak(batch=64, credit=4))
     outcome = tune(stage, budget_s=90.0)
     assert len(outcome.tried) > 2
@@ -173,7 +173,7 @@ def test_objective_out_of_reach_makes_latency_what_counts():
     assert chosen(outcome) == {"batch": 32}
 
 
-def test_candidate_that_does_not_come_up_is_told_and_passed_over():
+def test_candidate_that_does_not_start_is_reported_and_skipped():
     stage = FakeStage(lambda changes: 0.0 if "batch" in changes else peak(credit=4)(changes))
     outcome = tune(stage)
     assert chosen(outcome) == {"credit": 4}
@@ -206,14 +206,14 @@ def test_best_that_stops_answering_ends_the_search_and_is_not_held_against_other
     assert stage.alive == []
 
 
-def test_never_are_more_than_two_services_up_and_in_the_end_none():
+def test_at_most_two_services_run_and_none_is_left():
     stage = FakeStage(peak(batch=32, credit=4))
     tune(stage)
     assert stage.most_alive == 2
     assert stage.alive == []
 
 
-def test_interrupted_search_leaves_no_service_and_says_what_it_has_found():
+def test_interrupted_search_leaves_no_service_and_keeps_what_it_found():
     stage = FakeStage(peak(batch=64, credit=4))
 
     async def go() -> SearchOutcome:

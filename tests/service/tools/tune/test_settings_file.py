@@ -28,7 +28,7 @@ def written(
     return load({"config": "tuned.toml"}, {}, tmp_path)
 
 
-def test_what_was_found_is_set_and_all_else_is_as_the_user_had_it(tmp_path: Path):
+def test_file_has_what_was_found_and_the_users_other_settings(tmp_path: Path):
     (tmp_path / "inferpool.toml").write_text(_FILE)
     after = written(tmp_path, {"model": "net"}, {**_CHANGES}, {})
     settings = after.settings
