@@ -34,12 +34,9 @@ p{margin:.3rem 0}.faint{color:var(--faint)}.bad{color:#cf222e;font-weight:600}
 td,th{padding:.25rem .8rem .25rem 0;border-bottom:1px solid var(--line);text-align:right;
 white-space:nowrap}
 td.text,th.text{text-align:left}th{color:var(--faint);font-weight:500}
-svg{width:100%;height:auto;margin:1rem 0}code{font-size:.9em;overflow-wrap:anywhere}
 """
 
 Point = tuple[float, float]
-Range = tuple[float, float, float]
-"""Middle, low and high."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,25 +58,18 @@ class Note:
 
     text: str
     tone: str = ""
-    """"good", "bad" or "faint"; empty for none of them."""
+    """"good", "bad", "faint" or "code"; empty for none of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """A plotly figure, which only a page shows; `line_chart` and `bar_chart` make them."""
+    """A plotly figure, which only a page shows; see `line_chart`."""
 
     data: Sequence[Mapping[str, object]]
     layout: Mapping[str, object]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Markup:
-    """A piece of HTML, which only a page shows."""
-
-    html: str
-
-
-Part = ReportTable | Note | Chart | Markup
+Part = ReportTable | Note | Chart
 
 
 def line_chart(
@@ -123,26 +113,6 @@ def line_chart(
              "label": {"text": limit[1], "textposition": "end"}}
         ]  # fmt: skip
     return Chart(data=data, layout=layout)
-
-
-def bar_chart(
-    title: str,
-    x_label: str,
-    y_label: str,
-    groups: Sequence[str],
-    bars: Mapping[str, Sequence[Range | None]],
-) -> Chart:
-    """Draw a bar for each series in each group, with its range; None where there is none."""
-    data = []
-    for name, values in bars.items():
-        heights = [each and each[0] for each in values]
-        above = [each and each[2] - each[0] for each in values]
-        below = [each and each[0] - each[1] for each in values]
-        data.append(
-            {"type": "bar", "name": name, "x": list(groups), "y": heights,
-             "error_y": {"type": "data", "symmetric": False, "array": above, "arrayminus": below}}
-        )  # fmt: skip
-    return Chart(data=data, layout=_layout(title, x_label, y_label, {"type": "category"}))
 
 
 def _layout(
@@ -232,10 +202,9 @@ def _html(part: Part) -> str:
                     figure, config=options, include_plotlyjs=False, full_html=False, validate=False
                 )
             )
-        case Markup():
-            return part.html
         case Note():
-            return f'<p class="{part.tone}">{escape(part.text)}</p>'
+            tag = "pre" if part.tone == "code" else "p"
+            return f'<{tag} class="{part.tone}">{escape(part.text)}</{tag}>'
         case ReportTable():
             rows = "".join(_html_row(row, part.texts, "td") for row in part.rows)
             caption = f'<p class="faint">{escape(part.caption)}</p>' if part.caption else ""

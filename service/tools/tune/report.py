@@ -2,13 +2,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from math import ceil
 from typing import TextIO
 
 from inferpool.service.telemetry.versions import version_of
 from inferpool.service.tools.trial.report import (
-    Markup,
     Note,
     Part,
     ReportTable,
@@ -103,7 +101,7 @@ class TuneReport:
                     limit=(limit_ms, f"{limit_ms:g} ms") if limit_ms else None,
                 )
             )  # fmt: skip
-        return [*parts, self.table(), Markup(html=f"<pre>{escape(settings)}</pre>")]
+        return [*parts, self.table(), Note(text=settings, tone="code")]
 
     def label(self, tried: Tried) -> str:
         """Name a candidate for people."""

@@ -3,11 +3,9 @@ import json
 import re
 
 from inferpool.service.tools.trial.report import (
-    Markup,
     Note,
     Part,
     ReportTable,
-    bar_chart,
     console_for,
     line_chart,
     show,
@@ -22,8 +20,8 @@ _PARTS: list[Part] = [
         "A </script> plot", "x", "y", {"a & b": [(0, 1), (1, 100)], "c": [(1, 5)]},
         log_x=True, log_y=True, x_ticks=[(1, "one")], limit=(50, "limit"),
     ),
-    bar_chart("Bars", "x", "y", ["one", "two"], {"a": [(3, 2, 4), None]}),
-    Markup(html="<svg></svg>"),
+    line_chart("Another", "x", "y", {"a": [(1, 2)]}, mode="markers"),
+    Note(text="x = 1 # <a>", tone="code"),
 ]  # fmt: skip
 
 
@@ -42,6 +40,7 @@ def test_a_page_is_one_file_that_asks_nothing_of_the_network(tmp_path):
     assert text.count("Plotly.newPlot(") >= 2
     assert "A </script>" not in text
     assert "&lt;x&gt; [b]" in text
+    assert "x = 1 # &lt;a&gt;</pre>" in text
     assert "prefers-color-scheme:dark" in text
     write_page(tmp_path / "y.html", "Without charts", "", _PARTS[:2])
     assert (tmp_path / "y.html").stat().st_size < 10_000
