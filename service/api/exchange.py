@@ -239,17 +239,7 @@ class Exchange(msgspec.Struct, eq=False):
         return True
 
     def _check(self) -> None:
-        """Check the head of a call before its body is read.
-
-        Raises:
-            UnauthorizedError: It has no known key.
-            ForbiddenError: Its key is for something else.
-            MethodNotAllowedError: It is no POST.
-            UnknownModelError: There is no such model.
-            TooLargeError: Its body is going to be too large.
-            BadRequestError: A header is malformed.
-            NotAcceptableError: It accepts no form that there is.
-        """
+        """Check the head of a call before its body is read; raises what is wrong."""
         call, predict = self.call, self.predict
         headers = call.headers
         if predict.guard is not None:

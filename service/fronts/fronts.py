@@ -175,11 +175,7 @@ class Fronts:
     async def _bring_up(
         self, id: WorkerId, part: ArenaPart, _on_progress: Callable[[str], None]
     ) -> FrontProcess:
-        """Start a front, and wait until it takes connections.
-
-        Raises:
-            WorkerStartError: It did not come up.
-        """
+        """Start a front, and wait until it takes connections."""
         config = FrontConfig(
             name=id.worker,
             main_pid=os.getpid(),

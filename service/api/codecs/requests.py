@@ -216,11 +216,7 @@ class _Form:
                 )
 
     def take_payloads(self) -> list[Payload]:
-        """Return the instances of all parts.
-
-        Raises:
-            InvalidInputError: There is none, or a part of one is missing.
-        """
+        """Return the instances of all parts."""
         if not self._parts:
             if not self.payloads:
                 raise InvalidInputError("the form holds no file; one at least is needed")

@@ -12,14 +12,14 @@ from inferpool.service.api.auth import KEY_MEANINGS, Access, policy_of
 from inferpool.service.api.openapi import predict, problems
 from inferpool.service.api.openapi.headers import (
     COMMON,
+    COMMON_PARAMETERS,
     EXAMPLES,
     HEADERS,
-    OF_ALL,
     PARAMETERS,
     Json,
     answer_headers,
 )
-from inferpool.service.api.openapi.problems import ALWAYS, refer_to
+from inferpool.service.api.openapi.problems import COMMON_STATUSES, refer_to
 from inferpool.service.api.routes import admin, events, health
 
 INFO: Mapping[str, Any] = {
@@ -119,11 +119,11 @@ def _texts_of_fields() -> Mapping[str, Mapping[str, str]]:
 
 def _complete_operation(operation: dict[str, Any], path: str, example: object) -> None:
     """Give one of FastAPI's operations its headers, its error answers and an example."""
-    taken = [{"$ref": f"#/components/parameters/{name}"} for name in OF_ALL]
+    taken = [{"$ref": f"#/components/parameters/{name}"} for name in COMMON_PARAMETERS]
     operation["parameters"] = [*operation.get("parameters", ()), *taken]
     responses: dict[str, Any] = operation["responses"]
     statuses = {int(status) for status in responses}
-    errors = {status for status in statuses if status >= 400}.union(ALWAYS)
+    errors = {status for status in statuses if status >= 400}.union(COMMON_STATUSES)
     if policy_of(path) not in ("open", None):
         errors |= {401, 403}
     answers = {status: each for status, each in responses.items() if int(status) < 400}

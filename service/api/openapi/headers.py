@@ -94,7 +94,7 @@ PARAMETERS: Mapping[str, Json] = {
 """Headers of calls. Pages fill the examples in when a user tries a call, so none may break it."""
 HEADERS: Mapping[str, Json] = {_key(name): header for name, header in _ANSWER_HEADERS.items()}
 """Headers of answers."""
-OF_ALL = tuple(map(_key, COMMON[:3]))
+COMMON_PARAMETERS = tuple(map(_key, COMMON[:3]))
 """Parameters of every route."""
 
 

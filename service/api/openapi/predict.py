@@ -11,7 +11,7 @@ from inferpool.service.api.openapi.headers import (
     Json,
     answer_headers,
 )
-from inferpool.service.api.openapi.problems import OF_PREDICT, refer_to
+from inferpool.service.api.openapi.problems import PREDICT_STATUSES, refer_to
 
 _BINARY: Json = {"type": "string", "format": "binary"}
 
@@ -167,7 +167,7 @@ def _operation(
             "description": "In one of these forms, without Content-Encoding.",
             "content": _request_content(path, shown),
         },
-        "responses": {"200": _answer()} | refer_to(OF_PREDICT),
+        "responses": {"200": _answer()} | refer_to(PREDICT_STATUSES),
     }
 
 

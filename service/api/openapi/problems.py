@@ -48,32 +48,13 @@ _DETAILS: Mapping[str, str] = {
 }
 """A message of each error, for its example."""
 
-_MEANINGS: Mapping[int, str] = {
-    400: "The request cannot be read.",
-    401: "A key is needed, and there is none that is known.",
-    403: "The key is for something else.",
-    404: "There is no such model, worker or page.",
-    405: "The path has no such method.",
-    406: "No form that `Accept` allows can be answered in.",
-    408: "The body was not complete before the deadline.",
-    409: "Something else is being done, which must end first.",
-    413: "A body, or a part of one, is over its limit.",
-    414: "The URL is longer than 8 KiB.",
-    415: "The content type or the content encoding is not supported.",
-    422: "It was read, and does not fit.",
-    429: "The queue is full, or the deadline cannot be met.",
-    431: "The headers are longer than 64 KiB, or more than 100.",
-    500: "The model, or the service, failed on this input; or a restart failed.",
-    503: "Starting, shutting down, no worker, or too many connections.",
-    504: "The deadline passed before there was an answer.",
-}
 _ADDED_HEADERS: Mapping[int, str] = {
     401: "WWW-Authenticate",
     405: "Allow",
     429: "Retry-After",
     503: "Retry-After",
 }
-_OF_ADMIN = ("forbidden", "not_found", "conflict", "restart_failed")
+_ADMIN_CODES = ("forbidden", "not_found", "conflict", "restart_failed")
 _MEDIA_TYPE = PROBLEM_TYPE.decode()
 _REQUEST_ID = "order-1234"
 _ERRORS: Mapping[str, type[ServiceError]] = {
@@ -85,9 +66,9 @@ SCHEMAS = msgspec.json.schema_components([Problem], ref_template="#/components/s
 """Schemas of error answers."""
 SCHEMAS["Problem"]["properties"]["code"]["examples"] = list(_ERRORS)
 
-ALWAYS = (400, 414, 431, 500, 503)
+COMMON_STATUSES = (400, 414, 431, 500, 503)
 """Statuses that any route may answer: its calls are read, and connections taken, in one way."""
-OF_PREDICT = tuple(sorted({TABLE[each].status for each in _ERRORS.values()} - {409}))
+PREDICT_STATUSES = tuple(sorted({TABLE[each].status for each in _ERRORS.values()} - {409}))
 """Error statuses of `/predict`."""
 
 
@@ -107,10 +88,11 @@ def refer_to(statuses: Iterable[int]) -> dict[str, Json]:
 
 def _response(status: int) -> Json:
     errors = [error for error in _ERRORS.values() if TABLE[error].status == status]
+    titles = "; ".join(dict.fromkeys(TABLE[error].title for error in errors))
     codes = ", ".join(f"`{error.code}`" for error in errors)
     added = [_ADDED_HEADERS[status]] if status in _ADDED_HEADERS else []
     return {
-        "description": f"{_MEANINGS[status]} Codes: {codes}.",
+        "description": f"{titles}. Codes: {codes}.",
         "headers": answer_headers(*COMMON, *added),
         "content": {
             _MEDIA_TYPE: {
@@ -122,7 +104,7 @@ def _response(status: int) -> Json:
 
 
 def _example(error: type[ServiceError]) -> Json:
-    path = "/admin/models/resnet/restart" if error.code in _OF_ADMIN else "/predict"
+    path = "/admin/models/resnet/restart" if error.code in _ADMIN_CODES else "/predict"
     each = error(_DETAILS[error.code])
     is_of_instances = error.code == "invalid_input"
     errors = [instance_error(each, index) for index in (0, 1)] if is_of_instances else []

@@ -58,7 +58,7 @@ class HttpConnection(HttpToolsProtocol):
         self._linger_timer: asyncio.TimerHandle | None = None
         self._is_held = False
         """The client does not read its answers: the next call waits."""
-        self._is_deaf = False
+        self._ignores_input = False
         """Anything more that comes is dropped."""
         self._is_in_head = False
         """A head has begun to come, and is not whole."""
@@ -195,7 +195,7 @@ class HttpConnection(HttpToolsProtocol):
     def _end(self, exchange: Exchange) -> None:
         """Go on after an answer is written."""
         if not exchange.keep_alive:
-            self._leave(is_more_to_come=self._is_deaf or not exchange.is_complete)
+            self._leave(is_more_to_come=self._ignores_input or not exchange.is_complete)
         elif self.flow.write_paused:  # no more calls until it reads its answers
             self._hold()
         elif self.pipeline:  # soon, not now: a thousand refusals in a row must not nest
@@ -217,7 +217,7 @@ class HttpConnection(HttpToolsProtocol):
         if not is_more_to_come or not self.transport.can_write_eof():
             self.close()
         elif self._linger_timer is None and not self.transport.is_closing():
-            self._is_deaf = True
+            self._ignores_input = True
             self._clear_line()
             self.flow.resume_reading()
             with contextlib.suppress(OSError):  # asyncio raises it if the client has just hung up
@@ -236,7 +236,7 @@ class HttpConnection(HttpToolsProtocol):
         self.transport.write(
             b"%b%b%b%b%b" % (STATUS_LINE[status], self._default_head, lines, _CLOSE_AND_END, body)
         )
-        self._is_deaf = True
+        self._ignores_input = True
         self.close()
 
     def _take_default_headers(self) -> None:

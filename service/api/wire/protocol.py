@@ -32,7 +32,7 @@ from inferpool.service.api.wire.incoming import (
 )
 from inferpool.service.errors import BadRequestError, ServiceError, UnavailableError
 
-_OF_AN_UPGRADE = (b"connection", b"upgrade", b"http2-settings")
+_UPGRADE_HEADERS = (b"connection", b"upgrade", b"http2-settings")
 
 
 class PredictProtocol(HttpConnection):
@@ -110,7 +110,7 @@ class PredictProtocol(HttpConnection):
 
     def data_received(self, data: bytes) -> None:
         """Feed the parser, or take the body of a call with a known head."""
-        if self._is_deaf:
+        if self._ignores_input:
             return
         cycle = self.cycle
         if (cycle is None or cycle.response_complete) and not (
@@ -145,7 +145,7 @@ class PredictProtocol(HttpConnection):
             self._watch_body()
         if self.pipeline:
             self._incoming.take_line(len(self.pipeline), len(data))
-        if self._is_in_head and not self._is_deaf:
+        if self._is_in_head and not self._ignores_input:
             # Behind other bytes, we only know that the head has begun.
             self._incoming.take_head(1 if self._head_has_others_before else len(data))
 
@@ -155,7 +155,7 @@ class PredictProtocol(HttpConnection):
         Raises:
             EOFError: Stops the parser, since everything more is dropped.
         """
-        if self._is_deaf:
+        if self._ignores_input:
             raise EOFError
         self._is_in_head = True
         self._head_has_others_before = self._is_behind_others
@@ -228,7 +228,7 @@ class PredictProtocol(HttpConnection):
             TooLargeError: It has too many bytes. It stops the parser too.
             EOFError: Stops the parser, since everything more is dropped.
         """
-        if self._is_deaf:
+        if self._ignores_input:
             raise EOFError
         if self._chunk_limits is not None:
             self._chunk_limits.take_chunk(len(body))
@@ -243,7 +243,7 @@ class PredictProtocol(HttpConnection):
 
     def on_message_complete(self) -> None:
         """Take the end of the newest request."""
-        if self._asks_for_upgrade or self._is_deaf:
+        if self._asks_for_upgrade or self._ignores_input:
             return
         self._end_body()
         self._chunk_limits = None
@@ -305,15 +305,11 @@ class PredictProtocol(HttpConnection):
             self.pipeline.appendleft((exchange, self.app))  # type: ignore[arg-type]  # as above
 
     def _feed(self, data: bytes | memoryview) -> bytes | memoryview:
-        """Feed the parser, and return what it has left.
-
-        Raises:
-            httptools.HttpParserError: This is no HTTP that we speak.
-        """
+        """Feed the parser, and return what it has left."""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            if self._is_deaf:
+            if self._ignores_input:
                 return b""
             self._read_again_without_upgrade()
             return memoryview(data)[upgrade.args[0] :]
@@ -332,7 +328,7 @@ class PredictProtocol(HttpConnection):
             return
         version = self.parser.get_http_version().encode()
         lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
-        lines += [b"%b: %b" % each for each in self.headers if each[0] not in _OF_AN_UPGRADE]
+        lines += [b"%b: %b" % each for each in self.headers if each[0] not in _UPGRADE_HEADERS]
         self.parser = httptools.HttpRequestParser(self)
         self.parser.feed_data(b"\r\n".join([*lines, b"", b""]))
 
@@ -352,7 +348,7 @@ class PredictProtocol(HttpConnection):
                 return
             cycle.count()
             deadline = cycle.call.ref.deadline
-        if not self._is_deaf:
+        if not self._ignores_input:
             self._body_timer.start(deadline)
 
     def _end_body(self) -> None:
@@ -363,7 +359,7 @@ class PredictProtocol(HttpConnection):
 
     def _on_parser_error(self, error: httptools.HttpParserError) -> None:
         """Refuse bytes that are no HTTP, or that we failed on, after the answers before them."""
-        if self._is_deaf:
+        if self._ignores_input:
             return
         self._on_garbage(error_of(error))
 
@@ -373,7 +369,7 @@ class PredictProtocol(HttpConnection):
                 self.url, self.headers = b"", []
             self._refuse(error)
             return
-        self._is_deaf = True
+        self._ignores_input = True
         cycle: Exchange | RequestResponseCycle = self.cycle
         if isinstance(cycle, Exchange) and not cycle.response_complete:
             cycle.fail(error)
@@ -393,7 +389,7 @@ class PredictProtocol(HttpConnection):
 
     def _refuse(self, error: ServiceError) -> None:
         """Refuse a head when it is its turn, and drop everything after it."""
-        self._is_deaf = True
+        self._ignores_input = True
         self._is_in_head = False
         self._incoming.end_head()
         path = self.url[:MAX_URL_BYTES].partition(b"?")[0].decode("ascii", "replace")
@@ -404,8 +400,8 @@ class PredictProtocol(HttpConnection):
 
     def _stop_listening(self) -> None:
         """Let the newest call that was taken be the last one."""
-        if not self._is_deaf:
-            self._is_deaf = True
+        if not self._ignores_input:
+            self._ignores_input = True
             self.pipeline[0][0].keep_alive = False
 
     def _give_way(self, error: ServiceError) -> None:

@@ -27,7 +27,7 @@ from tests.service.api.fakes import FakeModel, call, endpoint
 
 JSON = "application/json"
 KEY = "a-key-of-sixteen-characters"
-OF_PREDICT = {kind.status for kind in TABLE.values()} - {409, 499}
+PREDICT_STATUSES = {kind.status for kind in TABLE.values()} - {409, 499}
 
 
 def make_app(*, with_keys: bool = True, with_admin: bool = True) -> App:
@@ -85,7 +85,7 @@ def examples(node: Any) -> Iterator[tuple[Any, Any]]:
 
 def test_every_error_that_predict_can_give_is_documented(document: Any) -> None:
     responses = document["paths"]["/predict"]["post"]["responses"]
-    assert {int(status) for status in responses} == OF_PREDICT | {200}
+    assert {int(status) for status in responses} == PREDICT_STATUSES | {200}
     codes = {
         code
         for status in responses
