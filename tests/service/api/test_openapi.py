@@ -171,7 +171,7 @@ def test_every_example_has_the_form_that_its_schema_asks_for(document: Any) -> N
     assert trace_of(parameters["Traceparent"]["example"].encode()) is not None
 
 
-def test_what_health_tells_is_described_by_the_docstrings_of_its_fields(document: Any) -> None:
+def test_fields_of_answers_are_described_by_their_docstrings(document: Any) -> None:
     worker = document["components"]["schemas"]["WorkerHealth"]["properties"]
     assert (
         worker["last_beat_age_s"]["description"]

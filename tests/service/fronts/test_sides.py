@@ -86,7 +86,7 @@ async def open_sides() -> AsyncIterator[Sides]:
     sides.arena.close()
 
 
-async def test_what_is_asked_in_one_turn_is_one_batch_and_each_gets_its_own_answer():
+async def test_instances_of_one_turn_are_one_batch_and_each_gets_its_own_answer():
     async with open_sides() as b:
         futures = [b.ask(b"one"), b.ask(b"two")]
         await b.until(lambda: b.worker.batches)
@@ -132,7 +132,7 @@ async def test_a_full_part_refuses_at_once():
         assert b.front.num_full == 1
 
 
-async def test_what_is_given_up_leaves_the_queue_and_the_rest_is_answered():
+async def test_cancelled_instances_leave_the_queue_and_the_rest_are_answered():
     async with open_sides() as b:
         first, second = b.ask(), b.ask()
         await b.until(lambda: b.worker.batches)
@@ -208,7 +208,7 @@ def answer(b: Sides) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_what_cannot_be_said_fails_alone_and_everything_else_is_answered_once(
+async def test_a_message_that_cannot_be_encoded_fails_alone_and_the_others_are_answered_once(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ):
     encode = link._encode

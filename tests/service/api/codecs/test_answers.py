@@ -73,7 +73,7 @@ def test_accept_chooses_the_form(accept: bytes | None, expected: AnswerFormat) -
 @pytest.mark.parametrize(
     "accept", [b"text/html", b"image/*", b"application/json;q=0", b"", b"\xff"]
 )
-def test_what_cannot_be_made_is_not_acceptable(accept: bytes) -> None:
+def test_other_forms_are_not_acceptable(accept: bytes) -> None:
     with pytest.raises(NotAcceptableError, match="allows none of application/json"):
         choose_format(accept)
 

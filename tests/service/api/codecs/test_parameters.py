@@ -40,7 +40,7 @@ def test_a_key_given_twice_and_too_many_fields_are_refused() -> None:
         read_query(b"&".join(b"k%d=1" % index for index in range(65)))
 
 
-def test_what_the_body_says_goes_before_the_query() -> None:
+def test_parameters_of_the_body_go_before_those_of_the_query() -> None:
     merged = merge({"a": b"1", "b": b"2"}, b'{"b": 3, "c": [1]}')
     assert json.loads(merged) == {"a": 1, "b": 3, "c": [1]}
     assert merge({}, b'{"b":  3}') == b'{"b":  3}'

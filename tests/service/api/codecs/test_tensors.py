@@ -88,7 +88,7 @@ def test_raw_bytes_with_dtype_and_shape_are_a_tensor() -> None:
         (b"dtype=float32&shape=4,2,3&name=a%0d%0ab", InvalidInputError, "cannot be printed"),
     ],
 )
-def test_what_is_wrong_with_a_raw_tensor_is_named(
+def test_a_bad_raw_tensor_is_refused_with_the_reason(
     query: bytes, error: type[ServiceError], message: str
 ) -> None:
     with pytest.raises(error, match=re.escape(message)):
@@ -149,7 +149,7 @@ def test_every_version_of_npy_is_read(version: tuple[int, int]) -> None:
         (npy(np.zeros(2, [("a", "f4")])), InvalidInputError, "a structured dtype is not one of"),
     ],
 )
-def test_what_is_wrong_with_an_npy_file_is_named(
+def test_a_bad_npy_file_is_refused_with_the_reason(
     content: bytes, error: type[ServiceError], message: str
 ) -> None:
     with pytest.raises(error, match=re.escape(message)):
@@ -289,7 +289,7 @@ def entry(begin: int, end: int, dtype: str = "U8", **more: object) -> dict[str, 
         ((4000).to_bytes(8, "little") + b"[" * 4000, BadRequestError, "nested too deep"),
     ],
 )
-def test_what_is_wrong_with_a_safetensors_file_is_named(
+def test_a_bad_safetensors_file_is_refused_with_the_reason(
     content: bytes, error: type[ServiceError], message: str
 ) -> None:
     with pytest.raises(error, match=re.escape(message)):
@@ -301,7 +301,7 @@ lengths = st.integers(0, 3) | st.integers(0, 2**64) | st.sampled_from([2**40, 2*
 
 @untimed()
 @given(st.lists(lengths, max_size=17), st.text(max_size=4))
-def test_what_is_decoded_can_be_sent_to_a_worker_and_made_by_torch(
+def test_every_decoded_tensor_can_be_sent_to_a_worker_and_made_by_torch(
     shape: list[int], name: str
 ) -> None:
     num_bytes = prod(shape) if prod(shape) <= 4096 else 0
