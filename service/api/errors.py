@@ -188,14 +188,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 def kind_of(error: ServiceError) -> ErrorKind:
     """Return the table's row for an error."""
-    kind = TABLE.get(type(error))
-    if kind is not None:
-        return kind
-    for cls in type(error).__mro__:
-        kind = TABLE.get(cls)
-        if kind is not None:
-            return kind
-    return TABLE[InternalError]
+    bases = (TABLE[cls] for cls in type(error).__mro__ if cls in TABLE)
+    return TABLE.get(type(error)) or next(bases, TABLE[InternalError])
 
 
 def instance_error(error: ServiceError, index: int | None = None) -> InstanceError:

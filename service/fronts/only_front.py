@@ -57,12 +57,5 @@ def read_fronts(fronts: Sequence[FrontHealth], uses: Sequence[EdgeUse]) -> Itera
         yield Reading(name="front_connections", value=front.num_connections, labels=labels)
         yield Reading(name="front_restarts", value=front.restarts, labels=labels)
     yield Reading(name="connections", value=sum(front.num_connections for front in fronts))
-    for name, attribute in (
-        ("unfinished_bytes", "unfinished_bytes"),
-        ("max_unfinished_bytes", "max_unfinished_bytes"),
-        ("unread_bytes", "unread_bytes"),
-        ("max_unread_bytes", "max_unread_bytes"),
-        ("unfinished_refused", "num_refused"),
-        ("readers_cut", "num_cut"),
-    ):
-        yield Reading(name=name, value=sum(getattr(use, attribute) for use in uses))
+    for name in EdgeUse.__struct_fields__:
+        yield Reading(name=name, value=sum(getattr(use, name) for use in uses))

@@ -27,15 +27,18 @@ _SEARCH_EVERY_S = 0.1
 
 
 class EdgeUse(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Memory that the connections of one process hold, and how many calls that has cost."""
+    """Memory that the connections of one process hold, and how many calls that has cost.
+
+    Fields have the names of metrics.
+    """
 
     unfinished_bytes: int = 0
     max_unfinished_bytes: int = 0
-    num_refused: int = 0
+    unfinished_refused: int = 0
     """Requests without room since the process began."""
     unread_bytes: int = 0
     max_unread_bytes: int = 0
-    num_cut: int = 0
+    readers_cut: int = 0
     """Connections closed to make room since the process began."""
 
 

@@ -68,7 +68,7 @@ async def test_bodies_on_their_way_are_refused_where_there_is_no_room_for_them(r
         await until(lambda: not server.use.unfinished_bytes)
         async with half_a_body(server, head, 200 * KIB):
             pass
-        assert server.use.num_refused == 1
+        assert server.use.unfinished_refused == 1
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -89,7 +89,7 @@ async def test_the_slowest_body_makes_room_for_a_new_one(route: str) -> None:
                 assert await client.status(b"x" * 50_000) == 200
             assert (await middle.read_answer()).status == 429  # there is some room to spare
             assert server.use.unfinished_bytes == 120 * KIB
-            assert server.use.num_refused == 2
+            assert server.use.unfinished_refused == 2
             assert await server.is_well()
         await until(lambda: not server.use.unfinished_bytes)
 
@@ -103,7 +103,7 @@ async def test_a_head_and_calls_in_line_make_room_when_they_are_slow() -> None:
             await asyncio.sleep(1.05)
             async with half_a_body(server, POST + LENGTH, 240_000, before=0):
                 assert (await in_head.read_answer()).status == 429
-                assert server.use.num_refused == 2
+                assert server.use.unfinished_refused == 2
         server.model.futures[0].set_result(result())  # only then is what follows looked at
 
 
@@ -138,7 +138,7 @@ async def test_calls_that_wait_in_line_count_and_are_refused_in_their_turn(route
             server.connect() as late,
         ):
             late.send(ONE + one + ONE)
-            await until(lambda: server.use.num_refused)
+            await until(lambda: server.use.unfinished_refused)
             for future in server.model.futures:
                 future.set_result(result())
             assert await early.read_statuses(1) == await late.read_statuses(1) == [200]
@@ -157,7 +157,7 @@ async def test_a_thousand_calls_in_line_count_for_what_they_take() -> None:
         await until(lambda: server.use.unfinished_bytes > 70 * 4096)
         async with server.connect() as late:
             late.send(calls)
-            await until(lambda: server.use.num_refused)
+            await until(lambda: server.use.unfinished_refused)
             for future in server.model.futures:
                 future.set_result(result())
             assert await late.read_statuses(2) == [200, 429]
@@ -278,7 +278,7 @@ async def test_clients_that_read_nothing_are_cut_off_when_their_answers_take_too
         contextlib.AsyncExitStack() as stack,
     ):
         clients = [await stack.enter_async_context(unread(server)) for _ in range(8)]
-        await until(lambda: server.use.num_cut >= 4)
+        await until(lambda: server.use.readers_cut >= 4)
         assert server.use.unread_bytes <= most
         answer = await server.answer_to(ONE)
         assert (answer.status, len(answer.body)) == (200, WHOLE)
@@ -289,7 +289,7 @@ async def test_clients_that_read_nothing_are_cut_off_when_their_answers_take_too
                 await asyncio.wait_for(client.read_answer(), 20)
             except (ConnectionError, asyncio.IncompleteReadError):
                 num_cut += 1
-        assert num_cut == server.use.num_cut < 8
+        assert num_cut == server.use.readers_cut < 8
 
 
 async def test_an_answer_counts_as_a_whole_until_its_last_byte_is_read() -> None:
