@@ -447,7 +447,7 @@ def test_errors_about_a_wrong_key_do_not_show_it(problems, toml, environ, messag
 
 def test_the_variables_of_opentelemetry_are_settings(tmp_path):
     environ = {
-        "OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318/",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318/otel/",
         "OTEL_EXPORTER_OTLP_HEADERS": "Authorization=Bearer%20abc",
         "OTEL_SERVICE_NAME": "pictures",
         "OTEL_TRACES_SAMPLER": "traceidratio",
@@ -455,7 +455,7 @@ def test_the_variables_of_opentelemetry_are_settings(tmp_path):
     }
     loaded = load({}, environ, tmp_path)
     settings = loaded.settings
-    assert settings.trace_endpoint == "http://collector:4318/v1/traces"
+    assert settings.trace_endpoint == "http://collector:4318/otel/v1/traces"
     assert settings.trace_headers.pairs == (("authorization", "Bearer abc"),)
     assert settings.trace_service_name == "pictures"
     assert (settings.trace_sample_ratio, settings.trace_parent_based) == (0.25, False)
