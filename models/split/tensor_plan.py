@@ -308,7 +308,7 @@ def _read_by(module: nn.Module, prefix: str) -> set[str]:
 def _pairs_in(module: nn.Module, prefix: str) -> Iterator[tuple[list[str], str]]:
     """Yield the Linears that a module calls before, and with, one that takes their parts."""
     if type(module) in _TORCH_LAYERS:  # a class that inherits from one may compute otherwise
-        if _is_elementwise(module.activation):
+        if {module.activation, type(module.activation)} & _ELEMENTWISE:
             yield [_joined(prefix, "linear1")], _joined(prefix, "linear2")
         return
     if type(module).__module__.startswith("torch.nn") and not isinstance(module, nn.Sequential):
@@ -383,10 +383,6 @@ def _columns_before(
     if any(user is not row and user not in between for node in between for user in node.users):
         return []
     return sorted(node for node in between if node in linears)
-
-
-def _is_elementwise(activation: object) -> bool:
-    return type(activation) in _ELEMENTWISE or activation in _ELEMENTWISE
 
 
 def _joined(prefix: str, name: str) -> str:
