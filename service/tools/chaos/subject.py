@@ -1,4 +1,4 @@
-"""The settings of the service that is tested: the user's, with what the test needs."""
+"""The settings of the service under test: the user's, with changes that the test needs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -7,16 +7,16 @@ from inferpool.service.settings.names import Key
 from inferpool.service.tools.trial.service import rows_of
 
 BATCH_TIMEOUT_S = 5.0
-"""What a stopped worker is found by, unless the user's settings say otherwise."""
+"""Time after which a stopped worker is found, unless the user has set another."""
 POISONABLE = "inferpool.models.sources.poisonable:Poisonable"
 
 
 def rows_for(loaded: LoadedSettings, *, can_be_poisoned: bool) -> list[Row]:
-    """The user's settings as rows, changed as far as the test needs it.
+    """Return the user's settings as rows, with the changes that the test needs.
 
     Args:
         loaded: The user's settings.
-        can_be_poisoned: Whether to wrap the models so that an input can kill their worker.
+        can_be_poisoned: Wrap the models so that an input can kill their worker.
     """
     every = rows_of(loaded)
     rows = [row for row in every if row[0][0] != "models"]
@@ -35,7 +35,7 @@ def _changed(key: Key, value: object, origin: str) -> Row:
 
 
 def _wrapped(rows: Sequence[Row], name: str, options: Mapping[str, object]) -> Iterator[Row]:
-    """The rows of a model, with `Poisonable` around it."""
+    """Yield the rows of a model, with `Poisonable` around it."""
     place = ("models", name)
     inner: dict[str, object] = {"options": options}
     for key, value, origin in rows:

@@ -1,5 +1,5 @@
-"""A service on trial: what `inferpool chaos` and `inferpool tune` share.
+"""The kit for trying services: a service on trial, a load generator, and a report kit.
 
-All of it is the client's side: it starts a service as a user does, knows it by HTTP and by its
-processes alone, and nothing of the service imports it.
+`inferpool chaos`, `inferpool tune`, `tests/load` and `tests/bench` share it. It is a client: it
+starts a service as a user does, and knows it by HTTP and by its processes alone.
 """

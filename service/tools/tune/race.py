@@ -69,7 +69,7 @@ async def measured(
     num_clients: int,
     is_side_by_side: bool,
 ) -> Mapping[str, Speed]:
-    """Bring up a service for each way, and measure it; see `Race`."""
+    """Start a service for each way, and measure it; see `Race`."""
     rates: dict[str, list[float]] = {}
     problems: dict[str, str] = {}
     first_name = ""
@@ -105,7 +105,7 @@ async def measured(
 
 
 def _alone(loaded: LoadedSettings, model: str) -> LoadedSettings:
-    """The settings with one of the models."""
+    """Return the settings with one of the models alone."""
     settings = loaded.settings
     only = {"models": {model: settings.models[model]}, "default_model": model}
     return LoadedSettings(settings=settings.model_copy(update=only), origins=loaded.origins)

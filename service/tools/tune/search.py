@@ -5,7 +5,7 @@ only figures of rounds that took turns, as ratios.
 """
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -220,10 +220,10 @@ class Search:
             has_gained = False
             for step in way:
                 assert self.outcome.best is not None
-                changes = _joined(self.outcome.best.changes, step)
+                changes = {**self.outcome.best.changes, **step}
                 if any(each.changes == changes for each in self.outcome.tried):
                     break  # it led here, or nowhere
-                if not self._has_time():
+                if self._needed_s() > self._budget_s:
                     self.outcome.needed_s = self._needed_s()
                     if knob.name not in self.outcome.untried:
                         self.outcome.untried.append(knob.name)
@@ -235,19 +235,14 @@ class Search:
                 return True
         return False
 
-    def _has_time(self) -> bool:
-        """Return whether there is time for one more trial, and for the confirmation after it."""
-        return self._needed_s() <= self._budget_s
-
     def _needed_s(self) -> float:
-        """Return the seconds from the start of the search to the end of both."""
-        passed_s = self._stage.now() - self._began
-        return passed_s + self._trial_s(_MAX_PAIRS, _NUM_FINAL_PAIRS)
+        """Estimate the time from the start of the search to the end of one more trial.
 
-    def _trial_s(self, *num_pairs: int) -> float:
-        """Estimate how long trials of so many pairs take."""
+        The confirmation after it is included.
+        """
         start_s = max(self._brought_s[1:] or self._brought_s)  # the first may have had more to do
-        return sum(start_s + 2 * num * self._round_s for num in num_pairs)
+        num_rounds = 2 * (_MAX_PAIRS + _NUM_FINAL_PAIRS)
+        return self._stage.now() - self._began + 2 * start_s + num_rounds * self._round_s
 
     async def _bring(self, changes: Changes) -> Candidate:
         began = self._stage.now()
@@ -255,11 +250,8 @@ class Search:
         self._brought_s.append(self._stage.now() - began)
         return candidate
 
-    def _is_changed(self) -> bool:
-        return self.outcome.best is not None and bool(self.outcome.best.changes)
-
     async def _try(self, changes: Changes) -> bool:
-        """Bring a candidate up against the best; whether it is the best from now on."""
+        """Compare a candidate with the best; return whether it is the best from now on."""
         assert self._best is not None
         assert self.outcome.best is not None
         self._on_trial(text_of(changes))
@@ -297,7 +289,7 @@ class Search:
     async def _compare(
         self, best: Candidate, challenger: Candidate, *, is_final: bool = False
     ) -> _Comparison:
-        """Rounds in turns: A B, B A, A B, so that a machine that drifts favours neither."""
+        """Measure rounds in turns, A B, B A, A B, so that a machine that drifts favours neither."""
         least, most = (_NUM_FINAL_PAIRS,) * 2 if is_final else (_NUM_PAIRS, _MAX_PAIRS)
         ours, theirs = LoadSample(), LoadSample()
         ratios: list[float] = []
@@ -376,14 +368,11 @@ class Search:
         return max(1, min(self._goal.connections, int(self.outcome.connections * max(1.0, room))))
 
     async def _confirm(self) -> None:
-        """Hold what was found against the user's settings themselves, for chance may have helped.
-
-        The best of many candidates looks better than it is.
-        """
+        """Compare the best with the user's settings: the best of many looks better than it is."""
         outcome = self.outcome
         assert self._best is not None
         assert outcome.best is not None
-        if not self._is_changed():
+        if not outcome.best.changes:
             outcome.is_confirmed = True
             return
         self._on_trial("the best once more, against the settings as they were")
@@ -403,12 +392,8 @@ class Search:
 
 
 def text_of(changes: Changes) -> str:
-    """Settings for a person: `replicas 1, threads_per_replica 2`."""
+    """Return settings for people: `replicas 1, threads_per_replica 2`."""
     return ", ".join(f"{name} {value}" for name, value in changes.items())
-
-
-def _joined(before: Changes, step: Changes) -> Mapping[str, object]:
-    return {**before, **step}
 
 
 def _is_open(ratios: Sequence[float]) -> bool:
@@ -417,10 +402,10 @@ def _is_open(ratios: Sequence[float]) -> bool:
 
 
 def _error(ratios: Sequence[float]) -> float:
-    """The standard error of the median, from the median deviation as few values allow it.
+    """Estimate the standard error of the median from the median deviation, as values are few.
 
-    1.4826 makes a normal distribution's standard deviation of it, and the median of n is by a
-    factor of 1.2533 less sure than the mean.
+    For a normal distribution the standard deviation is 1.4826 times the median deviation, and the
+    standard error of the median is 1.2533 times that of the mean.
     """
     if len(ratios) < 2:
         return 0.0
