@@ -157,6 +157,7 @@ class LoadGenerator:
         """Nothing more becomes due."""
         self._is_stopped = False
         self._finished = asyncio.Event()
+        self._error: Exception | None = None
         self._cpu_from = 0.0
         self._cpu_until = 0.0
 
@@ -216,7 +217,7 @@ class LoadGenerator:
             for connection in connections:
                 connection.close()
             results = await asyncio.gather(*self._tasks, return_exceptions=True)
-        for result in results:
+        for result in (self._error, *results):
             if isinstance(result, Exception):
                 raise result
         return self.tally
@@ -378,7 +379,12 @@ class LoadGenerator:
         if now < self.measured_from:
             return
         is_measured = exchange.due >= self.measured_from
-        kind = plan.judge(exchange, tally if is_measured else LoadTally())
+        try:
+            kind = plan.judge(exchange, tally if is_measured else LoadTally())
+        except Exception as error:  # asyncio would only log it
+            self._error = error
+            self._finished.set()
+            return
         if not kind and now < self.measured_until:
             tally.num_in_time += 1
         if is_measured:

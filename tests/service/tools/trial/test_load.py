@@ -132,6 +132,14 @@ def test_a_judge_sees_each_answer_and_decides_what_is_good():
     assert (tally.num_good, tally.sums["bodies"]) == (5, 50)
 
 
+def test_a_judge_that_fails_ends_the_run():
+    def judge(exchange: LoadExchange, _: LoadTally) -> str:
+        raise ValueError(exchange.number)
+
+    with pytest.raises(ValueError, match="0"):
+        load(lambda _: [_OK], judge=judge, connections=1)
+
+
 def test_requests_may_be_made_by_number_or_sent_in_random_order():
     seen: list[bytes] = []
 
