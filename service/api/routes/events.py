@@ -5,7 +5,6 @@ The format is that of the HTML standard (9.2). Runs in the event loop.
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Protocol
 
 from fastapi import APIRouter, Request, Response
@@ -181,12 +180,12 @@ class EventStream(StreamingResponse):
 async def _events_of(feed: Feed, *, is_head: bool) -> AsyncIterator[bytes]:
     if is_head:
         return
-    state = feed.first()
-    for number in count():
+    number, state = 0, feed.first()
+    while True:
         yield b"event: state\nid: %d\ndata: %b\n\n" % (number, state)
         if feed.is_ending:
             return
-        state = await feed.next()
+        number, state = number + 1, await feed.next()
 
 
 def events_router(feed: Feed) -> APIRouter:

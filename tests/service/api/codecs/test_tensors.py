@@ -110,7 +110,9 @@ def test_raw_bytes_without_a_description_are_the_only_input_of_fixed_shape() -> 
     ids=["unknown", "any length", "any shape", "two inputs", "another length"],
 )
 def test_raw_bytes_are_opaque_unless_they_fit_the_only_input(inputs: list[TensorSpec]) -> None:
-    assert kinds(decode_raw([b"12", b"34"], head(inputs=inputs))) == [("bytes", b"1234")]
+    decoded = decode_raw([b"12", b"34"], head(b"top_k=3", inputs=inputs))
+    assert kinds(decoded) == [("bytes", b"1234")]
+    assert json.loads(decoded.parameters) == {"top_k": 3}
 
 
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "int16", "uint64", "float16", "float64"])
