@@ -46,8 +46,8 @@ class HostileInput:
     kind: str
     data: bytes
     is_framed: bool
-    """Whether it is one whole request as HTTP has it, so that exactly one answer is due and the
-    connection can go on. Otherwise it has a connection of its own, which may be closed instead."""
+    """True for one whole request as HTTP has it: exactly one answer is due, and the connection can
+    go on. Any other input has a connection of its own, which may be closed instead."""
 
 
 def make_input(seed: int, number: int) -> HostileInput:
