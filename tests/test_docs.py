@@ -31,7 +31,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import ROOT, Block, all_pages, blocks_of, broken_links_of, examples
-from tests.docs.stage import Stage
+from tests.docs.stage import DocsStage
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +39,12 @@ def stage(tmp_path_factory):
     for tool in ("bash", "curl"):
         if shutil.which(tool) is None:
             pytest.skip(f"the examples use {tool}: install it")
-    with Stage(tmp_path_factory.mktemp("docs")) as stage:
+    with DocsStage(tmp_path_factory.mktemp("docs")) as stage:
         yield stage
 
 
 @pytest.mark.parametrize("example", examples(), ids=str)
-def test_example_does_what_it_says(stage: Stage, example: Block):
+def test_example_does_what_it_says(stage: DocsStage, example: Block):
     stage.run(example)
 
 
@@ -103,6 +103,6 @@ print(json.dumps({"a": [1, 2, 3], "b": {"id": "4bf92f", "n": None}, "c": True}))
 def _run(folder: Path, markdown: str) -> None:
     page = folder / "page.md"
     page.write_text(markdown)
-    with Stage(folder / "stage") as stage:
+    with DocsStage(folder / "stage") as stage:
         for block in blocks_of(page, folder):
             stage.run(block)

@@ -231,7 +231,7 @@ class _Document(NamedTuple):
     """The OpenAPI document in memory."""
 
     origin: object
-    """What it was made from, for comparison."""
+    """The objects it was made from, for comparison."""
     body: bytes
     etag: str
 

@@ -19,7 +19,7 @@ class Finding:
     level: Level
     message: str
     advice: str = ""
-    """What to do; empty for nothing."""
+    """The remedy; empty if none is needed."""
     is_fatal: bool = False
     """True if the service cannot start at all."""
     rows: tuple[tuple[str, ...], ...] = ()

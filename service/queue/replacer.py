@@ -27,7 +27,7 @@ class Restart:
 
     state: RestartState = "none"
     text: str = ""
-    """What is being done, or why it failed, for a person."""
+    """Its progress, or why it failed, for a person."""
 
 
 class Replacer:

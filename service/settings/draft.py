@@ -61,7 +61,7 @@ class Draft:
         """The names of the models, with the place that named each first."""
         self._problems: list[str] = []
         self._trace_problem = ""
-        """What is wrong with the variables of OpenTelemetry; none of them counts then."""
+        """Mistake in the variables of OpenTelemetry, all of which are ignored then."""
 
     def add_table(self, table: Mapping[str, object], origin: str) -> None:
         """Add the settings of a file."""

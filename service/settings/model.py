@@ -54,7 +54,7 @@ class ModelSettings(SettingsTable):
     which all models share. A split model has one, or as many as `devices_per_replica` allows on the
     GPUs."""
     devices: str = "auto"
-    """Where the replicas go: `auto` (every GPU, else the CPU), `cpu`, `cuda`, GPUs such as
+    """Devices of the replicas: `auto` (every GPU, else the CPU), `cpu`, `cuda`, GPUs such as
     `cuda:0,1`, UUIDs of GPUs or of MIG slices, or several of these separated by commas."""
     placement: Literal["replicate", "pipeline", "tensor"] = "replicate"
     """How a replica lies on devices: whole on one (`replicate`), in stages on several (`pipeline`),

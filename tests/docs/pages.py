@@ -35,7 +35,7 @@ class Block:
 
     @property
     def is_example(self) -> bool:
-        """Whether there is something to run or to check."""
+        """Return whether there is something to run or to check."""
         return self.language not in SHOWN or bool(self.marks)
 
     def __str__(self) -> str:

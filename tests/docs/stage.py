@@ -39,7 +39,7 @@ class ExampleError(AssertionError):
     """An example does not do what its reader expects."""
 
 
-class Stage:
+class DocsStage:
     """Runs blocks. A context manager: leaving it ends the service that they started last."""
 
     def __init__(self, folder: Path) -> None:
@@ -54,7 +54,7 @@ class Stage:
         self._interpreter: subprocess.Popen[str] | None = None
         self._set_up()
 
-    def __enter__(self) -> "Stage":
+    def __enter__(self) -> "DocsStage":
         """Start nothing yet."""
         return self
 

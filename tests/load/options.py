@@ -44,7 +44,7 @@ class Options:
     warmup_s: float
     timeout_s: float
     verify: bool | str
-    """Whether TLS certificates are checked, or the file of the authority that signs them."""
+    """True to check TLS certificates; or the file of the authority that signs them."""
     expect: str | None
     """A field that the JSON of a good answer has."""
     seed: int

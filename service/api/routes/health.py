@@ -90,7 +90,7 @@ class WorkerHealth:
     decode: str | None = None
     """How it decodes inputs: `exact` or `fast`."""
     reason: str = ""
-    """What it does while it loads, or why it is not there."""
+    """Its progress while it loads, or why it is not there."""
     last_ending: LastEnding | None = None
     """None in its first life."""
 
@@ -113,7 +113,7 @@ class SpeedSearchHealth:
     """`off`, `waiting` (for the workers), `searching`, `changing` (the workers, one by one), `done`
     or `failed`."""
     text: str = ""
-    """What it does, or its result."""
+    """Its progress or its result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +123,7 @@ class RestartHealth:
     state: str
     """`none`, `running`, `done` or `failed`."""
     text: str = ""
-    """What is being done, or why it failed and what still serves."""
+    """Its progress, or why it failed and what still serves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,7 +44,7 @@ class _Tick:
     at_s: float
     """From the start of measuring; negative while it warms up."""
     tally: LoadTally
-    """What has become known since the last one."""
+    """Counts since the last news."""
     num_in_flight: int
     num_waiting: int
     cpu_s: float

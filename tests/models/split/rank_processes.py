@@ -33,7 +33,7 @@ class RaisedError(Exception):
     def __init__(self, text: str, is_shortage: bool) -> None:
         super().__init__(text, is_shortage)
         self.is_shortage = is_shortage
-        """Whether memory was short."""
+        """True if memory was short."""
 
     def __str__(self) -> str:
         return str(self.args[0])
