@@ -56,10 +56,12 @@ async def _check(url: str, plan: LoadPlan) -> None:
     try:
         async with asyncio.timeout(plan.timeout_s):
             connection = await connect(plan.address, tls=tls_context(plan.tls))
-            answer = await connection.ask(plan.requests[0], plan.timeout_s)
+            try:
+                answer = await connection.ask(plan.requests[0], plan.timeout_s)
+            finally:
+                connection.give_up("one answer was enough")
     except (NoAnswerError, OSError) as error:
         raise TrialError(f"{url}: {error or type(error).__name__}") from error
-    connection.close()
     if not 200 <= answer.status < 300 and answer.status != 429:
         raise TrialError(
             f"{url}: the first request was answered with {answer.status}: "

@@ -10,10 +10,10 @@ from inferpool.service.settings.loader import LoadedSettings
 from inferpool.service.tools.doctor.speeds import Speed
 from inferpool.service.tools.trial.connection import TrialError
 from inferpool.service.tools.trial.screen import Screen
+from inferpool.service.tools.tune.candidates import NUM_ROUNDS, ServiceStarter
 from inferpool.service.tools.tune.knobs import Changes
 from inferpool.service.tools.tune.plan import Goal, TunePlan
-from inferpool.service.tools.tune.search import Candidate, Stage
-from inferpool.service.tools.tune.stage import NUM_ROUNDS, ServiceStage
+from inferpool.service.tools.tune.search import Candidate, CandidateStarter
 
 _SECS = 3.0
 """Least seconds for which each placement is measured."""
@@ -46,9 +46,9 @@ class PlacementRace:
             html=None,
             is_json=False,
         )
-        stage = ServiceStage(_alone(self._loaded, model), model, plan)
+        starter = ServiceStarter(_alone(self._loaded, model), model, plan)
         course = measured(
-            stage,
+            starter,
             model,
             ways,
             self._screen,
@@ -61,7 +61,7 @@ class PlacementRace:
 
 
 async def measured(
-    stage: Stage,
+    starter: CandidateStarter,
     model: str,
     ways: Mapping[str, Changes],
     screen: Screen,
@@ -80,7 +80,7 @@ async def measured(
             screen.begin(f"measuring {model}: {name}")
             try:
                 async with asyncio.timeout(_MAX_S), contextlib.AsyncExitStack() as while_measured:
-                    candidate = await stage.bring(changes)
+                    candidate = await starter.start(changes)
                     while_measured.push_async_callback(candidate.close)
                     own = []
                     for _ in range(NUM_ROUNDS):

@@ -15,12 +15,12 @@ from inferpool.service.settings.loader import LoadedSettings
 from inferpool.service.tools.trial.connection import TrialError
 from inferpool.service.tools.trial.report import write_page
 from inferpool.service.tools.trial.screen import Interruption, Screen
+from inferpool.service.tools.tune.candidates import ServiceStarter
 from inferpool.service.tools.tune.knobs import KnobFacts, knobs_for
 from inferpool.service.tools.tune.plan import TunePlan
 from inferpool.service.tools.tune.report import TuneReport, figure
 from inferpool.service.tools.tune.search import BestLostError, Search
 from inferpool.service.tools.tune.settings_file import settings_text
-from inferpool.service.tools.tune.stage import ServiceStage
 from inferpool.workers.host.devices import find_host
 
 EXIT_TUNED = 0
@@ -95,7 +95,7 @@ class _TuneRun:
         (self._model,) = loaded.settings.models
         self._loaded = loaded
         self._plan = plan
-        self._stage = ServiceStage(loaded, self._model, plan)
+        self._starter = ServiceStarter(loaded, self._model, plan)
         self._began = time.monotonic()
 
     async def run(self) -> TuneReport:
@@ -107,7 +107,7 @@ class _TuneRun:
         )
         failure = ""
         with Screen(sys.stderr) as screen:
-            search = Search(self._stage, self._plan.goal, self._plan.budget_s, screen.begin)
+            search = Search(self._starter, self._plan.goal, self._plan.budget_s, screen.begin)
             showing = asyncio.create_task(self._show(search, screen))
             try:
                 await search.begin()
@@ -125,7 +125,7 @@ class _TuneRun:
         return TuneReport(
             model=self._model,
             source=self._loaded.settings.models[self._model].source,
-            preset=self._stage.preset,
+            preset=self._starter.preset,
             goal=self._plan.goal,
             outcome=search.outcome,
             seconds=time.monotonic() - self._began,
@@ -141,9 +141,9 @@ class _TuneRun:
             model=self._model,
             host=find_host(settings.cuda_visible_devices),
             goal=self._plan.goal,
-            preset=self._stage.preset,
-            decode=self._stage.decode,
-            num_fronts=self._stage.num_fronts,
+            preset=self._starter.preset,
+            decode=self._starter.decode,
+            num_fronts=self._starter.num_fronts,
         )
 
     def _fixed(self) -> frozenset[str]:

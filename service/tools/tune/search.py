@@ -1,7 +1,7 @@
 """The search: coordinate descent over the knobs. Each candidate takes turns with the best so far.
 
-It knows no service: a `Stage` starts candidates and measures them. Machines drift, so it compares
-only figures of rounds that took turns, as ratios.
+It knows no service: a `CandidateStarter` starts the candidates. Machines drift, so only figures of
+rounds that took turns are compared, as ratios.
 """
 
 import statistics
@@ -77,10 +77,10 @@ class Candidate(Protocol):
         """End it."""
 
 
-class Stage(Protocol):
+class CandidateStarter(Protocol):
     """Starts candidates."""
 
-    async def bring(self, changes: Changes) -> Candidate:
+    async def start(self, changes: Changes) -> Candidate:
         """Start a service with these changes, and warm it up.
 
         Raises:
@@ -155,7 +155,7 @@ class Search:
 
     def __init__(
         self,
-        stage: Stage,
+        starter: CandidateStarter,
         goal: Goal,
         budget_s: float,
         on_trial: Callable[[str], None] = lambda _: None,
@@ -163,18 +163,18 @@ class Search:
         """Begin nothing yet.
 
         Args:
-            stage: Starts candidates.
+            starter: Starts candidates.
             goal: What to look for.
             budget_s: Nothing is begun that is likely to end later.
             on_trial: Gets a text that says what is being done now.
         """
         self.outcome = SearchOutcome(connections=goal.connections)
-        self._stage = stage
+        self._starter = starter
         self._goal = goal
-        self._began = stage.now()
+        self._began = starter.now()
         self._budget_s = budget_s
         self._on_trial = on_trial
-        self._brought_s: list[float] = []
+        self._starts_s: list[float] = []
         """Seconds that each start took."""
         self._round_s = 0.0
         """Seconds that the longest round took."""
@@ -187,7 +187,7 @@ class Search:
             TrialError: They do not serve.
         """
         self._on_trial("the settings as they are")
-        self._best = await self._bring({})
+        self._best = await self._start({})
         base = Tried(changes={}, connections=self._goal.connections)
         base.sample = await self._find_load(self._best, self._goal.connections)
         base.connections = self.outcome.connections
@@ -240,14 +240,14 @@ class Search:
 
         The confirmation after it is included.
         """
-        start_s = max(self._brought_s[1:] or self._brought_s)  # the first may have had more to do
+        start_s = max(self._starts_s[1:] or self._starts_s)  # the first may have had more to do
         num_rounds = 2 * (_MAX_PAIRS + _NUM_FINAL_PAIRS)
-        return self._stage.now() - self._began + 2 * start_s + num_rounds * self._round_s
+        return self._starter.now() - self._began + 2 * start_s + num_rounds * self._round_s
 
-    async def _bring(self, changes: Changes) -> Candidate:
-        began = self._stage.now()
-        candidate = await self._stage.bring(changes)
-        self._brought_s.append(self._stage.now() - began)
+    async def _start(self, changes: Changes) -> Candidate:
+        began = self._starter.now()
+        candidate = await self._starter.start(changes)
+        self._starts_s.append(self._starter.now() - began)
         return candidate
 
     async def _try(self, changes: Changes) -> bool:
@@ -259,7 +259,7 @@ class Search:
         self.outcome.tried.append(tried)
         challenger: Candidate | None = None
         try:
-            challenger = await self._bring(changes)
+            challenger = await self._start(changes)
             tried.memory_bytes = challenger.memory_bytes
             found = await self._compare(self._best, challenger)
         except TrialError as error:
@@ -322,14 +322,14 @@ class Search:
         return challenger.rate / max(best.rate, 1e-9)
 
     async def _measure(self, candidate: Candidate) -> LoadSample:
-        began = self._stage.now()
+        began = self._starter.now()
         try:
             sample = await candidate.measure(self.outcome.connections)
         except TrialError as error:
             if candidate is self._best:
                 raise BestLostError(str(error)) from error
             raise
-        self._round_s = max(self._round_s, self._stage.now() - began)
+        self._round_s = max(self._round_s, self._starter.now() - began)
         return sample
 
     def _verdict(self, found: _Comparison) -> Verdict:
@@ -376,7 +376,7 @@ class Search:
             outcome.is_confirmed = True
             return
         self._on_trial("the best once more, against the settings as they were")
-        former = await self._bring({})
+        former = await self._start({})
         try:
             found = await self._compare(former, self._best, is_final=True)
         finally:

@@ -6,7 +6,7 @@ from inferpool.service.tools.trial.report import write_page
 from inferpool.service.tools.tune.plan import Goal
 from inferpool.service.tools.tune.report import TradeOff, TuneReport, front, text_chart
 from inferpool.service.tools.tune.search import SearchOutcome, Tried
-from tests.service.tools.tune.fake_stage import sample_of
+from tests.service.tools.tune.fake_starter import sample_of
 
 POINTS = [
     TradeOff(mark="0", p99_ms=50, rate=1000),

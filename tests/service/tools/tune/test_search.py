@@ -7,7 +7,13 @@ from inferpool.service.tools.trial.connection import TrialError
 from inferpool.service.tools.tune.knobs import Knob
 from inferpool.service.tools.tune.plan import Goal
 from inferpool.service.tools.tune.search import BestLostError, LoadSample, Search, SearchOutcome
-from tests.service.tools.tune.fake_stage import ROUND_S, START_S, FakeCandidate, FakeStage, Surface
+from tests.service.tools.tune.fake_starter import (
+    ROUND_S,
+    START_S,
+    FakeCandidate,
+    FakeStarter,
+    Surface,
+)
 
 
 def line(name: str, up: Sequence[int], down: Sequence[int] = ()) -> Knob:
@@ -19,14 +25,14 @@ KNOBS = [line("batch", (16, 32, 64), (4, 2)), line("credit", (3, 4), (1,))]
 
 
 def tune(
-    stage: FakeStage,
+    starter: FakeStarter,
     goal: Goal | None = None,
     *,
     budget_s: float = 1e6,
     knobs: Sequence[Knob] = KNOBS,
 ) -> SearchOutcome:
     async def go() -> SearchOutcome:
-        search = Search(stage, goal or Goal(), budget_s)
+        search = Search(starter, goal or Goal(), budget_s)
         await search.begin()
         await search.run(knobs)
         return search.outcome
@@ -67,7 +73,7 @@ def chosen(outcome: SearchOutcome) -> Mapping[str, object]:
 def test_climbs_to_the_best_value_of_each_knob_though_the_machine_drifts(
     best: dict[str, int], changes: dict[str, int], seed: int
 ):
-    outcome = tune(FakeStage(peak(**best), seed=seed))
+    outcome = tune(FakeStarter(peak(**best), seed=seed))
     assert chosen(outcome) == changes
     assert outcome.is_confirmed
     peak_rate, base_rate = peak(**best)(changes), peak(**best)({})
@@ -78,7 +84,7 @@ def test_climbs_to_the_best_value_of_each_knob_though_the_machine_drifts(
 
 @pytest.mark.parametrize("seed", range(10))
 def test_keeps_the_settings_as_they_are_in_a_tie(seed: int):
-    outcome = tune(FakeStage(lambda _: 1000.0, noise=0.03, seed=seed))
+    outcome = tune(FakeStarter(lambda _: 1000.0, noise=0.03, seed=seed))
     assert chosen(outcome) == {}
     assert outcome.gain == 1.0
     assert all(each.verdict in ("default", "no better", "worse") for each in outcome.tried)
@@ -86,27 +92,27 @@ def test_keeps_the_settings_as_they_are_in_a_tie(seed: int):
 
 def test_gain_of_less_than_three_percent_is_not_worth_a_setting():
     rates = {"batch": 1020.0}
-    stage = FakeStage(lambda changes: rates.get(next(iter(changes), ""), 1000.0), noise=0.001)
-    assert chosen(tune(stage)) == {}
+    starter = FakeStarter(lambda changes: rates.get(next(iter(changes), ""), 1000.0), noise=0.001)
+    assert chosen(tune(starter)) == {}
 
 
 def test_candidate_that_is_not_better_in_the_end_is_not_recommended():
-    stage = FakeStage(lambda _: 1000.0, noise=0.0)
+    starter = FakeStarter(lambda _: 1000.0, noise=0.0)
     flattered = [1.0]
 
-    class Flattered(FakeStage):
-        async def bring(self, changes: Mapping[str, object]) -> FakeCandidate:
-            candidate = await stage.bring(changes)
-            if not changes and len(stage.brought) > 1:  # the settings as they were, once more
+    class Flattered(FakeStarter):
+        async def start(self, changes: Mapping[str, object]) -> FakeCandidate:
+            candidate = await starter.start(changes)
+            if not changes and len(starter.started) > 1:  # the settings as they were, once more
                 flattered[0] = 0.9
             if changes:
                 candidate._rate *= 1.1
-            for each in stage.alive:
+            for each in starter.alive:
                 each._rate *= flattered[0] if each.changes else 1.0
             return candidate
 
         def now(self) -> float:
-            return stage.now()
+            return starter.now()
 
     outcome = tune(Flattered(lambda _: 1000.0))
     assert chosen(outcome) == {}
@@ -115,26 +121,26 @@ def test_candidate_that_is_not_better_in_the_end_is_not_recommended():
 
 
 def test_budget_limits_what_is_tried_and_the_rest_is_named():
-    stage = FakeStage(peak(batch=64, credit=4))
-    outcome = tune(stage, budget_s=90.0)
+    starter = FakeStarter(peak(batch=64, credit=4))
+    outcome = tune(starter, budget_s=90.0)
     assert len(outcome.tried) > 2
     assert outcome.untried
     assert outcome.is_confirmed
-    assert stage.now() <= 90.0
+    assert starter.now() <= 90.0
     assert outcome.needed_s > 90.0
-    with_more = tune(FakeStage(peak(batch=64, credit=4)), budget_s=outcome.needed_s)
+    with_more = tune(FakeStarter(peak(batch=64, credit=4)), budget_s=outcome.needed_s)
     assert len(with_more.tried) == len(outcome.tried) + 1
 
 
 def test_hopeless_candidate_gets_one_pair_of_rounds():
-    stage = FakeStage(lambda changes: 500.0 if changes else 1000.0)
-    tune(stage, knobs=[line("batch", (16,))])
-    assert stage.now() == pytest.approx(2 * START_S + (1 + 2) * ROUND_S)
+    starter = FakeStarter(lambda changes: 500.0 if changes else 1000.0)
+    tune(starter, knobs=[line("batch", (16,))])
+    assert starter.now() == pytest.approx(2 * START_S + (1 + 2) * ROUND_S)
 
 
 def test_objective_is_held_by_fewer_clients_where_all_are_too_many():
-    stage = FakeStage(peak(batch=64), noise=0.001, drift=0.0)
-    outcome = tune(stage, Goal(connections=64, p99_ms=20))
+    starter = FakeStarter(peak(batch=64), noise=0.001, drift=0.0)
+    outcome = tune(starter, Goal(connections=64, p99_ms=20))
     assert chosen(outcome) == {"batch": 64}
     assert 10 < outcome.connections < 64
     assert outcome.best is not None
@@ -142,7 +148,7 @@ def test_objective_is_held_by_fewer_clients_where_all_are_too_many():
 
 
 def test_objective_that_all_clients_keep_changes_nothing():
-    outcome = tune(FakeStage(peak(batch=16)), Goal(connections=4, p99_ms=1000))
+    outcome = tune(FakeStarter(peak(batch=16)), Goal(connections=4, p99_ms=1000))
     assert outcome.connections == 4
     assert chosen(outcome) == {"batch": 16}
 
@@ -156,26 +162,26 @@ def test_candidate_that_breaks_the_objective_loses_however_fast_it_is():
                 sample.tally.latency.record(1.0, sample.tally.latency.num)
             return sample
 
-    class UnevenStage(FakeStage):
-        async def bring(self, changes: Mapping[str, object]) -> FakeCandidate:
-            await super().bring(changes)
+    class UnevenStarter(FakeStarter):
+        async def start(self, changes: Mapping[str, object]) -> FakeCandidate:
+            await super().start(changes)
             self.alive[-1] = Uneven(self, changes, 1000.0)
             return self.alive[-1]
 
-    outcome = tune(UnevenStage(lambda _: 1000.0), Goal(connections=8, p99_ms=100))
+    outcome = tune(UnevenStarter(lambda _: 1000.0), Goal(connections=8, p99_ms=100))
     assert chosen(outcome) == {}
     assert {each.verdict for each in outcome.tried[1:]} == {"late"}
 
 
 def test_objective_out_of_reach_makes_latency_what_counts():
-    outcome = tune(FakeStage(peak(batch=32)), Goal(connections=64, p99_ms=0.001))
+    outcome = tune(FakeStarter(peak(batch=32)), Goal(connections=64, p99_ms=0.001))
     assert outcome.connections == 1
     assert chosen(outcome) == {"batch": 32}
 
 
 def test_candidate_that_does_not_start_is_reported_and_skipped():
-    stage = FakeStage(lambda changes: 0.0 if "batch" in changes else peak(credit=4)(changes))
-    outcome = tune(stage)
+    starter = FakeStarter(lambda changes: 0.0 if "batch" in changes else peak(credit=4)(changes))
+    outcome = tune(starter)
     assert chosen(outcome) == {"credit": 4}
     failed = [each for each in outcome.tried if each.verdict == "fails"]
     assert {each.reason for each in failed} == {"the service ended with exit code 3"}
@@ -183,60 +189,60 @@ def test_candidate_that_does_not_start_is_reported_and_skipped():
 
 def test_settings_that_do_not_serve_at_all_are_an_error():
     with pytest.raises(TrialError, match="exit code 3"):
-        tune(FakeStage(lambda _: 0.0))
+        tune(FakeStarter(lambda _: 0.0))
 
 
 def test_best_that_stops_answering_ends_the_search_and_is_not_held_against_others():
     class Dying(FakeCandidate):
         async def measure(self, connections: int) -> LoadSample:
-            if self._stage.now() > 2 * START_S:
+            if self._starter.now() > 2 * START_S:
                 raise TrialError("no answer has come for 60 s")
             return await super().measure(connections)
 
-    class DyingStage(FakeStage):
-        async def bring(self, changes: Mapping[str, object]) -> FakeCandidate:
-            candidate = await super().bring(changes)
+    class DyingStarter(FakeStarter):
+        async def start(self, changes: Mapping[str, object]) -> FakeCandidate:
+            candidate = await super().start(changes)
             if not changes:
                 self.alive[-1] = candidate = Dying(self, changes, 1000.0)
             return candidate
 
-    stage = DyingStage(lambda _: 1000.0)
+    starter = DyingStarter(lambda _: 1000.0)
     with pytest.raises(BestLostError):
-        tune(stage)
-    assert stage.alive == []
+        tune(starter)
+    assert starter.alive == []
 
 
 def test_at_most_two_services_run_and_none_is_left():
-    stage = FakeStage(peak(batch=32, credit=4))
-    tune(stage)
-    assert stage.most_alive == 2
-    assert stage.alive == []
+    starter = FakeStarter(peak(batch=32, credit=4))
+    tune(starter)
+    assert starter.most_alive == 2
+    assert starter.alive == []
 
 
 def test_interrupted_search_leaves_no_service_and_keeps_what_it_found():
-    stage = FakeStage(peak(batch=64, credit=4))
+    starter = FakeStarter(peak(batch=64, credit=4))
 
     async def go() -> SearchOutcome:
         task = asyncio.current_task()
         assert task is not None
 
         def on_trial(_: str) -> None:
-            if len(stage.brought) == 4:
+            if len(starter.started) == 4:
                 task.cancel()
 
-        search = Search(stage, Goal(), 1e6, on_trial)
+        search = Search(starter, Goal(), 1e6, on_trial)
         await search.begin()
 
-        async def bring(changes: Mapping[str, object]) -> FakeCandidate:
+        async def start(changes: Mapping[str, object]) -> FakeCandidate:
             await asyncio.sleep(0)  # where a cancelled task ends
-            return await FakeStage.bring(stage, changes)
+            return await FakeStarter.start(starter, changes)
 
-        stage.bring = bring  # type: ignore[method-assign]
+        starter.start = start  # type: ignore[method-assign]
         with pytest.raises(asyncio.CancelledError):
             await search.run(KNOBS)
         return search.outcome
 
     outcome = asyncio.run(go())
-    assert stage.alive == []
+    assert starter.alive == []
     assert chosen(outcome) == {"batch": 64}
     assert not outcome.is_confirmed

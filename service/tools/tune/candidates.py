@@ -112,8 +112,8 @@ class ServiceCandidate:
         return LoadSample(seconds=generator.measured_s, tally=tally, generator_s=generator.cpu_s)
 
 
-class ServiceStage:
-    """Starts services with the user's settings, changed. See `search.Stage`."""
+class ServiceStarter:
+    """Starts services with the user's settings, changed. See `search.CandidateStarter`."""
 
     def __init__(self, loaded: LoadedSettings, model: str, plan: TunePlan) -> None:
         """Start nothing yet.
@@ -141,11 +141,11 @@ class ServiceStage:
         """Most memory that a candidate has taken."""
 
     def now(self) -> float:
-        """See `search.Stage`."""
+        """See `search.CandidateStarter`."""
         return time.monotonic()
 
-    async def bring(self, changes: Changes) -> ServiceCandidate:
-        """See `search.Stage`.
+    async def start(self, changes: Changes) -> ServiceCandidate:
+        """See `search.CandidateStarter`.
 
         Raises:
             TrialError: It does not come up.

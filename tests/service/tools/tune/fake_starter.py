@@ -21,26 +21,26 @@ def sample_of(rate: float, latency_s: float) -> LoadSample:
 
 
 class FakeCandidate:
-    def __init__(self, stage: "FakeStage", changes: Mapping[str, object], rate: float) -> None:
+    def __init__(self, starter: "FakeStarter", changes: Mapping[str, object], rate: float) -> None:
         self.memory_bytes = 100 * 2**20
         self.changes = changes
-        self._stage = stage
+        self._starter = starter
         self._rate = rate
 
     async def measure(self, connections: int) -> LoadSample:
-        stage = self._stage
-        assert self in stage.alive
-        stage.time_s += ROUND_S
-        drift = 1 + stage.drift * sin(stage.time_s / 40)
-        rate = self._rate * drift * stage.random.gauss(1, stage.noise)
+        starter = self._starter
+        assert self in starter.alive
+        starter.time_s += ROUND_S
+        drift = 1 + starter.drift * sin(starter.time_s / 40)
+        rate = self._rate * drift * starter.random.gauss(1, starter.noise)
         latency_s = connections / rate  # Little's law
         return sample_of(rate, latency_s)
 
     async def close(self) -> None:
-        self._stage.alive.remove(self)
+        self._starter.alive.remove(self)
 
 
-class FakeStage:
+class FakeStarter:
     def __init__(
         self, surface: Surface, *, noise: float = 0.01, drift: float = 0.3, seed: int = 1
     ) -> None:
@@ -50,12 +50,12 @@ class FakeStage:
         self.random = random.Random(seed)
         self.alive: list[FakeCandidate] = []
         self.most_alive = 0
-        self.brought: list[Mapping[str, object]] = []
+        self.started: list[Mapping[str, object]] = []
         self._surface = surface
 
-    async def bring(self, changes: Mapping[str, object]) -> FakeCandidate:
+    async def start(self, changes: Mapping[str, object]) -> FakeCandidate:
         self.time_s += START_S
-        self.brought.append(changes)
+        self.started.append(changes)
         rate = self._surface(changes)
         if not rate:
             raise TrialError("the service ended with exit code 3\nthe end of its log")
