@@ -29,8 +29,17 @@ from inferpool.service.tools.trial.report import (
     write_page,
 )
 from inferpool.service.tools.trial.screen import Screen
-from tests.bench.load import load_closed, run_wrk
-from tests.bench.server import OUT, ROOT, BenchError, BenchServer, Bodies, ServerCommand
+from tests.bench.server import (
+    OUT,
+    ROOT,
+    BenchError,
+    BenchServer,
+    Bodies,
+    ServerCommand,
+    load_closed,
+    require_wrk,
+    run_wrk,
+)
 
 NOISY_CORES = 0.15
 """A row is marked if others took more than this in one of its rounds."""
@@ -114,7 +123,11 @@ class Benchmark:
         """Return a turn that loads a server in a closed loop at each number of connections.
 
         `await_ready` waits for more than a first answer.
+
+        Raises:
+            BenchError: wrk is not installed.
         """
+        require_wrk()
 
         def take(round_: int) -> Iterator[Cell]:
             with self.warm_server(workload, bodies, command, await_ready) as (server, asked):

@@ -20,7 +20,6 @@ from inferpool.models.spec import Placement
 from inferpool.workers.host.devices import find_host
 from inferpool.workers.host.placing import Wish, place
 from tests.bench.frame import Benchmark, Cell, Turn
-from tests.bench.load import require_wrk
 from tests.bench.peers import COLUMNS, RATIO_COLUMNS
 from tests.bench.server import (
     MALLOC,
@@ -53,7 +52,6 @@ _PLAIN: Mapping[str, Mapping[str, str]] = {"plain": {}, "plain+malloc": MALLOC}
 
 def run(bench: Benchmark) -> None:
     """Measure the plain processes, and the service with as many workers."""
-    require_wrk()
     wish = Wish(replicas=bench.args.processes or None, threads=bench.args.threads or None)
     placements = place(find_host(os.environ.get("CUDA_VISIBLE_DEVICES")), wish)
     turns: dict[str, Turn] = {

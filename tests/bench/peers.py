@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TypeVar
 
 from tests.bench.frame import Benchmark, Column, say
-from tests.bench.load import require_wrk
 from tests.bench.server import (
     HOST,
     MALLOC,
@@ -155,7 +154,6 @@ OPTIONS = {
 
 def run(bench: Benchmark) -> None:
     """Measure all servers at each number of connections."""
-    require_wrk()
     turns = {
         f"{name}, {command.name}": bench.closed_turn(name, bodies, command)
         for name, bodies, command in contenders(bench)

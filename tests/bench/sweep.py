@@ -11,8 +11,7 @@ from inferpool.service.tools.trial.load import LoadPlan
 from inferpool.service.tools.trial.tally import LatencyHistogram
 from tests.bench import peers
 from tests.bench.frame import Benchmark, Cell, Column
-from tests.bench.load import load_closed, require_wrk
-from tests.bench.server import HOST, BenchServer, Bodies, ServerCommand
+from tests.bench.server import HOST, BenchServer, Bodies, ServerCommand, load_closed, require_wrk
 
 HELP = "latency against the arrival rate, open loop, up to collapse"
 OPTIONS = {

@@ -118,7 +118,6 @@ def test_port_that_is_taken_is_refused(capsys):
 
 
 def test_peer_asked_for_by_name_must_be_installed(capsys, monkeypatch):
-    monkeypatch.setattr(peers, "require_wrk", lambda: None)
     monkeypatch.setattr(peers, "installed_version", lambda python, distribution: None)
     assert main(["peers", "--peers", "mosec", "--port", str(free_port())]) == 2
     assert "--peer-python mosec=PATH" in capsys.readouterr().err
