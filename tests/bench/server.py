@@ -172,7 +172,8 @@ class BenchServer:
         # Orphans that had ended are our zombies.
         psutil.wait_procs(set(psutil.Process().children()) - self._others, 1.0)
         if self._process:
-            self._process.wait(5)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # an interrupted poll keeps a lock
+                self._process.wait(1)
         _adopt_orphans(False)
         self._scratch.cleanup()
         for path in shared:  # mosec leaves its semaphores behind now and then
