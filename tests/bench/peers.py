@@ -242,7 +242,7 @@ def _searched(ours: ServerCommand, port: int) -> ServerCommand:
     say(f"{ours.name}: searching for the fastest preset")
     health = Probe(path="/health")
     with BenchServer(ours, port, OUT / "logs" / f"{ours.name}-search.log") as server:
-        server.wait_ready(Probe(path="/health/ready"))
+        server.wait_ready(health)
         until = time.monotonic() + _SEARCH_S
         while True:
             server.require_running()

@@ -78,6 +78,8 @@ class ServerCommand:
     argv: Sequence[str]
     """`{port}` stands for the port."""
     env: Mapping[str, str] = field(default_factory=dict)
+    ready: Probe | None = None
+    """Call that is repeated until it answers 200, before the first measured request."""
     path: str = ""
     """Path of the measured requests, for a server that cannot choose it."""
     stop_signal: signal.Signals = signal.SIGTERM
@@ -90,7 +92,7 @@ def inferpool(
     """Return the command line that starts our service as its users do, with JSON logs."""
     flags = ["--host", HOST, "--port", "{port}", "--log-format", "json"]
     argv = [*shlex.split(command), "serve", *arguments, *flags]
-    return ServerCommand(name=name, argv=argv, env=env or {})
+    return ServerCommand(name=name, argv=argv, env=env or {}, ready=Probe(path="/health/ready"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,12 +187,17 @@ class BenchServer:
         return self._process.pid
 
     def wait_ready(self, probe: Probe, timeout_s: float = 180.0) -> bytes:
-        """Wait until the server answers a call with 200; return that answer.
+        """Wait until the server is ready and answers a call with 200; return that answer.
 
         Raises:
             BenchError: It ended, or did not answer in time.
         """
         until = time.monotonic() + timeout_s
+        if self.command.ready:
+            self._await_success(self.command.ready, until)
+        return self._await_success(probe, until)
+
+    def _await_success(self, probe: Probe, until: float) -> bytes:
         last = "no answer"
         while time.monotonic() < until:
             self.require_running()
@@ -204,7 +211,7 @@ class BenchServer:
                 last = f"{status} {body[:300]!r}"
             time.sleep(0.05)
         where = f"{self.command.name} {probe.path}"
-        raise BenchError(f"{where}: not ready in {timeout_s:g} s: {last}{self._tail()}")
+        raise BenchError(f"{where}: not ready in time: {last}{self._tail()}")
 
     def require_running(self) -> None:
         """Check that the process that was started is alive.

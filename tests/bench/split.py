@@ -149,6 +149,7 @@ def _restart(bench: Benchmark, workload: str, command: ServerCommand, _: int) ->
     probe = WORKLOADS[workload][1]().probe()
     with BenchServer(command, bench.args.port) as server:
         server.wait_ready(probe)
+        _await_next(server, -1)  # with two workers, another one may have been the first
         for turn in range(bench.args.kills):
             ask(server.port, probe)  # a worker that has done work is restarted at once
             worker = _workers(server)[0]
