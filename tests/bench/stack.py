@@ -38,7 +38,7 @@ class StackBlock(nn.Module):
         return y
 
 
-class Stack(nn.Module):
+class BlockStack(nn.Module):
     """Blocks, one after the other: float32 [B, W] in and out."""
 
     def __init__(self, num_blocks: int) -> None:
@@ -63,7 +63,7 @@ class StackModel(ModuleModel):
     def __init__(self, *, num_blocks: int, weights: str | None = None, groups: str = "") -> None:
         spec = partial(TensorSpec, dtype="float32", shape=(-1, WIDTH))
         super().__init__(
-            partial(Stack, num_blocks),
+            partial(BlockStack, num_blocks),
             weights=weights,
             inputs=[spec(name="x")],
             outputs=[spec(name="y")],
