@@ -18,6 +18,11 @@ FILES = {
 MODULES = {
     name.removesuffix(".__init__"): ast.parse(path.read_bytes()) for name, path in FILES.items()
 }
+TESTS = {
+    str(path.relative_to(ROOT)): ast.parse(path.read_bytes())
+    for path in (ROOT / "tests").rglob("*.py")
+}
+SHARED = {name: tree for name, tree in TESTS.items() if not Path(name).name.startswith("test_")}
 
 
 def imported_by(module: str) -> Iterator[str]:
@@ -47,11 +52,24 @@ def test_no_file_is_too_long_to_read():
     assert {name: num for name, num in lengths.items() if num > 450} == {}
 
 
+def class_names(tree: ast.Module) -> set[str]:
+    """Return the public classes of a module."""
+    names = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    return {name for name in names if not name.startswith("_")}
+
+
 def test_a_class_name_means_one_thing():
-    """But for the clients', which call things as the service does, and can be had without it."""
+    """The client alone may repeat names of the service: it mirrors them, and comes without it."""
     places = defaultdict(list)
-    for module, tree in MODULES.items():
-        for node in () if module.startswith("inferpool.service.client.") else tree.body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places[node.name].append(module)
+    for module, tree in {**MODULES, **SHARED}.items():
+        if not module.startswith("inferpool.service.client."):
+            for name in class_names(tree):
+                places[name].append(module)
     assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
+
+
+def test_no_test_calls_a_class_of_its_own_like_one_of_the_product():
+    ours = set().union(*map(class_names, MODULES.values()))
+    local = {name: tree for name, tree in TESTS.items() if name not in SHARED}
+    repeated = {name: class_names(tree) & ours for name, tree in local.items()}
+    assert {name: names for name, names in repeated.items() if names} == {}
