@@ -22,6 +22,13 @@ TESTS = {
     str(path.relative_to(ROOT)): ast.parse(path.read_bytes())
     for path in (ROOT / "tests").rglob("*.py")
 }
+UNFINISHED = (
+    "inferpool.models.",
+    "inferpool.workers.",
+    "inferpool.service.speed",
+    "tests/workers/",
+)
+"""Modules some of whose docstrings are still fragments."""
 SHARED = {name: tree for name, tree in TESTS.items() if not Path(name).name.startswith("test_")}
 
 
@@ -73,3 +80,17 @@ def test_no_test_calls_a_class_of_its_own_like_one_of_the_product():
     local = {name: tree for name, tree in TESTS.items() if name not in SHARED}
     repeated = {name: class_names(tree) & ours for name, tree in local.items()}
     assert {name: names for name, names in repeated.items() if names} == {}
+
+
+def test_every_docstring_stands_alone():
+    """One that begins so is a clause that leans on the line above it."""
+    starts = {*("Of", "As", "Whose", "Whom", "That"), *("What", "Whether", "Where", "Which", "Who")}
+    found = []
+    for module, tree in {**MODULES, **SHARED}.items():
+        for node in () if module.startswith(UNFINISHED) else ast.walk(tree):
+            # A string as a statement is a docstring, also of an attribute.
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                text = str(node.value.value)
+                if text.split(maxsplit=1)[:1] and text.split()[0].strip('`",.:;') in starts:
+                    found.append(f"{module}:{node.lineno}: {text[:60]}")
+    assert found == []
