@@ -15,6 +15,7 @@ _CLIENTS = ("httpx", _CLIENT)
 _TOOLS = {
     name: f"inferpool.service.tools.{name}" for name in ("chaos", "doctor", "top", "trial", "tune")
 }
+_FLAGS = (_TOOLS["trial"], f"{_TOOLS['trial']}.flags")
 _NOT_BY_CODE = {
     "serve": (*_TORCH, *_CLIENTS, *_TOOLS.values()),
     "predict": (*_TORCH, *_SERVER, *_SETTINGS, *_TOOLS.values(), "numpy", "inferpool.workers"),
@@ -53,7 +54,7 @@ def test_help_imports_almost_nothing(verb: str):
     loaded = loaded_by(f"from inferpool.service.cli.main import run; run({line})")
     assert "inferpool.service.cli.verbs" in loaded
     assert loaded.intersection(_NOT_BY_HELP) == set()
-    own = {_TOOLS[verb], f"{_TOOLS[verb]}.plan"} if verb in _TOOLS else set()
+    own = {_TOOLS[verb], f"{_TOOLS[verb]}.plan", *_FLAGS} if verb in _TOOLS else set()
     assert {each for each in loaded if each.startswith("inferpool.service.tools.")} <= own
 
 
