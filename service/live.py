@@ -27,7 +27,7 @@ from inferpool.service.settings.settings import Settings
 from inferpool.service.telemetry.distribution import Distribution, Recent
 from inferpool.service.telemetry.metrics import Metrics, ModelMetrics
 from inferpool.service.telemetry.versions import version_of
-from inferpool.workers.host.keep_going import KeepGoing
+from inferpool.workers.host.error_guard import ErrorGuard
 
 _NUM_KEPT = 300
 """Samples kept: five minutes, which take 0.5 MB per model."""
@@ -94,11 +94,11 @@ class LiveFeed:
 
     async def _run(self) -> None:
         due = self._last
-        keep_going = KeepGoing("the live feed")
+        error_guard = ErrorGuard("the live feed")
         while True:
             due = max(due + self._every_s, time.monotonic())
             await asyncio.sleep(due - time.monotonic())
-            with keep_going:
+            with error_guard:
                 self._sample()
                 self._tick()
 

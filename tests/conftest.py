@@ -1,5 +1,6 @@
-"""Settings for all tests: bytecode, timeouts, signals, second runs, and who runs beside whom."""
+"""Settings for all tests: coroutines, timeouts, second runs, and which tests run side by side."""
 
+import asyncio
 import contextlib
 import gc
 import inspect
@@ -11,13 +12,16 @@ from collections.abc import Generator, Iterable
 
 import httpx
 import pytest
+from uvloop import new_event_loop
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
 from tests.turns import turn
+from tests.virtual_time import run_in_virtual_time
 
 _PATIENCE_S = 30.0
 """Default timeout of httpx in tests: its own, 5 s, is too short for a busy machine."""
+_COROUTINE_LIMIT_S = 60.0
 _RERUN = "rerun"
 """Outcome of a first run that failed; it does not make the test session fail."""
 _RUN = pytest.StashKey[int]()
@@ -43,6 +47,32 @@ def pytest_configure(config: pytest.Config) -> None:
         sys.dont_write_bytecode = False
         os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine in an event loop of its own, for a minute at most."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    test = pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
+    if "virtual_time" in pyfuncitem.fixturenames:
+        run_in_virtual_time(test, _COROUTINE_LIMIT_S)
+    else:
+        factory = new_event_loop if "uvloop" in pyfuncitem.fixturenames else None
+        with asyncio.Runner(loop_factory=factory) as runner:
+            runner.run(asyncio.wait_for(test, _COROUTINE_LIMIT_S))
+    return True
+
+
+@pytest.fixture
+def virtual_time() -> None:
+    """Make the clock of a test's event loop jump to the next thing that is due."""
+
+
+@pytest.fixture
+def uvloop() -> None:
+    """Run a test in uvloop's event loop, as the service runs."""
 
 
 class _ByFileOrPage(LoadFileScheduling):

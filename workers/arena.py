@@ -1,9 +1,9 @@
-"""The arena: payload bytes are written to it once, by the front end, and read in place by workers.
+"""The arena: shared memory to which the front end writes each payload once; workers read it there.
 
-A buddy allocator (Knowlton, "A fast storage allocator", CACM 8(10), 1965) over one region of shared
-memory, with a short list of recently freed blocks per size so that a steady load neither splits nor
-merges. Used by one event loop alone; workers get offsets. Where several processes take calls, the
-region is divided among them, and each has an allocator of its own over its part.
+It is a buddy allocator (Knowlton, "A fast storage allocator", CACM 8(10), 1965) over one region. A
+short list of recently freed blocks per size avoids splits and merges under a steady load. One event
+loop uses an allocator; workers only get offsets. If several processes take calls, each of them has
+a part of the region with its own allocator.
 """
 
 import mmap
@@ -12,25 +12,25 @@ from collections.abc import Sequence
 from inferpool.workers.memory import SharedMemory
 
 MIN_BLOCK_BYTES = 1024
-"""Slots are aligned to this, which is enough for every dtype and for vector loads."""
+"""Alignment of slots, which is enough for every dtype and for vector loads."""
 _MAX_RECENT = 64
-"""Freed blocks of one size that are kept whole for the next request of that size."""
+"""Freed blocks of one size that are kept for the next request of that size."""
 
 
 class Slots:
-    """Slots in a part of the arena, in powers of two from 1 KiB."""
+    """Allocator of slots in a part of the arena; sizes are powers of two from 1 KiB."""
 
     def __init__(self, memory: mmap.mmap, start: int, num_bytes: int) -> None:
-        """Find all of it free.
+        """Begin with a part that is completely free.
 
         Args:
             memory: The arena, mapped for writing.
-            start: Where the part begins, in whole blocks of 1 KiB.
-            num_bytes: How long it is, likewise.
+            start: Offset of the part, a multiple of 1 KiB.
+            num_bytes: Length of the part, a multiple of 1 KiB.
         """
         self.num_bytes = num_bytes
         self.used_bytes = 0
-        """Of the slots in use, rounding included."""
+        """Bytes in use, including rounding."""
         self._map = memory
         self._start = start
         num_orders = (num_bytes // MIN_BLOCK_BYTES).bit_length()
@@ -51,9 +51,9 @@ class Slots:
             num_bytes: Their total length.
 
         Returns:
-            The slot's offset, or None where no slot of that size is free.
+            The slot's offset, or None if no slot of that size is free.
         """
-        order = ((num_bytes - 1) >> 10).bit_length() if num_bytes else 0  # as `_order_of`, sooner
+        order = ((num_bytes - 1) >> 10).bit_length() if num_bytes else 0  # inlined `_order_of`
         if order >= len(self._recent):
             return None
         recent = self._recent[order]
@@ -70,11 +70,11 @@ class Slots:
         return offset
 
     def read(self, offset: int, num_bytes: int) -> bytes:
-        """A copy of what a slot holds."""
+        """Return a copy of the content of a slot."""
         return self._map[offset : offset + num_bytes]
 
     def free(self, offset: int) -> None:
-        """Give a slot back. No worker may be reading it any more."""
+        """Free a slot. No worker may read it any more."""
         order = self._orders.pop(offset)
         self.used_bytes -= MIN_BLOCK_BYTES << order
         recent = self._recent[order]
@@ -84,7 +84,7 @@ class Slots:
             self._merge(offset, order)
 
     def reserve(self, offset: int, num_bytes: int) -> None:
-        """Take a slot that an earlier allocator over this part gave out, and that is still read."""
+        """Take a slot that an earlier allocator of this part gave out and that is still in use."""
         order = _order_of(num_bytes)
         for larger in range(order, len(self._free)):
             size = MIN_BLOCK_BYTES << larger
@@ -98,12 +98,12 @@ class Slots:
                     block = half if offset >= half else block
                 break
         else:
-            raise AssertionError(f"the slot at {offset} is in use or lies elsewhere")
+            raise AssertionError(f"the slot at {offset} is in use or in another part")
         self._orders[offset] = order
         self.used_bytes += MIN_BLOCK_BYTES << order
 
     def _take(self, order: int) -> int | None:
-        """Split a free block down to this order, after merging the recent ones if need be."""
+        """Split a free block down to this order; merge the recent blocks first if needed."""
         offset = self._split(order)
         if offset is None and any(self._recent):
             for recent_order, recent in enumerate(self._recent):
@@ -136,23 +136,23 @@ class Slots:
 
 
 class Arena(Slots):
-    """The whole of it, with the memory that it lies in."""
+    """Allocator of the whole arena, and owner of its memory."""
 
     def __init__(self, num_bytes: int) -> None:
         """Reserve the memory.
 
         Args:
-            num_bytes: Rounded up to whole blocks.
+            num_bytes: Size, which is rounded up to whole blocks.
 
         Raises:
-            SharedMemoryError: The memory is not to be had.
+            SharedMemoryError: There is too little memory.
         """
         num_bytes = -(-num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
         self.memory = SharedMemory(num_bytes, name="arena", writable=False)
         super().__init__(self.memory.map, 0, num_bytes)
 
     def give_away(self, num_parts: int) -> list[range]:
-        """Divide all of it into equal parts for the allocators of others; none is left here."""
+        """Divide the arena into equal parts for other allocators; nothing stays for this one."""
         assert not self.used_bytes, "only an empty arena can be given away"
         for free in self._free:
             free.clear()
@@ -167,7 +167,7 @@ class Arena(Slots):
 
 
 def slot_bytes(num_bytes: int) -> int:
-    """What a payload takes of an arena, rounding included."""
+    """Return the bytes that a payload takes in an arena, including rounding."""
     return MIN_BLOCK_BYTES << _order_of(num_bytes)
 
 

@@ -1,6 +1,6 @@
-"""What the control groups of this process allow, in version 1 and in version 2.
+"""Reads the limits of this process's control groups, version 1 and 2.
 
-A limit may be set on any group above a process; the least of them holds. Files and units: Linux,
+Each group above a process may have a limit; the smallest one applies. Files and units: Linux,
 Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst; Documentation/scheduler/sched-bwc.
 """
 
@@ -11,16 +11,16 @@ from pathlib import Path
 MOUNT = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 _UNLIMITED = 1 << 60
-"""Version 1 says "none" as the largest multiple of a page, version 2 as "max"."""
+"""Limits from here on mean none: version 1 uses the largest multiple of a page for that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CgroupLimits:
-    """What may be used; None where nothing limits it."""
+    """Limits of this process; None if there is none."""
 
     memory_bytes: int | None = None
     memory_left_bytes: int | None = None
-    """Page cache counts as left: the kernel gives it up when asked."""
+    """Memory still allowed; page cache counts as free, since the kernel frees it on demand."""
     num_cores: float | None = None
     """Cores' worth of time."""
     num_pids: int | None = None
@@ -32,8 +32,8 @@ def read_limits(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> CgroupLim
     """Read the limits of this process's groups.
 
     Args:
-        mount: Where the cgroup file systems are mounted.
-        membership: The file that names this process's groups.
+        mount: Folder in which the cgroup file systems are mounted.
+        membership: File that names this process's groups.
     """
     groups = _read(membership)
     memory = [m for group in groups_of(mount, groups, "memory") if (m := _memory(group))]
@@ -49,15 +49,15 @@ def read_limits(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> CgroupLim
 
 
 def groups_of(mount: Path, membership: str, controller: str) -> Iterator[Path]:
-    """The folders of this process's group and of those above it.
+    """Yield the folders of this process's group and of the groups above it.
 
-    In a container the mount may show the container's group as its root while the membership names
-    the whole path: then only the root is there to be read.
+    In a container the mount may show the container's group as its root although the membership
+    names the whole path. Then only the root exists.
 
     Args:
-        mount: Where the cgroup file systems are mounted.
-        membership: What the file says that names this process's groups.
-        controller: As version 1 calls it.
+        mount: Folder in which the cgroup file systems are mounted.
+        membership: Content of the file that names this process's groups.
+        controller: Name of the controller in version 1.
     """
     for line in membership.splitlines() or ["0::/"]:
         _, controllers, path = line.split(":", 2)
@@ -88,7 +88,7 @@ def _cores(group: Path) -> float | None:
         quota, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
     try:
         cores = int(quota) / int(period)
-    except (ValueError, ZeroDivisionError):  # "max", or not there
+    except (ValueError, ZeroDivisionError):  # "max", or no such file
         return None
     return cores if cores > 0 else None
 

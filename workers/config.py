@@ -1,4 +1,4 @@
-"""What a worker is told before it starts: frozen, picklable values."""
+"""Configuration of a worker: frozen values that can be pickled."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,17 +9,16 @@ from inferpool.models.speed.names import SpeedReport
 from inferpool.models.split.report import SplitReport
 
 ErrorDetail = Literal["name", "text", "traceback"]
-"""How much of an exception of a model's clients are told: its type alone, its text, or all."""
+"""Detail of a model's exceptions in answers to clients: only the type, the text too, or all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Where a model comes from."""
+    """Source of a model."""
 
     name: str
     source: str
-    """`efficientnet_lite0`, `torchvision:NAME` and so on, as
-    `models.sources.registry.build` takes it."""
+    """Name for `models.sources.registry.build`: `efficientnet_lite0`, `torchvision:NAME`, ..."""
     weights: str | None = "DEFAULT"
     """"DEFAULT", a named weight, a .pth or .safetensors path, or None for random weights."""
     options: Mapping[str, object] = field(default_factory=dict)
@@ -28,31 +27,31 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    """All that one worker needs to know, in each of its incarnations.
+    """Configuration of one worker.
 
-    A later one is told what an earlier one found out: `chosen` and `known_split`.
+    A later incarnation gets the findings of an earlier one in `chosen` and `known_split`.
     """
 
     model: ModelConfig
     placement: Placement
     credit: int = 2
-    """Batches that it may hold at once, `Placement.num_at_once` of which it computes."""
+    """Batches that it may hold at once; it computes `Placement.num_at_once` of them."""
     max_batch_size: int = 8
     prepare_threads: int = 1
     """Threads that run `preprocess`."""
     max_image_pixels: int = MAX_IMAGE_PIXELS
-    """Encoded images with more are refused by their header."""
+    """Most pixels of an encoded image; larger ones are refused after a look at the header."""
     load_timeout_s: float = 600.0
     speed: str = "exact"
     """One of `models.speed.names.CHOICES`."""
     decode: str = "exact"
     """One of `models.speed.names.DECODE_CHOICES`."""
     cache_dir: str | None = None
-    """Where what was found out about speed is kept; None keeps it nowhere."""
+    """Folder for verdicts on speed presets; None stores none."""
     chosen: SpeedReport | None = None
-    """What an earlier incarnation chose by `speed`, to be applied as it is; None has it chosen."""
+    """Preset that an earlier incarnation chose; None makes it choose by `speed`."""
     known_split: SplitReport | None = None
-    """How an earlier incarnation was split; None has it found out."""
+    """Split that an earlier incarnation used; None makes it find one."""
     error_detail: ErrorDetail = "name"
     batch_timeout_s: float | None = None
-    """A batch that has run for longer means a hang; None: long beside those of the warm-up."""
+    """Seconds after which a batch counts as hung; None derives them from the warm-up."""

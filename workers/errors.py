@@ -1,8 +1,8 @@
-"""What can go wrong with a worker, as values that the front end acts on.
+"""Errors of workers, on which the front end acts.
 
 WorkerError
 +-- WorkerStartError           an incarnation never became ready; `permanent` if none ever will
-|   +-- FilesChangedError      it would answer differently from the others
+|   +-- FilesChangedError      its model files differ from those of the other workers
 +-- WorkerLostError            an incarnation ended while it held a batch
 """
 
@@ -15,8 +15,8 @@ class WorkerStartError(WorkerError):
     """An incarnation did not become ready.
 
     Attributes:
-        permanent: No restart can mend it (a wrong model, bad weights).
-        traceback: Of what the model raised; empty where it was something else.
+        permanent: True if no restart can help (a wrong model, bad weights).
+        traceback: Traceback of the error that the model raised; empty for other errors.
     """
 
     def __init__(self, message: str, *, permanent: bool, traceback: str = "") -> None:
@@ -26,17 +26,17 @@ class WorkerStartError(WorkerError):
 
 
 class FilesChangedError(WorkerStartError):
-    """The model's files have changed since it was loaded for the other workers."""
+    """The model's files have changed since the other workers loaded them."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, permanent=False)
 
 
 class WorkerLostError(WorkerError):
-    """An incarnation is gone, its exit is confirmed, and a batch that it held has no answer.
+    """A worker has exited, which is confirmed, and a batch that it held has no answer.
 
     Attributes:
-        started: It had begun to work on the batch, so the batch may be what ended it.
+        started: True if it had begun the batch, which may have caused the end.
     """
 
     def __init__(self, reason: str, *, started: bool) -> None:

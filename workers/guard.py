@@ -1,4 +1,4 @@
-"""Ties the life of a process to another's, so that nothing outlives the front end."""
+"""Ends processes with the front end, so that nothing outlives it."""
 
 import contextlib
 import ctypes
@@ -16,7 +16,7 @@ _PR_SET_PDEATHSIG = 1
 _F_SETSIG = 10
 """asm-generic/fcntl.h"""
 _OOM_SCORE_ADJ = 500
-"""As if it held half of all memory more than it does."""
+"""Score that makes a process look as if it used half of all memory more than it does."""
 _MAX_OOM_SCORE_ADJ = 1000
 
 
@@ -24,8 +24,7 @@ def die_with_parent(parent_pid: int) -> None:
     """Have the kernel SIGKILL this process when its parent ends (Linux; elsewhere nothing).
 
     Args:
-        parent_pid: Who the parent was when this process was started; if it is gone already, this
-            process ends here.
+        parent_pid: Parent at the time of the start. If it is gone already, this process exits.
     """
     if sys.platform != "linux":
         return
@@ -35,11 +34,11 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def die_with_front_end() -> None:
-    """End this process, and what it will have forked, when the front end ends or lets go of it.
+    """Make this process, and all that it will fork, end when the front end ends or closes its pipe.
 
-    It becomes the leader of a process group. On Linux the kernel kills that group as the front
+    It becomes the leader of a process group. On Linux the kernel kills that group when the front
     end's end of the lifeline closes, even if this process holds the GIL, is stopped or ignores
-    signals. Elsewhere a thread ends this process alone.
+    signals. On other systems a thread ends only this process.
     """
     front_end = parent_process()
     assert front_end is not None, "only a child of the front end has a front end"
@@ -53,7 +52,7 @@ def die_with_front_end() -> None:
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline, _F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-    if connection.wait([lifeline], 0):  # it closed before the kernel was told
+    if connection.wait([lifeline], 0):  # it was closed before the kernel was asked
         os._exit(1)
 
 
@@ -64,7 +63,7 @@ def _leave_with(lifeline: int) -> NoReturn:
 
 
 def give_way_for_memory() -> None:
-    """Have the kernel end this process before the front end when memory runs out (Linux)."""
+    """Make the kernel kill this process before the front end when memory runs out (Linux)."""
     with contextlib.suppress(OSError, ValueError):
         path = Path("/proc/self/oom_score_adj")
         path.write_text(str(min(_MAX_OOM_SCORE_ADJ, int(path.read_text()) + _OOM_SCORE_ADJ)))

@@ -1,7 +1,7 @@
-"""A row of shared memory per incarnation, written by the worker's own loop, read by the front end.
+"""Heartbeats: numbers in shared memory that a worker's main loop writes and the front end reads.
 
-No helper thread writes it: a stuck loop must look stuck. Times are CLOCK_MONOTONIC, which all
-processes of one boot share.
+No helper thread writes them, so that a stuck loop looks stuck. Times are CLOCK_MONOTONIC, which all
+processes of a host share.
 """
 
 import mmap
@@ -14,46 +14,46 @@ _ROW_BYTES = mmap.PAGESIZE
 
 
 class Heartbeat:
-    """The worker's side."""
+    """The worker's side of a heartbeat."""
 
     def __init__(self, row: mmap.mmap) -> None:
         self._row = memoryview(row).cast("Q")
 
     def beat(self) -> None:
-        """The loop has come round."""
+        """Report that the loop runs."""
         self._row[_BEAT_NS] = time.monotonic_ns()
 
     def received(self, batch_id: int) -> None:
-        """Work on a batch begins, in any thread; from here on it may be what ends the process."""
+        """Report the begin of a batch, from any thread; from now on it may cause the end."""
         self._row[_RECEIVED] = batch_id
 
     def progressed(self) -> None:
-        """The next part of the batch that is computed begins."""
+        """Report the begin of the next part of a batch."""
         self._row[_BEAT_NS] = self._row[_PROGRESS_NS] = time.monotonic_ns()
 
     def at_work_since(self, since: float) -> None:
-        """Where several batches are under way: the longest has taken what has passed since then."""
+        """Report the begin of the batch that has computed longest, not counting its waits."""
         self._row[_AT_WORK_NS] = int(since * 1e9)
 
     def answered(self) -> None:
-        """A batch is done, which was no canary; one thread at a time says so."""
+        """Report the answer to a batch, not to a canary. One thread at a time may call it."""
         self._row[_BEAT_NS] = time.monotonic_ns()
         self._row[_NUM_BATCHES] += 1
 
     @property
     def must_leave(self) -> bool:
-        """The front end has said that it no longer waits for what is being computed."""
+        """True once the front end does not wait for the present batch any more."""
         return bool(self._row[_LEAVE])
 
 
 class HeartbeatReader:
-    """The front end's side; made before the process, dropped after its exit."""
+    """The front end's side of a heartbeat, from before the start until after the exit."""
 
     def __init__(self) -> None:
-        """Make a row.
+        """Make the shared memory.
 
         Raises:
-            SharedMemoryError: There is no page to be had.
+            SharedMemoryError: There is too little memory.
         """
         self.memory = SharedMemory(_ROW_BYTES, name="heartbeat", writable=True)
         self._row = memoryview(self.memory.map).cast("Q")
@@ -66,29 +66,29 @@ class HeartbeatReader:
 
     @property
     def num_batches(self) -> int:
-        """Batches answered in this incarnation."""
+        """Number of batches answered by this incarnation."""
         return self._row[_NUM_BATCHES]
 
     @property
     def last_received(self) -> int:
-        """The newest batch that the worker has begun to work on."""
+        """Id of the newest batch that the worker has begun."""
         return self._row[_RECEIVED]
 
     @property
     def progressed_at(self) -> float:
-        """When it last began with a part of a batch, in seconds; 0.0 if it never did."""
+        """Time at which it last began a part of a batch; 0.0 if it never did."""
         return self._row[_PROGRESS_NS] / 1e9
 
     @property
     def at_work_since(self) -> float:
-        """What the worker says, that has several batches under way; else 0.0."""
+        """Value of `Heartbeat.at_work_since` if it computes several batches at once; else 0.0."""
         return self._row[_AT_WORK_NS] / 1e9
 
     def tell_to_leave(self) -> None:
-        """From now on SIGTERM ends the worker, which ignores it otherwise."""
+        """Make SIGTERM end the worker, which ignores it otherwise."""
         self._row[_LEAVE] = 1
 
     def close(self) -> None:
-        """Unmap the row."""
+        """Unmap the shared memory."""
         self._row.release()
         self.memory.close()

@@ -1,4 +1,4 @@
-"""Log records between processes: sent as lines, and logged again by the process that writes."""
+"""Carries log records and printed text from a worker to the front end, which logs them."""
 
 import io
 import logging
@@ -10,23 +10,23 @@ from inferpool.models.texts import described, printable, traceback_of
 from inferpool.workers.messages import ID_FIELDS, LogLine
 
 _MAX_LINE_CHARS = 8192
-"""A longer line is logged as several."""
+"""Longest printed line; a longer one is logged as several."""
 _MAX_PRINT_CHARS = 65_536
-"""Printed at once; the rest of a longer text is left out."""
+"""Longest text of one print; the rest is left out."""
 _MAX_TEXT_CHARS = 20_000
-"""The longest record: a model may log what it likes."""
+"""Longest message of a record, since a model may log anything."""
 
 
 class LineHandler(logging.Handler):
-    """Sends the log records of a process to the one that writes them."""
+    """Logging handler that sends records to another process."""
 
     def __init__(self, send: Callable[[LogLine], None]) -> None:
-        """Take what sends a line, and may raise OSError or ValueError."""
+        """Store the sender of lines, which may raise OSError or ValueError."""
         super().__init__()
         self._send = send
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Send a record with its traceback as text."""
+        """Send a record, with its traceback as text."""
         try:
             error = record.exc_info[1] if record.exc_info else None
             trace = traceback_of(error) if error is not None else ""
@@ -38,18 +38,18 @@ class LineHandler(logging.Handler):
 
 
 class PrintedLines(io.TextIOBase):
-    """Stands for stdout or stderr, and sends what is printed, line by line, as the log is sent."""
+    """Replacement of stdout or stderr that sends printed text line by line, like log records."""
 
     encoding = "utf-8"
     errors = "backslashreplace"
 
     def __init__(self, original: TextIO, level: int, send: Callable[[LogLine], None]) -> None:
-        """Stand for a stream.
+        """Store the arguments.
 
         Args:
-            original: Gets what cannot be sent; has the descriptor, for processes of the model's.
-            level: Of the lines.
-            send: May raise OSError or ValueError.
+            original: Stream that gets what cannot be sent.
+            level: Log level of the lines.
+            send: Sender of lines; may raise OSError or ValueError.
         """
         self._original = original
         self._level = level
@@ -60,30 +60,30 @@ class PrintedLines(io.TextIOBase):
         self._writing = threading.Lock()
 
     def __getattr__(self, name: str) -> object:
-        """Whatever else a stream has, as `reconfigure` and `name`."""
+        """Return other attributes of the stream, such as `reconfigure` and `name`."""
         return getattr(self._original, name)
 
     def stop_sending(self) -> None:
-        """Write straight to the stream. For a forked process, which must not send."""
+        """Write to the original stream from now on: a forked process must not send."""
         self._is_sent = False
-        self._rest = ""  # the parent sends it
-        self._writing = threading.Lock()  # a thread of the parent may have held it
+        self._rest = ""  # the parent will send it
+        self._writing = threading.Lock()  # a thread of the parent may hold it
 
     @property
     def buffer(self) -> BinaryIO:
-        """For those who write bytes, which are not told from those of other workers."""
+        """Buffer of the original stream; the log does not see bytes written to it."""
         return self._original.buffer
 
     def fileno(self) -> int:
-        """The descriptor of the stream."""
+        """Return the descriptor of the original stream, for child processes."""
         return self._original.fileno()
 
     def writable(self) -> bool:
-        """It is for nothing else."""
+        """Return True."""
         return True
 
     def write(self, text: str) -> int:
-        """Send the lines that are whole now; the rest waits for its end."""
+        """Send the complete lines; keep the rest until it ends."""
         if not self._is_sent:
             return self._original.write(text)
         num_chars = len(text)
@@ -92,7 +92,7 @@ class PrintedLines(io.TextIOBase):
             text = f"{text[:_MAX_PRINT_CHARS]}\n{more}\n"
         with self._writing:
             *lines, rest = (self._rest + text).split("\n")
-            # A bar of progress writes over itself: the last state is enough.
+            # A progress bar overwrites itself: only its last state counts.
             self._rest = rest.rpartition("\r")[2] if rest.count("\r") > 1 else rest
             while len(self._rest) > _MAX_LINE_CHARS:
                 lines.append(self._rest[:_MAX_LINE_CHARS])
@@ -103,7 +103,7 @@ class PrintedLines(io.TextIOBase):
         return num_chars
 
     def flush(self) -> None:
-        """Write out what the stream itself holds back."""
+        """Flush the original stream."""
         self._original.flush()
 
     def _send_line(self, line: str) -> None:
@@ -116,11 +116,11 @@ class PrintedLines(io.TextIOBase):
 
 
 def log_line(line: LogLine, extra: Mapping[str, object]) -> None:
-    """Log what another process logged, its traceback as one.
+    """Log a record of another process, together with its traceback.
 
     Args:
-        line: What it said.
-        extra: Who said it.
+        line: The record.
+        extra: Fields that name the process.
     """
     source = logging.getLogger(line.logger)
     if not source.isEnabledFor(line.level):
@@ -135,10 +135,10 @@ def log_line(line: LogLine, extra: Mapping[str, object]) -> None:
 
 
 def _text_of(record: logging.LogRecord) -> str:
-    """The message of a record, cut; of one that cannot be formatted, why not, and where it is."""
+    """Return the message of a record, shortened; if it cannot be formatted, say where and why."""
     try:
         if not record.args and isinstance(record.msg, str):
-            return printable(record.msg[:_MAX_TEXT_CHARS])  # no copy of a long one
+            return printable(record.msg[:_MAX_TEXT_CHARS])  # without a copy of a long text
         return printable(record.getMessage()[:_MAX_TEXT_CHARS])
     except Exception as error:
         place = f"{record.pathname}:{record.lineno}"

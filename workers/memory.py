@@ -1,7 +1,7 @@
-"""Anonymous shared memory: made by the front end, mapped by its workers, named nowhere.
+"""Anonymous shared memory, made by the front end and mapped by its workers.
 
-It is a memfd, so nothing of it is left behind however its owners die, and the size of /dev/shm (64
-MiB in a container by default) does not bound it.
+It is a memfd: nothing is left behind however its owners die, and the size of /dev/shm (by default
+64 MiB in a container) does not limit it.
 """
 
 import contextlib
@@ -16,18 +16,17 @@ import psutil
 from inferpool.workers.cgroups import read_limits
 
 _CHECKED_BYTES = 1 << 20
-"""Smaller regions are not worth a look at how much is free."""
+"""Size from which on the free memory is checked first."""
 
 
 class SharedMemoryError(Exception):
-    """The memory could not be had; the message says how much was asked for and what to do."""
+    """There is too little memory; the message says how much was requested and what to do."""
 
 
 class SharedMemory:
-    """A region that a process passes to its children as an argument of theirs.
+    """A region that can be passed to child processes as an argument.
 
-    Pickling it while a process is being started hands that process the descriptor; there it is
-    mapped anew, read-only unless `writable`.
+    It is pickled as a descriptor, and mapped again in the child: read-only unless `writable`.
     """
 
     def __init__(
@@ -37,17 +36,17 @@ class SharedMemory:
 
         Args:
             num_bytes: Its size.
-            name: For people who read /proc/PID/maps.
-            writable: Whether children may write to it.
-            is_reserved: All of its pages are had now, rather than each when it is first written.
+            name: Name in /proc/PID/maps, for people.
+            writable: Let children write to it.
+            is_reserved: Reserve all pages now instead of each at its first write.
 
         Raises:
-            SharedMemoryError: The pages are not to be had.
+            SharedMemoryError: There is too little memory.
         """
         self.num_bytes = num_bytes
         self._writable = writable
         try:
-            # The kernel reserves page by page until it has none left, and then kills somebody.
+            # The kernel would reserve page by page until none is left, and then kill a process.
             available = (
                 available_bytes() if is_reserved and num_bytes > _CHECKED_BYTES else num_bytes
             )
@@ -69,34 +68,34 @@ class SharedMemory:
 
     @property
     def writable(self) -> "WritableMemory":
-        """What to pass to a child that is to write to it, whatever other children may."""
+        """Argument for a child that may write to it, even if other children may not."""
         return WritableMemory(self._fd, self.num_bytes)
 
     def close(self) -> None:
-        """Unmap the region here; workers that still map it keep it alive."""
-        with contextlib.suppress(BufferError):  # some of it is still looked at: it goes with that
+        """Unmap the region here; it exists as long as a worker maps it."""
+        with contextlib.suppress(BufferError):  # views keep the mapping alive
             self.map.close()
         os.close(self._fd)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Hand the descriptor to the process that is being started."""
+        """Pass the descriptor to the process that is being started."""
         return attach, (reduction.DupFd(self._fd), self.num_bytes, self._writable)
 
 
 class WritableMemory:
-    """A region on its way into a process that may write to it."""
+    """A region as an argument for a process that may write to it."""
 
     def __init__(self, fd: int, num_bytes: int) -> None:
         self._fd = fd
         self._num_bytes = num_bytes
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Hand the descriptor to the process that is being started, as a mapping."""
+        """Pass the descriptor to the process that is being started."""
         return attach, (reduction.DupFd(self._fd), self._num_bytes, True)
 
 
 def attach(descriptor: object, num_bytes: int, writable: bool) -> mmap.mmap:
-    """Map a region in the process that it was handed to."""
+    """Map a region in the process that it was passed to."""
     fd: int = descriptor.detach()  # type: ignore[attr-defined]  # DupFd is a factory of two classes
     try:
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
@@ -106,7 +105,7 @@ def attach(descriptor: object, num_bytes: int, writable: bool) -> mmap.mmap:
 
 
 def _explain(error: OSError) -> str:
-    """What the system says, and which limit it may mean."""
+    """Return the system's error, and the limit that may be its cause."""
     limits = {
         errno.EFBIG: " (ulimit -f)",
         errno.EMFILE: " (ulimit -n)",
@@ -123,9 +122,9 @@ def _refusal(name: str, num_bytes: int, reason: str) -> str:
 
 
 def available_bytes() -> int:
-    """Memory that this process could still get: of the host, and of its control groups.
+    """Return the memory that the host and our control groups still allow this process.
 
-    Page cache counts as available: the kernel gives it up when asked.
+    Page cache counts as available, since the kernel frees it on demand.
     """
     available: int = psutil.virtual_memory().available
     left = read_limits().memory_left_bytes
@@ -133,7 +132,7 @@ def available_bytes() -> int:
 
 
 def open_anonymous(name: str) -> int:
-    """A file descriptor of memory that has a name for people only, and no pages yet."""
+    """Return a descriptor of anonymous memory without pages; the name is only for people."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(f"inferpool-{name}", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile(prefix=f"inferpool-{name}-") as file:

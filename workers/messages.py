@@ -1,11 +1,10 @@
-"""What crosses between the front end and a worker, and how one message follows another in a pipe.
+"""Messages between the front end and a worker, and their framing in a pipe.
 
-A batch is one msgpack value, and so is its answer. The framing is that of
-multiprocessing.connection: a signed 32-bit length, big-endian, or -1 and an unsigned 64-bit one,
-and then so many bytes.
+Each message is one msgpack value. The framing is that of multiprocessing.connection: a signed
+32-bit big-endian length, or -1 and an unsigned 64-bit length, then that many bytes.
 
-Both sides are decoded by type with msgspec, never by pickle: a worker that writes rubbish makes
-one of `UNREADABLE` in the front end and nothing else.
+Both sides decode by type with msgspec, never with pickle: whatever bytes a worker writes, the worst
+that they cause in the front end is one of the errors in `UNREADABLE`.
 """
 
 import struct
@@ -20,48 +19,48 @@ from inferpool.models.speed.names import SpeedReport
 from inferpool.models.split.report import RankPart, SplitReport
 
 Kind = Literal["image", "bytes", "json", "tensors"]
-"""As `models.item.Kind`, which the front end cannot import without torch."""
+"""Copy of `models.item.Kind`, which the front end cannot import without torch."""
 
 MAX_FRAME_BYTES = 1 << 30
 ID_FIELDS = ("request_id", "trace_id", "span_id")
-"""Of log lines about a call."""
+"""Fields of log lines about a call."""
 
 
 class ItemRef(msgspec.Struct, array_like=True, gc=False):
-    """One instance: what its call asks of it, and where its payload lies in the arena.
+    """One instance: its options, and the place of its payload in the arena.
 
-    It is made with the head of the call, completed with the body and with a slot of the arena, and
-    goes to the worker as it is. Nobody changes it after that.
+    It is made when the head of the call has arrived, and completed when the body is in a slot of
+    the arena. It goes to the worker as it is, and nobody changes it after that.
     """
 
     kind: Kind
     offset: int
     num_bytes: int
     deadline: float
-    """CLOCK_MONOTONIC seconds; past it, the instance is not computed."""
+    """CLOCK_MONOTONIC seconds; after it the instance is not computed any more."""
     wants_tensors: bool = False
     """Answer with tensors rather than with rendered JSON."""
     headers: tuple[TensorHeader, ...] = ()
     parameters: bytes = b""
-    """A JSON object, or nothing."""
+    """A JSON object, or empty."""
     request_id: str = ""
-    """Of the HTTP call, for the log."""
+    """Id of the HTTP call, for the log."""
     trace: str = ""
-    """For the log too: trace id, a hyphen and span id, where others know that trace."""
+    """Trace id, a hyphen and span id, for the log; empty if the call is not traced."""
     priority: int = 5
-    """1 goes first, 9 last. The worker does not look at it."""
+    """Priority from 1 (first) to 9 (last). The worker ignores it."""
 
     def log_ids(self) -> dict[str, str]:
-        """By which a log line about it is found."""
+        """Return the fields by which log lines about it are found."""
         trace_id, _, span_id = self.trace.partition("-")
         found = (self.request_id, trace_id, span_id)
         return {name: value for name, value in zip(ID_FIELDS, found, strict=True) if value}
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Front end to worker: compute these together.
+    """Front end to worker: compute these instances together.
 
-    Without items it is a canary: compute a sample of the model's own.
+    A batch without items is a canary: compute a sample of the model.
     """
 
     id: int
@@ -69,7 +68,7 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Stored(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where an output lies in its worker's region: see `workers.outputs`."""
+    """Place of an output in the region of its worker: see `workers.outputs`."""
 
     first_block: int
     num_bytes: int
@@ -85,8 +84,8 @@ class TensorBlob(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def buffer(self) -> bytes:
-        """Its bytes, or a view of where they were found."""
-        assert not isinstance(self.data, Stored), "an output was not looked up where it lies"
+        """Bytes of the tensor, or a view of them in the region."""
+        assert not isinstance(self.data, Stored), "an output was not looked up in its region"
         return self.data
 
 
@@ -100,69 +99,69 @@ class ItemError(msgspec.Struct, frozen=True, gc=False):
 
 
 Outcome = bytes | list[TensorBlob] | ItemError
-"""Rendered JSON, or tensors, or an error."""
+"""Result of one instance: rendered JSON, tensors, or an error."""
 
 
 class BatchDone(msgspec.Struct, frozen=True, array_like=True, tag="done", gc=False):
     """Worker to front end: the outcomes of a batch, in its order.
 
-    Of a canary there is none, or the error that it met with.
+    For a canary there is no outcome if it succeeded, else one error.
     """
 
     id: int
     outcomes: list[Outcome]
     prepare_s: float
     compute_s: float
-    """Of its own: without the time in which it waited for other batches of a pipeline."""
+    """Time of computation, without waits for other batches of a pipeline."""
     num_stored: int = 0
-    """Outputs that lie in the worker's region; also those that others stored meanwhile."""
+    """Outputs stored in the worker's region since the last answer, by this batch and others."""
     prepare_began: float = 0.0
-    """CLOCK_MONOTONIC seconds; so is the next."""
+    """CLOCK_MONOTONIC seconds."""
     compute_began: float = 0.0
-    """`compute_s` before its end: where it waited for others in between, it began earlier."""
+    """Its end minus `compute_s`, in CLOCK_MONOTONIC seconds; waits would make it earlier."""
 
 
-class Progress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
-    """Worker to front end, while it loads: what it is doing now, for a person to read."""
+class StartProgress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
+    """Worker to front end, while it loads: the present step, for people."""
 
     stage: str
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """Worker to front end, once: loaded and warm, send a canary."""
+    """Worker to front end, once: the model is loaded and warm; send a canary."""
 
     pid: int
     inputs: list[TensorSpec]
     outputs: list[TensorSpec]
     device: str
-    """The device as a person knows it: "NVIDIA H100 80GB HBM3", "cpu"."""
+    """Kind of device: "NVIDIA H100 80GB HBM3", "cpu"."""
     load_s: float
-    """Without what it took to choose a speed preset, which a restart does not repeat."""
+    """Time of loading, without the choice of a speed preset, which a restart does not repeat."""
     warmup_s: float | None
-    """What the longest batch of the warm-up took, with its preparation; None without a warm-up."""
+    """Time of the longest batch of the warm-up and its preparation; None without warm-up."""
     preloaded: bool
-    """The process was forked from a server that had torch in memory already."""
+    """True if it was forked from a forkserver that had torch in memory already."""
     speed: SpeedReport
-    """Which preset it serves with."""
+    """Speed preset that it serves with."""
     part: RankPart | None = None
-    """What its lead holds, if it is split."""
+    """Part of the model that the lead holds, if it is split."""
     split: SplitReport | None = None
-    """How it is split, if it is."""
+    """Way in which it is split, if it is."""
     example: bytes = b""
-    """An instance that it takes, as JSON; empty if it has none to show."""
+    """An example of an instance, as JSON; empty if there is none."""
     reads_own_form: bool = False
-    """Its `preprocess` reads something else than `inputs` say."""
+    """True if its `preprocess` reads another form than `inputs` describe."""
     files: list[FileMark] = []
-    """What its model was made of."""
+    """Files that its model has loaded."""
 
 
 class RankReady(msgspec.Struct, frozen=True, array_like=True, tag="rank ready"):
     """A follower to the front end, once: its part is loaded, and it waits for its lead's calls."""
 
     device: str
-    """As in `Ready`."""
+    """Kind of device, like `Ready.device`."""
     part: RankPart
-    """What it holds."""
+    """Part of the model that it holds."""
 
 
 class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
@@ -171,32 +170,31 @@ class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     message: str
     permanent: bool
     traceback: str = ""
-    """Of what was raised, if nothing that was foreseen."""
+    """Traceback of an unexpected error; else empty."""
 
 
 class Leaving(msgspec.Struct, frozen=True, array_like=True, tag="leaving"):
-    """Worker to front end, before it ends of its own accord: why."""
+    """Worker to front end: why it is about to exit by itself."""
 
     cause: Literal["device", "exit"]
     reason: str
 
 
 class LogLine(msgspec.Struct, frozen=True, array_like=True, tag="log"):
-    """Worker to front end: a record of the worker's log."""
+    """Worker to front end: a record for the log."""
 
     level: int
     logger: str
     text: str
     ids: dict[str, str] = {}
-    """Of the call that it is about: some of `ID_FIELDS`."""
+    """Ids of the call that it is about: some of `ID_FIELDS`."""
     traceback: str = ""
-    """Or nothing."""
 
 
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError)
-"""All that msgspec raises on bytes that are no message; the second is none of its own."""
+"""Errors that msgspec raises for bytes that are no message."""
 
-FromWorker = BatchDone | Leaving | LogLine | Progress | RankReady | Ready | StartFailed
+FromWorker = BatchDone | Leaving | LogLine | StartProgress | RankReady | Ready | StartFailed
 
 
 class FrameError(Exception):
@@ -204,13 +202,13 @@ class FrameError(Exception):
 
 
 class Frames:
-    """Makes frames of what is read, and keeps what is half a frame."""
+    """Parser of frames; it keeps incomplete ones until the rest arrives."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterable[bytes]:
-        """The frames that are whole now, to be gone through at once.
+        """Return the frames that are complete now. Use them up before the next call.
 
         Raises:
             FrameError: A length is out of bounds.
@@ -232,7 +230,7 @@ class Frames:
 
 
 def _parse_head(buffer: bytearray) -> tuple[int, int | None]:
-    """Where the first frame's body starts, and its length if that has arrived."""
+    """Return the start of the first frame's body, and its length if that has arrived."""
     (length,) = struct.unpack_from("!i", buffer)
     start = 4
     if length == -1:

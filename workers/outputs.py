@@ -1,9 +1,9 @@
-"""Large outputs: a worker writes them to memory of the front end's, and sends where they lie.
+"""Passes large outputs from a worker to the front end through shared memory.
 
-Each incarnation has a region of blocks, with one byte for each that says whether it is taken: the
-worker alone takes blocks, and the front end alone gives them back, when nothing refers to what lies
-there any more. So nothing need be sent back, there is no lock for a killed process to keep, and the
-region goes with its last reader. What finds no room goes through the queue.
+Each incarnation has a region of blocks, and one flag byte per block that says whether it is taken.
+Only the worker takes blocks; only the front end frees them, once nothing refers to their content.
+So no message goes back and there is no lock that a killed process could hold. The region lives as
+long as its last reader. An output that finds no room goes through the queue.
 """
 
 import ctypes
@@ -17,28 +17,28 @@ from inferpool.workers.memory import SharedMemory
 from inferpool.workers.messages import BatchDone, Outcome, Stored, TensorBlob
 
 MIN_STORED_BYTES = 1 << 16
-"""What is shorter is cheaper to send inline (`python -m tests.bench outputs`)."""
+"""Size from which this is cheaper than the queue (`python -m tests.bench outputs`)."""
 _BLOCK_BYTES = 1 << 16
 NUM_BLOCKS = 2047
-"""With the one of the flags, 128 MiB; pages that are never written take no memory."""
+"""Number of blocks: 128 MiB with the flags. Pages that are never written take no memory."""
 _FREE, _TAKEN = b"\0", b"\1"
 
 
 class StoredError(Exception):
-    """A worker has named a place that is none of its outputs."""
+    """A worker named a place that cannot hold an output."""
 
 
 class OutputStore:
-    """The worker's side."""
+    """The worker's side of a region."""
 
     def __init__(self, region: mmap.mmap, *, min_stored_bytes: int = MIN_STORED_BYTES) -> None:
         self._region = region
         self._min_stored_bytes = min_stored_bytes
         self.num_stored = 0
-        """So far."""
+        """Number of outputs stored so far."""
 
     def keep(self, data: memoryview) -> bytes | Stored:
-        """Copy an output: into the region if it is large and there is room, else into bytes."""
+        """Copy an output into the region if it is large and there is room, else into bytes."""
         num_bytes = len(data)
         if num_bytes < self._min_stored_bytes:
             return bytes(data)
@@ -54,13 +54,13 @@ class OutputStore:
 
 
 class OutputRegion:
-    """The front end's side; made before the process."""
+    """The front end's side of a region; made before the process starts."""
 
     def __init__(self) -> None:
         """Make a region.
 
         Raises:
-            SharedMemoryError: There is no descriptor to be had.
+            SharedMemoryError: There are too few descriptors.
         """
         num_bytes = _start(NUM_BLOCKS)
         self.memory = SharedMemory(num_bytes, name="outputs", writable=True, is_reserved=False)
@@ -68,20 +68,20 @@ class OutputRegion:
 
     @property
     def num_taken(self) -> int:
-        """Blocks in use."""
+        """Number of blocks in use."""
         return self._region[:NUM_BLOCKS].count(_TAKEN)
 
     def find(self, done: BatchDone) -> BatchDone:
-        """Put what was stored in the place of its name; each is given back with its last view.
+        """Replace the places of stored outputs by views; blocks are freed with their last view.
 
         Raises:
-            StoredError: There is no such place.
+            StoredError: A place does not exist.
         """
         outcomes = [self._found(outcome) for outcome in done.outcomes]
         return msgspec.structs.replace(done, outcomes=outcomes, num_stored=0)
 
     def close(self) -> None:
-        """No process writes to it any more: it lasts only as long as what was found in it."""
+        """Release the region after the worker's exit; it lives on until its last view is gone."""
         self.memory.close()
 
     def _found(self, outcome: Outcome) -> Outcome:
@@ -99,7 +99,7 @@ class OutputRegion:
         num_blocks = _num_blocks(num_bytes)
         if num_bytes < 1 or first < 0 or first + num_blocks > NUM_BLOCKS:
             raise StoredError(f"outputs of {num_bytes} bytes at block {first}")
-        # An array of ctypes is what views of a part can keep alive, and its end can be told.
+        # Views keep a ctypes array alive, and its end can trigger the release of the blocks.
         part = (ctypes.c_char * num_bytes).from_buffer(self._region, _start(first))
         weakref.finalize(part, _give_back, self._region, first, num_blocks).atexit = False
         return pickle.PickleBuffer(part).raw()  # type: ignore[return-value]  # all that is done with the bytes of outputs, its readers do with views too
@@ -114,5 +114,5 @@ def _num_blocks(num_bytes: int) -> int:
 
 
 def _start(block: int) -> int:
-    """Where a block begins, after the one that has the flags."""
+    """Return the offset of a block; the first block of the region holds the flags."""
     return (block + 1) * _BLOCK_BYTES

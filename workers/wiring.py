@@ -1,8 +1,8 @@
-"""What the ranks of a group find each other by, made by the front end before it starts them.
+"""Connects the ranks of a group; the front end makes the connections before it starts the ranks.
 
-Private pipes carry the messages between ranks, and an anonymous file is where `torch.distributed`
-has them meet. No port and no path is chosen, so that several groups cannot clash, and nothing of it
-is left behind however its owners die.
+Private pipes carry messages between ranks, and `torch.distributed` lets the ranks find each other
+through an anonymous file. Neither needs a port or a path: groups cannot clash, and nothing is left
+behind however the processes die.
 """
 
 import os
@@ -16,7 +16,7 @@ from inferpool.workers.memory import open_anonymous
 
 @dataclass(frozen=True, slots=True)
 class RankEnds:
-    """What one rank holds of the wiring, by the rank at the other end."""
+    """Ends of the pipes that one rank holds, by the rank at the other end."""
 
     rank: int
     num_ranks: int
@@ -26,31 +26,31 @@ class RankEnds:
 
 
 class MeetingFile:
-    """The anonymous file; in the process that it is passed to it is a path."""
+    """Anonymous file in which the ranks meet; a process that gets it sees it as a path."""
 
     def __init__(self) -> None:
         self._fd = open_anonymous("meeting")
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Hand the descriptor to the process that is being started."""
+        """Pass the descriptor to the process that is being started."""
         return _path_of, (reduction.DupFd(self._fd),)
 
     def close(self) -> None:
-        """Close it here; ranks that still have it keep it alive."""
+        """Close it here; it exists as long as a rank has it open."""
         os.close(self._fd)
 
 
 class Wiring:
-    """Of one group; of a single process it is nothing.
+    """Pipes and meeting file of one group; empty for a single process.
 
-    Each follower is wired to the lead both ways, and each rank to the next.
+    Each follower has a pipe to the lead and one from it, and each rank has one to the next.
     """
 
     def __init__(self, num_ranks: int) -> None:
         """Make the pipes.
 
         Raises:
-            OSError: There are no descriptors to be had.
+            OSError: There are too few descriptors.
         """
         self._num_ranks = num_ranks
         self._meeting = MeetingFile() if num_ranks > 1 else None
@@ -59,7 +59,7 @@ class Wiring:
         self._pipes = {pair: Pipe(duplex=False) for pair in pairs}
 
     def ends_of(self, rank: int) -> RankEnds | None:
-        """What to pass to that rank; None where there is no other."""
+        """Return what to pass to that rank; None if it is the only one."""
         if self._meeting is None:
             return None
         return RankEnds(
@@ -71,7 +71,7 @@ class Wiring:
         )
 
     def close(self) -> None:
-        """Close our copies of its ends, so that each rank sees the end of another."""
+        """Close our copies, so that each rank sees the end of file when another one dies."""
         if self._meeting is not None:
             self._meeting.close()
         for pipe in self._pipes.values():

@@ -25,7 +25,7 @@ from inferpool.workers.beside.forkserver_process import DEAF_TO
 from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host.endings import OomKills
 from inferpool.workers.host.engine import WorkerId
-from inferpool.workers.host.keep_going import KeepGoing
+from inferpool.workers.host.error_guard import ErrorGuard
 from inferpool.workers.host.supervisor import RestartPolicy, Slot, Supervisor
 
 logger = logging.getLogger(__name__)
@@ -206,12 +206,12 @@ class Fronts:
         """Ask for counts twice a second, and replace fronts that do not answer."""
         silent_since: dict[FrontProcess, int] = {}
         num_rounds = 0
-        keep_going = KeepGoing("the watch of the fronts")
+        error_guard = ErrorGuard("the watch of the fronts")
         while True:
             await asyncio.sleep(_COUNT_EVERY_S)
             num_rounds += 1
             for front in self._open():
-                with keep_going:
+                with error_guard:
                     # Count rounds, not seconds: a host that paused has paused us as well.
                     if front.main_side.has_been_heard():
                         silent_since[front] = num_rounds

@@ -21,7 +21,7 @@ from inferpool.service.queue.replacer import Replacer
 from inferpool.service.telemetry.metrics import ModelMetrics, Reading
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.host.engine import Cause, Engine, RankVitals, WorkerHandle, WorkerId
-from inferpool.workers.host.generation import FilesOfAll
+from inferpool.workers.host.replica_files import ReplicaFiles
 from inferpool.workers.host.supervisor import RestartPolicy, State, WorkerSlot, WorkerSupervisor
 from inferpool.workers.messages import UNREADABLE, ItemRef
 
@@ -97,7 +97,9 @@ class Pool:
         """The time that the last incarnation took to load."""
         self._is_expecting = False
         """A worker will be back within a moment, so instances may wait for it."""
-        files = FilesOfAll[WorkerHandle](lambda worker: worker.ready.files, self._forget_found_out)
+        files = ReplicaFiles[WorkerHandle](
+            lambda worker: worker.ready.files, self._forget_found_out
+        )
         self._supervisor = WorkerSupervisor(engine.start, self, policy, files)
         self.replacer = Replacer(name, self._supervisor, self._note_successor)
 

@@ -17,7 +17,7 @@ from inferpool.service.settings.sources import (
 from inferpool.workers.config import ErrorDetail, ModelConfig, WorkerConfig
 from inferpool.workers.host.device_names import parse_devices
 from inferpool.workers.host.devices import Host
-from inferpool.workers.host.placing import Wish, place
+from inferpool.workers.host.placing import PlacementRequest, place
 
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -169,7 +169,7 @@ class ModelSettings(SettingsTable):
         Raises:
             DeviceError: A requested device is not on this host, or there are too few.
         """
-        wish = Wish(
+        request = PlacementRequest(
             devices=self.devices,
             replicas=None if self.replicas == "auto" else self.replicas,
             threads=None if self.threads_per_replica == "auto" else self.threads_per_replica,
@@ -179,7 +179,7 @@ class ModelSettings(SettingsTable):
             if self.gpu_memory_fraction == "auto"
             else self.gpu_memory_fraction,
         )
-        return place(host, wish)
+        return place(host, request)
 
     @property
     def num_cores(self) -> int | None:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Mapping
 from typing import TextIO
 
-from inferpool.workers.host.keep_going import KeepGoing
+from inferpool.workers.host.error_guard import ErrorGuard
 
 _LEVELS = {1: logging.INFO, 2: logging.WARNING}
 _LOGGERS = {1: logging.getLogger("stdout"), 2: logging.getLogger("stderr")}
@@ -94,12 +94,12 @@ class RawOutput:
         for fd in (*self._readers.values(), self._wake):
             poll.register(fd, select.POLLIN)
         is_open = True
-        keep_going = KeepGoing("what reads our own output")
+        error_guard = ErrorGuard("what reads our own output")
         while is_open:
             ready = {fd for fd, _ in poll.poll()}
             is_open = self._wake not in ready
             for fd in self._readers:
-                with keep_going:  # or a full pipe would block whoever prints
+                with error_guard:  # or a full pipe would block whoever prints
                     self._read(fd)
         for fd, rest in self._rests.items():
             self._log(fd, rest)

@@ -18,7 +18,7 @@ from inferpool.models.item import Item
 from inferpool.models.sources.registry import build
 from inferpool.models.spec import Placement
 from inferpool.workers.host.devices import find_host
-from inferpool.workers.host.placing import Wish, place
+from inferpool.workers.host.placing import PlacementRequest, place
 from tests.bench.frame import Benchmark, Cell, Turn
 from tests.bench.peers import COLUMNS, RATIO_COLUMNS
 from tests.bench.server import (
@@ -52,8 +52,10 @@ _PLAIN: Mapping[str, Mapping[str, str]] = {"plain": {}, "plain+malloc": MALLOC}
 
 def run(bench: Benchmark) -> None:
     """Measure the plain processes, and the service with as many workers."""
-    wish = Wish(replicas=bench.args.processes or None, threads=bench.args.threads or None)
-    placements = place(find_host(os.environ.get("CUDA_VISIBLE_DEVICES")), wish)
+    request = PlacementRequest(
+        replicas=bench.args.processes or None, threads=bench.args.threads or None
+    )
+    placements = place(find_host(os.environ.get("CUDA_VISIBLE_DEVICES")), request)
     turns: dict[str, Turn] = {
         name: partial(_take_plain_turn, bench, placements, name) for name in _PLAIN
     }

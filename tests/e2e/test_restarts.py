@@ -148,7 +148,7 @@ def test_replicas_never_differ_though_files_change_between_their_starts(tmp_path
         assert answers(service) == {1.0}
         put(tmp_path, 3.0)
         kill(service, 0)
-        service.wait_for_log("no worker is left that had loaded what was there")
+        service.wait_for_log("no worker with the old ones is left")
         until(lambda: are_ready(service))
         assert answers(service) == {3.0}
         write(tmp_path, '-torch.load("answer.pt")')

@@ -1,4 +1,4 @@
-"""What a model prints, as lines of the log."""
+"""Text that a model prints becomes lines of the log."""
 
 import io
 import logging

@@ -27,7 +27,7 @@ else:
 
 
 def reserve(*limit: int, enter: Callable[[], None] | None = None) -> str:
-    """What a process under some limit says of 64 MiB."""
+    """Reserve 64 MiB in a process with some limit, and return what it prints."""
     command = [sys.executable, "-c", RESERVE, *map(str, limit)]
     done = subprocess.run(command, preexec_fn=enter, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""Large outputs on their way from a worker's process to the front end."""
+"""Large outputs pass from a worker to the front end through shared memory."""
 
 import asyncio
 import math
@@ -32,7 +32,7 @@ def outputs_of(done: BatchDone) -> list[bytes]:
 
 
 def stored(region: OutputRegion, *places: bytes | Stored) -> list[bytes]:
-    """What the front end finds of outputs that a worker has kept."""
+    """Return the outputs that the front end finds at these places."""
     outcomes: list[Outcome] = [[TensorBlob("y", "uint8", (1,), place)] for place in places]
     return outputs_of(region.find(BatchDone(1, outcomes, 0.0, 0.0, 1)))
 
@@ -95,31 +95,30 @@ def arena() -> Iterator[Arena]:
     arena.close()
 
 
-def test_worker_answers_with_4_mib_per_instance_time_and_again_and_leaves_nothing(arena: Arena):
+async def test_worker_answers_with_4_mib_per_instance_time_and_again_and_leaves_nothing(
+    arena: Arena,
+):
     data = os.urandom(LARGE)
     offset = arena.put([data], LARGE)
     assert offset is not None
     header = TensorHeader("x", "float32", (LARGE // 4,), 0)
     ref = ItemRef("tensors", offset, LARGE, math.inf, True, (header,))
 
-    async def go() -> None:
-        config = config_of(source="echo", max_batch_size=8)
-        id = WorkerId(model="m", slot=0)
-        worker = await LocalEngine(arena).start(id, config, lambda stage: None)
-        assert isinstance(worker, LocalWorker)
-        try:
-            for num in (8, 1, 8, 8):
-                done = await worker.run([ref] * num)
-                assert worker.outputs.num_taken == num * (LARGE >> 16)
-                assert outputs_of(done) == [data] * num
-                del done
-                await asyncio.sleep(0)  # the future that it came by is in use until then
-                assert worker.outputs.num_taken == 0
-            done = await worker.run([ref, ref])
-        finally:
-            os.kill(pid_of(worker), signal.SIGKILL)
-            await worker.wait()
-        assert outputs_of(done) == [data, data]
-
-    asyncio.run(asyncio.wait_for(go(), 60))
+    config = config_of(source="echo", max_batch_size=8)
+    id = WorkerId(model="m", slot=0)
+    worker = await LocalEngine(arena).start(id, config, lambda stage: None)
+    assert isinstance(worker, LocalWorker)
+    try:
+        for num in (8, 1, 8, 8):
+            done = await worker.run([ref] * num)
+            assert worker.outputs.num_taken == num * (LARGE >> 16)
+            assert outputs_of(done) == [data] * num
+            del done
+            await asyncio.sleep(0)  # the future that it came by is in use until then
+            assert worker.outputs.num_taken == 0
+        done = await worker.run([ref, ref])
+    finally:
+        os.kill(pid_of(worker), signal.SIGKILL)
+        await worker.wait()
+    assert outputs_of(done) == [data, data]
     arena.free(offset)

@@ -1,7 +1,7 @@
-"""The forkserver: a process that has imported torch, and forks the workers.
+"""The forkserver: a process that has imported torch and forks the workers.
 
-It forks each worker twice, so that the front end becomes the worker's parent: a worker outlives the
-forkserver, and the front end learns its exit code in any case.
+It forks a process in between, which forks the worker and exits. So the front end becomes the
+worker's parent: the worker outlives the forkserver, and the front end always learns its exit code.
 """
 
 import contextlib
@@ -22,25 +22,25 @@ from inferpool.workers.guard import die_with_parent
 from inferpool.workers.inside.threads import spin_briefly
 
 ANSWER = struct.Struct("q")
-"""The number of the new process, or an errno as a negative number."""
+"""Answer to a request: the number of the new process, or a negative errno."""
 READY = b"r"
 MAX_DESCRIPTORS = 250
-"""For one process; the kernel passes 253 at once (SCM_MAX_FD)."""
-DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""Signals that a whole group or cgroup gets. The front end alone decides, and lets this one go by
+"""Most descriptors for one process; the kernel passes 253 at once (SCM_MAX_FD)."""
+IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Ignored signals, which a whole process group may get. Only the front end ends this process, by
 closing its channel."""
 _NO_PROCESS = 0
 
 
 EXIT_UNSAFE = 75
-"""What it was told to import besides has made it unfit to be forked (EX_TEMPFAIL of sysexits.h)."""
+"""Exit code if its extra imports made forks unsafe (EX_TEMPFAIL of sysexits.h)."""
 
 
 def main(channel_fd: int, front_end_pid: int, modules: Sequence[str], extra: Sequence[str]) -> None:
-    """Import modules, then fork a worker for each message, until the front end is gone."""
-    for number in DEAF_TO:
+    """Import modules, then fork a worker for each message until the front end is gone."""
+    for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, DEAF_TO)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
     die_with_parent(front_end_pid)
     spin_briefly()
     _import(modules)
@@ -53,7 +53,7 @@ def main(channel_fd: int, front_end_pid: int, modules: Sequence[str], extra: Seq
         sys.stderr.write(f"the forkserver does without {', '.join(extra)}: {why}\n")
         os._exit(EXIT_UNSAFE)
     gc.collect()
-    gc.freeze()  # so that no collection in a worker touches, and thereby copies, the shared pages
+    gc.freeze()  # a collection in a worker would touch, and so copy, the shared pages
     with socket.socket(fileno=channel_fd) as channel:
         try:
             channel.send(READY)
@@ -69,19 +69,19 @@ def main(channel_fd: int, front_end_pid: int, modules: Sequence[str], extra: Seq
 
 
 def _import(names: Sequence[str]) -> None:
-    """Import modules, and attributes of modules, which some packages import when first asked."""
+    """Import modules, and attributes of modules that are modules imported on first use."""
     for name in names:
         module, _, attribute = name.partition(":")
         try:
             if attribute and not hasattr(importlib.import_module(module), attribute):
                 module = f"{module}.{attribute}"
             importlib.import_module(module)
-        except Exception as error:  # the worker that needs it says more
+        except Exception as error:  # the worker that needs it reports more
             sys.stderr.write(f"the forkserver cannot import {module}: {error!r}\n")
 
 
 def _has_own(names: Iterable[str]) -> bool:
-    """Whether a worker, which looks in the models' folder first, would import another of them."""
+    """Return True if the models' folder, where workers look first, has another of these modules."""
     for name in {name.partition(".")[0] for name in names}:
         spec = PathFinder.find_spec(name, [os.getcwd()])
         if spec and spec.origin and spec.origin != getattr(sys.modules.get(name), "__file__", None):
@@ -94,7 +94,7 @@ def _num_threads() -> int:
 
 
 def _has_opened_gpu() -> bool:
-    """Whether CUDA was initialised, which does not survive a fork."""
+    """Return True if CUDA was initialised, which does not survive a fork."""
     folder = "/proc/self/fd"
     for fd in os.listdir(folder):
         with contextlib.suppress(OSError):
@@ -108,12 +108,12 @@ def _serve(channel: socket.socket, fds: Sequence[int]) -> None:
     try:
         data_r, answer_w, tracker_fd, *inherited = fds
         answer = _fork_twice(channel, data_r, answer_w, tracker_fd, inherited)
-    except ValueError as error:  # there was no room for all of them
+    except ValueError as error:  # not all of them could be received
         sys.stderr.write(f"the forkserver has too few descriptors: {error}\n")
     except OSError as error:
         answer = _refusal(error)
     if answer != _NO_PROCESS:
-        with contextlib.suppress(BrokenPipeError):  # nobody waits for it, so its lifeline is closed
+        with contextlib.suppress(BrokenPipeError):  # nobody waits for the answer
             os.write(answer_w, ANSWER.pack(answer))
     for fd in fds:
         os.close(fd)
@@ -122,7 +122,7 @@ def _serve(channel: socket.socket, fds: Sequence[int]) -> None:
 def _fork_twice(
     channel: socket.socket, data_r: int, answer_w: int, tracker_fd: int, inherited: Sequence[int]
 ) -> int:
-    """Fork a process whose parent is gone, and return its number, or a negative errno."""
+    """Fork a worker whose parent exits at once; return its number, or a negative errno."""
     told_r, told_w = os.pipe()
     try:
         between = os.fork()
@@ -131,7 +131,7 @@ def _fork_twice(
         os.close(told_w)
         told_w = -1
         told = os.read(told_r, ANSWER.size)
-        os.waitpid(between, 0)  # from now on the front end is the parent
+        os.waitpid(between, 0)  # now the front end is the worker's parent
     finally:
         os.close(told_r)
         if told_w >= 0:
@@ -147,7 +147,7 @@ def _fork_and_leave(
     tracker_fd: int,
     inherited: Sequence[int],
 ) -> NoReturn:
-    """In the process between: fork the worker, and leave it to the front end."""
+    """Run in the process in between: fork the worker, and leave it to the front end."""
     try:
         try:
             pid = os.fork()
@@ -168,9 +168,9 @@ def _refusal(error: OSError) -> int:
 
 
 def _become_worker(data_r: int, tracker_fd: int, inherited: Sequence[int]) -> NoReturn:
-    """Run the process object that comes through a pipe, as multiprocessing's own forkserver does.
+    """Run the process object that comes through a pipe, like multiprocessing's own forkserver.
 
-    The pipe's other end is the lifeline: it is open as long as this process may live.
+    The other end of the pipe is the lifeline: it stays open as long as this process may live.
     """
     code = 1
     try:

@@ -1,4 +1,4 @@
-"""The most memory that a process, or torch on its GPU, has had in use. In a process of its own."""
+"""Measures the peak memory of a process, or of torch on its GPU. Runs in a separate process."""
 
 from pathlib import Path
 
@@ -8,15 +8,14 @@ import torch
 from inferpool.workers.inside.allocator import give_back
 
 _FORGET_PEAK = "5"
-"""Written to /proc/PID/clear_refs, it resets the peak of the resident set (proc(5))."""
+"""Value for /proc/PID/clear_refs that resets the peak of the resident set (proc(5))."""
 
 
 class PeakMemory:
-    """Measures what is in use at most, beyond what was at the start.
+    """Peak of the memory in use, above the level at the start.
 
-    On a CPU that is the process's resident set, and so counts whatever libraries keep; on a GPU
-    what torch has allocated. Where the system does not know the peak, what is in use at the end is
-    taken.
+    On a CPU it is the peak of the resident set, which includes what libraries keep; on a GPU the
+    peak of torch's allocations. Where the system does not record the peak, it is the present value.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -24,24 +23,24 @@ class PeakMemory:
         self._start = 0
 
     def start(self) -> None:
-        """Take what is in use now for nothing."""
+        """Make the memory in use now the level that counts as zero."""
         self._start = 0
         self.reset()
         self._start = self.read()
 
     def reset(self) -> None:
-        """Forget what was in use at most."""
+        """Begin a new peak."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             return
         give_back()
         try:
             Path("/proc/self/clear_refs").write_text(_FORGET_PEAK)
-        except OSError:  # another system, or one that does not allow it
+        except OSError:  # another system, or not permitted
             return
 
     def read(self) -> int:
-        """The most that was in use since then, in bytes."""
+        """Return the peak since the last reset, in bytes."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device) - self._start
         return _peak_bytes() - self._start

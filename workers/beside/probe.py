@@ -1,8 +1,8 @@
-"""A process that tries out what the front end must not: torch, its devices, a user's class.
+"""A process that tests what the front end must not touch: torch, its devices, a user's class.
 
-`inferpool doctor` runs it as `python -m inferpool.workers.beside.probe`, with its orders as JSON on
-stdin, and reads its answers, one JSON object a line, from stdout. It may hang or crash; whoever
-runs it bounds it.
+`inferpool doctor` runs it as `python -m inferpool.workers.beside.probe`, with orders as JSON on
+stdin, and reads its answers from stdout, one JSON object per line. It may hang or crash, so the
+caller limits its time.
 """
 
 import json
@@ -21,10 +21,10 @@ _NO_NETWORK = "its `load` does not call `load_network`, and so it is not known b
 
 
 def main() -> None:
-    """Follow the orders: {"models": [...], "has_gpu": whether to try the GPUs}."""
+    """Follow the orders: {"models": [...], "has_gpu": True to try the GPUs}."""
     orders = json.load(sys.stdin)
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a model prints is no answer
+    os.dup2(2, 1)  # so that a model cannot print into the answers
 
     def say(kind: str, **facts: object) -> None:
         answers.write(json.dumps({"kind": kind, **facts}) + "\n")
@@ -33,14 +33,14 @@ def main() -> None:
     began = time.monotonic()
     try:
         import torch
-    except Exception as error:  # whatever a broken installation raises
+    except Exception as error:  # any error of a broken installation
         say("torch", problem=_described(error))
         return
     say("torch", problem="", seconds=time.monotonic() - began)
     for order in orders["models"]:
         try:
             say(order["do"], model=order["name"], **_ACTS[order["do"]](order))
-        except Exception as error:  # whatever a user's class raises
+        except Exception as error:  # any error of a user's class
             say(order["do"], model=order["name"], problem=_described(error))
     if orders["has_gpu"]:
         say("cuda", **_cuda(torch))
@@ -53,14 +53,14 @@ def _build(order: Mapping[str, Any]) -> Any:
 
 
 def _try_building(order: Mapping[str, Any]) -> dict[str, object]:
-    """Build a model, short of loading its weights."""
+    """Build a model without loading its weights."""
     model = _build(order)
     download = str(getattr(model, "download", ""))
     return {"problem": "", "download": download, "unsurveyed": _why_unsurveyed(model)}
 
 
 def _why_unsurveyed(model: Any) -> str:
-    """Why the network of a model cannot be measured; empty if it may be."""
+    """Return why the network of a model cannot be measured; empty if it may be."""
     from inferpool.models.survey import may_have_network
 
     if getattr(model, "download", ""):
@@ -69,7 +69,7 @@ def _why_unsurveyed(model: Any) -> str:
 
 
 def _survey(order: Mapping[str, Any]) -> dict[str, object]:
-    """Measure a model's network step by step, whole and split; load it only if it asks for none."""
+    """Measure a model's network step by step, whole and split."""
     import torch
 
     from inferpool.models.spec import Placement
@@ -103,7 +103,7 @@ def _survey(order: Mapping[str, Any]) -> dict[str, object]:
 
 
 def _measure(order: Mapping[str, Any]) -> dict[str, object]:
-    """Load a model as a worker does, and compute its samples."""
+    """Load a model like a worker, and compute its samples."""
     import torch
 
     from inferpool.models.spec import Placement
@@ -121,7 +121,7 @@ def _measure(order: Mapping[str, Any]) -> dict[str, object]:
     with torch.inference_mode():
         features = [model.preprocess(item) for item in model.warmup()]
         sizes = sorted({1, order["max_batch_size"]}) if features else []
-        # All batches are made of one, so that their times can be compared.
+        # All batches repeat the same sample, so that their times can be compared.
         largest = max(features, key=_num_values, default=None)
         for size in sizes:
             batch = model.collate([largest] * size)
@@ -146,7 +146,7 @@ def _num_values(features: Mapping[str, Any]) -> int:
 
 
 def _context_bytes(torch: Any, device: Any) -> int:
-    """Of a GPU's memory, what is in use beside what torch has allocated: by CUDA, and by others."""
+    """Return the GPU memory in use besides torch's: by CUDA, and by other processes."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
@@ -171,7 +171,7 @@ def _cuda(torch: Any) -> dict[str, object]:
 
 
 def _own_bytes() -> int:
-    """The proportional set size, where the system knows it."""
+    """Return the proportional set size, or the resident set size where that is unknown."""
     info = psutil.Process().memory_full_info()
     return int(getattr(info, "pss", info.rss))
 
@@ -182,7 +182,7 @@ def _described(error: Exception) -> str:
 
 
 _ACTS = {"model": _try_building, "survey": _survey, "measured": _measure}
-"""What there is to do with a model, and what the answer is called."""
+"""Actions on a model, by the kind of the answer."""
 
 
 if __name__ == "__main__":

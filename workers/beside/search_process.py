@@ -1,4 +1,4 @@
-"""The process that searches for a faster speed preset beside the workers, and disturbs nobody."""
+"""The process that searches for a faster speed preset beside the workers, at idle priority."""
 
 import contextlib
 import os
@@ -17,21 +17,21 @@ from inferpool.models.speed.names import SpeedReport
 from inferpool.workers.beside.searching import SearchNews, SearchOrder
 
 
-class _Say(Protocol):
+class _SendNews(Protocol):
     def __call__(
         self, *, stage: str = "", found: SpeedReport | None = None, refused: str = ""
     ) -> None: ...
 
 
 _COMPILE_S = 11 * 3600.0
-"""Less than the front end's patience with a stage."""
+"""Less than the time that the front end allows for a stage."""
 _MAX_NICE = 19
 
 
-def main(told: dict[str, object]) -> None:
-    """Follow the order, say how it goes, and leave; at once when the front end is gone."""
+def main(message: dict[str, object]) -> None:
+    """Follow the order, report the progress, and exit; exit at once when the front end is gone."""
     signal.signal(signal.SIGTERM, _leave)
-    # What models print, and libraries below Python, is no news.
+    # So that models and native libraries cannot print into the news.
     news = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     be_idle()
@@ -42,26 +42,26 @@ def main(told: dict[str, object]) -> None:
         news.write(line + b"\n")
         news.flush()
 
-    order = msgspec.convert(told, SearchOrder)
+    order = msgspec.convert(message, SearchOrder)
     say(stage=f"loading {order.config.model.source}")
     _search(order, say)
 
 
 def be_idle() -> None:
-    """Take only what time nobody else wants, and be the first to go when memory runs out."""
+    """Use only idle time of the cores, and be the first to be killed when memory runs out."""
     os.nice(_MAX_NICE)
     if sys.platform != "linux":
         return
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    # With autogroups, priorities count within a session only (sched(7)), and this has its own.
+    # With autogroups, priorities count only within a session (sched(7)), and this is one.
     with contextlib.suppress(OSError):
         Path("/proc/self/autogroup").write_text(str(_MAX_NICE))
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-def _search(order: SearchOrder, say: _Say) -> None:
+def _search(order: SearchOrder, say: _SendNews) -> None:
     import torch
 
     from inferpool.models.sources.registry import build
@@ -89,7 +89,7 @@ def _search(order: SearchOrder, say: _Say) -> None:
 
 
 def _leave(signum: int, frame: FrameType | None) -> None:
-    """Leave in order: the compiler is ended, and no mark of an attempt stays."""
+    """Exit in order, which ends the compiler and removes the mark of the attempt."""
     raise SystemExit(128 + signum)
 
 

@@ -1,7 +1,6 @@
-"""The front end's hold on the process that searches for a faster speed preset.
+"""Runs the process that searches for a faster speed preset, from the front end's event loop.
 
-It runs in the front end's event loop, which never waits for that process. It dies with the front
-end, whose end it sees as the end of its standard input.
+The process exits with the front end, whose end it sees as the end of its standard input.
 """
 
 import asyncio
@@ -22,31 +21,31 @@ from inferpool.models.speed.names import SpeedReport
 from inferpool.workers.config import WorkerConfig
 
 _BOOT = (
-    "import json, sys; told = json.loads(sys.stdin.readline()); sys.path[:] = told['sys_path']; "
-    "from inferpool.workers.beside.search_process import main; main(told)"
+    "import json, sys; order = json.loads(sys.stdin.readline()); sys.path[:] = order['sys_path']; "
+    "from inferpool.workers.beside.search_process import main; main(order)"
 )
 _STAGE_S = 12 * 3600.0
-"""What one stage may take. At idle priority beside busy workers, a minute may become hours."""
+"""Seconds for one stage. At idle priority beside busy workers a minute may become hours."""
 _LEAVE_S = 2.0
-"""To end also takes time of the processor, which idle priority may not get for long."""
+"""Seconds to wait for its exit, which needs time that idle priority may not get."""
 _MAX_REASON = 300
 
 
 class SearchFailedError(Exception):
-    """It came to nothing; the message says why."""
+    """The search has no result; the message says why."""
 
 
 class SearchOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process is told, on one line of its standard input."""
+    """Order to the process, on one line of its standard input."""
 
     sys_path: list[str]
     config: WorkerConfig
     key: str
-    """Under which the workers' own verdict is kept."""
+    """Key under which the workers' verdict is stored."""
 
 
 class SearchNews(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What it says, a line each, on its standard output."""
+    """News from the process, one per line of its standard output."""
 
     stage: str = ""
     found: SpeedReport | None = None
@@ -54,14 +53,14 @@ class SearchNews(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 async def search(config: WorkerConfig, key: str, on_progress: Callable[[str], None]) -> SpeedReport:
-    """Have a process search, and wait for its verdict, which is in the cache then.
+    """Run a search in a process, and return its verdict, which is also in the cache then.
 
-    Cancelled, it ends the process, and the compiler that this may have started.
+    A cancellation ends the process, and the compiler that it may have started.
 
     Raises:
         SearchFailedError: There is no verdict.
     """
-    # A session of its own: Ctrl-C is for the front end.
+    # It gets a session of its own, because Ctrl-C is meant for the front end.
     command = (sys.executable, "-P", "-c", _BOOT)
     try:
         process = await asyncio.create_subprocess_exec(
@@ -109,14 +108,14 @@ async def _follow(
     except TimeoutError:
         raise SearchFailedError(f"it made no progress for {_STAGE_S / 3600:g} hours") from None
     except msgspec.MsgspecError as error:
-        raise SearchFailedError(f"its process wrote what is no message: {error}") from error
+        raise SearchFailedError(f"its process wrote an invalid message: {error}") from error
     if code < 0:
         raise SearchFailedError(f"its process was ended by signal {-code}")
     raise SearchFailedError(f"its process ended with {code}: {last[:_MAX_REASON]}")
 
 
 async def _last_line(process: Process) -> str:
-    """What it wrote last of what went wrong, read to the end so that it never waits for us."""
+    """Return the last line of its standard error, read to the end so that it never blocks."""
     assert process.stderr is not None
     tail: deque[bytes] = deque(maxlen=2)
     while part := await process.stderr.read(1 << 16):
@@ -126,10 +125,10 @@ async def _last_line(process: Process) -> str:
 
 
 def _kill(pid: int) -> None:
-    """End it at once, and all that it has started: it would not get the time to leave in order."""
+    """Kill it and all that it has started: at idle priority an orderly exit may take long."""
     family = [pid]
     with contextlib.suppress(psutil.Error):
         family += [each.pid for each in psutil.Process(pid).children(recursive=True)]
-    for leader in family:  # the compiler and all that this starts are one group
+    for leader in family:  # the compiler and its children are one group
         with contextlib.suppress(ProcessLookupError):
             os.killpg(leader, signal.SIGKILL)

@@ -1,42 +1,42 @@
-"""When an idle worker must prove itself, and what its answers say. Pure: the caller has the clock.
+"""Decides when a worker gets a canary, and how long that may take. The caller has the clock.
 
-A canary is a batch without items. It takes the way of every batch, through the inbox, preparation,
-the model and the outbox, on a sample of the model's own.
+A canary is a batch without items: the worker computes a sample of its model. It passes through the
+inbox, the preparation, the model and the outbox like any batch, so an answer proves that they work.
 """
 
 from inferpool.workers.messages import BatchDone, ItemError
 
 EVERY_S = 5.0
-"""Without a good answer for this long, a worker is asked for one."""
+"""Seconds without a good answer after which a worker gets a canary."""
 PATIENCE_S = 5.0
-"""What any worker may take to begin with its work, or to answer a quick canary."""
+"""Seconds that a worker may take to begin a batch, or to answer a quick canary."""
 _MAX_SHARE = 0.02
-"""Of a worker's time that canaries may take."""
+"""Largest share of a worker's time that canaries may take."""
 _SLOWER = 20.0
-"""A canary may take this many times longer than the one before, on a host that is busy now."""
+"""Factor by which a canary may take longer than the one before, since hosts get busy."""
 _MAX_FAILURES = 2
 
 
 class Canary:
-    """What is known of one incarnation by its canaries."""
+    """Results of the canaries of one incarnation."""
 
     def __init__(self, batch_timeout_s: float) -> None:
         self._batch_timeout_s = batch_timeout_s
         self._num_failures = 0
         self.every_s = EVERY_S
-        """When the next one is due after a good answer."""
+        """Seconds between a good answer and the next canary."""
         self.limit_s = batch_timeout_s
-        """How long the next one may take. Nothing is known of how long the first does."""
+        """Seconds that the next canary may take; the first may take as long as a batch."""
         self.failure = ""
-        """What was wrong with the last one."""
+        """Error of the last canary that failed."""
 
     @property
     def is_ill(self) -> bool:
-        """Several in a row have failed: a new incarnation may do better."""
+        """True if several in a row have failed: a new incarnation may do better."""
         return self._num_failures >= _MAX_FAILURES
 
     def note(self, done: BatchDone) -> bool:
-        """Learn from an answer; whether it is a good one."""
+        """Take the answer to a canary into account; return True if it is a good one."""
         took_s = done.prepare_s + done.compute_s
         self.limit_s = min(self._batch_timeout_s, max(PATIENCE_S, took_s * _SLOWER))
         self.every_s = max(EVERY_S, took_s / _MAX_SHARE)
@@ -49,5 +49,5 @@ class Canary:
         return False
 
     def forget_failures(self) -> None:
-        """It has given a good answer, if not to a canary."""
+        """Count failures anew, after a good answer to a batch or a canary."""
         self._num_failures, self.failure = 0, ""

@@ -1,6 +1,6 @@
-"""Carries batches to one worker and their answers back, canaries among them. Front end.
+"""Sends batches and canaries to one worker, and matches its answers to them.
 
-Nothing here waits: what the pipe does not take at once is written when there is room again.
+Runs in the front end and never blocks: data that the pipe has no room for is written later.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ import msgspec
 from inferpool.workers.errors import WorkerLostError
 from inferpool.workers.heartbeat import HeartbeatReader
 from inferpool.workers.host.canary import Canary
-from inferpool.workers.host.held import Held, HeldBatches, batch_timeout_s
+from inferpool.workers.host.held import HeldBatch, HeldBatches, batch_timeout_s
 from inferpool.workers.host.queues import FrameWriter
 from inferpool.workers.messages import Batch, BatchDone, FrameError, ItemError, ItemRef
 from inferpool.workers.outputs import OutputRegion
@@ -26,7 +26,7 @@ _MAX_NAMED_REQUESTS = 8
 
 
 class Carrier:
-    """Gives batches to one incarnation of a worker, and takes their answers."""
+    """Sender of batches to one incarnation of a worker, and receiver of its answers."""
 
     def __init__(
         self,
@@ -36,21 +36,21 @@ class Carrier:
         wanted_timeout_s: float | None,
         patience_s: float,
     ) -> None:
-        """Carry nothing yet.
+        """Store the arguments.
 
         Args:
-            heartbeat: The heartbeat of the process that gets the batches.
-            outputs: Where it puts large outputs.
-            wanted_timeout_s: How long a batch may run; None: find out.
-            patience_s: How long it may take to begin with one when it is idle.
+            heartbeat: Heartbeat of the process that gets the batches.
+            outputs: Shared memory in which it puts large outputs.
+            wanted_timeout_s: Seconds that a batch may run; None derives them from the warm-up.
+            patience_s: Seconds that it may take to begin a batch when it is idle.
         """
         timeout_s = batch_timeout_s(wanted_timeout_s, None)
         self.canary = Canary(timeout_s)
         self.held = HeldBatches(heartbeat, batch_timeout_s=timeout_s, patience_s=patience_s)
         self.proven_at = 0.0
-        """When the last good answer came; 0.0 before the first."""
+        """Time of the last good answer; 0.0 before the first."""
         self.has_worked = False
-        """It has answered a batch that was no canary."""
+        """True once it has answered a batch that was no canary."""
         self._heartbeat = heartbeat
         self._outputs = outputs
         self._wanted_timeout_s = wanted_timeout_s
@@ -59,11 +59,11 @@ class Carrier:
         self._ids = count(1)
 
     def attach(self, inbox: Connection) -> None:
-        """Write to a process that is started."""
+        """Use the inbox of the started process."""
         self._writer = FrameWriter(inbox)
 
     def prove(self, warmup_s: float | None) -> None:
-        """Give it its first canary: it has loaded, and its longest batch so far took this long."""
+        """Send the first canary; `warmup_s` is the time of the longest batch of the warm-up."""
         timeout_s = batch_timeout_s(self._wanted_timeout_s, warmup_s)
         self.held.batch_timeout_s = timeout_s
         self.canary = Canary(timeout_s)
@@ -73,7 +73,7 @@ class Carrier:
         """Send a batch.
 
         Raises:
-            Exception: It cannot be encoded, and nothing was sent.
+            Exception: It cannot be encoded. Nothing was sent.
         """
         assert items, "a batch without items is a canary"
         future: Future[BatchDone] = self._loop.create_future()
@@ -81,28 +81,28 @@ class Carrier:
         return future
 
     def give_canary(self, limit_s: float) -> None:
-        """Have it compute a sample of its model's own, within so many seconds."""
+        """Send a canary, which must be answered within so many seconds."""
         self._give((), None, limit_s)
 
     def is_canary_due(self, now: float) -> bool:
-        """It has proven itself once, and not lately."""
+        """Return True if the last good answer is too long ago; False before the first."""
         return bool(self.proven_at) and now - self.proven_at >= self.canary.every_s
 
     def next_due_s(self, now: float) -> float:
-        """How soon a batch may have taken too long, or a canary is due."""
+        """Return the seconds until a batch may have timed out or a canary is due."""
         if self.held or not self.proven_at:
             return self.held.next_due_s(now)
         return self.proven_at + self.canary.every_s - now
 
     def take(self, done: BatchDone) -> bool:
-        """Take an answer.
+        """Take an answer, and settle its batch.
 
         Returns:
-            Whether it is a canary's. `canary.failure` says what is wrong with it, if anything is.
+            True if it answers a canary; `canary.failure` has the error, if it failed.
 
         Raises:
-            FrameError: There is no such batch.
-            StoredError: It names outputs that are none.
+            FrameError: The worker holds no such batch.
+            StoredError: The answer names outputs that do not exist.
         """
         held = self.held
         batch = held.get(done.id)
@@ -123,18 +123,18 @@ class Carrier:
             self.proven_at = now
             self.canary.forget_failures()
         elif self.is_canary_due(now) and not held.has_canary:
-            # A busy worker is asked only if all its answers are errors, and then has all the time.
+            # A busy worker gets a canary only if all its answers are errors, with a batch's time.
             self.give_canary(held.batch_timeout_s)
         self.has_worked = True
         future.set_result(done)
         return False
 
     def send_sentinel(self) -> None:
-        """Tell the worker to finish what it holds, and to leave."""
+        """Tell the worker to finish its batches and to leave."""
         self._send(_SENTINEL)
 
     def at_work_on(self) -> str:
-        """The requests that it is computing, for a log line."""
+        """Return a text that names the requests which it computes, for a log line."""
         ids = self.held.request_ids()
         if not ids:
             return ""
@@ -143,14 +143,14 @@ class Carrier:
         return f", at work on {named}" + (f" and {more} more" if more > 0 else "")
 
     def lose_all(self, reason: str, *, is_our_doing: bool) -> bool:
-        """The worker is gone, so nobody reads what its batches lie in: settle all of them.
+        """Fail all batches. Call it after the worker's exit: nothing reads their payloads any more.
 
         Args:
-            reason: What became of it, for a person.
-            is_our_doing: It was ended for another reason than what it did with its batches.
+            reason: How the worker ended, for people.
+            is_our_doing: True if we ended it for a reason that its batches are not to blame for.
 
         Returns:
-            Whether it was at work on one of them.
+            True if the worker had begun a batch that may be to blame.
         """
         last_received = self._heartbeat.last_received
         was_at_work = False
@@ -162,7 +162,7 @@ class Carrier:
         return was_at_work
 
     def close(self) -> None:
-        """Write nothing more."""
+        """Stop writing."""
         if self._writer is not None:
             self._loop.remove_writer(self._writer.fd)
 
@@ -170,8 +170,8 @@ class Carrier:
         self, items: Sequence[ItemRef], future: "Future[BatchDone] | None", limit_s: float
     ) -> None:
         id = next(self._ids)
-        body = _encode(Batch(id, list(items)))  # before it is held: what cannot be said, is not
-        self.held.add(id, Held(items, future, limit_s), time.monotonic())
+        body = _encode(Batch(id, list(items)))  # before it is added: encoding may fail
+        self.held.add(id, HeldBatch(items, future, limit_s), time.monotonic())
         self._send(body)
 
     def _send(self, body: bytes) -> None:

@@ -1,4 +1,4 @@
-"""How settings name devices: the one grammar of `devices`."""
+"""Parses the names of devices in settings."""
 
 import re
 
@@ -11,7 +11,7 @@ _INDEX = re.compile(r"\d+")
 
 
 def parse_devices(text: str) -> tuple[str, ...]:
-    """The devices that a text names, one by one.
+    """Return the devices that a text names, one by one.
 
     Args:
         text: "auto" alone, or names with commas between. An index may follow a GPU's name:
@@ -22,7 +22,7 @@ def parse_devices(text: str) -> tuple[str, ...]:
         or the beginning of one.
 
     Raises:
-        ValueError: It is none of these.
+        ValueError: The text is invalid.
     """
     if text == "auto":
         return (text,)

@@ -1,4 +1,4 @@
-"""Which devices this host has, found without a CUDA context.
+"""Finds the devices of this host, without a CUDA context.
 
 GPUs are found through NVML, cores through the affinity mask and the cgroup's quota.
 """
@@ -16,55 +16,55 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceError(Exception):
-    """The devices that the settings ask for are not there, or cannot be used so."""
+    """The devices in the settings do not exist, or cannot be used in this way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One CUDA device of this host: a GPU, or a slice that MIG has cut from one."""
+    """One CUDA device of this host: a GPU, or a MIG slice of one."""
 
     index: int
-    """Of the GPU, as NVML counts them."""
+    """NVML's index of the GPU."""
     uuid: str
     name: str
     memory_bytes: int
     cpus: tuple[int, ...]
-    """The cores near it; empty if the host does not say."""
+    """Cores near it; empty if unknown."""
     sliced_from: str = ""
-    """The UUID of the GPU that it is a slice of; empty if it is a whole one."""
+    """UUID of the GPU that it is a slice of; empty for a whole GPU."""
     distances: Mapping[str, int] = field(default_factory=dict, hash=False)
-    """How far the other GPUs are, by UUID: 0 over NVLink, else as NVML says it, from 10 for the
-    same PCIe switch to 50 for another socket. Those that the host does not tell of are left out."""
+    """Distances of the other GPUs by UUID: 0 over NVLink, else NVML's value, from 10 for the same
+    PCIe switch to 50 for another socket. GPUs with an unknown distance are left out."""
 
     def __str__(self) -> str:
-        """For people: cuda:0 (name, memory)."""
+        """Return a description for people: cuda:0 (name, memory)."""
         name = self.uuid if self.sliced_from else f"cuda:{self.index}"
         return f"{name} ({self.name}, {self.memory_bytes / 2**30:.0f} GiB)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """What there is to place replicas on."""
+    """Devices for replicas: the GPUs and cores of this host."""
 
     cpus: tuple[int, ...]
-    """The cores that this process may run on."""
+    """Cores that this process may run on."""
     num_cores: int
     """Cores' worth of time that it may use: fewer than `cpus` under a cgroup quota."""
     gpus: tuple[Gpu, ...] = ()
 
     def describe(self) -> list[str]:
-        """The devices, a line each."""
+        """Return one line per device, for people."""
         cores = f"{self.num_cores} CPU core{'s' if self.num_cores != 1 else ''}"
         return [*map(str, self.gpus), cores]
 
 
 def find_host(visible: str | None, cgroup: Path = MOUNT) -> Host:
-    """Look at this host.
+    """Return the devices of this host.
 
     Args:
-        visible: CUDA_VISIBLE_DEVICES as this process was given it, or None: a comma-separated list
-            of indices or UUIDs; other GPUs are left alone.
-        cgroup: Where the cgroup file system is mounted.
+        visible: Value of CUDA_VISIBLE_DEVICES, or None: a comma-separated list of indices or UUIDs,
+            which are the only GPUs to use.
+        cgroup: Folder in which the cgroup file system is mounted.
     """
     cpus = _allowed_cpus()
     quota = read_limits(cgroup).num_cores
@@ -85,13 +85,13 @@ def _chosen(gpus: Sequence[Gpu], visible: str | None) -> tuple[Gpu, ...]:
     for name in (part.strip() for part in visible.split(",")):
         found = called(gpus, name)
         if not found:
-            break  # CUDA, too, stops at the first device that it does not know
+            break  # CUDA, too, ignores all names after the first unknown one
         chosen += found
     return tuple(chosen)
 
 
 def called(gpus: Sequence[Gpu], name: str) -> list[Gpu]:
-    """The GPU that is meant by an index or the beginning of a UUID, or the slices of it."""
+    """Return the GPU with that index or beginning of a UUID, or its slices if it has some."""
     if not name:
         return []
     exact = [gpu for gpu in gpus if name == str(gpu.index) or gpu.uuid.startswith(name)]
@@ -106,10 +106,10 @@ def _find_gpus() -> list[Gpu]:
 
 
 def read_gpus(nvml: Any) -> list[Gpu]:
-    """Ask NVML for the GPUs, and for the slices of those that MIG has cut; none without a driver.
+    """Return the GPUs that NVML reports, and the slices of GPUs in MIG mode; none without a driver.
 
     Args:
-        nvml: The module `pynvml`, or what answers as it does.
+        nvml: The module `pynvml`, or a fake of it.
     """
     try:
         nvml.nvmlInit()
@@ -137,21 +137,21 @@ def _gpus_of(nvml: Any, handle: object, index: int) -> Iterator[Gpu]:
     if not is_cut(nvml, handle):
         yield _gpu(nvml, handle, index, cpus)
         return
-    whole = _text(nvml.nvmlDeviceGetUUID(handle))
+    whole = nvml.nvmlDeviceGetUUID(handle)
     for each in slices_of(nvml, handle):
         yield replace(_gpu(nvml, each, index, cpus), sliced_from=whole)
 
 
 def is_cut(nvml: Any, handle: object) -> bool:
-    """Whether a GPU is in MIG mode, in which CUDA sees its slices alone."""
+    """Return True if a GPU is in MIG mode, in which CUDA sees only its slices."""
     try:
         return bool(nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE)
-    except nvml.NVMLError:  # a GPU that cannot be cut
+    except nvml.NVMLError:  # a GPU without MIG
         return False
 
 
 def slices_of(nvml: Any, handle: object) -> Iterator[object]:
-    """The handles of the slices that MIG has cut a GPU into."""
+    """Return the handles of the MIG slices of a GPU."""
     try:
         most = nvml.nvmlDeviceGetMaxMigDeviceCount(handle)
     except nvml.NVMLError:
@@ -159,15 +159,15 @@ def slices_of(nvml: Any, handle: object) -> Iterator[object]:
     for number in range(most):
         try:
             yield nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
-        except nvml.NVMLError:  # there are fewer than there may be
+        except nvml.NVMLError:  # there are fewer than the most
             continue
 
 
 def _gpu(nvml: Any, handle: object, index: int, cpus: tuple[int, ...]) -> Gpu:
     return Gpu(
         index=index,
-        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
-        name=_text(nvml.nvmlDeviceGetName(handle)),
+        uuid=nvml.nvmlDeviceGetUUID(handle),
+        name=nvml.nvmlDeviceGetName(handle),
         memory_bytes=nvml.nvmlDeviceGetMemoryInfo(handle).total,
         cpus=cpus,
     )
@@ -189,13 +189,9 @@ def _distances(nvml: Any, handles: Mapping[str, object], uuid: str) -> dict[str,
                 found[other] = (
                     0 if is_linked else int(nvml.nvmlDeviceGetTopologyCommonAncestor(*pair))
                 )
-        except nvml.NVMLError:  # this driver or machine does not say
+        except nvml.NVMLError:  # unknown to this driver or machine
             continue
     return found
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
 
 
 def _near_cpus(nvml: Any, handle: object) -> tuple[int, ...]:

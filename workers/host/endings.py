@@ -1,4 +1,4 @@
-"""How a worker process ended, in words: its exit code, and whether the kernel wanted its memory."""
+"""Describes how a process ended: its exit code, and whether it was killed for memory."""
 
 import contextlib
 import signal
@@ -8,13 +8,13 @@ from inferpool.workers.cgroups import MEMBERSHIP, MOUNT, groups_of
 from inferpool.workers.host.engine import Cause
 
 _COUNTERS = ("memory.events", "memory.oom_control")
-"""Of version 2 and of version 1."""
+"""Files that count them: of cgroup version 2, and of version 1."""
 
 
 class OomKills:
-    """Counts the processes that the kernel has killed for memory.
+    """Counter of the processes that the kernel has killed for memory.
 
-    Those of our own cgroup, version 2 or 1, where it counts them; else those of the whole host.
+    It reads the count of our own cgroup if there is one, else that of the whole host.
     """
 
     def __init__(
@@ -23,12 +23,12 @@ class OomKills:
         membership: Path = MEMBERSHIP,
         vmstat: Path = Path("/proc/vmstat"),
     ) -> None:
-        """Find where they are counted.
+        """Find the file that counts them.
 
         Args:
-            mount: Where the cgroup file systems are mounted.
-            membership: The file that names this process's groups.
-            vmstat: The file of the whole host.
+            mount: Folder in which the cgroup file systems are mounted.
+            membership: File that names this process's groups.
+            vmstat: File with the count of the whole host.
         """
         try:
             groups = list(groups_of(mount, membership.read_text(), "memory"))
@@ -39,17 +39,17 @@ class OomKills:
         self._file = next((file for file in files if _read(file) is not None), None)
 
     def count(self) -> int:
-        """How many there were so far; 0 where nobody counts."""
+        """Return the number of kills so far; 0 if nothing counts them."""
         return (_read(self._file) or 0) if self._file else 0
 
 
 def describe_exit(exitcode: int | None, *, is_oom: bool, rss_bytes: int) -> tuple[Cause, str]:
-    """Say for a person how a process ended that we did not kill.
+    """Describe for people how a process ended that we did not kill.
 
     Args:
-        exitcode: As multiprocessing has it: negative for a signal.
-        is_oom: The kernel has killed a process for memory at about that time.
-        rss_bytes: The memory that it held when last looked at, or 0.
+        exitcode: The exit code, in multiprocessing's form: negative for a signal.
+        is_oom: True if the kernel killed a process for memory at about that time.
+        rss_bytes: Memory that the process had when last measured, or 0.
     """
     if exitcode is None:
         return "exit", "exit not confirmed"

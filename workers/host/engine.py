@@ -1,4 +1,4 @@
-"""The seam between the service and whatever runs workers: processes here, actors elsewhere."""
+"""Interfaces between the service and the engines that run workers."""
 
 from asyncio import Future
 from collections.abc import Callable, Sequence
@@ -12,76 +12,75 @@ from inferpool.workers.messages import BatchDone, ItemRef, Ready
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerId:
-    """Which worker of which model, and which of its lives."""
+    """Identity of one incarnation of a worker."""
 
     model: str
     slot: int
-    """Stable over restarts, from 0."""
+    """Number of the worker among those of its model, from 0; restarts keep it."""
     incarnation: int = 0
 
     @property
     def worker(self) -> str:
-        """The worker over all its lives, for people: model/slot."""
+        """Name of the worker over all its incarnations: model/slot."""
         return f"{self.model}/{self.slot}"
 
     def next_life(self) -> "WorkerId":
-        """The incarnation after this one."""
+        """Return the identity of the next incarnation."""
         return WorkerId(model=self.model, slot=self.slot, incarnation=self.incarnation + 1)
 
     def __str__(self) -> str:
-        """As it is written in logs: model/slot#incarnation."""
+        """Return the form that logs use: model/slot#incarnation."""
         return f"{self.worker}#{self.incarnation}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForkserverVitals:
-    """What can be seen of the forkserver from outside, now."""
+    """State of the forkserver, as seen from outside."""
 
     pid: int
     is_ready: bool
-    """It has imported torch, and forks at once."""
+    """True once it has imported torch and forks at once."""
     incarnation: int
-    """Counts its lives, from 0."""
+    """Number of its restarts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankVitals:
-    """What can be seen of one process of a split replica from outside, now."""
+    """State of one process of a split replica, as seen from outside."""
 
     rank: int
     pid: int
     device: str
-    """As a person would name it on this host: "cuda:GPU-5f...", "cpu"."""
+    """Name of the device on this host: "cuda:GPU-5f...", "cpu"."""
     device_name: str
-    """What it is: "NVIDIA H100 80GB HBM3", "cpu"; empty while it loads."""
+    """Kind of device: "NVIDIA H100 80GB HBM3", "cpu"; empty while it loads."""
     rss_bytes: int
     last_beat_age_s: float
     part: RankPart | None
-    """What it holds of the model; None while it loads."""
+    """Part of the model that it holds; None while it loads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vitals:
-    """What can be seen of a worker from outside, now."""
+    """State of a worker, as seen from outside."""
 
     pid: int
-    """Of its lead, if it is split."""
+    """Process number; that of the lead if the replica is split."""
     rss_bytes: int
-    """Of all its processes."""
+    """Memory of all its processes."""
     last_beat_age_s: float
     num_batches: int
     last_answer_age_s: float
-    """Since it last proved itself by a good answer, to a batch or to a canary."""
+    """Seconds since its last good answer, to a batch or to a canary."""
     batch_age_s: float = 0.0
-    """For how long it has been at the batch that it is at work on; 0 while it has none."""
+    """Seconds for which it has computed its present batch; 0 if it has none."""
     ranks: Sequence[RankVitals] = ()
-    """Each process of a split replica; none of another."""
+    """Processes of a split replica; empty for others."""
 
 
 Cause = Literal["asked", "canary", "device", "exit", "files", "hang", "memory", "signal", "start"]
-"""What ended an incarnation: it was asked to leave, it failed on its own sample, it lost its
-device's context, it left, it may not serve as its files have changed on disk, it hung, it was
-killed for memory, or by another signal, or it never started."""
+"""Kind of end: asked to leave, failed canaries, lost the device's context, exited, model files
+changed on disk, hung, killed for memory, killed by another signal, never started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,61 +89,61 @@ class Ending:
 
     cause: Cause
     reason: str
-    """For a person."""
+    """Explanation for people."""
     was_at_work: bool = False
-    """It held a batch that it had begun, which may be what ended it."""
+    """True if it had begun a batch, which may have caused the end."""
 
 
 class Incarnation(Protocol):
-    """One life of a worker, or of a front, that is ready."""
+    """A running process that is ready: one incarnation of a worker, or of a front process."""
 
     @property
     def id(self) -> WorkerId:
-        """Which process, and which of its lives."""
+        """Identity of the incarnation."""
 
     @property
     def has_worked(self) -> bool:
-        """It has been of use: a worker has answered a batch."""
+        """True once it has done real work: a worker has answered a batch."""
 
     async def wait(self) -> Ending:
-        """Wait until it is gone, and say how it ended; one that hangs is killed and so gone."""
+        """Wait for its exit and return how it ended; a process that hangs is killed."""
 
     async def stop(self, grace_s: float) -> None:
-        """Let it finish and leave, then terminate, then kill; wait for the exit."""
+        """Ask it to finish, then terminate it, then kill it; return after its exit."""
 
 
 class WorkerHandle(Incarnation, Protocol):
-    """One ready incarnation of a worker."""
+    """A ready incarnation of a worker."""
 
     @property
     def credit(self) -> int:
-        """How many batches it may hold at once."""
+        """Number of batches that it may hold at once."""
 
     @property
     def ready(self) -> Ready:
-        """What it said of itself when it was ready."""
+        """Message in which the worker announced that it was ready."""
 
     @property
     def is_stalled(self) -> bool:
-        """It is not at work, and shows no sign of life: no work would be taken up now."""
+        """True if it computes nothing and gives no sign of life: it would not begin a batch now."""
 
     def run(self, items: Sequence[ItemRef]) -> Future[BatchDone]:
-        """Give it a batch. The arena's slots may be used again once the future is done.
+        """Send a batch. Its slots in the arena may be reused once the future is done.
 
-        The future raises `WorkerLostError` after the exit of the incarnation is confirmed.
+        The future raises `WorkerLostError` once the exit of the worker is confirmed.
         """
 
     def vitals(self) -> Vitals:
-        """How it is doing."""
+        """Return the present state."""
 
 
 class Engine(Protocol):
-    """What starts workers."""
+    """Starter of workers."""
 
     async def start(
         self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
     ) -> WorkerHandle:
-        """Start an incarnation and wait until it is ready.
+        """Start an incarnation and return once it is ready.
 
         Raises:
             WorkerStartError: It did not become ready.

@@ -1,4 +1,4 @@
-"""A process that the forkserver has forked: started, waited for and known by its exit code."""
+"""Processes that the forkserver forks, with multiprocessing's interface."""
 
 import contextlib
 import io
@@ -13,11 +13,11 @@ from inferpool.workers.host.forkserver import running_forkserver
 from inferpool.workers.host.orphans import end_group
 
 _UNKNOWN = 255
-"""The exit code of a process that has none any more, as multiprocessing has it."""
+"""Exit code if the true one is lost, as in multiprocessing."""
 
 
 class ForkedProcess(BaseProcess):
-    """A process that the forkserver forks; once it is started, a child of this one."""
+    """A process that the forkserver forks; then it is a child of this process."""
 
     _start_method: ClassVar[str] = "forkserver"
 
@@ -27,11 +27,11 @@ class ForkedProcess(BaseProcess):
 
 
 _polling = threading.Lock()
-"""Held to wait for a dead process: its exit code can be had once."""
+"""Lock for waiting for a dead process: its exit code can be read only once."""
 
 
 class _Popen(popen_forkserver.Popen):
-    """Starts a `ForkedProcess`, and waits for it. The exit code is the kernel's."""
+    """Starts a `ForkedProcess` and waits for it. The exit code comes from the kernel."""
 
     def _launch(self, process: BaseProcess) -> None:
         self._forkserver = forkserver = running_forkserver()
@@ -46,17 +46,17 @@ class _Popen(popen_forkserver.Popen):
         try:
             self.sentinel = os.pidfd_open(self.pid)
         except BaseException:
-            os.close(lifeline)  # the kernel ends it
+            os.close(lifeline)  # the kernel kills the process
             forkserver.forget(self.pid)  # nobody else will wait for it
             raise
         self.finalizer = util.Finalize(self, _close, (lifeline, self.sentinel))
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
-        # Without a descriptor, for there may be none to be had.
+        # This needs no descriptor, since there may be none left.
         if self.returncode is None and not flag & os.WNOHANG:
             with contextlib.suppress(ChildProcessError):
                 os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-        # `BaseProcess.start` polls all processes, so two threads may see one exit.
+        # `BaseProcess.start` polls all processes, so two threads may see the same exit.
         with _polling:
             return self._poll()
 
@@ -65,17 +65,17 @@ class _Popen(popen_forkserver.Popen):
             try:
                 if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
                     return None
-                # Before it is waited for: until then its number is nobody else's.
+                # Kill before waiting: after that another process may get the number.
                 end_group(self.pid)
                 self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-            except ChildProcessError:  # someone who waits for any process has had it
+            except ChildProcessError:  # other code has waited for it
                 self.returncode = _UNKNOWN
             self._forkserver.forget(self.pid)
         return self.returncode
 
 
 def _preparation_for(process: BaseProcess) -> dict[str, object]:
-    """What a new process is told of this one; not its main module, which it would run again."""
+    """Return the preparation data without the main module, which the process would run again."""
     told = spawn.get_preparation_data(process.name)
     return {name: value for name, value in told.items() if not name.startswith("init_main")}
 

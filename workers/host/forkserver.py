@@ -1,8 +1,9 @@
-"""The front end's hold on the forkserver: starts it, replaces it, and has it fork workers.
+"""Starts the forkserver, replaces it when it fails, and asks it to fork workers. Front end.
 
-Workers outlive the forkserver. They are children of the front end, which inherits them when the
-process that forked them ends, and each of them holds one end of a pipe, its lifeline: the kernel
-ends it when the front end closes the other end, or ends.
+Workers outlive the forkserver. It forks each of them through a process in between, which exits at
+once, so the front end inherits the worker as its own child and learns its exit code. Each worker
+holds one end of a pipe, its lifeline: when the front end closes the other end, or ends, the kernel
+kills the worker.
 """
 
 import asyncio
@@ -21,54 +22,54 @@ from pathlib import Path
 
 import psutil
 
-from inferpool.workers.beside.forkserver_process import ANSWER, DEAF_TO, MAX_DESCRIPTORS
+from inferpool.workers.beside.forkserver_process import ANSWER, IGNORED_SIGNALS, MAX_DESCRIPTORS
 from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host.endings import describe_exit
 from inferpool.workers.host.engine import ForkserverVitals
-from inferpool.workers.host.keep_going import KeepGoing
+from inferpool.workers.host.error_guard import ErrorGuard
 from inferpool.workers.host.orphans import Orphans, adopt_orphans
 
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
 _ANSWER_S = 10.0
-"""To fork takes it 0.02 s, and longer where the processors are busy."""
+"""Seconds to answer. A fork takes 0.02 s, and longer on a busy host."""
 _IMPORT_S = 300.0
-"""torch takes 3 s, and a minute from a disk that is slow and cold."""
+"""Seconds to import. torch takes 3 s, and a minute from a slow disk that has not cached it."""
 _FIRST_PAUSE_S = 0.5
 _MAX_PAUSE_S = 30.0
 _RETRY_S = 1.0
-"""Until there is a process or a descriptor to be had."""
+"""Pause if there are too few processes or descriptors."""
 _EXIT_S = 1.0
 _MAX_CRASHES = 3
-"""So many of its lives in a row may crash on their own before a start that waits is told."""
+"""Crashes in a row before its first import is done, after which waiting starts fail."""
 
 
 class ForkserverLostError(Exception):
-    """The forkserver ended before it had answered; another may."""
+    """The forkserver ended before it had answered; the next one may answer."""
 
 
 class ForkserverProcess:
-    """One life of the forkserver."""
+    """One incarnation of the forkserver."""
 
     def __init__(self, modules: Sequence[str], extra: Sequence[str]) -> None:
         """Start it. Main thread only: the kernel ends it with the thread that started it.
 
         Raises:
-            OSError: There is no process or no descriptor to be had.
+            OSError: There are too few processes or descriptors.
         """
         self.is_ready = False
-        """It has imported what it should, and forks at once."""
+        """True once it has imported its modules and forks at once."""
         self._since = time.monotonic()
         self._asked: list[float] = []
-        """When each request came that it has not answered. Any thread adds and removes its own."""
+        """Times of the requests without an answer. Each thread adds and removes its own."""
         self._looked_stopped = False
         tracker_fd = resource_tracker.getfd()
         assert tracker_fd is not None, "it has just been started"
         self._tracker_fd = tracker_fd
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.channel.setblocking(False)
-        root = str(Path(__file__).absolute().parents[3])  # where `inferpool` lies
+        root = str(Path(__file__).absolute().parents[3])  # the folder of `inferpool`
         code = (
             f"import sys; sys.path.insert(0, {root!r});"
             "from inferpool.workers.beside.forkserver_process import main;"
@@ -76,7 +77,7 @@ class ForkserverProcess:
             f"{list(extra)!r})"
         )
         command = [sys.executable, *util._args_from_interpreter_flags(), "-P", "-c", code]  # type: ignore[attr-defined]  # private
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, DEAF_TO)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
         try:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], process_group=0
@@ -90,18 +91,18 @@ class ForkserverProcess:
         self.pid = self._process.pid
 
     def fork(self, body: bytes, fds: Sequence[int]) -> tuple[int, int]:
-        """Have it fork a process that runs a pickled process object. Any thread; blocks.
+        """Ask it to fork a process, and wait for the answer. Any thread may call it.
 
         Args:
-            body: What the process reads.
-            fds: What it inherits.
+            body: Pickled process object, which the new process runs.
+            fds: Descriptors that the new process inherits.
 
         Returns:
-            The process's number, and our end of its lifeline.
+            The number of the process, and our end of its lifeline.
 
         Raises:
             ForkserverLostError: The forkserver has ended, or has no room for the request.
-            OSError: The kernel has refused the fork.
+            OSError: The kernel refused the fork.
         """
         asked_at = time.monotonic()
         self._asked.append(asked_at)
@@ -125,7 +126,7 @@ class ForkserverProcess:
                 with open(os.dup(lifeline), "wb") as file:
                     file.write(body)
             except BrokenPipeError:
-                pass  # then there is no answer
+                pass  # no answer will come either
             answer = os.read(answer_r, ANSWER.size)
             if len(answer) < ANSWER.size:
                 raise ForkserverLostError("it ended before it had answered")
@@ -136,7 +137,7 @@ class ForkserverProcess:
         return pid, lifeline
 
     async def listen(self, on_ready: Callable[[], None]) -> None:
-        """Return once it has ended. Event loop."""
+        """Call `on_ready` when it is ready, and return once it has ended. Event loop only."""
         loop = asyncio.get_running_loop()
         with contextlib.suppress(ConnectionResetError):
             while await loop.sock_recv(self.channel, 1):
@@ -145,31 +146,31 @@ class ForkserverProcess:
                 on_ready()
 
     def complaint(self) -> str:
-        """Why it must be replaced though it has not ended, or nothing. To be asked regularly."""
+        """Return why it must be replaced although it runs, or "". Call it regularly."""
         now = time.monotonic()
         is_stopped = False
         with contextlib.suppress(psutil.Error, OSError):
             is_stopped = psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
-        # Ctrl-Z and `fg` reach the processes of a terminal one after the other.
+        # One look is not enough: Ctrl-Z and `fg` reach the processes one after the other.
         was_stopped, self._looked_stopped = self._looked_stopped, is_stopped
         if is_stopped and was_stopped:
             return "is stopped"
         if not self.is_ready:
-            return "" if now - self._since < _IMPORT_S else "does not come to an end of its imports"
+            return "" if now - self._since < _IMPORT_S else "does not finish its imports"
         waiting_s = max((now - max(at, self._since) for at in [*self._asked]), default=0.0)
         return "" if waiting_s < _ANSWER_S else f"has not answered for {waiting_s:.0f} s"
 
     @property
     def has_unanswered(self) -> bool:
-        """Someone waits for it to fork."""
+        """True while someone waits for a fork."""
         return bool(self._asked)
 
     def kill(self) -> None:
-        """End it now; what it was asked for and has not answered is lost."""
+        """Kill it; requests without an answer fail."""
         self._process.kill()
 
     def end(self) -> int | None:
-        """Give back what it has, and return its exit code; None if it does not exit."""
+        """Kill it, release its channel, and return its exit code; None if it does not exit."""
         self.is_ready = False
         self.kill()
         self.channel.close()
@@ -181,7 +182,7 @@ class ForkserverProcess:
 
 
 class Forkserver:
-    """The forkserver of this process, which is replaced whenever it ends or does not answer."""
+    """The forkserver of this process; a new one replaces it if it ends or does not answer."""
 
     def __init__(
         self, modules: Sequence[str], extra: Sequence[str], *, is_guest: bool = False
@@ -189,17 +190,17 @@ class Forkserver:
         """Start it. Main thread only.
 
         Args:
-            modules: What it imports.
-            extra: What it also imports, unless it crashes of that or can't be forked after it.
+            modules: Modules that it imports.
+            extra: More modules. It does without them if they crash it or make forks unsafe.
             is_guest: See `Orphans`.
 
         Raises:
-            OSError: There is no process or no descriptor to be had.
+            OSError: There are too few processes or descriptors.
         """
         self._modules = list(modules)
         self._extra = list(extra)
         self._orphans = Orphans(is_guest=is_guest)
-        self._keep_going = KeepGoing("the watch of the forkserver")
+        self._error_guard = ErrorGuard("the watch of the forkserver")
         self._num_crashes = 0
         self._incarnation = 0
         self._reason = ""
@@ -210,29 +211,29 @@ class Forkserver:
 
     @property
     def is_ready(self) -> bool:
-        """A fork is answered at once."""
+        """True if it forks at once."""
         return self.process.is_ready
 
     @property
     def pid(self) -> int:
-        """The number of its process."""
+        """Process number."""
         return self.process.pid
 
     def vitals(self) -> ForkserverVitals:
-        """Its state now."""
+        """Return its present state."""
         process = self.process
         return ForkserverVitals(
             pid=process.pid, is_ready=process.is_ready, incarnation=self._incarnation
         )
 
     def keep(self) -> None:
-        """From now on replace it where needed, as long as this event loop runs."""
+        """Replace it from now on when needed, as long as this event loop runs."""
         if self._keeping is None or self._keeping.done():
             self._keeping = asyncio.create_task(self._keep(), name="keep the forkserver")
             self._keeping.add_done_callback(_on_unkept)
 
     async def ready(self) -> None:
-        """Wait until it forks at once.
+        """Return once it forks at once.
 
         Raises:
             WorkerStartError: It crashes again and again.
@@ -246,7 +247,7 @@ class Forkserver:
             await self._changed.wait()
 
     async def close(self) -> None:
-        """Stop replacing it, and kill it if anybody waits for it: it would hold up the end."""
+        """Stop replacing it; kill it if a thread waits for it, which would block our exit."""
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.wait([self._keeping])
@@ -255,7 +256,7 @@ class Forkserver:
             self.process.kill()
 
     def end(self) -> None:
-        """End it for good; all that it has forked has ended."""
+        """End it for good, after all processes that it has forked have ended."""
         self.process.end()
         adopt_orphans(adopts=False)
 
@@ -266,7 +267,7 @@ class Forkserver:
         return pid, lifeline
 
     def forget(self, pid: int) -> None:
-        """Someone has waited for that process."""
+        """Forget a process that someone has waited for."""
         self._orphans.owned.discard(pid)
 
     async def _keep(self) -> None:
@@ -285,12 +286,12 @@ class Forkserver:
                     await asyncio.sleep(_RETRY_S)
 
     async def _see_out(self, process: ForkserverProcess) -> None:
-        """Return once it has ended; end it if it does not answer."""
+        """Return once it has ended; kill it if it does not answer."""
         listening = asyncio.create_task(process.listen(self._tell), name="listen to the forkserver")
         try:
             while not listening.done():
                 await asyncio.wait([listening], timeout=_LOOK_S)
-                with self._keep_going:
+                with self._error_guard:
                     self._orphans.reap()
                     if not listening.done() and (complaint := process.complaint()):
                         logger.error("the forkserver %s: killing it", complaint)
@@ -299,7 +300,7 @@ class Forkserver:
             listening.cancel()
 
     def _judge(self, process: ForkserverProcess) -> float:
-        """Note how it ended, and return how long to wait before the next one is started."""
+        """Note how it ended, and return the seconds to wait before the next start."""
         was_ready = process.is_ready
         code = process.end()
         self._orphans.owned.discard(process.pid)
@@ -308,14 +309,14 @@ class Forkserver:
         if was_ready:
             self._num_crashes = 0
             return 0.0
-        if code == -signal.SIGKILL:  # someone else's doing
+        if code == -signal.SIGKILL:  # killed from outside
             return _FIRST_PAUSE_S
         self._num_crashes += 1
         self._extra, self._reason = [], reason
         return min(_FIRST_PAUSE_S * 2.0**self._num_crashes, _MAX_PAUSE_S)
 
     def _tell(self) -> None:
-        """Wake up those that wait until it is ready."""
+        """Wake up those that wait in `ready`."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -326,27 +327,23 @@ class Forkserver:
 
 
 class _Holder:
-    """Holds the one forkserver that this process has."""
+    """Holder of the only forkserver of this process."""
 
     forkserver: Forkserver | None = None
     num_guests = 0
 
 
 def running_forkserver() -> Forkserver:
-    """Return this process's forkserver, which has been started."""
+    """Return the forkserver of this process, which must have been started."""
     assert _Holder.forkserver is not None, "there is a forkserver before there is a process"
     return _Holder.forkserver
 
 
 def start_forkserver(modules: Sequence[str], extra: Sequence[str]) -> Forkserver:
-    """Return this process's forkserver, which is started unless there is one. Main thread only.
-
-    Args:
-        modules: See `Forkserver`.
-        extra: See `Forkserver`.
+    """Return the forkserver of this process; start it if there is none. Main thread only.
 
     Raises:
-        OSError: There is no process or no descriptor to be had.
+        OSError: There are too few processes or descriptors.
     """
     if _Holder.forkserver is None:
         _Holder.forkserver = Forkserver(modules, extra)
@@ -355,16 +352,12 @@ def start_forkserver(modules: Sequence[str], extra: Sequence[str]) -> Forkserver
 
 @contextlib.contextmanager
 def guest_forkserver(modules: Sequence[str], extra: Sequence[str]) -> Iterator[None]:
-    """Have a forkserver in a process of the user's, as long as the block and this thread last.
+    """Run a forkserver in a process of the user's until the block or this thread ends.
 
-    Several may have it at the same time, and the last one ends it.
-
-    Args:
-        modules: See `Forkserver`.
-        extra: See `Forkserver`.
+    Blocks may overlap: they share the forkserver, and the last one ends it.
 
     Raises:
-        OSError: There is no process or no descriptor to be had.
+        OSError: There are too few processes or descriptors.
     """
     if _Holder.forkserver is None:
         _Holder.forkserver = Forkserver(modules, extra, is_guest=True)
@@ -379,7 +372,7 @@ def guest_forkserver(modules: Sequence[str], extra: Sequence[str]) -> Iterator[N
 
 
 def can_fork() -> bool:
-    """Whether this host has what a forkserver needs; else workers are spawned."""
+    """Return True if this host can run a forkserver; else workers are spawned."""
     if sys.platform != "linux":
         return False
     try:
@@ -391,4 +384,4 @@ def can_fork() -> bool:
 
 def _on_unkept(keeping: Task[None]) -> None:
     if not keeping.cancelled() and (error := keeping.exception()):
-        logger.critical("the forkserver is no longer looked after", exc_info=error)
+        logger.critical("the forkserver is no longer supervised", exc_info=error)

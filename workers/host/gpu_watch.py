@@ -1,6 +1,6 @@
-"""How the GPUs are, as NVML says it every few seconds, to a thread of the front end.
+"""Asks NVML for the state of the GPUs every few seconds, in a thread of the front end.
 
-A thread, since a driver in trouble may hold whoever asks it for seconds, or for good.
+It is a thread because a failing driver may block a call for seconds, or for ever.
 """
 
 import logging
@@ -8,80 +8,80 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from inferpool.workers.host.devices import Gpu
-from inferpool.workers.host.keep_going import KeepGoing
+from inferpool.workers.host.error_guard import ErrorGuard
 
 logger = logging.getLogger(__name__)
 
 _EVERY_S = 5.0
 _SILENCE_S = 30.0
-"""A driver that has not answered for so long is as good as gone."""
+"""Seconds without an answer of the driver after which all GPUs count as down."""
 _LOST = ("NVML_ERROR_GPU_IS_LOST", "NVML_ERROR_RESET_REQUIRED", "NVML_ERROR_UNKNOWN")
 _Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuVitals:
-    """One GPU, or slice of one, as it is now. What NVML does not say of it is None."""
+    """Present state of one GPU or MIG slice. Values that NVML does not know are None."""
 
     index: int
     uuid: str
     name: str
     is_up: bool
-    """The driver answers for it."""
+    """True if the driver can access it."""
     memory_bytes: int
     used_bytes: int | None = None
-    """By all processes, ours and others'."""
+    """Memory used by all processes, ours and others'."""
     utilization: float | None = None
-    """The share of the time in which something ran on it."""
+    """Share of the time in which a kernel ran on it."""
     temperature_c: float | None = None
     power_w: float | None = None
     num_xid_errors: int = 0
-    """Critical errors that the driver has told of since the service started."""
+    """Critical errors that the driver has reported since the service started."""
     last_xid: int = 0
-    """Which the last of them was; 0 for none."""
+    """Number of the last such error; 0 if there was none."""
 
 
 class GpuWatch:
-    """Asks for the state of some GPUs until told to stop."""
+    """Watch of some GPUs, until `stop`."""
 
     def __init__(self, gpus: Sequence[Gpu], nvml: Any) -> None:
-        """Ask nothing yet.
+        """Store the arguments.
 
         Args:
-            gpus: Those to ask for.
-            nvml: The module `pynvml`, or what answers as it does.
+            gpus: The GPUs to watch.
+            nvml: The module `pynvml`, or a fake of it.
         """
         self._gpus = gpus
         self._nvml = nvml
         self._over = threading.Event()
         self._read: Sequence[GpuVitals] = ()
-        """Replaced by the thread, whole."""
+        """Last states. The thread replaces the whole sequence."""
         self._read_at = time.monotonic()
         self._num_xids: Counter[str] = Counter()
-        """By the UUID of the whole GPU; the thread's, as is the next."""
+        """Number of errors by the UUID of the whole GPU. Used by the thread only."""
         self._last_xids: dict[str, int] = {}
 
     def start(self) -> None:
-        """Begin to ask, if there is any."""
+        """Start the thread, if there are GPUs."""
         if self._gpus:
             threading.Thread(target=self._run, name="watch GPUs", daemon=True).start()
 
     def stop(self) -> None:
-        """Ask no more; nobody waits for an answer that may never come."""
+        """End the watch, without waiting for an answer that may never come."""
         self._over.set()
 
     def vitals(self) -> list[GpuVitals]:
-        """Each GPU as it was last seen; any thread may ask."""
+        """Return the last state of each GPU. Any thread may call it."""
         if time.monotonic() - self._read_at >= _SILENCE_S:
             return [self._absent(gpu) for gpu in self._gpus]
         return list(self._read)
 
     def look(self) -> None:
-        """Ask for each of them once."""
+        """Read the state of each GPU once."""
         self._read = [self._vitals_of(gpu) for gpu in self._gpus]
         self._read_at = time.monotonic()
 
@@ -93,9 +93,9 @@ class GpuWatch:
             return
         try:
             events = self._listen()
-            keep_going = KeepGoing("the watch of the GPUs")
+            error_guard = ErrorGuard("the watch of the GPUs")
             while not self._over.is_set():
-                with keep_going:
+                with error_guard:
                     self._count_xids(events)
                     self.look()
                 self._over.wait(_EVERY_S)
@@ -103,7 +103,7 @@ class GpuWatch:
             self._nvml.nvmlShutdown()
 
     def _listen(self) -> object:
-        """Have the driver tell of critical errors."""
+        """Subscribe to the driver's critical errors."""
         nvml = self._nvml
         events: object = self._ask(nvml.nvmlEventSetCreate)
         for uuid in {_whole(gpu) for gpu in self._gpus}:
@@ -117,12 +117,12 @@ class GpuWatch:
     def _count_xids(self, events: object) -> None:
         while events is not None:
             event = self._ask(lambda: self._nvml.nvmlEventSetWait_v2(events, 0))
-            if event is None:  # there is no more
+            if event is None:  # there are no more
                 return
             self._count_xid(event.device, int(event.eventData))
 
     def _count_xid(self, handle: object, xid: int) -> None:
-        uuid = self._ask(lambda: _text(self._nvml.nvmlDeviceGetUUID(handle)))
+        uuid = self._ask(lambda: str(self._nvml.nvmlDeviceGetUUID(handle)))
         logger.error("GPU %s: the driver reports Xid %d", uuid or "of no name", xid)
         if uuid is not None:
             self._num_xids[uuid] += 1
@@ -142,20 +142,15 @@ class GpuWatch:
             used_bytes = None  # not permitted
         milliwatts = self._ask(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
         percent = self._ask(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
-        return GpuVitals(
-            index=gpu.index,
-            uuid=gpu.uuid,
-            name=gpu.name,
+        return replace(
+            self._absent(gpu),
             is_up=True,
-            memory_bytes=gpu.memory_bytes,
             used_bytes=used_bytes,
             utilization=None if percent is None else percent / 100,
             temperature_c=self._ask(
                 lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
             ),
             power_w=None if milliwatts is None else milliwatts / 1000,
-            num_xid_errors=self._num_xids[_whole(gpu)],
-            last_xid=self._last_xids.get(_whole(gpu), 0),
         )
 
     def _absent(self, gpu: Gpu) -> GpuVitals:
@@ -177,9 +172,5 @@ class GpuWatch:
 
 
 def _whole(gpu: Gpu) -> str:
-    """The UUID of the GPU, if this is a slice of it."""
+    """Return the UUID of the whole GPU, also for a slice of it."""
     return gpu.sliced_from or gpu.uuid
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value

@@ -1,6 +1,6 @@
-"""The batches that one incarnation holds, and whether the oldest has taken too long. Front end.
+"""Keeps track of the batches that one worker holds, and detects one that takes too long.
 
-Pure but for what it reads of the heartbeat: the caller has the clock.
+Runs in the front end. The caller has the clock.
 """
 
 from asyncio import Future  # noqa: TC003  # as everywhere else
@@ -13,17 +13,17 @@ from inferpool.workers.messages import BatchDone, ItemRef
 _UNKNOWN_TIMEOUT_S = 60.0
 _MIN_TIMEOUT_S = 10.0
 _SLOWER = 10.0
-"""A batch may take this many times longer than the longest batch of the warm-up."""
+"""Factor by which a batch may take longer than the longest batch of the warm-up."""
 _LOOK_EVERY = 0.25
-"""Of a batch's time, where several are under way."""
+"""Interval of checks while several batches are computed, as a share of a batch's timeout."""
 
 
 def batch_timeout_s(wanted_s: float | None, warmup_s: float | None) -> float:
-    """How long a batch may run.
+    """Return the seconds that a batch may run.
 
     Args:
-        wanted_s: What the user has set; None: find out.
-        warmup_s: What the longest batch of the warm-up took; None where there was none (yet).
+        wanted_s: The user's setting; None derives it from the warm-up.
+        warmup_s: Seconds of the longest batch of the warm-up; None if there was none (yet).
     """
     if wanted_s is not None:
         return wanted_s
@@ -33,8 +33,8 @@ def batch_timeout_s(wanted_s: float | None, warmup_s: float | None) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """One batch, which is a canary if nobody waits for it."""
+class HeldBatch:
+    """A batch that a worker holds; a canary if it has no future."""
 
     items: Sequence[ItemRef]
     future: "Future[BatchDone] | None"
@@ -42,63 +42,64 @@ class Held:
 
 
 class HeldBatches:
-    """By id, oldest first: the oldest alone has the worker's clock.
+    """Batches of one worker by id, oldest first.
 
-    A pipeline computes several at once, and each has a clock of its own there, which stands still
-    while it waits for another; the worker tells of the one that has taken longest. So what hangs is
-    seen, also one that calls the network again and again and lets others pass, and one that waits
-    behind many others has all its time.
+    The time of a batch runs only while it is the oldest. A pipeline computes several at once: there
+    the worker measures the time that each of them has computed, not waited, and reports the longest
+    in its heartbeat. So a batch that hangs is found even if others pass it, and a batch that waits
+    behind many others still has its whole time.
     """
 
     def __init__(
         self, heartbeat: HeartbeatReader, *, batch_timeout_s: float, patience_s: float
     ) -> None:
-        """Hold nothing yet.
+        """Store the limits.
 
         Args:
-            heartbeat: Which batch has been begun, and when it last got on.
-            batch_timeout_s: How long a batch may run.
-            patience_s: How long an idle worker may take to begin with one.
+            heartbeat: The worker's report of what it has begun, and when it last made progress.
+            batch_timeout_s: Seconds that a batch may run.
+            patience_s: Seconds that an idle worker may take to begin a batch.
         """
         self.batch_timeout_s = batch_timeout_s
         self._heartbeat = heartbeat
         self._patience_s = patience_s
-        self._batches: dict[int, Held] = {}
+        self._batches: dict[int, HeldBatch] = {}
         self._oldest_since = self._forgiven_at = 0.0
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of batches."""
         return len(self._batches)
 
     @property
     def has_canary(self) -> bool:
-        """One of them is a canary."""
+        """True if one of them is a canary."""
         return any(batch.future is None for batch in self._batches.values())
 
     @property
     def is_oldest_canary(self) -> bool:
-        """The worker is at work on a canary."""
+        """True if the oldest batch is a canary."""
         return any(batch.future is None for _, batch in self._oldest())
 
     @property
     def is_any_begun(self) -> bool:
-        """The worker is at work."""
+        """True if the worker has begun the oldest batch."""
         return any(self._is_begun(id) for id, _ in self._oldest())
 
-    def add(self, id: int, batch: Held, now: float) -> None:
-        """It has been sent."""
+    def add(self, id: int, batch: HeldBatch, now: float) -> None:
+        """Add a batch that has been sent."""
         if not self._batches:
             self._oldest_since = now
         self._batches[id] = batch
 
-    def get(self, id: int) -> Held | None:
-        """The batch of that id, if it is held."""
+    def get(self, id: int) -> HeldBatch | None:
+        """Return the batch with that id, if the worker holds it."""
         return self._batches.get(id)
 
     def remove(self, id: int, now: float) -> None:
-        """It has been answered; if it was the oldest, the next one's time begins.
+        """Remove a batch that has been answered; if it was the oldest, start the time of the next.
 
-        Not where that has a clock of its own, which may have run for long, and not through a pause.
+        In a pipeline the next may have computed for long already: then the worker's own measurement
+        counts, unless it includes a pause of the whole host.
         """
         was_oldest = id == next(iter(self._batches))
         del self._batches[id]
@@ -106,32 +107,32 @@ class HeldBatches:
         if was_oldest and not (has_clock and self.is_any_begun):
             self._oldest_since = now
 
-    def take_all(self) -> dict[int, Held]:
-        """Hold nothing any more."""
+    def take_all(self) -> dict[int, HeldBatch]:
+        """Remove and return all batches."""
         batches, self._batches = self._batches, {}
         return batches
 
     def forgive(self, pause_s: float, now: float) -> None:
-        """The whole host stood still for that long."""
+        """Do not count a pause of the whole host as time of a batch."""
         self._oldest_since = min(now, self._since() + pause_s)
         self._forgiven_at = now
 
     def oldest_age_s(self, now: float) -> float:
-        """How long the oldest has had the worker, since it last got on; 0 if there is none."""
+        """Return the seconds for which the oldest has made no progress; 0 if there is none."""
         return max(0.0, now - self._since()) if self._batches else 0.0
 
     def next_due_s(self, now: float) -> float:
-        """How soon the oldest may have taken too long; infinite if there is none."""
+        """Return the seconds until the next check is due; infinite if no batch is held."""
         for id, batch in self._oldest():
             limit_s = self._limit_s(id, batch)
             due_s = self._since() + limit_s - now
-            if self._heartbeat.at_work_since:  # a clock that stands still may have run before
+            if self._heartbeat.at_work_since:  # the next batch may have used up some of its time
                 due_s = min(due_s, limit_s * _LOOK_EVERY)
             return due_s
         return float("inf")
 
     def hang(self, now: float) -> str:
-        """What the oldest says of the worker, if it has taken too long."""
+        """Return why the worker counts as hung, if the oldest batch takes too long; else ""."""
         for id, batch in self._oldest():
             limit_s = self._limit_s(id, batch)
             if now - self._since() <= limit_s:
@@ -143,7 +144,7 @@ class HeldBatches:
         return ""
 
     def request_ids(self) -> list[str]:
-        """Of the items that it has begun to work on, each once."""
+        """Return the ids of the requests that the worker has begun, each once."""
         ids = {
             item.request_id: None
             for id, batch in self._batches.items()
@@ -153,7 +154,7 @@ class HeldBatches:
         }
         return list(ids)
 
-    def _oldest(self) -> Iterator[tuple[int, Held]]:
+    def _oldest(self) -> Iterator[tuple[int, HeldBatch]]:
         for each in self._batches.items():
             yield each
             return
@@ -162,13 +163,13 @@ class HeldBatches:
         return id <= self._heartbeat.last_received
 
     def _since(self) -> float:
-        # Parts of a batch that are computed one after another each have the time of a batch.
+        # A batch may be computed in parts: each part has the time of a batch.
         heartbeat = self._heartbeat
         return max(self._oldest_since, heartbeat.progressed_at, heartbeat.at_work_since)
 
-    def _limit_s(self, id: int, batch: Held) -> float:
+    def _limit_s(self, id: int, batch: HeldBatch) -> float:
         if not self._is_begun(id):
             return self._patience_s
         if batch.future is None and id < self._heartbeat.last_received:
-            return self.batch_timeout_s  # a later one is being prepared, which may hold it up
+            return self.batch_timeout_s  # preparing a later batch may delay it
         return batch.limit_s

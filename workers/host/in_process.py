@@ -1,8 +1,7 @@
-"""An engine for debugging: the worker is a thread of this process, so a debugger has the terminal.
+"""An engine for debugging: its worker is a thread of this process, so a debugger has the terminal.
 
-Nothing here outlives what a model does: there is no process to kill, nor memory of its own. It is
-for `inferpool serve --debug` and for unit tests of models, and passes no contract of engines that
-survive their workers.
+It serves `inferpool serve --debug` and unit tests of models. There is no process to kill, so it
+does not pass the tests of engines: a model that hangs or crashes takes the service with it.
 """
 
 import asyncio
@@ -35,14 +34,14 @@ logger = logging.getLogger(__name__)
 
 
 class InProcessEngine:
-    """Starts a worker as a thread."""
+    """Engine that starts a worker as a thread."""
 
     def __init__(self, arena: Arena, *, pins: bool = True) -> None:
-        """Start nothing yet.
+        """Store the arguments.
 
         Args:
-            arena: The payloads.
-            pins: Whether to bind this process to the worker's cores and devices.
+            arena: Memory with the payloads.
+            pins: Bind this process to the worker's cores and devices.
         """
         self._arena = arena
         self._pins = pins
@@ -50,7 +49,7 @@ class InProcessEngine:
     async def start(
         self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
     ) -> "InProcessWorker":
-        """Start a thread, and wait until its model is loaded, however long a debugger holds it.
+        """Start a thread, and return once its model is loaded; there is no time limit.
 
         Raises:
             WorkerStartError: The model cannot be loaded.
@@ -71,11 +70,11 @@ class InProcessEngine:
         """Do nothing: the thread ends with the process."""
 
     def forkserver_vitals(self) -> None:
-        """There is no forkserver."""
+        """Return None: there is no forkserver."""
 
 
 class InProcessWorker:
-    """One thread with a model. All but `_work` runs in the event loop."""
+    """A thread with a model. Everything but `_work` runs in the event loop."""
 
     credit = 1
     is_stalled = False
@@ -92,7 +91,7 @@ class InProcessWorker:
         self._gone: Future[Ending] = self._loop.create_future()
         self._num_batches = 0
         self._answered_at = time.monotonic()
-        # A daemon: it may be at a debugger's prompt when the service is told to stop.
+        # A daemon: it may wait at a debugger's prompt when the service stops.
         self._thread = threading.Thread(target=self._work, name="model", daemon=True)
         self._thread.start()
 
@@ -123,7 +122,7 @@ class InProcessWorker:
         return await asyncio.shield(self._gone)
 
     async def stop(self, grace_s: float) -> None:
-        """Wait for what is under way, then give it up: a thread cannot be killed."""
+        """Wait for batches for `grace_s`, then give them up: a thread cannot be killed."""
         if self._under_way:
             await asyncio.wait(self._under_way, timeout=grace_s)
         self._orders.put(None)
@@ -158,12 +157,12 @@ class InProcessWorker:
         """Compute a batch, in the thread."""
         payloads = [self._arena[each.offset : each.offset + each.num_bytes] for each in items]
         began = time.monotonic()
-        with torch.inference_mode():  # not while it loads, as in a worker
+        with torch.inference_mode():  # as in a worker, which also loads outside of it
             prepared = self._computer.prepare(number, items, payloads)
             computed_at = time.monotonic()
             try:
                 outcomes = self._computer.compute(prepared)
-            except (Exception, SystemExit) as error:  # what would end a worker's process
+            except (Exception, SystemExit) as error:  # errors that would end a worker
                 logger.exception("this would have ended a worker")
                 text = f"the worker would have ended: {described(error)}"
                 outcomes = [ItemError("model_error", text)] * len(items)
@@ -176,7 +175,7 @@ class InProcessWorker:
             try:
                 result = work()
             except (StopIteration, asyncio.CancelledError) as error:
-                # Neither can pass through a future as what it is.
+                # A future cannot hold these errors.
                 failure = RuntimeError(f"the model raised {described(error)}")
                 failure.__cause__ = error
                 settle = partial(_settle, future, None, failure)
@@ -186,7 +185,7 @@ class InProcessWorker:
                 settle = partial(_settle, future, result, None)
             try:
                 self._loop.call_soon_threadsafe(settle)
-            except RuntimeError:  # the loop is closed: the service has left
+            except RuntimeError:  # the loop is closed: the service has stopped
                 return
 
 

@@ -1,6 +1,6 @@
-"""The engine of this host: one process per worker, started by a forkserver that holds torch.
+"""The engine for this host: it starts each worker as a process, forked by a forkserver.
 
-It runs in the front end's event loop, which never waits for a worker.
+Runs in the front end's event loop, which never blocks on a worker.
 """
 
 import asyncio
@@ -38,24 +38,24 @@ logger = logging.getLogger(__name__)
 
 _PRELOAD = ("inferpool.workers.inside.preload",)
 _START_DESCRIPTORS = 20
-"""More than the start of a process needs: two queues, a heartbeat, outputs, the stacks, a lifeline,
-an answer, a handle and a copy make 17."""
+"""More descriptors than the start of a process needs. It needs 17, for two queues, a heartbeat,
+outputs, stacks, a lifeline, an answer, a handle and a copy."""
 _WIRING_DESCRIPTORS = 8
-"""More than the wiring of one rank to the others of its group needs, in our hands at once."""
+"""More descriptors than the wiring of one rank to the others of its group needs."""
 _RETRY_S = 0.1
 
 
 def start_forkserver(extra: Sequence[str] = ()) -> None:
-    """Start the process that forks workers, which imports torch meanwhile. Main thread only.
+    """Start the forkserver early, so that it imports torch while the front end starts.
 
-    The kernel ends it with the thread that started it, so that thread must be the one that lives as
-    long as the front end. Where there is no forkserver this does nothing, and workers are spawned.
+    Call it in the main thread: the kernel ends the forkserver when the thread that started it ends.
+    On a host without forkserver this does nothing, and workers are spawned.
 
     Args:
-        extra: Modules that it should import besides.
+        extra: More modules for it to import.
 
     Raises:
-        OSError: There is no process or no descriptor to be had.
+        OSError: There are too few processes or descriptors.
     """
     if can_fork():
         forkserver.start_forkserver(_PRELOAD, extra)
@@ -63,12 +63,12 @@ def start_forkserver(extra: Sequence[str] = ()) -> None:
 
 @contextlib.contextmanager
 def guest_forkserver(extra: Sequence[str] = ()) -> Iterator[None]:
-    """Have a forkserver in a process that is not only ours; see `workers.host.forkserver`.
+    """Run a forkserver in a process of the user's; see `workers.host.forkserver`.
 
-    Workers that are left when the interpreter exits are killed: it would wait for them for ever.
+    Workers that still run when the interpreter exits are killed: it would wait for them for ever.
     """
     atexit.unregister(_kill_forked)
-    atexit.register(_kill_forked)  # after multiprocessing's own, so it runs before that
+    atexit.register(_kill_forked)  # registered after multiprocessing's own, so it runs before that
     with contextlib.ExitStack() as stack:
         if can_fork():
             stack.enter_context(forkserver.guest_forkserver(_PRELOAD, extra))
@@ -82,9 +82,9 @@ def _kill_forked() -> None:
 
 
 def _require_descriptors(num_ranks: int) -> None:
-    """Raise OSError now where descriptors would run out halfway, which leaks those opened by then.
+    """Raise OSError now if there are too few descriptors to start a process.
 
-    `multiprocessing` does so between the two pipes that it makes for a process.
+    If they ran out halfway, `multiprocessing` would leak those that it has opened by then.
     """
     taken: list[int] = []
     num_needed = _START_DESCRIPTORS
@@ -99,23 +99,23 @@ def _require_descriptors(num_ranks: int) -> None:
 
 
 class LocalEngine:
-    """Starts workers as processes of this host."""
+    """Engine that starts workers as processes of this host."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._oom_kills = OomKills()
         self._forkserver: Forkserver | None = None
-        """Once a worker has been started; None for ever where there is none."""
+        """Forkserver; None before the first start, and on hosts that have none."""
         self._launches: set[Task[None]] = set()
 
     def forkserver_vitals(self) -> ForkserverVitals | None:
-        """The state of the forkserver; None where there is none, or none yet."""
+        """Return the state of the forkserver; None if there is none (yet)."""
         return self._forkserver.vitals() if self._forkserver else None
 
     async def close(self) -> None:
-        """Leave no thread that waits for a forkserver which does not answer. Starts are over.
+        """Release the threads that wait for a forkserver which does not answer.
 
-        Such a thread would hold up the end of this process for ever.
+        They would keep this process from exiting. Call it once no worker is started any more.
         """
         if self._forkserver is not None:
             await self._forkserver.close()
@@ -125,7 +125,7 @@ class LocalEngine:
     async def start(
         self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None]
     ) -> LocalWorker:
-        """Start a process, and wait until its model is loaded and has answered a canary.
+        """Start a worker, and return once it has loaded its model and answered a canary.
 
         Raises:
             WorkerStartError: It ended, failed or took too long before that.
@@ -149,11 +149,11 @@ class LocalEngine:
     async def _start_once(
         self, id: WorkerId, config: WorkerConfig, on_progress: Callable[[str], None], until: float
     ) -> LocalWorker:
-        """Do what `start` does, until a moment of the event loop's clock.
+        """Try to start a worker until that time of the event loop's clock.
 
         Raises:
             WorkerStartError: See `start`.
-            ForkserverLostError: The forkserver ended meanwhile. Nothing is left of the worker.
+            ForkserverLostError: The forkserver ended meanwhile; nothing is left of the worker.
         """
         if self._forkserver is not None:
             if not self._forkserver.is_ready:
@@ -172,7 +172,7 @@ class LocalEngine:
             hint = " (ulimit -n)" if error.errno == errno.EMFILE else ""
             message = f"no queues for it: {error.strerror}{hint}"
             raise WorkerStartError(message, permanent=False) from error
-        # A process that is half started cannot be killed yet: each way out waits for this first.
+        # A half-started process cannot be killed yet, so each way out waits for the launch first.
         launch = asyncio.create_task(self._launch(worker, config))
         self._launches.add(launch)
         launch.add_done_callback(self._on_launched)
@@ -195,7 +195,7 @@ class LocalEngine:
             raise
         except ForkserverLostError:
             raise
-        except Exception as error:  # whatever the start of a process may raise
+        except Exception as error:  # anything that the start of a process may raise
             raise WorkerStartError(
                 f"the process could not be started: {error!r}", permanent=False
             ) from error
@@ -204,10 +204,10 @@ class LocalEngine:
     def _on_launched(self, launch: Task[None]) -> None:
         self._launches.discard(launch)
         if not launch.cancelled():
-            launch.exception()  # it is retrieved, even if the start was given up before
+            launch.exception()  # mark it as retrieved: the start may have been given up
 
     async def _launch(self, worker: LocalWorker, config: WorkerConfig) -> None:
-        """Start all processes of a worker, or leave none, nor anything that was made for them."""
+        """Start all processes of a worker; on an error, leave nothing of it behind."""
         processes: list[BaseProcess] = []
         try:
             for rank in worker.ranks:
@@ -245,7 +245,7 @@ class LocalEngine:
         try:
             await asyncio.to_thread(process.start)  # it waits for the forkserver's answer
         except Exception as error:
-            # What it had opened is closed with its locals, which the error holds otherwise.
+            # Descriptors in its local variables are closed with them; the error would keep them.
             traceback.clear_frames(error.__traceback__)
             raise
 
@@ -258,9 +258,9 @@ def _not_loaded(config: WorkerConfig) -> WorkerStartError:
 async def _give_up(
     worker: LocalWorker, launch: Task[None], reason: str, *, with_stacks: bool = False
 ) -> None:
-    """End a worker that starts.
+    """End a worker that is being started.
 
-    A process that is only half started is not waited for much longer: its launch kills it.
+    If its launch does not finish soon, the launch itself kills the process later.
     """
     worker.is_given_up = True
     await asyncio.wait([launch], timeout=EXIT_WAIT_S)

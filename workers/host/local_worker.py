@@ -1,8 +1,9 @@
-"""One incarnation of a worker of this host, as the front end's event loop sees it.
+"""The front end's view of one incarnation of a worker on this host.
 
-It is one process, or one for each device of a split replica: a group, whose lead (rank 0) has the
-queues, and which lives and dies as one. Nothing here waits for a process: reads and writes are
-non-blocking, and a death is seen as the end of file of an output queue.
+A worker is one process, or a group with one process for each device of a split replica. The lead
+(rank 0) owns the inbox and answers the batches; if one process of a group ends, all are ended.
+Nothing here blocks the event loop: reads and writes return at once, and the end of file of a
+process's outbox, or its sentinel, tells of its death.
 """
 
 import asyncio
@@ -19,8 +20,8 @@ from inferpool.workers.host.canary import PATIENCE_S
 from inferpool.workers.host.carrier import Carrier
 from inferpool.workers.host.endings import OomKills
 from inferpool.workers.host.engine import Cause, Ending, RankVitals, Vitals, WorkerId
+from inferpool.workers.host.error_guard import ErrorGuard
 from inferpool.workers.host.held import batch_timeout_s
-from inferpool.workers.host.keep_going import KeepGoing
 from inferpool.workers.host.queues import PrivateQueue
 from inferpool.workers.host.rank_process import RankProcess
 from inferpool.workers.log_lines import log_line
@@ -31,10 +32,10 @@ from inferpool.workers.messages import (
     ItemRef,
     Leaving,
     LogLine,
-    Progress,
     RankReady,
     Ready,
     StartFailed,
+    StartProgress,
 )
 from inferpool.workers.outputs import OutputRegion
 from inferpool.workers.wiring import Wiring
@@ -42,23 +43,23 @@ from inferpool.workers.wiring import Wiring
 logger = logging.getLogger(__name__)
 
 EXIT_WAIT_S = 5.0
-"""How long a SIGKILLed process may take to go before its device is given up."""
+"""Seconds that a process may take to exit after SIGKILL."""
 _LOOK_S = 2.0
-"""How often each process is looked at, which costs some 0.1 ms."""
+"""Interval between two looks at each process, which cost some 0.1 ms each."""
 _STALLED_S = 3.0
-"""A process that waits for work beats every second."""
+"""Seconds without a heartbeat; an idle process beats every second."""
 _PAUSE_S = 0.5
-"""This loop was not just busy if it comes round so much too late: the whole host paused."""
+"""Delay of the watch from which on the whole host must have paused, not this loop alone."""
 _RETIRE_S = 5.0
-"""How long a worker that is to be replaced may take to finish what it holds."""
+"""Seconds that a worker may take to leave once it has finished its batches."""
 _FOLLOW_OUT_S = 1.0
-"""How long the other ranks may take to leave after one has left as it was told to."""
-_OF_LEAD = BatchDone | Progress | Ready | LogLine | Leaving | StartFailed
-_OF_FOLLOWER = RankReady | LogLine | Leaving | StartFailed
+"""Seconds that the other ranks may take to leave after one has left as it was told."""
+_LEAD_MESSAGES = BatchDone | StartProgress | Ready | LogLine | Leaving | StartFailed
+_FOLLOWER_MESSAGES = RankReady | LogLine | Leaving | StartFailed
 
 
 class LocalWorker:
-    """One incarnation: its processes, its two queues, and the batches that it holds."""
+    """One incarnation of a worker: its processes, its queues, and its batches."""
 
     def __init__(
         self,
@@ -67,11 +68,11 @@ class LocalWorker:
         on_progress: Callable[[str], None],
         oom_kills: OomKills,
     ) -> None:
-        """Make the queues of an incarnation.
+        """Make the queues and the shared memory of an incarnation.
 
         Raises:
-            SharedMemoryError: There is no memory to be had.
-            OSError: There are no descriptors to be had.
+            SharedMemoryError: There is too little memory.
+            OSError: There are too few descriptors.
         """
         self.id = id
         self.credit = config.credit
@@ -94,43 +95,43 @@ class LocalWorker:
         self._on_progress = on_progress
         self._loop = asyncio.get_running_loop()
         self.started: Future[Ready] = self._loop.create_future()
-        """Done once it has answered a canary."""
+        """Done once the worker has answered its first canary."""
         self._gone: Future[Ending] = self._loop.create_future()
         self._ready: Ready | None = None
         self._followers: dict[int, RankReady] = {}
-        """What those said that are ready."""
+        """Messages of the followers that are ready, by rank."""
         self._watching: Task[None] | None = None
         self._cause: Cause | None = None
         self._reason = ""
         self._is_ending = False
-        """It takes no more batches."""
+        """True once it takes no more batches."""
         self._is_our_doing = False
-        """It is ended for another reason than what it does with its batches."""
-        self._keep_going = KeepGoing(f"the watch of {id}")
+        """True if we end it for a reason that its batches are not to blame for."""
+        self._error_guard = ErrorGuard(f"the watch of {id}")
         self._is_end_known = False
-        """A process of it has ended, which is what ends it."""
+        """True once one of its processes has ended, which ends the worker."""
         self.is_given_up = False
-        """Nobody waits for its start any more."""
+        """True once nobody waits for its start any more."""
 
     @property
     def ready(self) -> Ready:
-        """What the worker said of itself when it was ready."""
+        """Message in which the worker announced that it was ready."""
         return self.started.result()
 
     @property
     def has_worked(self) -> bool:
-        """It has answered a batch that was no canary."""
+        """True once it has answered a batch that was no canary."""
         return self.carrier.has_worked
 
     @property
     def is_stalled(self) -> bool:
-        """It is not at work, and one of its processes shows no sign of life."""
+        """True if it computes nothing and one of its processes gives no sign of life."""
         if self._gone.done() or self.carrier.held.is_any_begun:
             return False
         return self._silence_s > _STALLED_S
 
     def attach(self, processes: Sequence[BaseProcess]) -> None:
-        """Take charge of the started processes: keep our ends of their queues, and listen."""
+        """Take over the started processes: close their ends of the queues, listen, and watch."""
         self.inbox.reader.close()
         self.wiring.close()
         self.carrier.attach(self.inbox.writer)
@@ -140,7 +141,7 @@ class LocalWorker:
         self._watching.add_done_callback(self._on_unwatched)
 
     def run(self, items: Sequence[ItemRef]) -> "Future[BatchDone]":
-        """Send a batch; see `WorkerHandle.run`."""
+        """See `WorkerHandle.run`."""
         if self._is_ending:
             future: Future[BatchDone] = self._loop.create_future()
             future.set_exception(WorkerLostError(self._reason, started=False))
@@ -148,15 +149,15 @@ class LocalWorker:
         return self.carrier.give(items)
 
     async def wait(self) -> Ending:
-        """Wait until the process is gone, and say how it ended."""
+        """See `Incarnation.wait`."""
         return await asyncio.shield(self._gone)
 
     async def stop(self, grace_s: float) -> None:
-        """Send the sentinel and wait; then SIGTERM, then SIGKILL."""
+        """Send the sentinel and wait; after `grace_s` send SIGTERM, then SIGKILL."""
         if self._gone.done():
             return
         if grace_s <= 0:
-            self._take_blame()
+            self._note_our_doing()
             await self.kill("stopped in a hurry")
             return
         self._reason = self._reason or "stopped"
@@ -164,7 +165,7 @@ class LocalWorker:
         if await self._is_gone_within(grace_s):
             return
         logger.warning("%s did not stop within %g s: terminating it", self.id, grace_s)
-        self._take_blame()
+        self._note_our_doing()
         for rank in self.ranks:
             rank.heartbeat.tell_to_leave()
         self._signal(signal.SIGTERM)
@@ -172,11 +173,11 @@ class LocalWorker:
             await self.kill(f"did not stop within {grace_s:g} s", with_stacks=True)
 
     async def kill(self, reason: str, *, with_stacks: bool = False) -> None:
-        """SIGKILL the processes, if there are any, and wait for their exit.
+        """Kill the processes, if there are any, and wait for their exits.
 
         Args:
-            reason: Why, for a person.
-            with_stacks: Have them write the stacks of their threads into the log first.
+            reason: Explanation for people.
+            with_stacks: Log the stacks of their threads first.
         """
         self._reason = self._reason or reason
         self._is_ending = True
@@ -184,14 +185,14 @@ class LocalWorker:
             self._close()
             return
         if with_stacks:
-            with self._keep_going:  # or it would not be killed
+            with self._error_guard:  # an error must not keep it from being killed
                 await self._log_stacks(reason)
         self._signal(signal.SIGKILL)
         if not await self._is_gone_within(EXIT_WAIT_S):
             logger.critical("%s does not exit after SIGKILL (stuck in the kernel?)", self.id)
 
     def vitals(self) -> Vitals:
-        """The processes as seen from here."""
+        """See `WorkerHandle.vitals`."""
         is_gone = self._gone.done()
         now = time.monotonic()
         proven_at = self.carrier.proven_at
@@ -220,18 +221,18 @@ class LocalWorker:
 
     @property
     def _silence_s(self) -> float:
-        """How long ago the last sign of life was of that process where it is the longest."""
+        """Seconds since the last heartbeat, of the process that has been silent the longest."""
         return max(rank.heartbeat.age_s for rank in self.ranks)
 
     def on_message(self, rank: RankProcess, message: FromWorker) -> None:
-        """See `Owner`."""
-        if not isinstance(message, _OF_LEAD if rank is self.lead else _OF_FOLLOWER):
-            raise FrameError(f"{type(message).__name__}, which is not its to say")
+        """See `RankListener`."""
+        if not isinstance(message, _LEAD_MESSAGES if rank is self.lead else _FOLLOWER_MESSAGES):
+            raise FrameError(f"{type(message).__name__}, which this rank may not send")
         match message:
             case BatchDone():
                 if self.carrier.take(message):
                     self._judge_canary()
-            case Progress():
+            case StartProgress():
                 self._on_progress(message.stage)
             case LogLine():
                 log_line(message, rank.labels)
@@ -245,37 +246,37 @@ class LocalWorker:
                 self._prove_if_ready()
             case Leaving():
                 self._cause = self._cause or message.cause
-                self._reason = self._reason or self._said(rank, message.reason)
+                self._reason = self._reason or self._with_rank(rank, message.reason)
             case StartFailed():
-                text = self._said(rank, message.message)
+                text = self._with_rank(rank, message.message)
                 self._fail_start(text, permanent=message.permanent, traceback=message.traceback)
 
     def on_mute(self, rank: RankProcess, reason: str) -> None:
-        """See `Owner`."""
+        """See `RankListener`."""
         self._is_ending = True
-        self._reason = self._reason or (self._said(rank, reason) if reason else "")
+        self._reason = self._reason or (self._with_rank(rank, reason) if reason else "")
 
     def on_exit(self, rank: RankProcess) -> None:
-        """See `Owner`. The first to exit has ended the worker, and the others are seen out."""
+        """See `RankListener`. The first exit ends the worker: the other processes are ended."""
         self._is_ending = True
         cause, reason = rank.ending
         if not self._is_end_known:
             self._is_end_known = True
             self._note_end(rank, cause, reason)
-            self._see_others_out(_FOLLOW_OUT_S if rank.has_left else 0.0)
+            self._end_others(_FOLLOW_OUT_S if rank.has_left else 0.0)
         rank.log_last_stacks(self._reason, self.carrier.at_work_on())
         if all(each.is_gone for each in self.ranks):
             self._settle()
 
     def _prove_if_ready(self) -> None:
-        """Give it a canary once all its ranks have loaded."""
+        """Send the first canary once all ranks have loaded."""
         ready = self._ready
         if ready is None or len(self._followers) < len(self.ranks) - 1:
             return
         self.carrier.prove(ready.warmup_s)
 
-    def _said(self, rank: RankProcess, text: str) -> str:
-        """What is said of one process, and of which where there are several."""
+    def _with_rank(self, rank: RankProcess, text: str) -> str:
+        """Return a text about a process, with its rank if there are several."""
         return f"rank {rank.number}: {text}" if len(self.ranks) > 1 else text
 
     def _judge_canary(self) -> None:
@@ -290,14 +291,14 @@ class LocalWorker:
             logger.warning("%s failed on a sample of its own: %s", self.id, failure)
 
     def _note_end(self, rank: RankProcess, cause: Cause, reason: str) -> None:
-        if self._reason:  # it or we have said why
+        if self._reason:  # the worker has announced it, or we have caused it
             self._cause = self._cause or ("exit" if cause == "exit" else "signal")
         else:
-            self._cause, self._reason = cause, self._said(rank, reason)
+            self._cause, self._reason = cause, self._with_rank(rank, reason)
         self._fail_start(f"the process ended before it was ready: {self._reason}")
 
-    def _see_others_out(self, grace_s: float) -> None:
-        """None of a group is left behind, and none waits for the one that is gone."""
+    def _end_others(self, grace_s: float) -> None:
+        """End the other processes of a group, which cannot work without the one that ended."""
         for rank in self.ranks:
             if not rank.is_gone:
                 if grace_s:
@@ -306,7 +307,7 @@ class LocalWorker:
                     rank.signal(signal.SIGKILL)
 
     def _settle(self) -> None:
-        """All processes are gone, so nobody reads what the batches lie in: settle all of them."""
+        """Fail all batches: no process is left that could read their payloads."""
         assert self._cause is not None
         was_at_work = self.carrier.lose_all(self._reason, is_our_doing=self._is_our_doing)
         self._close()
@@ -318,22 +319,22 @@ class LocalWorker:
         if not self.started.done():
             error = WorkerStartError(message, permanent=permanent, traceback=traceback)
             self.started.set_exception(error)
-            self.started.exception()  # it is retrieved, even if the start was cancelled
+            self.started.exception()  # mark it as retrieved: the start may have been cancelled
 
     async def _watch(self) -> None:
-        """Look at the processes now and then: have them prove themselves, or end them."""
+        """Look at the processes regularly: send canaries, and end a worker that hangs."""
         while True:
             now = time.monotonic()
             wake_at = now + max(0.001, min(_LOOK_S, self._patience_s, self.carrier.next_due_s(now)))
             await asyncio.sleep(wake_at - now)
             now = time.monotonic()
-            with self._keep_going:
+            with self._error_guard:
                 if self._is_ending:
                     return
                 await self._look_after(now, now - wake_at)
 
     async def _look_after(self, now: float, late_s: float) -> None:
-        """Take one look, which came so much too late."""
+        """Take one look, `late_s` later than planned."""
         has_paused = late_s > _PAUSE_S
         if has_paused:
             self.carrier.held.forgive(late_s, now)
@@ -352,17 +353,17 @@ class LocalWorker:
             self.carrier.give_canary(self.carrier.canary.limit_s)
 
     def _silent_follower(self) -> str:
-        """What to say of a rank that should wait for the lead's calls, and shows no sign of it."""
+        """Return why the worker counts as hung if an idle follower gives no heartbeat; else ""."""
         if not self.started.done() or self.carrier.held.is_any_begun:
             return ""
         for rank in self.ranks[1:]:
             if rank.heartbeat.age_s > self._patience_s:
                 text = f"hung: it was idle, and showed no sign of life for {self._patience_s:g} s"
-                return self._said(rank, text)
+                return self._with_rank(rank, text)
         return ""
 
-    def _take_blame(self) -> None:
-        """What ends it from now on is no batch, unless one of them has hung already."""
+    def _note_our_doing(self) -> None:
+        """Note that its end from now on is our doing, unless a batch has hung already."""
         self._is_our_doing = self._is_our_doing or self._cause != "hang"
 
     def _on_unwatched(self, watching: Task[None]) -> None:
@@ -370,7 +371,7 @@ class LocalWorker:
             logger.critical("%s is no longer watched", self.id, exc_info=error)
 
     async def _retire(self, reason: str) -> None:
-        """Have it finish what it holds, in the time of batches, and leave to be replaced."""
+        """Let it finish its batches, each within its timeout, and end it to be replaced."""
         logger.error("%s: %s; replacing it", self.id, reason)
         self._cause, self._reason, self._is_ending = "canary", reason, True
         self.carrier.send_sentinel()

@@ -1,27 +1,27 @@
-"""Whether CUDA's Multi-Process Service runs, which has several processes share a GPU at once.
+"""Detects CUDA's Multi-Process Service, with which processes compute on a GPU at the same time.
 
-CUDA itself takes to it: a process that finds the service uses it, and any other shares the GPU by
-turns. https://docs.nvidia.com/deploy/mps/
+CUDA uses the service by itself if it finds it; without it, processes take turns on the GPU. Source:
+https://docs.nvidia.com/deploy/mps/
 """
 
 from pathlib import Path
 
 DEFAULT_FOLDER = "/tmp/nvidia-mps"
-"""Where CUDA looks for it, unless CUDA_MPS_PIPE_DIRECTORY says otherwise."""
+"""Folder in which CUDA looks for it, unless CUDA_MPS_PIPE_DIRECTORY names another."""
 _SOCKET = "control"
 _PID_FILE = "nvidia-cuda-mps-control.pid"
-"""It takes this away when it ends, but leaves its socket."""
+"""File that the service removes when it ends, unlike its socket."""
 _NAME = "nvidia-cuda-mps"
-"""What the kernel keeps of the name of the process: 15 characters."""
+"""Name of the process, of which the kernel keeps 15 characters."""
 
 
 def is_mps_running(folder: Path, proc: Path = Path("/proc")) -> bool:
-    """Whether the control daemon of a folder runs.
+    """Return True if the control daemon of a folder runs.
 
     Args:
-        folder: Where its socket lies.
-        proc: Where the proc file system is mounted. A daemon that is not to be seen there is taken
-            for one outside of this container.
+        folder: Folder with its socket.
+        proc: Folder in which the proc file system is mounted. A daemon that is not found there is
+            assumed to run outside of this container.
     """
     try:
         pid = int((folder / _PID_FILE).read_text())

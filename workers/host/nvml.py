@@ -1,4 +1,4 @@
-"""What NVML, the driver's library, says of the GPUs: their state, beyond what placement needs."""
+"""Reads the full state of the GPUs from NVML, the driver's library."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ _Answer = TypeVar("_Answer")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuState:
-    """One GPU as it is now. What the driver does not say of this model is None."""
+    """Present state of one GPU. Values that the driver does not know for its model are None."""
 
     index: int
     uuid: str
@@ -19,38 +19,38 @@ class GpuState:
     total_bytes: int
     used_bytes: int
     num_processes: int | None
-    """Those that compute on it."""
+    """Processes that compute on it."""
     capability: tuple[int, int] | None
     is_mig: bool
     slices: tuple[str, ...]
-    """UUIDs of what MIG has cut it into."""
+    """UUIDs of its MIG slices."""
     is_exclusive: bool
-    """One process at a time may use it."""
+    """True if only one process at a time may use it."""
     is_prohibited: bool
-    """No process may compute on it."""
+    """True if no process may compute on it."""
     is_persistent: bool | None
-    """The driver stays loaded while nobody uses the GPU."""
+    """True if the driver stays loaded while nobody uses the GPU."""
     num_ecc_errors: int | None
-    """Uncorrected errors of its memory since the driver was loaded."""
+    """Uncorrected memory errors since the driver was loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NvmlState:
-    """The driver and its GPUs."""
+    """State of the driver and its GPUs."""
 
     problem: str = ""
-    """Why NVML cannot be asked; empty if it can."""
+    """Reason why NVML cannot be used; empty if it can."""
     driver: str = ""
     cuda: tuple[int, int] = (0, 0)
-    """The newest CUDA that the driver can run."""
+    """Newest version of CUDA that the driver supports."""
     gpus: Sequence[GpuState] = ()
 
 
 def read_nvml(nvml: Any) -> NvmlState:
-    """Ask NVML; makes no CUDA context.
+    """Return what NVML reports, without a CUDA context.
 
     Args:
-        nvml: The module `pynvml`, or what answers as it does.
+        nvml: The module `pynvml`, or a fake of it.
     """
     try:
         nvml.nvmlInit()
@@ -59,7 +59,7 @@ def read_nvml(nvml: Any) -> NvmlState:
     try:
         version = nvml.nvmlSystemGetCudaDriverVersion_v2()
         return NvmlState(
-            driver=_text(nvml.nvmlSystemGetDriverVersion()),
+            driver=nvml.nvmlSystemGetDriverVersion(),
             cuda=(version // 1000, version % 1000 // 10),
             gpus=[_state(nvml, index) for index in range(nvml.nvmlDeviceGetCount())],
         )
@@ -78,22 +78,23 @@ def _state(nvml: Any, index: int) -> GpuState:
         except nvml.NVMLError:  # not supported by this model, or not permitted
             return None
 
-    memory = ask(lambda: nvml.nvmlDeviceGetMemoryInfo(gpu))  # of a whole GPU, who has a slice is
-    is_mig = is_cut(nvml, gpu)  # not told
+    # A container that has only a slice may not ask for the memory of the whole GPU.
+    memory = ask(lambda: nvml.nvmlDeviceGetMemoryInfo(gpu))
+    is_mig = is_cut(nvml, gpu)
     mode = ask(lambda: nvml.nvmlDeviceGetComputeMode(gpu))
     processes = ask(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(gpu))
     persistence = ask(lambda: nvml.nvmlDeviceGetPersistenceMode(gpu))
     capability = ask(lambda: nvml.nvmlDeviceGetCudaComputeCapability(gpu))
     return GpuState(
         index=index,
-        uuid=_text(nvml.nvmlDeviceGetUUID(gpu)),
-        name=_text(nvml.nvmlDeviceGetName(gpu)),
+        uuid=nvml.nvmlDeviceGetUUID(gpu),
+        name=nvml.nvmlDeviceGetName(gpu),
         total_bytes=memory.total if memory else 0,
         used_bytes=memory.used if memory else 0,
         num_processes=None if processes is None else len(processes),
         capability=None if capability is None else (capability[0], capability[1]),
         is_mig=is_mig,
-        slices=tuple(_text(nvml.nvmlDeviceGetUUID(each)) for each in slices_of(nvml, gpu))
+        slices=tuple(nvml.nvmlDeviceGetUUID(each) for each in slices_of(nvml, gpu))
         if is_mig
         else (),
         is_exclusive=mode == nvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS,
@@ -107,7 +108,3 @@ def _state(nvml: Any, index: int) -> GpuState:
             )
         ),
     )
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value

@@ -1,8 +1,8 @@
-"""The processes that the front end inherits: those whose own parent has ended.
+"""Reaps the orphans that the front end inherits: processes whose own parent has ended.
 
-Workers are among them by design: see `workers.beside.forkserver_process`. So is what the code of a
-model has forked and left. A front end that is the first process of a container inherits all others
-too.
+Workers are among them by design (see `workers.beside.forkserver_process`), and so are processes
+that a model has forked and left behind. A front end that is the first process of a container
+inherits all orphans of the container.
 """
 
 import contextlib
@@ -16,23 +16,23 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class Orphans:
-    """Waits for the dead processes that nobody else waits for, so that none stays a zombie."""
+    """Reaper of the dead children that nobody else waits for, so that none stays a zombie."""
 
     def __init__(self, *, is_guest: bool = False) -> None:
-        """Know of none yet.
+        """Store the argument.
 
         Args:
-            is_guest: Other code of this process has children too, and may wait for them later.
+            is_guest: True if other code in this process has children too and may wait for them.
         """
         self.owned: set[int] = set()
-        """Someone waits for these however long it takes. Any thread adds."""
+        """Processes that someone else waits for. Any thread adds to it."""
         self._groups: set[int] | None = set() if is_guest else None
-        """Where only those are ours that belong to one of these process groups."""
+        """Process groups whose members are ours; None if all children are ours."""
         self._dead: set[int] = set()
-        """Those that were dead already at the last look."""
+        """Processes that were dead at the last look."""
 
     def reap(self) -> None:
-        """Wait for what has been dead since the last look: its owner, if any, had that long."""
+        """Reap what was dead at the last look already: its owner had that long to do so."""
         dead = {pid for pid in _children() if self._is_ours(pid) and _is_dead(pid)}
         for pid in dead & self._dead:
             with contextlib.suppress(ChildProcessError):
@@ -40,13 +40,13 @@ class Orphans:
         self._dead = dead - self._dead
 
     def own(self, pid: int) -> None:
-        """Leave a process, which leads a process group, to who started it. Any thread."""
+        """Leave a process, which leads a process group, to its starter. Any thread may call it."""
         self.owned.add(pid)
         if self._groups is not None:
             self._groups.add(pid)
 
     def _is_ours(self, pid: int) -> bool:
-        """Whether nobody else waits for a child of this process."""
+        """Return True if nobody else waits for this child."""
         if pid in self.owned or self._groups is None:
             return pid not in self.owned
         try:
@@ -56,26 +56,26 @@ class Orphans:
 
 
 def adopt_orphans(*, adopts: bool = True) -> None:
-    """Have this process, and not the host's first, inherit the orphans among its descendants."""
+    """Make this process, not the first of the host, the parent of orphaned descendants."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(adopts), 0, 0, 0)
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or the kernel forgets all exit codes
 
 
 def end_group(pid: int) -> None:
-    """Kill what a process has forked, after its end and before it is waited for.
+    """Kill the process group that a dead process led, before it is waited for.
 
-    That is all in the process group that it leads; a process that left the group escapes.
+    That ends all that it has forked, except processes that have left the group.
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 
 def _children() -> list[int]:
-    """The children of the main thread, which inherits all orphans."""
+    """Return the children of the main thread, which inherits all orphans."""
     try:
         return [int(n) for n in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
-    except OSError:  # no descriptor just now, or a kernel without it
+    except OSError:  # no free descriptor just now, or the kernel lacks this file
         return []
 
 

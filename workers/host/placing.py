@@ -1,4 +1,4 @@
-"""Which replica goes where: the devices, cores and threads of each. Decided in the front end."""
+"""Places the replicas of models: decides the devices, cores and threads of each. Front end."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,68 +10,68 @@ from inferpool.workers.host.device_names import FORMS, parse_devices
 from inferpool.workers.host.devices import DeviceError, Gpu, Host, called
 
 _MAX_CPU_REPLICAS = 8
-"""Beyond this many, replicas on one host take more threads rather than more memory."""
+"""Replicas on the CPUs of one host; with more cores they get more threads instead."""
 _MIN_RANKS = 2
 _CONTEXT_BYTES = 512 << 20
-"""Of a GPU's memory, what each process takes beside what torch allocates: CUDA's context and the
-kernels. An estimate: no GPU has been measured yet."""
+"""GPU memory that each process takes besides torch's allocations: CUDA's context and the kernels.
+An estimate: no GPU has been measured yet."""
 _FAR = 50
-"""NVML_TOPOLOGY_SYSTEM: what is taken for the distance of GPUs that the host does not tell of."""
+"""NVML_TOPOLOGY_SYSTEM, the assumed distance of GPUs whose distance the host does not tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """Where the replicas of one model are to go."""
+class PlacementRequest:
+    """Settings for the placement of the replicas of one model."""
 
     devices: str = "auto"
-    """As `parse_devices` takes them; "auto": every GPU, else the CPU."""
+    """Devices in the form of `parse_devices`; "auto": every GPU, else the CPU."""
     replicas: int | None = None
-    """None: one for each GPU or each group of GPUs. Without GPUs, one for each group of cores, and
-    of a split model one."""
+    """Number of replicas. None: one for each GPU or group of GPUs; without GPUs one for each group
+    of cores, and only one if the model is split."""
     threads: int | None = None
     """Intra-op threads of each process; None: an equal share of the cores."""
     split: Split | None = None
-    """How each replica is split; None where it lies on one device."""
+    """Way to split each replica; None keeps it on one device."""
     ranks: int | None = None
-    """The devices of each split replica; None: as many as each can have, and on CPUs two."""
+    """Number of devices of each split replica; None: as many as there are, and two on CPUs."""
     memory_fraction: float | None = None
-    """Of its GPU's memory, the most that each process may allocate; None: an equal share where
+    """Largest share of its GPU's memory that each process may allocate; None: an equal share if
     several processes of this model share a GPU, else all."""
 
 
-def place(host: Host, wish: Wish) -> list[Placement]:
-    """Decide where the replicas of one model go.
+def place(host: Host, request: PlacementRequest) -> list[Placement]:
+    """Place the replicas of one model.
 
     Returns:
-        One placement per replica. What their processes compute with adds up to the host's cores at
-        most, where there are as many cores as processes.
+        One placement per replica. The threads of all processes add up to the host's cores at most,
+        unless there are more processes than cores.
 
     Raises:
-        DeviceError: A device asked for is not on this host, or there are too few.
+        DeviceError: A device does not exist on this host, or there are too few.
     """
-    units = _units(host, wish.devices)
+    units = _units(host, request.devices)
     gpus = [unit for unit in units if unit is not None]
-    if wish.split and gpus:
-        placements = _place_groups_of_gpus(host, units, gpus, wish)
-    elif wish.split:
-        placements = _place_groups_of_cores(host, len(units), wish)
+    if request.split and gpus:
+        placements = _place_groups_of_gpus(host, units, gpus, request)
+    elif request.split:
+        placements = _place_groups_of_cores(host, len(units), request)
     elif gpus or len(units) > 1:
-        placements = _place_round(host, units, wish)
+        placements = _place_round(host, units, request)
     else:
-        placements = _place_on_cores(host, wish.replicas, wish.threads)
-    return _share_memory(host, placements, wish.memory_fraction)
+        placements = _place_on_cores(host, request.replicas, request.threads)
+    return _share_memory(host, placements, request.memory_fraction)
 
 
 def share_cores(host: Host, asked: Sequence[int | None]) -> list[Host]:
-    """Divide the cores of a host among models, which are loaded side by side.
+    """Divide the cores of a host among models that are loaded side by side.
 
     Args:
-        host: All of it.
-        asked: The cores that each model is to have by its settings; None: as many as the others
-            that do not say, of what is left, and at least one.
+        host: The whole host.
+        asked: Cores of each model by its settings; None: an equal share of the cores that are left,
+            and at least one.
 
     Returns:
-        What each model may take for its host. A model that is alone has all.
+        The part of the host for each model; the whole host if there is only one.
     """
     if len(asked) == 1:
         return [host]
@@ -81,7 +81,7 @@ def share_cores(host: Host, asked: Sequence[int | None]) -> list[Host]:
     for each in asked:
         counts.append(max(1, share + (rest > 0)) if each is None else each)
         rest -= each is None
-    # Near which cores a GPU is does not depend on the model.
+    # With GPUs all models keep all cores: each process takes those near its GPU.
     has_own = not host.gpus and sum(counts) <= len(host.cpus) == host.num_cores
     ends = accumulate(counts)
     return [
@@ -91,7 +91,7 @@ def share_cores(host: Host, asked: Sequence[int | None]) -> list[Host]:
 
 
 def _units(host: Host, devices: str) -> list[Gpu | None]:
-    """What replicas are dealt out to: GPUs, and None for the CPU."""
+    """Return the devices that get replicas in turn: GPUs, and None for the CPU."""
     try:
         names = parse_devices(devices)
     except ValueError:
@@ -119,10 +119,12 @@ def _gpus_called(host: Host, name: str, devices: str) -> Sequence[Gpu]:
     return found
 
 
-def _place_round(host: Host, units: Sequence[Gpu | None], wish: Wish) -> list[Placement]:
-    """Whole replicas, dealt out in turns."""
-    replicas = wish.replicas or len(units)
-    share = wish.threads or max(1, host.num_cores // replicas)
+def _place_round(
+    host: Host, units: Sequence[Gpu | None], request: PlacementRequest
+) -> list[Placement]:
+    """Place whole replicas on the devices in turn."""
+    replicas = request.replicas or len(units)
+    share = request.threads or max(1, host.num_cores // replicas)
     placements = []
     for replica in range(replicas):
         gpu = units[replica % len(units)]
@@ -134,37 +136,37 @@ def _place_round(host: Host, units: Sequence[Gpu | None], wish: Wish) -> list[Pl
 
 
 def _place_groups_of_gpus(
-    host: Host, units: Sequence[Gpu | None], gpus: Sequence[Gpu], wish: Wish
+    host: Host, units: Sequence[Gpu | None], gpus: Sequence[Gpu], request: PlacementRequest
 ) -> list[Placement]:
     if len(gpus) < len(units):
         raise DeviceError(
-            f'devices = "{wish.devices}": a model is split over GPUs or over CPUs, not over both'
+            f'devices = "{request.devices}": a model is split over GPUs or over CPUs, not over both'
         )
     if any(gpu.sliced_from for gpu in gpus):
         raise DeviceError(
-            f'placement = "{wish.split}": a model cannot be split over MIG slices, of which CUDA '
-            f"shows one to a process ({', '.join(map(str, gpus))}): name whole GPUs in devices, "
-            'take them out of MIG mode (nvidia-smi -mig 0), or set placement = "replicate"'
+            f'placement = "{request.split}": a model cannot be split over MIG slices, of which '
+            f"CUDA shows one to a process ({', '.join(map(str, gpus))}): name whole GPUs in "
+            'devices, take them out of MIG mode (nvidia-smi -mig 0), or set placement = "replicate"'
         )
-    ranks = wish.ranks or max(_MIN_RANKS, len(gpus) // (wish.replicas or 1))
-    replicas = wish.replicas or max(1, len(gpus) // ranks)
+    ranks = request.ranks or max(_MIN_RANKS, len(gpus) // (request.replicas or 1))
+    replicas = request.replicas or max(1, len(gpus) // ranks)
     if replicas * ranks > len(gpus):
         each = f"{replicas} replicas on {ranks} each" if replicas > 1 else f"{ranks}"
         raise DeviceError(
-            f'placement = "{wish.split}" needs {replicas * ranks} GPUs ({each}), and there are '
+            f'placement = "{request.split}" needs {replicas * ranks} GPUs ({each}), and there are '
             f"{len(gpus)} ({', '.join(map(str, gpus))}): lower replicas or devices_per_replica, "
             'name a GPU for each, which may be the same one ("cuda:0,0"), or set '
             'placement = "replicate"'
         )
-    share = wish.threads or max(1, host.num_cores // (replicas * ranks))
-    is_named = parse_devices(wish.devices) not in (("auto",), ("cuda",))
+    share = request.threads or max(1, host.num_cores // (replicas * ranks))
+    is_named = parse_devices(request.devices) not in (("auto",), ("cuda",))
     ordered = gpus if is_named else _near_ones_together(gpus, ranks)
     groups = [ordered[replica * ranks : (replica + 1) * ranks] for replica in range(replicas)]
-    return [_on_gpus(host, group, wish.split, share) for group in groups]
+    return [_on_gpus(host, group, request.split, share) for group in groups]
 
 
 def _near_ones_together(gpus: Sequence[Gpu], size: int) -> list[Gpu]:
-    """The GPUs in such an order that each group of a size has some that are near each other."""
+    """Order GPUs so that each group of `size` contains GPUs that are near each other."""
     left, ordered = list(gpus), []
     while left:
         group = [left.pop(0)]
@@ -191,11 +193,13 @@ def _on_gpus(host: Host, gpus: Sequence[Gpu], split: Split | None, num_threads: 
     )
 
 
-def _place_groups_of_cores(host: Host, num_named: int, wish: Wish) -> list[Placement]:
-    """Split replicas on the CPU, which is as many devices as one likes."""
-    replicas = wish.replicas or max(1, num_named // (wish.ranks or num_named))
-    ranks = wish.ranks or max(_MIN_RANKS, num_named // replicas)
-    return _share_out_cores(host, replicas, wish.threads, ranks, wish.split)
+def _place_groups_of_cores(
+    host: Host, num_named: int, request: PlacementRequest
+) -> list[Placement]:
+    """Place split replicas on the CPU, which counts as any number of devices."""
+    replicas = request.replicas or max(1, num_named // (request.ranks or num_named))
+    ranks = request.ranks or max(_MIN_RANKS, num_named // replicas)
+    return _share_out_cores(host, replicas, request.threads, ranks, request.split)
 
 
 def _place_on_cores(host: Host, replicas: int | None, threads: int | None) -> list[Placement]:
@@ -210,8 +214,8 @@ def _share_out_cores(
 ) -> list[Placement]:
     share, rest = divmod(host.num_cores, replicas)
     counts = [threads or max(1, (share + (i < rest)) // ranks) for i in range(replicas)]
-    # Without a quota each process may keep a group of cores to itself; the scheduler does better
-    # where the groups are single cores, since the front end needs a core now and then.
+    # Without a quota each process gets a group of cores of its own. Single cores are not assigned:
+    # the front end needs a core now and then, and the scheduler handles that better.
     num_used = ranks * sum(counts)
     has_groups = min(counts) > 1 and num_used <= len(host.cpus) == host.num_cores
     placements = []
@@ -233,7 +237,7 @@ def _share_out_cores(
 def _share_memory(
     host: Host, placements: Sequence[Placement], fraction: float | None
 ) -> list[Placement]:
-    """Bound what each process allocates of a GPU, so that none takes what others count on."""
+    """Limit the GPU memory of processes that share a GPU, so that none takes another's share."""
     users = Counter(uuid for placement in placements for uuid in placement.gpu_of_each_rank)
     gpus = {gpu.uuid: gpu for gpu in host.gpus}
     for uuid, num in users.items():

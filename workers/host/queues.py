@@ -1,9 +1,10 @@
-"""Private queues: one producer, one consumer, no lock, gone with the incarnation that they serve.
+"""Private queues between the front end and one worker: one producer, one consumer, no lock.
 
-Each is the pipe and the framing of a `torch.multiprocessing` SimpleQueue. The front end, which must
-not import torch (3 s and 600 MB), works on the bare descriptors without ever blocking; in the
-worker the same queue is a `torch.multiprocessing.queue.SimpleQueue`. There is no lock: two single
-ends need none, and a process that is killed while it holds one takes the queue with it.
+Each queue is a pipe with the framing of a `torch.multiprocessing` SimpleQueue. The front end must
+not import torch (3 s and 600 MB), so it reads and writes the descriptors itself and never blocks;
+in the worker the same queue is a `torch.multiprocessing.queue.SimpleQueue`. With one process at
+each end no lock is needed, so a process that is killed cannot leave one locked. Each incarnation of
+a worker gets new queues, which are closed after its exit.
 """
 
 import os
@@ -15,13 +16,13 @@ from inferpool.workers.messages import Frames
 
 _READ_BYTES = 1 << 18
 _PIPE_BYTES = 1 << 20
-"""Asked of the kernel; an unprivileged process may get less once many pipes are open."""
+"""Requested pipe size; the kernel may give less once a user has many pipes open."""
 _F_SETPIPE_SZ = 1031
 """linux/fcntl.h; the fcntl module has it on Linux from Python 3.10 on."""
 
 
 class PrivateQueue:
-    """A queue before its ends are given away; pass it to the process that takes the other end."""
+    """A queue of which one end stays here; the other goes to the process that it is passed to."""
 
     def __init__(self) -> None:
         self.reader: Connection
@@ -30,11 +31,11 @@ class PrivateQueue:
         _widen(self.writer.fileno())
 
     def __reduce__(self) -> tuple[object, ...]:
-        """In a worker the queue is one of torch.multiprocessing."""
+        """Become a queue of torch.multiprocessing in the worker."""
         return _in_worker, (self.reader, self.writer)
 
     def close(self) -> None:
-        """Close whichever ends are still open here."""
+        """Close the ends that are still open here."""
         self.reader.close()
         self.writer.close()
 
@@ -46,7 +47,7 @@ def _in_worker(reader: Connection, writer: Connection) -> object:
 
 
 class FrameReader:
-    """The front end's reading end: takes what is there, and never waits."""
+    """Reading end in the front end; it never blocks."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -54,13 +55,13 @@ class FrameReader:
         os.set_blocking(self.fd, False)
         self._frames = Frames()
         self.is_dry = False
-        """The last look found nothing to read."""
+        """True if the last read found nothing."""
 
     def frames(self) -> Iterable[bytes]:
-        """The frames that have arrived whole.
+        """Return the frames that have arrived completely.
 
         Raises:
-            EOFError: The other end is closed; what was written before was yielded first.
+            EOFError: The other end is closed, and all that it wrote has been returned.
             FrameError: A length is out of bounds.
         """
         try:
@@ -81,7 +82,7 @@ class FrameReader:
 
 
 class FrameWriter:
-    """The front end's writing end: writes what fits now and keeps the rest until there is room."""
+    """Writing end in the front end: writes as much as fits, and keeps the rest for `flush`."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -90,15 +91,15 @@ class FrameWriter:
         self._waiting: deque[memoryview] = deque()
 
     def write(self, body: bytes) -> bool:
-        """Send a frame; True once all is written, else call `flush` when the end is writable.
+        """Send a frame; return True if all is written, else call `flush` once there is room.
 
-        A broken pipe is no error here: the reading side sees the end of file.
+        A broken pipe is no error here: whoever reads from that process sees its end.
         """
         self._waiting.append(memoryview(len(body).to_bytes(4, "big") + body))
         return self.flush()
 
     def flush(self) -> bool:
-        """Write what waits; True once nothing is left."""
+        """Write what is left; return True once that is nothing."""
         waiting = self._waiting
         while waiting:
             try:
@@ -125,4 +126,4 @@ def _widen(fd: int) -> None:
 
         fcntl.fcntl(fd, _F_SETPIPE_SZ, _PIPE_BYTES)
     except (ImportError, OSError):
-        return  # the default of 64 KiB serves as well, in more pieces
+        return  # the default of 64 KiB works too, with more reads

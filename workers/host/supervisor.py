@@ -1,6 +1,6 @@
-"""Keeps each slot filled: start, announce, wait for the end, back off, start again.
+"""Keeps processes running: starts each, announces it, waits for its end, and starts it again.
 
-Workers and fronts are kept alike. Runs in the main process's event loop.
+It supervises workers, and front processes too. Runs in the main process's event loop.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.errors import FilesChangedError, WorkerStartError
 from inferpool.workers.host.engine import Cause, Incarnation, WorkerHandle, WorkerId
-from inferpool.workers.host.generation import FilesOfAll, Generation
+from inferpool.workers.host.replica_files import ModelFiles, ReplicaFiles
 from inferpool.workers.log_lines import log_line
 from inferpool.workers.messages import LogLine
 
@@ -28,100 +28,99 @@ State = Literal["starting", "ready", "backoff", "failed", "stopped"]
 _FIRST_BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 30.0
 _STABLE_S = 60.0
-"""An incarnation that was ready for this long was well, even if it had nothing to do."""
+"""An incarnation that was ready for this long counts as healthy, even if it had no work."""
 _MAX_JITTER = 0.2
-"""Of a pause, so that workers that fell together do not rise together."""
+"""Largest random extension of a pause, as a share: workers that died at once start apart."""
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
-"""What differs between an error and the same one again: addresses, bytes, seconds."""
+"""Parts in which two tracebacks of the same error differ: addresses, bytes, seconds."""
 
 
 C = TypeVar("C")
-"""What an incarnation is told: a `WorkerConfig`, or a front's `Part`."""
+"""Configuration of a process: a `WorkerConfig`, or that of a front process."""
 L = TypeVar("L", bound=Incarnation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """How often a process may fail before it is given up (OTP calls this the restart intensity)."""
+    """Number of failures before a process is given up (OTP calls this the restart intensity)."""
 
     max_restarts: int = 5
-    """Restarts in a row that came to nothing."""
+    """Restarts in a row without success."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Slot(Generic[C, L]):
-    """What is known of one process over all its incarnations. Written by its task alone."""
+    """State of one process over all its incarnations. Only its own task writes to it."""
 
     config: C
     id: WorkerId
     state: State = "starting"
     stage: str = "waiting to start"
-    """What it is doing while it starts, for a person."""
+    """Description of the present step of the start, for people."""
     reason: str = ""
-    """Why the last incarnation ended, or did not start."""
+    """Why the last incarnation ended or did not start, for people."""
     cause: Cause = "start"
-    """What kind of end that was."""
     ended_at: float | None = None
-    """When that was, in the loop's time; None before the first."""
+    """Time at which it ended, on the event loop's clock; None before the first end."""
     num_restarts: int = 0
     handle: L | None = None
-    generation: Generation | None = None
-    """The files that its incarnation serves with; None if they are not known."""
+    files: ModelFiles | None = None
+    """Files that the incarnation has loaded; None if they are unknown."""
     num_failures: int = 0
-    """Incarnations in a row that did not start, or ended without having been of use."""
+    """Incarnations in a row that did not start, or ended before they had done any work."""
     num_deaths_at_work: int = 0
-    """Incarnations in a row that ended at work and had not answered anything."""
+    """Incarnations in a row that died while they computed and had not answered anything."""
     was_ever_ready: bool = False
     due: float = 0.0
-    """When the next incarnation is to be started, on the event loop's clock."""
+    """Time of the next start, on the event loop's clock."""
     is_asked_to_leave: bool = False
-    """Its incarnation is to be replaced, though nothing is wrong with it."""
+    """True while a healthy incarnation is being replaced."""
     may_renew: bool = False
-    """Its next incarnation may load other files than those that the others serve with."""
+    """The next incarnation may load other files than the other workers have."""
     is_asked_to_start: asyncio.Event = field(default_factory=asyncio.Event)
-    """Its next incarnation is to be started at once, whatever the pause."""
+    """Set to end the pause before the next start."""
     raised: str = ""
-    """The traceback of the last start, without numbers, if the model raised."""
+    """Traceback of the last start without its numbers, if the model raised an error."""
     told_with: str = ""
-    """The incarnation, of this worker or of another, with which it was logged."""
+    """Incarnation under which that traceback was logged; it may be another worker's."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
-    """It is known whether the newest incarnation came up."""
+    """Set once the newest incarnation is ready or has failed to start."""
 
 
 class Watcher(Protocol[C, L]):
-    """Who is told of what happens to the slots."""
+    """Listener to a supervisor."""
 
     def on_progress(self, slot: Slot[C, L]) -> None:
-        """It is doing something else now (`slot.stage`)."""
+        """Handle a new step of a start, `slot.stage`."""
 
     def on_ready(self, slot: Slot[C, L]) -> None:
-        """`slot.handle` takes work."""
+        """Handle a process that became ready: `slot.handle` takes work."""
 
     def on_gone(self, handle: L) -> None:
-        """This incarnation takes no more work."""
+        """Handle an incarnation that takes no more work."""
 
     def on_down(self, slot: Slot[C, L]) -> None:
-        """It ended, or did not start: `slot.state` and `slot.reason` say how it goes on."""
+        """Handle an end or a failed start; `slot.state` and `slot.reason` say what follows."""
 
 
 class Supervisor(Generic[C, L]):
-    """Runs one task per slot until told to stop."""
+    """Supervisor of some processes, with one task for each, until `stop`."""
 
     def __init__(
         self,
         start: Callable[[WorkerId, C, Callable[[str], None]], Awaitable[L]],
         watcher: Watcher[C, L],
         policy: RestartPolicy,
-        files: FilesOfAll[L] | None = None,
+        files: ReplicaFiles[L] | None = None,
     ) -> None:
-        """Start nothing yet.
+        """Store the arguments; start nothing yet.
 
         Args:
-            start: Starts an incarnation and waits until it is ready, as `Engine.start` does. It
-                raises `WorkerStartError` where that fails.
-            watcher: Told of what happens.
-            policy: When a slot is given up.
-            files: Sees that all of them serve with the same files, if they load any.
+            start: Starts an incarnation and returns once it is ready, like `Engine.start`; raises
+                `WorkerStartError` if that fails.
+            watcher: Listener.
+            policy: Rule for giving up.
+            files: Keeps all workers on the same model files; None if they load none.
         """
         self.slots: list[Slot[C, L]] = []
         self._start = start
@@ -129,20 +128,20 @@ class Supervisor(Generic[C, L]):
         self._policy = policy
         self._tasks: list[Task[None]] = []
         self._leaving: list[L] = []
-        """Those whose successors are ready already."""
+        """Incarnations that are finishing while their successors serve."""
         self._starts_more = True
         self._is_stopping = False
-        self._files = files or FilesOfAll[L](lambda _: ())
+        self._files = files or ReplicaFiles[L](lambda _: ())
 
     def start(self, model: str, configs: Sequence[C]) -> None:
-        """Begin to keep one process per config."""
+        """Start one process per config, and keep each running."""
         for number, config in enumerate(configs):
             slot = Slot[C, L](config=config, id=WorkerId(model=model, slot=number))
             self.slots.append(slot)
             self._tasks.append(asyncio.create_task(self._keep(slot), name=f"keep {slot.id}"))
 
     def start_no_more(self) -> None:
-        """Let those that are ready go on until they end, and end those that start or pause."""
+        """Start no process any more, and cancel all starts and pauses; ready ones go on."""
         if not self._starts_more:
             return
         self._starts_more = False
@@ -151,7 +150,7 @@ class Supervisor(Generic[C, L]):
                 task.cancel()
 
     async def stop(self, grace_s: float) -> None:
-        """Tell all of them to leave, and see each of them out."""
+        """Stop all processes, and wait for their exits."""
         self._is_stopping = True
         self.start_no_more()
         handles = [slot.handle for slot in self.slots if slot.handle]
@@ -160,17 +159,18 @@ class Supervisor(Generic[C, L]):
         await self._files.close()
 
     async def replace(self, slot: Slot[C, L], grace_s: float, *, renews: bool = False) -> bool:
-        """Let a worker finish what it holds and leave; wait for its successor.
+        """Stop a worker once it has finished its batches, then wait for its successor.
 
-        A worker that pauses is started at once, and one that was given up is tried again.
+        A worker that pauses before its next start is started at once. One that was given up is
+        tried again.
 
         Args:
             slot: The worker.
-            grace_s: How long it may take to finish.
-            renews: Let the successor load what lies on disk now, whatever the others serve with.
+            grace_s: Seconds that it may take to finish.
+            renews: Load the files that are on disk now, even if the other workers have older ones.
 
         Returns:
-            Whether the successor is ready.
+            True if the successor is ready.
         """
         slot.settled.clear()
         slot.may_renew = renews
@@ -199,27 +199,27 @@ class Supervisor(Generic[C, L]):
         *,
         renews: bool = False,
     ) -> None:
-        """Start a ready worker's next incarnation beside it; then let the old one finish and leave.
+        """Start a worker's successor beside it; stop the old one only when the new one is ready.
 
-        There is always one that takes batches.
+        So one of the two takes batches at any moment.
 
         Args:
-            slot: The worker.
-            config: What the successor is told.
-            grace_s: How long the old one may take to finish.
-            on_progress: Told what the successor is doing.
-            renews: Let it load what lies on disk now, whatever the others serve with.
+            slot: The worker, which is ready.
+            config: Configuration of the successor.
+            grace_s: Seconds that the old worker may take to finish its batches.
+            on_progress: Called with each step of the successor's start.
+            renews: Load the files that are on disk now, even if the other workers have older ones.
 
         Raises:
-            WorkerStartError: The successor did not come up, or the worker came to an end meanwhile
-                or was asked to leave. The worker goes on as it was.
+            WorkerStartError: The successor did not start, or the worker ended or was asked to leave
+                meanwhile. The worker goes on as before.
         """
         predecessor = slot.handle
         if predecessor is None:
             raise WorkerStartError(f"{slot.id} is not ready", permanent=False)
         id = slot.id.next_life()
         try:
-            successor, generation = await self._bring_up(id, config, on_progress, renews=renews)
+            successor, files = await self._bring_up(id, config, on_progress, renews=renews)
         except WorkerStartError as error:
             self._tell_raised(slot, id, error)
             again = _as_told(slot, id)
@@ -229,7 +229,7 @@ class Supervisor(Generic[C, L]):
             await successor.stop(0)
             raise WorkerStartError(f"{predecessor.id} ended meanwhile", permanent=False)
         slot.id, slot.handle, slot.config, slot.raised = id, successor, config, ""
-        self._adopt(slot, generation)
+        self._adopt(slot, files)
         slot.num_restarts += 1
         self._watcher.on_ready(slot)
         self._watcher.on_gone(predecessor)
@@ -238,24 +238,24 @@ class Supervisor(Generic[C, L]):
         self._leaving.remove(predecessor)
 
     def outdated(self) -> list[Slot[C, L]]:
-        """The slots that serve with other files than all later incarnations will."""
+        """Return the workers that have loaded other files than later incarnations will load."""
         present = self._files.present
-        return [slot for slot in self.slots if slot.handle and slot.generation is not present]
+        return [slot for slot in self.slots if slot.handle and slot.files is not present]
 
     def choose_files(self) -> list[Slot[C, L]]:
-        """Decide which files all are to serve with, where workers differ after a restart.
+        """Choose the files for all workers, if they differ after a restart that was cut short.
 
-        It is the new ones if two workers serve with them, since they could be loaded twice. Else
-        it is those that most of the other workers have.
+        The new files win if at least two workers have loaded them: that is evidence that they can
+        be loaded again. Else the files that most of the other workers have win.
 
         Returns:
-            The slots that serve with other files.
+            The workers that have loaded other files.
         """
-        held = Counter(slot.generation for slot in self.slots if slot.handle)
+        held = Counter(slot.files for slot in self.slots if slot.handle)
         if held.pop(self._files.present, 0) <= 1:
-            generation = max(held, key=held.__getitem__, default=None)
-            if generation is not None:
-                self._files.adopt(generation)
+            files = max(held, key=held.__getitem__, default=None)
+            if files is not None:
+                self._files.adopt(files)
         return self.outdated()
 
     async def _keep(self, slot: Slot[C, L]) -> None:
@@ -275,7 +275,7 @@ class Supervisor(Generic[C, L]):
                 slot.is_asked_to_start.clear()
                 slot.id = slot.id.next_life()
         except Exception:
-            logger.critical("%s is no longer looked after", slot.id, exc_info=True)
+            logger.critical("%s is no longer supervised", slot.id, exc_info=True)
             slot.state, slot.reason = "failed", "a mistake of the service; its log has more"
             self._watcher.on_down(slot)
         finally:
@@ -284,7 +284,7 @@ class Supervisor(Generic[C, L]):
             slot.settled.set()
 
     async def _live_once(self, slot: Slot[C, L]) -> bool:
-        """One incarnation, from start to end; whether its failure to start is permanent."""
+        """Run one incarnation from start to end; return True if it can never start."""
         slot.state = "starting"
 
         def on_progress(stage: str) -> None:
@@ -293,7 +293,7 @@ class Supervisor(Generic[C, L]):
 
         try:
             await self._files.give_up_if_gone(slot.id, self._is_present_served)
-            handle, generation = await self._bring_up(
+            handle, files = await self._bring_up(
                 slot.id, slot.config, on_progress, renews=slot.may_renew
             )
         except WorkerStartError as error:
@@ -308,7 +308,7 @@ class Supervisor(Generic[C, L]):
             await handle.stop(0)
             return False
         slot.handle, slot.was_ever_ready, slot.raised = handle, True, ""
-        self._adopt(slot, generation)
+        self._adopt(slot, files)
         slot.state, slot.stage = "ready", ""
         self._watcher.on_ready(slot)
         slot.settled.set()
@@ -335,7 +335,7 @@ class Supervisor(Generic[C, L]):
         was_stable = slot.ended_at - began > _STABLE_S
         if handle.has_worked or was_stable:
             slot.num_failures = slot.num_deaths_at_work = 0
-        elif ending.was_at_work:  # the batch is to blame, and its requests are counted
+        elif ending.was_at_work:  # blame the batch: a request that kills twice is quarantined
             slot.num_deaths_at_work += 1
         else:
             slot.num_failures += 1
@@ -348,21 +348,21 @@ class Supervisor(Generic[C, L]):
         on_progress: Callable[[str], None],
         *,
         renews: bool,
-    ) -> tuple[L, Generation | None]:
-        """Start an incarnation that answers as those do that serve, unless it is to renew them.
+    ) -> tuple[L, ModelFiles | None]:
+        """Start an incarnation with the same files as the others, or with new ones if it `renews`.
 
         Returns:
-            The worker, and its files for all to follow, if it is the first that has them.
+            The worker, and its files if it is the first that has loaded them.
 
         Raises:
-            FilesChangedError: It would answer differently.
-            WorkerStartError: It did not come up, or its files changed while it did.
+            FilesChangedError: The files on disk differ from those of the other workers.
+            WorkerStartError: It did not start, or its files changed while it loaded them.
         """
         await self._files.check(id, renews=renews)
         try:
             handle = await self._start(id, config, on_progress)
         except WorkerStartError:
-            await self._files.check(id, renews=renews)  # which says more than what they broke
+            await self._files.check(id, renews=renews)  # changed files explain the failure better
             raise
         try:
             return handle, await self._files.judge(handle, renews=renews)
@@ -370,17 +370,17 @@ class Supervisor(Generic[C, L]):
             await handle.stop(0)
             raise
 
-    def _adopt(self, slot: Slot[C, L], generation: Generation | None) -> None:
-        """Have all later incarnations load the files of this one, if it is the first with them."""
-        if generation is not None:
-            self._files.adopt(generation)
-        slot.generation = self._files.present
+    def _adopt(self, slot: Slot[C, L], files: ModelFiles | None) -> None:
+        """Make the files of this incarnation those of all later ones, if it loaded new files."""
+        if files is not None:
+            self._files.adopt(files)
+        slot.files = self._files.present
 
     def _is_present_served(self) -> bool:
-        return any(slot.handle and slot.generation is self._files.present for slot in self.slots)
+        return any(slot.handle and slot.files is self._files.present for slot in self.slots)
 
     def _tell_raised(self, slot: Slot[C, L], id: WorkerId, error: WorkerStartError) -> None:
-        """Log what a model raised as it was loaded, unless it is in the log already."""
+        """Log the traceback of an error that a model raised in `load`, once for all workers."""
         raised = _NUMBERS.sub("", error.traceback)
         told = (each.told_with for each in self.slots if each.raised == raised)
         slot.raised, slot.told_with = raised, next(told, str(id))
@@ -390,10 +390,10 @@ class Supervisor(Generic[C, L]):
             log_line(line, {"worker": str(id)})
 
     def _judge(self, slot: Slot[C, L], *, is_permanent: bool) -> float | None:
-        """How long to wait before the next incarnation; None gives the slot up.
+        """Return the seconds to wait before the next start; None gives the worker up.
 
-        A worker that was ready once is never given up: its pauses grow, and it is tried again.
-        Even a model that cannot be loaded now may be mended on disk.
+        A worker that was ready once is never given up: only its pauses grow. Even if its model
+        cannot be loaded now, someone may repair the files.
         """
         has_failed_enough = slot.num_failures > self._policy.max_restarts
         may_be_given_up = not slot.was_ever_ready and slot.cause != "files"
@@ -401,12 +401,12 @@ class Supervisor(Generic[C, L]):
             slot.state = "failed"
             if not is_permanent:
                 slot.reason += f" ({slot.num_failures} times in a row: given up)"
-            return None  # which the watcher tells, with the reason
+            return None  # the watcher logs the reason
         if slot.cause in ("start", "files"):
             again = _as_told(slot, slot.id)
             logger.error("%s did not start%s: %s", slot.id, again, slot.reason)
         slot.state = "backoff"
-        # Inputs that kill are sent again at once; a worker that dies of all of them is no use.
+        # The first two deaths at work may be one bad input and its retry: they cause no pause.
         num_in_row = max(slot.num_failures, slot.num_deaths_at_work - 1)
         return _pause_after(num_in_row)
 
@@ -416,12 +416,12 @@ WorkerSupervisor = Supervisor[WorkerConfig, WorkerHandle]
 
 
 def _as_told(slot: Slot[C, L], id: WorkerId) -> str:
-    """To go behind "did not start": that of whom the log says why at length; empty if it is new."""
+    """Return a reference to the logged traceback of the same error; empty if there is none."""
     return f", as {slot.told_with} did not" if slot.raised and slot.told_with != str(id) else ""
 
 
 def _pause_after(num_in_row: int) -> float:
-    """Seconds to wait before the next start, after so many ends in a row that came to nothing."""
+    """Return the seconds to wait before the next start, after so many failures in a row."""
     if num_in_row <= 1:
         return 0.0
     pause_s = min(_FIRST_BACKOFF_S * 2.0 ** (num_in_row - 2), _MAX_BACKOFF_S)

@@ -43,7 +43,7 @@ from inferpool.workers.inside.own_process import (
 )
 from inferpool.workers.inside.pools import started_pool
 from inferpool.workers.inside.worker_queue import WorkerQueue
-from inferpool.workers.messages import BatchDone, ItemRef, Progress, Ready, Stored
+from inferpool.workers.messages import BatchDone, ItemRef, Ready, StartProgress, Stored
 from inferpool.workers.outputs import OutputStore
 from inferpool.workers.wiring import RankEnds
 
@@ -84,7 +84,7 @@ def main(
         computer, ready = load(
             config,
             group,
-            lambda stage: outbox.put(Progress(stage)),
+            lambda stage: outbox.put(StartProgress(stage)),
             on_progress=heartbeat.progressed,
             keep=outputs.keep,
         )

@@ -1,4 +1,4 @@
-"""What the doctor's own process finds out of a model."""
+"""Tests of the process that `inferpool doctor` runs on a model."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ _PLACEMENT = {"devices": ["cpu"], "split": None}
 
 
 class Lengths(Model):
-    """Says what batches it is given, of inputs that are as long as their payloads."""
+    """A model that prints the shape of each batch; inputs are as long as their payloads."""
 
     def load(self, placement: Placement) -> None:
         """There is nothing to load."""

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from inferpool.workers.host.devices import DeviceError, Gpu, find_host, read_gpus
-from inferpool.workers.host.placing import Wish, place
+from inferpool.workers.host.placing import PlacementRequest, place
 
 Handle = dict[str, Any]
 
@@ -38,8 +38,8 @@ def test_visible_devices_choose_as_cuda_does(monkeypatch: pytest.MonkeyPatch):
     assert len(find_host(None).gpus) == 3
 
 
-class FakeNvml:
-    """What is asked of pynvml, for a machine that is described by a table."""
+class FakeNvmlWithGpus:
+    """A fake of pynvml, for GPUs that the test describes."""
 
     NVML_DEVICE_MIG_ENABLE = 1
     NVML_P2P_CAPS_INDEX_NVLINK = 2
@@ -55,7 +55,7 @@ class FakeNvml:
             "Shutdown": lambda: None,
             "DeviceGetCount": lambda: len(gpus),
             "DeviceGetHandleByIndex": self._handle,
-            "DeviceGetUUID": lambda gpu: gpu.get("uuid", f"GPU-{gpu.get('number')}").encode(),
+            "DeviceGetUUID": lambda gpu: gpu.get("uuid", f"GPU-{gpu.get('number')}"),
             "DeviceGetName": lambda gpu: gpu.get("name", "H100"),
             "DeviceGetMemoryInfo": self._memory,
             "DeviceGetMigMode": lambda gpu: ("slices" in gpu, "slices" in gpu),
@@ -90,7 +90,7 @@ class FakeNvml:
 
 
 def read(*gpus: Handle, links: Set[tuple[int, int]] = frozenset()) -> list[Gpu]:
-    return read_gpus(FakeNvml(gpus, links))
+    return read_gpus(FakeNvmlWithGpus(gpus, links))
 
 
 def test_gpu_that_fails_is_left_out_and_the_others_stay():
@@ -117,8 +117,15 @@ def test_slices_stand_for_a_gpu_that_is_cut(monkeypatch: pytest.MonkeyPatch):
     for visible in ("1", "GPU-1", "MIG-a,MIG-b"):
         assert [g.uuid for g in find_host(visible).gpus] == ["MIG-a", "MIG-b"]
     host = find_host(None)
-    assert [p.visible for p in place(host, Wish(devices="cuda:1"))] == [("MIG-a",), ("MIG-b",)]
-    assert [p.visible for p in place(host, Wish(devices="MIG-b"))] == [("MIG-b",)]
-    assert [p.visible for p in place(host, Wish())] == [("GPU-0",), ("MIG-a",), ("MIG-b",)]
+    assert [p.visible for p in place(host, PlacementRequest(devices="cuda:1"))] == [
+        ("MIG-a",),
+        ("MIG-b",),
+    ]
+    assert [p.visible for p in place(host, PlacementRequest(devices="MIG-b"))] == [("MIG-b",)]
+    assert [p.visible for p in place(host, PlacementRequest())] == [
+        ("GPU-0",),
+        ("MIG-a",),
+        ("MIG-b",),
+    ]
     with pytest.raises(DeviceError, match=r"cannot be split over MIG slices.*MIG-a"):
-        place(host, Wish(split="pipeline", devices="cuda:1"))
+        place(host, PlacementRequest(split="pipeline", devices="cuda:1"))

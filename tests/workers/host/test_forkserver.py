@@ -1,4 +1,4 @@
-"""Workers outlive the forkserver, which is replaced; what their models fork ends with them."""
+"""Workers outlive the forkserver, which is replaced; processes that models fork do not."""
 
 import asyncio
 import errno
@@ -8,8 +8,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -24,15 +22,22 @@ from inferpool.workers.host.engine import WorkerId
 from inferpool.workers.host.forkserver import Forkserver
 from inferpool.workers.host.local import LocalEngine
 from inferpool.workers.host.orphans import Orphans
-from tests.workers.contract import answers, config_of, pid_of, started, suspend
-from tests.workers.host.test_local import arena, engine, put, run, until_begun  # noqa: F401  # fixtures
+from tests.workers.contract import (
+    answers,
+    config_of,
+    pid_of,
+    started,
+    suspend,
+    until,
+    until_begun,
+)
 from tests.workers.inside.test_group import PairEngine
 
 pytestmark = pytest.mark.measures
 
 
 @pytest.fixture
-def pair_engine(arena: Arena):  # noqa: F811
+def pair_engine(arena: Arena):
     return PairEngine(arena)
 
 
@@ -41,109 +46,82 @@ def often(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(inferpool.workers.host.forkserver, "_LOOK_S", 0.1)
 
 
-def forkserver_of(engine: LocalEngine) -> Forkserver:  # noqa: F811
+def forkserver_of(engine: LocalEngine) -> Forkserver:
     assert engine._forkserver is not None
     return engine._forkserver
 
 
-async def until(claim: Callable[[], object], timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not claim():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
-
-
-def test_worker_outlives_the_forkserver_and_starts_wait_for_the_next_one(
-    pair_engine: PairEngine,
-    put,  # noqa: F811
-    run,  # noqa: F811
+async def test_worker_outlives_the_forkserver_and_starts_wait_for_the_next_one(
+    pair_engine: PairEngine, put
 ):
-    async def go():
-        worker = await started(pair_engine)
-        batch = worker.run([put({"n": 1, "do": "sleep"})])
-        await until_begun(worker)
-        forkserver = forkserver_of(pair_engine)
-        first = forkserver.pid
-        os.kill(first, signal.SIGKILL)
-        assert answers(await batch) == [2]
-        await until(lambda: forkserver.pid != first)
-        stages: list[str] = []
-        other = await pair_engine.start(WorkerId(model="m", slot=1), config_of(), stages.append)
-        assert stages[0] == "importing torch"
-        assert answers(await other.run([put({"n": 2})])) == [4]
-        with pytest.raises(WorkerLostError, match="SIGSEGV") as lost:
-            await worker.run([put({"n": 3, "do": "segfault"})])
-        assert lost.value.started
-        assert (await worker.wait()).was_at_work
-        await other.stop(5)
-
-    run(go())
+    worker = await started(pair_engine)
+    batch = worker.run([put({"n": 1, "do": "sleep"})])
+    await until_begun(worker)
+    forkserver = forkserver_of(pair_engine)
+    first = forkserver.pid
+    os.kill(first, signal.SIGKILL)
+    assert answers(await batch) == [2]
+    await until(lambda: forkserver.pid != first)
+    stages: list[str] = []
+    other = await pair_engine.start(WorkerId(model="m", slot=1), config_of(), stages.append)
+    assert stages[0] == "importing torch"
+    assert answers(await other.run([put({"n": 2})])) == [4]
+    with pytest.raises(WorkerLostError, match="SIGSEGV") as lost:
+        await worker.run([put({"n": 3, "do": "segfault"})])
+    assert lost.value.started
+    assert (await worker.wait()).was_at_work
+    await other.stop(5)
 
 
 @pytest.mark.parametrize("is_noticed", [True, False])
-def test_forkserver_that_does_not_answer_is_replaced_and_the_start_succeeds(
-    pair_engine: PairEngine,
-    put,  # noqa: F811
-    run,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-    is_noticed: bool,
+async def test_forkserver_that_does_not_answer_is_replaced_and_the_start_succeeds(
+    pair_engine: PairEngine, put, monkeypatch: pytest.MonkeyPatch, is_noticed: bool
 ):
     monkeypatch.setattr(inferpool.workers.host.forkserver, "_ANSWER_S", 2.0)
     if not is_noticed:  # it does not answer for another reason
         monkeypatch.setattr(psutil.Process, "status", lambda self: psutil.STATUS_SLEEPING)
 
-    async def go():
-        await (await started(pair_engine)).stop(5)
-        forkserver = forkserver_of(pair_engine)
-        first = forkserver.pid
-        os.kill(first, signal.SIGSTOP)
-        worker = await started(pair_engine)
-        assert forkserver.pid != first
-        assert answers(await worker.run([put({"n": 2})])) == [4]
+    await (await started(pair_engine)).stop(5)
+    forkserver = forkserver_of(pair_engine)
+    first = forkserver.pid
+    os.kill(first, signal.SIGSTOP)
+    worker = await started(pair_engine)
+    assert forkserver.pid != first
+    assert answers(await worker.run([put({"n": 2})])) == [4]
+    await worker.stop(5)
+
+
+async def test_starts_in_flight_survive_the_forkserver(pair_engine: PairEngine):
+    await (await started(pair_engine)).stop(5)
+    forkserver = forkserver_of(pair_engine)
+    first = forkserver.pid
+    starts = [asyncio.create_task(started(pair_engine)) for _ in range(3)]
+    await until(lambda: forkserver.process.has_unanswered)
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: forkserver.pid != first)
+    os.kill(forkserver.pid, signal.SIGKILL)  # while it imports torch
+    for worker in await asyncio.gather(*starts):
         await worker.stop(5)
 
-    run(go())
 
-
-def test_starts_in_flight_survive_the_forkserver(pair_engine: PairEngine, run):  # noqa: F811
-    async def go():
-        await (await started(pair_engine)).stop(5)
-        forkserver = forkserver_of(pair_engine)
-        first = forkserver.pid
-        starts = [asyncio.create_task(started(pair_engine)) for _ in range(3)]
-        await until(lambda: forkserver.process.has_unanswered)
-        os.kill(first, signal.SIGKILL)
-        await until(lambda: forkserver.pid != first)
-        os.kill(forkserver.pid, signal.SIGKILL)  # while it imports torch
-        for worker in await asyncio.gather(*starts):
-            await worker.stop(5)
-
-    run(go())
-
-
-def test_forkserver_that_does_not_answer_does_not_hold_up_the_end_nor_leave_anything_open(
-    engine: LocalEngine,  # noqa: F811
-    run,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+async def test_forkserver_that_does_not_answer_does_not_hold_up_the_end_nor_leave_anything_open(
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(inferpool.workers.host.local, "EXIT_WAIT_S", 0.5)
 
-    async def go():
-        worker = await started(engine)
-        await worker.stop(5)
-        before = len(os.listdir("/proc/self/fd"))
-        suspend(forkserver_of(engine).pid)
-        start = asyncio.create_task(started(engine))
-        await until(lambda: engine._launches)
-        start.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await start
-        monkeypatch.setattr(inferpool.workers.host.local, "EXIT_WAIT_S", 20.0)
-        await engine.close()
-        assert not engine._launches
-        assert len(os.listdir("/proc/self/fd")) <= before
-
-    run(go())
+    worker = await started(engine)
+    await worker.stop(5)
+    before = len(os.listdir("/proc/self/fd"))
+    suspend(forkserver_of(engine).pid)
+    start = asyncio.create_task(started(engine))
+    await until(lambda: engine._launches)
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    monkeypatch.setattr(inferpool.workers.host.local, "EXIT_WAIT_S", 20.0)
+    await engine.close()
+    assert not engine._launches
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 @pytest.mark.parametrize(
@@ -153,20 +131,17 @@ def test_forkserver_that_does_not_answer_does_not_hold_up_the_end_nor_leave_anyt
         "import _thread, time; _thread.start_new_thread(time.sleep, (60,))",
     ],
 )
-def test_forkserver_that_an_extra_module_makes_unfit_does_without(
+async def test_forkserver_that_an_extra_module_makes_unfit_does_without(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str
 ):
     (tmp_path / "unfit_module.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
-    async def go():
-        server = Forkserver([], ["unfit_module"])
-        await server.ready()
-        assert server.vitals().incarnation == 1
-        await server.close()
-        server.process.end()
-
-    asyncio.run(asyncio.wait_for(go(), 30))
+    server = Forkserver([], ["unfit_module"])
+    await server.ready()
+    assert server.vitals().incarnation == 1
+    await server.close()
+    server.process.end()
 
 
 def test_forkserver_does_without_packages_that_import_what_the_models_folder_has(
@@ -191,62 +166,49 @@ def test_forkserver_does_without_packages_that_import_what_the_models_folder_has
         asyncio.run(asyncio.wait_for(go(num_lives), 30))
 
 
-def test_forkserver_that_cannot_be_replaced_yet_is_not_ready(monkeypatch: pytest.MonkeyPatch):
+async def test_forkserver_that_cannot_be_replaced_yet_is_not_ready(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(inferpool.workers.host.forkserver, "_RETRY_S", 0.01)
     tries: list[int] = []
 
-    async def go():
-        server = Forkserver([], [])
-        await server.ready()
-        start = server._start
+    server = Forkserver([], [])
+    await server.ready()
+    start = server._start
 
-        def refuse_twice():
-            tries.append(1)
-            assert not server.vitals().is_ready
-            if len(tries) <= 2:
-                raise OSError(errno.EMFILE, "no descriptors")
-            return start()
+    def refuse_twice():
+        tries.append(1)
+        assert not server.vitals().is_ready
+        if len(tries) <= 2:
+            raise OSError(errno.EMFILE, "no descriptors")
+        return start()
 
-        monkeypatch.setattr(server, "_start", refuse_twice)
-        server.process.kill()
-        await until(lambda: server.vitals().incarnation == 1)
-        await server.ready()
-        assert len(tries) == 3
-        await server.close()
-        server.process.end()
-
-    asyncio.run(asyncio.wait_for(go(), 30))
+    monkeypatch.setattr(server, "_start", refuse_twice)
+    server.process.kill()
+    await until(lambda: server.vitals().incarnation == 1)
+    await server.ready()
+    assert len(tries) == 3
+    await server.close()
+    server.process.end()
 
 
-def test_process_without_a_descriptor_to_watch_it_by_leaves_no_zombie(
-    engine: LocalEngine,  # noqa: F811
-    run,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+async def test_process_without_a_descriptor_to_watch_it_by_leaves_no_zombie(
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ):
     def refuse(pid: int) -> int:
         raise OSError(errno.EMFILE, "no descriptors")
 
-    async def go():
-        await (await started(engine)).stop(5)
-        before = {each.pid for each in psutil.Process().children()}
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "pidfd_open", refuse)
-            with pytest.raises(WorkerStartError):
-                await started(engine)
-        await until(lambda: {each.pid for each in psutil.Process().children()} <= before)
-
-    run(go())
+    await (await started(engine)).stop(5)
+    before = {each.pid for each in psutil.Process().children()}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pidfd_open", refuse)
+        with pytest.raises(WorkerStartError):
+            await started(engine)
+    await until(lambda: {each.pid for each in psutil.Process().children()} <= before)
 
 
-def test_exit_that_two_threads_see_at_once_has_one_code(
-    engine: LocalEngine,  # noqa: F811
-    run,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+async def test_exit_that_two_threads_see_at_once_has_one_code(
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ):
-    async def go():
-        await (await started(engine)).stop(5)
-
-    run(go())  # so that there is a forkserver
+    await (await started(engine)).stop(5)
     sleeper = os.posix_spawn("/bin/sleep", ["sleep", "60"], os.environ, setpgroup=0)
     popen = inferpool.workers.host.forked._Popen.__new__(inferpool.workers.host.forked._Popen)
     popen.pid, popen.returncode = sleeper, None
@@ -265,60 +227,50 @@ def test_exit_that_two_threads_see_at_once_has_one_code(
     assert popen.poll() == -signal.SIGKILL
 
 
-def test_forkserver_that_only_crashes_fails_the_starts_that_wait(
+async def test_forkserver_that_only_crashes_fails_the_starts_that_wait(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     (tmp_path / "crashing_module.py").write_text("import os, signal; os.kill(os.getpid(), 11)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(inferpool.workers.host.forkserver, "_FIRST_PAUSE_S", 0.01)
 
-    async def go():
-        server = Forkserver(["crashing_module"], [])
-        with pytest.raises(WorkerStartError, match="crashes as it starts: SIGSEGV"):
-            await server.ready()
-        await server.close()
-        server.process.end()
-
-    asyncio.run(asyncio.wait_for(go(), 30))
+    server = Forkserver(["crashing_module"], [])
+    with pytest.raises(WorkerStartError, match="crashes as it starts: SIGSEGV"):
+        await server.ready()
+    await server.close()
+    server.process.end()
 
 
 @pytest.mark.parametrize("end", ["SIGKILL", "crash", "stop", "hang"])
-def test_what_a_model_forks_ends_with_its_worker_however_that_ends(
-    engine: LocalEngine,  # noqa: F811
-    put,  # noqa: F811
-    run,  # noqa: F811
-    tmp_path: Path,
-    end: str,
+async def test_what_a_model_forks_ends_with_its_worker_however_that_ends(
+    engine: LocalEngine, put, tmp_path: Path, end: str
 ):
     file = tmp_path / "children"
 
-    async def go():
-        worker = await started(
-            engine,
-            source="tests.fault_model:ForkingModel",
-            options={"children": str(file)},
-            batch_timeout_s=0.5,
-        )
-        children = [psutil.Process(int(pid)) for pid in file.read_text().split()]
-        assert len(children) == 3
-        assert answers(await worker.run([put({"n": 2})])) == [4]
-        assert all(is_alive(each) for each in children)
-        batches = []
-        match end:
-            case "SIGKILL":
-                os.kill(pid_of(worker), signal.SIGKILL)
-            case "crash":
-                batches.append(worker.run([put({"n": 2, "do": "segfault"})]))
-            case "stop":
-                await worker.stop(5)
-            case "hang":
-                batches.append(worker.run([put({"n": 2, "do": "spin"})]))
-        await worker.wait()
-        await asyncio.gather(*batches, return_exceptions=True)
-        await until(lambda: not any(is_alive(each) for each in children))
-        await until(lambda: not any(each.is_running() for each in children))  # no zombie either
-
-    run(go())
+    worker = await started(
+        engine,
+        source="tests.fault_model:ForkingModel",
+        options={"children": str(file)},
+        batch_timeout_s=0.5,
+    )
+    children = [psutil.Process(int(pid)) for pid in file.read_text().split()]
+    assert len(children) == 3
+    assert answers(await worker.run([put({"n": 2})])) == [4]
+    assert all(is_alive(each) for each in children)
+    batches = []
+    match end:
+        case "SIGKILL":
+            os.kill(pid_of(worker), signal.SIGKILL)
+        case "crash":
+            batches.append(worker.run([put({"n": 2, "do": "segfault"})]))
+        case "stop":
+            await worker.stop(5)
+        case "hang":
+            batches.append(worker.run([put({"n": 2, "do": "spin"})]))
+    await worker.wait()
+    await asyncio.gather(*batches, return_exceptions=True)
+    await until(lambda: not any(is_alive(each) for each in children))
+    await until(lambda: not any(each.is_running() for each in children))  # no zombie either
 
 
 def test_orphans_are_waited_for_but_not_those_that_have_an_owner():
@@ -337,7 +289,7 @@ def test_orphans_are_waited_for_but_not_those_that_have_an_owner():
 
 
 def test_guest_waits_for_its_own_orphans_alone():
-    """What other code of the process has started may be waited for at any time."""
+    """Other code of the process may wait for its own children at any time."""
     command = [sys.executable, "-c", "raise SystemExit(3)"]
     ours = subprocess.Popen(command, process_group=0)
     forked = subprocess.Popen(command, process_group=ours.pid)

@@ -17,7 +17,7 @@ class NVMLError(Exception):
 
 
 class FakeNvml:
-    """What is asked of pynvml; handles are UUIDs. What is in `errors` fails."""
+    """A fake of pynvml whose handles are UUIDs; calls named in `errors` fail."""
 
     NVMLError = NVMLError
     NVML_ERROR_GPU_IS_LOST = LOST
@@ -49,8 +49,8 @@ class FakeNvml:
         self._fail(uuid)
         return uuid
 
-    def device_get_uuid(self, handle: str) -> bytes:
-        return handle.encode()
+    def device_get_uuid(self, handle: str) -> str:
+        return handle
 
     def device_get_memory_info(self, handle: str) -> SimpleNamespace:
         self._fail("memory")

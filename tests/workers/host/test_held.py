@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from inferpool.workers.host.held import Held, HeldBatches
+from inferpool.workers.host.held import HeldBatch, HeldBatches, batch_timeout_s
 
 
 def holding(
@@ -18,13 +18,13 @@ def holding(
         patience_s=1,
     )
     for id in ids:
-        held.add(id, Held([], None, batch_timeout_s), now=5.0)
+        held.add(id, HeldBatch([], None, batch_timeout_s), now=5.0)
     return heartbeat, held
 
 
 def test_the_oldest_batch_is_as_old_as_the_time_that_it_has_had_the_worker():
     heartbeat, held = holding(batch_timeout_s=10)
-    batch = Held([], None, 10)
+    batch = HeldBatch([], None, 10)
     assert held.oldest_age_s(now=5.0) == 0
     held.add(1, batch, now=5.0)
     held.add(2, batch, now=6.0)
@@ -72,3 +72,13 @@ def test_batch_whose_clock_ran_while_the_host_stood_still_has_its_time_again():
     heartbeat.at_work_since = 5.75  # of the second, which has run for 0.75 s of its own
     assert not held.hang(now=16.5)
     assert held.hang(now=18.0)
+
+
+@pytest.mark.parametrize(
+    ("wanted_s", "warmup_s", "expected_s"),
+    [(0.5, 100.0, 0.5), (None, None, 60), (None, 0.01, 10), (None, 3.0, 30)],
+)
+def test_timeout_of_batches_follows_the_warm_up_unless_it_is_set(
+    wanted_s: float | None, warmup_s: float | None, expected_s: float
+):
+    assert batch_timeout_s(wanted_s, warmup_s) == expected_s

@@ -1,11 +1,8 @@
 import asyncio
-import json
-import multiprocessing
+import contextlib
 import os
 import select
 import signal
-import time
-from collections.abc import Coroutine
 from pathlib import Path
 
 import msgspec
@@ -17,12 +14,10 @@ import inferpool.workers.host.local_worker
 from inferpool.models.base import Model
 from inferpool.models.spec import Placement
 from inferpool.models.speed.verdicts import VerdictStore
-from inferpool.workers.arena import Arena
 from inferpool.workers.errors import WorkerLostError, WorkerStartError
 from inferpool.workers.host.held import batch_timeout_s
-from inferpool.workers.host.local import LocalEngine, start_forkserver
-from inferpool.workers.host.local_worker import LocalWorker
-from inferpool.workers.messages import BatchDone, ItemError, ItemRef, Outcome
+from inferpool.workers.host.local import LocalEngine
+from inferpool.workers.messages import BatchDone, ItemError
 from tests.hostile_model import ACTS
 from tests.workers.contract import (
     EngineContract,
@@ -32,50 +27,9 @@ from tests.workers.contract import (
     pid_of,
     started,
     suspend,
+    until,
+    until_begun,
 )
-
-
-@pytest.fixture(scope="module")
-def arena():
-    start_forkserver()
-    arena = Arena(4 << 20)
-    yield arena
-    arena.close()
-
-
-@pytest.fixture
-def engine(arena: Arena):
-    return LocalEngine(arena)
-
-
-@pytest.fixture
-def put(arena: Arena):
-    def put(
-        value: object,
-        *,
-        deadline: float | None = None,
-        parameters: bytes = b"",
-        request_id: str = "",
-    ) -> ItemRef:
-        body = json.dumps(value).encode()
-        offset = arena.put([body], len(body))
-        assert offset is not None
-        late = time.monotonic() + 60 if deadline is None else deadline
-        return ItemRef(
-            "json", offset, len(body), late, parameters=parameters, request_id=request_id
-        )
-
-    return put
-
-
-@pytest.fixture
-def run():
-    def run(coroutine: Coroutine[None, None, None]) -> None:
-        before = set(multiprocessing.active_children())  # of a test that has failed
-        asyncio.run(asyncio.wait_for(coroutine, 60))
-        assert set(multiprocessing.active_children()) <= before
-
-    return run
 
 
 class TestLocalEngine(EngineContract):
@@ -83,7 +37,7 @@ class TestLocalEngine(EngineContract):
 
 
 def stacks_in(caplog: pytest.LogCaptureFixture) -> tuple[str, str]:
-    """The message and the trace of the one record that has stacks."""
+    """Return the message and the trace of the only record that has stacks."""
     ((message, trace),) = [
         (record.getMessage(), record.exc_text or "")
         for record in caplog.records
@@ -93,85 +47,60 @@ def stacks_in(caplog: pytest.LogCaptureFixture) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("act", "where"),
-    [("hang", "in _act"), ("spin", "in _act"), ("hang early", "in preprocess")],
+    ("act", "message", "where"),
+    [
+        ("hang", "hung: a batch ran for more than 0.5 s", "in _act"),
+        ("spin", "hung: a batch ran for more than 0.5 s", "in _act"),
+        ("hang early", "hung: a batch ran for more than 0.5 s", "in preprocess"),
+        ("segfault", "left its stacks (SIGSEGV)", "in _act"),
+    ],
 )
-def test_stacks_of_a_hung_worker_are_logged_with_the_requests_it_was_on(
-    engine: LocalEngine, put, run, caplog: pytest.LogCaptureFixture, act: str, where: str
+async def test_stacks_of_a_hung_or_crashed_worker_are_logged_with_its_requests(
+    engine: LocalEngine, put, caplog: pytest.LogCaptureFixture, act: str, message: str, where: str
 ):
-    async def go():
-        worker = await started(engine, batch_timeout_s=0.5)
-        refs = [put({"n": n, "do": act}, request_id=f"call-{n}") for n in range(10)]
-        with pytest.raises(WorkerLostError):
-            await worker.run(refs)
-
-    run(go())
-    message, trace = stacks_in(caplog)
-    assert "m/0#0 hung: a batch ran for more than 0.5 s, at work on call-0, call-1," in message
-    assert "and 2 more" in message
+    worker = await started(engine, batch_timeout_s=0.5)
+    with pytest.raises(WorkerLostError):
+        await worker.run([put({"n": n, "do": act}, request_id=f"call-{n}") for n in range(10)])
+    logged, trace = stacks_in(caplog)
+    assert f"m/0#0 {message}, at work on call-0, call-1," in logged
+    assert "and 2 more" in logged
     assert where in trace
-    assert "Thread 0x" in trace
+    assert ("Segmentation fault" if act == "segfault" else "Thread 0x") in trace
 
 
-def test_stacks_of_a_worker_that_hangs_while_it_loads_are_logged(
-    engine: LocalEngine, run, caplog: pytest.LogCaptureFixture
+async def test_stacks_of_a_worker_that_hangs_while_it_loads_are_logged(
+    engine: LocalEngine, caplog: pytest.LogCaptureFixture
 ):
-    async def go():
-        with pytest.raises(WorkerStartError):
-            await started(engine, options={"load": "hang"}, load_timeout_s=1)
-
-    run(go())
+    with pytest.raises(WorkerStartError):
+        await started(engine, options={"load": "hang"}, load_timeout_s=1)
     message, trace = stacks_in(caplog)
     assert "not ready after 1 s" in message
     assert "fault_model.py" in trace
     assert "in load\n" in trace
 
 
-def test_stacks_of_a_crash_are_logged(
-    engine: LocalEngine, put, run, caplog: pytest.LogCaptureFixture
+async def test_suspended_worker_is_killed_and_the_log_says_that_it_was_stopped(
+    engine: LocalEngine, put, caplog: pytest.LogCaptureFixture
 ):
-    async def go():
-        worker = await started(engine)
-        with pytest.raises(WorkerLostError, match="SIGSEGV"):
-            await worker.run([put({"n": 1, "do": "segfault"}, request_id="find-me")])
-
-    run(go())
-    message, trace = stacks_in(caplog)
-    assert "SIGSEGV" in message
-    assert "find-me" in message
-    assert "Segmentation fault" in trace
-    assert "in _act\n" in trace
-
-
-def test_stopped_worker_is_killed_at_once_and_said_to_be_stopped(
-    engine: LocalEngine, put, run, caplog: pytest.LogCaptureFixture
-):
-    async def go():
-        worker = await started(engine, batch_timeout_s=0.5)
-        batch = worker.run([put({"n": 1, "do": "hang"})])
-        suspend(pid_of(worker))
-        with pytest.raises(WorkerLostError, match="hung"):
-            await batch
-
-    run(go())
+    worker = await started(engine, batch_timeout_s=0.5)
+    batch = worker.run([put({"n": 1, "do": "hang"})])
+    suspend(pid_of(worker))
+    with pytest.raises(WorkerLostError, match="hung"):
+        await batch
     message, trace = stacks_in(caplog)
     assert "it is stopped" in message
     assert trace == ""
 
 
-def test_idle_worker_that_does_not_take_up_a_batch_is_not_waited_for_as_if_it_computed(
-    engine: LocalEngine, put, run, monkeypatch: pytest.MonkeyPatch
+async def test_idle_worker_that_does_not_begin_a_batch_has_less_time_than_one_that_computes(
+    engine: LocalEngine, put, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(inferpool.workers.host.local_worker, "PATIENCE_S", 0.5)
-
-    async def go():
-        worker = await started(engine, batch_timeout_s=600)
-        suspend(pid_of(worker))
-        with pytest.raises(WorkerLostError, match="took up no work") as lost:
-            await worker.run([put({"n": 1})])
-        assert not lost.value.started
-
-    run(go())
+    worker = await started(engine, batch_timeout_s=600)
+    suspend(pid_of(worker))
+    with pytest.raises(WorkerLostError, match="took up no work") as lost:
+        await worker.run([put({"n": 1})])
+    assert not lost.value.started
 
 
 @pytest.fixture
@@ -187,165 +116,117 @@ def impatient(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.usefixtures("often", "impatient")
-def test_idle_worker_that_is_stopped_is_found_by_a_canary(engine: LocalEngine, run):
-    async def go():
-        worker = await started(engine)
-        suspend(pid_of(worker))
-        ending = await worker.wait()
-        assert ending.cause == "hang"
-        assert not ending.was_at_work
-        assert is_gone(pid_of(worker))
-
-    run(go())
+async def test_idle_worker_that_is_stopped_is_found_by_a_canary(engine: LocalEngine):
+    worker = await started(engine)
+    suspend(pid_of(worker))
+    ending = await worker.wait()
+    assert ending.cause == "hang"
+    assert not ending.was_at_work
+    assert is_gone(pid_of(worker))
 
 
 @pytest.mark.usefixtures("often")
-def test_idle_worker_goes_on_proving_itself_and_no_canary_is_counted_as_work(
-    engine: LocalEngine, put, run
+async def test_idle_worker_goes_on_proving_itself_and_no_canary_is_counted_as_work(
+    engine: LocalEngine, put
 ):
-    async def go():
-        worker = await started(engine)
-        proofs = set()
-        until = time.monotonic() + 30
-        while len(proofs) < 4:
-            assert time.monotonic() < until
-            proofs.add(round(time.monotonic() - worker.vitals().last_answer_age_s, 2))
-            await asyncio.sleep(0.02)
-        assert not worker.has_worked
-        assert worker.vitals().num_batches == 0
-        assert answers(await worker.run([put({"n": 4})])) == [8]
-        assert worker.vitals().num_batches == 1
-        await worker.stop(5)
-
-    run(go())
+    worker = await started(engine)
+    for _ in range(3):
+        proven_at = worker.carrier.proven_at
+        await until(lambda before=proven_at: worker.carrier.proven_at > before)
+    assert not worker.has_worked
+    assert worker.vitals().num_batches == 0
+    assert answers(await worker.run([put({"n": 4})])) == [8]
+    assert worker.vitals().num_batches == 1
+    await worker.stop(5)
 
 
 @pytest.mark.usefixtures("often")
-def test_worker_whose_model_has_gone_bad_is_replaced(engine: LocalEngine, put, run):
-    async def go():
-        worker = await started(engine)
-        await worker.run([put({"n": 1, "do": "ill"})])
-        ending = await worker.wait()
-        assert ending.cause == "canary"
-        assert "it failed on a sample of its own: the model's output" in ending.reason
-        with pytest.raises(WorkerLostError) as lost:
-            await worker.run([put({"n": 1})])
-        assert not lost.value.started
-
-    run(go())
+async def test_worker_whose_model_has_gone_bad_is_replaced(engine: LocalEngine, put):
+    worker = await started(engine)
+    await worker.run([put({"n": 1, "do": "ill"})])
+    ending = await worker.wait()
+    assert ending.cause == "canary"
+    assert "it failed on a sample of its own: the model's output" in ending.reason
+    with pytest.raises(WorkerLostError) as lost:
+        await worker.run([put({"n": 1})])
+    assert not lost.value.started
 
 
 @pytest.mark.usefixtures("often")
-def test_worker_that_has_gone_bad_is_found_under_load_too(engine: LocalEngine, put, run):
-    async def go():
-        worker = await started(engine)
-        await worker.run([put({"n": 1, "do": "ill"})])
-        until = time.monotonic() + 30
-        while time.monotonic() < until:
-            try:
-                done = await worker.run([put({"n": 1, "do": "sleep"})])
-            except WorkerLostError:
-                break
+async def test_worker_that_has_gone_bad_is_found_under_load_too(engine: LocalEngine, put):
+    worker = await started(engine)
+    await worker.run([put({"n": 1, "do": "ill"})])
+    with contextlib.suppress(WorkerLostError):
+        while True:
+            done = await worker.run([put({"n": 1, "do": "sleep"})])
             assert answers(done) == ["non_finite_output"]
-        assert (await worker.wait()).cause == "canary"
-
-    run(go())
+    assert (await worker.wait()).cause == "canary"
 
 
 @pytest.mark.usefixtures("often", "impatient")
-def test_worker_at_work_is_not_ended_by_a_canary_that_the_next_batch_holds_up(
-    engine: LocalEngine, put, run
+async def test_worker_at_work_is_not_ended_by_a_canary_that_the_next_batch_holds_up(
+    engine: LocalEngine, put
 ):
-    async def go():
-        worker = await started(engine, options={"forward_s": 0.002})
-        await worker.run([put({"n": 0})])
-        for _ in range(2):
-            first = worker.run([put({"n": 1, "do": "hold early"})])
-            await asyncio.sleep(0.4)  # a canary would be due
-            second = worker.run([put({"n": 2, "do": "hold early"})])
-            assert answers(await first) == [2]
-            assert answers(await second) == [4]
-        await worker.stop(5)
-
-    run(go())
+    worker = await started(engine, options={"forward_s": 0.002})
+    await worker.run([put({"n": 0})])
+    for _ in range(2):
+        first = worker.run([put({"n": 1, "do": "hold early"})])
+        await asyncio.sleep(0.4)  # a canary would be due
+        second = worker.run([put({"n": 2, "do": "hold early"})])
+        assert answers(await first) == [2]
+        assert answers(await second) == [4]
+    await worker.stop(5)
 
 
 @pytest.mark.usefixtures("often")
-def test_good_answers_to_requests_keep_a_worker_whose_sample_fails_now_and_then(
-    engine: LocalEngine, put, run
+async def test_good_answers_to_requests_keep_a_worker_whose_sample_fails_now_and_then(
+    engine: LocalEngine, put
 ):
-    async def go():
-        worker = await started(engine)
-        failed = BatchDone(1, [ItemError("model_error", "no")], 0.0, 0.0)
-        for _ in range(3):
-            worker.carrier.canary.note(failed)
-            assert answers(await worker.run([put({"n": 1})])) == [2]
-            assert not worker.carrier.canary.is_ill
-        await worker.stop(5)
-
-    run(go())
+    worker = await started(engine)
+    failed = BatchDone(1, [ItemError("model_error", "no")], 0.0, 0.0)
+    for _ in range(3):
+        worker.carrier.canary.note(failed)
+        assert answers(await worker.run([put({"n": 1})])) == [2]
+        assert not worker.carrier.canary.is_ill
+    await worker.stop(5)
 
 
-def test_batch_is_not_blamed_for_an_end_that_others_cause(engine: LocalEngine, put, run):
-    async def go():
-        worker = await started(engine)
-        batch = worker.run([put({"n": 1, "do": "hang"})])
-        await until_begun(worker)
-        await worker.stop(0.2)
-        with pytest.raises(WorkerLostError) as lost:
-            await batch
-        assert not lost.value.started
-        assert not (await worker.wait()).was_at_work
-
-    run(go())
-
-
-async def until_begun(worker: LocalWorker) -> None:
-    until = time.monotonic() + 20
-    while not worker.carrier.held.is_any_begun or worker.carrier.held.is_oldest_canary:
-        assert time.monotonic() < until
-        await asyncio.sleep(0.01)
+async def test_batch_is_not_blamed_for_an_end_that_others_cause(engine: LocalEngine, put):
+    worker = await started(engine)
+    batch = worker.run([put({"n": 1, "do": "hang"})])
+    await until_begun(worker)
+    await worker.stop(0.2)
+    with pytest.raises(WorkerLostError) as lost:
+        await batch
+    assert not lost.value.started
+    assert not (await worker.wait()).was_at_work
 
 
 @pytest.mark.usefixtures("often")
-def test_worker_that_is_to_be_replaced_may_take_the_time_of_a_batch(
-    engine: LocalEngine, put, run, monkeypatch: pytest.MonkeyPatch
+async def test_worker_that_is_to_be_replaced_may_take_the_time_of_a_batch(
+    engine: LocalEngine, put, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(inferpool.workers.host.local_worker, "_RETIRE_S", 0.1)
-
-    async def go():
-        worker = await started(engine, options={"forward_s": 0.7})
-        batch = worker.run([put({"n": 1})])
-        await until_begun(worker)
-        failed = BatchDone(1, [ItemError("model_error", "no")], 0.0, 0.0)
-        for _ in range(2):
-            worker.carrier.canary.note(failed)
-        assert answers(await batch) == [2]
-        assert (await worker.wait()).cause == "canary"
-
-    run(go())
+    worker = await started(engine, options={"forward_s": 0.7})
+    batch = worker.run([put({"n": 1})])
+    await until_begun(worker)
+    failed = BatchDone(1, [ItemError("model_error", "no")], 0.0, 0.0)
+    for _ in range(2):
+        worker.carrier.canary.note(failed)
+    assert answers(await batch) == [2]
+    assert (await worker.wait()).cause == "canary"
 
 
-def test_batch_that_is_computed_in_parts_has_its_time_for_each_of_them(
-    engine: LocalEngine, put, run
+async def test_batch_that_is_computed_in_parts_has_its_time_for_each_of_them(
+    engine: LocalEngine, put
 ):
-    async def go():
-        options = {"max_rows": 1, "forward_s": 0.4}
-        worker = await started(engine, options=options, max_batch_size=1, batch_timeout_s=1.5)
-        assert answers(await worker.run([put({"n": n}) for n in range(4)])) == [0, 2, 4, 6]
-        await worker.stop(5)
-
-    run(go())
+    options = {"max_rows": 1, "forward_s": 0.4}
+    worker = await started(engine, options=options, max_batch_size=1, batch_timeout_s=1.5)
+    assert answers(await worker.run([put({"n": n}) for n in range(4)])) == [0, 2, 4, 6]
+    await worker.stop(5)
 
 
-def test_batch_timeout_is_found_out_from_the_warm_up():
-    assert batch_timeout_s(0.5, 100.0) == 0.5
-    assert batch_timeout_s(None, None) == 60
-    assert batch_timeout_s(None, 0.01) == 10
-    assert batch_timeout_s(None, 3.0) == 30
-
-
-def test_worker_tells_how_long_its_warm_up_took(engine: LocalEngine, run):
+async def test_worker_tells_how_long_its_warm_up_took(engine: LocalEngine):
     longest_s = 0.3 + 8 * 0.05
 
     async def warmup_s() -> float:
@@ -358,96 +239,69 @@ def test_worker_tells_how_long_its_warm_up_took(engine: LocalEngine, run):
         await worker.stop(5)
         return found_s
 
-    async def go():
-        assert await is_quick(warmup_s, 1.5 * longest_s)
-
-    run(go())
+    assert await is_quick(warmup_s, 1.5 * longest_s)
 
 
-def wait_for_bytes(fd: int) -> None:
-    """Block until a pipe has something to read."""
-    assert select.select([fd], [], [], 20)[0]
-
-
-def test_worker_killed_in_the_middle_of_an_answer_loses_that_batch_alone(
-    engine: LocalEngine, put, run
+async def test_worker_killed_in_the_middle_of_an_answer_loses_that_batch_alone(
+    engine: LocalEngine, put
 ):
-    async def go():
-        worker = await started(engine)
-        batch = worker.run([put({"n": 1}, parameters=b'{"big": 1}')])
-        # This loop reads nothing meanwhile, and the answer is larger than the pipe.
-        wait_for_bytes(worker.lead.outbox.reader.fileno())
-        os.kill(pid_of(worker), signal.SIGKILL)
-        with pytest.raises(WorkerLostError) as lost:
-            await batch
-        assert lost.value.started
-        again = await started(engine)
-        assert answers(await again.run([put({"n": 2})])) == [4]
-        await again.stop(5)
-
-    run(go())
+    worker = await started(engine)
+    batch = worker.run([put({"n": 1}, parameters=b'{"big": 1}')])
+    # This blocks the loop, so that nothing is read; the answer is larger than the pipe.
+    assert select.select([worker.lead.outbox.reader.fileno()], [], [], 20)[0]
+    os.kill(pid_of(worker), signal.SIGKILL)
+    with pytest.raises(WorkerLostError) as lost:
+        await batch
+    assert lost.value.started
+    again = await started(engine)
+    assert answers(await again.run([put({"n": 2})])) == [4]
+    await again.stop(5)
 
 
-def oom_score_adj(pid: object) -> int:
-    return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
-
-
-def test_whatever_a_model_returns_or_raises_fails_alone_and_is_cut(
-    engine: LocalEngine, put, run, caplog: pytest.LogCaptureFixture
+async def test_whatever_a_model_returns_or_raises_fails_alone_and_is_cut(
+    engine: LocalEngine, put, caplog: pytest.LogCaptureFixture
 ):
-    def code(outcome: Outcome) -> str:
-        return outcome.code if isinstance(outcome, ItemError) else "ok"
-
-    async def go():
-        worker = await started(engine, source="tests.hostile_model:HostileModel")
-        for act, expected in ACTS.items():
-            for wants_tensors in (False, True):
-                names = ("ok", act, "ok")
-                refs = [
-                    msgspec.structs.replace(put(name), wants_tensors=wants_tensors)
-                    for name in names
-                ]
-                done = await worker.run(refs)
-                codes = [code(outcome) for outcome in done.outcomes]
-                assert codes == ["ok", expected[wants_tensors], "ok"], act
-                for outcome in done.outcomes:
-                    assert not isinstance(outcome, ItemError) or len(outcome.message) < 1000
-        await worker.stop(5)
-        assert worker.vitals().num_batches == 0
-        assert (await worker.wait()).reason == "stopped"
-
-    run(go())
+    worker = await started(engine, source="tests.hostile_model:HostileModel")
+    for act, expected in ACTS.items():
+        for wants_tensors in (False, True):
+            refs = [put("ok"), put(act), put("ok")]
+            done = await worker.run(
+                [msgspec.structs.replace(ref, wants_tensors=wants_tensors) for ref in refs]
+            )
+            codes = [getattr(outcome, "code", "ok") for outcome in done.outcomes]
+            assert codes == ["ok", expected[wants_tensors], "ok"], act
+            for outcome in done.outcomes:
+                assert not isinstance(outcome, ItemError) or len(outcome.message) < 1000
+    await worker.stop(5)
+    assert worker.vitals().num_batches == 0
+    assert (await worker.wait()).reason == "stopped"
     sizes = [len(each.getMessage()) + len(each.exc_text or "") for each in caplog.records]
     assert max(sizes) < 50_000
     assert sum(sizes) < 2_000_000
     assert any("cannot be formatted" in each.getMessage() for each in caplog.records)
 
 
-def test_worker_gives_way_for_memory_before_the_front_end(engine: LocalEngine, run):
-    async def go():
+async def test_worker_gives_way_for_memory_before_the_front_end(engine: LocalEngine):
+    worker = await started(engine)
+    own, theirs = (
+        int(Path(f"/proc/{pid}/oom_score_adj").read_text()) for pid in ("self", pid_of(worker))
+    )
+    assert theirs == min(1000, own + 500)
+    await worker.stop(5)
+
+
+async def test_workers_leave_no_descriptor_open(engine: LocalEngine, put):
+    for _ in range(2):
+        before = len(os.listdir("/proc/self/fd"))
         worker = await started(engine)
-        own, theirs = oom_score_adj("self"), oom_score_adj(pid_of(worker))
-        assert theirs == min(1000, own + 500)
-        await worker.stop(5)
-
-    run(go())
-
-
-def test_workers_leave_no_descriptor_open(engine: LocalEngine, put, run):
-    async def go():
-        for _ in range(2):
-            before = len(os.listdir("/proc/self/fd"))
-            worker = await started(engine)
-            with pytest.raises(WorkerLostError):
-                await worker.run([put({"n": 1, "do": "kill"})])
-            await worker.wait()
-        assert len(os.listdir("/proc/self/fd")) <= before
-
-    run(go())
+        with pytest.raises(WorkerLostError):
+            await worker.run([put({"n": 1, "do": "kill"})])
+        await worker.wait()
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 class LoadsAPackage(Model):
-    """Is in the midst of loading a compiled package until it is ended."""
+    """A model whose load of a compiled package never ends."""
 
     def __init__(self, *, folder: str) -> None:
         self._store = VerdictStore(Path(folder))
@@ -460,34 +314,25 @@ class LoadsAPackage(Model):
 
 
 @pytest.mark.parametrize("is_asked", [True, False])
-def test_package_is_not_blamed_for_a_start_that_was_given_up(
+async def test_package_is_not_blamed_for_a_start_that_was_given_up(
     engine: LocalEngine, tmp_path: Path, is_asked: bool
 ):
     store = VerdictStore(tmp_path)
-
-    def make(draft: Path) -> None:
-        draft.write_bytes(b"good")
-
-    store.make_package("key", "compiled", make)
+    store.make_package("key", "compiled", lambda draft: draft.write_bytes(b"good"))
 
     def loads() -> list[Path]:
         return list(tmp_path.glob("*-loading-*"))
 
-    async def give_up() -> None:
-        source, folder = f"{__name__}:LoadsAPackage", str(tmp_path)
-        start = asyncio.create_task(
-            started(engine, source=source, options={"folder": folder}, cache_dir=folder)
-        )
-        async with asyncio.timeout(60):
-            while not (marks := loads()):  # noqa: ASYNC110 - the process tells nobody else
-                await asyncio.sleep(0.01)
-        if is_asked:
-            start.cancel()
-        else:
-            os.kill(int(marks[0].name.split("-")[-2]), signal.SIGSEGV)
-        with pytest.raises((asyncio.CancelledError, WorkerStartError)):
-            await start
-
-    asyncio.run(give_up())
+    source, folder = f"{__name__}:LoadsAPackage", str(tmp_path)
+    start = asyncio.create_task(
+        started(engine, source=source, options={"folder": folder}, cache_dir=folder)
+    )
+    await until(loads)
+    if is_asked:
+        start.cancel()
+    else:
+        os.kill(int(loads()[0].name.split("-")[-2]), signal.SIGSEGV)
+    with pytest.raises((asyncio.CancelledError, WorkerStartError)):
+        await start
     assert (store.package("key", "compiled") is not None) == is_asked
     assert not loads()

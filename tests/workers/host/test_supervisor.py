@@ -1,6 +1,6 @@
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
@@ -10,14 +10,14 @@ import inferpool.workers.host.supervisor
 from inferpool.models.files.opened import mark_of
 from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host.engine import WorkerHandle
-from inferpool.workers.host.generation import FilesOfAll, Generation
+from inferpool.workers.host.replica_files import ModelFiles, ReplicaFiles
 from inferpool.workers.host.supervisor import RestartPolicy, WorkerSlot, WorkerSupervisor
 from tests.fakes import FakeEngine
 from tests.workers.contract import config_of
 
 
-class Log:
-    """A watcher that remembers, and can be waited for."""
+class RecordingWatcher:
+    """A watcher that keeps what it is told, and can be waited for."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, str]] = []
@@ -35,8 +35,12 @@ class Log:
     def on_down(self, slot: WorkerSlot) -> None:
         self._note(f"down {slot.state}", slot)
 
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.events]
+
     async def until(self, event: str, times: int = 1) -> None:
-        while [name for name, _ in self.events].count(event) < times:
+        while self.names.count(event) < times:
             self._changed.clear()
             await asyncio.wait_for(self._changed.wait(), 5)
 
@@ -49,86 +53,67 @@ def unlucky() -> WorkerStartError:
     return WorkerStartError("no luck", permanent=False)
 
 
-@pytest.fixture
-def supervise(monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inferpool.workers.host.supervisor, "_FIRST_BACKOFF_S", 0.01)
 
-    def supervise(
-        engine: FakeEngine,
-        test: Callable[[WorkerSupervisor, Log], Awaitable[None]],
-        num_workers: int = 1,
-    ) -> None:
-        async def go() -> None:
-            log = Log()
-            policy = RestartPolicy(max_restarts=3)
-            supervisor = WorkerSupervisor(
-                lambda *told: engine.start(*told),  # which tests replace
-                log,
-                policy,
-                FilesOfAll(lambda worker: worker.ready.files),
-            )
-            supervisor.start("m", [config_of()] * num_workers)
-            await test(supervisor, log)
-            await supervisor.stop(1)
-            assert {slot.state for slot in supervisor.slots} <= {"stopped", "failed"}
 
-        asyncio.run(asyncio.wait_for(go(), 20))
-
-    return supervise
+@pytest.fixture
+def long_pauses(short_pauses: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inferpool.workers.host.supervisor, "_FIRST_BACKOFF_S", 100.0)
 
 
-def test_every_slot_comes_up_and_is_announced(supervise):
-    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
-        await log.until("ready", 2)
-        assert [slot.state for slot in supervisor.slots] == ["ready", "ready"]
-        assert ("progress", "m/1#0") in log.events
+@contextlib.asynccontextmanager
+async def supervised(
+    engine: FakeEngine, num_workers: int = 1
+) -> AsyncIterator[tuple[WorkerSupervisor, RecordingWatcher]]:
+    """Supervise workers, and stop them at the end of the block."""
+    watcher = RecordingWatcher()
+    supervisor = WorkerSupervisor(
+        lambda *arguments: engine.start(*arguments),  # which tests replace
+        watcher,
+        RestartPolicy(max_restarts=3),
+        ReplicaFiles(lambda worker: worker.ready.files),
+    )
+    supervisor.start("m", [config_of()] * num_workers)
+    yield supervisor, watcher
+    await supervisor.stop(1)
+    assert {slot.state for slot in supervisor.slots} <= {"stopped", "failed"}
 
-    supervise(FakeEngine(), test, num_workers=2)
 
-
-def test_dead_worker_is_replaced_by_its_next_incarnation_and_the_others_go_on(supervise):
+async def test_every_worker_starts_and_a_dead_one_is_replaced_while_the_others_go_on():
     engine = FakeEngine()
-
-    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
-        await log.until("ready", 2)
-        assert supervisor.slots[0].ended_at is None
+    async with supervised(engine, num_workers=2) as (supervisor, watcher):
+        first, second = supervisor.slots
+        await watcher.until("ready", 2)
+        assert [first.state, second.state] == ["ready", "ready"]
+        assert ("progress", "m/1#0") in watcher.events
+        assert first.ended_at is None
         engine.started[0].die()
-        await log.until("ready", 3)
-        assert supervisor.slots[0].ended_at is not None
-        assert log.events[-1] == ("ready", "m/0#1")
-        assert supervisor.slots[0].num_restarts == 1
-        assert supervisor.slots[0].cause == "signal"
-        assert supervisor.slots[1].num_restarts == 0
-
-    supervise(engine, test, num_workers=2)
+        await watcher.until("ready", 3)
+        assert first.ended_at is not None
+        assert watcher.events[-1] == ("ready", "m/0#1")
+        assert watcher.names.index("gone") < watcher.names.index("down backoff")
+        assert (first.num_restarts, first.cause, second.num_restarts) == (1, "signal", 0)
 
 
-def test_failed_starts_are_tried_again(supervise):
-    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
-        await log.until("ready")
-        assert [name for name, _ in log.events] == [
-            "down backoff",
-            "down backoff",
-            "progress",
-            "ready",
-        ]
-
-    supervise(FakeEngine([unlucky(), unlucky()]), test)
+async def test_failed_starts_are_tried_again():
+    async with supervised(FakeEngine([unlucky(), unlucky()])) as (_, watcher):
+        await watcher.until("ready")
+        assert watcher.names == ["down backoff", "down backoff", "progress", "ready"]
 
 
-def test_what_a_model_raises_is_logged_once_until_it_raises_something_else(
-    supervise, caplog: pytest.LogCaptureFixture
+async def test_an_error_of_a_model_is_logged_once_until_it_raises_another(
+    caplog: pytest.LogCaptureFixture,
 ):
     def raised(text: str, number: int) -> WorkerStartError:
         trace = f"at {number:#x}\n{text}"
         return WorkerStartError(f"{text} {number}", permanent=False, traceback=trace)
 
-    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
-        await log.until("ready")
-
-    supervise(FakeEngine([raised("no disk", 1), raised("no disk", 23), raised("no net", 1)]), test)
-    said = [(each.getMessage(), each.exc_text or "") for each in caplog.records]
-    assert said == [
+    errors = [raised("no disk", 1), raised("no disk", 23), raised("no net", 1)]
+    async with supervised(FakeEngine(errors)) as (_, watcher):
+        await watcher.until("ready")
+    assert [(each.getMessage(), each.exc_text or "") for each in caplog.records] == [
         ("m/0#0 cannot load its model", "at 0x1\nno disk"),
         ("m/0#0 did not start: no disk 1", ""),
         ("m/0#1 did not start, as m/0#0 did not: no disk 23", ""),
@@ -137,244 +122,154 @@ def test_what_a_model_raises_is_logged_once_until_it_raises_something_else(
     ]
 
 
-def test_permanent_failure_gives_the_worker_up_at_once(supervise):
-    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
-        await log.until("down failed")
-        assert supervisor.slots[0].reason == "wrong weights"
-
-    supervise(FakeEngine([WorkerStartError("wrong weights", permanent=True)]), test)
-
-
-def test_crash_loop_is_given_up_visibly(supervise):
-    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
-        await log.until("down failed")
-        assert "4 times in a row: given up" in supervisor.slots[0].reason
-
-    supervise(FakeEngine([unlucky() for _ in range(9)]), test)
+@pytest.mark.parametrize(
+    ("errors", "reason"),
+    [
+        ([WorkerStartError("wrong weights", permanent=True)], "wrong weights"),
+        ([unlucky() for _ in range(9)], "no luck (4 times in a row: given up)"),
+        ([ZeroDivisionError("a mistake")], "a mistake of the service; its log has more"),
+    ],
+)
+async def test_worker_that_cannot_start_is_given_up(errors: list[WorkerStartError], reason: str):
+    async with supervised(FakeEngine(errors)) as (supervisor, watcher):
+        await watcher.until("down failed")
+        assert supervisor.slots[0].reason == reason
 
 
-def test_deaths_with_work_done_between_them_are_no_crash_loop(supervise):
+@pytest.mark.parametrize("kind", ["has worked", "at work", "idle"])
+async def test_worker_that_was_ready_once_is_started_again_after_every_death(kind: str):
     engine = FakeEngine()
-
-    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
-        for life in range(8):
-            await log.until("ready", life + 1)
-            engine.started[-1].has_worked = True
-            engine.started[-1].die()
-        await log.until("ready", 9)
-
-    supervise(engine, test)
-
-
-def test_stop_during_a_backoff_ends_it(supervise, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(inferpool.workers.host.supervisor, "_FIRST_BACKOFF_S", 100.0)
-
-    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
-        await log.until("down backoff", 2)
-
-    supervise(FakeEngine([unlucky(), unlucky()]), test)
+    async with supervised(engine) as (supervisor, watcher):
+        for life in range(6):
+            await watcher.until("ready", life + 1)
+            worker = engine.started[-1]
+            worker.has_worked = kind == "has worked"
+            if kind == "at work":
+                worker.run([])
+            worker.die()
+        await watcher.until("ready", 7)
+        assert supervisor.slots[0].num_failures == (6 if kind == "idle" else 0)
 
 
-def test_worker_that_dies_at_work_is_not_to_blame(supervise):
+async def test_worker_that_was_ready_once_is_tried_again_even_if_its_model_cannot_be_loaded():
     engine = FakeEngine()
-
-    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
-        for life in range(8):
-            await log.until("ready", life + 1)
-            engine.started[-1].run([])
-            engine.started[-1].die()
-        await log.until("ready", 9)
-
-    supervise(engine, test)
+    async with supervised(engine) as (_, watcher):
+        await watcher.until("ready")
+        engine.failures = [WorkerStartError("SyntaxError", permanent=True) for _ in range(6)]
+        engine.started[0].die()
+        await watcher.until("ready", 2)
+        assert "down failed" not in watcher.names
 
 
-def test_worker_that_dies_of_all_its_work_is_not_started_again_and_again_at_once(
-    supervise, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(inferpool.workers.host.supervisor, "_FIRST_BACKOFF_S", 100.0)
+@pytest.mark.usefixtures("long_pauses")
+async def test_worker_that_dies_of_all_its_work_waits_before_it_starts_again():
     engine = FakeEngine()
-
-    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
-        (slot,) = supervisor.slots
+    async with supervised(engine) as (supervisor, watcher):
         for life in range(3):
-            await log.until("ready", life + 1)
+            await watcher.until("ready", life + 1)
             engine.started[-1].run([])
             engine.started[-1].die()
-        await log.until("down backoff", 3)
-        assert slot.due - asyncio.get_running_loop().time() > 20
-
-    supervise(engine, test)
+        await watcher.until("down backoff", 3)
+        assert supervisor.slots[0].due - asyncio.get_running_loop().time() > 20
 
 
-def test_an_answer_between_deaths_at_work_ends_the_row(supervise, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(inferpool.workers.host.supervisor, "_FIRST_BACKOFF_S", 100.0)
+@pytest.mark.usefixtures("long_pauses")
+async def test_an_answer_between_deaths_at_work_starts_the_count_anew():
     engine = FakeEngine()
-
-    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
+    async with supervised(engine) as (_, watcher):
         for life in range(5):
-            await log.until("ready", life + 1)
+            await watcher.until("ready", life + 1)
             worker = engine.started[-1]
             if life == 2:
                 worker.run([])
                 worker.answer([b"1"])
             worker.run([])
             worker.die()
-        await log.until("ready", 6)
-
-    supervise(engine, test)
+        await watcher.until("ready", 6)
 
 
-def test_worker_that_was_ready_once_is_never_given_up(supervise):
-    engine = FakeEngine()
-
-    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
-        for life in range(6):
-            await log.until("ready", life + 1)
-            engine.started[-1].die()
-        await log.until("ready", 7)
-        assert supervisor.slots[0].num_failures == 6
-
-    supervise(engine, test)
-
-
-def test_worker_that_was_ready_once_is_tried_again_though_its_model_cannot_be_loaded_now(supervise):
-    engine = FakeEngine()
-
-    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
-        await log.until("ready")
-        engine.failures = [WorkerStartError("SyntaxError", permanent=True) for _ in range(6)]
-        engine.started[0].die()
-        await log.until("ready", 2)
-        assert [name for name, _ in log.events].count("down failed") == 0
-
-    supervise(engine, test)
-
-
-def test_worker_that_pauses_starts_at_once_when_asked_to(
-    supervise, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("long_pauses")
+@pytest.mark.parametrize("is_asked_to_start", [True, False])
+async def test_pause_before_a_start_ends_with_a_stop_or_when_a_start_is_asked_for(
+    is_asked_to_start: bool,
 ):
-    monkeypatch.setattr(inferpool.workers.host.supervisor, "_FIRST_BACKOFF_S", 100.0)
-
-    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
-        await log.until("down backoff", 2)
-        assert await asyncio.wait_for(supervisor.replace(supervisor.slots[0], 1), 5)
-
-    supervise(FakeEngine([unlucky(), unlucky()]), test)
+    async with supervised(FakeEngine([unlucky(), unlucky()])) as (supervisor, watcher):
+        await watcher.until("down backoff", 2)
+        if is_asked_to_start:
+            assert await asyncio.wait_for(supervisor.replace(supervisor.slots[0], 1), 5)
 
 
-def test_dead_worker_is_announced_before_it_is_replaced(supervise):
-    engine = FakeEngine()
-
-    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
-        await log.until("ready")
-        engine.started[0].die()
-        await log.until("ready", 2)
-        names = [name for name, _ in log.events]
-        assert names.index("gone") < names.index("down backoff")
-
-    supervise(engine, test)
-
-
-def test_start_that_raises_anything_else_is_said_and_gives_the_slot_up(supervise):
-    class Broken(FakeEngine):
-        async def start(self, id, config, on_progress):
-            raise ZeroDivisionError("a mistake")
-
-    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
-        await log.until("down failed")
-
-    supervise(Broken(), test)
-
-
-def test_worker_that_comes_up_during_the_stop_is_stopped(supervise):
-    engine = FakeEngine()
+async def test_worker_that_becomes_ready_during_the_stop_is_stopped():
     is_starting = asyncio.Event()
 
-    class Slow(FakeEngine):
+    class SlowEngine(FakeEngine):
         async def start(self, id, config, on_progress):
             is_starting.set()
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(1)
-            return await engine.start(id, config, on_progress)
+            return await super().start(id, config, on_progress)
 
-    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
+    engine = SlowEngine()
+    async with supervised(engine):
         await is_starting.wait()
-
-    supervise(Slow(), test)
-    assert all(worker.is_gone for worker in engine.started)
+    assert [worker.is_gone for worker in engine.started] == [True]
 
 
-def test_a_worker_that_is_replaced_finishes_first_and_counts_no_failure(supervise):
-    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
-        await log.until("ready", 2)
-        for _ in range(5):  # more often than failures would be allowed
-            assert await supervisor.replace(supervisor.slots[0], 1)
+async def test_a_worker_that_is_replaced_finishes_first_and_counts_no_failure():
+    engine = FakeEngine()
+    async with supervised(engine, num_workers=2) as (supervisor, watcher):
+        await watcher.until("ready", 2)
         first, second = supervisor.slots
+        for _ in range(5):  # more often than failures would be allowed
+            assert await supervisor.replace(first, 1)
         assert (first.id.incarnation, first.state, first.num_failures) == (5, "ready", 0)
         assert first.cause == "asked"
         assert (second.id.incarnation, second.state) == (0, "ready")
-        gone = log.events.index(("gone", "m/0#0"))
-        assert gone < log.events.index(("ready", "m/0#1"))
-
-    supervise(FakeEngine(), test, num_workers=2)
-
-
-def test_a_successor_that_does_not_come_up_is_told(supervise):
-    engine = FakeEngine()
-
-    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
-        await log.until("ready")
+        gone = watcher.events.index(("gone", "m/0#0"))
+        assert gone < watcher.events.index(("ready", "m/0#1"))
         engine.failures = [unlucky()]
-        assert not await supervisor.replace(supervisor.slots[0], 1)
-        await log.until("ready", 2)
-
-    supervise(engine, test)
+        assert not await supervisor.replace(first, 1)
+        await watcher.until("ready", 8)
 
 
-def test_a_successor_takes_over_before_the_old_one_leaves_and_is_looked_after(supervise):
+async def test_a_successor_takes_over_before_the_old_worker_leaves_and_is_supervised():
     engine = FakeEngine()
-
-    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
-        await log.until("ready")
+    async with supervised(engine) as (supervisor, watcher):
+        await watcher.until("ready")
         slot = supervisor.slots[0]
         for _ in range(2):
             await supervisor.succeed(slot, slot.config, 1)
         assert (slot.id.incarnation, slot.state, slot.handle) == (2, "ready", engine.started[2])
         assert [worker.is_gone for worker in engine.started] == [True, True, False]
-        assert log.events.index(("ready", "m/0#1")) < log.events.index(("gone", "m/0#0"))
+        assert watcher.events.index(("ready", "m/0#1")) < watcher.events.index(("gone", "m/0#0"))
         engine.started[2].die()
-        await log.until("ready", 4)
+        await watcher.until("ready", 4)
         assert slot.id.incarnation == 3
 
-    supervise(engine, test)
 
-
-def test_a_worker_whose_successor_does_not_come_up_stays(supervise):
+async def test_a_worker_stays_if_its_successor_does_not_start():
     engine = FakeEngine()
-
-    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
-        await log.until("ready")
+    async with supervised(engine) as (supervisor, watcher):
+        await watcher.until("ready")
         slot = supervisor.slots[0]
         engine.failures = [unlucky()]
         with pytest.raises(WorkerStartError, match="no luck"):
             await supervisor.succeed(slot, config_of(), 1)
         assert (slot.handle, slot.state) == (engine.started[0], "ready")
-        assert ("gone", "m/0#0") not in log.events
-
-    supervise(engine, test)
+        assert ("gone", "m/0#0") not in watcher.events
 
 
-def test_a_successor_leaves_again_where_the_worker_came_to_an_end_meanwhile(supervise):
+async def test_a_successor_leaves_again_if_the_worker_ended_meanwhile():
     engine = FakeEngine()
 
-    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
-        await log.until("ready")
+    async with supervised(engine) as (supervisor, watcher):
+        await watcher.until("ready")
         slot = supervisor.slots[0]
         start = engine.start
 
         async def die_meanwhile(*arguments: object) -> object:
             engine.started[0].die()
-            await log.until("ready", 2)
+            await watcher.until("ready", 2)
             return await start(*arguments)
 
         engine.start = die_meanwhile  # type: ignore[method-assign]
@@ -385,14 +280,12 @@ def test_a_successor_leaves_again_where_the_worker_came_to_an_end_meanwhile(supe
             await succession
         assert [worker.is_gone for worker in engine.started] == [True, False, True]
 
-    supervise(engine, test)
 
-
-def test_a_worker_that_is_asked_to_leave_while_its_successor_starts_is_replaced_once(supervise):
+async def test_a_worker_that_is_asked_to_leave_while_its_successor_starts_is_replaced_once():
     engine = FakeEngine()
 
-    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
-        await log.until("ready")
+    async with supervised(engine) as (supervisor, watcher):
+        await watcher.until("ready")
         slot = supervisor.slots[0]
         start, first = engine.start, engine.started[0]
         stop, may_end = first.stop, asyncio.Event()
@@ -420,15 +313,14 @@ def test_a_worker_that_is_asked_to_leave_while_its_successor_starts_is_replaced_
         assert [worker.is_gone for worker in engine.started] == [True, True, False]
         assert (slot.handle, slot.is_asked_to_leave) == (engine.started[2], False)
 
-    supervise(engine, test)
 
+class FileLoadingEngine(FakeEngine):
+    """An engine whose workers load one file, which changes after the first loads."""
 
-class Loading(FakeEngine):
-    """Its workers are made of one file, as it is when they start."""
-
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, num_changes: int = 0) -> None:
         super().__init__()
         self.path = path
+        self.num_changes = num_changes
         self.may_go_on = asyncio.Event()
         self.may_go_on.set()
 
@@ -438,105 +330,73 @@ class Loading(FakeEngine):
         assert mark is not None
         worker.ready = msgspec.structs.replace(worker.ready, files=[mark])
         await self.may_go_on.wait()
+        if len(self.started) <= self.num_changes:
+            self.path.write_text(self.path.read_text() + "x")
         return worker
 
 
-def test_replicas_that_start_while_a_file_changes_all_serve_with_the_same(
-    supervise, tmp_path: Path
-):
-    path = tmp_path / "w"
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "weights"
     path.write_text("old")
-    engine = Loading(path)
-    engine.may_go_on.clear()
+    return path
 
-    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
+
+async def test_replicas_that_start_while_a_file_changes_all_serve_the_same(path: Path):
+    engine = FileLoadingEngine(path)
+    engine.may_go_on.clear()
+    async with supervised(engine, num_workers=2) as (supervisor, watcher):
         while len(engine.started) < 2:  # noqa: ASYNC110  # the fake tells nobody
             await asyncio.sleep(0.001)
         path.write_text("newer")
         engine.may_go_on.set()
-        await log.until("ready", 2)
+        await watcher.until("ready", 2)
         serving = [slot.handle.ready.files for slot in supervisor.slots if slot.handle]
         assert serving == [[mark_of(str(path))]] * 2
         assert all(worker.is_gone for worker in engine.started[:2])
 
-    supervise(engine, test, num_workers=2)
 
-
-def test_a_slot_is_not_given_up_for_the_sake_of_files_that_have_changed(supervise, tmp_path: Path):
-    path = tmp_path / "w"
-    path.write_text("old")
-    engine = Loading(path)
-
-    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
+async def test_a_worker_is_not_given_up_because_files_have_changed(path: Path):
+    engine = FileLoadingEngine(path)
+    async with supervised(engine, num_workers=2) as (supervisor, watcher):
         first, second = supervisor.slots
-        await log.until("ready", 2)
+        await watcher.until("ready", 2)
         await supervisor._files.until_remembered()
         path.write_text("newer")
-        second.was_ever_ready = False  # as one that had no luck so far
+        second.was_ever_ready = False  # like one that has never started
         engine.started[1].die()
-        await log.until("down backoff", 6)
+        await watcher.until("down backoff", 6)
         assert second.cause == "files"
         assert first.handle is engine.started[0]
         path.write_text("old")
         assert await supervisor.replace(second, 1)
 
-    supervise(engine, test, num_workers=2)
 
-
-def test_a_file_that_changes_all_the_time_keeps_no_worker_from_serving(
-    supervise, tmp_path: Path, caplog: pytest.LogCaptureFixture
+async def test_a_file_that_changes_all_the_time_keeps_no_worker_from_serving(
+    path: Path, caplog: pytest.LogCaptureFixture
 ):
-    path = tmp_path / "w"
-    path.write_text("")
-
-    class Restless(Loading):
-        async def start(self, id, config, on_progress):
-            worker = await super().start(id, config, on_progress)
-            path.write_text(path.read_text() + "x")
-            return worker
-
-    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
-        await log.until("ready", 2)
+    engine = FileLoadingEngine(path, num_changes=100)
+    async with supervised(engine, num_workers=2) as (_, watcher):
+        await watcher.until("ready", 2)
         assert "replicas may differ" in caplog.text
-        assert log.events.count(("ready", "m/0#2")) == 1
-
-    supervise(Restless(path), test, num_workers=2)
+        assert watcher.events.count(("ready", "m/0#2")) == 1
 
 
-def test_a_file_that_changed_during_two_loads_is_judged_after_the_third(supervise, tmp_path: Path):
-    path = tmp_path / "w"
-    path.write_text("")
-
-    class Deployed(Loading):
-        async def start(self, id, config, on_progress):
-            worker = await super().start(id, config, on_progress)
-            if len(self.started) <= 2:
-                path.write_text(path.read_text() + "x")
-            return worker
-
-    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
-        await log.until("ready")
+async def test_a_file_that_changed_during_two_loads_is_judged_after_the_third(path: Path):
+    async with supervised(FileLoadingEngine(path, num_changes=2)) as (supervisor, watcher):
+        await watcher.until("ready")
         present = supervisor._files.present
         path.write_text("other")
         assert present is not None
         assert present.changed() == [str(path)]
 
-    supervise(Deployed(path), test)
 
-
-def test_workers_with_other_files_do_not_keep_the_present_ones_from_being_given_up(
-    supervise, tmp_path: Path
-):
-    path = tmp_path / "w"
-    path.write_text("old")
-    engine = Loading(path)
-
-    async def test(supervisor: WorkerSupervisor, log: Log) -> None:
-        await log.until("ready", 2)
-        supervisor.slots[1].generation = Generation([])  # as in the midst of a restart
+async def test_workers_with_other_files_do_not_keep_the_present_ones_in_force(path: Path):
+    engine = FileLoadingEngine(path)
+    async with supervised(engine, num_workers=2) as (supervisor, watcher):
+        await watcher.until("ready", 2)
+        supervisor.slots[1].files = ModelFiles([])  # as halfway through a restart
         path.write_text("newer")
         engine.started[0].die()
-        await log.until("ready", 3)
+        await watcher.until("ready", 3)
         assert supervisor.outdated() == [supervisor.slots[1]]
-
-    supervise(engine, test, num_workers=2)

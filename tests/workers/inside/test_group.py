@@ -25,7 +25,6 @@ from inferpool.workers.inside.group import Group, backend_for
 from inferpool.workers.messages import FrameError, RankReady
 from inferpool.workers.wiring import Wiring
 from tests.workers.contract import EngineContract, answers, config_of, is_gone, started, suspend
-from tests.workers.host.test_local import arena, put, run  # noqa: F401  # fixtures
 
 PAIR = Placement(devices=("cpu", "cpu"), split="pipeline")
 
@@ -44,7 +43,7 @@ class PairEngine(LocalEngine):
 
 
 @pytest.fixture
-def engine(arena: Arena):  # noqa: F811
+def engine(arena: Arena):
     return PairEngine(arena)
 
 
@@ -64,20 +63,17 @@ async def all_gone(pids: list[int]) -> bool:
     return False
 
 
-def test_ranks_are_told_of_with_what_they_hold(engine: PairEngine, run):  # noqa: F811
-    async def go():
-        worker = await started(engine)
-        vitals = worker.vitals()
-        lead, follower = vitals.ranks
-        assert lead.pid == worker.ready.pid != follower.pid
-        assert follower.part is not None
-        assert follower.part.text == "part 1"
-        assert vitals.rss_bytes == lead.rss_bytes + follower.rss_bytes
-        assert worker.ready.split is not None
-        assert worker.ready.split.cuts == ("here",)
-        await worker.stop(5)
-
-    run(go())
+async def test_ranks_are_told_of_with_what_they_hold(engine: PairEngine):
+    worker = await started(engine)
+    vitals = worker.vitals()
+    lead, follower = vitals.ranks
+    assert lead.pid == worker.ready.pid != follower.pid
+    assert follower.part is not None
+    assert follower.part.text == "part 1"
+    assert vitals.rss_bytes == lead.rss_bytes + follower.rss_bytes
+    assert worker.ready.split is not None
+    assert worker.ready.split.cuts == ("here",)
+    await worker.stop(5)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -85,45 +81,31 @@ def test_ranks_are_told_of_with_what_they_hold(engine: PairEngine, run):  # noqa
     ("act", "reason"),
     [("kill", "SIGKILL"), ("segfault", "SIGSEGV"), ("leave", "exit code 9"), ("device", "device")],
 )
-def test_end_of_any_rank_ends_all_at_once_and_settles_what_they_held(
-    engine: PairEngine,
-    put,  # noqa: F811
-    run,  # noqa: F811
-    rank: int,
-    act: str,
-    reason: str,
+async def test_end_of_any_rank_ends_all_at_once_and_settles_what_they_held(
+    engine: PairEngine, put, rank: int, act: str, reason: str
 ):
-    async def go():
-        worker = await started(engine)
-        pids = pids_of(worker)
-        began = asyncio.get_running_loop().time()
-        with pytest.raises(WorkerLostError, match=reason) as lost:
-            await worker.run([put({"n": 1, "do": act, "rank": rank})])
-        assert f"rank {rank}" in str(lost.value)
-        assert lost.value.started
-        assert all(map(is_gone, pids))
-        assert asyncio.get_running_loop().time() - began < 4
-        ending = await worker.wait()
-        assert f"rank {rank}" in ending.reason
-
-    run(go())
+    worker = await started(engine)
+    pids = pids_of(worker)
+    began = asyncio.get_running_loop().time()
+    with pytest.raises(WorkerLostError, match=reason) as lost:
+        await worker.run([put({"n": 1, "do": act, "rank": rank})])
+    assert f"rank {rank}" in str(lost.value)
+    assert lost.value.started
+    assert all(map(is_gone, pids))
+    assert asyncio.get_running_loop().time() - began < 4
+    ending = await worker.wait()
+    assert f"rank {rank}" in ending.reason
 
 
 @pytest.mark.measures
-def test_hung_follower_is_a_hang_of_the_worker_and_every_rank_shows_its_stacks(
-    engine: PairEngine,
-    put,  # noqa: F811
-    run,  # noqa: F811
-    caplog: pytest.LogCaptureFixture,
+async def test_hung_follower_is_a_hang_of_the_worker_and_every_rank_shows_its_stacks(
+    engine: PairEngine, put, caplog: pytest.LogCaptureFixture
 ):
-    async def go():
-        worker = await started(engine, batch_timeout_s=0.5)
-        pids = pids_of(worker)
-        with pytest.raises(WorkerLostError, match="a batch ran for more than"):
-            await worker.run([put({"n": 1, "do": "hang", "rank": 1})])
-        assert all(map(is_gone, pids))
-
-    run(go())
+    worker = await started(engine, batch_timeout_s=0.5)
+    pids = pids_of(worker)
+    with pytest.raises(WorkerLostError, match="a batch ran for more than"):
+        await worker.run([put({"n": 1, "do": "hang", "rank": 1})])
+    assert all(map(is_gone, pids))
     said = [record for record in caplog.records if "killing it" in record.message]
     assert {(record.worker, record.rank) for record in said} == {("m/0#0", 0), ("m/0#0", 1)}  # type: ignore[attr-defined]
     traces = [record.exc_text or "" for record in caplog.records if "killing it" in record.message]
@@ -131,151 +113,117 @@ def test_hung_follower_is_a_hang_of_the_worker_and_every_rank_shows_its_stacks(
     assert any("in _act" in trace for trace in traces)
 
 
-def test_follower_that_stands_still_while_idle_is_found_out(
-    engine: PairEngine,
-    run,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+async def test_follower_that_stands_still_while_idle_is_found_out(
+    engine: PairEngine, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(inferpool.workers.host.local_worker, "PATIENCE_S", 1.5)
 
-    async def go():
-        worker = await started(engine)
-        pids = pids_of(worker)
-        suspend(pids[1])
-        ending = await worker.wait()
-        assert ending.cause == "hang"
-        assert "rank 1: hung: it was idle" in ending.reason
-        assert all(map(is_gone, pids))
-
-    run(go())
+    worker = await started(engine)
+    pids = pids_of(worker)
+    suspend(pids[1])
+    ending = await worker.wait()
+    assert ending.cause == "hang"
+    assert "rank 1: hung: it was idle" in ending.reason
+    assert all(map(is_gone, pids))
 
 
-def test_idle_group_leaves_together_when_its_lead_is_told_to(engine: PairEngine, run):  # noqa: F811
-    async def go():
-        worker = await started(engine)
-        pids = pids_of(worker)
-        await worker.stop(5)
-        assert all(map(is_gone, pids))
-        assert (await worker.wait()).reason == "stopped"
-
-    run(go())
+async def test_idle_group_leaves_together_when_its_lead_is_told_to(engine: PairEngine):
+    worker = await started(engine)
+    pids = pids_of(worker)
+    await worker.stop(5)
+    assert all(map(is_gone, pids))
+    assert (await worker.wait()).reason == "stopped"
 
 
-def test_every_stage_of_a_pipeline_leaves_of_its_own_accord(
-    arena: Arena,  # noqa: F811
-    run,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+async def test_every_stage_of_a_pipeline_leaves_of_its_own_accord(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(
         inferpool.workers.host.local_worker, "_FOLLOW_OUT_S", 30.0
     )  # none is helped along
 
-    async def go():
-        three = Placement(devices=("cpu",) * 3, split="pipeline")
-        config = replace(config_of("tests.models.split.networks:Chain"), placement=three)
-        worker = await LocalEngine(arena).start(
-            WorkerId(model="m", slot=0), config, lambda stage: None
-        )
-        began = asyncio.get_running_loop().time()
-        await worker.stop(20)
-        assert asyncio.get_running_loop().time() - began < 4  # a rank that is lost waits for 5
-
-    run(go())
+    three = Placement(devices=("cpu",) * 3, split="pipeline")
+    config = replace(config_of("tests.models.split.networks:Chain"), placement=three)
+    worker = await LocalEngine(arena).start(WorkerId(model="m", slot=0), config, lambda stage: None)
+    began = asyncio.get_running_loop().time()
+    await worker.stop(20)
+    assert asyncio.get_running_loop().time() - began < 4  # a rank that is lost waits for 5
 
 
-def test_several_groups_at_once_do_not_meet_each_other(engine: PairEngine, put, run):  # noqa: F811
-    async def go():
-        ids = [WorkerId(model="m", slot=slot) for slot in range(3)]
-        starts = [engine.start(id, config_of(), lambda stage: None) for id in ids]
-        groups = await asyncio.gather(*starts)
-        batches = [
-            group.run([put({"n": n, "do": "ok", "rank": 1})]) for n, group in enumerate(groups)
-        ]
-        for n, done in enumerate(await asyncio.gather(*batches)):
-            assert answers(done) == [2 * n]
-        os.kill(pids_of(groups[0])[1], signal.SIGKILL)
-        await groups[0].wait()
-        assert answers(await groups[1].run([put({"n": 5, "rank": 1})])) == [10]
-        await asyncio.gather(*(group.stop(5) for group in groups))
-
-    run(go())
+async def test_several_groups_at_once_do_not_meet_each_other(engine: PairEngine, put):
+    ids = [WorkerId(model="m", slot=slot) for slot in range(3)]
+    starts = [engine.start(id, config_of(), lambda stage: None) for id in ids]
+    groups = await asyncio.gather(*starts)
+    batches = [group.run([put({"n": n, "do": "ok", "rank": 1})]) for n, group in enumerate(groups)]
+    for n, done in enumerate(await asyncio.gather(*batches)):
+        assert answers(done) == [2 * n]
+    os.kill(pids_of(groups[0])[1], signal.SIGKILL)
+    await groups[0].wait()
+    assert answers(await groups[1].run([put({"n": 5, "rank": 1})])) == [10]
+    await asyncio.gather(*(group.stop(5) for group in groups))
 
 
-def test_rank_that_fails_to_load_fails_the_start_and_leaves_nobody(engine: PairEngine, run):  # noqa: F811
-    async def go():
-        before = set(psutil.Process().children(recursive=True))
-        with pytest.raises(WorkerStartError, match=r"rank .: these are not") as error:
-            await started(engine, options={"load": "wrong"})
-        assert error.value.permanent
-        for _ in range(1000):
-            if not set(psutil.Process().children(recursive=True)) - before:
-                return
-            await asyncio.sleep(0.02)
-        raise AssertionError("a rank was left behind")
-
-    run(go())
+async def test_rank_that_fails_to_load_fails_the_start_and_leaves_nobody(engine: PairEngine):
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.raises(WorkerStartError, match=r"rank .: these are not") as error:
+        await started(engine, options={"load": "wrong"})
+    assert error.value.permanent
+    for _ in range(1000):
+        if not set(psutil.Process().children(recursive=True)) - before:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("a rank was left behind")
 
 
-def test_rank_that_comes_up_after_its_start_was_given_up_is_left_nowhere(
-    engine: PairEngine,
-    run,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+async def test_rank_that_comes_up_after_its_start_was_given_up_is_left_nowhere(
+    engine: PairEngine, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(inferpool.workers.host.local, "EXIT_WAIT_S", 0.1)
     begun, start_process = [], engine._start_process
 
-    async def go():
-        may_end = asyncio.Event()
+    may_end = asyncio.Event()
 
-        async def start_slowly(process: BaseProcess) -> None:
-            await start_process(process)
-            begun.append(process.pid)
-            if len(begun) == 2:
-                await may_end.wait()
+    async def start_slowly(process: BaseProcess) -> None:
+        await start_process(process)
+        begun.append(process.pid)
+        if len(begun) == 2:
+            await may_end.wait()
 
-        await (await started(engine)).stop(5)
-        before = psutil.Process().num_fds()
-        monkeypatch.setattr(engine, "_start_process", start_slowly)
-        with pytest.raises(WorkerStartError, match="was not loaded within 1 s"):
-            await started(engine, load_timeout_s=1.0)
-        monkeypatch.setattr(
-            inferpool.workers.host.local, "EXIT_WAIT_S", 30
-        )  # they are killed, and end some time
-        may_end.set()
-        assert await all_gone(begun)
-        for _ in range(1000):
-            if psutil.Process().num_fds() <= before:
-                return
-            await asyncio.sleep(0.02)
-        raise AssertionError("descriptors were left open")
-
-    run(go())
+    await (await started(engine)).stop(5)
+    before = psutil.Process().num_fds()
+    monkeypatch.setattr(engine, "_start_process", start_slowly)
+    with pytest.raises(WorkerStartError, match="was not loaded within 1 s"):
+        await started(engine, load_timeout_s=1.0)
+    monkeypatch.setattr(
+        inferpool.workers.host.local, "EXIT_WAIT_S", 30
+    )  # they are killed, and end some time
+    may_end.set()
+    assert await all_gone(begun)
+    for _ in range(1000):
+        if psutil.Process().num_fds() <= before:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("descriptors were left open")
 
 
-def test_follower_does_not_speak_for_the_lead(engine: PairEngine, run):  # noqa: F811
-    async def go():
+async def test_follower_does_not_speak_for_the_lead(engine: PairEngine):
+    worker = await started(engine)
+    lead, follower = worker.ranks
+    with pytest.raises(FrameError, match="Ready, which this rank may not send"):
+        worker.on_message(follower, worker.ready)
+    with pytest.raises(FrameError, match="RankReady"):
+        worker.on_message(lead, RankReady("cpu", None))
+    await worker.stop(0)
+
+
+async def test_descriptors_of_a_group_are_given_back(engine: PairEngine):
+    await (await started(engine)).stop(5)
+    before = psutil.Process().num_fds()
+    for _ in range(3):
         worker = await started(engine)
-        lead, follower = worker.ranks
-        with pytest.raises(FrameError, match="Ready, which is not its to say"):
-            worker.on_message(follower, worker.ready)
-        with pytest.raises(FrameError, match="RankReady"):
-            worker.on_message(lead, RankReady("cpu", None))
-        await worker.stop(0)
-
-    run(go())
-
-
-def test_descriptors_of_a_group_are_given_back(engine: PairEngine, run):  # noqa: F811
-    async def go():
-        await (await started(engine)).stop(5)
-        before = psutil.Process().num_fds()
-        for _ in range(3):
-            worker = await started(engine)
-            os.kill(pids_of(worker)[1], signal.SIGKILL)
-            await worker.wait()
-        assert psutil.Process().num_fds() <= before
-
-    run(go())
+        os.kill(pids_of(worker)[1], signal.SIGKILL)
+        await worker.wait()
+    assert psutil.Process().num_fds() <= before
 
 
 def test_ranks_that_share_a_gpu_go_by_way_of_the_host():

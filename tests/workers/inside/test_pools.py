@@ -5,7 +5,6 @@ import threading
 from inferpool.workers.host.local import LocalEngine
 from inferpool.workers.inside.pools import started_pool
 from tests.workers.contract import config_of
-from tests.workers.host.test_local import arena, engine, put, run  # noqa: F401  # fixtures
 from tests.workers.inside.test_overlap import serving
 
 
@@ -29,17 +28,12 @@ def test_what_a_thread_sets_for_itself_holds_in_no_other():
     assert decimal.getcontext().prec == before
 
 
-def test_what_load_sets_for_its_thread_holds_wherever_the_model_runs(
-    engine: LocalEngine,  # noqa: F811
-    put,  # noqa: F811
-    run,  # noqa: F811
+async def test_what_load_sets_for_its_thread_holds_wherever_the_model_runs(
+    engine: LocalEngine, put
 ):
-    async def go():
-        config = config_of("tests.setting_model:SettingModel", prepare_threads=2)
-        worker = await serving(config, 2, engine)
-        batches = [worker.run([put(1), put(2)]) for _ in range(4)]
-        for batch in batches:
-            assert [json.loads(each) for each in (await batch).outcomes] == ["", ""]
-        await worker.stop(5)
-
-    run(go())
+    config = config_of("tests.setting_model:SettingModel", prepare_threads=2)
+    worker = await serving(config, 2, engine)
+    batches = [worker.run([put(1), put(2)]) for _ in range(4)]
+    for batch in batches:
+        assert [json.loads(each) for each in (await batch).outcomes] == ["", ""]
+    await worker.stop(5)

@@ -58,7 +58,7 @@ class OneGpuNvml:
             "nvmlSystemGetCudaDriverVersion_v2": 13020,
             "nvmlDeviceGetCount": 1,
             "nvmlDeviceGetHandleByIndex": 0,
-            "nvmlDeviceGetUUID": b"GPU-0",
+            "nvmlDeviceGetUUID": "GPU-0",
             "nvmlDeviceGetName": "H100",
             "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=80 * GIB, used=GIB),
             "nvmlDeviceGetMigMode": (0, 0),

@@ -1,4 +1,4 @@
-"""Keeps whatever watches as long as the service runs from being ended by one error."""
+"""Keeps a watch loop running after an error, and logs such errors once a minute."""
 
 import logging
 import time
@@ -11,19 +11,14 @@ logger = logging.getLogger(__name__)
 _QUIET_S = 60.0
 
 
-class KeepGoing:
-    """A context for one round of a watch: an error ends the round, and is logged once a minute.
+class ErrorGuard:
+    """Context manager for one round of a watch loop: an `Exception` ends the round, not the loop.
 
-    Put the pause between two rounds outside of it. It lets pass what is no `Exception`, such as the
-    end of a task.
+    Errors are logged once a minute. Put the pause between two rounds outside of the context.
     """
 
     def __init__(self, name: str) -> None:
-        """Log nothing yet.
-
-        Args:
-            name: What watches, for the log.
-        """
+        """Store the name of the watch, for the log."""
         self._name = name
         self._quiet_until = 0.0
 
@@ -36,18 +31,18 @@ class KeepGoing:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        """End it; an error is over with this."""
+        """End the round, and log its error."""
         if not isinstance(error, Exception):
             return False
         now = time.monotonic()
         if now >= self._quiet_until:
             self._quiet_until = now + _QUIET_S
-            # The host is short of something, most likely for a moment; all else is our mistake.
-            is_foreseen = isinstance(error, OSError | psutil.Error)
+            # The host lacks something for a moment, most likely; any other error is a bug of ours.
+            is_expected = isinstance(error, OSError | psutil.Error)
             logger.error(
                 "%s was disturbed, and goes on: %r",
                 self._name,
                 error,
-                exc_info=None if is_foreseen else error,
+                exc_info=None if is_expected else error,
             )
         return True

@@ -1,6 +1,6 @@
-"""The files that the workers of a model were made of, and whether a later one would be the same.
+"""Keeps all replicas of a model on the same files, although the files may change on disk.
 
-Runs in the front end: `FilesOfAll` in its event loop, what reads files in threads.
+Runs in the front end: `ReplicaFiles` in its event loop, and the reading of files in threads.
 """
 
 import asyncio
@@ -20,59 +20,59 @@ logger = logging.getLogger(__name__)
 _PIECE_BYTES = 1 << 20
 _SHOWN = 3
 _NUM_TORN = 3
-"""A file that changes during so many loads of a worker in a row does so all the time."""
+"""Loads in a row during which a file changed, after which it counts as always changing."""
 
 
 L = TypeVar("L", bound=Incarnation)
 
 
-class FilesOfAll(Generic[L]):
-    """Sees that all workers of a model serve with the same files."""
+class ReplicaFiles(Generic[L]):
+    """Check that all workers of a model have loaded the same files."""
 
     def __init__(
         self,
         files_of: Callable[[L], Sequence[FileMark]],
         on_others: Callable[[], None] = lambda: None,
     ) -> None:
-        """Know of no files yet.
+        """Store the arguments.
 
         Args:
-            files_of: The files that a worker has loaded.
-            on_others: Called when later workers are to load other files than those before.
+            files_of: Returns the files that a worker has loaded.
+            on_others: Called when later workers may load other files than earlier ones.
         """
         self._files_of = files_of
         self._on_others = on_others
-        self._present: Generation | None = None
-        """What those serve with that are ready; None before the first, or if all are gone."""
+        self._present: ModelFiles | None = None
+        """Files of the ready workers; None before the first is ready, or if all are gone."""
         self._num_torn: dict[str, dict[str, int]] = {}
-        """By worker and file: in how many loads in a row the file has changed."""
+        """Number of loads in a row during which a file changed, by worker and file."""
         self._remembering: set[Task[None]] = set()
 
     @property
-    def present(self) -> "Generation | None":
-        """The files that all later workers are to load; None if any will do."""
+    def present(self) -> "ModelFiles | None":
+        """Files that all later workers must load; None if they may load any."""
         return self._present
 
     async def check(self, id: WorkerId, *, renews: bool) -> None:
-        """See that what is on disk is what the others serve with, unless it is to renew that.
+        """Check that the files on disk are those of the other workers, unless the worker `renews`.
 
         Raises:
-            FilesChangedError: It is not.
+            FilesChangedError: They have changed.
         """
         present = None if renews else self._present
         changed = await asyncio.to_thread(present.changed) if present else []
         if changed and present is self._present:
             raise _outdated(id, changed)
 
-    async def judge(self, worker: L, *, renews: bool) -> "Generation | None":
-        """See that a worker that is ready has what the others serve with, or that it may differ.
+    async def judge(self, worker: L, *, renews: bool) -> "ModelFiles | None":
+        """Check that a new worker has loaded the files of the others, unless it `renews`.
 
         Returns:
-            Its files, for `adopt`, if it is the first that has them.
+            Its files, for `adopt`, if it is the first that has loaded them.
 
         Raises:
-            FilesChangedError: It has others.
-            WorkerStartError: They changed while it loaded them.
+            FilesChangedError: It has loaded other files.
+            WorkerStartError: The files changed while it loaded them.
         """
         id, marks = worker.id, self._files_of(worker)
         if not marks:
@@ -90,7 +90,7 @@ class FilesOfAll(Generic[L]):
         while (present := self._present) is not None:
             differing = await asyncio.to_thread(present.differing, marks)
             if renews and not differing:
-                differing = await asyncio.to_thread(present.changed)  # with what is not opened now
+                differing = await asyncio.to_thread(present.changed)  # also unopened files
             if present is not self._present:
                 continue
             if not differing:
@@ -98,25 +98,25 @@ class FilesOfAll(Generic[L]):
             if renews:
                 break
             raise _outdated(id, differing)
-        return Generation(marks)
+        return ModelFiles(marks)
 
-    def adopt(self, generation: "Generation") -> None:
-        """Have all later workers load these files."""
-        before, self._present = self._present, generation
+    def adopt(self, files: "ModelFiles") -> None:
+        """Require these files of all later workers."""
+        before, self._present = self._present, files
         if before is not None:
             before.close()
             self._on_others()
-        generation.open()
-        task = asyncio.create_task(asyncio.to_thread(generation.remember))
+        files.open()
+        task = asyncio.create_task(asyncio.to_thread(files.remember))
         self._remembering.add(task)
         task.add_done_callback(self._remembering.discard)
 
     async def give_up_if_gone(self, id: WorkerId, is_any_serving: Callable[[], bool]) -> None:
-        """Let all load what is on disk now, if that has changed and nobody serves what was there.
+        """Accept the files on disk if they have changed and no worker has the old ones any more.
 
         Args:
-            id: The worker that is about to load it.
-            is_any_serving: Whether a worker has what was there.
+            id: The worker that is about to load them.
+            is_any_serving: Returns True if a worker has the old files.
         """
         present = self._present
         if present is None or is_any_serving():
@@ -127,55 +127,54 @@ class FilesOfAll(Generic[L]):
         present.close()
         self._present = None
         logger.warning(
-            "%s: files of the model changed on disk, and no worker is left that had loaded what "
-            "was there: all serve what is there now",
+            "%s: files of the model changed on disk, and no worker with the old ones is left: "
+            "all workers load the new ones",
             id.model,
         )
         self._on_others()
 
     async def until_remembered(self) -> None:
-        """Wait until the bytes of all files are known, and not their dates alone."""
+        """Wait until the digests of all files are known."""
         await asyncio.gather(*self._remembering)
 
     async def close(self) -> None:
-        """Read no more."""
+        """Stop reading files."""
         if self._present is not None:
             self._present.close()
         await asyncio.gather(*self._remembering, return_exceptions=True)
 
 
-class Generation:
-    """The files of a model as the workers have them that serve now."""
+class ModelFiles:
+    """Files of a model in the state in which the present workers have loaded them."""
 
     def __init__(self, marks: Sequence[FileMark]) -> None:
-        """Take the files of the first of these workers."""
         self._marks = {mark.path: mark for mark in marks}
         self._digests: dict[str, bytes] = {}
         self._lock = threading.Lock()
         self._is_closed = False
 
     def open(self) -> None:
-        """Read again, after `close`."""
+        """Allow reading again, after `close`."""
         self._is_closed = False
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop reading files."""
         self._is_closed = True
 
     def remember(self) -> None:
-        """Take the digest of each file, so that it is known again where only its date changes."""
+        """Hash each file, so that a file of which only the date changes counts as unchanged."""
         for mark in list(self._marks.values()):
             with self._lock:
                 if mark.path not in self._digests and (digest := self._digest(mark)):
                     self._digests[mark.path] = digest
 
     def changed(self) -> list[str]:
-        """The files that are not on disk any more as they were."""
+        """Return the files that have changed on disk, or are gone."""
         now = {path: mark_of(path) for path in self._marks}
         return [path for path, mark in now.items() if not self._is_same(path, mark)]
 
     def differing(self, marks: Sequence[FileMark]) -> list[str]:
-        """The files that another worker has otherwise."""
+        """Return the files that another worker has loaded in another state."""
         common = [mark for mark in marks if mark.path in self._marks]
         return [mark.path for mark in common if not self._is_same(mark.path, mark)]
 
@@ -192,7 +191,7 @@ class Generation:
             return True
 
     def _digest(self, mark: FileMark) -> bytes | None:
-        """Hash a file; None if it is not as it was any more."""
+        """Hash a file; return None if it has changed meanwhile."""
         digest = hashlib.sha256()
         try:
             with open(mark.path, "rb") as file:
@@ -205,7 +204,7 @@ class Generation:
 
 
 def _changed_since(marks: Sequence[FileMark]) -> list[str]:
-    """The files that were changed after they were opened."""
+    """Return the files that have changed since they were opened."""
     return [mark.path for mark in marks if mark_of(mark.path) != mark]
 
 
@@ -218,6 +217,6 @@ def _outdated(id: WorkerId, changed: Sequence[str]) -> FilesChangedError:
 
 
 def _listed(paths: Sequence[str]) -> str:
-    """Files for a person."""
+    """Return a list of files for people."""
     more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
     return ", ".join(paths[:_SHOWN]) + more

@@ -2,7 +2,7 @@ import os
 from pathlib import Path
 
 from inferpool.models.files.opened import FileMark, mark_of
-from inferpool.workers.host.generation import Generation, _changed_since, _listed
+from inferpool.workers.host.replica_files import ModelFiles, _changed_since, _listed
 
 
 def mark(path: Path) -> FileMark:
@@ -11,20 +11,20 @@ def mark(path: Path) -> FileMark:
     return found
 
 
-def generation(path: Path) -> Generation:
+def files(path: Path) -> ModelFiles:
     path.write_bytes(b"weights")
-    made = Generation([mark(path)])
+    made = ModelFiles([mark(path)])
     made.remember()
     return made
 
 
 def test_what_is_as_it_was_has_not_changed(tmp_path: Path):
-    assert generation(tmp_path / "w").changed() == []
+    assert files(tmp_path / "w").changed() == []
 
 
 def test_the_same_bytes_in_another_file_are_the_same(tmp_path: Path):
     path = tmp_path / "w"
-    made = generation(path)
+    made = files(path)
     (tmp_path / "draft").write_bytes(b"weights")
     os.utime(tmp_path / "draft", (1, 1))
     (tmp_path / "draft").replace(path)
@@ -34,7 +34,7 @@ def test_the_same_bytes_in_another_file_are_the_same(tmp_path: Path):
 
 def test_other_bytes_of_the_same_length_have_changed(tmp_path: Path):
     path = tmp_path / "w"
-    made = generation(path)
+    made = files(path)
     path.write_bytes(b"WEIGHTS")
     os.utime(path, (1, 1))
     assert made.changed() == [str(path)]
@@ -43,7 +43,7 @@ def test_other_bytes_of_the_same_length_have_changed(tmp_path: Path):
 
 def test_what_is_gone_or_no_file_any_more_has_changed(tmp_path: Path):
     path = tmp_path / "w"
-    made = generation(path)
+    made = files(path)
     path.unlink()
     assert made.changed() == [str(path)]
     path.mkdir()
@@ -53,14 +53,14 @@ def test_what_is_gone_or_no_file_any_more_has_changed(tmp_path: Path):
 def test_what_nobody_could_remember_in_time_has_changed(tmp_path: Path):
     path = tmp_path / "w"
     path.write_bytes(b"weights")
-    made = Generation([mark(path)])
+    made = ModelFiles([mark(path)])
     os.utime(path, (1, 1))
     made.remember()
     assert made.changed() == [str(path)]
 
 
 def test_files_that_only_one_of_them_opened_do_not_differ(tmp_path: Path):
-    made = generation(tmp_path / "w")
+    made = files(tmp_path / "w")
     (tmp_path / "other").write_bytes(b"")
     assert made.differing([mark(tmp_path / "other")]) == []
 

@@ -1,0 +1,54 @@
+"""Fixtures for tests with real workers: an arena, an engine, and payloads for them."""
+
+import json
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from inferpool.workers.arena import Arena
+from inferpool.workers.host.local import LocalEngine, start_forkserver
+from inferpool.workers.messages import ItemRef
+
+
+@pytest.fixture(scope="module")
+def arena() -> Iterator[Arena]:
+    start_forkserver()
+    arena = Arena(4 << 20)
+    yield arena
+    arena.close()
+
+
+@pytest.fixture
+def no_process_left() -> Iterator[None]:
+    """Fail a test that ends while processes run that it has started."""
+    before = set(multiprocessing.active_children())  # of a test that has failed
+    yield
+    assert set(multiprocessing.active_children()) <= before
+
+
+@pytest.fixture
+def engine(arena: Arena, no_process_left: None) -> LocalEngine:
+    return LocalEngine(arena)
+
+
+@pytest.fixture
+def put(arena: Arena) -> Callable[..., ItemRef]:
+    def put(
+        value: object,
+        *,
+        timeout_s: float = 60,
+        parameters: bytes = b"",
+        request_id: str = "",
+    ) -> ItemRef:
+        """Store a payload, and return the instance that a worker is given."""
+        body = json.dumps(value).encode()
+        offset = arena.put([body], len(body))
+        assert offset is not None
+        deadline = time.monotonic() + timeout_s
+        return ItemRef(
+            "json", offset, len(body), deadline, parameters=parameters, request_id=request_id
+        )
+
+    return put
