@@ -46,7 +46,13 @@ from inferpool.models.split.tensor_parts import (
     part_bytes,
 )
 from inferpool.models.split.tensor_plan import OwnPlan, TensorPlan, find_plan, own_plan
-from inferpool.models.split.verification import Origin, Verification, copied, made_up
+from inferpool.models.split.verification import (
+    Origin,
+    Verification,
+    copied,
+    has_all_shapes,
+    made_up,
+)
 
 _LEAD = 0
 _CALL = True
@@ -171,7 +177,8 @@ def load_tensor_parallel(ranks: Ranks, wanted: NetworkToSplit) -> TensorParallel
     if wanted.weights is not None:
         source = StoredWeights(wanted.weights)
         check_fit(network, source.shapes, wanted.weights)
-    plan, text = choose_plan(network, ranks.size, wanted.tensor_plan)
+    has_example = has_all_shapes(wanted.example)
+    plan, text = choose_plan(network, ranks.size, wanted.tensor_plan, has_example=has_example)
     must_verify = wanted.known is None and not plan.styles
     verification = None
     if must_verify and ranks.rank == _LEAD:
@@ -193,6 +200,12 @@ def load_tensor_parallel(ranks: Ranks, wanted: NetworkToSplit) -> TensorParallel
     )
     if must_verify:
         has_own_plan = bool(wanted.tensor_plan or getattr(network, "tensor_plan", None))
+        if verification and verification.complaint and not has_own_plan and plan.has_pairs:
+            raise ModelError(
+                "its split cannot be compared with the whole network: "
+                f"{verification.complaint}; give the model a tensor_plan, or set placement = "
+                '"pipeline" or "replicate"'
+            )
         _verify(parallel, ranks, verification, origins_of(network, shapes), has_own_plan)
     fill_part(network, source, ranks.device)
     return parallel
@@ -240,7 +253,7 @@ def _verify(
 
 
 def choose_plan(
-    network: nn.Module, size: int, tensor_plan: OwnPlan | None = None
+    network: nn.Module, size: int, tensor_plan: OwnPlan | None = None, *, has_example: bool = True
 ) -> tuple[TensorPlan, str]:
     """Choose what is split of a network: as the user says, or as is found.
 
@@ -251,7 +264,10 @@ def choose_plan(
         ModelError: It cannot be split so, or hardly anything of it can.
     """
     wishes = tensor_plan or getattr(network, "tensor_plan", None)
-    plan = find_plan(network, size) if wishes is None else own_plan(network, wishes, size)
+    if wishes is None:
+        plan = find_plan(network, size, has_example=has_example)
+    else:
+        plan = own_plan(network, wishes, size, has_example=has_example)
     cut = cut_parameters(network, plan)
     share = sum(each.nbytes for each in cut) / max(1, part_bytes(network))
     if share < _LEAST_SHARE and wishes is None:

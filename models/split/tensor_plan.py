@@ -14,7 +14,8 @@ or to styles of `torch.distributed.tensor.parallel`, which mean what they mean t
 
 Without such a plan, one is found: `nn.MultiheadAttention` is cut by heads, two Linears with only
 elementwise steps between them are "column" and "row", and every other large Linear or Embedding is
-gathered, which is always right and needs as little memory.
+gathered, which is always right and needs as little memory. Pairs of Linears, and attention that is
+written out, are cut only if the result can be verified on an example.
 """
 
 import operator
@@ -90,8 +91,15 @@ class TensorPlan:
     notes: list[str] = field(default_factory=list)
     """Reasons why layers stay whole that might be expected to be cut, for a person."""
 
+    @property
+    def has_pairs(self) -> bool:
+        """Whether Linears leave their outputs in parts for others."""
+        return any(cut.how == "column" for cut in self.cuts)
 
-def own_plan(network: nn.Module, wishes: OwnPlan, size: int) -> TensorPlan:
+
+def own_plan(
+    network: nn.Module, wishes: OwnPlan, size: int, *, has_example: bool = True
+) -> TensorPlan:
     """Apply a user's plan to a network.
 
     Raises:
@@ -106,6 +114,11 @@ def own_plan(network: nn.Module, wishes: OwnPlan, size: int) -> TensorPlan:
             if word is None:
                 plan.styles[name] = wish
             elif word == "attention" and not isinstance(module, nn.MultiheadAttention):
+                if not has_example:
+                    raise ModelError(
+                        f"tensor_plan: {name} is cut by heads only where that can be verified: "
+                        "give `load_network` an `example`"
+                    )
                 _cut_attention(plan, module, name, size)
             else:
                 plan.cuts.append(_cut(name, module, word))
@@ -189,7 +202,7 @@ def _cut_attention(plan: TensorPlan, module: nn.Module, name: str, size: int) ->
     ]
 
 
-def find_plan(network: nn.Module, size: int) -> TensorPlan:
+def find_plan(network: nn.Module, size: int, *, has_example: bool = True) -> TensorPlan:
     """Find what can be cut into as many parts as there are ranks.
 
     The plan depends on the network's code and shapes alone, so that all ranks find the same.
@@ -218,7 +231,7 @@ def find_plan(network: nn.Module, size: int) -> TensorPlan:
 
     taken: set[str] = set()
     for name, module in modules.items():
-        for columns, row in _pairs_in(module, name):
+        for columns, row in _pairs_in(module, name) if has_example else ():
             names, units = [*columns, row], cast("nn.Linear", modules[row]).in_features
             if {*names} <= modules.keys() - taken and can_be_cut(names, units):
                 taken |= {*names}

@@ -62,6 +62,12 @@ class Origin:
     """The parts of the whole along `dim` that the empty one has; empty: all."""
 
 
+def has_all_shapes(example: Example) -> bool:
+    """Return whether an example says all shapes, so that the network can be called with it."""
+    values = example.values() if isinstance(example, Mapping) else example
+    return bool(example) and all(value is not None for value in values)
+
+
 class Verification:
     """Answers of the whole network to a few calls, with made-up numbers.
 
@@ -82,8 +88,7 @@ class Verification:
         """Why there are no answers to compare with, for a person."""
         self._calls: list[NetworkCall] = []
         self._answers: list[object] = []
-        values = example.values() if isinstance(example, Mapping) else example
-        if not example or any(value is None for value in values):
+        if not has_all_shapes(example):
             self.complaint = (
                 "the shapes of its inputs are not known (`example` of `load_network` says them, "
                 "or of a plain network the option `inputs`)"

@@ -62,7 +62,8 @@ def test_a_plan_of_ones_own_may_name_words_or_torchs_styles(pair, tmp_path):
         assert deviation(model(x, mask), wanted) <= 1e-4
     assert model.parts[0].text.startswith("1/2 of 5 of 9 matrices")
     words = {"first": "attention", "dow*": "gather"}
-    with pair.loaded("tensor", networks.Blocks, path, tensor_plan=words) as model:
+    named = {"tensor_plan": words, "example": [x, mask]}
+    with pair.loaded("tensor", networks.Blocks, path, **named) as model:
         assert deviation(model(x, mask), wanted) <= 1e-4
     assert model.parts[0].text.startswith("1/2 of 5 of 9 matrices")
 

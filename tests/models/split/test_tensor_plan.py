@@ -58,6 +58,13 @@ def test_outputs_that_other_code_reads_too_are_gathered():
     assert cut(Branching()) == {"up": "gather", "down": "gather"}
 
 
+def test_without_an_example_only_what_is_always_right_is_cut():
+    plan = find_plan(networks.mlp().eval(), 2, has_example=False)
+    assert {each.how for each in plan.cuts} == {"gather"}
+    with pytest.raises(ModelError, match="give `load_network` an `example`"):
+        own_plan(networks.Blocks(), {"first": "attention"}, 2, has_example=False)
+
+
 def test_a_layer_with_fewer_features_than_ranks_stays_whole():
     network = nn.Sequential(nn.Linear(64, 3), nn.ReLU(), nn.Linear(3, 64))
     assert cut(network, size=4) == {"2": "gather"}
