@@ -28,7 +28,7 @@ from inferpool.service.errors import (
     ServiceError,
     UnavailableError,
 )
-from inferpool.service.queue.instance import Result, Timing
+from inferpool.service.queue.instance import InstanceTiming, Result
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ def _outcome_of(call: Call, index: int, outcome: asyncio.Future[Result] | Servic
     return InternalError(INTERNAL_MESSAGE)
 
 
-def common_lines(call: Call, timing: Timing | None) -> str:
+def common_lines(call: Call, timing: InstanceTiming | None) -> str:
     """Return the header lines of every answer; all ASCII, since ids and states were checked.
 
     Args:
@@ -172,12 +172,12 @@ def _work_of(prepare_s: float, compute_s: float) -> str:
     return f"preprocess;dur={prepare_s * 1e3:.2f}, inference;dur={compute_s * 1e3:.2f}, "
 
 
-def _longest(outcomes: Sequence[Outcome]) -> Timing | None:
+def _longest(outcomes: Sequence[Outcome]) -> InstanceTiming | None:
     """Return the longest time of each stage over all instances that were answered."""
     timings = [each.timing for each in outcomes if isinstance(each, Result)]
     if not timings:
         return None
-    return Timing(
+    return InstanceTiming(
         max(timing.queue_s for timing in timings),
         max(timing.prepare_s for timing in timings),
         max(timing.compute_s for timing in timings),

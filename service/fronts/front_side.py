@@ -19,7 +19,7 @@ from inferpool.service.fronts.messages import (
     Submissions,
     error_of,
 )
-from inferpool.service.queue.instance import Buffer, InstanceSteps, Result, Timing
+from inferpool.service.queue.instance import Buffer, InstanceSteps, InstanceTiming, Result
 from inferpool.workers.arena import Slots
 from inferpool.workers.messages import ItemRef
 
@@ -172,5 +172,5 @@ class FrontSide:
             if isinstance(value, Failure):
                 pending.set_exception(error_of(value))
             else:
-                timing = Timing(answer.queue_s, answer.prepare_s, answer.compute_s)
+                timing = InstanceTiming(answer.queue_s, answer.prepare_s, answer.compute_s)
                 pending.set_result(Result(value, timing))

@@ -32,7 +32,7 @@ class SlotOwner(Protocol):
         """Free a slot. No worker reads it any more."""
 
 
-class Timing(msgspec.Struct, frozen=True, gc=False):
+class InstanceTiming(msgspec.Struct, frozen=True, gc=False):
     """Seconds that an instance spent in each stage."""
 
     queue_s: float
@@ -48,7 +48,7 @@ class Result(msgspec.Struct, frozen=True, gc=False):
 
     value: bytes | list[TensorBlob]
     """Rendered JSON, or the output tensors where the call asked for them."""
-    timing: Timing
+    timing: InstanceTiming
 
 
 class CancelListener(Protocol):

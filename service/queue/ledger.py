@@ -24,8 +24,8 @@ from inferpool.service.queue.instance import (
     Attempt,
     Instance,
     InstanceSteps,
+    InstanceTiming,
     Result,
-    Timing,
 )
 from inferpool.service.telemetry.metrics import ModelMetrics
 from inferpool.workers.host.engine import WorkerHandle
@@ -115,7 +115,7 @@ class Ledger:
             else:
                 metrics.succeeded += 1
                 self._settle(instance)
-                instance.set_result(Result(outcome, Timing(queue_s, prepare_s, compute_s)))
+                instance.set_result(Result(outcome, InstanceTiming(queue_s, prepare_s, compute_s)))
         metrics.queue_wait.observe_all(waits_s)
 
     def cancel(self, instance: Instance) -> None:

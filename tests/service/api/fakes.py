@@ -19,14 +19,20 @@ from inferpool.service.errors import ServiceError
 from inferpool.service.fronts.front_side import FrontSide, RemoteModel
 from inferpool.service.fronts.main_side import ArenaPart, LocalModel, MainSide
 from inferpool.service.fronts.messages import FrontCounts
-from inferpool.service.queue.instance import Buffer, InstanceSteps, Result, SlotOwner, Timing
+from inferpool.service.queue.instance import (
+    Buffer,
+    InstanceSteps,
+    InstanceTiming,
+    Result,
+    SlotOwner,
+)
 from inferpool.workers.arena import Arena, Slots
 from inferpool.workers.messages import ItemRef
 
 Reply = Result | Exception | None
 MOUNTED = "/mounted"
 """Before the path of a call that reaches the endpoint by ASGI whatever the server is."""
-TIMING = Timing(0.001, 0.002, 0.003)
+TIMING = InstanceTiming(0.001, 0.002, 0.003)
 
 
 def result(value: object = b'"ok"') -> Result:

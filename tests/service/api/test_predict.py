@@ -21,7 +21,7 @@ from inferpool.service.errors import (
     UnavailableError,
     WorkerCrashedError,
 )
-from inferpool.service.queue.instance import Result, Timing
+from inferpool.service.queue.instance import InstanceTiming, Result
 from inferpool.workers.messages import TensorBlob
 from tests.service.api.codecs.test_json import JPEG
 from tests.service.api.codecs.test_tensors import npy
@@ -64,7 +64,7 @@ def test_every_answer_has_ids_and_timings() -> None:
 
 
 def test_server_timing_shows_the_stages_of_the_slowest_instance() -> None:
-    timings = [Timing(0.001, 0.02, 0.3), Timing(0.004, 0.005, 0.006)]
+    timings = [InstanceTiming(0.001, 0.02, 0.3), InstanceTiming(0.004, 0.005, 0.006)]
     model = FakeModel(lambda index: Result(b"1", timings[index]))
     response = post(endpoint(model), json={"instances": [1, 2]})
     stages = [
