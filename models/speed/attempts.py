@@ -35,7 +35,7 @@ def attempt(folder: Path, key: str) -> Iterator[bool]:
             mark.unlink()
 
 
-def take_back(folder: Path, key: str, pid: int) -> None:
+def forget_attempt(folder: Path, key: str, pid: int) -> None:
     """Have an attempt not count whose process was ended on purpose, and clear up after it."""
     mark = _mark(folder, key)
     with contextlib.suppress(OSError):
@@ -51,7 +51,7 @@ def loading_prefix(stem: str, pid: int) -> str:
     return f"{stem}{LOADING}{pid}-"
 
 
-def take_back_load(folder: Path, pid: int) -> None:
+def forget_load(folder: Path, pid: int) -> None:
     """Have a package that a process was loading not be blamed for its end, which was on purpose."""
     for mark in folder.glob(loading_prefix("*", pid) + "*"):
         shutil.rmtree(mark, ignore_errors=True)

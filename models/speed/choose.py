@@ -15,7 +15,7 @@ from inferpool.models.speed.compiled import can_compile
 from inferpool.models.speed.decoding import DecodeTrial
 from inferpool.models.speed.names import COMPILED, GRAPHED, SpeedReport
 from inferpool.models.speed.presets import presets_for
-from inferpool.models.speed.trial import Contest, NoTimeLeftError, Trial, first_line
+from inferpool.models.speed.trial import NoTimeLeftError, PresetSelection, Trial, first_line
 from inferpool.models.speed.verdicts import VerdictStore
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ CompilePackage = Callable[[nn.Module, str, Path], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpeedWish:
+class SpeedOptions:
     """What the settings say of speed."""
 
     speed: str
@@ -45,47 +45,47 @@ class SpeedWish:
     """One of `names.DECODE_CHOICES`."""
 
 
-def choose(model: Model, wish: SpeedWish, on_progress: Callable[[str], None]) -> SpeedReport:
+def choose(model: Model, options: SpeedOptions, on_progress: Callable[[str], None]) -> SpeedReport:
     """Give a loaded model the fastest network and way to decode that answer as its own do.
 
     Raises:
         ModelError: What was asked for by name cannot be applied to this model.
     """
     exact = model.network
-    report = _choose_network(model, wish, on_progress)
-    if wish.chosen is not None:
-        chosen = wish.chosen
+    report = _choose_network(model, options, on_progress)
+    if options.chosen is not None:
+        chosen = options.chosen
         model.decode = chosen.decode
         return msgspec.structs.replace(report, decode=chosen.decode, decode_gain=chosen.decode_gain)
-    if wish.decode == "exact" or (wish.decode == "auto" and wish.speed == "exact"):
+    if options.decode == "exact" or (options.decode == "auto" and options.speed == "exact"):
         return report
-    trial = DecodeTrial(model, exact, VerdictStore(wish.cache_dir))
-    return trial.choose(report, is_wanted=wish.decode == "fast", on_progress=on_progress)
+    trial = DecodeTrial(model, exact, VerdictStore(options.cache_dir))
+    return trial.choose(report, is_wanted=options.decode == "fast", on_progress=on_progress)
 
 
 def _choose_network(
-    model: Model, wish: SpeedWish, on_progress: Callable[[str], None]
+    model: Model, options: SpeedOptions, on_progress: Callable[[str], None]
 ) -> SpeedReport:
-    if wish.speed == "exact":
+    if options.speed == "exact":
         return SpeedReport()
-    store = VerdictStore(wish.cache_dir)
-    trial = Trial(model, wish.max_batch_size, store)
-    if wish.chosen and (known := _apply_chosen(trial, wish.chosen)):
+    store = VerdictStore(options.cache_dir)
+    trial = Trial(model, options.max_batch_size, store)
+    if options.chosen and (known := _apply_chosen(trial, options.chosen)):
         return known
     if trial.obstacle:
-        if wish.speed != "auto":
-            raise ModelError(f'speed = "{wish.speed}" cannot be had: {trial.obstacle}')
+        if options.speed != "auto":
+            raise ModelError(f'speed = "{options.speed}" cannot be had: {trial.obstacle}')
         return SpeedReport(note=trial.obstacle)
-    if wish.speed in COMPILED:
-        _compile(trial, wish, store, on_progress)
+    if options.speed in COMPILED:
+        _compile(trial, options, store, on_progress)
         try:
-            return _apply_named(trial, wish.speed)
+            return _apply_named(trial, options.speed)
         except ModelError:
-            if trial.package(wish.speed):
+            if trial.package(options.speed):
                 raise
-            _compile(trial, wish, store, on_progress)  # what could not be loaded was set aside
-    if wish.speed != "auto":
-        return _apply_named(trial, wish.speed)
+            _compile(trial, options, store, on_progress)  # what could not be loaded was set aside
+    if options.speed != "auto":
+        return _apply_named(trial, options.speed)
     return _choose_best(trial, store, on_progress)
 
 
@@ -103,35 +103,35 @@ def _apply_chosen(trial: Trial, chosen: SpeedReport) -> SpeedReport | None:
 
 
 def _compile(
-    trial: Trial, wish: SpeedWish, store: VerdictStore, on_progress: Callable[[str], None]
+    trial: Trial, options: SpeedOptions, store: VerdictStore, on_progress: Callable[[str], None]
 ) -> None:
     """See that there is a package; one worker compiles, the others wait for it."""
     if trial.device.type != "cpu":
-        raise ModelError(f'speed = "{wish.speed}" is for CPUs')
+        raise ModelError(f'speed = "{options.speed}" is for CPUs')
     if trial.has_varying_shapes:
         raise ModelError(
-            f'speed = "{wish.speed}" is for inputs of one shape, and the samples have several'
+            f'speed = "{options.speed}" is for inputs of one shape, and the samples have several'
         )
-    make = wish.compile_package
+    make = options.compile_package
     if make is None or not store.has_room_for_packages:
-        raise ModelError(f'speed = "{wish.speed}" needs a cache_dir')
-    if trial.package(wish.speed):
+        raise ModelError(f'speed = "{options.speed}" needs a cache_dir')
+    if trial.package(options.speed):
         return
     with store.turn(trial.key, _COMPILE_WAIT_S, lambda: on_progress("waiting for the compiler")):
-        if trial.package(wish.speed):
+        if trial.package(options.speed):
             return
         if not can_compile():
             raise ModelError(
-                f'speed = "{wish.speed}" needs a C++ compiler (g++, or the one in CXX)'
+                f'speed = "{options.speed}" needs a C++ compiler (g++, or the one in CXX)'
             )
         on_progress("compiling, which takes a minute or two the first time")
         try:
             store.make_package(
-                trial.key, wish.speed, lambda draft: make(trial.exact, wish.speed, draft)
+                trial.key, options.speed, lambda draft: make(trial.exact, options.speed, draft)
             )
         except Exception as error:
             raise ModelError(
-                f'speed = "{wish.speed}" cannot be had: {first_line(error)}'
+                f'speed = "{options.speed}" cannot be had: {first_line(error)}'
             ) from error
 
 
@@ -192,15 +192,15 @@ def _reuse(trial: Trial, store: VerdictStore) -> SpeedReport | None:
 def _measure(trial: Trial, on_progress: Callable[[str], None]) -> SpeedReport:
     names = [*trial.packages(), *presets_for(trial.exact, trial.device)]
     trial.until = time.monotonic() + _BUDGET_S
-    contest = Contest(trial)
+    selection = PresetSelection(trial)
     is_cut_short = False
     for number, name in enumerate(names, 1):
         on_progress(f"measuring speed presets {number}/{len(names)}: {name}")
         try:
-            contest.enter(name)
+            selection.enter(name)
         except NoTimeLeftError:
             is_cut_short = True
-            contest.notes.append(f"no time was left for {', '.join(names[number - 1 :])}")
+            selection.notes.append(f"no time was left for {', '.join(names[number - 1 :])}")
             break
-    trial.model.network = contest.network
-    return contest.verdict(is_cut_short=is_cut_short, is_final=not trial.can_be_compiled)
+    trial.model.network = selection.network
+    return selection.verdict(is_cut_short=is_cut_short, is_final=not trial.can_be_compiled)

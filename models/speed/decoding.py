@@ -22,7 +22,7 @@ from inferpool.models.base import Model
 from inferpool.models.errors import ModelError
 from inferpool.models.item import Features, Item
 from inferpool.models.speed.names import SpeedReport
-from inferpool.models.speed.serving import serving
+from inferpool.models.speed.trial import using_network
 from inferpool.models.speed.verdicts import VerdictStore, fingerprint
 
 logger = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ class DecodeTrial:
     ) -> dict[str, Tensor]:
         model = self._model
         parts: list[Features] = []
-        with serving(model, network):
+        with using_network(model, network):
             for start in range(0, len(features), _BATCH):
                 outputs = model.forward(model.collate(features[start : start + _BATCH]))
                 parts.append(model.postprocess({k: out.cpu() for k, out in outputs.items()}))

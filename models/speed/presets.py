@@ -1,17 +1,22 @@
 """What each preset does to a network. Worker processes only."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.fusion import fuse_conv_bn_weights
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
-from inferpool.models.speed.correction import correct_biases
-from inferpool.models.speed.folding import fold_batch_norms
 from inferpool.models.speed.graphs import Graphed
 from inferpool.models.speed.names import GRAPHED
 
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_LAYERS = (nn.Linear, *_CONVOLUTIONS)
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _LOW_BITS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -87,3 +92,110 @@ def prepare(name: str, network: nn.Module, run: Callable[[nn.Module], object]) -
     if dtype != torch.float32:
         correct_biases(changed, dtype, lambda: run(changed))
     return Recast(changed.to(dtype).to(memory_format=torch.channels_last), dtype).eval()
+
+
+def fold_batch_norms(network: nn.Module, run: Callable[[], object]) -> int:
+    """Fold, in place, each batch norm that takes a convolution's output as it comes.
+
+    Which belong together is seen by running the network, not by reading its code: that works for
+    any, and whether the result still computes the same is for the caller to verify.
+
+    Args:
+        network: In eval mode, without gradients.
+        run: Calls the network once.
+
+    Returns:
+        How many were folded.
+    """
+    pairs = _pairs(network, run)
+    names = {module: name for name, module in network.named_modules()}
+    for convolution, norm in pairs:
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
+        convolution.weight, convolution.bias = fuse_conv_bn_weights(
+            convolution.weight,
+            convolution.bias,
+            norm.running_mean,
+            norm.running_var,
+            norm.eps,
+            norm.weight,
+            norm.bias,
+        )
+        parent, _, name = names[norm].rpartition(".")
+        setattr(network.get_submodule(parent), name, nn.Identity())
+    return len(pairs)
+
+
+def _pairs(network: nn.Module, run: Callable[[], object]) -> list[tuple[nn.Conv2d, nn.BatchNorm2d]]:
+    """The convolutions and batch norms that follow each other, each called once."""
+    outputs: dict[int, tuple[nn.Module, object]] = {}
+    """By id of a convolution's output, which is kept so that no other gets that id."""
+    pairs = []
+    num_calls: Counter[nn.Module] = Counter()
+
+    def after(module: nn.Module, arguments: tuple[object, ...], output: object) -> None:
+        num_calls[module] += 1
+        if isinstance(module, _CONVOLUTIONS):
+            outputs[id(output)] = module, output
+        elif arguments and id(arguments[0]) in outputs and _is_frozen(module):
+            pairs.append((outputs[id(arguments[0])][0], module))
+
+    modules = (m for m in network.modules() if isinstance(m, (*_CONVOLUTIONS, *_NORMS)))
+    with _hooked(module.register_forward_hook(after) for module in modules):
+        run()
+    return [
+        (convolution, norm)  # type: ignore[misc]  # the hooks have looked at their types
+        for convolution, norm in pairs
+        if num_calls[convolution] == num_calls[norm] == 1
+    ]
+
+
+def _is_frozen(norm: nn.Module) -> bool:
+    """Whether it normalises by what it has learnt, and not by the batch."""
+    return isinstance(getattr(norm, "running_mean", None), Tensor) and not norm.training
+
+
+def correct_biases(network: nn.Module, dtype: torch.dtype, run: Callable[[], object]) -> None:
+    """Change, in place, the biases of a network whose weights are going to be rounded.
+
+    Args:
+        network: In eval mode, without gradients.
+        dtype: What weights are going to be rounded to.
+        run: Calls the network once, with samples of every kind.
+    """
+    for layer, mean in _mean_inputs(network, run).items():
+        assert isinstance(layer, _LAYERS)
+        weight = layer.weight.detach()
+        lost = weight - weight.to(dtype).to(weight.dtype)
+        groups = 1 if isinstance(layer, nn.Linear) else layer.groups
+        # A filter's taps see about the same mean: [groups, out per group, in per group]
+        per_input = lost.flatten(2).sum(2) if lost.dim() > 2 else lost
+        per_group = per_input.reshape(groups, -1, per_input.shape[1])
+        shift = (per_group @ mean.reshape(groups, -1, 1)).flatten()
+        bias = shift if layer.bias is None else layer.bias + shift
+        layer.bias = nn.Parameter(bias, requires_grad=False)
+
+
+def _mean_inputs(network: nn.Module, run: Callable[[], object]) -> Mapping[nn.Module, Tensor]:
+    """What each channel of each layer's input is on average, over samples and places."""
+    means: dict[nn.Module, list[Tensor]] = {}
+
+    def before(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        x = inputs[0].detach()
+        x = x.flatten(0, -2) if isinstance(layer, nn.Linear) else x.transpose(1, -1).flatten(0, -2)
+        means.setdefault(layer, []).append(x.mean(0))
+
+    layers = (each for each in network.modules() if isinstance(each, _LAYERS))
+    with _hooked(layer.register_forward_pre_hook(before) for layer in layers):
+        run()
+    return {layer: torch.stack(each).mean(0).clone() for layer, each in means.items()}
+
+
+@contextmanager
+def _hooked(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
+    handles = list(hooks)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

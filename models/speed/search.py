@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 
 from inferpool.models.base import Model
-from inferpool.models.speed.choose import SpeedWish
+from inferpool.models.speed.choose import SpeedOptions
 from inferpool.models.speed.names import COMPILED, SpeedReport
 from inferpool.models.speed.presets import presets_for
-from inferpool.models.speed.trial import Contest, Trial, first_line
+from inferpool.models.speed.trial import PresetSelection, Trial, first_line
 from inferpool.models.speed.verdicts import VerdictStore
 
 _HOST_WAIT_S = 11 * 3600.0
@@ -23,7 +23,7 @@ class SearchError(Exception):
 
 
 def search(
-    model: Model, wish: SpeedWish, key: str, on_progress: Callable[[str], None]
+    model: Model, options: SpeedOptions, key: str, on_progress: Callable[[str], None]
 ) -> SpeedReport:
     """Compile, compare and measure, and keep the verdict where workers will find it.
 
@@ -31,15 +31,15 @@ def search(
 
     Args:
         model: Loaded on the CPU. It is left with some network or other.
-        wish: With a `cache_dir` and a way to compile.
+        options: With a `cache_dir` and a way to compile.
         key: Under which the workers' own verdict is kept.
         on_progress: Told what is being done.
 
     Raises:
         SearchError: There is nothing to search for, or the last search for it was killed.
     """
-    store = VerdictStore(wish.cache_dir)
-    trial = Trial(model, wish.max_batch_size, store, clock=time.process_time, patience=_PATIENCE)
+    store = VerdictStore(options.cache_dir)
+    trial = Trial(model, options.max_batch_size, store, clock=time.process_time, patience=_PATIENCE)
     if trial.obstacle:
         raise SearchError(trial.obstacle)
     if trial.key != key:
@@ -55,54 +55,54 @@ def search(
                     "the next one is made a day after that"
                 )
             present = known.preset if known else "exact"
-            report = _judge_all(trial, wish, store, present, on_progress)
+            report = _judge_all(trial, options, store, present, on_progress)
             store.write(key, report)
             return report
 
 
 def _judge_all(
     trial: Trial,
-    wish: SpeedWish,
+    options: SpeedOptions,
     store: VerdictStore,
     present: str,
     on_progress: Callable[[str], None],
 ) -> SpeedReport:
-    contest = Contest(trial)
+    selection = PresetSelection(trial)
     # What workers serve with first, so that it stays unless it is clearly beaten.
     names = sorted(presets_for(trial.exact, trial.device), key=lambda name: name != present)
     agreeing = set()
     for name in names:
         on_progress(f"measuring the preset {name}")
-        if contest.enter(name):
+        if selection.enter(name):
             agreeing.add(name)
     for name in COMPILED:
         if name == "compiled_bf16" and "bf16" not in agreeing:
             continue  # it computes the same, which has strayed or is not for this processor
-        if contest.best.preset in COMPILED:
+        if selection.best.preset in COMPILED:
             break  # the one in bf16 has won, which float32 will not undercut
-        if _make(trial, wish, store, contest, name, on_progress):
+        if _make(trial, options, store, selection, name, on_progress):
             on_progress(f"measuring the preset {name}")
-            contest.enter(name)
-    return contest.verdict()
+            selection.enter(name)
+    return selection.verdict()
 
 
 def _make(
     trial: Trial,
-    wish: SpeedWish,
+    options: SpeedOptions,
     store: VerdictStore,
-    contest: Contest,
+    selection: PresetSelection,
     name: str,
     on_progress: Callable[[str], None],
 ) -> bool:
     """Compile what is not there yet."""
     if trial.package(name):
         return True
-    make = wish.compile_package
+    make = options.compile_package
     assert make is not None
     on_progress(f"compiling the preset {name}")
     try:
         store.make_package(trial.key, name, lambda draft: make(trial.exact, name, draft))
     except Exception as error:  # whatever the network, the compiler or the disk may raise
-        contest.notes.append(f"{name} cannot be had: {first_line(error)}")
+        selection.notes.append(f"{name} cannot be had: {first_line(error)}")
         return False
     return True

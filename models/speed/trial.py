@@ -7,7 +7,8 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -20,7 +21,6 @@ from inferpool.models.item import Features, Item
 from inferpool.models.speed.compiled import Compiled
 from inferpool.models.speed.names import COMPILED, SpeedReport
 from inferpool.models.speed.presets import can_be_changed, prepare
-from inferpool.models.speed.serving import serving
 from inferpool.models.speed.verdicts import VerdictStore, fingerprint
 
 logger = logging.getLogger(__name__)
@@ -232,13 +232,13 @@ class Trial:
     def _run(self, network: nn.Module, batch: Features) -> dict[str, Tensor]:
         if time.monotonic() > self.until:
             raise NoTimeLeftError
-        with serving(self.model, network):
+        with using_network(self.model, network):
             outputs = self.model.forward(batch)
         # On a GPU nothing has been computed before the outputs are here.
         return dict(self.model.postprocess({name: out.cpu() for name, out in outputs.items()}))
 
 
-class Contest:
+class PresetSelection:
     """The best of the presets that have entered so far."""
 
     def __init__(self, trial: Trial) -> None:
@@ -288,3 +288,13 @@ class Contest:
 def first_line(error: Exception) -> str:
     """The error on one line, for a person."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
+@contextmanager
+def using_network(model: Model, network: Callable[..., object] | None) -> Iterator[None]:
+    """Have the model compute with that network meanwhile."""
+    before, model.network = model.network, network
+    try:
+        yield
+    finally:
+        model.network = before

@@ -21,11 +21,14 @@ from torch import nn
 from inferpool.models.files.reading import read_file
 from inferpool.models.speed.attempts import LOADING, attempt, loading_prefix
 from inferpool.models.speed.names import CHOICES, SpeedReport
-from inferpool.models.speed.sealed import DamagedError, check_seal, seal, unsealed, write_sealed
 
 logger = logging.getLogger(__name__)
 
 _LOCK_POLL_S = 0.05
+_PIECE_BYTES = 1 << 20
+_DIGEST_LEAD = b"\nsha256:"
+_DIGEST_BYTES = len(_DIGEST_LEAD) + 64 + 1
+"""Length of the digest that ends a file: readers of zip archives pass over what follows those."""
 _LAYOUT = 2
 """Verdicts and packages that were kept in another layout are not used."""
 _MAX_REASON = 200
@@ -80,7 +83,7 @@ class VerdictStore:
             return None
         path = self._folder / f"{key}.json"
         try:
-            content = unsealed(read_file(path))
+            content = checked_content(read_file(path))
             report = msgspec.json.decode(content, type=SpeedReport)
             age_s = time.time() - path.stat().st_mtime
         except (FileNotFoundError, NotADirectoryError):
@@ -96,7 +99,7 @@ class VerdictStore:
             return
         try:
             content = msgspec.json.format(msgspec.json.encode(report))
-            write_sealed(self._folder / f"{key}.json", content)
+            write_with_digest(self._folder / f"{key}.json", content)
         except OSError as error:
             self._warn(error)
 
@@ -115,7 +118,7 @@ class VerdictStore:
             status = path.lstat()
             seen = (status.st_size, status.st_mtime_ns, status.st_ino)
             if self._checked.get(path) != seen:
-                check_seal(path)
+                check_digest(path)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, DamagedError) as error:
@@ -134,7 +137,7 @@ class VerdictStore:
         path = self._folder / f"{key}-{preset}.pt2"
         draft = path.with_suffix(".draft")
         make(draft)
-        seal(draft, path)
+        add_digest(draft, path)
 
     @contextlib.contextmanager
     def loading(self, path: Path) -> Iterator[None]:
@@ -303,3 +306,67 @@ def _processor() -> str:
                 name = line
                 break
     return f"{name} {torch.backends.cpu.get_cpu_capability()}"
+
+
+class DamagedError(Exception):
+    """The content of a file is not what was written."""
+
+
+def write_with_digest(path: Path, content: bytes) -> None:
+    """Write a file with its digest, all at once.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    draft.write_bytes(content)
+    add_digest(draft, path)
+
+
+def add_digest(draft: Path, path: Path) -> None:
+    """Give a file its digest, and then its name.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    with draft.open("r+b") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        file.seek(0, os.SEEK_END)
+        file.write(_DIGEST_LEAD + digest.encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
+def checked_content(content: bytes) -> bytes:
+    """What was written, of the whole of a file.
+
+    Raises:
+        DamagedError: It has changed since.
+    """
+    own, end = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
+    if end != _DIGEST_LEAD + hashlib.sha256(own).hexdigest().encode() + b"\n":
+        raise DamagedError("its digest does not fit")
+    return own
+
+
+def check_digest(path: Path) -> None:
+    """See that a file, which may be large, is what was written.
+
+    Raises:
+        DamagedError: It has changed since.
+        OSError: It cannot be read.
+    """
+    if not path.is_file() or path.is_symlink():
+        raise DamagedError("it is no regular file")
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        left = os.fstat(file.fileno()).st_size - _DIGEST_BYTES
+        while left > 0:
+            piece = file.read(min(_PIECE_BYTES, left))
+            if not piece:
+                raise DamagedError("it has become shorter")
+            digest.update(piece)
+            left -= len(piece)
+        if left or file.read() != _DIGEST_LEAD + digest.hexdigest().encode() + b"\n":
+            raise DamagedError("its digest does not fit")

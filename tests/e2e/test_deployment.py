@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from inferpool.models.speed.sealed import unsealed
+from inferpool.models.speed.verdicts import checked_content
 from tests.e2e.load import Tally, ask_until
 from tests.e2e.running import ROOT, Running, faulty, left_over, running, until
 from tests.ports import free_port
@@ -160,7 +160,7 @@ def test_services_on_one_host_share_verdicts_on_speed_and_nothing_else(pair: Pai
     found = [each.get("/health").json() for each in pair.services]
     presets = {m["workers"][0]["speed"] for each in found for m in each["models"][1:]}
     (verdict,) = [p for p in pair.cache.glob("*.json") if "-decode" not in p.name]
-    assert presets == {json.loads(unsealed(verdict.read_bytes()))["preset"]}
+    assert presets == {json.loads(checked_content(verdict.read_bytes()))["preset"]}
     assert [len(each["fronts"]) for each in found] == [1, 2]
     families = [{process.pid for process in each.family()} for each in pair.services]
     assert not families[0] & families[1]

@@ -14,11 +14,11 @@ from inferpool.models.base import Model
 from inferpool.models.item import Item
 from inferpool.models.sources.registry import build
 from inferpool.models.spec import Placement
-from inferpool.models.speed.choose import SpeedWish, choose
+from inferpool.models.speed.choose import SpeedOptions, choose
 from inferpool.models.vision.gpu_jpegs import GpuJpegs, nvjpeg
 from tests.e2e.running import Running, faulty, running
 from tests.models.items import encoded, image_item, jpeg, photo, run
-from tests.models.speed.test_choose import loaded
+from tests.models.speed.test_choose import small
 
 pytestmark = pytest.mark.gpu
 
@@ -104,9 +104,9 @@ def test_worker_allocates_no_more_than_its_share():
 
 @pytest.mark.parametrize("preset", ["graphed", "graphed_fp16"])
 def test_graphs_answer_as_the_network_does(preset: str):
-    model = loaded()
+    model = small()
     model.network.cuda()
-    found = choose(model, SpeedWish(speed=preset, max_batch_size=8, cache_dir=None), print)
+    found = choose(model, SpeedOptions(speed=preset, max_batch_size=8, cache_dir=None), print)
     assert found.preset == preset
     assert found.deviation < 0.05
 

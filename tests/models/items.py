@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from io import BytesIO
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -16,6 +16,7 @@ from inferpool.models.item import Item
 from inferpool.models.spec import Placement, TensorHeader
 
 CPU = Placement(devices=("cpu",))
+AnyModel = TypeVar("AnyModel", bound=Model)
 
 
 def json_item(value: object, **parameters: object) -> Item:
@@ -42,7 +43,7 @@ def tensor_item(tensors: Mapping[str, Tensor], **parameters: object) -> Item:
 
 
 def photo(name: str) -> Image.Image:
-    """One of scikit-image's photographs: "chelsea" (a cat), "coffee", "astronaut", "rocket"."""
+    """Return a photograph of scikit-image: "chelsea" (a cat), "coffee", "astronaut" ...."""
     return Image.fromarray(getattr(skimage.data, name)())
 
 
@@ -61,13 +62,19 @@ def pixels_of(image: Image.Image) -> np.ndarray:
     return np.asarray(image).astype(int)
 
 
+def loaded(model: AnyModel) -> AnyModel:
+    """Load a model onto the CPU."""
+    model.load(CPU)
+    return model
+
+
 def run(model: Model, items: Sequence[Item]) -> dict[str, Tensor]:
-    """One batch, from its items to its outputs, as a worker computes it."""
+    """Compute one batch as a worker does, from its items to its outputs."""
     with torch.inference_mode():
         batch = model.collate([model.preprocess(item) for item in items])
         return dict(model.postprocess(model.forward(batch)))
 
 
 def answers(model: Model, items: Sequence[Item]) -> list[Any]:
-    """One batch, from its items to its rendered answers, as a worker computes it."""
+    """Compute one batch as a worker does, from its items to its rendered answers."""
     return list(model.render_batch(run(model, items), [item.parameters for item in items]))

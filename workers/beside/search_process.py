@@ -66,7 +66,7 @@ def _search(order: SearchOrder, say: _SendNews) -> None:
 
     from inferpool.models.sources.registry import build
     from inferpool.models.spec import Placement
-    from inferpool.models.speed.choose import SpeedWish
+    from inferpool.models.speed.choose import SpeedOptions
     from inferpool.models.speed.search import SearchError, search
     from inferpool.workers.inside.compiling import compile_package
 
@@ -77,7 +77,7 @@ def _search(order: SearchOrder, say: _SendNews) -> None:
         model.max_image_pixels = config.max_image_pixels
         model.load(Placement(devices=("cpu",), num_threads=config.placement.num_threads))
         assert config.cache_dir is not None
-        wish = SpeedWish(
+        wish = SpeedOptions(
             speed="auto",
             max_batch_size=config.max_batch_size,
             cache_dir=Path(config.cache_dir),

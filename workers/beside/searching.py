@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from inferpool.models.speed.attempts import take_back
+from inferpool.models.speed.attempts import forget_attempt
 from inferpool.models.speed.names import SpeedReport
 from inferpool.workers.config import WorkerConfig
 
@@ -76,7 +76,7 @@ async def search(config: WorkerConfig, key: str, on_progress: Callable[[str], No
         if process.returncode is None:
             _kill(process.pid)
             if config.cache_dir is not None:
-                await asyncio.to_thread(take_back, Path(config.cache_dir), key, process.pid)
+                await asyncio.to_thread(forget_attempt, Path(config.cache_dir), key, process.pid)
         await asyncio.wait([errors, asyncio.create_task(process.wait())], timeout=_LEAVE_S)
         errors.cancel()
         assert process.stdin is not None

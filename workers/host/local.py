@@ -17,7 +17,7 @@ from multiprocessing.context import SpawnProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from inferpool.models.speed.attempts import take_back_load
+from inferpool.models.speed.attempts import forget_load
 from inferpool.workers.arena import Arena
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.errors import WorkerStartError
@@ -191,7 +191,7 @@ class LocalEngine:
             await _give_up(worker, launch, "the start was given up")
             if config.cache_dir is not None:
                 for rank in worker.ranks:
-                    await asyncio.to_thread(take_back_load, Path(config.cache_dir), rank.pid)
+                    await asyncio.to_thread(forget_load, Path(config.cache_dir), rank.pid)
             raise
         except ForkserverLostError:
             raise

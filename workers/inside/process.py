@@ -24,7 +24,7 @@ import torch
 from inferpool.models.base import load_model
 from inferpool.models.example import example_of, reads_own_form
 from inferpool.models.files.opened import OpenedFiles
-from inferpool.models.speed.choose import SpeedWish, choose
+from inferpool.models.speed.choose import SpeedOptions, choose
 from inferpool.models.split.turnstile import BatchClock
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.heartbeat import Heartbeat
@@ -271,7 +271,7 @@ def load(
     with opened.noting():
         model = build_model(config, group)
         load_model(model, config.placement)
-    wish = SpeedWish(
+    wish = SpeedOptions(
         speed=config.speed,
         max_batch_size=config.max_batch_size,
         cache_dir=Path(config.cache_dir) if config.cache_dir else None,

@@ -9,7 +9,7 @@ from torch.export import Dim
 from inferpool.models.errors import InputError, ModelError, SourceError
 from inferpool.models.sources.archives import ExportedModel, ScriptedModel
 from inferpool.models.spec import TensorSpec
-from tests.models.items import CPU, answers, json_item, run, tensor_item
+from tests.models.items import CPU, answers, json_item, loaded, run, tensor_item
 
 # torch.jit is deprecated, and still what users have.
 scripting = pytest.mark.filterwarnings("ignore:`torch.jit")
@@ -28,9 +28,7 @@ class Pair(nn.Module):
 
 def exported(path, module, args, **options):
     torch.export.save(torch.export.export(module, args, **options), path)
-    model = ExportedModel(path)
-    model.load(CPU)
-    return model
+    return loaded(ExportedModel(path))
 
 
 def spec(name, dtype, *shape):
@@ -141,8 +139,7 @@ def test_torchscript_takes_the_inputs_that_the_settings_declare(tmp_path):
     module = Pair().eval()
     torch.jit.script(module).save(tmp_path / "a.pt")
     inputs = [spec("first", "float32", -1, 4), spec("second", "float32", -1, 4)]
-    model = ScriptedModel(tmp_path / "a.pt", inputs=inputs)
-    model.load(CPU)
+    model = loaded(ScriptedModel(tmp_path / "a.pt", inputs=inputs))
     assert model.outputs == [spec("logits", "float32", -1, 3), spec("sum", "float32", -1, 4)]
     x, y = torch.randn(2, 4)
     outputs = run(model, [tensor_item({"second": y, "first": x})])
@@ -154,8 +151,7 @@ def test_torchscript_takes_the_inputs_that_the_settings_declare(tmp_path):
 @scripting
 def test_torchscript_without_declared_inputs_takes_one_tensor_of_any_shape(tmp_path):
     torch.jit.trace(nn.Flatten(), torch.zeros(1, 2, 2)).save(tmp_path / "a.ts")
-    model = ScriptedModel(tmp_path / "a.ts")
-    model.load(CPU)
+    model = loaded(ScriptedModel(tmp_path / "a.ts"))
     assert answers(model, [json_item([[1, 2], [3, 4]])]) == [[1.0, 2.0, 3.0, 4.0]]
     assert list(model.warmup()) == []
 

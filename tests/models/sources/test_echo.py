@@ -5,14 +5,20 @@ import torch
 
 from inferpool.models.errors import InputError
 from inferpool.models.sources.echo import Echo
-from tests.models.items import CPU, answers, bytes_item, image_item, json_item, run, tensor_item
+from tests.models.items import (
+    answers,
+    bytes_item,
+    image_item,
+    json_item,
+    loaded,
+    run,
+    tensor_item,
+)
 
 
 @pytest.fixture
 def model():
-    echo = Echo()
-    echo.load(CPU)
-    return echo
+    return loaded(Echo())
 
 
 def test_bytes_are_counted_and_their_head_comes_back(model):

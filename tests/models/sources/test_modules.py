@@ -7,31 +7,29 @@ from torch import nn
 from inferpool.models.errors import ModelError, SourceError
 from inferpool.models.sources.modules import ModuleModel, named_outputs, specs_of
 from inferpool.models.spec import TensorSpec
-from tests.models.items import CPU, answers, json_item, run, tensor_item
+from tests.models.items import answers, json_item, loaded, run, tensor_item
 
 FOUR = [TensorSpec(name="x", dtype="float32", shape=(-1, 4))]
 
 
-def loaded(build, **options):
-    model = ModuleModel(build, **options)
-    model.load(CPU)
-    return model
+def load(build, **options):
+    return loaded(ModuleModel(build, **options))
 
 
 def test_a_network_of_one_tensor_needs_no_declaration():
-    model = loaded(lambda: nn.Flatten())
+    model = load(lambda: nn.Flatten())
     assert answers(model, [json_item([[1], [2]])]) == [[1.0, 2.0]]
     assert answers(model, [tensor_item({"": torch.ones(2, 2)})]) == [[1.0] * 4]
 
 
 def test_outputs_are_found_by_a_trial_where_the_inputs_are_known():
-    model = loaded(lambda: nn.Linear(4, 3), inputs=FOUR)
+    model = load(lambda: nn.Linear(4, 3), inputs=FOUR)
     assert model.outputs == [TensorSpec(name="output", dtype="float32", shape=(-1, 3))]
     assert run(model, model.warmup())["output"].shape == (1, 3)
 
 
 def test_networks_infer_and_do_not_train():
-    model = loaded(lambda: nn.Dropout(0.9))
+    model = load(lambda: nn.Dropout(0.9))
     assert answers(model, [json_item([1] * 50)]) == [[1.0] * 50]
 
 
@@ -44,10 +42,10 @@ def test_outputs_take_the_names_that_are_declared():
         TensorSpec(name="low", dtype="float32", shape=(-1, 1)),
         TensorSpec(name="high", dtype="float32", shape=(-1, 3)),
     ]
-    model = loaded(Split, inputs=FOUR, outputs=outputs)
+    model = load(Split, inputs=FOUR, outputs=outputs)
     assert answers(model, [json_item([1, 2, 3, 4])]) == [{"low": [1.0], "high": [2.0, 3.0, 4.0]}]
     with pytest.raises(ModelError, match="has 2 outputs, but 1 are declared"):
-        loaded(Split, inputs=FOUR, outputs=outputs[:1])
+        load(Split, inputs=FOUR, outputs=outputs[:1])
 
 
 @pytest.mark.parametrize(
@@ -66,7 +64,7 @@ def test_a_network_that_does_not_serve_batches_is_refused_as_it_loads(function, 
         forward = staticmethod(function)
 
     with pytest.raises(ModelError, match=message):
-        loaded(Wrapped, inputs=FOUR)
+        load(Wrapped, inputs=FOUR)
 
 
 def test_outputs_are_named_by_what_holds_them():

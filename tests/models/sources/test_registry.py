@@ -10,7 +10,7 @@ from inferpool.models.sources.archives import ExportedModel, ScriptedModel
 from inferpool.models.sources.echo import Echo
 from inferpool.models.sources.registry import build
 from inferpool.models.vision.efficientnet import EfficientNetLite0
-from tests.models.items import CPU, answers, json_item
+from tests.models.items import CPU, answers, json_item, loaded
 
 USER_MODULE = """
     import torch
@@ -67,7 +67,7 @@ def user(tmp_path, monkeypatch):
 
 def refused(source, weights="DEFAULT", **options):
     with pytest.raises(ModelError) as info:
-        build(source, weights, options).load(CPU)
+        loaded(build(source, weights, options))
     return str(info.value)
 
 
@@ -80,8 +80,7 @@ def test_names_of_what_ships_build_it():
 
 
 def test_a_users_model_gets_the_options(user):
-    model = build("mymodels:Doubler", "DEFAULT", {"factor": 3})
-    model.load(CPU)
+    model = loaded(build("mymodels:Doubler", "DEFAULT", {"factor": 3}))
     assert answers(model, [json_item([1, 2])]) == [[3.0, 6.0]]
 
 
@@ -105,12 +104,11 @@ def test_a_module_in_a_package_is_found(user):
 def test_a_users_network_is_wrapped_and_its_weights_loaded(user):
     torch.save({"linear.weight": torch.eye(2), "linear.bias": torch.ones(2)}, "w.pth")
     inputs = [{"name": "x", "dtype": "float32", "shape": [-1, 2]}]
-    model = build("mymodels:Net", "w.pth", {"inputs": inputs})
-    model.load(CPU)
+    model = loaded(build("mymodels:Net", "w.pth", {"inputs": inputs}))
     assert answers(model, [json_item([4, 5])]) == [[5.0, 6.0]]
     assert model.outputs[0].shape == (-1, 2)
     with pytest.raises(CheckpointError, match="does not fit Net: 2 of another shape"):
-        build("mymodels:Net", "w.pth", {"width": 7}).load(CPU)
+        loaded(build("mymodels:Net", "w.pth", {"width": 7}))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")  # deprecated, and what users have

@@ -19,13 +19,12 @@ from inferpool.models.sources.modules import ModuleModel
 from inferpool.models.spec import TensorSpec
 from inferpool.models.speed import choose as choosing
 from inferpool.models.speed import trial as trying
-from inferpool.models.speed.choose import SpeedWish, choose
+from inferpool.models.speed.choose import SpeedOptions, choose
 from inferpool.models.speed.names import SpeedReport
 from inferpool.models.speed.trial import Trial
 from inferpool.models.speed.verdicts import VerdictStore
-from inferpool.models.vision.classifier import Classifier
-from tests.models.items import CPU, run
-from tests.models.vision.test_classifier import SMALL
+from tests.models.items import loaded, run, tensor_item
+from tests.small_classifier import SmallClassifier
 
 HAS_BF16 = torch.cpu._is_avx512_bf16_supported()
 
@@ -42,22 +41,18 @@ class Convolutions(nn.Module):
         return self.layers(x).mean((2, 3))
 
 
-class Small(Classifier):
-    def __init__(self):
-        super().__init__(transform=SMALL, labels=[f"label {i}" for i in range(10)])
-
-    def build_network(self):
-        return Convolutions()
+def convolutions():
+    """Return a model of a bare network, whose outputs may hardly change."""
+    inputs = [TensorSpec(name="x", dtype="float32", shape=(-1, 3, 16, 16))]
+    return loaded(ModuleModel(Convolutions, inputs=inputs))
 
 
-def wish(speed="auto", cache_dir=None):
-    return SpeedWish(speed=speed, max_batch_size=4, cache_dir=cache_dir)
+def options(speed="auto", cache_dir=None, **others):
+    return SpeedOptions(speed=speed, max_batch_size=4, cache_dir=cache_dir, **others)
 
 
-def loaded(model=None):
-    model = model or Small()
-    model.load(CPU)
-    return model
+def small():
+    return loaded(SmallClassifier())
 
 
 @pytest.fixture(autouse=True)
@@ -76,20 +71,15 @@ def always_faster(monkeypatch):
     monkeypatch.setattr(Trial, "gain", lambda self, network: float(next(gains)))
 
 
-@pytest.fixture
-def never_faster(monkeypatch):
-    monkeypatch.setattr(Trial, "gain", lambda self, network: 1.05)
-
-
 def quietly(stage):
     return None
 
 
 def test_the_fastest_that_agrees_serves_with_the_same_answers(always_faster):
-    model = loaded()
+    model = small()
     want = run(model, model.samples())["probabilities"]
     stages = []
-    report = choose(model, wish(), stages.append)
+    report = choose(model, options(), stages.append)
     assert report.preset != "exact"
     assert report.gain >= 2
     assert "measuring speed presets 1/" in stages[0]
@@ -98,10 +88,11 @@ def test_the_fastest_that_agrees_serves_with_the_same_answers(always_faster):
     assert (found - want).abs().max() <= 3 * report.deviation + 1e-6
 
 
-def test_a_preset_that_is_hardly_faster_is_not_worth_it(never_faster):
-    model = loaded()
+def test_a_preset_that_is_hardly_faster_is_not_worth_it(monkeypatch):
+    monkeypatch.setattr(Trial, "gain", lambda *_: 1.05)
+    model = small()
     network = model.network
-    report = choose(model, wish(), quietly)
+    report = choose(model, options(), quietly)
     assert report.preset == "exact"
     assert "1.05 x" in report.note
     assert model.network is network
@@ -109,21 +100,16 @@ def test_a_preset_that_is_hardly_faster_is_not_worth_it(never_faster):
 
 @pytest.mark.skipif(not HAS_BF16, reason="this processor has no bf16")
 def test_a_preset_that_strays_is_refused_with_the_figures(always_faster):
-    module = ModuleModel(
-        Convolutions, inputs=[TensorSpec(name="x", dtype="float32", shape=(-1, 3, 16, 16))]
-    )
-    report = choose(loaded(module), wish(), quietly)
+    report = choose(convolutions(), options(), quietly)
     assert report.preset == "folded"
     assert "bf16 refused: off by" in report.note
     assert "allowed is 0.001" in report.note
 
 
 def test_a_preset_asked_for_by_name_is_taken_and_its_deviation_told(caplog):
-    module = ModuleModel(
-        Convolutions, inputs=[TensorSpec(name="x", dtype="float32", shape=(-1, 3, 16, 16))]
-    )
+    module = convolutions()
     with caplog.at_level(logging.WARNING):
-        report = choose(loaded(module), wish("bf16"), quietly)
+        report = choose(module, options("bf16"), quietly)
     assert report.preset == "bf16"
     assert report.deviation > 1e-4
     assert run(module, module.samples())["output"].dtype == torch.float32
@@ -133,31 +119,30 @@ def test_a_preset_asked_for_by_name_is_taken_and_its_deviation_told(caplog):
 def test_a_preset_asked_for_by_name_that_is_slower_here_is_warned_of(caplog, monkeypatch):
     monkeypatch.setattr("inferpool.models.speed.trial.Trial.gain", lambda *_: 0.07)
     with caplog.at_level(logging.WARNING):
-        assert choose(loaded(), wish("folded"), quietly).preset == "folded"
+        assert choose(small(), options("folded"), quietly).preset == "folded"
     assert 'speed = "folded" is slower than "exact" here: 0.07 x' in caplog.messages
 
 
 def test_exact_leaves_the_network_alone():
-    model = loaded()
+    model = small()
     network = model.network
-    assert choose(model, wish("exact"), quietly) == SpeedReport()
+    assert choose(model, options("exact"), quietly) == SpeedReport()
     assert model.network is network
 
 
-class Unsampled(Small):
+class Unsampled(SmallClassifier):
     def samples(self):
         return []
 
 
 @pytest.mark.parametrize("make", [Echo, Unsampled])
 def test_a_model_that_nothing_can_be_verified_on_stays_exact(make):
-    model = make()
-    model.load(CPU)
-    report = choose(model, wish(), quietly)
+    model = loaded(make())
+    report = choose(model, options(), quietly)
     assert report.preset == "exact"
     assert report.note
     with pytest.raises(ModelError, match="cannot be had"):
-        choose(model, wish("folded"), quietly)
+        choose(model, options("folded"), quietly)
 
 
 class Peculiar(Convolutions):
@@ -167,13 +152,13 @@ class Peculiar(Convolutions):
         raise RuntimeError("not to be copied")
 
 
-class Uncopied(Small):
+class Uncopied(SmallClassifier):
     def build_network(self):
         return Peculiar()
 
 
 def test_a_network_that_presets_break_on_is_served_as_it_is():
-    report = choose(loaded(Uncopied()), wish(), quietly)
+    report = choose(loaded(Uncopied()), options(), quietly)
     assert report.preset == "exact"
     assert "not to be copied" in report.note
 
@@ -190,14 +175,12 @@ class Own(Model):
         return {"y": self.network(batch["x"])}
 
     def warmup(self):
-        from tests.models.items import tensor_item
-
         return [tensor_item({"x": torch.randn(3, 8, 8)})]
 
 
 def test_a_class_of_the_users_own_gets_presets_by_naming_its_network(always_faster):
     model = loaded(Own())
-    report = choose(model, wish("folded"), quietly)
+    report = choose(model, options("folded"), quietly)
     assert report.preset == "folded"
     assert run(model, model.warmup())["y"].shape == (1, 10)
 
@@ -216,48 +199,36 @@ def count_measurements(monkeypatch):
 
 def test_a_verdict_is_reused_and_verified_again(tmp_path, monkeypatch, always_faster):
     calls = count_measurements(monkeypatch)
-    first = choose(loaded(), wish(cache_dir=tmp_path), quietly)
-    again = loaded()
-    second = choose(again, wish(cache_dir=tmp_path), quietly)
+    first = choose(small(), options(cache_dir=tmp_path), quietly)
+    again = small()
+    second = choose(again, options(cache_dir=tmp_path), quietly)
     assert len(calls) == 1
     assert (second.preset, second.gain, second.note) == (first.preset, first.gain, first.note)
     assert second.measured_s == 0.0
     assert type(again.network).__name__ == "Recast"
 
 
-def test_other_weights_get_a_verdict_of_their_own(tmp_path, monkeypatch, always_faster):
+def test_other_weights_and_another_tolerance_get_verdicts_of_their_own(
+    tmp_path, monkeypatch, always_faster
+):
     calls = count_measurements(monkeypatch)
-    choose(loaded(), wish(cache_dir=tmp_path), quietly)
-    other = loaded()
+    choose(small(), options(cache_dir=tmp_path), quietly)
+    other = small()
     with torch.no_grad():
-        other.network.layers[0].weight[0, 0, 0, 0] += 0.1
-    choose(other, wish(cache_dir=tmp_path), quietly)
+        other.network[0].weight[0, 0, 0, 0] += 0.1
+    choose(other, options(cache_dir=tmp_path), quietly)
     assert len(calls) == 2
-
-
-def test_another_tolerance_gets_a_verdict_of_its_own(tmp_path, monkeypatch, always_faster):
-    calls = count_measurements(monkeypatch)
-    choose(loaded(), wish(cache_dir=tmp_path), quietly)
-    stricter = loaded()
+    stricter = small()
     stricter.tolerance = LabelTolerance(min_lead=0.01)
-    choose(stricter, wish(cache_dir=tmp_path), quietly)
-    assert len(calls) == 2
-
-
-@pytest.mark.parametrize("text", [b"", b"{", b'{"preset": 3}', b'{"preset": "bf17", "gain": 9.0}'])
-def test_a_damaged_verdict_is_measured_anew(tmp_path, text, always_faster):
-    choose(loaded(), wish(cache_dir=tmp_path), quietly)
-    (path,) = tmp_path.glob("*.json")
-    path.write_bytes(text)
-    assert choose(loaded(), wish(cache_dir=tmp_path), quietly).preset != "exact"
-    assert b"bf17" not in path.read_bytes()
+    choose(stricter, options(cache_dir=tmp_path), quietly)
+    assert len(calls) == 3
 
 
 def test_a_folder_that_cannot_be_written_is_named_and_costs_nothing_but_time(
     tmp_path, always_faster, caplog
 ):
     (tmp_path / "file").write_text("in the way")
-    report = choose(loaded(), wish(cache_dir=tmp_path / "file" / "cache"), quietly)
+    report = choose(small(), options(cache_dir=tmp_path / "file" / "cache"), quietly)
     assert report.preset != "exact"
     (line,) = caplog.messages
     assert str(tmp_path / "file" / "cache") in line
@@ -283,7 +254,7 @@ def slow(monkeypatch):
     monkeypatch.setattr(choosing, "time", clock)
     monkeypatch.setattr(trying, "time", clock)
 
-    class Slow(Small):
+    class Slow(SmallClassifier):
         num_batches = 0
 
         def forward(self, batch):
@@ -295,7 +266,7 @@ def slow(monkeypatch):
 
 
 def test_trying_ends_when_its_time_is_over_whatever_it_is_about(slow):
-    report = choose(loaded(slow()), wish(), quietly)
+    report = choose(loaded(slow()), options(), quietly)
     assert slow.num_batches <= choosing._BUDGET_S + 2
     assert report.preset == "exact"
     assert report.is_cut_short
@@ -306,7 +277,7 @@ def test_what_was_best_when_time_is_over_serves(slow, monkeypatch):
     monkeypatch.setattr(choosing, "presets_for", lambda *_: ["folded", "channels_last"])
     monkeypatch.setattr(Trial, "gain", lambda self, network: 2.0)
     monkeypatch.setattr(choosing, "_BUDGET_S", 7.5)
-    report = choose(loaded(slow()), wish(), quietly)
+    report = choose(loaded(slow()), options(), quietly)
     assert (report.preset, report.is_cut_short) == ("folded", True)
     assert "no time was left for channels_last" in report.note
 
@@ -322,16 +293,16 @@ def test_a_verdict_cut_short_is_kept_for_a_while_only(tmp_path):
 
 
 def test_what_was_chosen_before_in_this_run_is_applied_without_trying(monkeypatch, always_faster):
-    first = choose(loaded(), wish(), quietly)
+    first = choose(small(), options(), quietly)
     monkeypatch.setattr(Trial, "compare", lambda *_: pytest.fail("it compares"))
     monkeypatch.setattr(Trial, "gain", lambda *_: pytest.fail("it measures"))
     for speed in ("auto", first.preset):
-        again = loaded()
-        told = replace(wish(speed), chosen=replace_report(first, measured_s=3.0))
+        again = small()
+        told = replace(options(speed), chosen=replace_report(first, measured_s=3.0))
         assert choose(again, told, quietly) == replace_report(first, measured_s=0.0)
         assert type(again.network).__name__ == "Recast"
     exact = SpeedReport(note="no preset is faster")
-    assert choose(loaded(), replace(wish(), chosen=exact), quietly) == exact
+    assert choose(small(), replace(options(), chosen=exact), quietly) == exact
 
 
 _HOLD = """
@@ -343,11 +314,13 @@ sys.stdin.read()
 """
 
 
-def test_only_one_measures_and_a_killed_one_holds_up_nobody(tmp_path):
+def test_only_one_measures_and_the_others_wait_for_it_to_end_or_for_the_timeout(tmp_path):
     command = [sys.executable, "-c", _HOLD, str(tmp_path / "key.lock")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         holder.stdout.readline()
+        with VerdictStore(tmp_path).turn("key", 0.2, lambda: None):
+            assert holder.poll() is None
         waited = []
 
         def on_wait():
@@ -358,17 +331,7 @@ def test_only_one_measures_and_a_killed_one_holds_up_nobody(tmp_path):
             assert waited == [1]
 
 
-def test_a_wait_for_another_has_an_end(tmp_path):
-    command = [sys.executable, "-c", _HOLD, str(tmp_path / "key.lock")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None
-        holder.stdout.readline()
-        with VerdictStore(tmp_path).turn("key", 0.2, lambda: None):
-            assert holder.poll() is None
-        holder.kill()
-
-
 def test_samples_of_a_classifier_are_photographs():
-    items = Small().samples()
+    items = SmallClassifier().samples()
     assert len(items) == 60
     assert all(isinstance(item, Item) and item.kind == "tensors" for item in items)

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from inferpool.models.speed import trial as trying
-from inferpool.models.speed.choose import SpeedWish, choose
+from inferpool.models.speed.choose import choose
 from inferpool.models.speed.search import SearchError, search
 from inferpool.models.speed.trial import Trial
 from inferpool.models.speed.verdicts import VerdictStore
 from inferpool.workers.inside.compiling import CompileError
-from tests.models.items import run
-from tests.models.speed.test_choose import Small, loaded, quietly
+from tests.models.items import loaded, run
+from tests.models.speed.test_choose import options, quietly, small
+from tests.small_classifier import SmallClassifier
 
 
 @pytest.fixture(autouse=True)
@@ -23,9 +24,6 @@ def host(monkeypatch, tmp_path_factory):
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-HAS_BF16 = torch.cpu._is_avx512_bf16_supported()
 
 
 @pytest.fixture
@@ -43,7 +41,7 @@ def compiler(monkeypatch):
     class Loaded(torch.nn.Module):
         def __init__(self, path, exact):
             super().__init__()
-            self.network = loaded().network
+            self.network = small().network
 
         def forward(self, x):
             return self.network(x)
@@ -54,25 +52,25 @@ def compiler(monkeypatch):
     return compile_package
 
 
-def wish(folder, compiler=None):
-    return SpeedWish(speed="auto", max_batch_size=4, cache_dir=folder, compile_package=compiler)
-
-
 def test_what_a_search_finds_is_what_a_worker_starts_with_from_then_on(tmp_path, compiler):
-    first = choose(loaded(), wish(tmp_path), quietly)
+    first = choose(small(), options(cache_dir=tmp_path), quietly)
     assert not first.is_final
     stages: list[str] = []
-    found = search(loaded(), wish(tmp_path, compiler), first.key, stages.append)
-    name = "compiled_bf16" if HAS_BF16 else "compiled"
+    found = search(
+        small(), options(cache_dir=tmp_path, compile_package=compiler), first.key, stages.append
+    )
+    name = "compiled_bf16" if torch.cpu._is_avx512_bf16_supported() else "compiled"
     assert (found.preset, found.is_final) == (name, True)
     assert f"compiling the preset {name}" in stages
     assert compiler.made == [name]
-    model = loaded()
+    model = small()
     want = run(model, model.samples())["probabilities"]
-    assert choose(model, wish(tmp_path), quietly) == found
+    assert choose(model, options(cache_dir=tmp_path), quietly) == found
     assert type(model.network).__name__ == "Loaded"
     torch.testing.assert_close(run(model, model.samples())["probabilities"], want)
-    again = search(loaded(), wish(tmp_path, compiler), first.key, quietly)
+    again = search(
+        small(), options(cache_dir=tmp_path, compile_package=compiler), first.key, quietly
+    )
     assert (again, len(compiler.made)) == (found, 1)
 
 
@@ -82,15 +80,15 @@ def test_what_cannot_be_compiled_is_told_and_not_tried_again(tmp_path, monkeypat
     def fail(network, preset, path):
         raise CompileError("an operator is unknown")
 
-    first = choose(loaded(), wish(tmp_path), quietly)
-    found = search(loaded(), wish(tmp_path, fail), first.key, quietly)
+    first = choose(small(), options(cache_dir=tmp_path), quietly)
+    found = search(small(), options(cache_dir=tmp_path, compile_package=fail), first.key, quietly)
     assert (found.preset, found.is_final) == (first.preset, True)
     assert "compiled cannot be had: CompileError: an operator is unknown" in found.note
-    assert choose(loaded(), wish(tmp_path), quietly).is_final
+    assert choose(small(), options(cache_dir=tmp_path), quietly).is_final
 
 
 def test_what_computes_as_a_preset_that_strays_is_not_compiled(tmp_path, compiler):
-    class Strict(Small):
+    class Strict(SmallClassifier):
         class tolerance:  # noqa: N801  # in place of the attribute
             @staticmethod
             def judge(exact, other):
@@ -98,26 +96,32 @@ def test_what_computes_as_a_preset_that_strays_is_not_compiled(tmp_path, compile
 
                 return ValueTolerance(relative=1e-6).judge(exact, other)
 
-    first = choose(loaded(Strict()), wish(tmp_path), quietly)
-    search(loaded(Strict()), wish(tmp_path, compiler), first.key, quietly)
+    first = choose(loaded(Strict()), options(cache_dir=tmp_path), quietly)
+    search(
+        loaded(Strict()), options(cache_dir=tmp_path, compile_package=compiler), first.key, quietly
+    )
     assert compiler.made == ["compiled"]
 
 
 def test_a_search_that_was_killed_is_not_made_again_for_a_day(tmp_path, compiler):
-    first = choose(loaded(), wish(tmp_path), quietly)
+    first = choose(small(), options(cache_dir=tmp_path), quietly)
     mark = tmp_path / f"{first.key}.begun"
     mark.touch()
     with pytest.raises(SearchError, match="killed, perhaps for want of memory"):
-        search(loaded(), wish(tmp_path, compiler), first.key, quietly)
+        search(small(), options(cache_dir=tmp_path, compile_package=compiler), first.key, quietly)
     before = time.time() - 25 * 3600
     os.utime(mark, (before, before))
-    assert search(loaded(), wish(tmp_path, compiler), first.key, quietly).is_final
+    assert search(
+        small(), options(cache_dir=tmp_path, compile_package=compiler), first.key, quietly
+    ).is_final
     assert not mark.exists()
 
 
 def test_a_model_whose_weights_differ_each_time_is_not_searched_for(tmp_path, compiler):
     with pytest.raises(SearchError, match="the weights differ"):
-        search(loaded(), wish(tmp_path, compiler), "another key", quietly)
+        search(
+            small(), options(cache_dir=tmp_path, compile_package=compiler), "another key", quietly
+        )
 
 
 def test_an_attempt_that_leaves_in_order_leaves_no_mark(tmp_path):

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -19,7 +18,7 @@ from inferpool.models.speed.names import SpeedReport
 from inferpool.models.speed.trial import Trial
 from inferpool.models.speed.verdicts import VerdictStore
 from tests.models.items import run
-from tests.models.speed.test_choose import loaded, quietly, wish
+from tests.models.speed.test_choose import options, quietly, small
 
 REPORT = SpeedReport(preset="folded", gain=2.0, key="key", note="as good as exact")
 CONTENT = bytes(range(256)) * 100
@@ -67,6 +66,13 @@ DAMAGES: tuple[Callable[[Path], None], ...] = (
 )
 
 
+def made_package(store: VerdictStore) -> Path:
+    store.make_package("key", "compiled", lambda draft: draft.write_bytes(CONTENT) and None)
+    path = store.package("key", "compiled")
+    assert path is not None
+    return path
+
+
 @pytest.fixture(autouse=True)
 def known_chance():
     random.seed(0)
@@ -91,9 +97,7 @@ def test_a_damaged_verdict_is_made_again(tmp_path: Path, damage: Callable[[Path]
 def test_a_damaged_package_is_made_again(tmp_path: Path, damage: Callable[[Path], None]):
     store = VerdictStore(tmp_path)
     for _ in range(20 if damage in (flip_a_bit, cut, add) else 2):
-        store.make_package("key", "compiled", lambda draft: draft.write_bytes(CONTENT) and None)
-        path = store.package("key", "compiled")
-        assert path is not None
+        path = made_package(store)
         assert path.read_bytes().startswith(CONTENT)
         damage(path)
         assert store.package("key", "compiled") is None
@@ -103,13 +107,13 @@ def test_a_damaged_package_is_made_again(tmp_path: Path, damage: Callable[[Path]
 def test_a_choice_with_a_damaged_cache_answers_as_with_none(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(Trial, "gain", lambda self, network: 2.0)
     torch.set_num_threads(1)
-    want = run(loaded(), loaded().samples())["probabilities"]
+    want = run(small(), small().samples())["probabilities"]
     for damage in (flip_a_bit, nest, put_folder):
-        first = choose(loaded(), wish(cache_dir=tmp_path), quietly)
+        first = choose(small(), options(cache_dir=tmp_path), quietly)
         for path in tmp_path.glob("*.json"):
             damage(path)
-        model = loaded()
-        second = choose(model, wish(cache_dir=tmp_path), quietly)
+        model = small()
+        second = choose(model, options(cache_dir=tmp_path), quietly)
         assert (second.preset, second.deviation) == (first.preset, first.deviation)
         found = run(model, model.samples())["probabilities"]
         assert (found - want).abs().max() <= 0.02
@@ -146,17 +150,14 @@ def test_what_was_being_loaded_when_a_process_died_is_set_aside(tmp_path: Path, 
     cache, temp = tmp_path / "cache", tmp_path / "temp"
     cache.mkdir(), temp.mkdir()
     store = VerdictStore(cache)
-    store.make_package("key", "compiled", lambda draft: draft.write_bytes(CONTENT) and None)
-    path = store.package("key", "compiled")
-    assert path is not None
+    path = made_package(store)
     with loader(cache, temp) as dies, store.loading(path):
         assert store.package("key", "compiled"), "both are alive"
         dies.send_signal(signal.SIGSEGV)
         dies.wait(20)
         assert store.package("key", "compiled") is None
         assert "was being loaded when a process died" in caplog.text
-        store.make_package("key", "compiled", lambda draft: draft.write_bytes(CONTENT) and None)
-        assert store.package("key", "compiled"), "a new one is not to blame"
+        assert made_package(store), "a new one is not to blame"
     assert sorted(path.name for path in cache.iterdir()) == [
         "key-compiled.pt2",
         "key-compiled.pt2.aside",
@@ -167,9 +168,7 @@ def test_what_was_being_loaded_when_a_process_died_is_set_aside(tmp_path: Path, 
 def test_a_package_of_a_cache_that_can_only_be_read_is_loaded(tmp_path: Path, monkeypatch):
     store = VerdictStore(tmp_path / "cache")
     (tmp_path / "cache").mkdir()
-    store.make_package("key", "compiled", lambda draft: draft.write_bytes(CONTENT) and None)
-    path = store.package("key", "compiled")
-    assert path is not None
+    path = made_package(store)
     make = tempfile.mkdtemp
 
     def refuse(*, prefix: str, dir: Path | None = None) -> str:
@@ -187,9 +186,7 @@ def test_a_package_of_a_cache_that_can_only_be_read_is_loaded(tmp_path: Path, mo
 def test_a_package_that_cannot_be_loaded_is_set_aside_but_not_for_want_of_time(tmp_path: Path):
     store = VerdictStore(tmp_path)
     for error, is_left in ((TimeoutError(), True), (RuntimeError("no model in it"), False)):
-        store.make_package("key", "compiled", lambda draft: draft.write_bytes(CONTENT) and None)
-        path = store.package("key", "compiled")
-        assert path is not None
+        path = made_package(store)
         with pytest.raises(type(error)), store.loading(path):
             raise error
         assert (store.package("key", "compiled") is not None) == is_left
@@ -207,10 +204,10 @@ def test_a_compiled_preset_that_is_named_is_made_again_if_it_cannot_be_loaded(
     def load(path: Path, exact: torch.nn.Module | None) -> torch.nn.Module:
         if path.read_bytes().startswith(b"bad"):
             raise RuntimeError("no model in it")
-        return cast("torch.nn.Module", loaded().network)
+        return cast("torch.nn.Module", small().network)
 
     monkeypatch.setattr(trying, "Compiled", load)
     monkeypatch.setattr(Trial, "gain", lambda self, network: 2.0)
-    wanted = replace(wish("compiled", tmp_path), compile_package=compile_package)
-    assert choose(loaded(), wanted, quietly).preset == "compiled"
+    wanted = options("compiled", tmp_path, compile_package=compile_package)
+    assert choose(small(), wanted, quietly).preset == "compiled"
     assert len(made) == 2

@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 
 from inferpool.models.errors import InputError, ModelError
 from inferpool.models.sources.registry import build
-from inferpool.models.speed.choose import SpeedWish, choose
+from inferpool.models.speed.choose import SpeedOptions, choose
 from inferpool.models.text.bert import Bert, BertConfig
 from inferpool.models.text.encoder import SentenceEncoder, bucket_of, packaged_folder
+from inferpool.models.text.folder import Tokenizer
 from inferpool.models.text.prose import PROSE
-from inferpool.models.text.tokens import Tokenizer
-from tests.models.items import CPU, answers, bytes_item, json_item, run
+from tests.models.items import answers, bytes_item, json_item, loaded, run
 
 FILE = Path(__file__).parent / "minilm_l6.safetensors"
 SMALL = {
@@ -38,9 +38,7 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def model():
-    loaded = build("minilm_l6", "DEFAULT", {})
-    loaded.load(CPU)
-    return loaded
+    return loaded(build("minilm_l6", "DEFAULT", {}))
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +61,7 @@ def folder_of(path: Path, config: object = SMALL, **files: object) -> Path:
 
 
 def embedded(source: Path, text: str = "hello world", **options: object) -> torch.Tensor:
-    model = build(f"encoder:{source}", "DEFAULT", options)
-    model.load(CPU)
+    model = loaded(build(f"encoder:{source}", "DEFAULT", options))
     return run(model, [json_item(text)])["embedding"][0]
 
 
@@ -177,20 +174,19 @@ def test_a_folder_that_lacks_something_is_refused(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="has no weights"):
         build(f"encoder:{tmp_path}", "DEFAULT", {})
-    build(f"encoder:{tmp_path}", None, {}).load(CPU)
+    loaded(build(f"encoder:{tmp_path}", None, {}))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match=r"tokenizer\.json cannot be read"):
-        build(f"encoder:{tmp_path}", None, {}).load(CPU)
+        loaded(build(f"encoder:{tmp_path}", None, {}))
 
 
 def test_speed_presets_are_judged_on_texts_of_many_lengths_and_none_is_compiled(tmp_path):
-    model = build(f"encoder:{folder_of(tmp_path)}", "DEFAULT", {})
-    model.load(CPU)
-    judged = choose(model, SpeedWish(speed="auto", max_batch_size=4, cache_dir=tmp_path), print)
+    model = loaded(build(f"encoder:{folder_of(tmp_path)}", "DEFAULT", {}))
+    judged = choose(model, SpeedOptions(speed="auto", max_batch_size=4, cache_dir=tmp_path), print)
     assert judged.preset == "exact"  # bf16 is off by more than 1e-3 of the largest value
     assert judged.is_final
     with pytest.raises(ModelError, match="for inputs of one shape, and the samples have several"):
-        choose(model, SpeedWish(speed="compiled", max_batch_size=4, cache_dir=tmp_path), print)
+        choose(model, SpeedOptions(speed="compiled", max_batch_size=4, cache_dir=tmp_path), print)
 
 
 def test_the_network_can_be_traced_for_texts_of_any_length():

@@ -1,12 +1,10 @@
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from inferpool.models.errors import InputError, ModelError
-from inferpool.models.vision.classifier import Classifier, imagenet_labels
+from inferpool.models.vision.classifier import imagenet_labels
 from inferpool.models.vision.images import decode_image
-from inferpool.models.vision.transforms import ImageTransform
 from tests.fuzz import bombs
 from tests.models.items import (
     CPU,
@@ -15,34 +13,18 @@ from tests.models.items import (
     encoded,
     image_item,
     json_item,
+    loaded,
     photo,
     run,
     tensor_item,
 )
 from tests.models.reference import IMAGENET_CATEGORIES, ImageClassification
-
-SMALL = ImageTransform(resize=36, crop=32)
-
-
-class Tiny(Classifier):
-    """Ten classes, told apart by a random but fixed network."""
-
-    def __init__(self, *, num_classes=10):
-        super().__init__(transform=SMALL, labels=[f"label {i}" for i in range(10)])
-        self.num_classes = num_classes
-
-    def build_network(self):
-        torch.manual_seed(0)
-        return nn.Sequential(
-            nn.Conv2d(3, 8, 5, stride=3), nn.ReLU(), nn.Flatten(), nn.Linear(800, self.num_classes)
-        )
+from tests.small_classifier import SmallClassifier
 
 
 @pytest.fixture(scope="module")
 def model():
-    tiny = Tiny()
-    tiny.load(CPU)
-    return tiny
+    return loaded(SmallClassifier())
 
 
 def reference_scores(model, image):
@@ -64,14 +46,13 @@ def test_an_image_scores_as_the_reference_does(model):
 
 @pytest.mark.parametrize("decode", ["exact", "fast"])
 def test_an_elongated_image_is_refused_before_it_is_decoded(decode):
-    tiny = Tiny()
-    tiny.load(CPU)
-    tiny.decode = decode
+    model = loaded(SmallClassifier())
+    model.decode = decode
     head = bombs.png_of(bombs.png_head(1, 60_000), b"IDAT")  # which has no pixels to be decoded
     with pytest.raises(InputError, match=r"36 x 2160000 = 77,760,000 pixels; at most 50,000,000"):
-        tiny.preprocess(image_item(head))
+        model.preprocess(image_item(head))
     with pytest.raises(InputError, match="cannot be decoded"):
-        tiny.preprocess(image_item(bombs.png_of(bombs.png_head(30_000, 1_600), b"IDAT")))
+        model.preprocess(image_item(bombs.png_of(bombs.png_head(30_000, 1_600), b"IDAT")))
 
 
 def test_opaque_bytes_are_tried_as_an_image(model):
@@ -187,8 +168,10 @@ def test_a_parameter_that_is_wrong_fails_its_own_instance_alone(model):
 
 
 def test_labels_that_are_not_as_many_as_the_classes_are_refused():
-    with pytest.raises(ModelError, match=r"yields \[1, 7\], but there are 10 labels"):
-        Tiny(num_classes=7).load(CPU)
+    model = SmallClassifier()
+    model.labels = ["one"]
+    with pytest.raises(ModelError, match=r"yields \[1, 10\], but there are 1 labels"):
+        model.load(CPU)
 
 
 def test_the_warmup_is_an_image_that_the_model_takes(model):

@@ -11,7 +11,7 @@ from inferpool.models.errors import InputError
 from inferpool.models.vision.gpu_jpegs import GpuJpegs, nvjpeg
 from inferpool.models.vision.images import decode_image
 from inferpool.models.vision.transforms import ImageTransform
-from tests.models.items import CPU, encoded, image_item, photo, run, tensor_item
+from tests.models.items import encoded, image_item, loaded, photo, run, tensor_item
 from tests.small_classifier import SmallClassifier
 
 SMALL = ImageTransform(resize=36, crop=32)
@@ -47,8 +47,7 @@ def decoder():
 
 @pytest.fixture
 def model(decoder):
-    model = SmallClassifier()
-    model.load(CPU)
+    model = loaded(SmallClassifier())
     model.decode = "fast"
     model._gpu_jpegs = GpuJpegs(decoder, model.transform)
     return model
@@ -126,6 +125,5 @@ def test_a_lack_of_memory_is_for_the_worker_to_handle(model):
 
 def test_without_a_gpu_nothing_of_this_is_used():
     assert nvjpeg(torch.device("cpu")) is None
-    model = SmallClassifier()
-    model.load(CPU)
+    model = loaded(SmallClassifier())
     assert model._gpu_jpegs is None

@@ -10,7 +10,7 @@ from inferpool.models.sources.registry import build
 from inferpool.models.vision.classifier import Classifier
 from inferpool.models.vision.images import decode_image
 from inferpool.models.vision.zoo import TorchvisionClassifier
-from tests.models.items import CPU, answers, encoded, image_item, photo, run
+from tests.models.items import CPU, answers, encoded, image_item, loaded, photo, run
 from tests.models.reference import ImageClassification, SqueezeNet1_1_Weights, torchvision
 
 NAME = "squeezenet1_1"
@@ -54,8 +54,7 @@ def test_published_weights_are_downloaded_once_and_checked(published, weights, n
     assert model.download == ""
     assert_scores_as_torchvision_alone(model, weights)
     published.unlink()
-    again = build(f"torchvision:{NAME}", name, {})
-    again.load(CPU)
+    again = loaded(build(f"torchvision:{NAME}", name, {}))
     assert answers(again, again.warmup()) == answers(model, model.warmup())
 
 
@@ -82,8 +81,7 @@ def test_weights_that_cannot_be_reached_are_named(published):
 
 def test_a_damaged_file_in_the_cache_is_refused_before_it_is_read(published):
     cached = torch.hub.get_dir() + "/checkpoints/" + published.name
-    model = build(f"torchvision:{NAME}", "DEFAULT", {})
-    model.load(CPU)
+    model = loaded(build(f"torchvision:{NAME}", "DEFAULT", {}))
     with open(cached, "ab") as file:
         file.write(b"x")
     with pytest.raises(CheckpointError, match=r"is damaged: its SHA-256 begins with .* delete it"):
@@ -97,8 +95,7 @@ def test_a_checkpoint_takes_the_place_of_the_published_weights(weights, tmp_path
         torch.save({"state_dict": weights}, path)
     else:
         save_file(weights, path)
-    model = build(f"torchvision:{NAME}", str(path), {})
-    model.load(CPU)
+    model = loaded(build(f"torchvision:{NAME}", str(path), {}))
     assert_scores_as_torchvision_alone(model, weights)
 
 
@@ -117,8 +114,7 @@ def test_classes_and_labels_of_ones_own_are_options(tmp_path):
         ({"labels": str(tmp_path / "labels.txt")}, ["cat", "dog"]),
     ]
     for options, labels in cases:
-        model = build(f"torchvision:{NAME}", None, options)
-        model.load(CPU)
+        model = loaded(build(f"torchvision:{NAME}", None, options))
         (answer,) = answers(model, model.warmup())
         assert sorted(each["label"] for each in answer) == labels
 
@@ -129,8 +125,7 @@ def test_networks_with_a_second_head_load_their_own_checkpoints(name, tmp_path):
     network = torchvision.models.get_model(name, init_weights=False, num_classes=10)
     torch.save(network.state_dict(), tmp_path / "a.pth")
     for weights in (None, str(tmp_path / "a.pth")):
-        model = build(f"torchvision:{name}", weights, {"num_classes": 10})
-        model.load(CPU)
+        model = loaded(build(f"torchvision:{name}", weights, {"num_classes": 10}))
         assert len(answers(model, model.warmup())[0]) == 5
 
 
@@ -148,7 +143,7 @@ def test_networks_with_a_second_head_load_their_own_checkpoints(name, tmp_path):
 )
 def test_what_torchvision_does_not_have_is_refused(published, name, weights, options, message):
     with pytest.raises(SourceError, match=message):
-        build(f"torchvision:{name}", weights, options).load(CPU)
+        loaded(build(f"torchvision:{name}", weights, options))
 
 
 def test_every_classifier_of_torchvision_has_a_transform_that_ours_equals():

@@ -7,7 +7,7 @@ import torch
 
 from inferpool.models.errors import ModelError
 from inferpool.models.spec import Placement
-from inferpool.models.speed.choose import SpeedWish, choose
+from inferpool.models.speed.choose import SpeedOptions, choose
 from inferpool.models.speed.compiled import Compiled, can_compile
 from inferpool.models.speed.trial import Trial
 from inferpool.workers.config import ModelConfig, WorkerConfig
@@ -59,14 +59,14 @@ def test_auto_chooses_what_was_compiled_once_it_is_there(package: Path, tmp_path
     monkeypatch.setattr(
         Trial, "gain", lambda self, network: 3.0 if type(network) is Compiled else 2.0
     )
-    wish = SpeedWish(
+    wish = SpeedOptions(
         speed="auto",
         max_batch_size=4,
         cache_dir=tmp_path,
         compile_package=lambda network, preset, path: shutil.copy(package, path),
     )
     assert choose(loaded(bias=1.5), wish, lambda stage: None).preset != "compiled"
-    named = SpeedWish(
+    named = SpeedOptions(
         speed="compiled",
         max_batch_size=4,
         cache_dir=tmp_path,
@@ -102,7 +102,7 @@ def test_why_it_cannot_be_compiled_is_told_and_nothing_is_left(tmp_path):
 
 def test_compiled_says_what_it_lacks(tmp_path, monkeypatch):
     def wish(cache_dir):
-        return SpeedWish(
+        return SpeedOptions(
             speed="compiled",
             max_batch_size=4,
             cache_dir=cache_dir,
