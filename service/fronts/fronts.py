@@ -21,7 +21,7 @@ from inferpool.service.fronts.only_front import read_fronts
 from inferpool.service.settings.settings import Settings
 from inferpool.service.telemetry.metrics import Metrics, Reading
 from inferpool.workers.arena import Arena
-from inferpool.workers.beside.forkserver_process import DEAF_TO
+from inferpool.workers.beside.forkserver_process import IGNORED_SIGNALS
 from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host.endings import OomKills
 from inferpool.workers.host.engine import WorkerId
@@ -189,7 +189,7 @@ class Fronts:
         )
         models = list(self._models.values())
         # The new process inherits this: it ignores these signals from the start, and we end it.
-        signal.pthread_sigmask(signal.SIG_BLOCK, DEAF_TO)
+        signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
         try:
             front = FrontProcess(
                 id, config, self._memory, part, models, self._oom_kills, self._take_counts
@@ -198,7 +198,7 @@ class Fronts:
             text = f"it could not be started: {error}"
             raise WorkerStartError(text, permanent=False) from error
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, DEAF_TO)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
         await front.until_up(_START_S)
         return front
 
