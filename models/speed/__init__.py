@@ -1,1 +1,1 @@
-"""Presets that make a network faster, and the proof that its answers stay what they were."""
+"""Presets that make a network faster, and the comparison that proves its answers unchanged."""

@@ -1,4 +1,4 @@
-"""Marks of attempts that may take all the memory there is. Without torch."""
+"""Marks of attempts that may use up all memory and kill their process. No torch."""
 
 import contextlib
 import os
@@ -15,10 +15,10 @@ _HOLDS_S = 24 * 3600.0
 
 @contextlib.contextmanager
 def attempt(folder: Path, key: str) -> Iterator[bool]:
-    """Begin what may take so much memory that the kernel ends us and others.
+    """Begin an attempt that may use so much memory that the kernel kills processes.
 
-    Yields whether to go on: not if an attempt within the last day did not come to an end. Where
-    that took the whole service with it, the next one would do so again.
+    Yields whether to go on: False if an attempt of the last day never ended. It may have killed the
+    whole service, and would do so again.
     """
     mark = _mark(folder, key)
     with contextlib.suppress(OSError):
@@ -36,7 +36,7 @@ def attempt(folder: Path, key: str) -> Iterator[bool]:
 
 
 def forget_attempt(folder: Path, key: str, pid: int) -> None:
-    """Have an attempt not count whose process was ended on purpose, and clear up after it."""
+    """Forget the attempt of a process that we ended on purpose, and remove what it left."""
     mark = _mark(folder, key)
     with contextlib.suppress(OSError):
         if read_file(mark) != str(pid).encode():
@@ -47,12 +47,12 @@ def forget_attempt(folder: Path, key: str, pid: int) -> None:
 
 
 def loading_prefix(stem: str, pid: int) -> str:
-    """How the mark begins of a process that loads a package, a folder beside it."""
+    """Return how the name of a mark begins while a process loads a package."""
     return f"{stem}{LOADING}{pid}-"
 
 
 def forget_load(folder: Path, pid: int) -> None:
-    """Have a package that a process was loading not be blamed for its end, which was on purpose."""
+    """Forget which package a process was loading when we ended it on purpose."""
     for mark in folder.glob(loading_prefix("*", pid) + "*"):
         shutil.rmtree(mark, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""Chooses the preset to serve with: tries them, compares, and remembers. Worker processes only."""
+"""Chooses the preset to serve with, by trying all, and keeps the choice. Worker processes only."""
 
 import logging
 import time
@@ -21,35 +21,35 @@ from inferpool.models.speed.verdicts import VerdictStore
 logger = logging.getLogger(__name__)
 
 _BUDGET_S = 10.0
-"""What trying may take; a preset that is not judged by then is left out."""
+"""Time for trying presets; those not judged by then are left out."""
 _LOCK_WAIT_S = 60.0
 _COMPILE_WAIT_S = 600.0
 
 CompilePackage = Callable[[nn.Module, str, Path], None]
-"""Compiles a model's network for a preset to a package, or raises what tells why not."""
+"""Compiles a network for a preset and writes the package to a path; raises if it cannot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedOptions:
-    """What the settings say of speed."""
+    """Settings that decide how a network is made faster."""
 
     speed: str
     """One of `names.CHOICES`."""
     max_batch_size: int
     cache_dir: Path | None
-    """Where verdicts and compiled packages are kept; None keeps them nowhere."""
+    """Folder for verdicts and compiled packages; None keeps none."""
     compile_package: CompilePackage | None = None
     chosen: SpeedReport | None = None
-    """What an earlier incarnation of this worker chose, to be applied as it is."""
+    """Choice of an earlier incarnation of this worker, to be applied without trying again."""
     decode: str = "exact"
     """One of `names.DECODE_CHOICES`."""
 
 
 def choose(model: Model, options: SpeedOptions, on_progress: Callable[[str], None]) -> SpeedReport:
-    """Give a loaded model the fastest network and way to decode that answer as its own do.
+    """Give a loaded model the fastest network and decoder whose answers agree with its own.
 
     Raises:
-        ModelError: What was asked for by name cannot be applied to this model.
+        ModelError: The preset or decoder that the settings name cannot be used with this model.
     """
     exact = model.network
     report = _choose_network(model, options, on_progress)
@@ -90,7 +90,7 @@ def _choose_network(
 
 
 def _apply_chosen(trial: Trial, chosen: SpeedReport) -> SpeedReport | None:
-    """Apply what was verified in this run already; a crash must not wait for more than that."""
+    """Apply a preset that was verified in this run: a worker that crashed must be back soon."""
     chosen = msgspec.structs.replace(chosen, measured_s=0.0)
     if chosen.preset == "exact":
         return chosen
@@ -105,7 +105,7 @@ def _apply_chosen(trial: Trial, chosen: SpeedReport) -> SpeedReport | None:
 def _compile(
     trial: Trial, options: SpeedOptions, store: VerdictStore, on_progress: Callable[[str], None]
 ) -> None:
-    """See that there is a package; one worker compiles, the others wait for it."""
+    """Make the package, or wait for the worker that makes it."""
     if trial.device.type != "cpu":
         raise ModelError(f'speed = "{options.speed}" is for CPUs')
     if trial.has_varying_shapes:
@@ -170,7 +170,7 @@ def _choose_best(
 
 
 def _reuse(trial: Trial, store: VerdictStore) -> SpeedReport | None:
-    """Apply what was chosen before, if it still holds on the first of the samples."""
+    """Apply the kept verdict, if it still holds for the first samples."""
     known = store.read(trial.key)
     if known is None or (trial.packages() and not known.is_final):
         return None  # or there was no package yet when it was made

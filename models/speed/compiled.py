@@ -1,7 +1,7 @@
-"""Networks compiled to machine code once, and loaded in a moment after that. Worker processes only.
+"""Networks compiled to machine code once, then loaded in a moment. Worker processes only.
 
-Compiling (`compile_network`) imports much and takes a minute; it has a process of its own. Loading
-(`Compiled`) needs neither the compiler nor torch's Python part of it.
+Compiling (`compile_network`) takes a minute and imports much, so it has a process of its own.
+Loading (`Compiled`) needs neither the compiler nor torch's Python code for it.
 """
 
 import json
@@ -17,26 +17,26 @@ from torch.utils import _pytree as pytree
 from inferpool.models.speed.presets import prepare
 
 _MADE_OF = {"compiled": "folded", "compiled_bf16": "bf16"}
-"""The preset whose network is compiled."""
+"""Preset whose network each compiled preset compiles."""
 _FORMS = "inputs"
 
 
 class Compiled(nn.Module):
-    """Calls a package that `compile_network` wrote."""
+    """A network in a package that `compile_network` wrote."""
 
     memory_format = torch.channels_last
-    """What inputs are best made in."""
+    """Layout in which inputs are best made."""
 
     def __init__(self, path: Path, exact: nn.Module | None = None) -> None:
-        """Load it.
+        """Load the package.
 
         Args:
-            path: The package.
-            exact: What to call with inputs of other shapes than it was compiled for; None promises
-                that there will be none.
+            path: Path of the package.
+            exact: Network for inputs of shapes other than the compiled ones; None if there are
+                none.
 
         Raises:
-            PermissionError: Others than this user could have written it, and it is code.
+            PermissionError: Other users could have written the package, which is code.
         """
         super().__init__()
         for each in (path, path.parent):
@@ -61,7 +61,7 @@ class Compiled(nn.Module):
 
 
 def can_compile() -> bool:
-    """Whether there is a C++ compiler, as torch looks for it."""
+    """Return whether there is a C++ compiler, found as torch finds it."""
     return shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
@@ -76,10 +76,10 @@ def compile_network(
 
     Args:
         network: In eval mode, without gradients.
-        run: Calls the network that it is given with a batch of two or more samples.
+        run: Calls the given network with a batch of two or more samples.
         preset: One of `names.COMPILED`.
-        path: The package to write.
-        scratch: A folder for what is left over.
+        path: Package to write.
+        scratch: Folder for temporary files.
     """
     import torch._inductor.config as inductor
 
@@ -107,7 +107,6 @@ def compile_network(
 
 
 def _inputs(network: nn.Module, run: Callable[[nn.Module], object]) -> tuple[Tensor, ...]:
-    """What the network is called with."""
     seen: list[Sequence[Tensor]] = []
 
     def before(module: nn.Module, inputs: Sequence[Tensor]) -> None:
@@ -123,12 +122,12 @@ def _inputs(network: nn.Module, run: Callable[[nn.Module], object]) -> tuple[Ten
 
 
 def _laid_out(x: Tensor) -> Tensor:
-    """An input in the one layout that a package reads."""
+    """Return the input in the only layout that packages read."""
     return x.contiguous(
         memory_format=torch.channels_last if x.dim() == 4 else torch.contiguous_format
     )
 
 
 def _forms(inputs: Sequence[Tensor]) -> list[list[object]]:
-    """What a package depends on of each input: all but the size of the batch."""
+    """Describe the inputs as far as a package depends on them: all but the batch size."""
     return [[str(x.dtype), *x.shape[1:]] for x in inputs]

@@ -1,8 +1,7 @@
-"""Tries the fast way to decode inputs, holds it against the exact one, and remembers the verdict.
+"""Tries fast decoding of inputs, compares it with the exact way, and keeps the verdict.
 
-Worker processes only. What is compared are the answers of the model as it will be served, with the
-preset that was chosen for its network, and those of the exact network on what was decoded exactly:
-so the model's tolerance bounds both together.
+Worker processes only. It compares the model's answers with the chosen preset and fast decoding to
+those of the exact network and exact decoding, so the tolerance bounds both changes together.
 """
 
 import hashlib
@@ -29,17 +28,22 @@ logger = logging.getLogger(__name__)
 
 _BATCH = 8
 _LEAST_GAIN = 1.1
-"""The fast way must be faster by this factor: less may be noise."""
+"""Least gain for which fast decoding is used; less may be noise."""
 _LOCK_WAIT_S = 60.0
 
 
 class DecodeTrial:
-    """A model with its network chosen, and the exact network that this took the place of."""
+    """Comparison of the two ways in which a model can decode its inputs.
+
+    Args:
+        model: With its network chosen.
+        exact: Network that the chosen one replaced.
+        store: Place for verdicts.
+    """
 
     def __init__(
         self, model: Model, exact: Callable[..., object] | None, store: VerdictStore
     ) -> None:
-        """Take what is to be compared, and where verdicts are kept."""
         self._model = model
         self._exact = exact
         self._store = store
@@ -47,15 +51,15 @@ class DecodeTrial:
     def choose(
         self, report: SpeedReport, *, is_wanted: bool, on_progress: Callable[[str], None]
     ) -> SpeedReport:
-        """Have the model decode fast if it may, and complete the report on its speed.
+        """Let the model decode fast if that agrees, and return the completed report.
 
         Args:
-            report: On the network that the model serves with.
-            is_wanted: Whether `fast` was asked for by name: then it is taken whatever it changes.
-            on_progress: Told what takes time.
+            report: Report about the model's network.
+            is_wanted: Whether the settings name `fast`: then it is used whatever it changes.
+            on_progress: Called with what is being done.
 
         Raises:
-            ModelError: It was asked for by name, and this model has no such way.
+            ModelError: The settings name `fast`, and this model cannot decode fast.
         """
         items = list(self._model.encoded_samples())
         if not items:
@@ -91,7 +95,6 @@ class DecodeTrial:
         )
 
     def _key(self, features: Features, preset: str) -> str:
-        """What a verdict is kept under: the network, and what becomes of a sample."""
         network = self._exact if isinstance(self._exact, nn.Module) else nn.Identity()
         sample = hashlib.sha256()
         for name, tensor in sorted(features.items()):
@@ -123,9 +126,10 @@ class DecodeTrial:
 
     @torch.inference_mode()
     def _decode(self, items: Sequence[Item]) -> tuple[list[Features], list[Features], float]:
-        """What becomes of the samples either way, and how many times as fast the fast way is.
+        """Decode the samples both ways in turn, so that a slow moment hits both.
 
-        The ways take turns, so that a slow moment hits both.
+        Returns:
+            The exact features, the fast ones, and how many times as fast those were.
         """
         exact, fast, ratios = [], [], []
         for item in items:

@@ -1,9 +1,8 @@
 """Replays a network's kernels as CUDA graphs: one launch for all of them. Worker processes only.
 
-A graph is captured for some shapes, and always computes on the same memory: inputs are copied into
-it, outputs out of it. So each batch is filled up to the next power of two, for which there is a
-graph, and what was added is cut off again. See "CUDA graphs" in PyTorch's notes on CUDA semantics.
-This has never run on a device: `auto` does not take it yet.
+A graph is captured for certain shapes and always uses the same memory: inputs are copied in,
+outputs copied out. A batch is filled up to the next power of two, which has a graph, and the
+outputs are cut to its size. See "CUDA graphs" in PyTorch's notes on CUDA semantics.
 """
 
 from collections.abc import Callable
@@ -14,12 +13,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 _NUM_WARM = 3
-"""Calls before a capture, in which libraries choose their kernels and take their memory."""
+"""Calls before a capture, in which libraries choose kernels and allocate memory."""
 _MAX_GRAPHS = 32
-"""Of all shapes; others are computed as they come."""
+"""Most graphs of a network; batches of further shapes are computed without one."""
 
 Capture = Callable[[Callable[[], object]], tuple[object, Callable[[], None]]]
-"""Captures a call: its outputs, which stay in place, and what computes them anew."""
+"""Captures a call; returns its outputs, which stay in place, and what recomputes them."""
 
 
 class _Graph(NamedTuple):
@@ -29,15 +28,14 @@ class _Graph(NamedTuple):
 
 
 class Graphed(nn.Module):
-    """Calls a network through graphs of it, for batches of any size."""
+    """A network that is called through CUDA graphs, for batches of any size.
+
+    Args:
+        network: All its inputs and outputs have the batch first.
+        capture: By default captures a CUDA graph.
+    """
 
     def __init__(self, network: nn.Module, capture: Capture | None = None) -> None:
-        """Capture nothing yet.
-
-        Args:
-            network: All of its inputs have the batch first, and all of its outputs.
-            capture: By default a CUDA graph.
-        """
         super().__init__()
         self.network = network
         self._capture = capture or _CudaCapture()
@@ -72,7 +70,7 @@ class Graphed(nn.Module):
 
 
 class _CudaCapture:
-    """All graphs share one pool of memory: only one of them is replayed at a time."""
+    """Captures CUDA graphs that share a pool of memory, since only one is replayed at a time."""
 
     def __init__(self) -> None:
         self._pool: Any = None

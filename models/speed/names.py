@@ -1,69 +1,66 @@
-"""The names of the presets, and what a worker says of its choice. Without torch."""
+"""Names of the presets, and a worker's report about its choice. No torch."""
 
 from typing import Literal
 
 import msgspec
 
 COMPILED = ("compiled_bf16", "compiled")
-"""Presets that take minutes to make, and no time once that is done; in the order to try them."""
+"""Presets that take minutes to make and then load at once, in the order to try them."""
 
 GRAPHED = {"graphed": "folded", "graphed_fp16": "fp16"}
-"""Presets that replay those of another as CUDA graphs."""
+"""Presets that replay another one as CUDA graphs."""
 
 CHOICES = (
     *("auto", "exact", "channels_last", "folded", "bf16", "fp16"),
     *(*reversed(COMPILED), *GRAPHED),
 )
-"""What the setting `speed` may be.
+"""Values of the setting `speed`.
 
-`exact` serves the network as it is, in float32. `channels_last` lays images out with their colours
+`exact` serves the network as it is, in float32. `channels_last` keeps the colours of each pixel
 together; `folded` also folds batch normalisation into convolutions; `bf16` and `fp16` also keep
-weights and activations in half the bits. `compiled` makes machine code of the folded network once,
-which takes a C++ compiler and a minute, and keeps it; `compiled_bf16` of that in bf16. `graphed`
-and `graphed_fp16` launch all kernels of `folded` or `fp16` at once, on a GPU. `auto` takes the
-fastest of those that agree with `exact`; the graphed ones only when they are named, as no GPU has
-run them.
+weights and activations in 16 bits. `compiled` and `compiled_bf16` compile the folded or bf16
+network to machine code once, which takes a C++ compiler and a minute. `graphed` and
+`graphed_fp16` launch all kernels of `folded` or `fp16` at once, on a GPU, if named. `auto` takes
+the fastest of the others that agrees with `exact`.
 """
 
 ANY_SIZE = ("exact", "channels_last", "folded", "bf16", "fp16", *GRAPHED)
-"""Those that take a batch of any size as they come; the others are made for some sizes."""
+"""Presets that compute a batch of any size as it is; the others are made for certain sizes."""
 
 
 DECODE_CHOICES = ("auto", "exact", "fast")
-"""What the setting `decode` may be.
+"""Values of the setting `decode`.
 
-`exact` decodes and resizes pictures as the model's authors did. `fast` decodes large JPEGs scaled
-down and resizes with other roundings. `auto` takes `fast` where it agrees with `exact`; beside
-`speed = "exact"` it is `exact`.
+`exact` decodes and resizes pictures as the model's authors did. `fast` decodes large JPEGs at a
+smaller scale and resizes with other rounding. `auto` takes `fast` where it agrees with `exact`,
+and `exact` beside `speed = "exact"`.
 """
 
 
 class SpeedReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Which preset a worker serves with, and what was found out about it."""
+    """The preset that a worker serves with, and how it compares with `exact`."""
 
     preset: str = "exact"
     gain: float = 1.0
-    """Throughput as a multiple of that of `exact`: the mean over single instances and full batches.
-    """
+    """Throughput as a multiple of `exact`'s, averaged over single instances and full batches."""
     deviation: float = 0.0
-    """The largest difference from `exact` on the sample inputs, as the model's tolerance has it."""
+    """Largest difference from `exact` on the samples, as the model's tolerance measures it."""
     note: str = ""
-    """What the others came to, or why none was tried; for a person."""
+    """Results of the other presets, or why none was tried, for a person to read."""
     is_cut_short: bool = False
-    """Time did not suffice to judge all of the presets."""
+    """True if there was no time to judge all presets."""
     decode: Literal["exact", "fast"] = "exact"
-    """How inputs are decoded."""
     decode_gain: float = 1.0
-    """How many times as fast `fast` prepares a sample input."""
+    """Number of times as fast `fast` prepares a sample input."""
     is_final: bool = True
-    """Nothing is left to try: those that take minutes to make have been judged, or are no use."""
+    """True if the presets that take minutes to make have been judged, or are of no use here."""
     key: str = ""
-    """What the verdict is kept under; empty where nothing was tried."""
+    """Key of the kept verdict; empty if nothing was tried."""
     measured_s: float = 0.0
-    """What measuring took this worker, or waiting for the one that measured."""
+    """Time that this worker measured, or waited for the one that did."""
 
     def text(self) -> str:
-        """The report on one short line; `note` has the rest where a preset was taken."""
+        """Return a short line about the choice."""
         if self.preset == "exact" and self.decode == "exact":
             return f"exact ({self.note})" if self.note else "exact"
         gain = "" if self.preset == "exact" else f", {self.gain:.2f} x exact"

