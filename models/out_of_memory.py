@@ -1,4 +1,4 @@
-"""Tells errors that are for want of memory, on a device or on the host, from others. In workers."""
+"""Recognizes errors for want of memory, on a device or on the host. Worker processes only."""
 
 import errno
 
@@ -17,13 +17,13 @@ _MESSAGES = (
 _ERRNOS = frozenset(
     (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EAGAIN)
 )
-"""The kernel lacks something: the same call may succeed another time."""
+"""Errors of the kernel for want of a resource: the same call may succeed another time."""
 
 
 def lacks_resources(error: BaseException) -> bool:
-    """Whether an error, or what it came of, was for want of memory, descriptors or room on a disk.
+    """Return whether an error or its cause was for want of memory, descriptors or disk space.
 
-    Then it is the fault of neither the input nor the model's files, and another try may succeed.
+    Then neither the input nor the model's files are at fault, and another try may succeed.
     """
     return any(
         (isinstance(each, OSError) and each.errno in _ERRNOS) or is_out_of_memory(each)
@@ -32,7 +32,7 @@ def lacks_resources(error: BaseException) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a computation failed for memory, so that a smaller one may succeed."""
+    """Return whether a computation failed for memory, so that a smaller one may succeed."""
     if isinstance(error, RankError):
         return error.is_out_of_memory
     if isinstance(error, torch.OutOfMemoryError | MemoryError):

@@ -1,7 +1,7 @@
-"""Measures the memory that a network takes, whole and split, one step of it at a time.
+"""Measures the memory that a network takes, whole and split, one step at a time.
 
-Nothing is loaded: only the step that is being computed has numbers in its parameters. So a network
-can be larger than the memory that it is measured in. Not in the front end.
+Nothing is loaded: only the step being computed has real parameters, so a network may be larger than
+this machine's memory. Not in the front end.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ from inferpool.models.split.tensor import choose_plan, cut_parameters
 
 
 class Peak(Protocol):
-    """The most memory that is in use at a time."""
+    """Measures the peak of the memory in use on a device."""
 
     def start(self) -> None:
         """Count from what is in use now."""
@@ -44,7 +44,7 @@ class Peak(Protocol):
 
 
 class FoundNetwork(BaseException):
-    """The network that a model's `load` asks `load_network` for; raised to end that `load`."""
+    """Ends a model's `load` where that calls `load_network`, and holds its arguments."""
 
     def __init__(self, build: Callable[[], nn.Module], example: Example) -> None:
         super().__init__()
@@ -60,13 +60,13 @@ def may_have_network(model: Model) -> bool:
 
 
 def find_network(model: Model, placement: Placement) -> FoundNetwork | None:
-    """Find the network that a model would load, and load none of it.
+    """Find the network that a model would load, without loading it.
 
     Returns:
-        None if its `load` ended without asking for one: it has loaded itself.
+        None if its `load` ended without calling `load_network`: then it is loaded.
 
     Raises:
-        ModelError: It cannot be had.
+        ModelError: Its `load` fails.
     """
 
     def find(
@@ -100,9 +100,9 @@ def survey(
     Args:
         model: Its attributes may say how its network is to be split.
         found: The network.
-        device: Where to compute.
-        max_rows: The largest batch.
-        rooms: Numbers of ranks to try, with the bytes that each rank has then.
+        device: Device to compute on.
+        max_rows: Rows of the largest batch.
+        rooms: Numbers of ranks to try, with the bytes that each rank then has.
         peak: Measures memory on the device.
 
     Raises:
@@ -140,7 +140,7 @@ def survey(
 
 
 def _with_rows(example: Example, num: int) -> Sequence[Tensor] | Mapping[str, Tensor]:
-    """Make an example of so many rows; empty where that cannot be done."""
+    """Return an example of so many rows; empty if its shapes are not known."""
     values = list(example.values()) if isinstance(example, Mapping) else list(example)
     known = [each for each in values if each is not None]
     if len(known) < len(values) or num_rows(known) is None:
@@ -155,7 +155,7 @@ def _activation_bytes(
     device: torch.device,
     peak: Peak,
 ) -> int:
-    """Measure the peak beside the parameters of the step that is computed."""
+    """Measure the peak in addition to the parameters of the step being computed."""
     sizes = dict(zip(steps.steps, sizes_of(steps), strict=True))
     most = 0
 

@@ -1,7 +1,7 @@
-"""Texts of what a model raises and logs, cut before anything is made of them. Any process.
+"""Short texts of errors that a model raises, safe to build and to send. Any process.
 
-A model's code may raise an error whose text has 500 MB, or whose `__str__` raises another. Nothing
-here raises, and of a long text no copy is made.
+A model may raise an error with a text of 500 MB, or whose `__str__` raises another error. Nothing
+here raises, and no long text is copied.
 """
 
 import traceback
@@ -13,16 +13,16 @@ _MAX_FRAMES = 100
 _MAX_CHAIN = 10
 _LONG = str | bytes | bytearray
 _OWN_TEXT = (BaseException.__str__, KeyError.__str__)
-"""These make the text of an exception from its arguments alone."""
+"""Methods that make an exception's text from its arguments alone."""
 
 
 def printable(text: str) -> str:
-    """A text that can be encoded, whatever a path or a model put into it."""
+    """Return the text with what cannot be encoded escaped."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def text_of(error: BaseException, most: int = MAX_MESSAGE_CHARS) -> str:
-    """What an exception says, cut to so many characters."""
+    """Return an exception's text, cut to a number of characters."""
     try:
         long = [arg for arg in error.args if isinstance(arg, _LONG) and len(arg) > most]
         if long and type(error).__str__ in _OWN_TEXT:
@@ -36,17 +36,17 @@ def text_of(error: BaseException, most: int = MAX_MESSAGE_CHARS) -> str:
 
 
 def name_of(error: BaseException) -> str:
-    """The name of an exception's type."""
+    """Return the name of an exception's type."""
     return printable(type(error).__name__[:_MAX_NAME_CHARS])
 
 
 def described(error: BaseException, most: int = MAX_MESSAGE_CHARS) -> str:
-    """An exception as its type and what it says."""
+    """Return an exception's type and text."""
     return f"{name_of(error)}: {text_of(error, most)}"[:most]
 
 
 def traceback_of(error: BaseException) -> str:
-    """An exception with its traceback, as Python prints it where its texts are not too long."""
+    """Return an exception's traceback as Python prints it, shortened if its texts are too long."""
     try:
         chain = chain_of(error)
         if all(_is_short(each) for each in chain):
@@ -63,7 +63,7 @@ def traceback_of(error: BaseException) -> str:
 
 
 def chain_of(error: BaseException) -> list[BaseException]:
-    """An exception, and what it came of, and what it holds if it is a group."""
+    """Return an exception with its causes, and the members of groups."""
     chain: list[BaseException] = []
     waiting = [error]
     while waiting and len(chain) < _MAX_CHAIN:
@@ -78,7 +78,7 @@ def chain_of(error: BaseException) -> list[BaseException]:
 
 
 def _is_short(error: BaseException) -> bool:
-    """Whether Python may print all that an exception says."""
+    """Return whether Python may print all of an exception's text."""
     try:
         if any(isinstance(arg, _LONG) and len(arg) > _MAX_TRACE_CHARS for arg in error.args):
             return False

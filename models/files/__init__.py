@@ -1,1 +1,1 @@
-"""Files that models are read from. No torch, but for checkpoints."""
+"""Reads the files of models. No torch, but for checkpoints."""

@@ -1,4 +1,4 @@
-"""Weights from files, without running what is in them. Runs in worker processes only."""
+"""Reads weights from files, without running code in them. Runs in worker processes only."""
 
 import pickle
 import re
@@ -16,20 +16,19 @@ from inferpool.models.errors import CheckpointError
 from inferpool.models.files.opened import announce
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
-"""Keys under which training scripts keep the weights, beside an optimizer's state and the like."""
+"""Keys under which training scripts save the weights beside an optimizer's state."""
 _PREFIXES = ("module.", "_orig_mod.")
-"""Put before every name by DistributedDataParallel and by torch.compile."""
+"""Prefixes that DistributedDataParallel and torch.compile put before every name."""
 _INDEX_SUFFIX = ".safetensors.index.json"
 _SHOWN = 4
 
 
 class _Index(msgspec.Struct):
     weight_map: dict[str, str]
-    """The file of each tensor."""
 
 
 def load_weights(network: nn.Module, path: Path | str) -> None:
-    """Copy a checkpoint's weights into a network, all of them.
+    """Copy all of a checkpoint's weights into a network.
 
     Raises:
         CheckpointError: The file cannot be read, or its weights belong to another network.
@@ -40,13 +39,13 @@ def load_weights(network: nn.Module, path: Path | str) -> None:
 
 
 def check_fit(network: nn.Module, shapes: Mapping[str, Sequence[int]], path: Path | str) -> None:
-    """See that a checkpoint has what the network has, by names and shapes.
+    """Check that a checkpoint has the network's tensors, by names and shapes.
 
-    The class of the network may have `unused_weights`: beginnings of the names that checkpoints may
-    have, and that it has no use for.
+    A network's class may have `unused_weights`: prefixes of names that its checkpoints may have in
+    addition.
 
     Raises:
-        CheckpointError: Its weights belong to another network.
+        CheckpointError: The weights belong to another network.
     """
     own = network.state_dict()
     # A counter that inference never reads, and that checkpoints before PyTorch 0.4.1 lack.
@@ -73,9 +72,9 @@ def check_fit(network: nn.Module, shapes: Mapping[str, Sequence[int]], path: Pat
 class StoredWeights:
     """The tensors of a checkpoint, each read when it is asked for, whole or in part.
 
-    A .safetensors file, the .safetensors.index.json of several, or a .pth or .pt file of a
-    state_dict. A state_dict that lies in a training checkpoint is found, and prefixes of wrappers
-    are taken off its names. Files are mapped: what is not read takes no memory.
+    The file is a .safetensors file, the .safetensors.index.json of several, or a .pth or .pt file
+    of a state_dict or a training checkpoint. Prefixes of wrappers are cut off the names. Files are
+    mapped, so tensors that are not read take no memory.
 
     Raises:
         CheckpointError: A file is missing, unreadable, or holds more than tensors.
@@ -87,7 +86,7 @@ class StoredWeights:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all tensors, by their names."""
+        """Shapes of all tensors, by name."""
         return {
             name: tuple(part.shape if isinstance(part, Tensor) else part.get_shape())
             for name, part in self._parts.items()
@@ -106,7 +105,7 @@ class StoredWeights:
         return part.detach().clone(memory_format=torch.contiguous_format)
 
     def mapped(self) -> dict[str, Tensor]:
-        """All tensors as they lie in the files: read when they are used, and not to be changed."""
+        """Return all tensors mapped from the files: read when used, and never to be changed."""
         return {
             name: part if isinstance(part, Tensor) else part[...]
             for name, part in self._parts.items()
@@ -114,7 +113,7 @@ class StoredWeights:
 
 
 def read_weights(path: Path | str) -> dict[str, Tensor]:
-    """Read a checkpoint's tensors by their names, as `StoredWeights` does, onto the CPU.
+    """Read a checkpoint's tensors by name onto the CPU; see `StoredWeights`.
 
     Raises:
         CheckpointError: A file is missing, unreadable, or holds more than tensors.
@@ -123,7 +122,7 @@ def read_weights(path: Path | str) -> dict[str, Tensor]:
 
 
 def archive_kind(path: Path) -> Literal["torchscript", "export", "checkpoint", "other"]:
-    """Tell apart the archives that torch writes, by the names inside rather than by their own."""
+    """Tell apart the archives that torch writes, by the names of the files inside."""
     try:
         with zipfile.ZipFile(path) as archive:
             names = {name.partition("/")[2] for name in archive.namelist()}
@@ -167,7 +166,6 @@ def _open_safetensors(path: Path) -> dict[str, object]:
 
 
 def _open_index(path: Path) -> dict[str, object]:
-    """Open the files that an index names, as Hugging Face's libraries write it."""
     try:
         names = msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -220,7 +218,7 @@ def _unwrapped(value: object, path: Path) -> object:
 
 
 def _without_prefixes(value: object, path: Path) -> dict[str, Any]:
-    """What can be sliced for a tensor, by its name: a Tensor, or a slice of safetensors."""
+    """Return what can be sliced for each tensor: a Tensor, or a slice of safetensors."""
     assert isinstance(value, Mapping)
     odd = [
         str(key)
@@ -253,7 +251,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _named(error: Exception) -> str:
-    """The error with its type: the text alone may be empty, or the key of a KeyError."""
+    """Return the error with its type: its text may be empty, or the key of a KeyError."""
     text = _first_line(error)
     name = type(error).__name__
     return text if text.startswith(name) else f"{name}: {text}"

@@ -1,6 +1,6 @@
-"""Notes which files a model is made of, as they are opened while it loads. No torch.
+"""Records which files a model is loaded from. No torch.
 
-Worker processes note; the front end compares what they have noted.
+Workers record them; the front end compares the records.
 """
 
 import contextlib
@@ -16,15 +16,15 @@ from pathlib import Path
 import msgspec
 
 _NO_PART = ("/dev/", "/etc/", "/proc/", "/run/", "/sys/")
-"""The system's own files: a model may read them, but is not made of them."""
+"""Folders of the system: a model may read them, but is not made of them."""
 _OURS = tuple(f"{Path(__file__).parents[2] / name}/" for name in ("models", "service", "workers"))
 _PART = "inferpool.part"
-"""The audit event of `announce`."""
+"""Audit event of `announce`."""
 _LIBRARIES = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib")})
 
 
 class FileMark(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A file as the file system knew it when it was opened."""
+    """State of a file when it was opened."""
 
     path: str
     num_bytes: int
@@ -33,7 +33,7 @@ class FileMark(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def mark_of(path: str) -> FileMark | None:
-    """A file as it is now; None if there is no regular file."""
+    """Return a file's state now; None if it is no regular file."""
     try:
         status = os.stat(path)
     except (OSError, ValueError):
@@ -44,24 +44,23 @@ def mark_of(path: str) -> FileMark | None:
 
 
 def announce(path: Path) -> None:
-    """Say that a file is part of the model, wherever it is, and about to be opened by a library.
-
-    Python does not see each library opening files.
-    """
+    """Record that a library is about to open a file of the model, which Python would not see."""
     sys.audit(_PART, str(path))
 
 
 class OpenedFiles:
-    """What this process opens for reading while it is told to note that.
+    """Files that this process opens for reading while it records.
 
-    Python tells by an audit event of each file that it opens, modules among them
-    (https://docs.python.org/3/library/audit_events.html). Installed libraries are left out, but for
-    the package that the model itself is in. So are files that this process writes, what is in
-    folders that it makes, temporary files, and files that are gone when it has loaded the model.
+    Python raises an audit event for each file that it opens, modules among them
+    (https://docs.python.org/3/library/audit_events.html). Left out are installed libraries, except
+    the model's own package; files that this process writes, or in folders that it makes; temporary
+    files; and files that are gone at the end.
+
+    Args:
+        source: Source of the model, as the settings name it.
     """
 
     def __init__(self, source: str) -> None:
-        """Note what is opened for the model that a source names."""
         own = source.partition(":")[0].partition(".")[0]
         self._own_parts = tuple(f"{library}{own}" for library in _LIBRARIES) if own else ()
         self._marks: dict[str, FileMark | None] = {}
@@ -72,7 +71,7 @@ class OpenedFiles:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """Note what is opened meanwhile. To be called once in the life of a process."""
+        """Record the files opened meanwhile. Call it once in the life of a process."""
         self._is_noting = True
         sys.addaudithook(self._on_event)  # which cannot be taken back
         try:
@@ -81,7 +80,7 @@ class OpenedFiles:
             self._is_noting = False
 
     def marks(self) -> list[FileMark]:
-        """Each file that is there now, as it was before it was opened first."""
+        """Return the files that still exist, each as it was before it was first opened."""
         made = tuple(self._made_folders)
         return [
             mark
@@ -125,7 +124,7 @@ class OpenedFiles:
 
 
 def _temporary_folders() -> Iterator[str]:
-    """Where temporary files are; nothing if the working folder is there, with a model to try."""
+    """Yield the folders of temporary files; none if the working folder is in there."""
     with contextlib.suppress(FileNotFoundError):  # no folder can be written to
         folder = tempfile.gettempdir()
         if not Path.cwd().is_relative_to(os.path.realpath(folder)):
@@ -133,5 +132,5 @@ def _temporary_folders() -> Iterator[str]:
 
 
 def _name_of(path: object) -> str:
-    """The absolute path that Python was given; empty if it was given a descriptor."""
+    """Return the absolute path; empty for a descriptor."""
     return os.path.abspath(os.fsdecode(path)) if isinstance(path, str | bytes | os.PathLike) else ""

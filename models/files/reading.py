@@ -1,4 +1,4 @@
-"""Reads small files that others put there, and never waits for them without an end. No torch."""
+"""Reads small files that other programs wrote, and never waits forever. No torch."""
 
 import errno
 import os
@@ -16,12 +16,13 @@ def read_file(path: Path, *, wait_s: float = 0.0) -> bytes:
     """Read a whole file, or what another process writes into a pipe.
 
     Args:
-        path: The file.
-        wait_s: For how long a pipe may have nothing to read. By default pipes are refused.
+        path: Path of the file.
+        wait_s: Longest wait for a pipe. By default pipes are refused.
 
     Raises:
         OSError: It cannot be read: it is a folder, a link to nothing, a pipe that nobody writes
-            into, or too large. `strerror` says which.
+            into,
+            or too large. `strerror` says which.
     """
     try:
         # Without O_NONBLOCK, to open a pipe waits until somebody writes into it.

@@ -23,14 +23,14 @@ from inferpool.models.spec import Placement, TensorSpec
 
 
 class ExportedModel(TensorModel):
-    """Serves what `torch.export.save` wrote. Its inputs and outputs are those it was exported with.
+    """Serves a file of `torch.export.save`, with the inputs and outputs it was exported with.
 
-    Dimension 0 of each is the batch. A program exported for batches of one size only, or of a
-    limited range, is given batches of that size: larger ones in pieces, the last one filled up.
+    Dimension 0 of each is the batch. If the program takes one batch size only, or a limited range,
+    larger batches are computed in pieces, the last one filled up.
 
     Args:
         path: The archive.
-        finite_outputs: NaN and infinities in what it returns are mistakes.
+        finite_outputs: Whether NaN and infinities in the outputs are errors.
     """
 
     def __init__(self, path: Path, *, finite_outputs: bool = True) -> None:
@@ -38,11 +38,11 @@ class ExportedModel(TensorModel):
         self._path = path
 
     def build_network(self, placement: Placement) -> Callable[..., object]:
-        """Read the program, and learn from it what it takes.
+        """Read the program, with its inputs and outputs.
 
         Raises:
             SourceError: The file is no such archive, or is damaged.
-            ModelError: The program takes or returns something else than batches of tensors.
+            ModelError: The program takes or returns anything but batches of tensors.
         """
         program = _read_program(self._path)
         inputs = _placeholders(program)
@@ -75,7 +75,7 @@ class ExportedModel(TensorModel):
         return self.smallest if self.smallest == self.largest else None
 
     def _run_filled(self, piece: Sequence[Tensor]) -> Features:
-        """Repeat the last row up to the smallest size, and take the surplus off the outputs."""
+        """Repeat the last row up to the smallest size, and cut the outputs to the real rows."""
         num_rows = len(piece[0])
         surplus = self.smallest - num_rows
         if surplus > 0:
@@ -85,15 +85,13 @@ class ExportedModel(TensorModel):
 
 
 class ScriptedModel(TensorModel):
-    """Serves what `torch.jit.save` wrote.
-
-    TorchScript does not say what it takes.
+    """Serves a file of `torch.jit.save`, which does not say what inputs it takes.
 
     Args:
         path: The archive.
-        inputs: What forward takes, in its order; by default one float32 tensor of any shape.
-        outputs: What it returns, in its order; by default found by a trial.
-        finite_outputs: NaN and infinities in what it returns are mistakes.
+        inputs: Inputs of forward, in order; by default one float32 tensor of any shape.
+        outputs: Its outputs, in order; by default found by a trial.
+        finite_outputs: Whether NaN and infinities in the outputs are errors.
     """
 
     def __init__(
@@ -151,7 +149,7 @@ def _read_program(path: Path) -> ExportedProgram:
 
 
 def _placeholders(program: ExportedProgram) -> dict[str, Tensor]:
-    """The example values of the inputs: tensors without data, with symbols for free dimensions."""
+    """Return the inputs' example values: tensors without data, with symbols for free dimensions."""
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     inputs = {}
     for name in program.graph_signature.user_inputs:
@@ -170,7 +168,6 @@ def _placeholders(program: ExportedProgram) -> dict[str, Tensor]:
 
 
 def _batch_range(program: ExportedProgram, inputs: dict[str, Tensor]) -> tuple[int, int]:
-    """The smallest and the largest batch that every input takes."""
     sizes: dict[str, Any] = {name: value.shape[0] for name, value in inputs.items()}
     if len({isinstance(size, SymInt) for size in sizes.values()}) > 1:
         fixed = [name for name, size in sizes.items() if not isinstance(size, SymInt)]
@@ -201,7 +198,6 @@ def _range_of(program: ExportedProgram, size: int | SymInt) -> tuple[int, int]:
 
 
 def _results(program: ExportedProgram, fixed_size: int | None) -> list[tuple[str, Tensor]]:
-    """The example values of the outputs."""
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     flat = [values.get(name, name) for name in program.graph_signature.user_outputs]
     out_spec = program.call_spec.out_spec

@@ -1,4 +1,4 @@
-"""Gives back what it was given: for tests, and for measuring the service. Worker processes."""
+"""Returns its inputs: for tests, and for measuring the service. Worker processes only."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -17,16 +17,16 @@ from inferpool.models.item import Features, Item
 _BYTES = "echo.bytes"
 _JSON = "echo.json"
 _HEAD = Struct("<8sQ")
-"""The first 8 bytes, filled up with zeros, and how many bytes there are."""
+"""The first 8 bytes, padded with zeros, and the number of bytes."""
 
 
 class Echo(Model):
-    """The source `echo`: JSON and tensors come back; of bytes, how many there are and the first 8.
+    """Serves the source `echo`: returns JSON and tensors; for bytes, their number and the first 8.
 
-    Instances of different kinds, or tensors of different shapes, do not go together in a batch.
+    A batch holds instances of one kind only, and tensors of one shape.
 
     Args:
-        delay_s: How long each forward pass sleeps.
+        delay_s: Sleep in each forward pass.
     """
 
     example = "hello"
@@ -49,7 +49,7 @@ class Echo(Model):
         return {_BYTES: head}  # type: ignore[dict-item]  # `collate` makes one tensor of all heads
 
     def collate(self, instances: Sequence[Features]) -> Features:
-        """Stack; JSON is padded with spaces, which mean nothing at its end."""
+        """Stack the instances; JSON is padded with spaces, which do not change it."""
         if _BYTES in instances[0]:
             heads: list[Any] = [each[_BYTES] for each in instances]
             return {_BYTES: _tensor_of(b"".join(heads)).view(-1, _HEAD.size)}
@@ -65,14 +65,14 @@ class Echo(Model):
         return batch
 
     def render(self, outputs: Features, parameters: Mapping[str, object]) -> object:
-        """Say one instance again."""
+        """Render one instance."""
         batch = {name: tensor[None] for name, tensor in outputs.items()}
         return self.render_batch(batch, [parameters])[0]
 
     def render_batch(
         self, outputs: Features, parameters: Sequence[Mapping[str, object]]
     ) -> Sequence[object]:
-        """Say a whole batch again, with no tensor operation per instance where it can be helped."""
+        """Render a batch, where possible without a tensor operation per instance."""
         if (heads := outputs.get(_BYTES)) is not None:
             return [
                 {"num_bytes": num_bytes, "head": head[:num_bytes].hex()}

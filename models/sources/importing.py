@@ -1,8 +1,8 @@
-"""Says whether code runs because a worker imports it for the model in it. No torch.
+"""Ends the import of a user's script where it would start a service of its own. No torch.
 
-A script may define a model and serve it, without a guard around the serving. The workers of that
-service import the script too. Its import ends where it would start a service of its own: by then it
-has defined the model. Code in another thread cannot end the import, so it gets an error instead.
+A script may define a model and serve it without a `__main__` guard, and the service's workers
+import it too. Their import ends where the script would start a service: by then it has defined the
+model. Code in another thread cannot end the import, so it gets an error instead.
 """
 
 import importlib
@@ -14,29 +14,28 @@ from types import ModuleType
 from inferpool.models.errors import SourceError
 
 _under_way: dict[threading.Thread, tuple[str, str]] = {}
-"""By thread, the module that it imports and the class that is wanted."""
+"""Imports under way by thread: the module, and the class that is wanted."""
 _imported: set[str] = set()
-"""The modules that this worker process has imported for models, or begun to."""
+"""Modules whose import for a model has begun in this worker process."""
 
 
 class HasDefinedModelError(BaseException):
-    """Ends the import of a script that would serve; no `Exception`, which the script may catch."""
+    """Ends the import of a script. No `Exception`, since the script may catch those."""
 
     def __init__(self, module: ModuleType) -> None:
         super().__init__(f"{module.__name__} is imported for a model in it")
         self.module = module
-        """As far as it has run."""
 
 
 def import_for_model(name: str, wanted: str) -> ModuleType:
     """Import a module; if it is a script that serves its model, only up to there.
 
     Args:
-        name: The module.
-        wanted: The class in it.
+        name: Name of the module.
+        wanted: Class in it.
 
     Raises:
-        Exception: What the code of the module raises.
+        Exception: Raised by the module's code.
     """
     thread = threading.current_thread()
     before = _under_way.get(thread)
@@ -55,15 +54,15 @@ def import_for_model(name: str, wanted: str) -> ModuleType:
 
 
 def end_import_for_model(*, starts: bool = True) -> None:
-    """End the import that this code runs for, if there is one.
+    """End the import for a model that runs this code, if there is one.
 
     Args:
-        starts: Whether the caller is about to start a service. If not, code that comes before the
-            class goes on.
+        starts: Whether the caller is about to start a service. If not, code before the wanted class
+            goes on.
 
     Raises:
-        HasDefinedModelError: There is one, in this thread.
-        SourceError: There is one, in another thread; or it has not come to the class yet.
+        HasDefinedModelError: This thread imports for a model, and has defined it.
+        SourceError: This thread has not defined the model yet, or another thread imports.
     """
     if under_way := _under_way.get(threading.current_thread()):
         name, wanted = under_way

@@ -1,4 +1,4 @@
-"""Plain networks as models: tensors in, tensors out, named by their specs. Worker processes."""
+"""Networks of tensors as models: inputs and outputs are named by specs. Worker processes only."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -14,13 +14,13 @@ from inferpool.models.spec import DTYPE_BYTES, Placement, TensorHeader, TensorSp
 
 _ANY_INPUT = TensorSpec(name="input", dtype="float32", shape=())
 _NUM_SAMPLES = 16
-"""For speed presets."""
+"""Number of samples for comparing speed presets."""
 _PROBE_ROWS = 2
-"""Two, since one row may come out with the batch dimension squeezed away."""
+"""Rows of the trial batch: one row could come out with its batch dimension squeezed away."""
 
 
 class TensorModel(Model, ABC):
-    """Serves a network that takes tensors by position, with the batch dimension first."""
+    """Base of models whose network takes tensors by position, with the batch dimension first."""
 
     network: Callable[..., object]
 
@@ -38,17 +38,17 @@ class TensorModel(Model, ABC):
 
     @abstractmethod
     def build_network(self, placement: Placement) -> Callable[..., object]:
-        """Build the network on its devices, ready to infer.
+        """Build the network on its devices, in eval mode.
 
         Raises:
-            ModelError: It cannot be had.
+            ModelError: It cannot be built.
         """
 
     def load(self, placement: Placement) -> None:
-        """Build the network, and try it on zeros where the shapes of its inputs are known.
+        """Build the network, and try it on zeros if the shapes of its inputs are known.
 
         Raises:
-            ModelError: It cannot be had, or does not take its declared inputs.
+            ModelError: It cannot be built, or does not take its declared inputs.
         """
         self.device = torch.device(placement.devices[0])
         self.network = self.build_network(placement)
@@ -61,11 +61,11 @@ class TensorModel(Model, ABC):
         return self._named(self.network(*arguments))
 
     def warmup(self) -> Sequence[Item]:
-        """Zeros, where the shapes of the inputs are known."""
+        """Return zeros, if the shapes of the inputs are known."""
         return [_zeros(self.inputs)] if all(_is_known(spec) for spec in self.inputs) else []
 
     def samples(self) -> Sequence[Item]:
-        """Random numbers, where the shapes of the inputs are known and all are float32."""
+        """Return random numbers, if all inputs are float32 of known shapes."""
         if not all(_is_known(spec) and spec.dtype == "float32" for spec in self.inputs):
             return []
         generator = torch.Generator().manual_seed(0)
@@ -109,14 +109,14 @@ class TensorModel(Model, ABC):
 
 
 class ModuleModel(TensorModel):
-    """Serves a user's `nn.Module` class: its forward takes tensors and returns them.
+    """Serves a user's `nn.Module` class whose forward takes and returns tensors.
 
     Args:
         build: Makes the network, with random weights.
-        weights: A checkpoint to load into it; None leaves it as built.
-        inputs: What forward takes, in its order; by default one float32 tensor of any shape.
-        outputs: What it returns, in its order; by default found by a trial.
-        finite_outputs: NaN and infinities in what it returns are mistakes.
+        weights: Checkpoint to load; None leaves the network as built.
+        inputs: Inputs of forward, in order; by default one float32 tensor of any shape.
+        outputs: Its outputs, in order; by default found by a trial.
+        finite_outputs: Whether NaN and infinities in the outputs are errors.
     """
 
     def __init__(
@@ -139,10 +139,10 @@ class ModuleModel(TensorModel):
 
 
 def named_outputs(result: object) -> dict[str, Tensor]:
-    """Name what a network returns: "output", or "output_0" and so on, or by its own names.
+    """Name a network's outputs: "output", or "output_0" and so on, or by their own names.
 
     Raises:
-        ModelError: It returns something other than tensors.
+        ModelError: They are not tensors.
     """
     if isinstance(result, Tensor):
         return {"output": result}
@@ -163,7 +163,7 @@ def named_outputs(result: object) -> dict[str, Tensor]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Name a dtype as specs do.
+    """Return a dtype's name in specs.
 
     Raises:
         ModelError: No protocol can carry it.
@@ -203,7 +203,6 @@ def _zero_rows(spec: TensorSpec, num_rows: int) -> Tensor:
 
 
 def _random(inputs: Sequence[TensorSpec], generator: torch.Generator) -> Item:
-    """Normally distributed float32 inputs of one instance."""
     item = _zeros(inputs)
     numbers = torch.randn(len(item.payload) // 4, generator=generator)
     payload = memoryview(bytearray(numbers.numpy().tobytes()))

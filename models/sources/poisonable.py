@@ -1,7 +1,7 @@
-"""Any model, with a parameter that kills its worker: for `inferpool chaos` alone.
+"""Lets a parameter of a request kill the worker, for `inferpool chaos` only.
 
-Runs in worker processes. `Poisonable` is the source that chaos puts around the user's; the model
-that comes of it is the user's own in all else.
+Runs in worker processes. Chaos names `Poisonable` as the source instead of the user's; otherwise
+the model is the user's own.
 """
 
 import os
@@ -16,24 +16,18 @@ from inferpool.models.item import Features, Item
 from inferpool.models.sources.registry import build
 
 PARAMETER = "inferpool_chaos"
-"""Of a request: "preprocess", "forward" or "render", and anything after a hyphen."""
+"""Parameter of a request: "preprocess", "forward" or "render", then anything after a hyphen."""
 _MARK = "inferpool_chaos.poison"
-"""A tensor beside those of a poisoned instance and of its batch, which no model gets to see."""
+"""Tensor that marks a poisoned instance and its batch; the user's model never sees it."""
 
 
 class Poisonable(Model):
-    """Makes the model that a source names, such that it can be poisoned."""
+    """Builds the model of a source and makes it die of poisoned requests."""
 
     def __new__(  # type: ignore[misc]  # it makes an object of the user's class, extended
         cls, *, source: str, weights: str = "DEFAULT", options: Mapping[str, object] | None = None
     ) -> Model:
-        """Build the model.
-
-        Args:
-            source: As the settings name it.
-            weights: Likewise.
-            options: Likewise.
-        """
+        """Build the model. The arguments are those in the settings."""
         model = build(source, None if weights.lower() == "none" else weights, options or {})
         if not reads_own_form(model):
             model.preprocessed = ()  # nor does it, with the `preprocess` below before its own
@@ -42,7 +36,7 @@ class Poisonable(Model):
 
 
 class _Poisoned(Model):
-    """Stands before the user's class and dies where the parameter says."""
+    """Comes before the user's class and dies where the parameter says."""
 
     def preprocess(self, item: Item) -> Features:
         """Mark the instance, or die."""
@@ -81,7 +75,6 @@ def _place_of(parameters: Mapping[str, object]) -> str:
 
 
 def _without_parameter(item: Item) -> Item:
-    """The instance for a model that refuses parameters it does not know."""
     rest = {name: value for name, value in item.parameters.items() if name != PARAMETER}
     return Item(kind=item.kind, payload=item.payload, headers=item.headers, parameters=rest)
 

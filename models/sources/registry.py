@@ -1,4 +1,4 @@
-"""From a source, as the settings name it, to a model. Runs in worker processes only."""
+"""Builds the model that the settings name as the source. Runs in worker processes only."""
 
 import importlib
 import importlib.util
@@ -28,7 +28,7 @@ _FORMS = (
     "or a file: .pt2 (torch.export), .pt, .ts or .torchscript (TorchScript)"
 )
 _WRAPPER_OPTIONS = ("inputs", "outputs", "finite_outputs")
-"""Of `ModuleModel`; the others go to the user's network."""
+"""Options of `ModuleModel`; the others go to the user's network."""
 _SCRIPT_SUFFIXES = (".pt", ".ts", ".torchscript")
 _WEIGHT_SUFFIXES = (".pth", ".safetensors")
 
@@ -36,21 +36,21 @@ _Built = TypeVar("_Built")
 
 
 def build(source: str, weights: str | None, options: Mapping[str, object]) -> Model:
-    """Make the model that a source names; `Model.load` then reads its weights.
+    """Build the model that a source names; `Model.load` then reads its weights.
 
     Args:
         source: `efficientnet_lite0`, `minilm_l6`, `echo`, `torchvision:NAME`, `encoder:FOLDER`,
             `package.module:Class` (a `Model`, or an `nn.Module` whose forward takes and returns
             tensors), or an archive's path.
-        weights: "DEFAULT" for what the source comes with, a named weight of torchvision's, a
-            checkpoint's path, or None for random weights.
+        weights: "DEFAULT" for the source's own, a named weight of torchvision, a checkpoint's path,
+            or None for random weights.
         options: Keyword arguments of the class. For networks and TorchScript, `inputs` and
-            `outputs` declare the tensors; for all that take tensors, `finite_outputs = false` lets
-            NaN and infinities be.
+            `outputs`
+            declare the tensors; all that take tensors allow NaN with `finite_outputs = false`.
 
     Raises:
-        SourceError: The source names nothing that can be built; says what would.
-        ModelError: It cannot be built.
+        SourceError: The source names nothing that can be built; the message says what would.
+        ModelError: The model cannot be built.
     """
     suffix = Path(source).suffix
     if source in _BUILT_IN:
@@ -201,7 +201,6 @@ def _check_options(
 
 
 def _with_specs(options: Mapping[str, object]) -> dict[str, Any]:
-    """The options, with `inputs` and `outputs` read as specs."""
     return {
         name: specs_of(value, name) if name in ("inputs", "outputs") else value
         for name, value in options.items()
@@ -214,7 +213,7 @@ def _refuse_weights(source: str, weights: str | None) -> None:
 
 
 def _last_line(error: BaseException) -> str:
-    """What went wrong, and the user's line that it went wrong at."""
+    """Return the error's last line, and the line of the user's code that raised it."""
     text = traceback.format_exception_only(error)[-1].strip()
     if isinstance(error, SyntaxError) and error.filename and os.path.isfile(error.filename):
         return f"{text} ({error.filename}:{error.lineno})"  # no frame runs what cannot be parsed

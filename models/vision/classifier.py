@@ -35,19 +35,19 @@ _DEFAULT_TOP_K = 5
 class Classifier(Model):
     """An image classifier. Subclass it and write `build_network`.
 
-    It takes an encoded image; the pixels of one (uint8 [H, W, 3], [3, H, W] or gray [H, W], as a
-    tensor, or [H, W, 3] as JSON), which go through the same transform; or a network's own input,
+    An instance is an encoded image; its pixels (uint8 [H, W, 3], [3, H, W] or gray [H, W] as a
+    tensor, or [H, W, 3] as JSON), which are transformed alike; or the network's own input,
     transformed and normalised (float [3, crop, crop]).
 
-    The parameter `top_k` says how many labels to answer with, best first.
+    The parameter `top_k` is the number of labels to answer with, best first.
     """
 
     network: Callable[..., Tensor]
     checkpoint: Path | str | None = None
-    """The file of the weights of what `build_network` builds; None leaves it as built."""
+    """File with the weights of the built network; None leaves it as built."""
     has_fixed_shapes = True
     preprocessed = ()
-    """Pixels or a normalised input, by what is sent."""
+    """Empty, since it is pixels or a normalised input, depending on the request."""
     tolerance: Tolerance = LabelTolerance()
 
     def __init__(self, *, transform: ImageTransform, labels: Sequence[str]) -> None:
@@ -63,15 +63,15 @@ class Classifier(Model):
         """Build the network on the CPU: float32 [B, C, H, W] to [B, K] logits.
 
         Raises:
-            ModelError: It cannot be had.
+            ModelError: It cannot be built.
         """
         raise NotImplementedError(f"{type(self).__name__} must define build_network()")
 
     def load(self, placement: Placement) -> None:
-        """Load the network, and see that its classes are as many as the labels.
+        """Load the network, and check that it has as many classes as there are labels.
 
         Raises:
-            ModelError: They are not, or the network cannot be had.
+            ModelError: It has not, or it cannot be loaded.
         """
         blank = torch.zeros(1, 3, self.transform.crop, self.transform.crop)
         network = self.load_network(self.build_network, self.checkpoint, placement, example=[blank])
@@ -87,7 +87,7 @@ class Classifier(Model):
             )
 
     def preprocess(self, item: Item) -> Features:
-        """Make uint8 [crop, crop, C] of pixels; leave a network's own input, float32 [C, H, W].
+        """Turn an image into uint8 [crop, crop, C]; keep a network's own input, float32 [C, H, W].
 
         Fast decoding on a GPU leaves plain JPEGs, uint8 [bytes], for `collate` to decode together.
         """
@@ -99,11 +99,11 @@ class Classifier(Model):
         return {"image": self._from_encoded(item.payload)}
 
     def transform_image(self, image: Image.Image) -> Tensor:
-        """Make uint8 [crop, crop, C] of an RGB image, or the normalised float32 [C, H, W]."""
+        """Turn an RGB image into uint8 [crop, crop, C], or into normalised float32 [C, H, W]."""
         return self.transform.pixels(image)
 
     def check_image_size(self, size: tuple[int, int]) -> None:
-        """Refuse a picture of that width and height, before it is decoded.
+        """Refuse a picture by its width and height, before it is decoded.
 
         Raises:
             InputError: It is so elongated that `transform_image` would refuse it.
@@ -112,7 +112,7 @@ class Classifier(Model):
             self.transform.check(size)
 
     def collate(self, instances: Sequence[Features]) -> Features:
-        """Stack pixels as uint8 [B, H, W, C]; with a normalised input among them, normalise all."""
+        """Stack pixels as uint8 [B, H, W, C]; normalise all if one is a normalised input."""
         images = self._decode_on_gpu([each["image"] for each in instances])
         if all(image.dtype == torch.uint8 for image in images):
             return {"image": torch.stack(images)}
@@ -138,7 +138,7 @@ class Classifier(Model):
         return {"probabilities": outputs["logits"].float().softmax(-1)}
 
     def render(self, outputs: Features, parameters: Mapping[str, object]) -> object:
-        """Say the `top_k` best labels, best first, with their index and score."""
+        """Render the `top_k` best labels, best first, with their index and score."""
         top_k = self._top_k(parameters)
         return self._answers(outputs["probabilities"][None], [top_k])[0]
 
@@ -160,25 +160,25 @@ class Classifier(Model):
         return answers
 
     def warmup(self) -> Sequence[Item]:
-        """A plain JPEG, of the size that the transform resizes to."""
+        """Return a plain JPEG of the size that the transform resizes to."""
         encoded = BytesIO()
         edge = self.transform.resize
         Image.new("RGB", (edge + edge // 2, edge + edge // 4), "gray").save(encoded, "JPEG")
         return [Item(kind="image", payload=memoryview(encoded.getvalue()))]
 
     def samples(self) -> Sequence[Item]:
-        """Photographs, whole and in parts."""
+        """Return photographs, whole and in parts."""
         return [_pixels_item(np.asarray(view)) for view in sample_views()]
 
     def encoded_samples(self) -> Sequence[Item]:
-        """Photographs as JPEGs, in the size of pictures from the web and of those from a camera."""
+        """Return photographs as JPEGs, in sizes common on the web and from cameras."""
         if not self.can_be_quick:
             return ()
         return [Item(kind="image", payload=memoryview(data)) for data in sample_jpegs()]
 
     @property
     def can_be_quick(self) -> bool:
-        """Whether encoded images have a fast way through the transform."""
+        """True if encoded images have a fast way through the transform."""
         is_ours = type(self).transform_image is Classifier.transform_image
         return is_ours and self.transform.can_be_quick
 
@@ -248,12 +248,12 @@ class Classifier(Model):
 
     @cached_property
     def _gpu_jpegs(self) -> GpuJpegs | None:
-        """The way of JPEGs by the GPU, which `preprocess` leaves encoded for `collate`."""
+        """Decoder of JPEGs on the GPU, if there is one: `preprocess` leaves them to `collate`."""
         decode = nvjpeg(self.device)
         return GpuJpegs(decode, self.transform) if decode else None
 
     def _decode_on_gpu(self, images: list[Tensor]) -> list[Tensor]:
-        """Replace what is encoded yet, uint8 [bytes], by its pixels; all on one device then."""
+        """Decode the images that are still uint8 [bytes], and put all of them on one device."""
         encoded = [i for i, image in enumerate(images) if image.dim() == 1]
         if not encoded:
             return images
@@ -304,7 +304,7 @@ class Classifier(Model):
 
 @lru_cache
 def imagenet_labels() -> Sequence[str]:
-    """The names of the 1000 classes of ImageNet-1k (ILSVRC 2012), by index."""
+    """Return the names of the 1000 classes of ImageNet-1k (ILSVRC 2012), by index."""
     return tuple(
         (files("inferpool.models.vision") / "imagenet.txt").read_text("utf-8").splitlines()
     )

@@ -1,8 +1,8 @@
-"""How an encoded picture is put together, looked at before Pillow may. Worker processes only.
+"""Checks of an encoded picture's structure, before Pillow decodes it. Worker processes only.
 
-A decoder does as it is told by the file: it walks over all blocks of a picture once for each scan,
-reads millions of empty chunks one by one, and makes room for the canvas that a header claims. What
-follows costs a small part of that, and refuses what no camera and no encoder writes.
+A decoder does what the file says: it walks over the whole picture once for each scan, reads
+millions of empty chunks, and allocates the canvas that a header claims. These checks cost far less,
+and refuse what no camera and no encoder writes.
 """
 
 import re
@@ -13,29 +13,29 @@ from inferpool.models.errors import InputError
 MAX_EXIF_BYTES = 1 << 16
 """Exif 2.3, 4.5.4: it must fit into one segment of a JPEG file."""
 _MAX_SCANS = 100
-"""Encoders make some 10. At 50 million pixels one costs 8 ms, and takes 10 bytes to ask for."""
+"""Encoders make about 10. At 50 million pixels each costs 8 ms, and takes 10 bytes to ask for."""
 _MAX_STRAY_BYTES = 1 << 16
 
 _MARKER = re.compile(rb"\xff+([^\x00\xd0-\xd7\xff])")
-"""The next marker that ends entropy-coded data: not a stuffed zero, not RST0 to RST7."""
+"""The marker that ends entropy-coded data: neither a stuffed zero nor RST0 to RST7."""
 _SOF = frozenset((*range(0xC0, 0xC4), *range(0xC5, 0xC8), *range(0xC9, 0xCC), *range(0xCD, 0xD0)))
 _ONE_SCAN_SOF = (0xC0, 0xC1)
-"""Sequential: where the first scan has every component, no other is read."""
+"""Sequential JPEGs: if the first scan has every component, no other is read."""
 _NO_LENGTH = frozenset((0x01, *range(0xD0, 0xD9)))
 
 
 def check_container(form: str | None, data: bytes, check_size: Callable[[int, int], None]) -> None:
     """Refuse a file whose decoding would cost far more than its picture is worth.
 
-    What is merely damaged is left for the decoder to say.
+    The decoder itself reports mere damage.
 
     Args:
         form: The format, as Pillow calls it.
-        data: All of the file.
-        check_size: Told the width and height of a canvas that opening the file would allocate.
+        data: The whole file.
+        check_size: Called with the size of a canvas that opening the file would allocate.
 
     Raises:
-        InputError: It would; says why.
+        InputError: The file is refused; the message says why.
     """
     if form == "JPEG":
         _check_jpeg(data)
@@ -48,10 +48,10 @@ def check_container(form: str | None, data: bytes, check_size: Callable[[int, in
 
 
 def check_exif(num_bytes: int) -> None:
-    """Refuse EXIF metadata beyond what the standard allows.
+    """Refuse more EXIF metadata than the standard allows.
 
     Raises:
-        InputError: It is.
+        InputError: There is more.
     """
     if num_bytes > MAX_EXIF_BYTES:
         raise InputError(
@@ -61,9 +61,9 @@ def check_exif(num_bytes: int) -> None:
 
 
 def _max_pieces(data: bytes) -> int:
-    """Chunks, segments or blocks: many more than encoders make, which fill each with 4 KiB or more.
+    """Return a limit for chunks, segments or blocks, which cost Pillow up to 5 us each.
 
-    Each costs Pillow up to 5 us.
+    Encoders fill each with 4 KiB or more, and so make far fewer.
     """
     return 10_000 + len(data) // 1024
 
@@ -115,7 +115,7 @@ def _check_png(data: bytes) -> None:
 
 
 def _check_gif(data: bytes) -> None:
-    """As far as the first picture, which is all that is decoded."""
+    """Check up to the first picture, since only that is decoded."""
     flags = data[10] if len(data) > 10 else 0
     position = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
     num_blocks = 0
@@ -133,7 +133,7 @@ def _check_gif(data: bytes) -> None:
 
 
 def _webp_size(data: bytes) -> tuple[int, int]:
-    """What the header claims (RFC 9649, 2.5 to 2.7), for which opening the file makes room."""
+    """Return the size in the header (RFC 9649, 2.5 to 2.7), which opening the file allocates."""
     kind = data[12:16]
     if kind == b"VP8X" and len(data) >= 30:
         return (

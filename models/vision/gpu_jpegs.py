@@ -1,7 +1,7 @@
-"""JPEGs decoded and resized on the GPU that computes them. Worker processes only.
+"""JPEGs decoded and resized on the GPU that serves them. Worker processes only.
 
-Only plain ones are left to the GPU: baseline colour or gray, upright, whole, and of moderate size.
-All others take the CPU's way, which knows the odd ones.
+The GPU gets plain ones only: baseline colour or gray, upright, whole, and of moderate size. The CPU
+decodes all others.
 
 Axes: H height, W width, C = 3 colours.
 """
@@ -22,7 +22,7 @@ from inferpool.models.vision.transforms import ImageTransform
 logger = logging.getLogger(__name__)
 
 Decode = Callable[[list[Tensor]], list[Tensor]]
-"""From encoded JPEGs (uint8 [bytes], on the CPU) to pixels, uint8 [C, H, W] on the GPU."""
+"""Decodes JPEGs (uint8 [bytes], on the CPU) to pixels, uint8 [C, H, W] on the GPU."""
 
 _MAX_PIXELS = 1 << 24
 """Larger ones would take 200 MB of the GPU's memory each while they are resized."""
@@ -30,15 +30,14 @@ _END = b"\xff\xd9"
 
 
 class GpuJpegs:
-    """The way of plain JPEGs by the GPU."""
+    """Decodes and transforms plain JPEGs on the GPU."""
 
     def __init__(self, decode: Decode, transform: ImageTransform) -> None:
-        """Take what decodes many at a time, and what pixels are to go through."""
         self._decode = decode
         self._transform = transform
 
     def accept(self, payload: memoryview, max_pixels: int) -> Tensor | None:
-        """Copy a JPEG to uint8 [bytes]; None if it is one for the CPU, by its header alone."""
+        """Copy a JPEG to uint8 [bytes]; None if its header or end says that it is for the CPU."""
         data = bytes(payload)
         # What was cut short must be refused, and the GPU might fill it up.
         if not data.startswith(b"\xff\xd8\xff") or not data.endswith(_END):
@@ -60,11 +59,11 @@ class GpuJpegs:
     def pixels(
         self, jpegs: Sequence[Tensor], on_cpu: Callable[[memoryview], Tensor]
     ) -> list[Tensor]:
-        """Decode what was accepted, and resize it, to uint8 [crop, crop, C].
+        """Decode and resize accepted JPEGs to uint8 [crop, crop, C].
 
         Args:
-            jpegs: What `accept` returned.
-            on_cpu: The CPU's way, for all of them if the GPU refuses one.
+            jpegs: Results of `accept`.
+            on_cpu: Decodes on the CPU; used for all of them if the GPU refuses one.
 
         Raises:
             torch.OutOfMemoryError: The GPU has no room for so many.
@@ -80,7 +79,7 @@ class GpuJpegs:
 
 
 def nvjpeg(device: torch.device) -> Decode | None:
-    """Decode by nvJPEG as torchvision has it; None where that is not to be had."""
+    """Return torchvision's nvJPEG decoder; None if it is not available."""
     if device.type != "cuda":
         return None
     try:

@@ -1,7 +1,7 @@
-"""Encoded images to upright RGB pixels, whatever the bytes hold. Runs in worker processes only.
+"""Decodes pictures from hostile bytes to upright RGB pixels. Runs in worker processes only.
 
-A picture is what its first bytes say, not what a header or a file name claims. For a picture that
-cannot be had nothing but `InputError` leaves this module, except where memory or descriptors lack.
+The first bytes of a picture decide its format, not a header or a file name. A picture that cannot
+be decoded raises `InputError` and nothing else, except for want of memory or descriptors.
 """
 
 import contextlib
@@ -66,18 +66,17 @@ def decode_image(
 ) -> Image.Image:
     """Decode a picture to RGB, turned upright as its EXIF orientation says.
 
-    Of an animation the first frame is taken. Grayscale, CMYK and palettes become RGB as Pillow's
-    `convert("RGB")` makes them; so does alpha, which is dropped rather than composed over a colour.
-    Gray of 16 bits keeps its high byte, where `convert` would clip nearly all of it to white.
+    An animation yields its first frame. Grayscale, CMYK and palettes become RGB as Pillow's
+    `convert("RGB")` makes them; so does alpha, which is dropped. Gray of 16 bits keeps its high
+    byte, where `convert` would clip nearly all of it to white.
 
     Args:
         data: One encoded picture.
-        max_pixels: More than these are refused by the header alone, before anything is decoded.
-        check: Told the width and height by the header, before anything is decoded; may refuse them
-            with an `InputError`.
+        max_pixels: A picture with more is refused by its header, before it is decoded.
+        check: Called with the header's width and height before decoding; may raise `InputError`.
 
     Raises:
-        InputError: This is no picture, or a damaged one, or too large a one; says which.
+        InputError: It is no picture, or a damaged one, or too large; the message says which.
     """
     image, _ = decode_scaled(data, least_edge=None, max_pixels=max_pixels, check=check)
     return image
@@ -90,22 +89,22 @@ def decode_scaled(
     max_pixels: int = MAX_IMAGE_PIXELS,
     check: Callable[[tuple[int, int]], None] = lambda _: None,
 ) -> tuple[Image.Image, tuple[int, int]]:
-    """As `decode_image`, but a JPEG may come smaller, by 2, 4 or 8.
+    """Decode a picture as `decode_image` does, but a JPEG perhaps smaller, by 2, 4 or 8.
 
-    libjpeg then computes only the low frequencies of each block of 8 x 8 pixels, which yields the
-    picture as an average over 2 x 2, 4 x 4 or 8 x 8 of its pixels would.
+    libjpeg then computes only the low frequencies of each block of 8 x 8 pixels, which averages
+    over 2 x 2, 4 x 4 or 8 x 8 pixels.
 
     Args:
         data: One encoded picture.
-        least_edge: What neither edge may fall short of by that; None for the full size.
-        max_pixels: As `decode_image` has it.
-        check: As `decode_image` has it.
+        least_edge: Least length of both edges of a smaller picture; None for the full size.
+        max_pixels: See `decode_image`.
+        check: See `decode_image`.
 
     Returns:
-        The picture, and its full width and height, when it is upright.
+        The picture, and the width and height it has upright and in full size.
 
     Raises:
-        InputError: As `decode_image` has it.
+        InputError: See `decode_image`.
     """
     if not len(data):
         raise InputError("the image is empty: 0 bytes")
@@ -147,7 +146,7 @@ def check_size(width: int, height: int, *, max_pixels: int = MAX_IMAGE_PIXELS) -
     """Refuse a picture of no pixels, or of too many.
 
     Raises:
-        InputError: It is so.
+        InputError: The picture is refused.
     """
     if width < 1 or height < 1:
         raise InputError(f"the image has no pixels: it is {width} x {height}")
@@ -177,7 +176,7 @@ def _silence_libtiff() -> None:
 
 
 def _check_tile(image: TiffImageFile) -> None:
-    """A tile may be larger than the picture that it is for, and is decoded as a whole."""
+    """Refuse a tile much larger than the picture, since it is decoded as a whole."""
     num_pixels = image.width * image.height
     width, height = (image.tag_v2.get(tag) or 1 for tag in (_TILE_WIDTH, _TILE_LENGTH))
     if width * height > 2 * num_pixels + _SMALL_TILE_PIXELS:
@@ -187,7 +186,7 @@ def _check_tile(image: TiffImageFile) -> None:
 
 
 def _turn(image: Image.Image) -> Image.Transpose | None:
-    """What makes it upright."""
+    """Return the transposition that makes the picture upright."""
     check_exif(len(image.info.get("exif", b"")))
     check_exif(len(image.info.get("Raw profile type exif", "")) // 2)
     try:

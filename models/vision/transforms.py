@@ -1,4 +1,4 @@
-"""From a picture to the pixels that a network takes, exactly or fast. Worker processes only.
+"""Turns pictures into the pixels that a network takes, exactly or fast. Worker processes only.
 
 Axes: B batch, H height, W width, C = 3 colours.
 """
@@ -20,40 +20,39 @@ _QUICK_OPS = {
     Image.Resampling.BILINEAR: torch.ops.aten._upsample_bilinear2d_aa.out,
     Image.Resampling.BICUBIC: torch.ops.aten._upsample_bicubic2d_aa.out,
 }
-"""What `torch.nn.functional.interpolate` calls, which takes neither a scale nor a layout."""
+"""Kernels of `torch.nn.functional.interpolate`, which itself takes neither a scale nor a layout."""
 _LEAST_SCALED = 2
-"""The short edge of a picture that comes scaled down, as a multiple of what it is resized to: the
-resizing then still has the say. With 1, on 224 views of photographs, 1 in 45 changed its label."""
+"""Least short edge of a picture decoded smaller, as a multiple of what it is resized to. With 1, on
+224 views of photographs, 1 in 45 changed its label."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageTransform:
-    """Resize by the short edge and crop the middle: what most classifiers are trained for."""
+    """Resizes by the short edge and crops the middle, as most classifiers are trained."""
 
     resize: int
-    """The short edge after resizing, in pixels."""
+    """Short edge after resizing, in pixels."""
     crop: int
     """Both edges after cropping, in pixels."""
     interpolation: Image.Resampling = Image.Resampling.BILINEAR
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
-    """Of red, green and blue between 0 and 1."""
+    """Means of red, green and blue, each between 0 and 1."""
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
 
     @property
     def can_be_quick(self) -> bool:
-        """Whether there is `quick_pixels` for it."""
+        """True if `quick_pixels` can be used."""
         return self.interpolation in _QUICK_OPS and self.crop <= self.resize
 
     @property
     def least_edge(self) -> int:
-        """What the short edge of a picture for `quick_pixels` may be scaled down to."""
+        """Least short edge of a picture for `quick_pixels`."""
         return _LEAST_SCALED * self.resize
 
     def pixels(self, image: Image.Image) -> Tensor:
         """Resize and crop an RGB image to uint8 [crop, crop, C].
 
-        These are the very pixels that torchvision's ImageClassification preset yields from a PIL
-        image.
+        The pixels equal those of torchvision's ImageClassification preset for a PIL image.
 
         Raises:
             InputError: It is so elongated that resizing its short edge makes it too large.
@@ -73,15 +72,16 @@ class ImageTransform:
         return torch.from_numpy(np.array(image))
 
     def quick_pixels(self, image: Image.Image, full_size: tuple[int, int]) -> Tensor:
-        """As `pixels`, nearly three times as fast, and off by one in some of them (by two in few).
+        """Resize and crop nearly three times as fast, with some pixels off by one and few by two.
 
         Args:
-            image: The picture, which may be scaled down to `least_edge`; then, pixels are off by
-                as much as the scaling is another than the resizing would have done.
-            full_size: Its width and height before it was scaled down.
+            image: The picture, or a smaller one down to `least_edge`, whose pixels differ as much
+                as that
+                scaling differs from the resizing.
+            full_size: Width and height of the full picture.
 
         Raises:
-            InputError: As `pixels` has it.
+            InputError: See `pixels`.
         """
         width, height = self._resized(full_size)
         left, top = _margin(width, self.crop), _margin(height, self.crop)
@@ -102,7 +102,7 @@ class ImageTransform:
         return y_CHW.permute(1, 2, 0).contiguous()
 
     def device_pixels(self, image_CHW: Tensor) -> Tensor:
-        """As `quick_pixels`, on the device where an image uint8 [C, H, W] lies."""
+        """Resize and crop an image uint8 [C, H, W] on its device, about as `quick_pixels` does."""
         height, width = image_CHW.shape[-2:]
         columns, rows = self._resized((width, height))
         left, top = _margin(columns, self.crop), _margin(rows, self.crop)
@@ -116,10 +116,10 @@ class ImageTransform:
         return y_CHW.round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0).contiguous()
 
     def check(self, size: tuple[int, int]) -> None:
-        """Refuse a picture of that width and height if `pixels` would.
+        """Refuse a width and height that `pixels` would refuse.
 
         Raises:
-            InputError: As `pixels` has it.
+            InputError: See `pixels`.
         """
         self._resized(size)
 
@@ -134,14 +134,14 @@ class ImageTransform:
     def _cut(
         self, full: tuple[int, int], resized: tuple[int, int], lead: tuple[int, int]
     ) -> tuple[tuple[int, int], tuple[float, float, float, float], tuple[int, int]] | None:
-        """How to leave out, while resizing, what would be cropped away, with the same result.
+        """Find how to crop while resizing, with the same result as afterwards.
 
-        Pillow takes windows in single precision, so this can be done along the edges whose scale
-        is a multiple of a power of 1/2, such as any edge that becomes 256.
+        Pillow takes windows in single precision, so this works along edges whose scale is a
+        multiple of a power of 1/2, such as any edge that becomes 256.
 
         Returns:
-            The size to resize to, the window to resize, and where the crop then begins; None where
-            nothing can be left out.
+            The size to resize to, the window to resize, and where the crop then begins; None if
+            nothing can be cropped early.
         """
         if self.interpolation is Image.Resampling.NEAREST:
             return None  # Pillow's is another algorithm
@@ -159,7 +159,7 @@ class ImageTransform:
 
 
 class Normalize(nn.Module):
-    """Turns pixels into what a network takes, on the device that it is moved to."""
+    """Turns pixels into a network's input, on the device that it is moved to."""
 
     mean: Tensor
     std: Tensor
@@ -172,7 +172,7 @@ class Normalize(nn.Module):
     def forward(
         self, x_BHWC: Tensor, memory_format: torch.memory_format = torch.contiguous_format
     ) -> Tensor:
-        """Take uint8 [B, H, W, C] to float32 [B, C, H, W] in the order of torchvision's steps."""
+        """Turn uint8 [B, H, W, C] into float32 [B, C, H, W] in the order of torchvision's steps."""
         if memory_format is torch.channels_last:
             # As rows of numbers: six times as fast as axes of three.
             B, H, W, C = x_BHWC.shape
@@ -185,7 +185,7 @@ class Normalize(nn.Module):
 
 
 class _ArrowArray(ctypes.Structure):
-    """The Arrow C data interface, version 1.0: struct ArrowArray up to what is read here."""
+    """The fields read here of struct ArrowArray in the Arrow C data interface, version 1.0."""
 
 
 _ArrowArray._fields_ = [
@@ -205,7 +205,7 @@ _capsule_pointer.restype, _capsule_pointer.argtypes = (
 
 
 def _view(image: Image.Image) -> Tensor:
-    """The pixels of an RGB image in place, as uint8 [H, W, 4], for as long as the image lives.
+    """Return an RGB image's pixels in place, as uint8 [H, W, 4], valid while the image lives.
 
     An image of more than 16 MiB lies in several pieces, and is copied to [H, W, 3].
     """
@@ -220,21 +220,21 @@ def _view(image: Image.Image) -> Tensor:
 
 
 def _is_dyadic(full: int, resized: int) -> bool:
-    """Whether full / resized and its multiples have no rounding in them, in single precision."""
+    """Return whether full / resized and its multiples are exact in single precision."""
     gcd = np.gcd(full, resized)
     denominator = resized // int(gcd)
     return denominator & (denominator - 1) == 0 and full * denominator < 1 << 22
 
 
 def _is_vertical_first(full: tuple[int, int], size: list[int] | tuple[int, int]) -> bool:
-    """In which order Pillow resizes (ImagingResampleInner), which makes other roundings."""
+    """Return whether Pillow resizes columns first (ImagingResampleInner); this affects rounding."""
     shrinks_by = full[1] - size[1]
     return shrinks_by > 0 and shrinks_by > 2 * (full[0] - size[0])
 
 
 def _margin(edge: int, crop: int) -> int:
-    """Where a centred crop begins; before the image, if that is the smaller.
+    """Return where a centred crop begins; negative if the crop is the larger.
 
-    Halves are rounded as torchvision's center_crop rounds them: to even.
+    Halves are rounded to even, as in torchvision's center_crop.
     """
     return round((edge - crop) / 2) if edge >= crop else -((crop - edge) // 2)

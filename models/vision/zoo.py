@@ -1,4 +1,4 @@
-"""The classifiers of torchvision, with its weights, transforms and labels. Worker processes only.
+"""Classifiers of torchvision, with its weights, transforms and labels. Worker processes only.
 
 Importing torchvision takes seconds, so this module is imported only for such a source.
 """
@@ -30,13 +30,12 @@ _INCEPTIONS = ("googlenet", "inception_v3")
 
 
 class TorchvisionClassifier(Classifier):
-    """The source `torchvision:NAME`.
+    """Serves the source `torchvision:NAME`.
 
     Args:
-        name: As torchvision.models lists it.
+        name: A name in torchvision.models.
         weights: "DEFAULT", a named weight, a checkpoint's path, or None for random weights.
-        labels: The names of the classes, or a file of them, one a line; by default those that the
-            published weights were trained for.
+        labels: Names of the classes, or a file with one a line; by default the published weights'.
         options: Keyword arguments of torchvision's builder, such as `num_classes`.
     """
 
@@ -65,15 +64,15 @@ class TorchvisionClassifier(Classifier):
 
     @property
     def download(self) -> str:
-        """The URL that `build_network` will fetch; empty if it needs none, or has it already."""
+        """URL that `build_network` will download; empty if there is nothing to download."""
         url: str = self._published.url if self._published else ""
         return "" if not url or _cache_path(url).is_file() else url
 
     def build_network(self) -> nn.Module:
-        """Build it, with published weights if they are asked for, which may be downloaded first.
+        """Build the network, with published weights if asked for, which may be downloaded first.
 
         Raises:
-            CheckpointError: Published weights cannot be had.
+            CheckpointError: The published weights cannot be downloaded, or are damaged.
             SourceError: The builder does not take the options.
         """
         if self._published is not None:
@@ -87,19 +86,19 @@ class TorchvisionClassifier(Classifier):
         return self._call(lambda: torchvision.models.get_model(self._name, **options))
 
     def transform_image(self, image: Image.Image) -> Tensor:
-        """Take our own path where it equals torchvision's, else torchvision's transforms."""
+        """Use our own transform if it equals torchvision's, else torchvision's."""
         if self._equals_ours:
             return super().transform_image(image)
         normalized: Tensor = self._preset(image)
         return normalized
 
     def check_image_size(self, size: tuple[int, int]) -> None:
-        """The same rule as in `Classifier`: torchvision's transforms resize as ours do."""
+        """Apply the rule of `Classifier`: torchvision's transforms resize as ours do."""
         self.transform.check(size)
 
     @property
     def can_be_quick(self) -> bool:
-        """Whether the transform is our own, and has a fast way."""
+        """True if the transform is our own, and has a fast way."""
         return self._equals_ours and self.transform.can_be_quick
 
     @property
@@ -182,15 +181,14 @@ def _transform(preset: Any) -> ImageTransform:
 
 
 def _cache_path(url: str) -> Path:
-    """Where torch.hub keeps what it has downloaded."""
+    """Return the path at which torch.hub keeps a download."""
     return Path(torch.hub.get_dir(), "checkpoints", Path(urlparse(url).path).name)
 
 
 def _check_cached(url: str) -> None:
-    """Hold a weight file that is already there against the hash in its name.
+    """Compare a weight file in the cache with the hash in its name.
 
-    torch.hub checks only what it downloads, and unpickles what it finds: a file that was cut short
-    or replaced must not get there.
+    torch.hub checks only what it downloads, and unpickles any file it finds, even a damaged one.
     """
     path = _cache_path(url)
     wanted = re.search(r"-([0-9a-f]{8,})\.", path.name)
