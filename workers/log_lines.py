@@ -21,7 +21,6 @@ class LineHandler(logging.Handler):
     """Logging handler that sends records to another process."""
 
     def __init__(self, send: Callable[[LogLine], None]) -> None:
-        """Store the sender of lines, which may raise OSError or ValueError."""
         super().__init__()
         self._send = send
 
@@ -44,13 +43,7 @@ class PrintedLines(io.TextIOBase):
     errors = "backslashreplace"
 
     def __init__(self, original: TextIO, level: int, send: Callable[[LogLine], None]) -> None:
-        """Store the arguments.
-
-        Args:
-            original: Stream that gets what cannot be sent.
-            level: Log level of the lines.
-            send: Sender of lines; may raise OSError or ValueError.
-        """
+        """Store the arguments; text goes to `original` if `send` raises OSError or ValueError."""
         self._original = original
         self._level = level
         self._send = send

@@ -36,14 +36,6 @@ class Carrier:
         wanted_timeout_s: float | None,
         patience_s: float,
     ) -> None:
-        """Store the arguments.
-
-        Args:
-            heartbeat: Heartbeat of the process that gets the batches.
-            outputs: Shared memory in which it puts large outputs.
-            wanted_timeout_s: Seconds that a batch may run; None derives them from the warm-up.
-            patience_s: Seconds that it may take to begin a batch when it is idle.
-        """
         timeout_s = batch_timeout_s(wanted_timeout_s, None)
         self.canary = Canary(timeout_s)
         self.held = HeldBatches(heartbeat, batch_timeout_s=timeout_s, patience_s=patience_s)

@@ -23,13 +23,6 @@ class OomKills:
         membership: Path = MEMBERSHIP,
         vmstat: Path = Path("/proc/vmstat"),
     ) -> None:
-        """Find the file that counts them.
-
-        Args:
-            mount: Folder in which the cgroup file systems are mounted.
-            membership: File that names this process's groups.
-            vmstat: File with the count of the whole host.
-        """
         try:
             groups = list(groups_of(mount, membership.read_text(), "memory"))
         except OSError:

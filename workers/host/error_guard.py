@@ -18,7 +18,6 @@ class ErrorGuard:
     """
 
     def __init__(self, name: str) -> None:
-        """Store the name of the watch, for the log."""
         self._name = name
         self._quiet_until = 0.0
 

@@ -49,12 +49,6 @@ class GpuWatch:
     """Watch of some GPUs, until `stop`."""
 
     def __init__(self, gpus: Sequence[Gpu], nvml: Any) -> None:
-        """Store the arguments.
-
-        Args:
-            gpus: The GPUs to watch.
-            nvml: The module `pynvml`, or a fake of it.
-        """
         self._gpus = gpus
         self._nvml = nvml
         self._over = threading.Event()

@@ -53,13 +53,6 @@ class HeldBatches:
     def __init__(
         self, heartbeat: HeartbeatReader, *, batch_timeout_s: float, patience_s: float
     ) -> None:
-        """Store the limits.
-
-        Args:
-            heartbeat: The worker's report of what it has begun, and when it last made progress.
-            batch_timeout_s: Seconds that a batch may run.
-            patience_s: Seconds that an idle worker may take to begin a batch.
-        """
         self.batch_timeout_s = batch_timeout_s
         self._heartbeat = heartbeat
         self._patience_s = patience_s

@@ -37,12 +37,6 @@ class InProcessEngine:
     """Engine that starts a worker as a thread."""
 
     def __init__(self, arena: Arena, *, pins: bool = True) -> None:
-        """Store the arguments.
-
-        Args:
-            arena: Memory with the payloads.
-            pins: Bind this process to the worker's cores and devices.
-        """
         self._arena = arena
         self._pins = pins
 

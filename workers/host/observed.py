@@ -21,13 +21,7 @@ class ObservedProcess:
     def __init__(
         self, process: BaseProcess, oom_kills: OomKills, on_exit: Callable[[], None]
     ) -> None:
-        """Observe a process that has been started.
-
-        Args:
-            process: The process; it is closed once its exit is confirmed.
-            oom_kills: Counter of the kernel's kills for memory.
-            on_exit: Called once the exit is confirmed; the process's pipes may still hold data.
-        """
+        """Observe a started process, which is closed before `on_exit`; its pipes may hold data."""
         assert process.pid is not None
         self.pid = process.pid
         self.exit_code: int | None = None

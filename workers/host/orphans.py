@@ -19,11 +19,7 @@ class Orphans:
     """Reaper of the dead children that nobody else waits for, so that none stays a zombie."""
 
     def __init__(self, *, is_guest: bool = False) -> None:
-        """Store the argument.
-
-        Args:
-            is_guest: True if other code in this process has children too and may wait for them.
-        """
+        """Store whether other code in this process has children too, and may wait for them."""
         self.owned: set[int] = set()
         """Processes that someone else waits for. Any thread adds to it."""
         self._groups: set[int] | None = set() if is_guest else None

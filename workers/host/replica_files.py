@@ -34,12 +34,7 @@ class ReplicaFiles(Generic[L]):
         files_of: Callable[[L], Sequence[FileMark]],
         on_others: Callable[[], None] = lambda: None,
     ) -> None:
-        """Store the arguments.
-
-        Args:
-            files_of: Returns the files that a worker has loaded.
-            on_others: Called when later workers may load other files than earlier ones.
-        """
+        """Store what lists a worker's files, and what to call when later workers may differ."""
         self._files_of = files_of
         self._on_others = on_others
         self._present: ModelFiles | None = None

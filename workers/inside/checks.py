@@ -1,4 +1,4 @@
-"""Holds what a model yields against what it promises: rows, shapes, finite numbers. In workers."""
+"""Checks a model's outputs against its declaration: rows, shapes, finite numbers. In workers."""
 
 import math
 from collections.abc import Mapping
@@ -15,20 +15,20 @@ class BrokenPromiseError(RuntimeError):
 
 
 class OutputChecks:
-    """The promises of one model, made quick to check."""
+    """Checks of one model's outputs."""
 
     def __init__(self, model: Model) -> None:
         self._shapes = {spec.name: spec.instance_shape for spec in model.outputs if spec.shape}
         self._known: dict[str, torch.Size] = {}
-        """The last shape of one instance of each output that was found right."""
+        """Last shape of one instance of each output that was correct."""
         self._names = {spec.name for spec in model.outputs}
         self._is_finite_promised = model.finite_outputs
 
     def check_shapes(self, outputs: Mapping[str, Tensor], num_rows: int) -> None:
-        """Look at the shape of each output.
+        """Check the shape of each output.
 
         Raises:
-            BrokenPromiseError: It is not the declared one, or not of so many rows.
+            BrokenPromiseError: A shape or the number of rows is wrong, or an output is missing.
         """
         for name, output in outputs.items():
             shape = output.shape
@@ -44,10 +44,10 @@ class OutputChecks:
             raise BrokenPromiseError(f"the model declares {missing}, and did not return it")
 
     def non_finite_rows(self, outputs: Mapping[str, Tensor]) -> list[int]:
-        """The rows with NaN or an infinity in them, where the model promises that there are none.
+        """Return the rows with NaN or an infinity, if the model promises that there are none.
 
-        A sum tells in a fifth of the time of `isfinite`, and only one that is not finite itself
-        (it may also have overflowed) is worth a closer look.
+        A sum takes a fifth of the time of `isfinite`. Only if it is not finite, for which it may
+        also have overflowed, the rows are checked one by one.
         """
         if not self._is_finite_promised:
             return []
@@ -59,7 +59,7 @@ class OutputChecks:
                 output = torch.view_as_real(output.resolve_conj())
             if not output.is_floating_point():
                 continue
-            # 16 bits would overflow at every turn.
+            # A sum in 16 bits would often overflow.
             total = output.sum(dtype=torch.float32) if output.itemsize < 4 else output.sum()
             if not math.isfinite(total):
                 is_finite = output.isfinite().reshape(len(output), -1).all(1)

@@ -1,6 +1,6 @@
-"""Compiles a model's network in a process of its own, at the order of a worker or of a search.
+"""Compiles a model's network in a separate process, for a worker or for a search.
 
-So that is spared the compiler's memory, and a compiler that crashes ends nobody else.
+So the caller does not keep the compiler's memory, and survives a compiler that crashes.
 """
 
 import json
@@ -16,14 +16,14 @@ from torch import nn
 
 from inferpool.workers.config import WorkerConfig
 
-_BOOT = "import json, sys; told = json.load(sys.stdin); sys.path[:] = told['sys_path']; "
+_BOOT = "import json, sys; order = json.load(sys.stdin); sys.path[:] = order['sys_path']; "
 _TIMEOUT_S = 900.0
 _WEIGHTS = "weights.pt"
 _MAX_REASON = 300
 
 
 class CompileError(Exception):
-    """It could not be compiled; the message says why."""
+    """The compilation failed; the message says why."""
 
 
 def compile_package(
@@ -34,14 +34,14 @@ def compile_package(
     *,
     timeout_s: float = _TIMEOUT_S,
 ) -> None:
-    """Write the package of a model's network as it is loaded here, and wait for it.
+    """Compile a model's network with its present weights, and write the package.
 
     Raises:
-        CompileError: It could not be done.
+        CompileError: The compilation failed.
     """
     for left_over in path.parent.glob(f"{path.stem}-compiling-*"):
-        shutil.rmtree(left_over, ignore_errors=True)  # of a compiler that was killed
-    told = {
+        shutil.rmtree(left_over, ignore_errors=True)  # a compiler was killed
+    order = {
         "sys_path": sys.path,
         "source": config.model.source,
         "weights": config.model.weights,
@@ -52,13 +52,13 @@ def compile_package(
         "parent": os.getpid(),
     }
     with tempfile.TemporaryDirectory(prefix=f"{path.stem}-compiling-", dir=path.parent) as scratch:
-        # Weights may be random, or come from a file that is another one by now.
+        # Pass the weights: they may be random, or their file may have changed.
         torch.save(network.state_dict(), Path(scratch, _WEIGHTS))
         command = [
             sys.executable,
             "-P",
             "-c",
-            f"{_BOOT}from inferpool.workers.inside.compiling import main; main(told)",
+            f"{_BOOT}from inferpool.workers.inside.compiling import main; main(order)",
         ]
         process = subprocess.Popen(
             command,
@@ -71,8 +71,8 @@ def compile_package(
             text=True,
         )
         try:
-            order = json.dumps({**told, "scratch": scratch})
-            _, errors = process.communicate(order, timeout=timeout_s)
+            text = json.dumps({**order, "scratch": scratch})
+            _, errors = process.communicate(text, timeout=timeout_s)
         except subprocess.TimeoutExpired:
             raise CompileError(f"compiling took more than {timeout_s:g} s") from None
         finally:
@@ -82,8 +82,8 @@ def compile_package(
         raise CompileError(f"compiling failed: {last[:_MAX_REASON]}")
 
 
-def main(told: dict[str, object]) -> None:
-    """The process that compiles."""
+def main(order: dict[str, object]) -> None:
+    """Compile a network, in the process for that."""
     from inferpool.models.sources.registry import build
     from inferpool.models.spec import Placement
     from inferpool.models.speed.compiled import compile_network
@@ -91,19 +91,21 @@ def main(told: dict[str, object]) -> None:
     from inferpool.models.speed.verdicts import VerdictStore
     from inferpool.workers.guard import die_with_parent
 
-    die_with_parent(int(str(told["parent"])))
-    torch.set_num_threads(int(str(told["num_threads"])))
-    options = told["options"]
+    die_with_parent(int(str(order["parent"])))
+    torch.set_num_threads(int(str(order["num_threads"])))
+    options = order["options"]
     assert isinstance(options, dict)
-    weights = told["weights"]
-    model = build(str(told["source"]), None if weights is None else str(weights), options)
+    weights = order["weights"]
+    model = build(str(order["source"]), None if weights is None else str(weights), options)
     model.load(Placement(devices=("cpu",)))
     network = model.network
     assert isinstance(network, nn.Module)
-    scratch = Path(str(told["scratch"]))
+    scratch = Path(str(order["scratch"]))
     network.load_state_dict(torch.load(scratch / _WEIGHTS, weights_only=True))
     trial = Trial(model, 1, VerdictStore(None))
-    compile_network(network, trial.calibrate, str(told["preset"]), Path(str(told["path"])), scratch)
+    compile_network(
+        network, trial.calibrate, str(order["preset"]), Path(str(order["path"])), scratch
+    )
 
 
 def _described(code: int) -> str:
@@ -111,7 +113,7 @@ def _described(code: int) -> str:
 
 
 def _end(process: "subprocess.Popen[str]") -> None:
-    """Leave nothing of it, nor of the C++ compiler that it may have started."""
+    """Kill it, and the C++ compiler that it may have started."""
     try:
         os.killpg(process.pid, 9)
     except ProcessLookupError:

@@ -1,8 +1,8 @@
-"""From the items of a batch to their outcomes, whatever some of them do. Runs in a worker process.
+"""Computes the outcomes of a batch, so that an item at fault fails alone. Runs in a worker process.
 
-Preparation that fails, fails its own item. Items that do not go together are computed in groups
-that do. A forward pass that fails, or yields what the model does not promise, is halved until the
-items at fault stand alone, so their neighbours succeed.
+If the preparation of an item fails, only that item fails. Items that cannot be collated together
+are computed in several groups. If a forward pass fails, or its outputs are not what the model
+declares, the group is halved until the items at fault are alone, so that the others succeed.
 """
 
 import logging
@@ -28,12 +28,12 @@ from inferpool.workers.config import ErrorDetail
 from inferpool.workers.inside.checks import BrokenPromiseError, OutputChecks
 from inferpool.workers.inside.outcomes import (
     MAX_BATCH_BYTES,
-    Outgoing,
+    TensorOutputs,
     bounded,
     check_size,
+    client_text,
     error_of,
     plain_value,
-    told,
 )
 from inferpool.workers.inside.pools import started_pool
 from inferpool.workers.inside.shapes import ShapeGroup, grouped, signature_of
@@ -43,39 +43,39 @@ from inferpool.workers.messages import ItemError, ItemRef, Outcome, Stored
 logger = logging.getLogger(__name__)
 
 _SAMPLE_REF = ItemRef("bytes", 0, 0, math.inf, request_id="canary")
-"""Of a canary's item, which is the model's own and lies elsewhere."""
+"""Reference for the item of a canary, whose payload is not in the arena."""
 _RAISED = (Exception, CancelledError)
-"""What fails an instance; the latter is no Exception, and code that uses asyncio may raise it."""
+"""Errors that fail an instance. `CancelledError` is no Exception, but asyncio code raises it."""
 _CHEAP_BYTES = 1 << 16
-"""Answers in JSON up to this need not be counted: no batch has so many of them."""
+"""JSON answers up to this size are not counted: no batch has enough of them to matter."""
 _POOL_PAYS_S = 0.0005
-"""A preparation per item that is shorter than this is not worth a hand-over to another thread."""
+"""Preparation time per item from which on other threads are used: a hand-over costs time."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Prepared:
-    """A batch on its way: one entry per item in each list but `groups`."""
+    """A prepared batch. Each list but `groups` has one entry per item."""
 
     id: int
     refs: Sequence[ItemRef]
     items: Sequence[Item]
     features: list[Features | None]
     buckets: list[Hashable]
-    """What the model says of which go together."""
+    """Return values of the model's `bucket`: equal items are computed together."""
     outcomes: list[Outcome | None]
     groups: list[ShapeGroup] = field(default_factory=list)
     began: float = 0.0
-    """When its preparation began."""
+    """Begin of its preparation."""
     prepare_s: float = 0.0
     is_canary: bool = False
     step: str = "collate"
-    """The model's method that its computation is in, or was in when it failed."""
+    """Method of the model that is running, or that failed."""
     num_bytes: int = 0
-    """How many bytes the answers have so far."""
+    """Bytes of the answers so far."""
 
 
 class Computer:
-    """Runs a loaded model on batches of items. Its callers are in torch's inference mode."""
+    """Runner of a loaded model on batches. Its callers are in torch's inference mode."""
 
     def __init__(
         self,
@@ -91,19 +91,19 @@ class Computer:
         """Take over a loaded model.
 
         Args:
-            model: What computes.
-            num_threads: How many preparations may run at once.
-            pin_memory: Whether batches go to a GPU.
-            sample: What canaries compute.
-            on_progress: Called before each further part of a batch that is computed in parts.
-            keep: Copies the bytes of an output, which the model may use again.
-            error_detail: How much of the model's exceptions clients are told.
+            model: The model.
+            num_threads: Number of preparations that may run at once.
+            pin_memory: True if batches go to a GPU.
+            sample: Item that canaries compute.
+            on_progress: Called before each part but the first of a batch computed in parts.
+            keep: Copies the bytes of an output, whose memory the model may reuse.
+            error_detail: Detail of the model's exceptions in answers.
         """
         self._model = model
         self._pin_memory = pin_memory
         self._sample = sample
         self.on_progress = on_progress
-        """See above; the loop that has several batches under way sets it."""
+        """See above. A loop that computes several batches at once replaces it."""
         self._keep = keep
         self._error_detail = error_detail
         self._is_sample_finite: bool | None = None
@@ -115,10 +115,10 @@ class Computer:
         self._encode = msgspec.json.Encoder(enc_hook=plain_value).encode
 
     def warm_up(self, samples: Sequence[Item], sizes: Sequence[int]) -> float:
-        """Compute batches of some sizes, made of samples.
+        """Compute batches of samples in some sizes.
 
         Returns:
-            What the longest took, in seconds, with the preparation of so many samples.
+            Seconds of the longest batch, including the preparation of its samples.
 
         Raises:
             ModelError: The outputs are not what the model declares.
@@ -156,7 +156,7 @@ class Computer:
         return self._prepare(_prepared(id, refs, items), began)
 
     def prepare_sample(self, id: int) -> Prepared:
-        """As `prepare`, for a canary: the model's sample, or nothing if it has none."""
+        """Prepare a canary: the model's sample, or nothing if it has none."""
         sample = self._sample
         prepared = (
             _prepared(id, [], []) if sample is None else _prepared(id, [_SAMPLE_REF], [sample])
@@ -165,10 +165,10 @@ class Computer:
         return self._prepare(prepared, time.monotonic())
 
     def judge_sample(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
-        """The error of a canary, if there is one.
+        """Return the error of a canary, if there is one.
 
-        A model may yield NaN for a sample of mere zeros and be well: not being finite counts
-        against it only where it was before.
+        A good model may return NaN for a sample of zeros, so non-finite outputs count as an error
+        only if an earlier canary had finite ones.
         """
         errors = [outcome for outcome in outcomes if isinstance(outcome, ItemError)]
         is_finite = not any(error.code == "non_finite_output" for error in errors)
@@ -179,7 +179,7 @@ class Computer:
         return [*errors] if is_finite or self._is_sample_finite else []
 
     def compute(self, prepared: Prepared) -> list[Outcome]:
-        """Run the model on what was prepared, and render the answers."""
+        """Run the model on a prepared batch, and render the answers."""
         for number, group in enumerate(prepared.groups):
             if number:
                 self.on_progress()
@@ -204,7 +204,7 @@ class Computer:
         return prepared
 
     def _preprocess_apart(self, prepared: Prepared, index: int) -> None:
-        """Preprocess one item in a thread of the pool."""
+        """Preprocess one item, in a thread of the pool."""
         with torch.inference_mode():
             self._preprocess(prepared, (index,))
 
@@ -222,7 +222,7 @@ class Computer:
                 features[i] = found = preprocess(items[i])
                 step = "bucket"
                 prepared.buckets[i] = name = bucket(found)
-                hash(name)  # what has none is this item's mistake, and not the batch's
+                hash(name)  # fail this item, not the batch, if it cannot be hashed
             except _RAISED as error:
                 prepared.outcomes[i] = self._error_of(error, step, refs[i])
 
@@ -247,20 +247,20 @@ class Computer:
     def _compute_some(
         self, prepared: Prepared, indices: list[int], whole: ShapeGroup | None
     ) -> bool:
-        """Compute some items; halve them for as long as they fail together.
+        """Compute some items; halve them while they fail together.
 
         Args:
             prepared: Their batch.
-            indices: Which.
-            whole: The group that they are, which need not be collated again; None if it is another.
+            indices: The items.
+            whole: Their group, if they are all of it: it is collated already.
 
         Returns:
-            Whether each of them fitted into the memory, if not all of them together: one that does
-            not fit alone says nothing of how many others do.
+            True if each of them fitted into memory alone. An item that does not fit alone says
+            nothing about how many others fit together.
         """
         batch: Features | None = None
         if whole is not None:
-            # What does not fit must not take up room while it is halved.
+            # A batch that does not fit must not take up memory while it is halved.
             batch, whole.batch = whole.batch, None
         else:
             self.on_progress()
@@ -272,7 +272,7 @@ class Computer:
             again = self._compute_once(prepared, indices, batch)
         except torch.AcceleratorError as error:
             if not is_out_of_memory(error):
-                raise  # the context is lost: this incarnation is over
+                raise  # the context is lost: this worker must end
             is_shortage = True
             again = self._survive(prepared, indices, error)
         except _RAISED as error:
@@ -291,17 +291,19 @@ class Computer:
         return has_fitted
 
     def _survive(self, prepared: Prepared, indices: list[int], error: BaseException) -> list[int]:
-        """Settle what a failed computation leaves to settle; returns which to compute in halves.
+        """Handle a failed computation; return the items to compute in halves.
 
         Raises:
-            torch.AcceleratorError: The device's context is lost, whatever the error said.
+            torch.AcceleratorError: The device's context is lost, even if the error was another.
         """
         is_shortage = is_out_of_memory(error)
         first = indices[0]
         if len(indices) == 1:
             failure = self._error_of(error, prepared.step, prepared.refs[first])
             if is_shortage:
-                text = f"out of memory on this input alone: {told(error, self._error_detail)}"
+                text = (
+                    f"out of memory on this input alone: {client_text(error, self._error_detail)}"
+                )
                 failure = ItemError("model_error", text)
             prepared.outcomes[first] = failure
         else:
@@ -310,19 +312,19 @@ class Computer:
         if is_shortage:
             release(error)
         elif torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # errors of the libraries on top may hide that it is lost
+            torch.cuda.synchronize()  # a library's error may hide that the context is lost
         return indices if len(indices) > 1 else []
 
     def _compute_once(
         self, prepared: Prepared, indices: list[int], batch: Features | None
     ) -> list[int]:
-        """Compute some items together; returns which must be computed in halves."""
+        """Compute some items together; return those that must be computed in halves."""
         model = self._model
         if batch is None:
             batch = self._collate(prepared, indices)
         prepared.step = "forward"
         outputs = model.forward(batch)
-        del batch  # its room is for what follows
+        del batch  # the following steps need the memory
         prepared.step = "postprocess"
         outputs = model.postprocess({name: out.cpu() for name, out in outputs.items()})
         self._checks.check_shapes(outputs, len(indices))
@@ -334,7 +336,7 @@ class Computer:
     def _leave_out(
         self, prepared: Prepared, indices: list[int], rows: list[int], outputs: Features
     ) -> list[int]:
-        """Settle the rows that are finite. Of several others, one may have spoilt the rest."""
+        """Answer the finite rows; return the others if there are several: one may spoil all."""
         good = [row for row in range(len(indices)) if row not in rows]
         if good:
             chosen = {name: tensor[good] for name, tensor in outputs.items()}
@@ -350,7 +352,7 @@ class Computer:
         return []
 
     def _settle(self, prepared: Prepared, indices: list[int], outputs: Features) -> None:
-        if prepared.is_canary:  # nobody reads its answer, which may have no form as bytes
+        if prepared.is_canary:  # nobody reads its answer, which may not be serialisable
             prepared.outcomes = [b""] * len(prepared.outcomes)
             return
         refs = prepared.refs
@@ -361,14 +363,14 @@ class Computer:
         if rest := [row for row, i in enumerate(indices) if not refs[i].wants_tensors]:
             chosen = {name: tensor[rest] for name, tensor in outputs.items()}
             self._render(prepared, [indices[row] for row in rest], chosen)
-        outgoing = Outgoing(outputs, len(indices))
+        outgoing = TensorOutputs(outputs, len(indices))
         prepared.num_bytes += outgoing.row_bytes * len(as_tensors)
         for row in as_tensors:
             i = indices[row]
             try:
                 prepared.outcomes[i] = outgoing.row(row, self._keep)
             except Exception as error:
-                # It fails alone: to compute its neighbours again would keep their outputs twice.
+                # Fail it alone: to compute the others again would store their outputs twice.
                 prepared.outcomes[i] = self._error_of(error, "postprocess", refs[i])
 
     def _render(self, prepared: Prepared, indices: list[int], outputs: Features) -> None:
@@ -388,7 +390,7 @@ class Computer:
                 must, found = "a value that JSON can say", text_of(error)
                 wrong = bad_return(self._model, "render", must, found)
                 outcomes[i] = self._error_of(wrong, "render", prepared.refs[i])
-            except Exception as error:  # it is too large, or what it is made of raises
+            except Exception as error:  # it is too large, or an object in it raises
                 outcomes[i] = self._error_of(error, "render", prepared.refs[i])
 
     def _error_of(self, error: BaseException, step: str, ref: ItemRef) -> ItemError:
@@ -408,13 +410,13 @@ def _prepared(id: int, refs: Sequence[ItemRef], items: Sequence[Item]) -> Prepar
 
 
 def _pinned(value: object) -> Any:
-    """A tensor that a GPU can copy by itself; a model's own `forward` may take other things."""
-    if not isinstance(value, Tensor) or value.is_cuda:  # it may have decoded on the device already
+    """Pin a CPU tensor, so that a GPU can copy it itself; return other values as they are."""
+    if not isinstance(value, Tensor) or value.is_cuda:  # it may be on the device already
         return value
     return value.pin_memory()
 
 
 def _in_time(prepared: Prepared, indices: Sequence[int]) -> list[int]:
-    """Those whose deadline has not passed."""
+    """Return the items whose deadline has not passed."""
     now = time.monotonic()
     return [i for i in indices if prepared.refs[i].deadline > now]

@@ -1,4 +1,4 @@
-"""Where a worker's processes begin: named by the front end, so torch is imported only here."""
+"""Entry points of a worker's processes. The front end imports this module: no torch at the top."""
 
 from mmap import mmap
 from typing import TYPE_CHECKING
@@ -22,9 +22,9 @@ def run(
     ends: RankEnds | None,
     stacks: int,
 ) -> None:
-    """Run one incarnation of a worker, or its lead; see `workers.inside.process.main`."""
+    """Run a worker, or the lead of a group; see `workers.inside.process.main`."""
     die_with_front_end()
-    record(stacks)  # early: importing torch may take its time too
+    record(stacks)  # early, since the import of torch may hang too
     from inferpool.workers.inside import process
 
     process.main(config, inbox, outbox, arena, row, region, ends)
@@ -33,7 +33,7 @@ def run(
 def follow(
     config: WorkerConfig, outbox: "WorkerQueue", row: mmap, ends: RankEnds, stacks: int
 ) -> None:
-    """Run a rank that follows the lead of its group; see `workers.inside.follower.main`."""
+    """Run a follower of a group; see `workers.inside.follower.main`."""
     die_with_front_end()
     record(stacks)
     from inferpool.workers.inside import follower

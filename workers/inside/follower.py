@@ -1,7 +1,7 @@
-"""All that a rank runs which follows another: load its part, and compute it whenever it is called.
+"""Main program of a follower rank: it loads its part of the model and computes it when called.
 
-It knows nothing of batches and requests: the lead of its group does, and calls it by way of the
-network that both have parts of.
+It knows nothing of batches and requests. The lead of its group does, and calls it through the
+network that they share.
 """
 
 import gc
@@ -20,10 +20,10 @@ from inferpool.workers.inside.allocator import give_back
 from inferpool.workers.inside.group import Group
 from inferpool.workers.inside.own_process import (
     build_model,
-    failing_as_told,
     leave_device,
     name_of,
     pin,
+    reporting_failures,
     set_up,
 )
 from inferpool.workers.inside.worker_queue import WorkerQueue
@@ -37,14 +37,14 @@ def main(config: WorkerConfig, outbox: WorkerQueue, row: mmap, ends: RankEnds) -
     """Run one rank of an incarnation, from its first instruction to its exit.
 
     Args:
-        config: What to serve and where, as the lead has it.
+        config: Configuration of the worker, the same as the lead's.
         outbox: Messages to the front end.
-        row: The heartbeat, mapped for writing.
-        ends: How it reaches the other ranks.
+        row: Heartbeat, mapped for writing.
+        ends: Connections to the other ranks.
     """
     heartbeat = Heartbeat(row)
     set_up(heartbeat, outbox)
-    with failing_as_told(outbox):
+    with reporting_failures(outbox):
         pin(config.placement.for_rank(ends.rank))
         group = Group(ends, config.placement)
         model = build_model(config, group)
@@ -54,7 +54,7 @@ def main(config: WorkerConfig, outbox: WorkerQueue, row: mmap, ends: RankEnds) -
         device = config.placement.devices[ends.rank]
         ready = RankReady(name_of(device), network.part)
     give_back()
-    gc.freeze()  # what is loaded now stays: later collections need not walk through it
+    gc.freeze()  # loaded objects stay, so later collections can skip them
     heartbeat.beat()
     try:
         outbox.put(ready)

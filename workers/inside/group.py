@@ -1,8 +1,8 @@
-"""The ranks of a split replica, as each of them reaches the others. Worker processes only.
+"""Connects a rank of a split replica to the others. Worker processes only.
 
-Messages cross private pipes; their tensors follow by `torch.distributed`, whose NCCL or gloo is
-told nothing before both sides know what comes. A rank that finds another one gone does nothing
-about it: the front end sees each death at once, and ends the whole group.
+Messages go through private pipes; the tensors follow through `torch.distributed` (NCCL or gloo),
+once both sides know their shapes. A rank that loses another one only waits: the front end sees each
+death at once and ends the whole group.
 """
 
 import contextlib
@@ -30,33 +30,33 @@ logger = logging.getLogger(__name__)
 
 _LOOPBACK = "lo"
 _FOREVER = timedelta(days=365)
-"""The front end ends what hangs: no timeout of a collective must come before that."""
+"""Timeout of collectives, which must never apply: the front end ends ranks that hang."""
 _KILLED_WITHIN_S = 5.0
-"""A rank that has lost another is killed by the front end long before."""
+"""Seconds that a rank waits after it has lost another; the front end kills it long before."""
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(tuple[object, list[tuple[str, tuple[int, ...]]]]).decode
 _FAREWELL = b""
 
 
 class Group:
-    """This process's `models.split.ranks.Ranks`."""
+    """Implementation of `models.split.ranks.Ranks` for this process."""
 
     def __init__(self, ends: RankEnds, placement: Placement) -> None:
-        """Meet the other ranks; CUDA may be initialised from here on.
+        """Connect to the other ranks; this may initialise CUDA.
 
         Args:
-            ends: What reaches them.
-            placement: Of the replica; each rank has pinned itself to its own part.
+            ends: Connections to them.
+            placement: Placement of the replica; each rank has pinned itself to its own part.
 
         Raises:
-            RuntimeError: They cannot be met.
+            RuntimeError: The ranks cannot reach each other.
         """
         assert placement.split is not None, "only a split replica has several ranks"
         self.rank, self.size = ends.rank, ends.num_ranks
         self.split: Split = placement.split
         self.device = torch.device(placement.devices[self.rank])
         self.giving_way: Callable[[], AbstractContextManager[BatchClock]] = _alone
-        """See `Ranks`; the loop that has several batches under way sets it."""
+        """See `Ranks`. A loop that computes several batches at once replaces it."""
         self._ends = ends
         self._under_way: SimpleQueue[tuple[dist.Work | None, Tensor]] = SimpleQueue()
         self._num_sharing = placement.devices.count(placement.devices[self.rank])
@@ -64,7 +64,7 @@ class Group:
         self._is_staged = self.device.type == "cuda" and backend == "gloo"
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        # All ranks are of this host, whose name need not mean any address.
+        # All ranks are on this host, whose name may not resolve to an address.
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = _LOOPBACK
         store = torch.distributed.FileStore(str(ends.meeting), self.size)  # type: ignore[attr-defined]  # its module does not export it
         try:
@@ -76,17 +76,17 @@ class Group:
                 f"the ranks of a replica cannot meet over the loopback interface {_LOOPBACK!r}: "
                 f"{error}; is it up (ip link set lo up)?"
             ) from error
-        # In a group, NCCL does what goes between two ranks one after the other, and a send is over
-        # when it is received: two stages that send to each other might wait so for ever.
+        # NCCL runs the transfers between two ranks of a group one after the other, and a send ends
+        # when it is received: two stages that send to each other could block for ever.
         back = dist.new_group(timeout=_FOREVER) if backend == "nccl" else None
         assert not isinstance(back, int), "every rank is in it"
         self._back = back
-        """What goes to a lower rank goes through that; None where it need not."""
-        threading.Thread(target=self._see_off, name="see-off", daemon=True).start()
+        """Group for transfers to a lower rank; None if the default group serves for them."""
+        threading.Thread(target=self._keep_until_arrived, name="keep-sent", daemon=True).start()
 
     @property
     def room_bytes(self) -> int:
-        """What this rank may still take of its device's memory, an equal share where some share it.
+        """Free memory of the device for this rank: an equal share if ranks share the device.
 
         Initialises CUDA.
         """
@@ -128,7 +128,7 @@ class Group:
         raise EOFError(f"rank {source} has no more calls")
 
     def let_go(self) -> None:
-        """Tell those that may listen to this rank that there are no more calls."""
+        """Tell the higher ranks that this rank sends no more calls."""
         for rank, writer in self._ends.writers.items():
             if rank < self.rank:
                 continue
@@ -151,17 +151,17 @@ class Group:
     def _way(self, source: int, to: int) -> dist.ProcessGroup | None:
         return self._back if to < source else None
 
-    def _see_off(self) -> None:
-        """Keep what is sent until it has arrived. In a thread, since only waiting tells of that."""
+    def _keep_until_arrived(self) -> None:
+        """Keep sent tensors until they have arrived. Runs in a thread, since it must wait."""
         while True:
             work, tensor = self._under_way.get()
             if work is not None:
-                with contextlib.suppress(RuntimeError):  # it will not arrive: its rank is gone
+                with contextlib.suppress(RuntimeError):  # the other rank is gone
                     work.wait()
             del work, tensor
 
     def _lose(self, rank: int, error: Exception) -> NoReturn:
-        """Wait for the front end, which knows by now, and says better why that rank is gone."""
+        """Wait to be killed: the front end knows of the loss, and reports its cause better."""
         level = logging.DEBUG if isinstance(error, EOFError | OSError) else logging.ERROR
         logger.log(level, "rank %d cannot be reached: %s", rank, error)
         time.sleep(_KILLED_WITHIN_S)
@@ -169,14 +169,14 @@ class Group:
 
 
 def _alone() -> AbstractContextManager[BatchClock]:
-    """There is nobody to give way to."""
+    """Return a context that does nothing: no other batch is computed."""
     return nullcontext(BatchClock())
 
 
 def backend_for(devices: Sequence[str]) -> str:
-    """What carries tensors between these devices.
+    """Return the backend of `torch.distributed` for these devices.
 
-    NCCL takes no two ranks on one GPU: those go by way of the host's memory.
+    NCCL does not support two ranks on one GPU: these use gloo, through the host's memory.
     """
     on_gpus = all(device.startswith("cuda") for device in devices)
     return "nccl" if on_gpus and len(set(devices)) == len(devices) else "gloo"

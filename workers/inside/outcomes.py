@@ -1,7 +1,7 @@
-"""From what a model returned or raised to what can be sent: the one way out of a worker.
+"""Converts a model's return values and errors to outcomes that a worker can send.
 
-Number, names and bytes of outputs are bounded before any of them is copied, and the texts of errors
-before they are formatted. What is too much fails its own instance.
+Outputs are checked for their number, names and size before any of them is copied, and the texts of
+errors are limited before they are formatted. An instance that exceeds a limit fails alone.
 """
 
 import logging
@@ -21,24 +21,24 @@ from inferpool.workers.messages import ItemError, ItemRef, Outcome, Stored, Tens
 logger = logging.getLogger(__name__)
 
 MAX_ANSWER_BYTES = 1 << 28
-"""The largest answer to one instance: the front end needs room for several copies of it."""
+"""Largest answer to one instance; the front end needs memory for several copies of it."""
 MAX_BATCH_BYTES = 1 << 29
-"""Answers of a batch go in messages of about so many bytes; one may have twice as many."""
+"""Approximate limit of the answers to a batch in one message; it may reach twice as much."""
 MAX_OUTPUTS = 1024
 _MAX_NAME_CHARS = 256
 
 Keep = Callable[[memoryview], bytes | Stored]
-"""Copies the bytes of an output, which the model may use again."""
+"""Function that copies the bytes of an output, whose memory the model may reuse."""
 
 
-class Outgoing:
-    """The outputs of some instances of a batch, ready to be sent as tensors."""
+class TensorOutputs:
+    """Outputs of some instances of a batch, to be sent as tensors."""
 
     def __init__(self, outputs: Mapping[str, Tensor], num_rows: int) -> None:
-        """See that they can be sent.
+        """Check that they can be sent.
 
         Raises:
-            BrokenPromiseError: They cannot.
+            BrokenPromiseError: They cannot be sent.
         """
         if len(outputs) > MAX_OUTPUTS:
             raise BrokenPromiseError(
@@ -46,7 +46,7 @@ class Outgoing:
             )
         plain = [(name, _plain_of(name, tensor)) for name, tensor in outputs.items()]
         self.row_bytes = sum(tensor.nbytes for _, tensor in plain) // max(1, num_rows)
-        """How many bytes the outputs of one instance have."""
+        """Bytes of the outputs of one instance."""
         check_size(self.row_bytes)
         self._found = [
             (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape[1:]), tensor)
@@ -55,7 +55,7 @@ class Outgoing:
 
     def row(self, row: int, keep: Keep) -> list[TensorBlob]:
         """Copy the outputs of one instance."""
-        # All that may fail is done before anything is kept, since that would have no reader.
+        # Do everything that may fail before `keep`: nobody would free what it stores.
         found = [
             (name, dtype, shape, _bytes_of(tensor[row]))
             for name, dtype, shape, tensor in self._found
@@ -64,7 +64,7 @@ class Outgoing:
 
 
 def bounded(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """The outcomes of a batch, of which those that are too much for one message are errors."""
+    """Replace outcomes that are too much for one message by errors."""
     found: list[Outcome] = []
     left = MAX_BATCH_BYTES
     for outcome in outcomes:
@@ -79,10 +79,10 @@ def bounded(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 
 def check_size(num_bytes: int) -> None:
-    """Refuse an answer that is too large to be sent.
+    """Check the size of an answer.
 
     Raises:
-        BrokenPromiseError: It is.
+        BrokenPromiseError: It is too large to be sent.
     """
     if num_bytes > MAX_ANSWER_BYTES:
         raise BrokenPromiseError(
@@ -92,13 +92,13 @@ def check_size(num_bytes: int) -> None:
 
 
 def error_of(error: BaseException, step: str, ref: ItemRef, detail: ErrorDetail) -> ItemError:
-    """Make an error of an instance of what was raised for it, and log it if it is not its own.
+    """Return the outcome for an error, and log it unless the input is to blame.
 
     Args:
-        error: What was raised.
-        step: The method of the model that raised it.
+        error: The error.
+        step: Method of the model that raised it.
         ref: The instance.
-        detail: How much clients are told.
+        detail: Detail of the error in the answer.
     """
     if isinstance(error, InputError):
         return ItemError("invalid_input", text_of(error))
@@ -108,11 +108,11 @@ def error_of(error: BaseException, step: str, ref: ItemRef, detail: ErrorDetail)
     if lacks_resources(error):
         text = f"the worker ran out of memory or descriptors in {step}; another try may succeed"
         return ItemError("exhausted", text)
-    return ItemError("model_error", f"{step} raised {told(error, detail)}")
+    return ItemError("model_error", f"{step} raised {client_text(error, detail)}")
 
 
-def told(error: BaseException, detail: ErrorDetail) -> str:
-    """Say an exception of the model's to a client, who may be a stranger."""
+def client_text(error: BaseException, detail: ErrorDetail) -> str:
+    """Describe an exception of the model to a client, who may be a stranger."""
     match detail:
         case "name":
             return f"{name_of(error)}; the service's log has the rest"
@@ -123,7 +123,7 @@ def told(error: BaseException, detail: ErrorDetail) -> str:
 
 
 def plain_value(value: object) -> object:
-    """What msgspec cannot say by itself, as plain values: tensors and NumPy scalars and arrays."""
+    """Convert tensors, NumPy scalars and NumPy arrays to plain values for msgspec."""
     if not hasattr(value, "tolist"):
         raise TypeError(f"a {type(value).__name__}, which JSON has no form for")
     num = value.numel() if isinstance(value, Tensor) else getattr(value, "size", 1)
@@ -133,7 +133,7 @@ def plain_value(value: object) -> object:
 
 
 def _num_inline(outcome: Outcome) -> int:
-    """The bytes of an answer that go in the message itself."""
+    """Return the bytes of an answer that go into the message itself."""
     if isinstance(outcome, bytes):
         return len(outcome)
     if isinstance(outcome, ItemError):
@@ -142,7 +142,7 @@ def _num_inline(outcome: Outcome) -> int:
 
 
 def _plain_of(name: str, tensor: Tensor) -> Tensor:
-    """A CPU tensor whose numbers are all there, and none of them still to be conjugated or negated.
+    """Return a dense tensor without pending conjugation or negation.
 
     Raises:
         BrokenPromiseError: It is sparse or quantized, or its name cannot be sent.

@@ -1,11 +1,11 @@
-"""Several batches under way at once, so that all stages of a pipeline are busy. Worker processes.
+"""Computes several batches at once, so that all stages of a pipeline are busy. Worker processes.
 
-Each batch is computed in a thread. What a model's author writes need not be safe in threads: one
-thread has the *turn*, and runs the model's code (`forward`, `postprocess`, `render_batch`) or this
-package's, until its batch is answered. Only while a call of the network is on its way through the
-stages does it give the turn to another. So between two batches nothing is shared but what `forward`
-keeps on the model across its call of the network. The time of a batch is its own: its clock stands
-still while it waits for the turn, or for others that are in the stages before it.
+Each batch is computed in a thread of its own. Models need not be thread-safe: a thread must hold
+the *model lock* to run the model's code (`forward`, `postprocess`, `render_batch`), and holds it
+until its batch is answered. It releases the lock only while a call of the network passes through
+the stages of the pipeline. So batches share only the state that `forward` keeps on the model across
+its call of the network. The clock of a batch measures its own time: it stands still while the batch
+waits for the lock, or for other batches in the stages before it.
 """
 
 import math
@@ -24,60 +24,55 @@ from inferpool.workers.inside.compute import Prepared
 from inferpool.workers.inside.pools import started_pool
 
 
-class ModelTurn:
-    """Whose turn it is to run the model's code, and what each batch has taken of its own."""
+class ModelLock:
+    """Lock for the model's code, which also measures the time that each batch computes."""
 
     def __init__(self, tell: Callable[[float], None]) -> None:
-        """Nobody has it.
-
-        Args:
-            tell: Is told since when the batch has been at work that has taken longest of its own;
-                while no clock runs, since when none does.
-        """
+        """Store the listener to the begin of the batch that has computed longest (or to now)."""
         self._lock = FairLock()
         self._owner: int | None = None
         self._own_time = BatchClock()
-        """Of who has it."""
+        """Clock of the batch that holds the lock."""
         self._tell = tell
         self._telling = threading.Lock()
         self._clocks: dict[int, float] = {}
-        """By thread, since when those have run that run now."""
+        """Begins of the clocks that run now, by thread."""
 
     @contextmanager
-    def had(self) -> Iterator[BatchClock]:
-        """Wait for it, and have it for a batch, whose time begins then."""
-        self._take()
+    def held(self) -> Iterator[BatchClock]:
+        """Wait for the lock and hold it for a batch, whose clock begins then."""
+        self._acquire()
         self._own_time = own_time = BatchClock(partial(self._show, threading.get_ident()))
         try:
             yield own_time
         finally:
             own_time.end()
-            self._pass_on()
+            self._release()
 
     @contextmanager
-    def given_up(self) -> Iterator[BatchClock]:
-        """Let others have it meanwhile; does nothing in a thread that has not got it."""
+    def released(self) -> Iterator[BatchClock]:
+        """Release the lock in the block; do nothing in a thread that does not hold it."""
         if self._owner != threading.get_ident():
             yield BatchClock()
             return
         own_time = self._own_time
-        self._pass_on()
+        self._release()
         try:
             yield own_time
         finally:
             with own_time.stopped():
-                self._take()
+                self._acquire()
             self._own_time = own_time
 
     def progressed(self) -> None:
-        """The next part of the batch begins that has it."""
+        """Note that the next part of the batch begins that holds the lock."""
         self._own_time.progressed()
 
-    def _take(self) -> None:
+    def _acquire(self) -> None:
         self._lock.acquire()
         self._owner = threading.get_ident()
 
-    def _pass_on(self) -> None:
+    def _release(self) -> None:
         self._owner = None
         self._lock.release()
 
@@ -91,51 +86,44 @@ class ModelTurn:
             self._tell(min(self._clocks.values(), default=time.monotonic()))
 
 
-class Overlap:
-    """The batches that are under way. Used by the worker's main thread."""
+class OverlappingBatches:
+    """Batches that are computed at the same time. Used by the worker's main thread."""
 
     def __init__(
         self,
         num_at_once: int,
-        turn: ModelTurn,
+        lock: ModelLock,
         answer: Callable[[Prepared, BatchClock], None],
     ) -> None:
-        """Start the threads.
-
-        Args:
-            num_at_once: How many there may be.
-            turn: Had by whoever answers.
-            answer: Computes a batch and answers it.
-        """
         self._num_at_once = num_at_once
-        self._turn = turn
+        self._model_lock = lock
         self._answer = answer
         self._pool = started_pool(num_at_once, "compute")
         self._under_way: set[Future[bool]] = set()
-        """Of each, in the end, whether it was more than a canary."""
+        """Computations; their results are True, or False for canaries."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of batches."""
         return len(self._under_way)
 
     @property
     def is_full(self) -> bool:
-        """There may be no more."""
+        """True if no more batches may begin."""
         return len(self._under_way) >= self._num_at_once
 
     def begin(self, prepared: Prepared) -> None:
-        """Have one more computed."""
+        """Begin to compute a batch."""
         assert not self.is_full
         self._under_way.add(self._pool.submit(self._compute, prepared))
 
     def wait(self, coming: "Future[Prepared | None] | None", timeout_s: float) -> bool:
-        """Wait until one of them is answered, or until another is there that could be begun.
+        """Wait until a batch is answered, or until `coming` is done and may begin.
 
         Returns:
-            Whether one was answered that was no canary.
+            True if a batch was answered that was no canary.
 
         Raises:
-            BaseException: What computing one of them has raised: this process cannot go on.
+            BaseException: A computation failed; this process cannot go on.
         """
         awaited: set[Future[Any]] = {*self._under_way}
         if coming is not None and not self.is_full:
@@ -143,10 +131,10 @@ class Overlap:
         wait(awaited, timeout_s, FIRST_COMPLETED)
         done = {each for each in self._under_way if each.done()}
         self._under_way -= done
-        answered = [each.result() for each in done]  # of each, for what it may raise
+        answered = [each.result() for each in done]  # of all of them, so that errors are raised
         return any(answered)
 
     def _compute(self, prepared: Prepared) -> bool:
-        with torch.inference_mode(), self._turn.had() as own_time:
+        with torch.inference_mode(), self._model_lock.held() as own_time:
             self._answer(prepared, own_time)
         return not prepared.is_canary

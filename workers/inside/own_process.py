@@ -1,7 +1,6 @@
-"""What every process of a worker does before and around its work. Worker processes only.
+"""Sets up a process of a worker: signals, log, device, cores and threads. Worker processes only.
 
-It leaves signals to the front end, binds itself to its device and cores, sends its log, and says
-for what reason it could not start.
+It also reports to the front end why a process could not start, or why it exits.
 """
 
 import contextlib
@@ -36,12 +35,12 @@ from inferpool.workers.messages import Leaving, StartFailed
 logger = logging.getLogger(__name__)
 
 EXIT_ACCELERATOR = 70
-"""The device's context is lost (EX_SOFTWARE in sysexits.h)."""
+"""Exit code after the loss of the device's context (EX_SOFTWARE in sysexits.h)."""
 _MAX_TEXT_CHARS = 20_000
 
 
 def set_up(heartbeat: Heartbeat, outbox: WorkerQueue) -> None:
-    """Leave signals to the front end, and have it write this process's log."""
+    """Leave signals to the front end, and send it the log and all printed text."""
     _guard(heartbeat)
     outbox.send_only()
     _log_to(outbox)
@@ -53,7 +52,7 @@ def set_up(heartbeat: Heartbeat, outbox: WorkerQueue) -> None:
             lines = PrintedLines(stream, level, outbox.put)
             setattr(sys, name, lines)
             os.register_at_fork(after_in_child=lines.stop_sending)
-    if "PYTHONBREAKPOINT" not in os.environ:  # as a debugger that works from afar may have it
+    if "PYTHONBREAKPOINT" not in os.environ:  # a remote debugger may set it
         sys.breakpointhook = _refuse_breakpoint
 
 
@@ -68,7 +67,7 @@ def pin(placement: Placement) -> None:
     if placement.cpus and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, placement.cpus)
     torch.set_num_threads(placement.num_threads)
-    with contextlib.suppress(RuntimeError):  # a user's module has set it, or has begun to work
+    with contextlib.suppress(RuntimeError):  # a user's module has set it, or torch works already
         torch.set_num_interop_threads(1)
     keep_large_buffers()
     if placement.memory_fraction is not None:
@@ -76,10 +75,10 @@ def pin(placement: Placement) -> None:
 
 
 def build_model(config: WorkerConfig, group: Group | None) -> Model:
-    """Make the model, ready to be loaded by this rank.
+    """Build the model, ready to be loaded by this rank.
 
     Raises:
-        ModelError: It cannot be made.
+        ModelError: It cannot be built.
     """
     model = build(config.model.source, config.model.weights, dict(config.model.options))
     model.max_image_pixels = config.max_image_pixels
@@ -91,16 +90,16 @@ def build_model(config: WorkerConfig, group: Group | None) -> Model:
 
 
 @contextmanager
-def failing_as_told(outbox: WorkerQueue) -> Iterator[None]:
-    """End this process, and tell the front end why, if what is done here fails."""
+def reporting_failures(outbox: WorkerQueue) -> Iterator[None]:
+    """End this process and report the error to the front end if the block fails."""
     try:
         yield
     except ModelError as error:
-        # What came of a lack of memory or descriptors may be had another time.
+        # With more free memory or descriptors, another start may succeed.
         text = text_of(error, _MAX_TEXT_CHARS)
         outbox.put(StartFailed(text, permanent=not lacks_resources(error)))
     except Exception as error:
-        trace = traceback_of(error)  # which is logged over there
+        trace = traceback_of(error)  # the front end logs it
         last = trace.rpartition("\n")[2][:_MAX_TEXT_CHARS]
         outbox.put(StartFailed(f"loading failed: {last}", permanent=False, traceback=trace))
     else:
@@ -109,7 +108,7 @@ def failing_as_told(outbox: WorkerQueue) -> Iterator[None]:
 
 
 def leave_device(error: torch.AcceleratorError, outbox: WorkerQueue) -> NoReturn:
-    """End this process, whose device's context is lost."""
+    """Report the loss of the device's context, and end this process."""
     logger.critical("the device's context is lost", exc_info=error)
     first_line = text_of(error).partition("\n")[0]
     outbox.put(Leaving("device", f"the device's context is lost: {first_line}"))
@@ -117,19 +116,19 @@ def leave_device(error: torch.AcceleratorError, outbox: WorkerQueue) -> NoReturn
 
 
 def name_of(device: str) -> str:
-    """The device as a person knows it."""
+    """Return the kind of device, for people."""
     return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
 
 
 def _refuse_breakpoint(*_: object, **__: object) -> NoReturn:
     raise RuntimeError(
-        "breakpoint() needs a terminal, which a worker has not: inferpool serve MODEL --debug"
+        "breakpoint() needs a terminal, which a worker does not have: inferpool serve MODEL --debug"
     )
 
 
 def _guard(heartbeat: Heartbeat) -> None:
     give_way_for_memory()
-    # Ctrl-C and a stop of the whole cgroup reach workers too; the front end alone decides.
+    # Ctrl-C and a stop of the cgroup reach workers too, but only the front end may end them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def leave(signum: int, frame: FrameType | None) -> None:
@@ -144,8 +143,8 @@ def _log_to(outbox: WorkerQueue) -> None:
     root.handlers = [LineHandler(outbox.put)]
     root.setLevel(logging.INFO)
     logging.captureWarnings(True)
-    # Payloads are mapped read-only on purpose, and `Item.tensors` copies for those who write.
+    # Payloads are mapped read-only on purpose; `Item.tensors` copies for models that write.
     warnings.filterwarnings("ignore", message="The given buffer is not writable")
-    # What Pillow says of damaged metadata is a client's matter, and would fill the log.
+    # Clients with damaged metadata would fill the log with Pillow's warnings.
     warnings.filterwarnings("ignore", module="PIL")
     logging.getLogger("PIL").setLevel(logging.CRITICAL)

@@ -1,12 +1,12 @@
-"""Threads that begin as the one that starts them. Worker processes.
+"""Starts threads with the same settings as the thread that starts them. Worker processes.
 
-The model's code runs in other threads than `load` did, which may have set what holds for a thread
-alone. In torch 2.15 that is: the default device, autocast, CUDA's current device and stream, and
-what is kept in context variables (`torch.*.config`, as also decimal's and NumPy's settings). For
-the whole process hold the default dtype, deterministic algorithms, the precision of matrix products
-and the flags of `torch.backends`; a new thread inherits that tiny numbers are taken as zero. It
-gets its number of OpenMP threads with the first operation that asks torch for it, which oneDNN's
-don't. Gradients are off everywhere, since all of it runs in inference mode.
+The model's code does not run in the thread that ran `load`, which may have changed settings of its
+thread. In torch 2.15 these are the default device, autocast, CUDA's current device and stream, and
+context variables (`torch.*.config`, also the settings of decimal and NumPy). Other settings belong
+to the whole process: the default dtype, deterministic algorithms, the precision of matrix products,
+and the flags of `torch.backends`. A new thread inherits the flushing of tiny numbers to zero. Its
+number of OpenMP threads is set by the first operation that asks torch for it, which oneDNN's
+operations do not. Gradients are off everywhere, because all threads run in inference mode.
 """
 
 import contextvars
@@ -21,26 +21,26 @@ _AUTOCAST = ("cpu", "cuda")
 
 
 def started_pool(num_threads: int, name: str) -> ThreadPoolExecutor:
-    """A pool whose threads are all there: under load, the host may have none to give any more.
+    """Return a pool whose threads are all started, with the settings of the caller's thread.
 
-    Each has what is set in the caller's thread now.
+    They are started now because the host may refuse new threads later, under load.
 
     Args:
-        num_threads: How many.
-        name: What their names begin with.
+        num_threads: Number of threads.
+        name: Prefix of their names.
 
     Raises:
-        RuntimeError: The host has none to give now.
+        RuntimeError: The host refuses new threads.
     """
-    pool = ThreadPoolExecutor(num_threads, name, _likeness())
+    pool = ThreadPoolExecutor(num_threads, name, _copied_settings())
     together = threading.Barrier(num_threads)
     for waiting in [pool.submit(together.wait) for _ in range(num_threads)]:
         waiting.result()
     return pool
 
 
-def _likeness() -> Callable[[], None]:
-    """What makes another thread like this one is now."""
+def _copied_settings() -> Callable[[], None]:
+    """Return a function that gives another thread the present settings of this one."""
     variables = contextvars.copy_context()
     num_threads = torch.get_num_threads()
     device = torch.get_default_device()
@@ -54,9 +54,9 @@ def _likeness() -> Callable[[], None]:
     def become() -> None:
         for variable, value in variables.items():
             variable.set(value)
-        decimal.setcontext(decimal.getcontext().copy())  # which is not the thread's own yet
+        decimal.setcontext(decimal.getcontext().copy())  # a copy for this thread
         torch.set_num_threads(num_threads)
-        if device.type != "cpu":  # a default costs each call of a factory some microseconds
+        if device.type != "cpu":  # a default device slows each tensor factory by some microseconds
             torch.set_default_device(device)
         torch.set_autocast_cache_enabled(is_autocast_cached)
         for kind, is_enabled, dtype in autocast:

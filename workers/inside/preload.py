@@ -1,6 +1,6 @@
-"""Imported once by the forkserver, before it forks: what every worker needs, already in memory.
+"""Imports for the forkserver: every worker that it forks has these modules in memory already.
 
-CUDA is left untouched: a context does not survive a fork.
+CUDA stays untouched, since a context does not survive a fork.
 """
 
 import torch
@@ -11,4 +11,4 @@ import inferpool.models.sources.registry
 import inferpool.models.vision.efficientnet
 import inferpool.workers.inside.process
 
-torch.set_num_threads(1)  # no pool of threads may exist when it forks
+torch.set_num_threads(1)  # no thread pool may exist at the fork

@@ -1,10 +1,9 @@
-"""All that a worker process runs: pin itself, load the model, compute batches until told to go.
+"""Main program of a worker process: it pins itself, loads the model, and computes batches.
 
-The main thread computes. While a batch that takes long enough is computed, a second thread waits
-for the next one and prepares it, so that preparation and computation overlap; a model that answers
-in microseconds is served by the main thread alone, since a hand-over would cost more than it gains.
-The lead of a pipeline computes several at once, in threads beside the main one: see
-`workers.inside.overlap`.
+The main thread computes. Meanwhile a second thread waits for the next batch and prepares it, so
+that preparation and computation overlap. If the model answers in microseconds, the main thread does
+both, since a hand-over would cost more than it gains. The lead of a pipeline computes several
+batches at once, in threads beside the main one: see `workers.inside.overlap`.
 """
 
 import gc
@@ -32,13 +31,13 @@ from inferpool.workers.inside.allocator import SpareMemory, give_back
 from inferpool.workers.inside.compiling import compile_package
 from inferpool.workers.inside.compute import Computer, Prepared
 from inferpool.workers.inside.group import Group
-from inferpool.workers.inside.overlap import ModelTurn, Overlap
+from inferpool.workers.inside.overlap import ModelLock, OverlappingBatches
 from inferpool.workers.inside.own_process import (
     build_model,
-    failing_as_told,
     leave_device,
     name_of,
     pin,
+    reporting_failures,
     set_up,
 )
 from inferpool.workers.inside.pools import started_pool
@@ -50,7 +49,7 @@ from inferpool.workers.wiring import RankEnds
 logger = logging.getLogger(__name__)
 
 _OVERLAP_PAYS_S = 0.001
-"""A computation shorter than this is not worth preparing the next batch in another thread."""
+"""Computation time from which on another thread prepares the next batch."""
 _BEAT_S = 1.0
 
 
@@ -66,19 +65,19 @@ def main(
     """Run one incarnation, from its first instruction to its exit.
 
     Args:
-        config: What to serve and where.
-        inbox: Batches from the front end; its end is the order to leave.
+        config: Configuration of the worker.
+        inbox: Batches from the front end; the sentinel or its end is the order to leave.
         outbox: Messages to the front end.
-        arena: The payloads, mapped read-only.
-        row: The heartbeat, mapped for writing.
+        arena: Payloads, mapped read-only.
+        row: Heartbeat, mapped for writing.
         region: Large outputs, mapped for writing.
-        ends: How it reaches the other ranks, whose lead it is; None if it is alone.
+        ends: Connections to the other ranks, if this is the lead of a group; else None.
     """
     heartbeat = Heartbeat(row)
     outputs = OutputStore(region)
     inbox.receive_only()
     set_up(heartbeat, outbox)
-    with failing_as_told(outbox):
+    with reporting_failures(outbox):
         pin(config.placement.for_rank(0))
         group = Group(ends, config.placement) if ends else None
         computer, ready = load(
@@ -88,36 +87,36 @@ def main(
             on_progress=heartbeat.progressed,
             keep=outputs.keep,
         )
-    give_back()  # what loading and choosing a preset have left
-    gc.freeze()  # what is loaded now stays: later collections need not walk through it
-    heartbeat.beat()  # from now on silence means a hang, and the last sign was before the loading
+    give_back()  # free memory that loading and the choice of a preset have left
+    gc.freeze()  # loaded objects stay, so later collections can skip them
+    heartbeat.beat()  # from now on silence means a hang; the last beat was before the load
     outbox.put(ready)
     try:
-        loop = Loop(computer, inbox, outbox, memoryview(arena), heartbeat, outputs)
+        loop = WorkerLoop(computer, inbox, outbox, memoryview(arena), heartbeat, outputs)
         num_at_once = config.placement.num_at_once
         if group is None or num_at_once == 1:
             loop.run()
         else:
-            turn = ModelTurn(heartbeat.at_work_since)
-            group.giving_way = turn.given_up
-            computer.on_progress = turn.progressed
-            loop.run_overlapping(num_at_once, turn)
+            lock = ModelLock(heartbeat.at_work_since)
+            group.giving_way = lock.released
+            computer.on_progress = lock.progressed
+            loop.run_overlapping(num_at_once, lock)
         if group is not None:
             group.let_go()
     except (EOFError, BrokenPipeError):
-        os._exit(0)  # the front end is gone: nobody is left to tell
+        os._exit(0)  # the front end is gone
     except torch.AcceleratorError as error:
         leave_device(error, outbox)
     except SystemExit as error:
         os._exit(error.code if isinstance(error.code, int) else 1)
     except BaseException:
-        # An ordinary exit would wait for the thread that waits for the next batch.
+        # A normal exit would wait for the thread that waits for the next batch.
         logger.critical("the worker's loop failed", exc_info=True)
         os._exit(1)
 
 
-class Loop:
-    """Gets batches, has them computed, and answers, until the sentinel."""
+class WorkerLoop:
+    """Main loop of a worker: receive a batch, compute it, answer it, until the sentinel."""
 
     def __init__(
         self,
@@ -139,14 +138,14 @@ class Loop:
         self._spare_memory = SpareMemory(time.monotonic())
 
     def run(self) -> None:
-        """Serve until the sentinel comes.
+        """Serve until the sentinel arrives.
 
         Raises:
             EOFError: The front end is gone.
             torch.AcceleratorError: The device's context is lost.
         """
         coming: Future[Prepared | None] | None = None
-        with torch.inference_mode():  # once, since it costs as much as a small instance
+        with torch.inference_mode():  # entered once, since that costs as much as a small instance
             while True:
                 prepared = self._receive_here() if coming is None else self._wait_for(coming)
                 if prepared is None:
@@ -157,21 +156,21 @@ class Loop:
                 if not prepared.is_canary:
                     self._spare_memory.worked(time.monotonic())
 
-    def run_overlapping(self, num_at_once: int, turn: ModelTurn) -> None:
-        """As `run`, with several batches under way at once.
+    def run_overlapping(self, num_at_once: int, lock: ModelLock) -> None:
+        """Serve like `run`, with several batches at once.
 
         Args:
-            num_at_once: How many.
-            turn: Had by the thread that runs the model's code.
+            num_at_once: Number of batches.
+            lock: Lock for the model's code.
         """
-        under_way = Overlap(num_at_once, turn, self._answer)
+        under_way = OverlappingBatches(num_at_once, lock, self._answer)
         coming = self._ahead.submit(self._receive_ahead)
         while True:
             has_worked = under_way.wait(coming, _BEAT_S)
             now = time.monotonic()
             if has_worked:
                 self._spare_memory.worked(now)
-            if not under_way:  # or what hangs would show signs of life
+            if not under_way:  # or a batch that hangs would look alive
                 self._heartbeat.beat()
                 self._spare_memory.idle(now)
             if not coming.done() or under_way.is_full:
@@ -185,12 +184,12 @@ class Loop:
             under_way.wait(None, _BEAT_S)
 
     def _receive_ahead(self) -> Prepared | None:
-        """As `_receive`, in the thread that prepares."""
+        """Receive a batch in the thread that prepares."""
         with torch.inference_mode():
             return self._receive()
 
     def _receive_here(self) -> Prepared | None:
-        """As `_receive`, in the main thread, which beats meanwhile."""
+        """Receive a batch in the main thread, which beats while it waits."""
         while not self._inbox.wait(_BEAT_S):
             self._heartbeat.beat()
             self._spare_memory.idle(time.monotonic())
@@ -256,14 +255,14 @@ def load(
     """Build, load and warm up a model in this thread.
 
     Args:
-        config: What to serve and where.
-        group: The other ranks; None if it is alone.
-        tell: Told what it is doing, for people.
+        config: Configuration of the worker.
+        group: The other ranks; None if there are none.
+        tell: Called with each step, for people.
         on_progress: See `Computer`.
         keep: See `Computer`.
 
     Raises:
-        ModelError: It cannot be had.
+        ModelError: The model cannot be loaded.
     """
     began = time.monotonic()
     tell(f"loading {config.model.source}")

@@ -1,4 +1,4 @@
-"""Which instances of a batch go together: as the model says, and can collate. Worker processes."""
+"""Groups the instances of a batch that can be computed together. Worker processes."""
 
 import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ class ShapeGroup:
 
     indices: list[int]
     batch: Features | None
-    """Their collated features; None where they could not be collated."""
+    """Collated features; None if they could not be collated."""
 
 
 def grouped(
@@ -26,15 +26,15 @@ def grouped(
     buckets: Sequence[Hashable],
     collate: Callable[[Sequence[int]], Features],
 ) -> list[ShapeGroup]:
-    """Collate instances: all of a bucket if they go together, else those that look alike.
+    """Collate instances: all of a bucket together if possible, else similar ones.
 
-    First those with the same names, dtypes and ranks, since a model may pad shapes; where that will
-    not do, those of the same shapes.
+    Similar means the same names, dtypes and ranks, since a model may pad shapes; if these cannot be
+    collated either, the same shapes.
 
     Args:
-        indices: Which instances of the batch.
-        features: Of all instances of the batch.
-        buckets: What the model says of all instances of the batch.
+        indices: Instances to group.
+        features: Features of all instances of the batch.
+        buckets: Return values of the model's `bucket` for all instances of the batch.
         collate: Makes one batch of some instances, or raises.
     """
     return [
@@ -61,7 +61,7 @@ def _collated(
 
 
 def _alike(indices: Iterable[int], name_of: Callable[[int], object]) -> list[list[int]]:
-    """Those of the same name together, in the order in which each came first."""
+    """Group indices by name, in the order in which each name first occurs."""
     parts: dict[object, list[int]] = {}
     for i in indices:
         parts.setdefault(name_of(i), []).append(i)
@@ -69,7 +69,7 @@ def _alike(indices: Iterable[int], name_of: Callable[[int], object]) -> list[lis
 
 
 def signature_of(features: Features | None) -> object:
-    """The names, dtypes and shapes of an instance's tensors: what decides over its memory."""
+    """Return the names, dtypes and shapes of an instance's tensors, which determine its memory."""
     return _look_of(features, lambda tensor: (tensor.dtype, tensor.shape))
 
 
@@ -78,7 +78,7 @@ def _layout_of(features: Features | None) -> object:
 
 
 def _look_of(features: Features | None, of_tensor: Callable[[Tensor], object]) -> object:
-    # A user's `preprocess` may return anything, which is found to be wrong elsewhere.
+    # A user's `preprocess` may return anything; errors are reported elsewhere.
     if not isinstance(features, Mapping):
         return type(features)
     return frozenset(

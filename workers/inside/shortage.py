@@ -1,4 +1,4 @@
-"""Out of memory, on a device or on the host: to get over it. In workers."""
+"""Recovers from a lack of memory, on a device or on the host. Runs in workers."""
 
 import traceback
 from collections.abc import Mapping, Sequence
@@ -12,14 +12,14 @@ from inferpool.workers.inside.shapes import signature_of
 
 _MAX_SIGNATURES = 256
 _GOOD_BATCHES = 100
-"""Full batches of a safe size before a larger one is tried, which costs one batch at most."""
+"""Full batches of a safe size after which twice the size is tried, at the risk of one batch."""
 
 
 def release(error: BaseException) -> None:
-    """Let go of what a failed computation held, also outside of this process.
+    """Free the memory of a failed computation, and return it to the device and the kernel.
 
     Args:
-        error: Its traceback has the frames, and they have the tensors.
+        error: The error; the frames of its traceback hold the tensors.
     """
     traceback.clear_frames(error.__traceback__)
     if torch.cuda.is_initialized():
@@ -31,20 +31,20 @@ def release(error: BaseException) -> None:
 class _SafeSize:
     num_rows: int
     num_good: int = 0
-    """Full batches of it, since it was last changed."""
+    """Full batches of this size since the size was last changed."""
 
 
 class SafeSizes:
-    """How many instances of each shape could be computed at once when memory ran out.
+    """Largest batch sizes that fit into memory, by the shapes of the instances.
 
-    What took the memory may be gone later, so sizes that go well grow again.
+    Memory may be free again later, so a size grows after many good batches.
     """
 
     def __init__(self) -> None:
         self._sizes: dict[object, _SafeSize] = {}
 
     def note(self, signature: object, num_rows: int) -> int:
-        """That many were too many; returns how many to try from now on."""
+        """Note that so many did not fit; return how many to compute at once from now on."""
         size = max(1, num_rows // 2)
         if signature not in self._sizes and len(self._sizes) >= _MAX_SIGNATURES:
             del self._sizes[next(iter(self._sizes))]
@@ -57,7 +57,7 @@ class SafeSizes:
     def note_good(
         self, indices: Sequence[int], features: Sequence[Mapping[str, Tensor] | None]
     ) -> None:
-        """So many went well together; twice as many are tried after `_GOOD_BATCHES` full ones."""
+        """Note a good batch; after `_GOOD_BATCHES` full ones the size is doubled."""
         if not self._sizes:
             return
         for signature in {signature_of(features[i]) for i in indices}:
@@ -71,7 +71,7 @@ class SafeSizes:
     def split(
         self, indices: list[int], features: Sequence[Mapping[str, Tensor] | None]
     ) -> list[list[int]]:
-        """The indices in pieces that are known to fit."""
+        """Return the indices in pieces that are known to fit."""
         if not self._sizes or not indices:
             return [indices]
         known = (self._sizes.get(signature_of(features[i])) for i in indices)

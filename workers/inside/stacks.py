@@ -1,7 +1,7 @@
-"""The stacks of a worker that hangs or crashes: the worker writes them, the front end logs them.
+"""Records the stacks of a worker that hangs or crashes; the front end logs them.
 
-faulthandler writes from a signal handler in C, so neither a held GIL nor a lock keeps it from doing
-so. It writes to anonymous memory, which never blocks and is still there when the process is not.
+faulthandler writes them from a signal handler in C, so neither a held GIL nor a lock prevents it.
+It writes to anonymous memory, which never blocks and outlives the process.
 """
 
 import asyncio
@@ -19,31 +19,31 @@ from inferpool.workers.memory import open_anonymous
 DUMP_SIGNAL = signal.SIGUSR1
 _STEP_S = 0.01
 _NUM_STEPS = 100
-"""A dump takes a few milliseconds, and on a busy host many more; a process that needs longer than
-all of them is killed without."""
+"""Steps to wait for a dump. It takes a few milliseconds, and many more on a busy host; a process
+that needs longer than all steps is killed without a dump."""
 _NUM_QUIET_STEPS = 5
-"""A dump that has not grown for so long is whole: who writes it may lose the core in between."""
+"""Steps without growth after which a dump is complete: its writer may lose the core meanwhile."""
 _MAX_BYTES = 1 << 16
-"""Of one dump in the log; faulthandler itself stops at 100 threads of 100 frames."""
+"""Longest dump in the log; faulthandler itself stops at 100 threads of 100 frames."""
 
 
 class Stacks:
-    """The front end's side; pass it to the process whose stacks it is to hold."""
+    """Memory for the stacks of one process, to which it is passed as an argument."""
 
     def __init__(self) -> None:
         self._fd = open_anonymous("stacks")
-        self._closing = weakref.finalize(self, os.close, self._fd)  # a start may fail
+        self._closing = weakref.finalize(self, os.close, self._fd)  # closed also if a start fails
         self._taken = 0
 
     def __reduce__(self) -> tuple[object, ...]:
-        """In a worker it is a descriptor for `record`."""
+        """Become a descriptor for `record` in the worker."""
         return _detach, (reduction.DupFd(self._fileno()),)
 
     async def ask(self, pid: int) -> tuple[str, str]:
-        """Have a process write its stacks, if it can do so within a moment.
+        """Make a process write its stacks, if it can do so within a moment.
 
         Returns:
-            Its state in the kernel's words, and the stacks, or nothing.
+            The kernel's name for its state, and the stacks, or "".
         """
         try:
             state = _state_of(pid)
@@ -65,11 +65,11 @@ class Stacks:
 
     @property
     def num_new_bytes(self) -> int:
-        """What was written since the last `take`."""
+        """Number of bytes written since the last `take`."""
         return os.fstat(self._fileno()).st_size - self._taken
 
     def take(self) -> str:
-        """What was written since the last call; of very much, its beginning and its end."""
+        """Return the text written since the last call; of a very long text its begin and end."""
         start, size = self._taken, self.num_new_bytes
         self._taken += size
         if size <= _MAX_BYTES:
@@ -78,7 +78,7 @@ class Stacks:
         return f"{self._text(start, half)}\n...\n{self._text(start + size - half, half)}"
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._closing()
 
     def _fileno(self) -> int:
@@ -91,20 +91,20 @@ class Stacks:
 
 
 def record(fd: int) -> None:
-    """In a worker: write the stacks of all threads there on a crash, and when `DUMP_SIGNAL` comes.
+    """Make this process write the stacks of all threads on a crash and on `DUMP_SIGNAL`.
 
     Args:
-        fd: Open for as long as the process lives.
+        fd: Descriptor that stays open as long as the process lives.
     """
     faulthandler.enable(file=fd, all_threads=True)
-    with contextlib.suppress(AttributeError):  # only where there are such signals
+    with contextlib.suppress(AttributeError):  # a system without such signals
         faulthandler.register(DUMP_SIGNAL, file=fd, all_threads=True, chain=False)
 
 
 def _state_of(pid: int) -> str:
     try:
         state: str = psutil.Process(pid).status()
-    except OSError as error:  # there is no descriptor just now
+    except OSError as error:  # no free descriptor just now
         return f"in a state that cannot be seen ({error.strerror})"
     return state
 

@@ -1,4 +1,4 @@
-"""The worker's end of a private queue: a torch.multiprocessing queue of typed messages."""
+"""The worker's end of a private queue: a queue of torch.multiprocessing with typed messages."""
 
 import os
 import select
@@ -13,7 +13,7 @@ from inferpool.workers.messages import Batch, Frames, FromWorker
 
 _READ_BYTES = 1 << 16
 _KEPT_BYTES = 1 << 20
-"""A buffer that has grown longer than this is not kept for the next message."""
+"""Largest buffer that is kept for the next message."""
 _HEAD_BYTES = 4
 _decode = msgspec.msgpack.Decoder(Batch | None).decode
 _encode_into = msgspec.msgpack.Encoder().encode_into
@@ -22,9 +22,8 @@ _encode_into = msgspec.msgpack.Encoder().encode_into
 class WorkerQueue(SimpleQueue):
     """A SimpleQueue with one producer, one consumer and no lock between processes.
 
-    Messages are msgpack, not pickles: the front end decodes what a worker wrote by type. Keep only
-    one end with `receive_only` or `send_only`, so that the death of either process is seen by the
-    other as the end of file.
+    Messages are msgpack, not pickles, and are decoded by type. Close one end with `receive_only` or
+    `send_only`: only then does each process see the death of the other as the end of file.
     """
 
     def __init__(self, reader: Connection, writer: Connection) -> None:
@@ -50,17 +49,17 @@ class WorkerQueue(SimpleQueue):
         return self
 
     def leave_to_parent(self) -> None:
-        """Let go of the writing end. For a forked process: two writers would mix their frames."""
-        self._put_lock = threading.Lock()  # a thread of the parent may have held it
+        """Close the writing end in a forked process: two writers would mix their frames."""
+        self._put_lock = threading.Lock()  # a thread of the parent may hold it
         self._writer.close()
         self._writer_fd = -1
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until there is something to get, or the end of file."""
+        """Wait for a message or the end of file; return True if there is one."""
         return bool(self._arrived or self._poller.poll(timeout_s * 1000))
 
     def get(self) -> Batch | None:
-        """The next batch, or None for the sentinel. Blocks.
+        """Wait for the next batch and return it, or None for the sentinel.
 
         Raises:
             EOFError: The front end is gone.
@@ -74,10 +73,10 @@ class WorkerQueue(SimpleQueue):
         return batch
 
     def put(self, message: FromWorker) -> None:
-        """Send a message; any thread may.
+        """Send a message. Any thread may call it.
 
         Raises:
-            OSError: The front end is gone, or this end is left to the parent process.
+            OSError: The front end is gone, or this end was left to the parent process.
         """
         with self._put_lock:
             buffer = self._buffer

@@ -8,27 +8,21 @@ def answer(took_s: float = 0.01, error: str = "") -> BatchDone:
     return BatchDone(1, [ItemError("model_error", error)] if error else [], took_s / 2, took_s / 2)
 
 
-def test_first_canary_may_take_as_long_as_a_batch():
-    assert Canary(60.0).limit_s == 60
-
-
-def test_quick_model_is_asked_often_and_must_answer_soon():
-    canary = Canary(60.0)
-    assert canary.note(answer(0.01))
-    assert (canary.every_s, canary.limit_s) == (EVERY_S, PATIENCE_S)
-
-
-def test_canaries_of_a_slow_model_take_a_fiftieth_of_its_time():
-    canary = Canary(60.0)
-    canary.note(answer(2.0))
-    assert canary.every_s == pytest.approx(100)
-    assert canary.limit_s == 40
-
-
-def test_canary_never_takes_longer_than_a_batch_may():
-    canary = Canary(1.5)
-    canary.note(answer(1.0))
-    assert canary.limit_s == 1.5
+@pytest.mark.parametrize(
+    ("batch_timeout_s", "took_s", "every_s", "limit_s"),
+    [
+        (60.0, 0.01, EVERY_S, PATIENCE_S),  # a quick model is asked often
+        (60.0, 2.0, 100.0, 40.0),  # canaries take a fiftieth of the time of a slow one
+        (1.5, 1.0, 50.0, 1.5),  # no canary may take longer than a batch
+    ],
+)
+def test_next_canary_depends_on_the_time_of_the_last_one(
+    batch_timeout_s: float, took_s: float, every_s: float, limit_s: float
+):
+    canary = Canary(batch_timeout_s)
+    assert canary.limit_s == batch_timeout_s  # the first may take as long as a batch
+    assert canary.note(answer(took_s))
+    assert (canary.every_s, canary.limit_s) == (pytest.approx(every_s), limit_s)
 
 
 def test_only_failures_in_a_row_are_an_illness():
@@ -37,14 +31,9 @@ def test_only_failures_in_a_row_are_an_illness():
     assert canary.note(answer())
     assert not canary.note(answer(error="no"))
     assert not canary.is_ill
+    canary.forget_failures()  # after a good answer to a request
+    assert not canary.note(answer(error="no"))
+    assert not canary.is_ill
     canary.note(answer(error="never"))
     assert canary.is_ill
     assert canary.failure == "never"
-
-
-def test_good_answer_to_a_request_ends_the_row_too():
-    canary = Canary(60.0)
-    canary.note(answer(error="no"))
-    canary.forget_failures()
-    canary.note(answer(error="no"))
-    assert not canary.is_ill

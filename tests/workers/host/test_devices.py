@@ -45,8 +45,7 @@ class FakeNvmlWithGpus:
     NVML_P2P_CAPS_INDEX_NVLINK = 2
     NVML_P2P_STATUS_OK = 0
 
-    class NVMLError(Exception):
-        pass
+    NVMLError = LookupError
 
     def __init__(self, gpus: Sequence[Handle], links: Set[tuple[int, int]]) -> None:
         self._gpus = [{"number": number, **each} for number, each in enumerate(gpus)]

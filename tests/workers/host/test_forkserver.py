@@ -1,6 +1,7 @@
 """Workers outlive the forkserver, which is replaced; processes that models fork do not."""
 
 import asyncio
+import contextlib
 import errno
 import os
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import psutil
@@ -124,6 +126,14 @@ async def test_forkserver_that_does_not_answer_does_not_hold_up_the_end_nor_leav
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
+@contextlib.asynccontextmanager
+async def running(modules: list[str], extra: list[str]) -> AsyncIterator[Forkserver]:
+    server = Forkserver(modules, extra)
+    yield server
+    await server.close()
+    server.process.end()
+
+
 @pytest.mark.parametrize(
     "code",
     [
@@ -131,63 +141,50 @@ async def test_forkserver_that_does_not_answer_does_not_hold_up_the_end_nor_leav
         "import _thread, time; _thread.start_new_thread(time.sleep, (60,))",
     ],
 )
-async def test_forkserver_that_an_extra_module_makes_unfit_does_without(
+async def test_forkserver_does_without_an_extra_module_that_makes_forks_unsafe(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str
 ):
     (tmp_path / "unfit_module.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-
-    server = Forkserver([], ["unfit_module"])
-    await server.ready()
-    assert server.vitals().incarnation == 1
-    await server.close()
-    server.process.end()
-
-
-def test_forkserver_does_without_packages_that_import_what_the_models_folder_has(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    installed, folder = tmp_path / "installed", tmp_path / "folder"
-    for each in (installed, folder):
-        each.mkdir()
-        (each / "shared_name.py").write_text("")
-    (installed / "some_package.py").write_text("import shared_name")
-    monkeypatch.setenv("PYTHONPATH", str(installed))
-
-    async def go(num_lives: int):
-        server = Forkserver([], ["some_package"])
+    async with running([], ["unfit_module"]) as server:
         await server.ready()
-        assert server.vitals().incarnation == num_lives - 1
-        await server.close()
-        server.process.end()
+        assert server.vitals().incarnation == 1
 
-    for place, num_lives in ((installed, 1), (folder, 2)):
-        monkeypatch.chdir(place)
-        asyncio.run(asyncio.wait_for(go(num_lives), 30))
+
+@pytest.mark.parametrize(("folder", "num_restarts"), [("installed", 0), ("models", 1)])
+async def test_forkserver_does_without_packages_that_import_what_the_models_folder_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: str, num_restarts: int
+):
+    for name in ("installed", "models"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "shared_name.py").write_text("")
+    (tmp_path / "installed" / "some_package.py").write_text("import shared_name")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "installed"))
+    monkeypatch.chdir(tmp_path / folder)
+    async with running([], ["some_package"]) as server:
+        await server.ready()
+        assert server.vitals().incarnation == num_restarts
 
 
 async def test_forkserver_that_cannot_be_replaced_yet_is_not_ready(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(inferpool.workers.host.forkserver, "_RETRY_S", 0.01)
     tries: list[int] = []
+    async with running([], []) as server:
+        await server.ready()
+        start = server._start
 
-    server = Forkserver([], [])
-    await server.ready()
-    start = server._start
+        def refuse_twice():
+            tries.append(1)
+            assert not server.vitals().is_ready
+            if len(tries) <= 2:
+                raise OSError(errno.EMFILE, "no descriptors")
+            return start()
 
-    def refuse_twice():
-        tries.append(1)
-        assert not server.vitals().is_ready
-        if len(tries) <= 2:
-            raise OSError(errno.EMFILE, "no descriptors")
-        return start()
-
-    monkeypatch.setattr(server, "_start", refuse_twice)
-    server.process.kill()
-    await until(lambda: server.vitals().incarnation == 1)
-    await server.ready()
-    assert len(tries) == 3
-    await server.close()
-    server.process.end()
+        monkeypatch.setattr(server, "_start", refuse_twice)
+        server.process.kill()
+        await until(lambda: server.vitals().incarnation == 1)
+        await server.ready()
+        assert len(tries) == 3
 
 
 async def test_process_without_a_descriptor_to_watch_it_by_leaves_no_zombie(
@@ -233,12 +230,9 @@ async def test_forkserver_that_only_crashes_fails_the_starts_that_wait(
     (tmp_path / "crashing_module.py").write_text("import os, signal; os.kill(os.getpid(), 11)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(inferpool.workers.host.forkserver, "_FIRST_PAUSE_S", 0.01)
-
-    server = Forkserver(["crashing_module"], [])
-    with pytest.raises(WorkerStartError, match="crashes as it starts: SIGSEGV"):
-        await server.ready()
-    await server.close()
-    server.process.end()
+    async with running(["crashing_module"], []) as server:
+        with pytest.raises(WorkerStartError, match="crashes as it starts: SIGSEGV"):
+            await server.ready()
 
 
 @pytest.mark.parametrize("end", ["SIGKILL", "crash", "stop", "hang"])

@@ -10,7 +10,7 @@ from inferpool.workers.host.gpu_watch import GpuWatch
 LOST, TIMED_OUT, UNSUPPORTED = 15, 10, 3
 
 
-class NVMLError(Exception):
+class FakeNvmlError(Exception):
     def __init__(self, value: int) -> None:
         super().__init__(f"error {value}")
         self.value = value
@@ -19,7 +19,7 @@ class NVMLError(Exception):
 class FakeNvml:
     """A fake of pynvml whose handles are UUIDs; calls named in `errors` fail."""
 
-    NVMLError = NVMLError
+    NVMLError = FakeNvmlError
     NVML_ERROR_GPU_IS_LOST = LOST
     NVML_ERROR_RESET_REQUIRED = 16
     NVML_ERROR_UNKNOWN = 999
@@ -75,13 +75,13 @@ class FakeNvml:
 
     def event_set_wait_v2(self, events: object, timeout_ms: int) -> SimpleNamespace:
         if not self.xids:
-            raise NVMLError(TIMED_OUT)
+            raise FakeNvmlError(TIMED_OUT)
         uuid, xid = self.xids.pop(0)
         return SimpleNamespace(device=uuid, eventData=xid)
 
     def _fail(self, what: str) -> None:
         if what in self.errors:
-            raise NVMLError(self.errors[what])
+            raise FakeNvmlError(self.errors[what])
 
 
 def gpu(number: int, **changes: str) -> Gpu:

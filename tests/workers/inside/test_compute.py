@@ -1,12 +1,13 @@
-"""What becomes of each item of a batch, in one process, with models that fail on purpose."""
+"""Outcomes of each item of a batch, in one process, with models that fail on purpose."""
 
 import json
 import logging
 import math
 import re
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,24 +21,25 @@ from inferpool.models.spec import TensorSpec
 from inferpool.workers.config import ErrorDetail
 from inferpool.workers.inside.checks import BrokenPromiseError
 from inferpool.workers.inside.compute import Computer
-from inferpool.workers.inside.outcomes import Outgoing
+from inferpool.workers.inside.outcomes import TensorOutputs
 from inferpool.workers.messages import ItemError, ItemRef, Outcome
 
 
 @pytest.fixture(autouse=True)
 def _inference() -> Iterator[None]:
-    """What computes is in torch's inference mode, as in a worker."""
+    """Run a test in torch's inference mode, like a worker."""
     with torch.inference_mode():
         yield
 
 
-class Plain(Model):
-    """Doubles numbers; keeps the sizes of its batches."""
+class DoublingModel(Model):
+    """Doubles numbers, or does what a test wants; keeps the sizes of its batches."""
 
     outputs: Sequence[TensorSpec] = (TensorSpec(name="y", dtype="float32", shape=(-1,)),)
 
-    def __init__(self) -> None:
+    def __init__(self, y: Callable[[torch.Tensor], torch.Tensor] = lambda x: x * 2) -> None:
         self.sizes: list[int] = []
+        self.y = y
 
     def preprocess(self, item: Item) -> Features:
         value = item.json()
@@ -48,14 +50,18 @@ class Plain(Model):
         return self.double(batch["x"])
 
     def double(self, x: torch.Tensor) -> Features:
-        return {"y": x * 2}
+        return {"y": self.y(x)}
+
+
+def computer_of(model: Model, **options: Any) -> Computer:
+    return Computer(model, num_threads=1, pin_memory=False, **options)
 
 
 def compute(
     model: Model, values: Sequence[object], computer: Computer | None = None
 ) -> list[object]:
-    """The answer to each value: a number, or the code of an error."""
-    computer = computer or Computer(model, num_threads=1, pin_memory=False)
+    """Return the answer to each value: a number, or the code of an error."""
+    computer = computer or computer_of(model)
     bodies = [json.dumps(value).encode() for value in values]
     refs = [ItemRef("json", 0, len(body), math.inf) for body in bodies]
     outcomes = computer.compute(computer.prepare(1, refs, [memoryview(body) for body in bodies]))
@@ -69,27 +75,42 @@ def read(outcome: Outcome) -> object:
     return json.loads(outcome)
 
 
-def test_output_that_is_not_finite_fails_alone_and_is_computed_once():
-    class Root(Plain):
-        def double(self, x: torch.Tensor) -> Features:
-            return {"y": x.sqrt()}
-
-    model = Root()
-    assert compute(model, [4, -1, 9]) == [2, "non_finite_output", 3]
-    assert model.sizes == [3]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_infinity_is_found_in_every_kind_of_float(dtype: torch.dtype):
-    class Divided(Plain):
-        def double(self, x: torch.Tensor) -> Features:
-            return {"y": 1 / x.to(dtype)}
-
-    assert compute(Divided(), [1, 0, 2]) == [1, "non_finite_output", 0.5]
+@pytest.mark.parametrize(
+    ("y", "values", "expected", "sizes"),
+    [
+        (torch.sqrt, [4, -1, 9], [2, "non_finite_output", 3], [3]),
+        (lambda x: 1 / x.half(), [1, 0, 2], [1, "non_finite_output", 0.5], [3]),
+        (lambda x: 1 / x.bfloat16(), [1, 0, 2], [1, "non_finite_output", 0.5], [3]),
+        (lambda x: 1 / x.double(), [1, 0, 2], [1, "non_finite_output", 0.5], [3]),
+        # One input makes the outputs of all others NaN.
+        (
+            lambda x: x * 2 + 0 * x.log().sum(),
+            [1, 2, -1, 3],
+            [2, 4, "non_finite_output", 6],
+            [4, 2, 2, 1, 1],
+        ),
+        (
+            lambda x: x[:, None].expand(-1, 3) if (x < 0).any() else x * 2,
+            [1, 2, -1, 3],
+            [2, 4, "model_error", 6],
+            [4, 2, 2, 1, 1],
+        ),
+    ],
+    ids=["root", "half", "bfloat16", "double", "spoilt", "shape"],
+)
+def test_outputs_that_are_not_finite_or_of_a_wrong_shape_fail_alone(
+    y: Callable[[torch.Tensor], torch.Tensor],
+    values: list[int],
+    expected: list[object],
+    sizes: list[int],
+):
+    model = DoublingModel(y)
+    assert compute(model, values) == expected
+    assert model.sizes == sizes
 
 
 def test_complex_numbers_and_sparse_tensors_are_held_to_be_finite_too():
-    class Odd(Plain):
+    class Odd(DoublingModel):
         def double(self, x: torch.Tensor) -> Features:
             part = torch.complex(x * 2, torch.where(x < 0, torch.nan, 0.0)).conj()
             sparse = torch.where(x > 8, torch.inf, x).to_sparse()
@@ -102,64 +123,38 @@ def test_complex_numbers_and_sparse_tensors_are_held_to_be_finite_too():
 
 
 def test_large_numbers_whose_sum_overflows_are_finite():
-    class Large(Plain):
-        def double(self, x: torch.Tensor) -> Features:
-            return {"y": x * 3e38}
-
-    assert "non_finite_output" not in compute(Large(), [1, 1, 1])
+    assert "non_finite_output" not in compute(DoublingModel(lambda x: x * 3e38), [1, 1, 1])
 
 
-def test_neighbours_that_an_input_spoils_are_computed_without_it():
-    class Mean(Plain):
-        def double(self, x: torch.Tensor) -> Features:
-            return {"y": x * 2 + 0 * x.log().sum()}
-
-    assert compute(Mean(), [1, 2, -1, 3]) == [2, 4, "non_finite_output", 6]
-
-
-def test_model_may_say_that_its_outputs_need_not_be_finite():
-    class Free(Plain):
+def test_model_may_declare_that_its_outputs_need_not_be_finite():
+    class UncheckedModel(DoublingModel):
         finite_outputs = False
 
-        def double(self, x: torch.Tensor) -> Features:
-            return {"y": x.sqrt()}
-
-    assert compute(Free(), [4, -1]) == [2, None]
-
-
-def test_output_of_another_shape_than_declared_fails_alone():
-    class Wide(Plain):
-        def double(self, x: torch.Tensor) -> Features:
-            return {"y": x[:, None].expand(-1, 3) if (x < 0).any() else x * 2}
-
-    assert compute(Wide(), [1, 2, -1, 3]) == [2, 4, "model_error", 6]
+    assert compute(UncheckedModel(torch.sqrt), [4, -1]) == [2, None]
 
 
 def test_output_that_is_missing_fails_the_input_that_causes_it():
-    class Missing(Plain):
+    class Missing(DoublingModel):
         def double(self, x: torch.Tensor) -> Features:
-            return {} if (x < 0).any() else {"y": x * 2}
+            return {} if (x < 0).any() else super().double(x)
 
     assert compute(Missing(), [1, -1]) == [2, "model_error"]
 
 
 def test_any_length_will_do_where_the_declared_shape_has_minus_one():
-    class Long(Plain):
+    class Long(DoublingModel):
         outputs = (TensorSpec(name="y", dtype="float32", shape=(-1, -1)),)
 
-        def double(self, x: torch.Tensor) -> Features:
-            return {"y": x[:, None].expand(-1, 1 + len(x))}
-
-    model = Long()
+    model = Long(lambda x: x[:, None].expand(-1, 1 + len(x)))
     assert compute(model, [1, 2]) == [[1, 1, 1], [2, 2, 2]]
     assert compute(model, [1]) == [[1, 1]]
 
 
 def test_model_that_breaks_its_promises_on_its_own_sample_cannot_be_loaded():
-    class Wrong(Plain):
+    class MisdeclaredModel(DoublingModel):
         outputs = (TensorSpec(name="y", dtype="float32", shape=(-1, 7)),)
 
-    computer = Computer(Wrong(), num_threads=1, pin_memory=False)
+    computer = computer_of(MisdeclaredModel())
     with pytest.raises(ModelError, match=r"declares \[7\]"):
         computer.warm_up([Item(kind="json", payload=memoryview(b"1"))], (1, 2))
 
@@ -172,7 +167,7 @@ SHORTAGES = [
 ]
 
 
-class Hungry(Plain):
+class Hungry(DoublingModel):
     """Computes at most three rows at once, or none of several columns."""
 
     def __init__(self, error: Exception = SHORTAGES[0]) -> None:
@@ -189,7 +184,7 @@ class Hungry(Plain):
 @pytest.mark.parametrize("error", SHORTAGES, ids=lambda error: str(error)[:20])
 def test_batch_that_does_not_fit_is_halved_and_its_size_remembered(error: Exception):
     model = Hungry(error)
-    computer = Computer(model, num_threads=1, pin_memory=False)
+    computer = computer_of(model)
     assert compute(model, range(8), computer) == [0, 2, 4, 6, 8, 10, 12, 14]
     assert model.sizes == [8, 4, 2, 2, 4, 2, 2]
     model.sizes.clear()
@@ -198,14 +193,13 @@ def test_batch_that_does_not_fit_is_halved_and_its_size_remembered(error: Except
 
 
 def test_input_that_needs_too_much_memory_does_not_make_batches_of_others_small():
-    class Greedy(Plain):
-        def double(self, x: torch.Tensor) -> Features:
-            if (x < 0).any():
-                raise MemoryError
-            return {"y": x * 2}
+    def y(x: torch.Tensor) -> torch.Tensor:
+        if (x < 0).any():
+            raise MemoryError
+        return x * 2
 
-    model = Greedy()
-    computer = Computer(model, num_threads=1, pin_memory=False)
+    model = DoublingModel(y)
+    computer = computer_of(model)
     assert compute(model, [1, 2, -1, 3], computer) == [2, 4, "model_error", 6]
     model.sizes.clear()
     assert compute(model, range(8), computer) == [2 * n for n in range(8)]
@@ -215,7 +209,7 @@ def test_input_that_needs_too_much_memory_does_not_make_batches_of_others_small(
 def test_size_grows_again_when_the_memory_is_back(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(inferpool.workers.inside.shortage, "_GOOD_BATCHES", 3)
     model = Hungry()
-    computer = Computer(model, num_threads=1, pin_memory=False)
+    computer = computer_of(model)
     compute(model, range(8), computer)
     model.sizes.clear()
     model.most = 100
@@ -227,18 +221,16 @@ def test_size_grows_again_when_the_memory_is_back(monkeypatch: pytest.MonkeyPatc
 def test_size_that_has_grown_too_far_shrinks_again(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(inferpool.workers.inside.shortage, "_GOOD_BATCHES", 2)
     model = Hungry()
-    computer = Computer(model, num_threads=1, pin_memory=False)
+    computer = computer_of(model)
     for _ in range(4):
         assert compute(model, range(4), computer) == [0, 2, 4, 6]
     assert model.sizes == [4, 2, 2, 2, 2, 4, 2, 2, 2, 2]
 
 
-def test_each_part_of_a_batch_that_is_computed_in_parts_is_told_of():
+def test_progress_is_reported_for_each_part_but_the_first():
     told: list[int] = []
     model = Hungry()
-    computer = Computer(
-        model, num_threads=1, pin_memory=False, on_progress=lambda: told.append(len(model.sizes))
-    )
+    computer = computer_of(model, on_progress=lambda: told.append(len(model.sizes)))
     compute(model, range(3), computer)
     assert told == []
     compute(model, range(4), computer)
@@ -248,13 +240,13 @@ def test_each_part_of_a_batch_that_is_computed_in_parts_is_told_of():
 def test_items_that_get_late_while_a_batch_is_halved_are_not_computed():
     now = [0.0]
 
-    class Slow(Hungry):
+    class SlowHungry(Hungry):
         def double(self, x: torch.Tensor) -> Features:
             now[0] += 1
             return super().double(x)
 
-    model = Slow()
-    computer = Computer(model, num_threads=1, pin_memory=False)
+    model = SlowHungry()
+    computer = computer_of(model)
     refs = [ItemRef("json", 0, 1, 1.5 if n == 3 else math.inf) for n in range(4)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -273,7 +265,7 @@ def test_size_is_remembered_for_its_shape_alone():
             return {"y": x * 2} if x.dim() > 1 else super().double(x)
 
     model = Wide()
-    computer = Computer(model, num_threads=1, pin_memory=False)
+    computer = computer_of(model)
     compute(model, range(4), computer)
     model.sizes.clear()
     compute(model, [[1, 2]] * 4, computer)
@@ -281,7 +273,7 @@ def test_size_is_remembered_for_its_shape_alone():
 
 
 def test_input_that_does_not_fit_alone_fails_with_the_reason(caplog: pytest.LogCaptureFixture):
-    computer = Computer(Hungry(), num_threads=1, pin_memory=False)
+    computer = computer_of(Hungry())
     body = b"[1, 2]"
     prepared = computer.prepare(1, [ItemRef("json", 0, 6, math.inf)], [memoryview(body)])
     (outcome,) = computer.compute(prepared)
@@ -293,42 +285,37 @@ def test_tensors_of_a_batch_that_did_not_fit_are_gone_when_its_halves_are_comput
     held: list[weakref.ref[torch.Tensor]] = []
     errors: list[Exception] = []  # a model may keep them, and they keep their frames
 
-    class Leaky(Plain):
-        def double(self, x: torch.Tensor) -> Features:
-            assert all(tensor() is None for tensor in held)
-            large = x * 2
-            if len(x) > 2:
-                held.append(weakref.ref(large))
-                errors.append(torch.OutOfMemoryError())
-                raise errors[-1]
-            return {"y": large}
+    def y(x: torch.Tensor) -> torch.Tensor:
+        assert all(tensor() is None for tensor in held)
+        large = x * 2
+        if len(x) > 2:
+            held.append(weakref.ref(large))
+            errors.append(torch.OutOfMemoryError())
+            raise errors[-1]
+        return large
 
-    assert compute(Leaky(), range(8)) == [0, 2, 4, 6, 8, 10, 12, 14]
+    assert compute(DoublingModel(y), range(8)) == [0, 2, 4, 6, 8, 10, 12, 14]
     assert len(held) == 3
 
 
-def test_lost_context_is_not_computed_around():
-    class Lost(Plain):
-        def double(self, x: torch.Tensor) -> Features:
-            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+def test_lost_context_ends_the_computation():
+    def y(x: torch.Tensor) -> torch.Tensor:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     with pytest.raises(torch.AcceleratorError):
-        compute(Lost(), [1, 2])
+        compute(DoublingModel(y), [1, 2])
 
 
-class Sampled(Plain):
-    def __init__(self, answers: Sequence[float]) -> None:
-        super().__init__()
-        self._answers = iter(answers)
-
-    def double(self, x: torch.Tensor) -> Features:
-        return {"y": x + next(self._answers)}
+def answering(answers: Sequence[float]) -> DoublingModel:
+    """Return a model with these answers to batches of zeros."""
+    left = iter(answers)
+    return DoublingModel(lambda x: x + next(left))
 
 
 def canaries(model: Model, num: int) -> list[list[str]]:
-    """The codes of the errors of some canaries, one after the other."""
+    """Return the codes of the errors of each of some canaries."""
     sample = Item(kind="json", payload=memoryview(b"0"))
-    computer = Computer(model, num_threads=1, pin_memory=False, sample=sample)
+    computer = computer_of(model, sample=sample)
     codes = []
     for id in range(num):
         prepared = computer.prepare_sample(id)
@@ -339,52 +326,51 @@ def canaries(model: Model, num: int) -> list[list[str]]:
 
 
 def test_canary_computes_the_models_sample():
-    model = Sampled([1, 2])
+    model = answering([1, 2])
     assert canaries(model, 2) == [[], []]
     assert model.sizes == [1, 1]
 
 
 @pytest.mark.parametrize("odd", ["conj", "neg", "sparse"])
-def test_canary_of_a_model_whose_outputs_have_no_form_as_bytes_goes_well(odd: str):
-    class Odd(Plain):
-        def double(self, x: torch.Tensor) -> Features:
-            conj = torch.complex(x, x).conj()
-            return {"y": {"conj": conj, "neg": conj.imag, "sparse": x.to_sparse()}[odd]}
+def test_canary_succeeds_if_the_outputs_cannot_be_serialised(odd: str):
+    def y(x: torch.Tensor) -> torch.Tensor:
+        conj = torch.complex(x, x).conj()
+        return {"conj": conj, "neg": conj.imag, "sparse": x.to_sparse()}[odd]
 
-    assert canaries(Odd(), 1) == [[]]
+    assert canaries(DoublingModel(y), 1) == [[]]
 
 
 def test_lazy_tensors_are_sent_as_what_they_stand_for_and_sparse_ones_refused():
     conj = torch.tensor([1 + 2j], dtype=torch.complex64).conj()
-    (whole,) = Outgoing({"y": conj}, 1).row(0, bytes)
-    (part,) = Outgoing({"y": conj.imag}, 1).row(0, bytes)
+    (whole,) = TensorOutputs({"y": conj}, 1).row(0, bytes)
+    (part,) = TensorOutputs({"y": conj.imag}, 1).row(0, bytes)
     assert whole.data == b"\0\0\x80\x3f\0\0\0\xc0"
     assert part.data == b"\0\0\0\xc0"
     with pytest.raises(BrokenPromiseError, match="'y' as a sparse or quantized tensor"):
-        Outgoing({"y": torch.eye(2).to_sparse()}, 2)
+        TensorOutputs({"y": torch.eye(2).to_sparse()}, 2)
 
 
-def test_canary_tells_of_a_model_that_has_gone_bad():
-    assert canaries(Sampled([1, math.nan]), 2) == [[], ["non_finite_output"]]
+def test_canary_finds_a_model_that_has_gone_bad():
+    assert canaries(answering([1, math.nan]), 2) == [[], ["non_finite_output"]]
 
 
 def test_sample_that_never_had_a_finite_output_is_not_held_against_the_model(
     caplog: pytest.LogCaptureFixture,
 ):
     with caplog.at_level(logging.WARNING):
-        assert canaries(Sampled([math.nan, math.nan]), 2) == [[], []]
+        assert canaries(answering([math.nan, math.nan]), 2) == [[], []]
     assert caplog.text.count("for a sample of its own is not finite") == 1
 
 
-def test_canary_of_a_model_without_a_sample_goes_through_all_the_same():
-    computer = Computer(Plain(), num_threads=1, pin_memory=False)
+def test_canary_of_a_model_without_a_sample_succeeds():
+    computer = computer_of(DoublingModel())
     assert computer.compute(computer.prepare_sample(1)) == []
 
 
 def test_value_that_json_has_no_form_for_fails_its_instance_alone(
     caplog: pytest.LogCaptureFixture,
 ):
-    class Odd(Plain):
+    class Odd(DoublingModel):
         def render(self, outputs: Features, parameters: Mapping[str, object]) -> object:
             value = outputs["y"].item()
             return {1: object()} if value == 4 else value
@@ -404,8 +390,8 @@ def test_the_method_that_failed_is_named(method: str):
     def fail(*_: object) -> object:
         raise ValueError
 
-    failing = type("Failing", (Plain,), {method: fail})()
-    computer = Computer(failing, num_threads=1, pin_memory=False)
+    failing = type("Failing", (DoublingModel,), {method: fail})()
+    computer = computer_of(failing)
     (outcome,) = computer.compute(
         computer.prepare(1, [ItemRef("json", 0, 1, math.inf)], [memoryview(b"1")])
     )
@@ -421,12 +407,11 @@ def test_the_method_that_failed_is_named(method: str):
         ("traceback", r"(?s)forward raised ValueError: secret\nTraceback .*in double\n.*secret"),
     ],
 )
-def test_clients_are_told_as_much_of_an_exception_as_is_wished(detail: ErrorDetail, told: str):
-    class Failing(Plain):
-        def double(self, x: torch.Tensor) -> Features:
-            raise ValueError("secret")
+def test_setting_decides_how_much_of_an_exception_clients_see(detail: ErrorDetail, told: str):
+    def y(x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("secret")
 
-    computer = Computer(Failing(), num_threads=1, pin_memory=False, error_detail=detail)
+    computer = computer_of(DoublingModel(y), error_detail=detail)
     prepared = computer.prepare(1, [ItemRef("json", 0, 1, math.inf)], [memoryview(b"1")])
     (outcome,) = computer.compute(prepared)
     assert isinstance(outcome, ItemError)

@@ -9,8 +9,8 @@ from inferpool.models.out_of_memory import lacks_resources
 from inferpool.models.vision.images import decode_image
 from inferpool.workers.inside import outcomes as outcomes_module
 from inferpool.workers.inside.checks import BrokenPromiseError
-from inferpool.workers.inside.outcomes import Outgoing, bounded, error_of
-from inferpool.workers.inside.own_process import failing_as_told
+from inferpool.workers.inside.outcomes import TensorOutputs, bounded, error_of
+from inferpool.workers.inside.own_process import reporting_failures
 from inferpool.workers.messages import ItemError, ItemRef, StartFailed, Stored, TensorBlob
 from tests.fuzz import bombs
 
@@ -33,8 +33,8 @@ def test_what_is_too_much_for_one_message_is_left_out_and_the_rest_sent(
 def test_an_output_is_too_large_by_what_it_would_be_and_not_by_what_it_takes():
     row = torch.zeros(1, 1).expand(3, (1 << 28) + 1)
     with pytest.raises(BrokenPromiseError, match="has 1,073,741,828 bytes"):
-        Outgoing({"y": row}, 3)
-    Outgoing({"y": torch.zeros(1, 1, dtype=torch.uint8).expand(3, 1 << 28)}, 3)
+        TensorOutputs({"y": row}, 3)
+    TensorOutputs({"y": torch.zeros(1, 1, dtype=torch.uint8).expand(3, 1 << 28)}, 3)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_model_that_could_not_be_had_for_want_of_memory_is_tried_again(
     monkeypatch.setattr("inferpool.workers.inside.own_process.os._exit", said.index)
     with (
         pytest.raises(ValueError, match="not in list"),
-        failing_as_told(SimpleNamespace(put=said.append)),  # type: ignore[arg-type]  # all it uses
+        reporting_failures(SimpleNamespace(put=said.append)),  # type: ignore[arg-type]  # all it uses
     ):
         raise CheckpointError("cannot be read") from cause
     assert said == [StartFailed("cannot be read", permanent=permanent)]

@@ -1,4 +1,4 @@
-"""Which instances of a batch are computed together."""
+"""Tests of the groups in which the instances of a batch are computed."""
 
 import json
 import logging
@@ -21,8 +21,8 @@ def _inference() -> Iterator[None]:
         yield
 
 
-class Sums(Model):
-    """Sums lists of any length; keeps the shapes of its batches."""
+class SummingModel(Model):
+    """SummingModel lists of any length; keeps the shapes of its batches."""
 
     def __init__(self) -> None:
         self.shapes: list[list[int]] = []
@@ -54,7 +54,7 @@ def answers(model: Model, values: Sequence[object]) -> list[object]:
 def test_instances_of_several_shapes_and_names_are_computed_shape_by_shape_in_order(
     caplog: pytest.LogCaptureFixture,
 ):
-    model = Sums()
+    model = SummingModel()
     with caplog.at_level(logging.INFO):
         assert answers(model, [[1, 2], 5, [1, 2, 3], [3, 4], 6, [4, 5, 6]]) == [3, 5, 6, 7, 6, 15]
     assert model.shapes == [[2, 2], [2, 3], [2]]
@@ -62,13 +62,13 @@ def test_instances_of_several_shapes_and_names_are_computed_shape_by_shape_in_or
 
 
 def test_failure_of_one_group_does_not_touch_the_others(caplog: pytest.LogCaptureFixture):
-    model = Sums()
+    model = SummingModel()
     assert answers(model, [[1, 2], [13, 0, 0], [3, 4], [1, 1, 1]]) == [3, "model_error", 7, 3]
     assert model.shapes == [[2, 2], [2, 3], [1, 3], [1, 3]]
 
 
 def test_instances_that_the_model_pads_stay_together():
-    class Padded(Sums):
+    class Padded(SummingModel):
         def collate(self, instances: Sequence[Features]) -> Features:
             if any("x" not in each for each in instances):
                 return super().collate(instances)
@@ -81,7 +81,7 @@ def test_instances_that_the_model_pads_stay_together():
 
 
 def test_instances_are_computed_bucket_by_bucket_and_one_without_a_bucket_fails_alone():
-    class Bucketed(Sums):
+    class Bucketed(SummingModel):
         def bucket(self, features: Features) -> Hashable:
             length = len(features["x"])
             return [length] if length > 4 else length > 2
