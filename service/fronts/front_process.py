@@ -15,9 +15,8 @@ from inferpool.service.api.wire.budgets import EdgeUse
 from inferpool.service.fronts.main_side import ArenaPart, LocalModel, MainSide
 from inferpool.service.fronts.messages import FrontConfig, FrontCounts, Leave, MoveAway
 from inferpool.workers.errors import WorkerStartError
-from inferpool.workers.host.endings import OomKills
 from inferpool.workers.host.engine import Cause, Ending, WorkerId
-from inferpool.workers.host.observed import EXIT_AFTER_EOF_S, ObservedProcess
+from inferpool.workers.host.observed import EXIT_AFTER_EOF_S, ObservedProcess, OomKills
 from inferpool.workers.memory import WritableMemory
 
 _LEAVE_S = 4.0

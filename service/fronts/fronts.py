@@ -23,9 +23,9 @@ from inferpool.service.telemetry.metrics import Metrics, Reading
 from inferpool.workers.arena import Arena
 from inferpool.workers.beside.forkserver_process import IGNORED_SIGNALS
 from inferpool.workers.errors import WorkerStartError
-from inferpool.workers.host.endings import OomKills
 from inferpool.workers.host.engine import WorkerId
 from inferpool.workers.host.error_guard import ErrorGuard
+from inferpool.workers.host.observed import OomKills
 from inferpool.workers.host.supervisor import RestartPolicy, Slot, Supervisor
 
 logger = logging.getLogger(__name__)

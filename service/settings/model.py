@@ -15,8 +15,7 @@ from inferpool.service.settings.sources import (
     source_hint,
 )
 from inferpool.workers.config import ErrorDetail, ModelConfig, WorkerConfig
-from inferpool.workers.host.device_names import parse_devices
-from inferpool.workers.host.devices import Host
+from inferpool.workers.host.devices import Host, parse_devices
 from inferpool.workers.host.placing import PlacementRequest, place
 
 PositiveInt = Annotated[int, Field(ge=1)]

@@ -1,10 +1,12 @@
-"""Finds the devices of this host, without a CUDA context.
+"""Parses the names of devices in settings, and finds the devices of this host.
 
-GPUs are found through NVML, cores through the affinity mask and the cgroup's quota.
+GPUs are found through NVML, without a CUDA context; cores through the affinity mask and the
+cgroup's quota.
 """
 
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +15,13 @@ from typing import Any
 from inferpool.workers.cgroups import MOUNT, read_limits
 
 logger = logging.getLogger(__name__)
+
+DEVICE_FORMS = (
+    '"auto", "cpu", "cuda", GPUs such as "cuda:0,1", UUIDs as `nvidia-smi -L` prints them '
+    '("GPU-...", "MIG-..."), or several of these with commas between'
+)
+_ITEM = re.compile(r"cpu|cuda|cuda:\d+|(GPU|MIG)-[\w/-]+")
+_INDEX = re.compile(r"\d+")
 
 
 class DeviceError(Exception):
@@ -56,6 +65,33 @@ class Host:
         """Return one line per device, for people."""
         cores = f"{self.num_cores} CPU core{'s' if self.num_cores != 1 else ''}"
         return [*map(str, self.gpus), cores]
+
+
+def parse_devices(text: str) -> tuple[str, ...]:
+    """Return the devices that a text names, one by one.
+
+    Args:
+        text: "auto" alone, or names with commas between. An index may follow a GPU's name:
+            "cuda:0,1" means "cuda:0,cuda:1". The same device may be named twice.
+
+    Returns:
+        "auto", "cpu", "cuda" (every GPU), "cuda:N" with a GPU's index in NVML's order, or a UUID
+        or the beginning of one.
+
+    Raises:
+        ValueError: The text is invalid.
+    """
+    if text == "auto":
+        return (text,)
+    names: list[str] = []
+    for part in (part.strip() for part in text.split(",")):
+        if names and names[-1].startswith("cuda:") and _INDEX.fullmatch(part):
+            names.append(f"cuda:{part}")
+        elif _ITEM.fullmatch(part):
+            names.append(part)
+        else:
+            raise ValueError(f"is not {DEVICE_FORMS}")
+    return tuple(names)
 
 
 def find_host(visible: str | None, cgroup: Path = MOUNT) -> Host:

@@ -22,7 +22,6 @@ from inferpool.workers.arena import Arena
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.errors import WorkerStartError
 from inferpool.workers.host import forkserver
-from inferpool.workers.host.endings import OomKills
 from inferpool.workers.host.engine import ForkserverVitals, WorkerId
 from inferpool.workers.host.forked import ForkedProcess
 from inferpool.workers.host.forkserver import (
@@ -31,6 +30,7 @@ from inferpool.workers.host.forkserver import (
     can_fork,
 )
 from inferpool.workers.host.local_worker import EXIT_WAIT_S, LocalWorker
+from inferpool.workers.host.observed import OomKills
 from inferpool.workers.host.rank_process import RankProcess
 from inferpool.workers.memory import SharedMemoryError
 

@@ -18,10 +18,10 @@ from inferpool.workers.config import WorkerConfig
 from inferpool.workers.errors import WorkerLostError, WorkerStartError
 from inferpool.workers.host.canary import PATIENCE_S
 from inferpool.workers.host.carrier import Carrier
-from inferpool.workers.host.endings import OomKills
 from inferpool.workers.host.engine import Cause, Ending, RankVitals, Vitals, WorkerId
 from inferpool.workers.host.error_guard import ErrorGuard
 from inferpool.workers.host.held import batch_timeout_s
+from inferpool.workers.host.observed import OomKills
 from inferpool.workers.host.queues import PrivateQueue
 from inferpool.workers.host.rank_process import RankProcess
 from inferpool.workers.log_lines import log_line

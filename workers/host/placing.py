@@ -6,8 +6,14 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from inferpool.models.spec import Placement, Split
-from inferpool.workers.host.device_names import FORMS, parse_devices
-from inferpool.workers.host.devices import DeviceError, Gpu, Host, called
+from inferpool.workers.host.devices import (
+    DEVICE_FORMS,
+    DeviceError,
+    Gpu,
+    Host,
+    called,
+    parse_devices,
+)
 
 _MAX_CPU_REPLICAS = 8
 """Replicas on the CPUs of one host; with more cores they get more threads instead."""
@@ -95,7 +101,7 @@ def _units(host: Host, devices: str) -> list[Gpu | None]:
     try:
         names = parse_devices(devices)
     except ValueError:
-        raise DeviceError(f'devices = "{devices}": say {FORMS}') from None
+        raise DeviceError(f'devices = "{devices}": say {DEVICE_FORMS}') from None
     if names == ("auto",):
         return list(host.gpus) or [None]
     units: list[Gpu | None] = []

@@ -13,9 +13,8 @@ from typing import Protocol
 import msgspec
 
 from inferpool.workers.heartbeat import HeartbeatReader
-from inferpool.workers.host.endings import OomKills
 from inferpool.workers.host.engine import Cause, WorkerId
-from inferpool.workers.host.observed import EXIT_AFTER_EOF_S, ObservedProcess
+from inferpool.workers.host.observed import EXIT_AFTER_EOF_S, ObservedProcess, OomKills
 from inferpool.workers.host.queues import FrameReader, PrivateQueue
 from inferpool.workers.inside.stacks import Stacks
 from inferpool.workers.log_lines import log_line

@@ -18,8 +18,8 @@ from inferpool.service.fronts.main_side import ArenaPart
 from inferpool.service.fronts.messages import FrontConfig
 from inferpool.workers.arena import Arena
 from inferpool.workers.errors import WorkerStartError
-from inferpool.workers.host.endings import OomKills
 from inferpool.workers.host.engine import Ending, WorkerId
+from inferpool.workers.host.observed import OomKills
 from tests.service.fronts.test_fronts import SETTINGS
 
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from inferpool.workers.host.endings import OomKills, describe_exit
+from inferpool.workers.host.observed import OomKills, describe_exit
 
 
 @pytest.fixture
