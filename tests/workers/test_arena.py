@@ -46,7 +46,7 @@ def test_payload_larger_than_the_arena_is_refused():
     arena.close()
 
 
-def test_memory_that_is_not_to_be_had_is_an_error_that_says_how_much():
+def test_error_names_the_memory_that_cannot_be_reserved():
     with pytest.raises(SharedMemoryError, match="MiB of shared memory for the arena"):
         Arena(1 << 60)
 

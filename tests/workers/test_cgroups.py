@@ -70,7 +70,7 @@ def test_container_that_sees_its_own_group_as_the_root_is_limited_by_it(tmp_path
     ("name", "text"),
     [("cpu.max", "max 100000"), ("cpu/cpu.cfs_quota_us", "-1"), ("memory.max", "max"), ("x", "")],
 )
-def test_what_is_not_limited_is_none(tmp_path: Path, name: str, text: str):
+def test_missing_limits_are_none(tmp_path: Path, name: str, text: str):
     assert tree(tmp_path, "3:cpu:/\n0::/\n", {name: text}) == CgroupLimits()
 
 

@@ -48,7 +48,7 @@ def test_every_page_is_there_before_it_is_used():
         (resource.RLIMIT_NOFILE, 3, "Too many open files"),
     ],
 )
-def test_limit_of_the_process_is_named(kind: int, limit: int, said: str):
+def test_message_names_the_limit_of_the_process(kind: int, limit: int, said: str):
     text = reserve(kind, limit)
     assert text.startswith("cannot reserve 64 MiB of shared memory for the arena: ")
     assert said in text

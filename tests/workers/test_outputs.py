@@ -60,7 +60,7 @@ def test_small_output_is_sent_inline(region: OutputRegion):
     assert store.num_stored == 0
 
 
-def test_what_finds_no_room_is_sent_inline_until_some_is_given_back(region: OutputRegion):
+def test_outputs_are_sent_inline_while_the_region_is_full(region: OutputRegion):
     store = OutputStore(region.memory.map)
     data = memoryview(bytes(20 << 20))
     kept = [store.keep(data) for _ in range(7)]
@@ -72,7 +72,7 @@ def test_what_finds_no_room_is_sent_inline_until_some_is_given_back(region: Outp
     assert again == kept[2]
 
 
-def test_place_that_is_none_is_an_error(region: OutputRegion):
+def test_invalid_place_of_an_output_is_an_error(region: OutputRegion):
     for first, num_bytes in ((-1, 5), (0, 0), (0, -5), (2046, 1 << 17), (1 << 40, 1), (0, 1 << 40)):
         with pytest.raises(StoredError):
             stored(region, Stored(first, num_bytes))

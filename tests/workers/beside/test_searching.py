@@ -39,7 +39,7 @@ def refusal(wanted: WorkerConfig) -> str:
     return str(caught.value)
 
 
-def test_it_gives_way_to_all_others_and_ends_when_it_is_no_longer_wanted(tmp_path):
+def test_search_runs_at_idle_priority_and_ends_when_it_is_cancelled(tmp_path):
     async def go() -> list[psutil.Process]:
         before = set(psutil.Process().children())  # of other tests: forkservers and the like
         begun = asyncio.Event()
@@ -55,7 +55,7 @@ def test_it_gives_way_to_all_others_and_ends_when_it_is_no_longer_wanted(tmp_pat
     assert not left_over(asyncio.run(go()), 60)  # at idle priority even an end takes time
 
 
-async def test_one_that_gets_no_time_is_ended_at_once_and_does_not_count_as_killed(tmp_path):
+async def test_suspended_search_is_killed_and_leaves_no_mark_of_an_attempt(tmp_path):
     """It may get no time on a busy host; what it leaves must not delay the next search."""
     mark, other = tmp_path / "key.begun", tmp_path / "other.begun"
     scratch = tmp_path / "key-compiled-compiling-x"
@@ -83,7 +83,7 @@ asyncio.run(search(slow_to_load(Path(".")), "key", print))
 """
 
 
-def test_it_does_not_outlive_a_front_end_that_is_killed(tmp_path):
+def test_search_ends_with_a_killed_front_end(tmp_path):
     command = [sys.executable, "-u", "-c", _FRONT_END]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as front_end:
         assert front_end.stdout is not None
@@ -95,14 +95,14 @@ def test_it_does_not_outlive_a_front_end_that_is_killed(tmp_path):
 
 
 @pytest.mark.compile  # it compiles nothing, but imports torch at idle priority
-def test_why_there_is_no_verdict_is_told(tmp_path):
+def test_failed_search_says_why(tmp_path):
     assert "no_such_module" in refusal(config(tmp_path, "tests.no_such_module:Net"))
 
 
 @pytest.mark.compile
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not can_compile(), reason="there is no C++ compiler")
-def test_it_compiles_and_judges_and_leaves_the_verdict_in_the_cache(tmp_path):
+def test_search_compiles_and_stores_its_verdict_in_the_cache(tmp_path):
     import torch
 
     from inferpool.models.speed.trial import Trial

@@ -236,7 +236,7 @@ async def test_forkserver_that_only_crashes_fails_the_starts_that_wait(
 
 
 @pytest.mark.parametrize("end", ["SIGKILL", "crash", "stop", "hang"])
-async def test_what_a_model_forks_ends_with_its_worker_however_that_ends(
+async def test_processes_that_a_model_forks_end_with_its_worker(
     engine: LocalEngine, put, tmp_path: Path, end: str
 ):
     file = tmp_path / "children"

@@ -101,7 +101,7 @@ def until(claim):
         time.sleep(0.005)
 
 
-def test_what_nvml_says_is_there_once_it_has_been_asked(nvml):
+def test_state_of_the_gpus_is_known_after_the_first_look(nvml):
     watch = GpuWatch([gpu(0), gpu(1)], nvml)
     nvml.errors["GPU-1"] = LOST
     assert watch.vitals() == []
@@ -112,14 +112,14 @@ def test_what_nvml_says_is_there_once_it_has_been_asked(nvml):
     assert (lost.is_up, lost.used_bytes, lost.index) == (False, None, 1)
 
 
-def test_a_gpu_that_is_lost_when_its_memory_is_asked_for_is_down(nvml):
+def test_gpu_whose_memory_cannot_be_read_because_it_is_lost_is_down(nvml):
     watch = GpuWatch([gpu(0)], nvml)
     nvml.errors["memory"] = LOST
     watch.look()
     assert not watch.vitals()[0].is_up
 
 
-def test_what_nvml_does_not_tell_is_left_out_and_the_gpu_is_up(nvml):
+def test_gpu_is_up_even_if_some_values_are_not_supported(nvml):
     watch = GpuWatch([gpu(0)], nvml)
     nvml.errors = {"memory": UNSUPPORTED, "utilization": UNSUPPORTED}
     watch.look()
@@ -144,14 +144,14 @@ def test_xid_errors_are_counted_by_the_thread_and_shown_for_each_slice(nvml, cap
     until(lambda: not nvml.is_open)
 
 
-def test_a_driver_that_says_nothing_any_more_is_a_gpu_that_is_down(nvml, monkeypatch):
+def test_gpus_of_a_silent_driver_are_down(nvml, monkeypatch):
     watch = GpuWatch([gpu(0)], nvml)
     watch.look()
     monkeypatch.setattr("inferpool.workers.host.gpu_watch._SILENCE_S", 0.0)
     assert not watch.vitals()[0].is_up
 
 
-def test_a_driver_that_is_not_there_costs_nothing_else(nvml, caplog):
+def test_missing_driver_only_ends_the_watch(nvml, caplog):
     nvml.errors["init"] = 12
     watch = GpuWatch([gpu(0)], nvml)
     watch.start()

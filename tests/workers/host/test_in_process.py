@@ -68,6 +68,6 @@ def test_model_loads_outside_of_inference_mode_and_computes_in_it():
 
 
 @pytest.mark.parametrize(("kind", "told"), [(OutOfItems, "StopIteration"), (Cancels, "Cancelled")])
-def test_what_no_future_takes_ends_the_start(kind: type[Model], told: str):
+def test_errors_that_a_future_cannot_hold_end_the_start(kind: type[Model], told: str):
     with pytest.raises(WorkerStartError, match=f"the model raised {told}"):
         asyncio.run(started(kind))

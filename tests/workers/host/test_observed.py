@@ -51,11 +51,11 @@ def test_group_that_is_mounted_as_the_root_in_a_container_is_found(host):
     assert kills.count() == 1
 
 
-def test_host_is_asked_where_no_group_counts(host):
+def test_count_of_the_host_is_used_if_no_group_has_one(host):
     assert host("0::/\n", vmstat="nr_free_pages 1\noom_kill 77\n").count() == 77
 
 
-def test_nobody_counts_anywhere(tmp_path: Path):
+def test_count_is_zero_without_any_counter(tmp_path: Path):
     nowhere = tmp_path / "nowhere"
     assert OomKills(nowhere, nowhere, nowhere).count() == 0
 
@@ -83,5 +83,7 @@ def test_nobody_counts_anywhere(tmp_path: Path):
         (-99, False, 0, "signal", "signal 99"),
     ],
 )
-def test_end_is_told_in_words(exitcode: int, is_oom: bool, rss_bytes: int, cause, reason: str):
+def test_end_of_a_process_is_described(
+    exitcode: int, is_oom: bool, rss_bytes: int, cause, reason: str
+):
     assert describe_exit(exitcode, is_oom=is_oom, rss_bytes=rss_bytes) == (cause, reason)

@@ -174,7 +174,7 @@ def test_models_share_out_the_cores():
     assert sum(placement.num_threads for placement in placements) == 8
 
 
-def test_model_that_says_what_it_takes_has_it_and_the_others_share_the_rest():
+def test_models_without_a_setting_share_the_cores_that_the_others_leave():
     host = Host(cpus=tuple(range(8)), num_cores=8)
     shares = share_cores(host, [None, 4, None])
     assert [share.cpus for share in shares] == [(0, 1), (2, 3, 4, 5), (6, 7)]

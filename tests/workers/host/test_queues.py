@@ -33,7 +33,7 @@ def test_frames_arrive_whole_and_in_order_however_they_were_cut(queue: PrivateQu
     assert got == bodies
 
 
-def test_what_the_standard_library_sends_can_be_read_and_the_other_way_round(queue: PrivateQueue):
+def test_queues_understand_connections_of_the_standard_library(queue: PrivateQueue):
     reader = FrameReader(queue.reader)
     queue.writer.send_bytes(b"from a Connection")
     assert frames_of(reader) == [b"from a Connection"]
@@ -66,7 +66,7 @@ def test_absurd_length_is_an_error(queue: PrivateQueue):
         list(reader.frames())
 
 
-def test_writer_keeps_what_does_not_fit_and_goes_on_later(queue: PrivateQueue):
+def test_writer_keeps_data_that_does_not_fit_and_sends_it_later(queue: PrivateQueue):
     writer = FrameWriter(queue.writer)
     body = os.urandom(3 << 20)
     is_done = writer.write(body)

@@ -1,6 +1,8 @@
 import os
 from pathlib import Path
 
+import pytest
+
 from inferpool.models.files.opened import FileMark, mark_of
 from inferpool.workers.host.replica_files import ModelFiles, _changed_since, _listed
 
@@ -11,63 +13,50 @@ def mark(path: Path) -> FileMark:
     return found
 
 
-def files(path: Path) -> ModelFiles:
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "weights"
     path.write_bytes(b"weights")
-    made = ModelFiles([mark(path)])
-    made.remember()
-    return made
+    return path
 
 
-def test_what_is_as_it_was_has_not_changed(tmp_path: Path):
-    assert files(tmp_path / "w").changed() == []
+@pytest.mark.parametrize(("content", "is_same"), [(b"weights", True), (b"WEIGHTS", False)])
+def test_a_replaced_file_has_changed_only_if_its_bytes_have(
+    path: Path, content: bytes, is_same: bool
+):
+    files = ModelFiles([mark(path)])
+    files.remember()
+    assert files.changed() == []
+    draft = path.with_name("draft")
+    draft.write_bytes(content)
+    os.utime(draft, (1, 1))
+    draft.replace(path)
+    assert files.changed() == ([] if is_same else [str(path)])
+    assert files.differing([mark(path)]) == ([] if is_same else [str(path)])
 
 
-def test_the_same_bytes_in_another_file_are_the_same(tmp_path: Path):
-    path = tmp_path / "w"
-    made = files(path)
-    (tmp_path / "draft").write_bytes(b"weights")
-    os.utime(tmp_path / "draft", (1, 1))
-    (tmp_path / "draft").replace(path)
-    assert made.changed() == []
-    assert made.differing([mark(path)]) == []
-
-
-def test_other_bytes_of_the_same_length_have_changed(tmp_path: Path):
-    path = tmp_path / "w"
-    made = files(path)
-    path.write_bytes(b"WEIGHTS")
-    os.utime(path, (1, 1))
-    assert made.changed() == [str(path)]
-    assert made.differing([mark(path)]) == [str(path)]
-
-
-def test_what_is_gone_or_no_file_any_more_has_changed(tmp_path: Path):
-    path = tmp_path / "w"
-    made = files(path)
+def test_a_file_that_is_gone_or_became_a_folder_has_changed(path: Path):
+    files = ModelFiles([mark(path)])
     path.unlink()
-    assert made.changed() == [str(path)]
+    assert files.changed() == [str(path)]
     path.mkdir()
-    assert made.changed() == [str(path)]
+    assert files.changed() == [str(path)]
 
 
-def test_what_nobody_could_remember_in_time_has_changed(tmp_path: Path):
-    path = tmp_path / "w"
-    path.write_bytes(b"weights")
-    made = ModelFiles([mark(path)])
+def test_a_file_that_changed_before_it_was_hashed_has_changed(path: Path):
+    files = ModelFiles([mark(path)])
     os.utime(path, (1, 1))
-    made.remember()
-    assert made.changed() == [str(path)]
+    files.remember()
+    assert files.changed() == [str(path)]
 
 
-def test_files_that_only_one_of_them_opened_do_not_differ(tmp_path: Path):
-    made = files(tmp_path / "w")
-    (tmp_path / "other").write_bytes(b"")
-    assert made.differing([mark(tmp_path / "other")]) == []
+def test_files_that_only_one_worker_opened_do_not_differ(path: Path):
+    files = ModelFiles([mark(path)])
+    path.with_name("other").write_bytes(b"")
+    assert files.differing([mark(path.with_name("other"))]) == []
 
 
-def test_a_change_while_it_is_loaded_is_seen(tmp_path: Path):
-    path = tmp_path / "w"
-    path.write_bytes(b"weights")
+def test_a_change_during_the_load_is_seen(path: Path):
     before = mark(path)
     assert _changed_since([before]) == []
     path.write_bytes(b"more weights")

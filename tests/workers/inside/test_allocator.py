@@ -50,7 +50,7 @@ def test_large_buffers_are_reused_without_page_faults():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
-def test_what_is_free_between_buffers_in_use_is_given_back_to_the_system():
+def test_free_memory_between_buffers_in_use_is_returned_to_the_system():
     assert run(RETURNED) > 90 * MIB
 
 
@@ -70,7 +70,7 @@ def hold(monkeypatch):
     return lambda mib: held.update(bytes=mib * MIB)
 
 
-def test_an_idle_worker_gives_back_once_what_it_has_no_work_for(given_back, hold):
+def test_an_idle_worker_returns_free_memory_once(given_back, hold):
     spare = SpareMemory(now=0)
     spare.idle(100)
     assert not given_back  # it has not worked yet
@@ -85,7 +85,7 @@ def test_an_idle_worker_gives_back_once_what_it_has_no_work_for(given_back, hold
     assert len(given_back) == 2
 
 
-def test_a_busy_worker_gives_back_what_larger_inputs_have_left(given_back, hold):
+def test_a_busy_worker_returns_the_memory_of_earlier_larger_inputs(given_back, hold):
     spare = SpareMemory(now=0)
     for now in range(30):
         spare.worked(now)
@@ -95,7 +95,7 @@ def test_a_busy_worker_gives_back_what_larger_inputs_have_left(given_back, hold)
     assert len(given_back) == 1
 
 
-def test_a_busy_worker_keeps_what_it_works_with(given_back, hold):
+def test_a_busy_worker_keeps_the_memory_that_it_uses(given_back, hold):
     spare = SpareMemory(now=0)
     for now in range(200):
         hold(500 + now)
@@ -103,7 +103,7 @@ def test_a_busy_worker_keeps_what_it_works_with(given_back, hold):
     assert not given_back
 
 
-def test_a_busy_worker_whose_inputs_stay_large_gives_back_no_more(given_back, hold):
+def test_a_busy_worker_keeps_its_memory_if_inputs_stay_large(given_back, hold):
     spare = SpareMemory(now=0)
     spare.worked(11)
     hold(1500)

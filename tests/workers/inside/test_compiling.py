@@ -55,7 +55,7 @@ def test_a_package_computes_batches_of_any_size_with_the_weights_of_the_worker(p
 @needs_compiler
 @pytest.mark.compile
 @pytest.mark.timeout(600)
-def test_auto_chooses_what_was_compiled_once_it_is_there(package: Path, tmp_path, monkeypatch):
+def test_auto_chooses_a_compiled_package_that_exists(package: Path, tmp_path, monkeypatch):
     monkeypatch.setattr(
         Trial, "gain", lambda self, network: 3.0 if type(network) is Compiled else 2.0
     )
@@ -91,7 +91,7 @@ def test_a_package_that_others_could_have_written_is_not_loaded(package: Path, t
         Compiled(copy)
 
 
-def test_why_it_cannot_be_compiled_is_told_and_nothing_is_left(tmp_path):
+def test_failed_compilation_says_why_and_leaves_nothing(tmp_path):
     config = WorkerConfig(
         model=ModelConfig(name="m", source="tests.no_such_module:Net"), placement=CPU
     )
@@ -100,7 +100,7 @@ def test_why_it_cannot_be_compiled_is_told_and_nothing_is_left(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_compiled_says_what_it_lacks(tmp_path, monkeypatch):
+def test_compiled_preset_says_what_is_missing(tmp_path, monkeypatch):
     def wish(cache_dir):
         return SpeedOptions(
             speed="compiled",

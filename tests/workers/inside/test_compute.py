@@ -340,7 +340,7 @@ def test_canary_succeeds_if_the_outputs_cannot_be_serialised(odd: str):
     assert canaries(DoublingModel(y), 1) == [[]]
 
 
-def test_lazy_tensors_are_sent_as_what_they_stand_for_and_sparse_ones_refused():
+def test_lazy_tensors_are_resolved_and_sparse_ones_refused():
     conj = torch.tensor([1 + 2j], dtype=torch.complex64).conj()
     (whole,) = TensorOutputs({"y": conj}, 1).row(0, bytes)
     (part,) = TensorOutputs({"y": conj.imag}, 1).row(0, bytes)

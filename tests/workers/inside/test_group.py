@@ -63,7 +63,7 @@ async def all_gone(pids: list[int]) -> bool:
     return False
 
 
-async def test_ranks_are_told_of_with_what_they_hold(engine: PairEngine):
+async def test_vitals_list_the_ranks_and_their_parts(engine: PairEngine):
     worker = await started(engine)
     vitals = worker.vitals()
     lead, follower = vitals.ranks

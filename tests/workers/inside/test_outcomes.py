@@ -17,7 +17,7 @@ from tests.fuzz import bombs
 REF = ItemRef("json", 0, 1, 0.0)
 
 
-def test_what_is_too_much_for_one_message_is_left_out_and_the_rest_sent(
+def test_answers_that_exceed_one_message_become_errors_and_the_rest_is_sent(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(outcomes_module, "MAX_BATCH_BYTES", 100)
@@ -30,7 +30,7 @@ def test_what_is_too_much_for_one_message_is_left_out_and_the_rest_sent(
     ]
 
 
-def test_an_output_is_too_large_by_what_it_would_be_and_not_by_what_it_takes():
+def test_size_of_an_expanded_output_is_that_of_its_bytes_when_sent():
     row = torch.zeros(1, 1).expand(3, (1 << 28) + 1)
     with pytest.raises(BrokenPromiseError, match="has 1,073,741,828 bytes"):
         TensorOutputs({"y": row}, 3)
@@ -46,7 +46,7 @@ def test_an_output_is_too_large_by_what_it_would_be_and_not_by_what_it_takes():
         torch.OutOfMemoryError("CUDA out of memory"),
     ],
 )
-def test_a_lack_of_ours_is_not_told_as_the_fault_of_an_input_or_a_model(error: Exception):
+def test_lack_of_memory_or_descriptors_is_not_blamed_on_an_input_or_a_model(error: Exception):
     found = error_of(error, "preprocess", REF, "name")
     assert found.code == "exhausted"
     assert "another try" in found.message
@@ -67,7 +67,7 @@ def test_a_decoder_without_memory_does_not_blame_the_picture(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("cause", "permanent"), [(MemoryError(), False), (KeyError("w"), True)])
-def test_a_model_that_could_not_be_had_for_want_of_memory_is_tried_again(
+def test_model_that_failed_to_load_for_lack_of_memory_is_tried_again(
     monkeypatch: pytest.MonkeyPatch, cause: Exception, permanent: bool
 ):
     said: list[StartFailed] = []

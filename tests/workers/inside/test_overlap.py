@@ -112,7 +112,7 @@ async def test_waits_for_other_batches_are_not_a_batch_s_own_time(engine: LocalE
     assert await is_quick(longest_own_s, limit_s)
 
 
-async def test_what_stages_take_for_a_batch_while_others_are_before_it_is_its_own(
+async def test_time_in_later_stages_counts_for_a_batch_though_others_compute(
     engine: LocalEngine, put
 ):
     worker = await serving(config_of("tests.acting_stages:ActingStages"), 3, engine)

@@ -18,7 +18,7 @@ def test_every_thread_is_there_before_the_first_is_needed():
         assert num_threads() == 3
 
 
-def test_what_a_thread_sets_for_itself_holds_in_no_other():
+def test_settings_of_a_thread_do_not_apply_to_others():
     def be_coarse() -> None:
         decimal.getcontext().prec = 3
 
@@ -28,9 +28,7 @@ def test_what_a_thread_sets_for_itself_holds_in_no_other():
     assert decimal.getcontext().prec == before
 
 
-async def test_what_load_sets_for_its_thread_holds_wherever_the_model_runs(
-    engine: LocalEngine, put
-):
+async def test_settings_that_load_makes_apply_to_all_threads_of_the_model(engine: LocalEngine, put):
     config = config_of("tests.setting_model:SettingModel", prepare_threads=2)
     worker = await serving(config, 2, engine)
     batches = [worker.run([put(1), put(2)]) for _ in range(4)]

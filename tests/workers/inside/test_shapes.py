@@ -1,8 +1,6 @@
 """Tests of the groups in which the instances of a batch are computed."""
 
-import json
 import logging
-import math
 from collections.abc import Hashable, Iterator, Sequence
 
 import pytest
@@ -10,9 +8,8 @@ import torch
 
 from inferpool.models.base import Model
 from inferpool.models.item import Features, Item
-from inferpool.workers.inside.compute import Computer
 from inferpool.workers.inside.shapes import grouped
-from inferpool.workers.messages import ItemError, ItemRef
+from tests.workers.inside.test_compute import compute
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +19,7 @@ def _inference() -> Iterator[None]:
 
 
 class SummingModel(Model):
-    """SummingModel lists of any length; keeps the shapes of its batches."""
+    """Sums lists of any length; keeps the shapes of its batches."""
 
     def __init__(self) -> None:
         self.shapes: list[list[int]] = []
@@ -40,30 +37,19 @@ class SummingModel(Model):
         return {"y": x.reshape(len(x), -1).sum(1)}
 
 
-def answers(model: Model, values: Sequence[object]) -> list[object]:
-    bodies = [json.dumps(value).encode() for value in values]
-    refs = [ItemRef("json", 0, len(body), math.inf) for body in bodies]
-    computer = Computer(model, num_threads=1, pin_memory=False)
-    outcomes = computer.compute(computer.prepare(1, refs, [memoryview(body) for body in bodies]))
-    return [
-        outcome.code if isinstance(outcome, ItemError) else json.loads(outcome)  # type: ignore[arg-type]  # no tensors were asked for
-        for outcome in outcomes
-    ]
-
-
 def test_instances_of_several_shapes_and_names_are_computed_shape_by_shape_in_order(
     caplog: pytest.LogCaptureFixture,
 ):
     model = SummingModel()
     with caplog.at_level(logging.INFO):
-        assert answers(model, [[1, 2], 5, [1, 2, 3], [3, 4], 6, [4, 5, 6]]) == [3, 5, 6, 7, 6, 15]
+        assert compute(model, [[1, 2], 5, [1, 2, 3], [3, 4], 6, [4, 5, 6]]) == [3, 5, 6, 7, 6, 15]
     assert model.shapes == [[2, 2], [2, 3], [2]]
     assert not caplog.records
 
 
 def test_failure_of_one_group_does_not_touch_the_others(caplog: pytest.LogCaptureFixture):
     model = SummingModel()
-    assert answers(model, [[1, 2], [13, 0, 0], [3, 4], [1, 1, 1]]) == [3, "model_error", 7, 3]
+    assert compute(model, [[1, 2], [13, 0, 0], [3, 4], [1, 1, 1]]) == [3, "model_error", 7, 3]
     assert model.shapes == [[2, 2], [2, 3], [1, 3], [1, 3]]
 
 
@@ -76,7 +62,7 @@ def test_instances_that_the_model_pads_stay_together():
             return {"x": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)}
 
     model = Padded()
-    assert answers(model, [[1, 2], 5, [1, 2, 3]]) == [3, 5, 6]
+    assert compute(model, [[1, 2], 5, [1, 2, 3]]) == [3, 5, 6]
     assert model.shapes == [[2, 3], [1]]
 
 
@@ -92,7 +78,7 @@ def test_instances_are_computed_bucket_by_bucket_and_one_without_a_bucket_fails_
 
     model = Bucketed()
     values = [[1, 2, 3], [1], [1, 1, 1, 1, 1], [1, 2, 3, 4], [5, 6], [7]]
-    assert answers(model, values) == [6, 1, "model_error", 10, 11, 7]
+    assert compute(model, values) == [6, 1, "model_error", 10, 11, 7]
     assert model.shapes == [[2, 4], [3, 2]]
 
 
@@ -113,7 +99,7 @@ def test_dtypes_are_not_mixed():
     assert all(group.batch is not None for group in groups)
 
 
-def test_what_nobody_can_collate_is_left_to_be_computed_apart():
+def test_instances_that_cannot_be_collated_are_computed_apart():
     def refuse(indices: Sequence[int]) -> Features:
         raise ValueError
 

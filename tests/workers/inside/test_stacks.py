@@ -29,7 +29,7 @@ def crash(fd: int, started) -> None:
 
 
 def interrupted(fd: int, started) -> None:
-    """Writes its stacks in two parts, as one does that is not given the core in between."""
+    """Write stacks in two parts, like a process that loses its core in between."""
 
     def write(*_: object) -> None:
         os.write(fd, b"the first part")
@@ -109,6 +109,7 @@ def test_crash_leaves_its_stacks_behind(stacks: Stacks, process_of):
     assert "Segmentation fault" in trace
     assert " in crash\n" in trace
     assert stacks.take() == ""
+    assert asyncio.run(stacks.ask(process.pid)) == ("gone", "")
 
 
 def test_stopped_process_is_not_waited_for(stacks: Stacks, process_of):
@@ -122,13 +123,7 @@ def test_stopped_process_is_not_waited_for(stacks: Stacks, process_of):
     assert trace == ""
 
 
-def test_process_that_is_gone_has_none(stacks: Stacks, process_of):
-    process = process_of(crash)
-    process.join(60)
-    assert asyncio.run(stacks.ask(process.pid)) == ("gone", "")
-
-
-def test_of_very_much_the_beginning_and_the_end_are_kept(stacks: Stacks, process_of):
+def test_a_very_long_dump_keeps_its_begin_and_end(stacks: Stacks, process_of):
     process_of(deep).join(60)
     trace = stacks.take()
     assert len(trace) < 70_000

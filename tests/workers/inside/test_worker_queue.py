@@ -34,7 +34,7 @@ def test_batches_that_arrive_together_are_got_one_by_one(queue: PrivateQueue):
     assert inbox.get() is None
 
 
-def test_end_of_file_is_told_after_all_that_was_written_before(queue: PrivateQueue):
+def test_messages_before_the_end_of_file_are_read_first(queue: PrivateQueue):
     inbox = WorkerQueue(queue.reader, queue.writer)
     writer = FrameWriter(queue.writer)
     assert writer.write(encode(Batch(1, [])))
