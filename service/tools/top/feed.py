@@ -35,7 +35,6 @@ class EventFeed:
     """Event feed of one service. You can read it again after it has ended."""
 
     def __init__(self, url: str, key: str, context: ssl.SSLContext) -> None:
-        """Connect to nothing yet. An empty key is not sent."""
         self.place = without_password(url)
         self._url = url
         self._has_key = bool(key)

@@ -8,27 +8,24 @@ import sys
 from argparse import Namespace
 from collections.abc import AsyncGenerator
 
+from rich.console import Console
+
 from inferpool.service.settings.address import key_of, url_of
 from inferpool.service.tools.top.feed import EventFeed, FeedError, LostError
 from inferpool.service.tools.top.plan import KEY_VARIABLE
 from inferpool.service.tools.top.screen import page_lines
 from inferpool.service.tools.top.state import StateSeen, View, as_json, read_state
-from inferpool.service.tools.top.terminal import LiveTerminal, make_console, print_lines
+from inferpool.service.tools.top.terminal import LiveTerminal
+from inferpool.service.tools.trial.load import tls_context
 
 NO_FEED = 1
-"""Exit status if there is nothing to show."""
 _FIRST_PAUSE_S = 0.5
 _MAX_PAUSE_S = 5.0
 _SIGNALLED = 128
-"""Number that shells add to the number of a signal."""
 
 
 def run(args: Namespace) -> int:
-    """Show a service until the user quits; return the exit status.
-
-    Raises:
-        FlagError: The flags make no sense.
-    """
+    """Show a service until the user quits; return the exit status."""
     url, key = url_of(args.url), key_of(args.key_file, os.environ, KEY_VARIABLE)
     try:
         return asyncio.run(_run(EventFeed(url, key, _tls_context(args)), args))
@@ -41,15 +38,20 @@ async def _run(feed: EventFeed, args: Namespace) -> int:
     view = View(feed.place)
     events = feed.events()
     try:
-        first = await _first_event(feed, events)  # if this fails, the terminal stays as it is
+        first = await anext(events, None)  # if this fails, the terminal stays as it is
+        if first is None:
+            raise LostError(f"{feed.place} ends its feed at once: it shuts down")
         view.take(_read(feed, first))
         if args.json:
             sys.stdout.write(as_json(first) + "\n")
             return 0
-        console = make_console(is_colored=not args.no_color)
+        no_color = args.no_color or None  # else the variable NO_COLOR decides
+        console = Console(file=sys.stdout, highlight=False, no_color=no_color, markup=False)
         if args.once or not sys.stdout.isatty():
             lines = page_lines(view, console.width, is_plain=console.options.ascii_only)
-            print_lines(console, lines)
+            for line in lines:
+                line.rstrip()
+                console.print(line, soft_wrap=True)
             return 0
         return await _show(feed, events, LiveTerminal(console, view))
     finally:
@@ -74,11 +76,7 @@ async def _show(
 async def _follow(
     feed: EventFeed, events: AsyncGenerator[bytes, None], terminal: LiveTerminal
 ) -> None:
-    """Show each event; connect again after each end of the stream.
-
-    Raises:
-        FeedError: There will be no more events.
-    """
+    """Show each event; connect again after each end of the stream."""
     pause_s = _FIRST_PAUSE_S
     while True:
         try:
@@ -97,12 +95,6 @@ async def _follow(
         events = feed.events()
 
 
-async def _first_event(feed: EventFeed, events: AsyncGenerator[bytes, None]) -> bytes:
-    async for data in events:
-        return data
-    raise LostError(f"{feed.place} ends its feed at once: it shuts down")
-
-
 def _read(feed: EventFeed, data: bytes) -> StateSeen:
     try:
         return read_state(data)
@@ -112,10 +104,6 @@ def _read(feed: EventFeed, data: bytes) -> StateSeen:
 
 def _tls_context(args: Namespace) -> ssl.SSLContext:
     try:
-        context = ssl.create_default_context(cafile=args.ca_file)
+        return tls_context(False if args.insecure else str(args.ca_file or "") or True)
     except (OSError, ssl.SSLError) as error:
         raise FeedError(f"--ca-file: {args.ca_file}: {error}") from error
-    if args.insecure:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    return context

@@ -8,11 +8,10 @@ from datetime import datetime
 from rich.cells import cell_len
 from rich.text import Text
 
+from inferpool.service.checks.findings import in_words
 from inferpool.service.telemetry.logs import escape
 from inferpool.service.tools.top.state import (
     EndingSeen,
-    GpuSeen,
-    ModelSeen,
     PercentilesSeen,
     SampleSeen,
     Scene,
@@ -20,7 +19,8 @@ from inferpool.service.tools.top.state import (
     View,
 )
 from inferpool.service.tools.top.table import worker_lines
-from inferpool.service.tools.top.words import bars, duration, rate, size, span
+from inferpool.service.tools.top.words import bars, duration, rate, span
+from inferpool.service.tools.trial.health import DeviceState, ModelState
 
 HOST_STYLES = {"ready": "green", "starting": "cyan", "unavailable": "bold red", "lost": "bold red"}
 """Styles by status; any other status is shown as a notice."""
@@ -44,12 +44,11 @@ _HELP = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScreenSize:
-    """Size of the terminal, and whether it shows only ASCII."""
+    """Size of the terminal, and whether it shows only ASCII (`is_plain`)."""
 
     width: int
     height: int
     is_plain: bool = False
-    """True for ASCII only."""
 
 
 def screen_lines(view: View, on: ScreenSize) -> list[Text]:
@@ -103,13 +102,13 @@ def _head(url: str, state: StateSeen, on: ScreenSize, *, is_lost: bool = False) 
         share = host.arena_used_bytes / host.arena_bytes
         text = f", arena {share:.0%}"
         if on.width >= _NARROW:
-            text = f", shared memory {share:.0%} of {size(host.arena_bytes)}"
+            text = f", shared memory {share:.0%} of {in_words(host.arena_bytes)}"
         second.append(text, style=_NOTICE if share > 0.9 else "dim")
     gpus = state.health.gpus
     return [first, second, _gpu_line(gpus)] if gpus else [first, second]
 
 
-def _gpu_line(gpus: Sequence[GpuSeen]) -> Text:
+def _gpu_line(gpus: Sequence[DeviceState]) -> Text:
     """Sum up all GPUs in one line; name those in trouble."""
     lost = [str(gpu.index) for gpu in gpus if not gpu.up]
     parts = [f"{len(gpus) - len(lost)} GPU{'s' if len(gpus) - len(lost) != 1 else ''}"]
@@ -119,7 +118,7 @@ def _gpu_line(gpus: Sequence[GpuSeen]) -> Text:
     if busy:
         parts.append(f"{sum(busy) / len(busy):.0%} busy")
     if used:
-        parts.append(f"{size(sum(used))} of {size(sum(gpu.memory_bytes for gpu in gpus))}")
+        parts.append(f"{in_words(sum(used))} of {in_words(sum(gpu.memory_bytes for gpu in gpus))}")
     if heat:
         parts.append(f"{max(heat):.0f} C")
     line = Text(", ".join(parts), style="dim")
@@ -131,7 +130,7 @@ def _gpu_line(gpus: Sequence[GpuSeen]) -> Text:
     return line
 
 
-def _tabs(models: Sequence[ModelSeen], chosen: int) -> Text:
+def _tabs(models: Sequence[ModelState], chosen: int) -> Text:
     line = Text()
     for number, model in enumerate(models, 1):
         is_chosen = number == chosen + 1
@@ -141,7 +140,7 @@ def _tabs(models: Sequence[ModelSeen], chosen: int) -> Text:
     return line
 
 
-def _model(scene: Scene, model: ModelSeen, on: ScreenSize, room: int) -> list[Text]:
+def _model(scene: Scene, model: ModelState, on: ScreenSize, room: int) -> list[Text]:
     """Draw one model in at most `room` lines, with the workers that fit."""
     assert scene.state is not None
     now = scene.state.models.get(model.name, SampleSeen())
@@ -159,7 +158,7 @@ def _model(scene: Scene, model: ModelSeen, on: ScreenSize, room: int) -> list[Te
     return lines[: max(0, room)]
 
 
-def _title(model: ModelSeen, now: SampleSeen) -> Text:
+def _title(model: ModelState, now: SampleSeen) -> Text:
     state = ("ready", "green") if model.ready else (model.reason or "not ready", "bold red")
     line = Text.assemble((escape(model.name), "bold"), " ", (escape(state[0]), state[1]))
     if now.source and now.source != model.name:

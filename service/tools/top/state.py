@@ -3,13 +3,14 @@
 Missing fields of an event are 0 or empty, so `top` also watches services of other versions.
 """
 
-import copy
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
+
+from inferpool.service.tools.trial.health import ModelState, ServiceHealth
 
 _MAX_PAST = 300
 
@@ -61,65 +62,6 @@ class SampleSeen(msgspec.Struct):
     """Ends of workers, the newest first."""
 
 
-class WorkerSeen(msgspec.Struct):
-    """State of a worker, from /health."""
-
-    name: str
-    state: str
-    device: str = ""
-    incarnation: int = 0
-    num_batches: int = 0
-    rss_bytes: int | None = None
-    restarts: int = 0
-    speed: str | None = None
-    reason: str = ""
-
-
-class SpeedSearchSeen(msgspec.Struct):
-    """State of the search for a faster speed preset."""
-
-    state: str = "off"
-    text: str = ""
-
-
-class ModelSeen(msgspec.Struct):
-    """State of a model and its workers, from /health."""
-
-    name: str
-    ready: bool
-    reason: str = ""
-    speed_search: SpeedSearchSeen = msgspec.field(default_factory=SpeedSearchSeen)
-    workers: list[WorkerSeen] = []
-
-
-class FrontSeen(msgspec.Struct):
-    """State of a front end process."""
-
-    name: str
-    state: str
-
-
-class GpuSeen(msgspec.Struct):
-    """State of a GPU."""
-
-    index: int
-    up: bool
-    memory_bytes: int = 0
-    memory_used_bytes: int | None = None
-    utilization: float | None = None
-    temperature_c: float | None = None
-    last_xid: int = 0
-
-
-class HealthSeen(msgspec.Struct):
-    """State of the service, from /health."""
-
-    status: str
-    models: list[ModelSeen]
-    fronts: list[FrontSeen] = []
-    gpus: list[GpuSeen] = []
-
-
 class HostSeen(msgspec.Struct):
     """Resources that all models share."""
 
@@ -139,7 +81,7 @@ class StateSeen(msgspec.Struct):
     """One event of the feed."""
 
     time: float
-    health: HealthSeen
+    health: ServiceHealth
     models: dict[str, SampleSeen]
     version: str = ""
     uptime_s: float = 0.0
@@ -152,11 +94,7 @@ _decode = msgspec.json.Decoder(StateSeen).decode
 
 
 def read_state(data: bytes) -> StateSeen:
-    """Read the data of an event.
-
-    Raises:
-        ValueError: The data is not an event of the feed.
-    """
+    """Read the data of an event."""
     return _decode(data)
 
 
@@ -175,10 +113,10 @@ class Scene:
     """Newest event; None before the first."""
     past: deque[MomentSeen] = field(default_factory=lambda: deque(maxlen=_MAX_PAST))
     batches_per_s: Mapping[str, float] = field(default_factory=dict)
-    """Batches per second by the name of a worker."""
+    """By the name of a worker."""
 
     @property
-    def models(self) -> Sequence[ModelSeen]:
+    def models(self) -> Sequence[ModelState]:
         """Models of the service."""
         return self.state.health.models if self.state else ()
 
@@ -192,29 +130,21 @@ class Scene:
         self.batches_per_s = _rates(self.state, state)
         self.state = state
 
-    def samples(self, model: ModelSeen) -> list[SampleSeen]:
+    def samples(self, model: ModelState) -> list[SampleSeen]:
         """Return the past samples of a model, the oldest first."""
         none = SampleSeen()
         return [moment.models.get(model.name, none) for moment in self.past]
-
-    def copy(self) -> "Scene":
-        """Return a copy that later events do not change."""
-        other = copy.copy(self)
-        other.past = self.past.copy()
-        return other
 
 
 class View:
     """State of the view. Events and keys change it; the screen draws it."""
 
     def __init__(self, url: str) -> None:
-        """Start without data."""
         self.url = url
         self.trouble = ""
         """Reason why no events arrive; empty while they do."""
         self.is_help = False
         self.chosen = 0
-        """Index of the model that is shown."""
         self._now = Scene()
         self._then: Scene | None = None
 
@@ -235,7 +165,7 @@ class View:
 
     def pause(self) -> None:
         """Freeze the picture, or let it go on."""
-        self._then = None if self._then else self._now.copy()
+        self._then = None if self._then else replace(self._now, past=self._now.past.copy())
 
     def toggle_help(self) -> None:
         """Show or hide the help."""
@@ -256,13 +186,11 @@ def _rates(before: StateSeen | None, now: StateSeen) -> dict[str, float]:
     if before is None or now.time <= before.time:
         return {}
     elapsed_s = now.time - before.time
-    lives = {(worker.name, worker.incarnation): worker.num_batches for worker in _workers(before)}
+    lives = {
+        (worker.name, worker.incarnation): worker.num_batches for worker in before.health.workers
+    }
     return {
         worker.name: max(0.0, (worker.num_batches - then) / elapsed_s)
-        for worker in _workers(now)
+        for worker in now.health.workers
         if (then := lives.get((worker.name, worker.incarnation))) is not None
     }
-
-
-def _workers(state: StateSeen) -> list[WorkerSeen]:
-    return [worker for model in state.health.models for worker in model.workers]

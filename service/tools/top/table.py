@@ -7,9 +7,10 @@ from functools import cached_property
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
+from inferpool.service.checks.findings import in_words
 from inferpool.service.telemetry.logs import escape
-from inferpool.service.tools.top.state import ModelSeen, WorkerSeen
-from inferpool.service.tools.top.words import rate, size
+from inferpool.service.tools.top.words import rate
+from inferpool.service.tools.trial.health import ModelState, WorkerState
 
 STATE_STYLES = {
     "ready": "green",
@@ -42,7 +43,7 @@ class _WorkerColumn:
 
 
 def worker_lines(
-    model: ModelSeen, batches_per_s: Mapping[str, float], width: int, num_lines: int
+    model: ModelState, batches_per_s: Mapping[str, float], width: int, num_lines: int
 ) -> list[Text]:
     """Return a heading and one line per worker; if not all fit, workers not ready come first."""
     workers = model.workers
@@ -71,8 +72,8 @@ def worker_lines(
     return lines
 
 
-def _columns(workers: list[WorkerSeen], batches_per_s: Mapping[str, float]) -> list[_WorkerColumn]:
-    memory = [size(each.rss_bytes) if each.rss_bytes is not None else "-" for each in workers]
+def _columns(workers: list[WorkerState], batches_per_s: Mapping[str, float]) -> list[_WorkerColumn]:
+    memory = [in_words(each.rss_bytes) if each.rss_bytes is not None else "-" for each in workers]
     batches = [
         rate(batches_per_s[each.name]) if each.name in batches_per_s else "-" for each in workers
     ]
@@ -91,7 +92,7 @@ def _width(columns: list[_WorkerColumn]) -> int:
     return sum(column.width + len(_GAP) for column in columns)
 
 
-def _doing(worker: WorkerSeen, batches_per_s: Mapping[str, float]) -> str:
+def _doing(worker: WorkerState, batches_per_s: Mapping[str, float]) -> str:
     if worker.reason:
         return escape(worker.reason)
     if worker.state != "ready" or worker.name not in batches_per_s:

@@ -12,7 +12,6 @@ from functools import partial
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.text import Text
 
 from inferpool.service.tools.top.screen import ScreenSize, screen_lines
 from inferpool.service.tools.top.state import View
@@ -26,7 +25,6 @@ class LiveTerminal:
     """Shows a view until the user quits. Used in the event loop."""
 
     def __init__(self, console: Console, view: View) -> None:
-        """Draw nothing yet."""
         self.view = view
         self._console = console
         self._changed = asyncio.Event()
@@ -85,20 +83,6 @@ class LiveTerminal:
     def _end(self, signum: int) -> None:
         self._signum = signum
         self.leave()
-
-
-def make_console(*, is_colored: bool) -> Console:
-    """Return the console for stdout."""
-    return Console(
-        file=sys.stdout, highlight=False, no_color=None if is_colored else True, markup=False
-    )
-
-
-def print_lines(console: Console, lines: list[Text]) -> None:
-    """Write lines whole, even if they are wider than the terminal."""
-    for line in lines:
-        line.rstrip()
-        console.print(line, soft_wrap=True)
 
 
 @contextlib.contextmanager

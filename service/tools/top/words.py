@@ -5,7 +5,6 @@ from math import ceil
 
 _BARS = "▁▂▃▄▅▆▇█"
 _PLAIN_BARS = "_.-=+*%#"
-"""Bars for terminals without Unicode."""
 
 
 def rate(per_s: float) -> str:
@@ -27,12 +26,6 @@ def span(seconds: float) -> str:
         if whole >= unit_s:
             return f"{whole // unit_s} {unit} {whole % unit_s // part_s} {part}"
     return f"{whole // 60} min" if whole >= 60 else f"{whole} s"
-
-
-def size(num_bytes: float) -> str:
-    """Format a number of bytes."""
-    mib = num_bytes / (1 << 20)
-    return f"{mib / 1024:,.1f} GiB" if mib >= 1024 else f"{mib:,.0f} MiB"
 
 
 def bars(values: Sequence[float | None], *, is_plain: bool) -> str:

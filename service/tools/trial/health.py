@@ -21,17 +21,18 @@ class WorkerState(msgspec.Struct):
 
     name: str
     state: str
-    incarnation: int
-    pid: int | None
+    incarnation: int = 0
+    pid: int | None = None
     placement: str = "replicate"
-    """Placement of its model."""
     ranks: list[Rank] = []
     """Its processes, if its model is split over several."""
     reason: str = ""
     speed: str | None = None
-    """Speed preset that it serves with."""
     decode: str | None = None
-    """How it decodes inputs."""
+    device: str = ""
+    num_batches: int = 0
+    rss_bytes: int | None = None
+    restarts: int = 0
 
     @property
     def pids(self) -> dict[int | None, int]:
@@ -41,16 +42,44 @@ class WorkerState(msgspec.Struct):
         return {None: self.pid} if self.pid else {}
 
 
+class SpeedSearchState(msgspec.Struct):
+    """State of the search for a faster speed preset."""
+
+    state: str = "off"
+    text: str = ""
+
+
 class ModelState(msgspec.Struct):
     """One model and its workers."""
 
     name: str
-    workers: list[WorkerState]
+    workers: list[WorkerState] = []
     inputs: list[TensorSpec] = []
     example: object = None
-    """Example of an instance that it takes."""
     reads_own_form: bool = False
     """It reads another form than `inputs` say."""
+    ready: bool = False
+    reason: str = ""
+    speed_search: SpeedSearchState = msgspec.field(default_factory=SpeedSearchState)
+
+
+class FrontState(msgspec.Struct):
+    """A process that takes calls."""
+
+    name: str
+    state: str
+
+
+class DeviceState(msgspec.Struct):
+    """A GPU."""
+
+    index: int
+    up: bool
+    memory_bytes: int = 0
+    memory_used_bytes: int | None = None
+    utilization: float | None = None
+    temperature_c: float | None = None
+    last_xid: int = 0
 
 
 class ForkserverState(msgspec.Struct):
@@ -65,8 +94,10 @@ class ServiceHealth(msgspec.Struct):
     """The whole service."""
 
     models: list[ModelState]
-    fronts: list[object] = []
+    status: str = ""
+    fronts: list[FrontState] = []
     """The processes that take calls, if there are several."""
+    gpus: list[DeviceState] = []
     forkserver: ForkserverState | None = None
 
     @property
@@ -90,9 +121,5 @@ _decode = msgspec.json.Decoder(ServiceHealth).decode
 
 
 async def read_health(connection: TrialConnection) -> ServiceHealth:
-    """Read the state of all workers.
-
-    Raises:
-        NoAnswerError: There is no answer that tells.
-    """
+    """Read the state of all workers."""
     return _decode(await connection.read("/health", _TIMEOUT_S))

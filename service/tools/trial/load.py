@@ -75,7 +75,6 @@ class LoadPlan:
     requests: Sequence[bytes] | Callable[[int], bytes]
     """Whole HTTP requests (see `connection.post_request`); or the one for each number."""
     is_shuffled: bool = False
-    """Requests are sent in random order instead of in turn."""
     connections: int
     """Closed loop: always busy. Open loop: the most that are opened, one whenever none is free."""
     rate: float | None = None
@@ -85,7 +84,6 @@ class LoadPlan:
     duration_s: float | None = None
     """Seconds of measuring. Without it and `num_requests` the run goes on until it is stopped."""
     num_requests: int | None = None
-    """Requests to measure."""
     least_answers: int = 0
     """Closed loop: measuring goes on until so many have ended, too."""
     warmup_s: float = 0.0
@@ -97,18 +95,11 @@ class LoadPlan:
     tls: bool | str | None = None
     """None is plain HTTP; else whether certificates are checked, or the file of their authority."""
     seed: int = 0
-    """Decides arrivals and order."""
     judge: Judge = judge_status
 
 
-def tls_context(verify: bool | str | None) -> ssl.SSLContext | None:
-    """Return how a connection is encrypted; see `LoadPlan.tls`.
-
-    Raises:
-        OSError: The file of the authority cannot be read.
-    """
-    if verify is None:
-        return None
+def tls_context(verify: bool | str) -> ssl.SSLContext:
+    """Return how a connection is encrypted; see `LoadPlan.tls`."""
     context = ssl.create_default_context(cafile=verify if isinstance(verify, str) else None)
     if verify is False:
         context.check_hostname = False
@@ -120,11 +111,6 @@ class LoadGenerator:
     """One run of a plan, in one event loop. `tally` may be read, or taken, at any time."""
 
     def __init__(self, plan: LoadPlan) -> None:
-        """Send nothing yet.
-
-        Raises:
-            OSError: The file of the TLS authority cannot be read.
-        """
         self.tally = LoadTally()
         self.measured_from = inf
         """When measuring began or will begin; infinite until it is known."""
@@ -134,7 +120,7 @@ class LoadGenerator:
         """When the last measured request ended, from the start of measuring."""
         self.warmup_s = plan.warmup_s
         self._plan = plan
-        self._tls = tls_context(plan.tls)
+        self._tls = None if plan.tls is None else tls_context(plan.tls)
         self._random = random.Random(plan.seed)
         requests = plan.requests
         if callable(requests):
@@ -154,7 +140,6 @@ class LoadGenerator:
         """Moments of requests that are due and not sent, since all connections are busy."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_over = False
-        """Nothing more becomes due."""
         self._is_stopped = False
         self._finished = asyncio.Event()
         self._error: Exception | None = None
@@ -279,7 +264,6 @@ class LoadGenerator:
         self._look_for_end()
 
     def _may_send(self, due: float) -> bool:
-        """Return whether a request that is due at this moment is part of the plan."""
         if self._is_stopped or due >= self.measured_until:
             return False
         if self._num_left is not None and due >= self.measured_from:
@@ -344,7 +328,6 @@ class LoadGenerator:
         self._go_on(connection)
 
     def _go_on(self, connection: TrialConnection) -> None:
-        """Send the next request of a connection that is free."""
         is_closed_loop = self._plan.rate is None
         if not connection.is_open:
             self._num_connections -= 1
@@ -366,7 +349,6 @@ class LoadGenerator:
         self._look_for_end()
 
     def _settle(self, exchange: LoadExchange, failure: str) -> None:
-        """Count what became of a request."""
         now = exchange.ended = time.monotonic()
         exchange.failure = failure
         plan, tally, answer = self._plan, self.tally, exchange.answer

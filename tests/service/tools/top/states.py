@@ -9,7 +9,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 NOW = 1_800_000_000.0
-Percentiles = dict[str, float]
 
 
 def worker(number: int = 0, state: str = "ready", **changes: Any) -> dict[str, Any]:
@@ -29,13 +28,7 @@ def worker(number: int = 0, state: str = "ready", **changes: Any) -> dict[str, A
 
 def sample(**changes: Any) -> dict[str, Any]:
     return {
-        "instances_per_s": {
-            "accepted": 1234.5,
-            "succeeded": 1234.5,
-            "failed": 0,
-            "expired": 0,
-            "cancelled": 0,
-        },
+        "instances_per_s": {"accepted": 1234.5, "succeeded": 1234.5},
         "rejected_per_s": {},
         "latency_ms": {"p50": 4.1, "p95": 8.2, "p99": 12.3},
         "queue_ms": {"p50": 1.0, "p95": 2.0, "p99": 3.0},
@@ -102,7 +95,7 @@ class FeedServer:
 
         class FeedHandler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:  # the name in http.server
-                feed.headers.append(dict(self.headers))
+                feed.headers.append({name.lower(): text for name, text in self.headers.items()})
                 scripts = feed._scripts
                 script = scripts.pop(0) if len(scripts) > 1 else scripts[0]
                 with contextlib.suppress(OSError):  # the client has gone

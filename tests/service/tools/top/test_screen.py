@@ -28,10 +28,6 @@ def drawn(view: View, width: int = 80, height: int = 24, **how: Any) -> str:
     return "\n".join(line.plain for line in lines)
 
 
-def line_of(view: View, label: str, width: int = 80) -> str:
-    return next(line for line in drawn(view, width).splitlines() if line.startswith(label))
-
-
 def test_screen_shows_the_current_work_of_a_model():
     text = drawn(
         view_of(state(endings=[ENDING], rejected_per_s={"queue_full": 2.0, "deadline": 1}))
@@ -95,24 +91,33 @@ def test_gpus_are_summed_up_and_those_in_trouble_are_named():
     assert "2 GPUs, 50% busy, 14.0 GiB of 240.0 GiB, 61 C, lost: 2, Xid 31 on 1" in text
 
 
-def test_workers_that_are_not_ready_come_first_if_few_fit():
-    text = drawn(view_of(*ODD["forty workers, one failed"]))
-    assert "39      failed" in text
-    assert "more workers" in text
-
-
-def test_reason_of_a_worker_replaces_figures():
-    failing = [worker(0), worker(1, "backoff", reason="the weights are not there")]
-    text = drawn(view_of(state(failing)), width=60)
-    assert "the weights are not the" in text
-    assert "cuda:0" not in text
-
-
-def test_narrow_terminal_keeps_states_and_restarts():
-    text = drawn(view_of(state([worker(restarts=3)])), width=40)
-    assert "0       ready  512 MiB         3" in text
-    assert "p99        12.3 ms" in text
-    assert "7 of 1,024, 9 in flight" in text
+@pytest.mark.parametrize(
+    ("workers", "width", "shown"),
+    [
+        (
+            [*(worker(n) for n in range(39)), worker(39, "failed")],
+            80,
+            ("39      failed", "more workers"),
+        ),
+        (
+            [worker(1, "backoff", reason="the weights are not there")],
+            60,
+            ("the weights are not the",),
+        ),
+        (
+            [worker(restarts=3)],
+            40,
+            ("0       ready  512 MiB         3", "p99        12.3 ms", "7 of 1,024, 9 in flight"),
+        ),
+    ],
+    ids=["few fit: those that are not ready first", "the reason before figures", "narrow"],
+)
+def test_what_matters_most_is_kept_where_there_is_little_room(
+    workers: list[dict[str, Any]], width: int, shown: tuple[str, ...]
+):
+    text = drawn(view_of(state(workers)), width=width)
+    assert [piece for piece in shown if piece not in text] == []
+    assert width == 80 or "cuda:0" not in text
 
 
 def test_work_of_workers_is_computed_from_two_events():
@@ -129,7 +134,8 @@ def test_history_comes_with_the_first_event_and_grows():
     past = [{"time": NOW - 3 + n, "models": {"resnet": sample()}} for n in range(3)]
     past[1]["models"]["resnet"]["latency_ms"] = None
     view = view_of(state(history=past), state(at=NOW + 1))
-    assert line_of(view, "p99").split("ms")[1].strip() == "█ ███"
+    (p99,) = (line for line in drawn(view).splitlines() if line.startswith("p99"))
+    assert p99.split("ms")[1].strip() == "█ ███"
     again = view_of(state(history=past), state(history=past[:1], at=NOW + 5))
     assert len(again.scene.past) == 2, "a new stream brings a new history"
 
