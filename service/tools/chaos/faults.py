@@ -26,7 +26,6 @@ PLACES = ("preprocess", "forward", "render")
 PARAMETER = "inferpool_chaos"
 
 _FIRST_POISON = 10**15
-"""Number of the first poisoned request, far above all others."""
 _RETRY_S = 0.1
 _WAIT_S = 0.02
 
@@ -34,10 +33,8 @@ _WAIT_S = 0.02
 def schedule(seed: int, every_s: Mapping[Fault, float]) -> Iterator[tuple[float, Fault]]:
     """Yield for ever the next moment, in seconds from the beginning, and its fault.
 
-    Args:
-        seed: Decides everything.
-        every_s: The mean time between two faults of a kind; 0 is never. Each comes after half to
-            one and a half of it, so that it meets the service in any state.
+    `every_s` has the mean time between two faults of a kind; 0 is never. Each comes after half to
+    one and a half of it, so that it meets the service in any state.
     """
     rngs = {kind: random.Random(f"{seed} {kind}") for kind in every_s}
     due = [(rngs[kind].uniform(0.5, 1.5) * s, kind) for kind, s in every_s.items() if s > 0]
@@ -53,11 +50,9 @@ class Poisonings:
     """Counts of the inputs that kill their workers."""
 
     num_sent: int = 0
-    """Different inputs that were sent."""
     right: int = 0
     """Inputs answered with 500 `worker_crashed`, and with 422 `quarantined` when asked again."""
     num_quarantined: int = 0
-    """Instances refused at the second try."""
     num_attempts: int = 0
     refused: Counter[int] = field(default_factory=Counter)
 
@@ -68,26 +63,19 @@ class Faults:
 
     address: Address
     watch: Watch
-    """Learns of each fault."""
     tally: ChaosTally
-    """Counts wrong and lost answers of poisoned inputs, too."""
     questions: Sequence[Question]
-    """The requests to poison."""
     seed: int
-    """Decides when, and which worker."""
     every_s: Mapping[Fault, float]
-    """See `schedule`."""
     timeout_s: float
-    """The deadline that the service itself gives each request."""
     keeps_quarantine: bool
-    """The service refuses an input that has killed workers."""
     counts: Counter[Fault] = field(default_factory=Counter)
     poisonings: Poisonings = field(default_factory=Poisonings)
     _rng: random.Random = field(init=False)
     _rest: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
-        """Choose all that is left to chance."""
+        """Seed all that is left to chance."""
         self._rng = random.Random(f"{self.seed} who")
         self._rest = random.Random(f"{self.seed} rest")
 
@@ -131,10 +119,7 @@ class Faults:
             await asyncio.sleep(self._rest.uniform(0.0, self.every_s[kind]))
 
     async def _strike_forkserver(self) -> None:
-        """Kill or stop the forkserver as soon as it is well, whatever the workers do.
-
-        It is killed and stopped in turns.
-        """
+        """Kill or stop the forkserver, in turns, as soon as it is well, whatever the workers do."""
         while True:
             with contextlib.suppress(OSError, NoAnswerError):
                 forkserver = (await self.watch.look()).forkserver
@@ -188,7 +173,6 @@ class Faults:
         return True
 
     async def _poison(self, index: int) -> None:
-        """Send an input that kills its worker, and send it once more."""
         question = self.questions[index % len(self.questions)]
         number = _FIRST_POISON + index
         place = PLACES[index % len(PLACES)]

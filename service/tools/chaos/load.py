@@ -17,7 +17,6 @@ from inferpool.service.tools.trial.connection import (
 from inferpool.service.tools.trial.tally import LatencyHistogram
 
 _PAUSE_S = 0.05
-"""Between a refusal and the next attempt."""
 _MAX_EXAMPLES = 20
 SLACK_S = 0.5
 """How long after its deadline an answer may arrive here, on a busy machine."""
@@ -32,7 +31,6 @@ class ChaosTally:
     num_sent: int = 0
     """Numbers that were asked, each counted once however often it was refused."""
     num_instances_sent: int = 0
-    """Instances in all attempts."""
     num_instances_right: int = 0
     right: int = 0
     wrong: int = 0
@@ -41,11 +39,9 @@ class ChaosTally:
     expired: int = 0
     """Requests answered with 504: their deadline passed first."""
     late: int = 0
-    """Answers that came after the deadline and the slack."""
     refused: Counter[int] = field(default_factory=Counter)
     """Attempts that were turned away, by status; the same number was asked again."""
     examples: list[str] = field(default_factory=list)
-    """Descriptions of what went wrong, at most 20."""
     latency: LatencyHistogram = field(default_factory=LatencyHistogram)
     """Latencies of right answers, from the first attempt."""
 
@@ -66,19 +62,12 @@ class NumberedLoad:
 
     address: Address
     questions: Sequence[Question]
-    """Asked in turn, by number."""
     tally: ChaosTally
     timeout_s: float
-    """The deadline that the service itself gives each request."""
     is_over: Callable[[], bool]
-    """Asked before each request."""
 
     async def run(self, numbers: Iterator[int], num_clients: int) -> None:
-        """Have clients share the numbers, until it is over.
-
-        Raises:
-            OSError: Nobody listens.
-        """
+        """Have clients share the numbers, until it is over."""
         async with asyncio.TaskGroup() as group:
             for _ in range(num_clients):
                 group.create_task(self._be_client(numbers))

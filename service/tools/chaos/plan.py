@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from inferpool.service.tools.trial.flags import count, folder, non_negative
 
@@ -16,6 +16,7 @@ Fault = Literal["kill", "stop", "poison", "forkserver"]
 
 _SCARCE: tuple[Fault, ...] = ("stop", "poison", "forkserver")
 """The run goes on until there was one of each of these, unless its interval is 0."""
+_OWN_FLAGS = ("requests", "kills", "seconds", "clients", "seed", "inputs", "tolerance")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,17 +27,13 @@ class ChaosPlan:
     """Least number of requests; there are also `kills` kills and one of each other fault."""
     kills: int = 10
     seconds: float | None = None
-    """Seconds that the run takes instead."""
     clients: int = 16
     every_s: Mapping[Fault, float]
     """The mean time between two faults of a kind; 0 is never."""
     seed: int = 1
     inputs: Path | None = None
-    """A folder of request bodies; None makes inputs up."""
     tolerance: float = 1e-3
-    """Share of themselves by which floats may differ."""
     is_json: bool = False
-    """Print the report as JSON, and the text for people on stderr."""
 
     @property
     def planned_kills(self) -> int:
@@ -124,18 +121,7 @@ def add_flags(parser: ArgumentParser) -> None:
 def plan_of(args: Namespace) -> ChaosPlan:
     """Return the plan that the flags make."""
     return ChaosPlan(
-        requests=args.requests,
-        kills=args.kills,
-        seconds=args.seconds,
-        clients=args.clients,
-        every_s={
-            "kill": args.kill_every,
-            "stop": args.stop_every,
-            "poison": args.poison_every,
-            "forkserver": args.forkserver_every,
-        },
-        seed=args.seed,
-        inputs=args.inputs,
-        tolerance=args.tolerance,
+        every_s={fault: getattr(args, f"{fault}_every") for fault in get_args(Fault)},
         is_json=args.json,
+        **{name: getattr(args, name) for name in _OWN_FLAGS},
     )

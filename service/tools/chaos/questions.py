@@ -1,13 +1,12 @@
 """The questions: the request for each number, and its right answer."""
 
-import json
+import random
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import msgspec
 
-from inferpool.service.tools.trial.connection import TrialConnection, TrialError, request_head
-from inferpool.service.tools.trial.inputs import TrialInput, echo_texts
+from inferpool.service.tools.trial.connection import TrialConnection, TrialError, post_request
+from inferpool.service.tools.trial.inputs import TrialInput
 
 _ASK_ALONE_S = 120.0
 _REFUSALS = (429, 503)
@@ -17,29 +16,14 @@ _ATOL_SHARE = 0.01
 """Share of the tolerance by which numbers close to zero may differ."""
 
 
-class Question(Protocol):
-    """A request that can be sent under any number."""
-
-    num_instances: int
-    """Instances in each request."""
-
-    def request(self, number: int, query: str = "") -> bytes:
-        """Return the whole HTTP request; its X-Request-ID is the number."""
-
-    def complaint(self, number: int, body: bytes) -> str:
-        """Say what is wrong with an answer; empty if nothing is."""
-
-
 class Expected:
     """The right answer to one input."""
 
     def __init__(self, body: bytes, tolerance: float) -> None:
-        """Take the answer that the service gave when nothing else was asked.
+        """Take the JSON that the service gave when nothing else was asked.
 
-        Args:
-            body: JSON.
-            tolerance: By how much a float may differ, as a part of itself: a batch of another size
-                is rounded otherwise.
+        A float may differ by `tolerance`, a part of itself: a batch of another size is rounded
+        otherwise.
         """
         self.value = msgspec.json.decode(body)
         self._tolerance = tolerance
@@ -58,10 +42,6 @@ class Expected:
             self._known_right.add(body)
         return complaint
 
-    def is_same_as(self, other: "Expected") -> bool:
-        """Return whether the two answers are alike, so that nobody would see a swap."""
-        return not difference(self.value, other.value, self._tolerance)
-
 
 class KnownQuestion:
     """An input whose answer is known: the model was asked before anything was broken."""
@@ -73,22 +53,14 @@ class KnownQuestion:
         self.expected = expected
         self.num_instances = num_instances
         self._path = path
-        self._head = self._head_of("")
 
     def request(self, number: int, query: str = "") -> bytes:
-        """See `Question`."""
-        head = self._head_of(query) if query else self._head
-        return b"%sX-Request-ID: %d\r\n\r\n%s" % (head, number, self.given.body)
+        """Return the whole HTTP request; its X-Request-ID is the number."""
+        return _numbered(self._path + query, self.given.body, self.given.content_type, str(number))
 
     def complaint(self, number: int, body: bytes) -> str:
-        """See `Question`."""
+        """Say what is wrong with an answer; empty if nothing is."""
         return self.expected.complaint(body)
-
-    def _head_of(self, query: str) -> bytes:
-        given = self.given
-        return request_head(
-            "POST", self._path + query, content_type=given.content_type, num_bytes=len(given.body)
-        )
 
 
 class EchoQuestion:
@@ -98,18 +70,16 @@ class EchoQuestion:
 
     def __init__(self, path: str, seed: int) -> None:
         self._path = path
-        self._texts = echo_texts(seed)
+        letters = "abcdefghijklmnopqrstuvwxyz"
+        self._texts = "".join(random.Random(seed).choices(letters, k=1024))
 
     def request(self, number: int, query: str = "") -> bytes:
-        """See `Question`."""
+        """See `KnownQuestion`."""
         body = b'{"instances":[%s]}' % self._instance(number)
-        head = request_head(
-            "POST", self._path + query, content_type="application/json", num_bytes=len(body)
-        )
-        return b"%sX-Request-ID: %d\r\n\r\n%s" % (head, number, body)
+        return _numbered(self._path + query, body, "application/json", str(number))
 
     def complaint(self, number: int, body: bytes) -> str:
-        """See `Question`."""
+        """See `KnownQuestion`."""
         expected = b'{"predictions":[%s]}' % self._instance(number)
         return "" if body == expected else f"expected {expected[:80]!r}, found {body[:80]!r}"
 
@@ -117,6 +87,14 @@ class EchoQuestion:
         start = number * 7 % 800
         text = self._texts[start : start + number % 200]
         return b'{"n":%d,"text":"%s"}' % (number, text.encode("ascii"))
+
+
+Question = EchoQuestion | KnownQuestion
+"""A request that can be sent under any number."""
+
+
+def _numbered(path: str, body: bytes, content_type: str, request_id: str) -> bytes:
+    return post_request(path, body, content_type, {"X-Request-ID": request_id})
 
 
 async def learn(
@@ -128,14 +106,14 @@ async def learn(
         TrialError: The input is refused, or has two answers.
         NoAnswerError: There is no answer.
     """
-    head = request_head("POST", path, content_type=given.content_type, num_bytes=len(given.body))
-    request = head + b"X-Request-ID: learn\r\n\r\n" + given.body
+    request = _numbered(path, given.body, given.content_type, "learn")
     bodies = []
     for _ in range(2):
         answer = await connection.ask(request, _ASK_ALONE_S)
         if answer.status != 200:
+            detail = _field(answer.body, "detail") or repr(answer.body[:200])
             raise TrialError(
-                f"{path} answers {given.name} with {answer.status}: {_detail(answer.body)}; "
+                f"{path} answers {given.name} with {answer.status}: {detail}; "
                 "give inputs that it takes (--inputs PATH)"
             )
         bodies.append(answer.body)
@@ -149,13 +127,13 @@ async def learn(
     return KnownQuestion(path, given, expected, len(predictions))
 
 
-def indistinct(questions: Sequence[KnownQuestion]) -> list[tuple[str, str]]:
+def indistinct(questions: Sequence[KnownQuestion], tolerance: float) -> list[tuple[str, str]]:
     """Return pairs of inputs with the same answer: nobody would see a swap of those."""
     return [
         (left.given.name, right.given.name)
         for i, left in enumerate(questions)
         for right in questions[i + 1 :]
-        if left.expected.is_same_as(right.expected)
+        if not difference(left.expected.value, right.expected.value, tolerance)
     ]
 
 
@@ -177,18 +155,14 @@ def _has_refused_instance(body: bytes) -> bool:
 
 def problem_code(body: bytes) -> str:
     """Return the `code` of a problem; empty if the body is none."""
+    return _field(body, "code")
+
+
+def _field(body: bytes, name: str) -> str:
     try:
-        problem = json.loads(body)
-    except ValueError:
+        return str(msgspec.json.decode(body)[name])
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
         return ""
-    return str(problem.get("code", "")) if isinstance(problem, dict) else ""
-
-
-def _detail(body: bytes) -> str:
-    try:
-        return str(json.loads(body)["detail"])
-    except (ValueError, KeyError, TypeError):
-        return repr(body[:200])
 
 
 def difference(expected: object, found: object, tolerance: float, place: str = "answer") -> str:
@@ -200,16 +174,15 @@ def difference(expected: object, found: object, tolerance: float, place: str = "
             if complaint := difference(value, found[key], tolerance, f"{place}.{key}"):
                 return complaint
         return ""
-    if _is_list(expected) and _is_list(found):
-        assert isinstance(expected, Sequence)
-        assert isinstance(found, Sequence)
+    if isinstance(expected, list) and isinstance(found, list):
         if len(expected) != len(found):
             return f"{place}: expected {len(expected)} entries, found {len(found)}"
         for i, (left, right) in enumerate(zip(expected, found, strict=True)):
             if complaint := difference(left, right, tolerance, f"{place}[{i}]"):
                 return complaint
         return ""
-    if _is_number(expected) and _is_number(found) and float in (type(expected), type(found)):
+    types = {type(expected), type(found)}
+    if float in types <= {int, float}:
         assert isinstance(expected, int | float)
         assert isinstance(found, int | float)
         allowed = tolerance * (max(abs(expected), abs(found)) + _ATOL_SHARE)
@@ -217,14 +190,6 @@ def difference(expected: object, found: object, tolerance: float, place: str = "
     else:
         is_same = type(expected) is type(found) and expected == found
     return "" if is_same else f"{place}: expected {_shown(expected)}, found {_shown(found)}"
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, list)
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float)
 
 
 def _shown(value: object) -> str:

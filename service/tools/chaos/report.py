@@ -33,21 +33,15 @@ class ChaosReport:
     clients: int
     seed: int
     seconds: float
-    """How long the load went on under faults."""
     is_complete: bool
-    """It ran to its end."""
     is_interrupted: bool
-    """A person ended it."""
     planned_kills: int
     quiet: ChaosTally
-    """Requests before the faults."""
     chaos: ChaosTally
-    """Requests during them."""
     faults: Mapping[Fault, int]
     poisonings: Poisonings
     recoveries: Sequence[Recovery]
     indistinct: int
-    """Pairs of inputs with the same answer."""
     ledger: LedgerReading | None
     """The service's counters since the quiet part began; None if they could not be read."""
     before: Holdings
@@ -55,10 +49,8 @@ class ChaosReport:
     exit_code: int | None
     """Exit code of the service after it was told to stop; None if it did not."""
     left_over: int
-    """Processes of the service that outlived it."""
     notes: Sequence[str] = ()
     plan: str = ""
-    """When the run was to end, for people."""
 
     @property
     def attempts(self) -> int:
@@ -168,7 +160,9 @@ class ChaosReport:
         for kind, by_rank in self._struck().items():
             text = ", ".join(f"rank {rank} {count} times" for rank, count in by_rank.items())
             yield f"  {_SIGNALS[kind]}", text
-        yield from self._recovery_rows()
+        for kind, (noticed, recovered) in self._recovery().items():
+            yield f"{_SIGNALS[kind]} noticed", f"{_spread_text(noticed)}  (median / p99 / worst)"
+            yield "  full capacity", _spread_text(recovered)
         yield "latency before", f"{_spread_text(quiet.latency)}  (median / p99 / worst)"
         yield "latency during", _spread_text(chaos.latency)
         if self.ledger is not None:
@@ -188,38 +182,26 @@ class ChaosReport:
         for note in self.notes:
             yield "note", note
 
-    def _recovery_rows(self) -> Iterator[tuple[str, str]]:
-        for kind, (noticed, recovered) in self._recovery().items():
-            yield f"{_SIGNALS[kind]} noticed", f"{_spread_text(noticed)}  (median / p99 / worst)"
-            yield "  full capacity", _spread_text(recovered)
-
     def _holdings_rows(self, before: Holdings, after: Holdings) -> Iterator[tuple[str, str]]:
         yield (
             "front end",
-            (
-                f"descriptors {before.descriptors} -> {after.descriptors}, "
-                f"threads {before.threads} -> {after.threads}, "
-                f"PSS {before.pss_bytes / _MIB:.1f} -> {after.pss_bytes / _MIB:.1f} MiB"
-            ),
+            f"descriptors {before.descriptors} -> {after.descriptors}, "
+            f"threads {before.threads} -> {after.threads}, "
+            f"PSS {before.pss_bytes / _MIB:.1f} -> {after.pss_bytes / _MIB:.1f} MiB",
         )
         yield (
             "all processes",
-            (
-                f"{before.processes} -> {after.processes}, PSS of the others "
-                f"{before.others_pss_bytes / _MIB:.0f} -> {after.others_pss_bytes / _MIB:.0f} MiB"
-            ),
+            f"{before.processes} -> {after.processes}, PSS of the others "
+            f"{before.others_pss_bytes / _MIB:.0f} -> {after.others_pss_bytes / _MIB:.0f} MiB",
         )
         yield (
             "shared memory",
-            (
-                f"{before.shared_bytes / _MIB:.1f} -> {after.shared_bytes / _MIB:.1f} MiB in "
-                f"{before.shared_files} -> {after.shared_files} pieces; files in /dev/shm "
-                f"{before.dev_shm_files} -> {after.dev_shm_files}"
-            ),
+            f"{before.shared_bytes / _MIB:.1f} -> {after.shared_bytes / _MIB:.1f} MiB in "
+            f"{before.shared_files} -> {after.shared_files} pieces; files in /dev/shm "
+            f"{before.dev_shm_files} -> {after.dev_shm_files}",
         )
 
     def _recovery(self) -> dict[Kind, tuple[LatencyHistogram, LatencyHistogram]]:
-        """Return how long it took to notice faults and to recover from them, by kind."""
         found: dict[Kind, tuple[LatencyHistogram, LatencyHistogram]] = {}
         for kind in _SIGNALS:
             if those := [each for each in self.recoveries if each.kind == kind]:
@@ -230,7 +212,6 @@ class ChaosReport:
         return found
 
     def _struck(self) -> dict[Kind, dict[int, int]]:
-        """Return how often each rank of split workers was struck, by kind of fault."""
         found: dict[Kind, dict[int, int]] = {}
         for kind in _SIGNALS:
             ranks = [r.rank for r in self.recoveries if r.kind == kind and r.rank is not None]
@@ -285,7 +266,6 @@ def _spread_text(times: LatencyHistogram) -> str:
 
 
 def _times(moments: Iterable[tuple[float, float | None]]) -> LatencyHistogram:
-    """Return the times from some moments to others, as far as these came."""
     found = LatencyHistogram()
     for began, ended in moments:
         if ended is not None:

@@ -27,18 +27,14 @@ class Holdings:
     descriptors: int
     """Open files of the front end."""
     threads: int
-    """Threads of the front end."""
     processes: int
     pss_bytes: int
     """Memory of the front end, in which shared pages count by share."""
     others_pss_bytes: int
-    """Memory of all other processes."""
     shared_bytes: int
     """Shared memory that any of them maps: anonymous (memfd) or in /dev/shm."""
     shared_files: int
-    """Pieces of that shared memory."""
     dev_shm_files: int
-    """Files in /dev/shm, whoever made them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,24 +83,12 @@ def holdings_of(front_end_pid: int, family: Sequence[psutil.Process]) -> Holding
         others_pss_bytes=sum(pss_of(pid).total for pid in others),
         shared_bytes=sum(shared.values()),
         shared_files=len(shared),
-        dev_shm_files=num_dev_shm_files(),
+        dev_shm_files=len(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else 0,
     )
 
 
-def num_dev_shm_files() -> int:
-    """Return the number of files in /dev/shm."""
-    try:
-        return len(os.listdir("/dev/shm"))
-    except OSError:
-        return 0
-
-
 async def read_ledger(connection: TrialConnection) -> LedgerReading:
-    """Read the counters of a service.
-
-    Raises:
-        NoAnswerError: There is no answer that tells.
-    """
+    """Read the counters of a service."""
     page = await connection.read("/metrics", _TIMEOUT_S)
     totals: Counter[str] = Counter()
     for family in text_string_to_metric_families(page.decode()):

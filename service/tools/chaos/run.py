@@ -18,7 +18,6 @@ from inferpool.service.tools.chaos.load import ChaosTally, NumberedLoad
 from inferpool.service.tools.chaos.plan import ChaosPlan, Fault
 from inferpool.service.tools.chaos.questions import (
     EchoQuestion,
-    KnownQuestion,
     Question,
     indistinct,
     learn,
@@ -35,11 +34,10 @@ from inferpool.service.tools.chaos.watch import Watch
 from inferpool.service.tools.trial import inputs
 from inferpool.service.tools.trial.connection import (
     NoAnswerError,
-    TrialConnection,
     TrialError,
     connected,
 )
-from inferpool.service.tools.trial.health import ModelState, ServiceHealth
+from inferpool.service.tools.trial.health import ServiceHealth
 from inferpool.service.tools.trial.screen import Interruption, Screen
 from inferpool.service.tools.trial.service import TrialService
 
@@ -50,7 +48,6 @@ EXIT_UNTESTED = 3
 EXIT_INTERRUPTED = 130
 """Nothing had broken until then: 128 and the number of SIGINT, as shells have it."""
 _NUM_INPUTS = 32
-"""Inputs made up for each model."""
 _QUIET_S = 2.0
 _MAX_START_S = 900.0
 _SETTLE_S = 60.0
@@ -81,18 +78,13 @@ def run(loaded: LoadedSettings, plan: ChaosPlan) -> int:
 
 @dataclass(slots=True)
 class _Knowledge:
-    """Facts about the service, learnt before anything was done to it."""
-
     questions: Sequence[Question]
     poisonable: Sequence[Question]
-    """Questions with one instance."""
     num_indistinct: int
     notes: list[str]
 
 
 class _ChaosRun:
-    """One run, from a service that starts to a report. Lives in the event loop."""
-
     def __init__(self, subject: TrialService, loaded: LoadedSettings, plan: ChaosPlan) -> None:
         self._subject = subject
         self._settings = loaded.settings
@@ -100,11 +92,6 @@ class _ChaosRun:
         self._numbers = itertools.count()
 
     async def run(self) -> ChaosReport:
-        """Do all of it.
-
-        Raises:
-            TrialError: There is nothing to test.
-        """
         self._interruption = Interruption(signal.SIGINT, signal.SIGTERM)
         with Screen(sys.stderr) as screen:
             screen.begin("starting the service")
@@ -116,7 +103,8 @@ class _ChaosRun:
             screen.begin("asking undisturbed")
             first = await self._ledger()
             quiet = ChaosTally()
-            await self._load(knowledge.questions, quiet, _over_after(_QUIET_S))
+            until = time.monotonic() + _QUIET_S
+            await self._load(knowledge.questions, quiet, lambda _: time.monotonic() > until)
             watch.close()  # which asks for a connection when it needs one
             before = await self._settled_holdings(None)
             screen.begin(f"asking under faults, {self._plan.text}")
@@ -155,6 +143,7 @@ class _ChaosRun:
         )
 
     async def _learn(self, health: ServiceHealth) -> _Knowledge:
+        plan = self._plan
         questions: list[Question] = []
         num_indistinct = 0
         notes = []
@@ -163,12 +152,17 @@ class _ChaosRun:
                 for model in health.models:
                     path = f"/predict/{model.name}"
                     is_echo = self._settings.models[model.name].source == "echo"
-                    if is_echo and not self._plan.inputs:
-                        questions.append(EchoQuestion(path, self._plan.seed))
+                    if is_echo and not plan.inputs:
+                        questions.append(EchoQuestion(path, plan.seed))
                         continue
-                    known = await self._known(connection, path, model)
+                    given = (
+                        inputs.read_inputs(plan.inputs)
+                        if plan.inputs
+                        else inputs.made_up(model, plan.seed, _NUM_INPUTS)
+                    )
+                    known = [await learn(connection, path, each, plan.tolerance) for each in given]
                     questions += known
-                    if pairs := indistinct(known):
+                    if pairs := indistinct(known, plan.tolerance):
                         num_indistinct += len(pairs)
                         names = " and ".join(pairs[0])
                         notes.append(
@@ -181,20 +175,9 @@ class _ChaosRun:
                 f"{self._subject.log_tail()}"
             ) from error
         poisonable = [question for question in questions if question.num_instances == 1]
-        if not poisonable and self._plan.every_s["poison"]:
+        if not poisonable and plan.every_s["poison"]:
             notes.append("no input is a single instance, so none was poisoned")
         return _Knowledge(questions, poisonable, num_indistinct, notes)
-
-    async def _known(
-        self, connection: TrialConnection, path: str, model: ModelState
-    ) -> list[KnownQuestion]:
-        plan = self._plan
-        given = (
-            inputs.read_inputs(plan.inputs)
-            if plan.inputs
-            else inputs.made_up(model, plan.seed, _NUM_INPUTS)
-        )
-        return [await learn(connection, path, each, plan.tolerance) for each in given]
 
     async def _load(
         self,
@@ -202,7 +185,6 @@ class _ChaosRun:
         tally: ChaosTally,
         is_over: Callable[[ChaosTally], bool],
     ) -> None:
-        """Ask until it is over; a service that is gone ends it, too."""
         load = NumberedLoad(
             address=self._subject.address,
             questions=questions,
@@ -305,11 +287,6 @@ class _ChaosRun:
             async with connected(self._subject.address) as connection:
                 return await read_ledger(connection)
         return None
-
-
-def _over_after(seconds: float) -> Callable[[ChaosTally], bool]:
-    until = time.monotonic() + seconds
-    return lambda _: time.monotonic() > until
 
 
 async def _end(task: "asyncio.Task[None]") -> None:

@@ -14,9 +14,7 @@ POISONABLE = "inferpool.models.sources.poisonable:Poisonable"
 def rows_for(loaded: LoadedSettings, *, can_be_poisoned: bool) -> list[Row]:
     """Return the user's settings as rows, with the changes that the test needs.
 
-    Args:
-        loaded: The user's settings.
-        can_be_poisoned: Wrap the models so that an input can kill their worker.
+    `can_be_poisoned` wraps the models so that an input can kill their worker.
     """
     every = rows_of(loaded)
     rows = [row for row in every if row[0][0] != "models"]
@@ -35,7 +33,6 @@ def _changed(key: Key, value: object, origin: str) -> Row:
 
 
 def _wrapped(rows: Sequence[Row], name: str, options: Mapping[str, object]) -> Iterator[Row]:
-    """Yield the rows of a model, with `Poisonable` around it."""
     place = ("models", name)
     inner: dict[str, object] = {"options": options}
     for key, value, origin in rows:

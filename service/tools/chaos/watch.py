@@ -42,9 +42,7 @@ class Recovery(msgspec.Struct, kw_only=True):
     worker: str
     incarnation: int
     rank: int | None = None
-    """Rank of the process that was struck, if the model is split over several."""
     processes: Sequence[psutil.Process] = ()
-    """All processes of that incarnation."""
     num_left_behind: int = 0
     """Processes that were still there when the successor was ready."""
     began: float
@@ -70,15 +68,10 @@ class Watch:
         return [each for each in self.recoveries if each.recovered is None]
 
     async def look(self) -> ServiceHealth:
-        """Return the state of all workers now.
-
-        Raises:
-            NoAnswerError: The service does not tell.
-            OSError: Nobody listens.
-        """
+        """Return the state of all workers now."""
         async with self._is_asking:
             if self._connection is None or not self._connection.is_open:
-                self._connection = await connect(self._address, lambda: None)
+                self._connection = await connect(self._address)
             return await read_health(self._connection)
 
     def add(self, recovery: Recovery) -> None:

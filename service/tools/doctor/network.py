@@ -18,7 +18,6 @@ from inferpool.service.settings.tls import TlsError, expiry_warning, server_cont
 _MIN_BACKLOG = 1024
 _ANSWER_S = 3.0
 _LIVE = b'{"status":"live"}'
-"""Answer of /health/live."""
 
 
 def check_address(settings: Settings, somaxconn: Path) -> Iterator[Finding]:

@@ -79,7 +79,6 @@ class ModelRoom:
 
     chosen: Placement
     num_replicas: int
-    """Replicas that the settings choose."""
     num_alone: int
     """Replicas if none were split."""
     num_devices: int
@@ -161,10 +160,10 @@ def judge(
         found = error(check, f"{chosen.name} does not fit: {reason}", advice)
     elif not chosen.fits:
         found = warning(check, f"{chosen.name} may not fit: {reason}", advice)
-    elif best.way.split != chosen.way.split and ratio is None:
-        found = warning(check, f"{chosen.name} is chosen, which costs throughput: {reason}", advice)
-    elif best.way.split != chosen.way.split and ratio is not None and ratio < 1:
-        cost = f"has {ratio:.2f} of the throughput of {best.name}"
+    elif best.way.split != chosen.way.split and (ratio is None or ratio < 1):
+        cost = "costs throughput"
+        if ratio is not None:
+            cost = f"has {ratio:.2f} of the throughput of {best.name}"
         found = warning(check, f"{chosen.name} is chosen, which {cost}: {reason}", advice)
     else:
         found = ok(check, reason)
@@ -205,8 +204,6 @@ def _with_speed(row: tuple[str, ...], speed: Speed | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PlacementOption:
-    """One way to place a model on this machine."""
-
     way: Way
     num_replicas: int
     need_bytes: int
@@ -243,7 +240,6 @@ class _PlacementOption:
 
     @property
     def settings(self) -> Mapping[str, object]:
-        """Settings of the model for this placement."""
         return {
             "placement": self.way.split or "replicate",
             "devices_per_replica": self.way.num_ranks if self.way.split else "auto",
@@ -266,7 +262,6 @@ class _PlacementOption:
 
 
 def _options(survey: Survey, room: ModelRoom, context_bytes: int) -> Iterator[_PlacementOption]:
-    """Yield all options, the preferred ones first."""
     beside = context_bytes if room.is_gpu else WORKER_BYTES
     beside += survey.activation_bytes or 0
     for way in survey.ways:

@@ -10,7 +10,6 @@ from inferpool.service.checks.findings import LEVELS, Finding
 
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
 _WIDTH = 100
-"""Width if the output is not a terminal."""
 
 
 def write_table(findings: Sequence[Finding], stream: TextIO) -> None:
@@ -53,25 +52,21 @@ def write_table(findings: Sequence[Finding], stream: TextIO) -> None:
     with console.capture() as capture:
         console.print(*tables, sep="")
     lines = [line.rstrip() for line in capture.get().splitlines()]
-    stream.write("\n".join([*lines, "", _summary(findings)]) + "\n")
+    summary = ", ".join(
+        f"{num} {level}{'s' if num != 1 and level != 'ok' else ''}"
+        for level, num in _counts(findings).items()
+        if num
+    )
+    stream.write("\n".join([*lines, "", summary]) + "\n")
 
 
 def write_json(findings: Sequence[Finding], stream: TextIO) -> None:
     """Write one JSON object: the findings in the order of the checks, and counts by level."""
-    counts = dict(_counts(findings))
+    counts = _counts(findings)
     json.dump({"counts": counts, "findings": [asdict(f) for f in findings]}, stream, indent=2)
     stream.write("\n")
 
 
-def _summary(findings: Iterable[Finding]) -> str:
-    words = [
-        f"{num} {level}{'s' if num != 1 and level != 'ok' else ''}"
-        for level, num in _counts(findings)
-        if num
-    ]
-    return ", ".join(words)
-
-
-def _counts(findings: Iterable[Finding]) -> list[tuple[str, int]]:
+def _counts(findings: Iterable[Finding]) -> dict[str, int]:
     counted = Counter(finding.level for finding in findings)
-    return [(level, counted[level]) for level in LEVELS]
+    return {level: counted[level] for level in LEVELS}

@@ -10,7 +10,6 @@ class Speed:
     """Measured speed of a placement."""
 
     rate: float = 0.0
-    """Inputs per second under full load."""
     ratio: float | None = None
     """Rate divided by that of the placement measured first; None for that one."""
     problem: str = ""
@@ -30,10 +29,6 @@ class Race(Protocol):
     ) -> Mapping[str, Speed]:
         """Start a service for each placement, and load it.
 
-        Args:
-            model: Name of the model.
-            ways: Settings of the model for each placement, by the placement's name. The first is
-                the reference for the others.
-            num_clients: Number of clients that ask at a time.
-            is_side_by_side: True if two services fit at a time, so that they can take turns.
+        `ways` has the model's settings for each placement, by the placement's name; the first is
+        the reference for the others. `is_side_by_side`: two services fit at a time, and take turns.
         """

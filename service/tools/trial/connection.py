@@ -16,7 +16,6 @@ from typing import cast
 import httptools
 
 Address = tuple[str, int]
-"""Host and port."""
 _HEAD_END = b"\r\n\r\n"
 _MAX_HEAD_BYTES = 1 << 16
 _NO_BODY = (204, 304)
@@ -57,11 +56,7 @@ class TrialConnection(asyncio.Protocol):
     """One connection with one request at a time. Lives in the event loop."""
 
     def __init__(self, on_stray: Callable[[], None] = lambda: None) -> None:
-        """Begin without a connection; `connect` makes them.
-
-        Args:
-            on_stray: Called for each answer, or piece of one, that no request had asked for.
-        """
+        """`on_stray` is called for each answer, or piece of one, that no request had asked for."""
         self.is_open = False
         self._on_stray = on_stray
         self._on_end: OnEnd | None = None
@@ -75,13 +70,9 @@ class TrialConnection(asyncio.Protocol):
     def send(
         self, request: bytes, on_end: OnEnd = lambda *_: None, request_id: bytes = b""
     ) -> None:
-        """Send a whole request, head and body.
+        """Send a whole request, head and body; `on_end` is called once.
 
-        Args:
-            request: What to send.
-            on_end: Called once.
-            request_id: Its X-Request-ID. With it, a second answer to the request before this one
-                is told from the answer to this one.
+        With its X-Request-ID, a second answer to the request before it is told from its own.
         """
         assert self._on_end is None, "one request at a time"
         assert self._transport is not None
@@ -120,7 +111,8 @@ class TrialConnection(asyncio.Protocol):
         Raises:
             NoAnswerError: There is no answer, or it is not 200.
         """
-        answer = await self.ask(request_head("GET", path) + b"\r\n", timeout_s)
+        request = f"GET {path} HTTP/1.1\r\nHost: inferpool\r\n\r\n".encode("latin-1")
+        answer = await self.ask(request, timeout_s)
         if answer.status != 200:
             raise NoAnswerError(f"{path} answers with {answer.status}")
         return answer.body
@@ -176,7 +168,7 @@ class TrialConnection(asyncio.Protocol):
                 self._num_missing = num_bytes - len(data)
                 return
             data = data[num_bytes:]
-            if self._is_second(answer):
+            if self._asked_id != self._answered_id == answer.request_id:  # of the request before
                 self._on_stray()
                 continue
             if data:
@@ -190,17 +182,8 @@ class TrialConnection(asyncio.Protocol):
         self._answered_id = self._asked_id
         on_end(self, answer)
 
-    def _is_second(self, answer: TrialAnswer) -> bool:
-        """Return whether this is another answer to the request before."""
-        return self._asked_id != self._answered_id == answer.request_id
-
     def _parse(self, data: bytes) -> tuple[TrialAnswer | None, int]:
-        """Return an answer and its length; or None and the least length it will have.
-
-        Raises:
-            ValueError: It is no HTTP.
-            HttpParserError: Its chunks are none.
-        """
+        """Return an answer and its length; or None and the least length it will have."""
         end = data.find(_HEAD_END)
         if end < 0:
             if len(data) > _MAX_HEAD_BYTES or not data.startswith(b"HTTP/1."[: len(data)]):
@@ -249,8 +232,6 @@ def _header(head: bytes, lower: bytes, name: bytes) -> bytes:
 
 
 class _Chunks:
-    """The body of an answer in chunks, as httptools reads it."""
-
     def __init__(self) -> None:
         self.body = bytearray()
         self.is_whole = False
@@ -292,11 +273,7 @@ async def connect(
 async def connected(
     address: Address, on_stray: Callable[[], None] = lambda: None
 ) -> AsyncIterator[TrialConnection]:
-    """Open a connection for the block.
-
-    Raises:
-        OSError: Nobody listens there.
-    """
+    """Open a connection for the block."""
     connection = await connect(address, on_stray)
     try:
         yield connection
@@ -304,27 +281,11 @@ async def connected(
         connection.close()
 
 
-def request_head(
-    method: str,
-    path: str,
-    *,
-    content_type: str = "",
-    num_bytes: int = 0,
-    headers: Mapping[str, str] | None = None,
-) -> bytes:
-    """Return the head of a request, without X-Request-ID and the empty line that ends it."""
-    fields = {"Host": "inferpool", "Content-Length": str(num_bytes)}
-    if content_type:
-        fields["Content-Type"] = content_type
-    lines = [f"{name}: {value}\r\n" for name, value in (fields | dict(headers or {})).items()]
-    return f"{method} {path} HTTP/1.1\r\n{''.join(lines)}".encode("latin-1")
-
-
 def post_request(
     path: str, body: bytes, content_type: str, headers: Mapping[str, str] | None = None
 ) -> bytes:
-    """Return a whole POST request; `headers` go before those it has by default."""
-    head = request_head(
-        "POST", path, content_type=content_type, num_bytes=len(body), headers=headers
-    )
-    return b"%s\r\n%s" % (head, body)
+    """Return a whole POST request; `headers` replace those it has by default."""
+    own = {"Host": "inferpool", "Content-Length": str(len(body)), "Content-Type": content_type}
+    lines = [f"{name}: {value}\r\n" for name, value in {**own, **(headers or {})}.items()]
+    head = f"POST {path} HTTP/1.1\r\n{''.join(lines)}\r\n"
+    return head.encode("latin-1") + body

@@ -1,7 +1,8 @@
 """Types of command-line flags, whose errors say what a value has to be. Imports little."""
 
 from argparse import ArgumentTypeError
-from math import isfinite
+from collections.abc import Callable
+from math import isfinite, nan
 from pathlib import Path
 
 
@@ -14,18 +15,12 @@ def count(text: str) -> int:
 
 def positive(text: str) -> float:
     """Read a number above 0."""
-    number = _finite(text)
-    if number is None or number <= 0:
-        raise ArgumentTypeError(f"{text!r} is not a number above 0")
-    return number
+    return _number(text, "above 0", lambda number: number > 0)
 
 
 def non_negative(text: str) -> float:
     """Read a number from 0."""
-    number = _finite(text)
-    if number is None or number < 0:
-        raise ArgumentTypeError(f"{text!r} is not a number from 0")
-    return number
+    return _number(text, "from 0", lambda number: number >= 0)
 
 
 def existing(text: str) -> Path:
@@ -44,9 +39,11 @@ def folder(text: str) -> Path:
     return path
 
 
-def _finite(text: str) -> float | None:
+def _number(text: str, what: str, fits: Callable[[float], bool]) -> float:
     try:
         number = float(text)
     except ValueError:
-        return None
-    return number if isfinite(number) else None
+        number = nan
+    if not isfinite(number) or not fits(number):
+        raise ArgumentTypeError(f"{text!r} is not a number {what}")
+    return number

@@ -9,6 +9,7 @@ import gc
 import multiprocessing
 import os
 import queue
+import resource
 import select
 import selectors
 import signal
@@ -38,13 +39,10 @@ _NUM_BINS = 120
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tick:
-    """News from one process."""
-
     index: int
     at_s: float
     """From the start of measuring; negative while it warms up."""
     tally: LoadTally
-    """Counts since the last news."""
     num_in_flight: int
     num_waiting: int
     cpu_s: float
@@ -54,8 +52,6 @@ class _Tick:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shared:
-    """Means by which the processes of a run and the one that has started them talk."""
-
     news: "multiprocessing.Queue[_Tick | str]"
     """Ticks, or why a process cannot begin."""
     stop: Event
@@ -80,12 +76,10 @@ class LoadRun:
     busiest_core: float = 0.0
     """Share of a core that the busiest process took: near 1, and it is what was measured."""
     generator_cores: float = 0.0
-    """Cores that all of the processes took."""
     is_complete: bool = False
-    """The plan was carried out to its end."""
 
     def __post_init__(self) -> None:
-        """Begin with bins that are fine enough for the plan."""
+        """Make the bins fine enough for the plan."""
         self.series = LoadSeries(max(_MIN_BIN_S, (self.plan.duration_s or 60) / _NUM_BINS))
 
     @property
@@ -121,12 +115,9 @@ def run_load(
 ) -> LoadRun:
     """Load a service from processes that end with this call; returns `run`.
 
-    Ctrl-C stops them, and is raised once they have told what they know.
-
-    Args:
-        run: Names the plan, whose parts must be picklable; gets what becomes known.
-        num_processes: How many, at most as many as connections and requests.
-        watch: Called four times a second or more; the load stops when it returns False.
+    `run` gets what becomes known; the parts of its plan must be picklable. Ctrl-C stops the
+    processes, and is raised once they have told what they know. `watch` is called four times a
+    second or more; the load stops when it returns False.
 
     Raises:
         TrialError: A process could not begin, or ended by itself.
@@ -170,7 +161,6 @@ def run_load(
 def _stop(
     run: LoadRun, processes: Sequence[SpawnProcess], shared: _Shared, last: dict[int, _Tick]
 ) -> None:
-    """Have the processes end now, and take in what they know."""
     shared.stop.set()
     until = time.monotonic() + _STOP_S
     _listen(run, processes, shared, last, lambda: time.monotonic() < until)
@@ -217,10 +207,10 @@ def _take_in(run: LoadRun, tick: _Tick, last: Collection[_Tick]) -> None:
 
 
 def _generate(plan: LoadPlan, index: int, shared: _Shared, parent_pid: int) -> None:
-    """Carry out a plan: all that a process of the load runs."""
     die_with_parent(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _raise_file_limit()
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     try:
         generator = LoadGenerator(plan)
     except OSError as error:
@@ -284,11 +274,3 @@ else:  # kqueue waits to the nanosecond
 def precise_loop() -> asyncio.AbstractEventLoop:
     """Return a new event loop that wakes in time: an open loop is as good as its timers."""
     return asyncio.SelectorEventLoop(_PreciseSelector())
-
-
-def _raise_file_limit() -> None:
-    if sys.platform != "win32":
-        import resource
-
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -3,7 +3,7 @@
 import io
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -56,10 +56,7 @@ class TrialInput:
 def made_up(model: ModelState, seed: int, count: int) -> list[TrialInput]:
     """Make up inputs for a model that declares what it takes, or shows an example of it.
 
-    Args:
-        model: The model as /health describes it.
-        seed: Decides what they are.
-        count: Number of inputs; an example that is no text is used once.
+    An example that is no text is used once, whatever the count.
 
     Raises:
         TrialError: Nobody can know what it takes.
@@ -83,10 +80,7 @@ def read_inputs(
 ) -> list[TrialInput]:
     """Read a file that is a request body, or all those of a folder whose suffixes are known.
 
-    Args:
-        path: The file or folder.
-        content_type: What a file of an unknown suffix is.
-        flag: Who names the path, for messages.
+    A file of an unknown suffix needs a `content_type`; messages name the path as `flag`.
 
     Raises:
         TrialError: There is no such file, or one cannot be read.
@@ -121,20 +115,6 @@ def read_inputs(
     return inputs
 
 
-def safetensors_of(arrays: Mapping[str, tuple[str, NDArray[np.generic]]]) -> bytes:
-    """Write arrays in the safetensors format; each comes with its dtype as torch names it."""
-    tensors = {
-        name: RawTensor(dtype, array.shape, memoryview(array.tobytes()))
-        for name, (dtype, array) in arrays.items()
-    }
-    return b"".join(safetensors_parts(tensors))
-
-
-def echo_texts(seed: int) -> str:
-    """Return letters that requests to `echo` take pieces of, so that they differ in length."""
-    return "".join(random.Random(seed).choices("abcdefghijklmnopqrstuvwxyz", k=1024))
-
-
 def is_image(specs: Sequence[TensorSpec]) -> bool:
     """Return whether a model takes encoded images."""
     return len(specs) == 1 and specs[0].name == "image" and specs[0].dtype == "uint8"
@@ -143,14 +123,16 @@ def is_image(specs: Sequence[TensorSpec]) -> bool:
 def _made_up(specs: Sequence[TensorSpec], name: str, rng: np.random.Generator) -> TrialInput:
     if is_image(specs):
         return TrialInput(name=name, body=_photo(rng), content_type="image/jpeg")
-    arrays = {spec.name: (spec.dtype, _array(spec, rng)) for spec in specs}
-    return TrialInput(
-        name=name, body=safetensors_of(arrays), content_type="application/safetensors"
-    )
+    arrays = {spec.name: (spec, _array(spec, rng)) for spec in specs}
+    tensors = {
+        name: RawTensor(spec.dtype, array.shape, memoryview(array.tobytes()))
+        for name, (spec, array) in arrays.items()
+    }
+    body = b"".join(safetensors_parts(tensors))
+    return TrialInput(name=name, body=body, content_type="application/safetensors")
 
 
 def _text(name: str, rng: random.Random) -> TrialInput:
-    """Return a piece of prose; most are short, as most texts are."""
     words = PROSE.split()
     num_words = min(int(rng.lognormvariate(_LOG_WORDS, 1)) + 2, _MAX_WORDS)
     start = rng.randrange(len(words) - num_words)

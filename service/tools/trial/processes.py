@@ -18,7 +18,6 @@ class Family:
     """A front end and all processes under it."""
 
     def __init__(self, front_end: subprocess.Popen[bytes]) -> None:
-        """Look at nothing yet."""
         self._front_end = front_end
         self._known: set[psutil.Process] = set()
 
@@ -92,7 +91,6 @@ class LogReader:
     """Keeps the end of a service's log, and why the service gave up."""
 
     def __init__(self) -> None:
-        """Begin with nothing."""
         self._first_failure = ""
         self._end = ""
         self._tail: deque[str] = deque(maxlen=_NUM_TAIL_LINES)

@@ -86,16 +86,8 @@ def line_chart(
 ) -> Chart:
     """Draw points, by the name of their line.
 
-    Args:
-        title: What is to be seen.
-        x_label: What x is, and its unit.
-        y_label: What y is, and its unit.
-        lines: The points of each line.
-        mode: As plotly has it: "lines", "markers" or "lines+markers".
-        log_x: Whether x is logarithmic.
-        log_y: Whether y is logarithmic.
-        x_ticks: Values of x to mark, with their names; some round ones by default.
-        limit: A value of y to draw, with its name.
+    `mode` is plotly's: "lines", "markers" or "lines+markers". `x_ticks` are the values of x to
+    mark, with their names; `limit` is a value of y to draw, with its name.
     """
     data = [
         {"type": "scatter", "mode": mode, "name": name,
@@ -105,28 +97,12 @@ def line_chart(
     x_axis: dict[str, object] = {"type": "log"} if log_x else {"rangemode": "tozero"}
     if x_ticks:
         x_axis |= {"tickvals": [x for x, _ in x_ticks], "ticktext": [text for _, text in x_ticks]}
-    layout = _layout(title, x_label, y_label, x_axis, log_y=log_y)
-    if limit:
-        layout["shapes"] = [
-            {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": limit[0], "y1": limit[0],
-             "line": {"color": _FAINT, "dash": "dash", "width": 1},
-             "label": {"text": limit[1], "textposition": "end"}}
-        ]  # fmt: skip
-    return Chart(data=data, layout=layout)
-
-
-def _layout(
-    title: str, x_label: str, y_label: str, x_axis: Mapping[str, object], *, log_y: bool = False
-) -> dict[str, object]:
+    y_axis = {"type": "log"} if log_y else {"rangemode": "tozero"}
     look = {"gridcolor": _GRID, "zerolinecolor": _GRID}
-    return {
+    layout: dict[str, object] = {
         "title": {"text": escape(title)},
         "xaxis": {"title": {"text": escape(x_label)}, **look, **x_axis},
-        "yaxis": {
-            "title": {"text": escape(y_label)},
-            **look,
-            **({"type": "log"} if log_y else {"rangemode": "tozero"}),
-        },
+        "yaxis": {"title": {"text": escape(y_label)}, **look, **y_axis},
         "colorway": list(_COLOURS),
         "font": {"color": _FAINT},
         "paper_bgcolor": "rgba(0,0,0,0)",
@@ -134,6 +110,13 @@ def _layout(
         "height": 360,
         "margin": {"l": 60, "r": 20, "t": 50, "b": 50},
     }
+    if limit:
+        layout["shapes"] = [
+            {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": limit[0], "y1": limit[0],
+             "line": {"color": _FAINT, "dash": "dash", "width": 1},
+             "label": {"text": limit[1], "textposition": "end"}}
+        ]  # fmt: skip
+    return Chart(data=data, layout=layout)
 
 
 def console_for(stream: TextIO) -> Console:
@@ -167,11 +150,7 @@ def _rich_table(table: ReportTable) -> RichTable:
 
 
 def write_page(path: Path, title: str, subtitle: str, parts: Iterable[Part]) -> None:
-    """Write a report as one HTML file that asks nothing of the network.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Write a report as one HTML file that asks nothing of the network."""
     shown = list(parts)
     body = "\n".join(_html(part) for part in shown)
     script = ""
@@ -223,11 +202,7 @@ def _html_row(cells: Sequence[str], texts: Sequence[int], tag: str) -> str:
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
-    """Write figures, with when, where and by which command they came about.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Write figures, with when, where and by which command they came about."""
     document = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,

@@ -19,12 +19,6 @@ class Screen:
     """Shows progress. A context manager: leaving it clears the bar."""
 
     def __init__(self, stream: TextIO, text: str = "") -> None:
-        """Show nothing yet.
-
-        Args:
-            stream: The stream to write to.
-            text: What is done first; only a terminal shows it.
-        """
         self._console = Console(file=stream, highlight=False)
         rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
         self._progress = Progress(
@@ -51,12 +45,7 @@ class Screen:
             self._progress.stop()
 
     def begin(self, text: str, line_every_s: float = 5.0) -> None:
-        """Say what is being done now.
-
-        Args:
-            text: What.
-            line_every_s: Seconds between two lines of figures where there is no terminal.
-        """
+        """Say what is being done now; without a terminal, figures follow line by line."""
         self._line_every_s = line_every_s
         self._progress.update(self._task, description=text, total=None, figures="")
         if not self._console.is_terminal:
@@ -76,12 +65,7 @@ class Interruption:
     """A signal that asks for the end of a run. Lives in the event loop."""
 
     def __init__(self, *numbers: int, on_first: Callable[[], object] = lambda: None) -> None:
-        """Take signals from now on.
-
-        Args:
-            numbers: Which, SIGINT among them.
-            on_first: Called at the first one.
-        """
+        """Take these signals from now on, SIGINT among them."""
         self.has_come = False
         self._on_first = on_first
         for number in numbers:

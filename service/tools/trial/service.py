@@ -27,7 +27,6 @@ _STOP_S = 30.0
 _LINGER_S = 2.0
 """How long the other processes of a service may outlive its front end."""
 _TELEMETRY = "OTEL_"
-"""Prefix of the standard variables of OpenTelemetry."""
 _LEFT_OUT = (
     *KEY_SETTINGS,
     *(f"{name}_file" for name in KEY_SETTINGS),
@@ -44,11 +43,7 @@ class TrialService:
     """A service while it runs. A context manager: leaving it kills all its processes."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
-        """Start nothing yet.
-
-        Args:
-            rows: Its settings, except where it listens and how it logs.
-        """
+        """Take settings, except where the service listens and how it logs."""
         self.address: Address = (HOST, _free_port())
         own: list[Row] = [
             (("host",), HOST, "trial"),
@@ -102,12 +97,7 @@ class TrialService:
         return [] if self._family is None else self._family.alive()
 
     async def health(self) -> ServiceHealth:
-        """Return the state of its workers.
-
-        Raises:
-            NoAnswerError: There is no answer that tells.
-            OSError: Nobody listens.
-        """
+        """Return the state of its workers."""
         async with connected(self.address) as connection:
             return await read_health(connection)
 

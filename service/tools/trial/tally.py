@@ -19,7 +19,6 @@ class LatencyHistogram:
     __slots__ = ("counts", "max_s", "min_s", "num", "sum_s")
 
     def __init__(self) -> None:
-        """Begin with nothing."""
         self.counts: Counter[int] = Counter()
         self.num = 0
         self.sum_s = 0.0
@@ -72,7 +71,6 @@ class LatencyHistogram:
         return {name: round(each * 1e3, 3) for name, each in figures.items()}
 
     def _ranks(self) -> Iterator[tuple[int, float]]:
-        """Yield each bucket's last rank and its latency."""
         num = 0
         for bucket in sorted(self.counts):
             num += self.counts[bucket]
@@ -90,7 +88,6 @@ class LoadTally:
     latency: LatencyHistogram = field(default_factory=LatencyHistogram)
     """Latencies of good answers, from the moment their request was due."""
     refusal: LatencyHistogram = field(default_factory=LatencyHistogram)
-    """Latencies of all other answers."""
     given_up: LatencyHistogram = field(default_factory=LatencyHistogram)
     """How long the requests had waited that got no answer."""
     lateness: LatencyHistogram = field(default_factory=LatencyHistogram)
@@ -101,13 +98,11 @@ class LoadTally:
     sent_bytes: int = 0
     """Bytes of requests, with their heads."""
     received_bytes: int = 0
-    """Bytes of the bodies of answers."""
     num_in_time: int = 0
     """Good answers that came in the measured time, whenever their requests were due."""
     num_unfinished: int = 0
     """Requests under way when the run was stopped early: neither good nor bad."""
     sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Whatever else a judge adds up, by name."""
 
     @property
     def num_good(self) -> int:
@@ -152,7 +147,6 @@ class LoadSeries:
     """Tallies over time in bins of equal width; neighbours are merged when there are too many."""
 
     def __init__(self, width_s: float) -> None:
-        """Begin with bins of this width."""
         self.width_s = width_s
         self.bins: list[LoadTally] = []
 

@@ -3,10 +3,10 @@
 import contextlib
 import time
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from inferpool.models.vision import photos
 from inferpool.service.settings.loader import LoadedSettings, Row
 from inferpool.service.tools.trial.connection import (
     NoAnswerError,
@@ -30,29 +30,21 @@ if TYPE_CHECKING:
 _MAX_START_S = 900.0
 _ASK_S = 120.0
 _PATIENCE_S = 60.0
-"""How long a client waits for an answer under load."""
 _SEED = 1
 _NUM_MADE_UP = 8
 _ECHO_BYTES = 1024
+_PHOTOS = Path(photos.__file__).parent
 _WARM_S = 0.5
 _WARM_PIPELINE_S = 5.0
 """A pipeline tries into how many pieces batches go best, and computes the first of them twice: 16
 clients of minilm_l6 got a fifth less in its first four seconds than in the four that followed."""
 NUM_ROUNDS = 3
-"""Rounds into which the seconds of a candidate are divided."""
 
 
 class ServiceCandidate:
     """A service that runs, and its load. See `search.Candidate`."""
 
     def __init__(self, subject: TrialService, warm_s: float, round_s: float) -> None:
-        """Take a service that is ready.
-
-        Args:
-            subject: The service.
-            warm_s: How long it is kept busy before it is measured.
-            round_s: How long a round of measuring is.
-        """
         self.memory_bytes = 0
         self._subject = subject
         self._warm_s = warm_s
@@ -60,11 +52,7 @@ class ServiceCandidate:
         self._requests: Sequence[bytes] = ()
 
     async def warm_up(self, requests: Sequence[bytes], connections: int) -> None:
-        """Check that it answers, and keep it busy for a moment.
-
-        Raises:
-            TrialError: It gives no good answers.
-        """
+        """Check that it answers, and keep it busy for a moment."""
         try:
             async with connected(self._subject.address) as connection:
                 for request in requests:
@@ -93,9 +81,6 @@ class ServiceCandidate:
         """Ask for so long at least, and until each client has had two answers.
 
         The first answers, which come while the queue fills, do not count.
-
-        Raises:
-            TrialError: No answer was good.
         """
         plan = LoadPlan(
             address=self._subject.address,
@@ -116,19 +101,9 @@ class ServiceStarter:
     """Starts services with the user's settings, changed. See `search.CandidateStarter`."""
 
     def __init__(self, loaded: LoadedSettings, model: str, plan: TunePlan) -> None:
-        """Start nothing yet.
-
-        Args:
-            loaded: The user's settings, with one model.
-            model: Its name.
-            plan: With what and for how long a candidate is asked.
-        """
         self.preset = "exact"
-        """Speed preset in use with the user's settings."""
         self.decode = "exact"
-        """How inputs are decoded with the user's settings."""
         self.num_fronts = 1
-        """Number of processes that take calls with the user's settings."""
         own = loaded.settings.models[model]
         self._source = own.source
         self._placement = own.placement
@@ -138,18 +113,13 @@ class ServiceStarter:
         self._requests: Sequence[bytes] = ()
         """The requests; the first service says what it takes."""
         self._most_bytes = 0
-        """Most memory that a candidate has taken."""
 
     def now(self) -> float:
         """See `search.CandidateStarter`."""
         return time.monotonic()
 
     async def start(self, changes: Changes) -> ServiceCandidate:
-        """See `search.CandidateStarter`.
-
-        Raises:
-            TrialError: It does not come up.
-        """
+        """See `search.CandidateStarter`."""
         if self._most_bytes > available_bytes():
             raise TrialError("there is no memory for a second service beside the best one")
         subject = TrialService(self._changed(changes))
@@ -197,17 +167,5 @@ def choose_inputs(given: Path | None, source: str, model: ModelState) -> list[Tr
         body = bytes(_ECHO_BYTES)
         return [TrialInput(name="1 KiB", body=body, content_type="application/octet-stream")]
     if is_image(model.inputs):
-        return _photographs()
+        return read_inputs(_PHOTOS)
     return made_up(model, _SEED, _NUM_MADE_UP)
-
-
-def _photographs() -> list[TrialInput]:
-    found = [
-        each
-        for each in files("inferpool.models.vision.photos").iterdir()
-        if each.name.endswith(".jpg")
-    ]
-    return [
-        TrialInput(name=each.name, body=each.read_bytes(), content_type="image/jpeg")
-        for each in sorted(found, key=lambda each: each.name)
-    ]

@@ -40,9 +40,7 @@ class KnobFacts:
     preset: str = "exact"
     """Speed preset in use with the user's settings."""
     decode: str = "exact"
-    """How inputs are decoded with the user's settings."""
     num_fronts: int = 1
-    """Processes that take calls with the user's settings."""
 
     @property
     def own(self) -> ModelSettings:
@@ -56,12 +54,7 @@ class KnobFacts:
 
 
 def knobs_for(facts: KnobFacts, fixed: frozenset[str]) -> list[Knob]:
-    """Return the knobs that a model has on this host.
-
-    Args:
-        facts: The model and the host.
-        fixed: Settings to leave as they are.
-    """
+    """Return the knobs that a model has on this host, without those of `fixed` settings."""
     found = []
     for name, ways_of in _KNOBS.items():
         ways = [list(way) for way in ways_of(facts)]

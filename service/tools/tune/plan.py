@@ -19,7 +19,6 @@ class Goal:
     connections: int = 64
     """Number of clients; each asks again when it has its answer."""
     p99_ms: float | None = None
-    """Limit of the 99th percentile of the latency."""
 
     def is_met(self, p99_s: float, spare: float = 1.0) -> bool:
         """Return whether a latency keeps the limit, with a factor to spare."""
@@ -35,13 +34,11 @@ class TunePlan:
     """Least seconds for which a candidate is measured, in rounds that take turns with the best."""
     budget_s: float
     """Seconds for the whole run; candidates that remain then are not tried."""
-    inputs: Path | None
+    inputs: Path | None = None
     """File of a request body, or folder of them; None takes photographs, or makes inputs up."""
-    output: Path | None
-    """File for the settings; None is stdout."""
-    html: Path | None
-    is_json: bool
-    """Print all figures as JSON, and the text for people on stderr."""
+    output: Path | None = None
+    html: Path | None = None
+    is_json: bool = False
 
 
 def add_flags(parser: ArgumentParser) -> None:

@@ -16,9 +16,7 @@ from inferpool.service.tools.tune.plan import Goal, TunePlan
 from inferpool.service.tools.tune.search import Candidate, CandidateStarter
 
 _SECS = 3.0
-"""Least seconds for which each placement is measured."""
 _MAX_S = 300.0
-"""Longest time for each placement, its start included."""
 
 
 class PlacementRace:
@@ -41,10 +39,6 @@ class PlacementRace:
             goal=Goal(connections=num_clients),
             secs=_SECS,
             budget_s=_MAX_S * len(ways),
-            inputs=None,
-            output=None,
-            html=None,
-            is_json=False,
         )
         starter = ServiceStarter(_alone(self._loaded, model), model, plan)
         course = measured(
@@ -105,7 +99,6 @@ async def measured(
 
 
 def _alone(loaded: LoadedSettings, model: str) -> LoadedSettings:
-    """Return the settings with one of the models alone."""
     settings = loaded.settings
     only = {"models": {model: settings.models[model]}, "default_model": model}
     return LoadedSettings(settings=settings.model_copy(update=only), origins=loaded.origins)

@@ -22,7 +22,6 @@ _MARKS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _MIB = 2**20
 _COLUMNS, _LINES = 60, 14
 _MARGIN = 0.08
-"""Share of the range that is left free on each side."""
 _BUSY_CORES = 0.5
 """Clients that take more cores than this are a part of what was measured."""
 
@@ -44,14 +43,12 @@ class TuneReport:
     model: str
     source: str
     preset: str
-    """Speed preset in use with the user's settings."""
     goal: Goal
     outcome: SearchOutcome
     seconds: float
     date: str
     is_interrupted: bool = False
     failure: str = ""
-    """Reason for an early end; empty if there was none."""
 
     @property
     def best(self) -> Tried:
@@ -80,11 +77,7 @@ class TuneReport:
         return ReportTable(title="", columns=columns, rows=rows, texts=(0, 1, 8))
 
     def page(self, settings: str) -> list[Part]:
-        """Return the parts of a page.
-
-        Args:
-            settings: The text of the settings file.
-        """
+        """Return the parts of a page, with the text of the settings file."""
         parts: list[Part] = [Note(text=line) for line in self.conclusion()]
         if points := self.points:
             lines = {"no other is better in both": front(points)}
@@ -265,12 +258,7 @@ def front(points: Sequence[TradeOff]) -> list[TradeOff]:
 
 
 def text_chart(points: Sequence[TradeOff], p99_ms: float | None) -> list[str]:
-    """Draw each candidate by its mark, with a star before it if it is of the front.
-
-    Args:
-        points: The candidates.
-        p99_ms: The objective, drawn as a line.
-    """
+    """Draw each candidate by its mark, with a star before it if it is of the front."""
     x_low, x_high = _range([point.p99_ms for point in points])
     y_low, y_high = _range([point.rate for point in points])
     grid = [[" "] * (_COLUMNS + 2) for _ in range(_LINES)]

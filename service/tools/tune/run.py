@@ -36,10 +36,7 @@ _TICK_S = 0.2
 def run(loaded: LoadedSettings, whole: LoadedSettings, plan: TunePlan) -> int:
     """Tune the one model of some settings; returns the exit status.
 
-    Args:
-        loaded: The settings, with that model alone.
-        whole: What the user's file says, with all of its models: what is written has the rest.
-        plan: What to do.
+    `whole` is what the user's file says, with all of its models: what is written has the rest.
     """
     try:
         report = uvloop.run(_TuneRun(loaded, plan).run())
@@ -89,8 +86,6 @@ def _write_files(plan: TunePlan, report: TuneReport, text: str, *, has_settings:
 
 
 class _TuneRun:
-    """One run. Lives in the event loop."""
-
     def __init__(self, loaded: LoadedSettings, plan: TunePlan) -> None:
         (self._model,) = loaded.settings.models
         self._loaded = loaded
@@ -106,12 +101,22 @@ class _TuneRun:
             signal.SIGINT, signal.SIGTERM, signal.SIGHUP, on_first=task.cancel
         )
         failure = ""
+        settings = self._loaded.settings
         with Screen(sys.stderr) as screen:
             search = Search(self._starter, self._plan.goal, self._plan.budget_s, screen.begin)
             showing = asyncio.create_task(self._show(search, screen))
             try:
                 await search.begin()
-                await search.run(knobs_for(self._facts(), self._fixed()))
+                facts = KnobFacts(
+                    settings=settings,
+                    model=self._model,
+                    host=find_host(settings.cuda_visible_devices),
+                    goal=self._plan.goal,
+                    preset=self._starter.preset,
+                    decode=self._starter.decode,
+                    num_fronts=self._starter.num_fronts,
+                )
+                await search.run(knobs_for(facts, self._fixed()))
             except (TrialError, BestLostError) as error:
                 failure = str(error)
             except asyncio.CancelledError:
@@ -124,7 +129,7 @@ class _TuneRun:
                     await showing
         return TuneReport(
             model=self._model,
-            source=self._loaded.settings.models[self._model].source,
+            source=settings.models[self._model].source,
             preset=self._starter.preset,
             goal=self._plan.goal,
             outcome=search.outcome,
@@ -132,18 +137,6 @@ class _TuneRun:
             date=datetime.now(UTC).strftime("%Y-%m-%d"),
             is_interrupted=interruption.has_come,
             failure=failure,
-        )
-
-    def _facts(self) -> KnobFacts:
-        settings = self._loaded.settings
-        return KnobFacts(
-            settings=settings,
-            model=self._model,
-            host=find_host(settings.cuda_visible_devices),
-            goal=self._plan.goal,
-            preset=self._starter.preset,
-            decode=self._starter.decode,
-            num_fronts=self._starter.num_fronts,
         )
 
     def _fixed(self) -> frozenset[str]:

@@ -20,13 +20,11 @@ _HOPELESS = 0.9
 """A candidate with a lower ratio in its first pair of rounds gets no more of them."""
 _NUM_PAIRS = 3
 _MAX_PAIRS = 5
-"""Number of pairs if three leave it open."""
 _NUM_FINAL_PAIRS = 7
 """At most one of these may speak against the best: without any gain, that is 1 in 16."""
 _SPARE = 1.1
 """The load keeps the objective with this factor to spare, since rounds vary."""
 _MAX_LOADS = 5
-"""Most loads that are tried to find one that keeps the objective."""
 
 Verdict = Literal["default", "better", "no better", "worse", "late", "fails"]
 
@@ -38,7 +36,6 @@ class LoadSample:
     seconds: float = 0.0
     tally: LoadTally = field(default_factory=LoadTally)
     generator_s: float = 0.0
-    """CPU time that the clients took."""
 
     @property
     def rate(self) -> float:
@@ -125,21 +122,16 @@ class SearchOutcome:
     gain: float = 1.0
     """Gain of the best over the user's settings, measured in turns at the end."""
     is_confirmed: bool = False
-    """The best was measured once more at the end."""
     connections: int = 0
-    """Number of clients in the last comparisons."""
     is_out_of_reach: bool = False
     """The objective is not kept even for one client at a time, so that latencies are compared."""
     untried: list[str] = field(default_factory=list)
-    """Knobs for which the budget was too short."""
     needed_s: float = 0.0
     """Budget that would have sufficed for one more candidate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Comparison:
-    """A challenger against the best."""
-
     ratio: float
     is_better: bool
     best: LoadSample
@@ -160,14 +152,7 @@ class Search:
         budget_s: float,
         on_trial: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Begin nothing yet.
-
-        Args:
-            starter: Starts candidates.
-            goal: What to look for.
-            budget_s: Nothing is begun that is likely to end later.
-            on_trial: Gets a text that says what is being done now.
-        """
+        """Take a budget, after which nothing ends; `on_trial` gets what is done now."""
         self.outcome = SearchOutcome(connections=goal.connections)
         self._starter = starter
         self._goal = goal
@@ -175,17 +160,11 @@ class Search:
         self._budget_s = budget_s
         self._on_trial = on_trial
         self._starts_s: list[float] = []
-        """Seconds that each start took."""
         self._round_s = 0.0
-        """Seconds that the longest round took."""
         self._best: Candidate | None = None
 
     async def begin(self) -> Candidate:
-        """Start a service with the user's settings, and find the load under which to compare.
-
-        Raises:
-            TrialError: They do not serve.
-        """
+        """Start a service with the user's settings, and find the load under which to compare."""
         self._on_trial("the settings as they are")
         self._best = await self._start({})
         base = Tried(changes={}, connections=self._goal.connections)
@@ -215,7 +194,6 @@ class Search:
             await best.close()
 
     async def _vary(self, knob: Knob) -> bool:
-        """Climb the ladders of a knob; return whether one gained."""
         for way in knob.ways:
             has_gained = False
             for step in way:
@@ -236,10 +214,7 @@ class Search:
         return False
 
     def _needed_s(self) -> float:
-        """Estimate the time from the start of the search to the end of one more trial.
-
-        The confirmation after it is included.
-        """
+        """Estimate the time to the end of one more trial, with the confirmation after it."""
         start_s = max(self._starts_s[1:] or self._starts_s)  # the first may have had more to do
         num_rounds = 2 * (_MAX_PAIRS + _NUM_FINAL_PAIRS)
         return self._starter.now() - self._began + 2 * start_s + num_rounds * self._round_s
@@ -258,25 +233,25 @@ class Search:
         tried = Tried(changes=changes, connections=self.outcome.connections)
         self.outcome.tried.append(tried)
         challenger: Candidate | None = None
+        is_better = False
         try:
             challenger = await self._start(changes)
             tried.memory_bytes = challenger.memory_bytes
             found = await self._compare(self._best, challenger)
+            tried.sample, tried.ratio = found.challenger, found.ratio
+            tried.gain = self.outcome.best.gain * found.ratio
+            tried.verdict = self._verdict(found)
+            is_better = found.is_better
         except TrialError as error:
             tried.verdict, tried.reason = "fails", str(error).splitlines()[0]
-            if challenger is not None:
-                await challenger.close()
             return False
         except BaseException:
             self.outcome.tried.remove(tried)  # nothing is known of it
-            if challenger is not None:
-                await challenger.close()
             raise
-        tried.sample, tried.ratio = found.challenger, found.ratio
-        tried.gain = self.outcome.best.gain * found.ratio
-        tried.verdict = self._verdict(found)
-        if not found.is_better:
-            await challenger.close()
+        finally:
+            if challenger is not None and not is_better:
+                await challenger.close()
+        if not is_better:
             return False
         former, self._best = self._best, challenger
         self.outcome.best = tried
@@ -302,7 +277,8 @@ class Search:
             ratios.append(self._ratio(a, b))
             if ratios[0] < _HOPELESS and not is_final:
                 break
-            if len(ratios) >= least and not _is_open(ratios):
+            is_open = abs(statistics.median(ratios) - LEAST_GAIN) < _error(ratios)
+            if len(ratios) >= least and not is_open:
                 break
         ratio = statistics.median(ratios)
         is_better = ratio >= LEAST_GAIN and ratio - _error(ratios) > 1
@@ -316,7 +292,6 @@ class Search:
         return _Comparison(ratio=ratio, is_better=is_better, best=ours, challenger=theirs)
 
     def _ratio(self, best: LoadSample, challenger: LoadSample) -> float:
-        """Return the factor by which the challenger is better."""
         if self.outcome.is_out_of_reach:
             return best.percentile_s(99) / max(challenger.percentile_s(99), 1e-9)
         return challenger.rate / max(best.rate, 1e-9)
@@ -394,11 +369,6 @@ class Search:
 def text_of(changes: Changes) -> str:
     """Return settings for people: `replicas 1, threads_per_replica 2`."""
     return ", ".join(f"{name} {value}" for name, value in changes.items())
-
-
-def _is_open(ratios: Sequence[float]) -> bool:
-    """Return whether more rounds could decide."""
-    return abs(statistics.median(ratios) - LEAST_GAIN) < _error(ratios)
 
 
 def _error(ratios: Sequence[float]) -> float:

@@ -12,11 +12,8 @@ def settings_text(
 ) -> str:
     """Return the text of the file.
 
-    Args:
-        loaded: The settings with which the one model was tuned.
-        whole: What the user's file says, with all of its models.
-        changes: What to set for the one.
-        comments: What to say above.
+    `loaded` has the settings with which the one model was tuned; `whole` is what the user's file
+    says, with all of its models.
     """
     (model,) = loaded.settings.models
     values = {key_of(name, model): value for name, value in changes.items()}
@@ -44,7 +41,6 @@ def _merged(loaded: LoadedSettings, whole: LoadedSettings, model: str) -> list[R
 
 
 def _is_said(key: tuple[str, ...], origin: str) -> bool:
-    """Return whether a setting belongs in the file: it is no default, nor of the environment."""
     if key[0] == "models" and key[2] == "source":
         return True
     return origin != "default" and (key[0] == "models" or not origin.startswith("environment"))
