@@ -39,11 +39,7 @@ class BodySource:
     seed: int = 0
 
     def bodies(self) -> list[TrialInput]:
-        """Read or make them.
-
-        Raises:
-            TrialError: A file cannot be read or sent.
-        """
+        """Read or make them."""
         if self.image:
             singles = _images(*self.image, self.seed)
         elif self.text_words is not None:

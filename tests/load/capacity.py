@@ -23,9 +23,7 @@ class CapacitySearch:
     precision: float = 0.05
     """By which share the rate that fails may exceed the one that holds at the end."""
     low: float = 0.0
-    """The highest rate that held."""
     high: float = math.inf
-    """The lowest rate that failed."""
 
     def next_rate(self) -> float | None:
         """Return the rate to try; None when the search is over."""
@@ -90,12 +88,8 @@ def climb(
 ) -> None:
     """Try rates until the search is over; a rate that fails gets a second chance.
 
-    Args:
-        plan: One step; its rate is replaced.
-        search: Where to look.
-        ramp: Gets the steps as they are done, so that an interruption loses none.
-        num_processes: How many share the load.
-        begin: Announces a step, and returns what shows how far it has come.
+    `plan` is one step, whose rate is replaced. `ramp` gets the steps as they are done, so that an
+    interruption loses none. `begin` announces a step, and returns what shows how far it has come.
     """
 
     def attempt(rate: float, title: str) -> RampStep:

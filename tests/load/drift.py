@@ -5,6 +5,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from inferpool.service.tools.trial.generators import LoadRun
 from inferpool.service.tools.trial.tally import LatencyHistogram
 
@@ -63,14 +65,9 @@ def find_drift(run: LoadRun) -> Drift | None:
 
 def _slope(values: Sequence[float], width_s: float) -> Slope:
     hours = [number * width_s / 3600 for number in range(len(values))]
-    line = statistics.linear_regression(hours, values)
-    rests = [
-        value - line.intercept - line.slope * hour
-        for hour, value in zip(hours, values, strict=True)
-    ]
-    spread = statistics.variance(hours) * (len(hours) - 1)
-    error = math.sqrt(sum(rest * rest for rest in rests) / (len(values) - 2) / spread)
-    return Slope(mean=statistics.fmean(values), per_hour=line.slope, error_per_hour=2 * error)
+    (slope, _), covariance = np.polyfit(hours, values, 1, cov=True)
+    error = math.sqrt(covariance[0, 0])
+    return Slope(mean=statistics.fmean(values), per_hour=slope, error_per_hour=2 * error)
 
 
 def _p99_ms(latencies: Sequence[LatencyHistogram]) -> float:

@@ -3,11 +3,13 @@
 import argparse
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from math import inf
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
+from inferpool.service.settings.address import key_of
+from inferpool.service.settings.names import FlagError
 from inferpool.service.tools.trial.connection import TrialError
 from inferpool.service.tools.trial.flags import count, positive
 from tests.load.bodies import BodySource
@@ -68,11 +70,7 @@ class Options:
 
 
 def read_options(argv: Sequence[str] | None = None) -> Options:
-    """Read the command line; ends the process with a message if it is wrong.
-
-    Raises:
-        TrialError: It names something that cannot be used.
-    """
+    """Read the command line; ends the process with a message if it is wrong."""
     args = _parser().parse_args(argv)
     connections = args.connections or (16 if args.kind == "closed" else _OPEN_CONNECTIONS)
     num_requests = getattr(args, "requests", None)
@@ -197,15 +195,7 @@ def _add_results(verb: argparse.ArgumentParser, kind: str) -> None:
 
 
 def _thresholds(args: argparse.Namespace) -> Thresholds:
-    given = Thresholds(
-        p50_ms=args.p50_ms,
-        p90_ms=args.p90_ms,
-        p99_ms=args.p99_ms,
-        p999_ms=args.p999_ms,
-        errors=args.errors,
-        min_rate=args.min_rate,
-        max_drift=getattr(args, "max_drift", None),
-    )
+    given = Thresholds(**{each.name: getattr(args, each.name, None) for each in fields(Thresholds)})
     if args.kind != "ramp":
         return given
     p99_ms = given.p99_ms if any(given.percentiles()) else _RAMP_P99_MS
@@ -246,21 +236,11 @@ def _headers(args: argparse.Namespace) -> dict[str, str]:
         headers[name.strip()] = value.strip()
     if args.timeout_ms:
         headers["X-Timeout-Ms"] = str(args.timeout_ms)
-    if args.key_file:
-        headers["Authorization"] = f"Bearer {_key(args.key_file)}"
-    return headers
-
-
-def _key(file: Path) -> str:
-    """Return the first line of the file that is a key."""
     try:
-        lines = [line.strip() for line in file.read_text().splitlines()]
-    except OSError as error:
-        raise TrialError(f"--key-file {file}: {error.strerror}") from error
-    for line in lines:
-        if line and not line.startswith("#"):
-            return line
-    raise TrialError(f"--key-file {file}: holds no key")
+        key = key_of(args.key_file, {}, "")
+    except FlagError as error:
+        raise TrialError(str(error)) from error
+    return headers | ({"Authorization": f"Bearer {key}"} if key else {})
 
 
 def _seconds(text: str) -> float:

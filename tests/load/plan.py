@@ -4,7 +4,8 @@ import json
 from functools import partial
 from urllib.parse import urlsplit
 
-from inferpool.service.tools.trial.connection import TrialAnswer, post_request
+from inferpool.service.tools.chaos.questions import problem_code
+from inferpool.service.tools.trial.connection import post_request
 from inferpool.service.tools.trial.load import LoadExchange, LoadPlan
 from inferpool.service.tools.trial.tally import LoadTally
 from tests.load.options import Options
@@ -16,11 +17,7 @@ _RETRY_S, _RETRIES = "retry-after s", "retry-after"
 
 
 def plan_for(options: Options) -> LoadPlan:
-    """Return what to send.
-
-    Raises:
-        TrialError: A file cannot be read or sent.
-    """
+    """Return what to send."""
     parts = urlsplit(options.url)
     is_encrypted = parts.scheme == "https"
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
@@ -56,7 +53,8 @@ def judge(expect: str | None, exchange: LoadExchange, tally: LoadTally) -> str:
         if retry_after:
             tally.sums[_RETRIES] += 1
             tally.sums[_RETRY_S] += int(retry_after) if retry_after.isdigit() else 0  # else a date
-        return _problem(answer)
+        is_json = b"json" in answer.header(b"content-type")
+        return f"{answer.status} {problem_code(answer.body) if is_json else ''}"[:60].strip()
     return f"no {expect!r} in the answer" if expect and not _has_field(answer.body, expect) else ""
 
 
@@ -70,17 +68,6 @@ def timings_ms(tally: LoadTally) -> dict[str, float]:
 def retry_after(tally: LoadTally) -> tuple[int, float]:
     """Return how many answers had a Retry-After, and the sum of what they said in seconds."""
     return round(tally.sums.get(_RETRIES, 0)), tally.sums.get(_RETRY_S, 0)
-
-
-def _problem(answer: TrialAnswer) -> str:
-    """Return the status, and the code of an RFC 9457 problem if the answer is one."""
-    code = ""
-    if b"json" in answer.header(b"content-type"):
-        try:
-            code = json.loads(answer.body).get("code", "")
-        except (ValueError, AttributeError):
-            code = ""
-    return f"{answer.status} {code}"[:60].strip()
 
 
 def _has_field(body: bytes, name: str) -> bool:

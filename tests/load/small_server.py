@@ -5,15 +5,13 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
 _START_TIMEOUT_S = 20.0
-
-Behaviour = Callable[["SmallServer"], Awaitable[tuple[int, dict[str, str], bytes]]]
 
 
 class SmallServer:
@@ -41,61 +39,29 @@ class SmallServer:
         if len(self.bodies) < 100:
             self.bodies.append(body)
             self.headers.append({k.decode(): v.decode() for k, v in scope["headers"]})
-        status, headers, answer = await _BEHAVIOURS[scope["path"]](self)
+        status, headers, answer = await self._answer(scope["path"])
         head = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": status, "headers": head})
         await send({"type": "http.response.body", "body": answer})
 
-
-async def _predict(_server: SmallServer) -> tuple[int, dict[str, str], bytes]:
-    headers = {"server-timing": "queue;dur=1.5, inference;dur=2.5", "content-length": "18"}
-    return 200, headers, b'{"predictions":[]}'
-
-
-async def _busy(server: SmallServer) -> tuple[int, dict[str, str], bytes]:
-    if server.num_requests % 2:
-        headers = {"content-type": "application/problem+json", "retry-after": "3"}
-        return 429, headers, b'{"code":"overloaded"}'
-    return await _predict(server)
-
-
-async def _stall(server: SmallServer) -> tuple[int, dict[str, str], bytes]:
-    if server.num_requests == 100:
-        time.sleep(0.8)  # noqa: ASYNC251  # the whole server stands still
-    return await _predict(server)
-
-
-async def _one_lane(server: SmallServer) -> tuple[int, dict[str, str], bytes]:
-    """50 requests per second, one after the other."""
-    async with server.lane:
-        await asyncio.sleep(0.02)
-    return await _predict(server)
-
-
-async def _ageing(server: SmallServer) -> tuple[int, dict[str, str], bytes]:
-    await asyncio.sleep(0.01 + 0.1 * (time.monotonic() - server.began))
-    return await _predict(server)
-
-
-async def _silent(_server: SmallServer) -> tuple[int, dict[str, str], bytes]:
-    await asyncio.sleep(3600)
-    raise AssertionError
-
-
-async def _missing(_server: SmallServer) -> tuple[int, dict[str, str], bytes]:
-    return 404, {"content-type": "text/plain"}, b"no such model"
-
-
-_BEHAVIOURS: dict[str, Behaviour] = {
-    "/predict": _predict,
-    "/predict/mine": _predict,
-    "/busy": _busy,
-    "/stall": _stall,
-    "/lane": _one_lane,
-    "/ageing": _ageing,
-    "/silent": _silent,
-    "/missing": _missing,
-}
+    async def _answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
+        match path:
+            case "/missing":
+                return 404, {"content-type": "text/plain"}, b"no such model"
+            case "/busy" if self.num_requests % 2:
+                headers = {"content-type": "application/problem+json", "retry-after": "3"}
+                return 429, headers, b'{"code":"overloaded"}'
+            case "/stall" if self.num_requests == 100:
+                time.sleep(0.8)  # noqa: ASYNC251  # the whole server stands still
+            case "/lane":  # 50 requests per second, one after the other
+                async with self.lane:
+                    await asyncio.sleep(0.02)
+            case "/ageing":
+                await asyncio.sleep(0.01 + 0.1 * (time.monotonic() - self.began))
+            case "/silent":
+                await asyncio.sleep(3600)
+        headers = {"server-timing": "queue;dur=1.5, inference;dur=2.5", "content-length": "18"}
+        return 200, headers, b'{"predictions":[]}'
 
 
 @contextlib.contextmanager

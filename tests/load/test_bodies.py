@@ -9,17 +9,6 @@ from inferpool.service.tools.trial.connection import TrialError
 from tests.load.bodies import BodySource
 
 
-def test_a_folder_gives_its_files_with_the_types_of_their_suffixes(tmp_path):
-    (tmp_path / "a.jpg").write_bytes(b"jpeg")
-    (tmp_path / "b.npy").write_bytes(b"npy")
-    (tmp_path / "notes.txt").write_text("not sent")
-    bodies = BodySource(path=tmp_path).bodies()
-    assert [(each.body, each.content_type) for each in bodies] == [
-        (b"jpeg", "image/jpeg"),
-        (b"npy", "application/x-npy"),
-    ]
-
-
 def test_a_file_of_unknown_suffix_needs_a_type(tmp_path):
     file = tmp_path / "x.raw"
     file.write_bytes(b"1")
@@ -27,13 +16,6 @@ def test_a_file_of_unknown_suffix_needs_a_type(tmp_path):
         BodySource(path=file).bodies()
     body = BodySource(path=file, content_type="application/octet-stream").bodies()[0]
     assert body.content_type == "application/octet-stream"
-
-
-@pytest.mark.parametrize("name", ["nowhere", "empty"])
-def test_a_path_without_bodies_is_an_error(tmp_path, name):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(TrialError, match=name):
-        BodySource(path=tmp_path / name).bodies()
 
 
 def test_synthetic_images_have_their_size_and_are_the_same_for_a_seed():

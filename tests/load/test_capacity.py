@@ -19,10 +19,6 @@ def test_the_capacity_is_found_to_the_precision(capacity):
     assert len(tried) < 20
 
 
-def test_a_highest_rate_is_not_passed():
-    found, tried = _found(CapacitySearch(start=20.0, max_rate=100.0), 1e9)
-    assert found == max(tried) == 100.0
-
-
-def test_the_search_ends_if_no_rate_holds():
-    assert _found(CapacitySearch(start=20.0), 0.0)[0] == 0.0
+@pytest.mark.parametrize(("capacity", "found"), [(1e9, 100.0), (0.0, 0.0)])
+def test_the_search_ends_at_the_highest_rate_or_when_no_rate_holds(capacity, found):
+    assert _found(CapacitySearch(start=20.0, max_rate=100.0), capacity)[0] == found

@@ -44,15 +44,10 @@ class Thresholds:
 
     def percentiles(self) -> Iterator[tuple[str, float, float]]:
         """Yield the bounds of latencies: name, percentile and milliseconds."""
-        known = (
-            ("p50", 50.0, self.p50_ms),
-            ("p90", 90.0, self.p90_ms),
-            ("p99", 99.0, self.p99_ms),
-            ("p99.9", 99.9, self.p999_ms),
-        )
-        for name, percent, limit_ms in known:
+        limits = (self.p50_ms, self.p90_ms, self.p99_ms, self.p999_ms)
+        for percent, limit_ms in zip((50.0, 90.0, 99.0, 99.9), limits, strict=True):
             if limit_ms is not None:
-                yield name, percent, limit_ms
+                yield f"p{percent:g}", percent, limit_ms
 
     def misses(self, run: LoadRun) -> list[str]:
         """Say in sentences which thresholds were missed."""

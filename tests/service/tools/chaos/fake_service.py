@@ -12,10 +12,9 @@ Act = str
 """ok, wrong, swapped, lost, silent, twice, late_twice, wrong_id, refused, expired or failed."""
 
 
-def answer(number: int, body: object, status: int = 200, *, request_id: int | None = None) -> bytes:
+def answer(number: int, body: object, status: int = 200) -> bytes:
     text = json.dumps(body, separators=(",", ":")).encode()
-    shown = number if request_id is None else request_id
-    head = f"HTTP/1.1 {status} X\r\ncontent-length: {len(text)}\r\nx-request-id: {shown}\r\n\r\n"
+    head = f"HTTP/1.1 {status} X\r\ncontent-length: {len(text)}\r\nx-request-id: {number}\r\n\r\n"
     return head.encode() + text
 
 
@@ -29,43 +28,30 @@ class FakeService:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
-            number, body = await read_request(reader)
+            request_id, body = await read_request(reader)
             self.num_requests += 1
-            if not await self._answer(int(number), json.loads(body), writer):
+            number, act = int(request_id), self._act(int(request_id))
+            right = answer(number, {"predictions": json.loads(body)["instances"]})
+            if act == "lost":
                 return
-
-    async def _answer(
-        self, number: int, body: dict[str, list[object]], writer: asyncio.StreamWriter
-    ) -> bool:
-        """Answer a request; return whether to keep the connection."""
-        right = {"predictions": body["instances"]}
-        match self._act(number):
-            case "wrong":
-                writer.write(answer(number, {"predictions": [{"n": number, "text": "!"}]}))
-            case "swapped":
-                writer.write(answer(number, {"predictions": [{"n": number + 1, "text": "a"}]}))
-            case "lost":
-                return False
-            case "silent":
+            if act == "silent":
                 await asyncio.sleep(60)
-            case "twice":
-                writer.write(2 * answer(number, right))
-            case "late_twice":
-                writer.write(answer(number, right))
-                await asyncio.sleep(0.01)
-                writer.write(answer(number, right))
-            case "wrong_id":
-                writer.write(answer(number, right, request_id=number + 1))
-            case "refused" if number not in self._refused:
+            if act == "refused" and number not in self._refused:
                 self._refused.add(number)
                 writer.write(answer(number, {"code": "overloaded"}, 429))
-            case "expired":
-                writer.write(answer(number, {"code": "deadline_exceeded"}, 504))
-            case "failed":
-                writer.write(answer(number, {"code": "worker_crashed"}, 500))
-            case _:
-                writer.write(answer(number, right))
-        return True
+                continue
+            others = {
+                "wrong": answer(number, {"predictions": [{"n": number, "text": "!"}]}),
+                "swapped": answer(number, {"predictions": [{"n": number + 1, "text": "a"}]}),
+                "twice": 2 * right,
+                "wrong_id": right.replace(b"x-request-id: ", b"x-request-id: 9"),
+                "expired": answer(number, {"code": "deadline_exceeded"}, 504),
+                "failed": answer(number, {"code": "worker_crashed"}, 500),
+            }
+            writer.write(others.get(act, right))
+            if act == "late_twice":
+                await asyncio.sleep(0.01)
+                writer.write(right)
 
 
 async def read_request(reader: asyncio.StreamReader) -> tuple[str, bytes]:

@@ -154,10 +154,6 @@ def test_report_says_which_ranks_of_split_workers_were_struck():
     assert "  SIGKILL        rank 0 1 times, rank 1 2 times" in text
     document = json.loads(json.dumps(report(recoveries=recoveries).as_dict()))
     assert document["struck"] == {"kill": {"0": 1, "1": 2}}
-
-
-def test_report_is_json_too():
-    document = json.loads(json.dumps(report().as_dict()))
     assert document["problems"] == []
     assert document["chaos"]["right"] == 100
     assert document["recovery_ms"]["kill"]["recovered"]["worst"] == 2000

@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from inferpool.service.settings.loader import LoadedSettings, load
+from inferpool.service.settings.loader import load
 from inferpool.service.tools.chaos.subject import rows_for
 
 _FILE = """
@@ -19,30 +19,23 @@ batch_timeout_s = 11.0
 """
 
 
-def loaded(tmp_path: Path, text: str = _FILE, **environ: str) -> LoadedSettings:
-    (tmp_path / "inferpool.toml").write_text(text)
-    return load({}, environ, tmp_path)
-
-
 def rows(tmp_path: Path, *, can_be_poisoned: bool) -> dict[tuple[str, ...], object]:
-    found = loaded(tmp_path, INFERPOOL_PREDICT_KEYS="k" * 20)
+    (tmp_path / "inferpool.toml").write_text(_FILE)
+    found = load({}, {"INFERPOOL_PREDICT_KEYS": "k" * 20}, tmp_path)
     return {key: value for key, value, _ in rows_for(found, can_be_poisoned=can_be_poisoned)}
 
 
-def test_settings_of_the_user_are_kept_except_address_and_keys(tmp_path: Path):
+def test_settings_of_the_user_are_kept_except_address_keys_and_the_default_batch_timeout(
+    tmp_path: Path,
+):
     found = rows(tmp_path, can_be_poisoned=False)
     assert found["default_timeout_s",] == 7.0
-    assert ("port",) not in found
     assert found["speed_search",] is False
     assert found["models", "mine", "source"] == "torchvision:resnet18"
     assert found["models", "mine", "replicas"] == 3
-    assert not [key for key in found if "keys" in key[0] or "tls" in key[0]]
-
-
-def test_batch_timeout_is_short_unless_the_user_has_set_it(tmp_path: Path):
-    found = rows(tmp_path, can_be_poisoned=False)
     assert found["models", "mine", "batch_timeout_s"] == 5.0
     assert found["models", "echo", "batch_timeout_s"] == 11.0
+    assert not [key for key in found if key == ("port",) or "keys" in key[0] or "tls" in key[0]]
 
 
 def test_each_model_is_wrapped_in_poisonable(tmp_path: Path):

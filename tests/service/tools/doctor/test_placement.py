@@ -18,13 +18,14 @@ from inferpool.service.checks.facts import gather
 from inferpool.service.checks.findings import Finding
 from inferpool.service.settings.loader import load
 from inferpool.service.tools.doctor import report
-from inferpool.service.tools.doctor.placement import judge, room_for
+from inferpool.service.tools.doctor.placement import ModelRoom, judge, room_for
 from inferpool.service.tools.doctor.speeds import Speed
 from inferpool.workers.beside.peak import PeakMemory
 from inferpool.workers.host.devices import Gpu, Host
 
 GIB = 1 << 30
 CPU = torch.device("cpu")
+TWO_CORES = Host(cpus=(0, 1), num_cores=2)
 Ways = Mapping[str, Mapping[str, object]]
 
 
@@ -54,10 +55,14 @@ def tower() -> Survey:
     return surveyed(ModuleModel(Tower), {2: 24 * GIB, 4: 24 * GIB})
 
 
-def advice(tower: Survey, host: Host, tmp_path: Path, **flags: str) -> Finding:
-    settings = load({"model": "torchvision:resnet18", **flags}, {}, tmp_path).settings
+def room_of(host: Host, folder: Path, **flags: str) -> ModelRoom:
+    settings = load({"model": "torchvision:resnet18", **flags}, {}, folder).settings
     (name,) = settings.models
-    return judge(name, tower, room_for(name, gather(settings, host), settings), 400 << 20)
+    return room_for(name, gather(settings, host), settings)
+
+
+def advice(tower: Survey, host: Host, tmp_path: Path, **flags: str) -> Finding:
+    return judge("m", tower, room_of(host, tmp_path, **flags), 400 << 20)
 
 
 def test_model_of_60_gib_is_a_pipeline_over_four_gpus_of_24(tower: Survey, tmp_path: Path):
@@ -71,12 +76,9 @@ def test_model_of_60_gib_is_a_pipeline_over_four_gpus_of_24(tower: Survey, tmp_p
     assert (fits["2 of pipeline x2"], fits["pipeline x4"]) == ("no", "yes")
     split = advice(tower, gpus(4), tmp_path, placement="pipeline", devices_per_replica="4")
     assert split.level == "ok"
-
-
-def test_model_that_fits_nowhere_gets_advice_on_gpus(tower: Survey, tmp_path: Path):
-    found = advice(tower, gpus(2), tmp_path)
-    assert found.level == "error"
-    assert "3 such GPUs would be enough" in found.advice
+    fits_nowhere = advice(tower, gpus(2), tmp_path)
+    assert fits_nowhere.level == "error"
+    assert "3 such GPUs would be enough" in fits_nowhere.advice
 
 
 def test_needless_split_is_a_warning(tower: Survey, tmp_path: Path):
@@ -89,16 +91,14 @@ def test_needless_split_is_a_warning(tower: Survey, tmp_path: Path):
 
 def raced(survey: Survey, folder: Path, speeds: Mapping[str, Speed]) -> tuple[Finding, Ways]:
     """Return the finding on a placement by tensor, and the placements that were measured."""
-    settings = load({"model": "torchvision:resnet18", "placement": "tensor"}, {}, folder).settings
-    (name,) = settings.models
-    room = room_for(name, gather(settings, Host(cpus=(0, 1), num_cores=2)), settings)
+    room = room_of(TWO_CORES, folder, placement="tensor")
     asked: list[Ways] = []
 
     def race(model: str, ways: Ways, **_: object) -> Mapping[str, Speed]:
         asked.append(ways)
         return speeds
 
-    found = judge(name, replace_bytes(survey, 1 << 20), room, race=race)
+    found = judge("m", replace_bytes(survey, 1 << 20), room, race=race)
     return found, asked[0]
 
 
@@ -132,11 +132,7 @@ def test_reason_for_a_missing_measurement_leaves_room_for_the_other_columns(
 
 
 def test_processes_on_a_cpu_share_its_memory(tower: Survey, tmp_path: Path):
-    settings = load({"model": "torchvision:resnet18"}, {}, tmp_path).settings
-    facts = replace(gather(settings, Host(cpus=(0, 1), num_cores=2)), available_bytes=64 * GIB)
-    (name,) = settings.models
-    room = replace(room_for(name, facts, settings), device_bytes=63 * GIB)
-    found = judge(name, tower, room)
+    found = judge("m", tower, replace(room_of(TWO_CORES, tmp_path), device_bytes=63 * GIB))
     assert found.advice == 'set placement = "replicate", replicas = 1'
     assert "2 replicas do not fit, but one does, with 60.2 GiB of 63.0 GiB" in found.message
 

@@ -14,22 +14,21 @@ from inferpool.service.tools.trial.connection import TrialError
 from inferpool.service.tools.trial.service import TrialService, rows_of
 from tests.e2e.running import left_over
 
-_STARTER = """
-import time
+_SUBJECT = """
+import asyncio, time
 from pathlib import Path
 from inferpool.service.settings.loader import load
 from inferpool.service.tools.trial.service import TrialService, rows_of
-with TrialService(rows_of(load({"model": "echo"}, {}, Path("/")))) as subject:
+subject = TrialService(rows_of(load({"model": "echo"}, {}, Path("/"))))
+"""
+_STARTER = """
+with subject:
     print(subject.pid, flush=True)
     time.sleep(60)
 """
 _STOPPER = """
-import asyncio
-from pathlib import Path
-from inferpool.service.settings.loader import load
-from inferpool.service.tools.trial.service import TrialService, rows_of
 async def stop():
-    with TrialService(rows_of(load({"model": "echo"}, {}, Path("/")))) as subject:
+    with subject:
         await subject.until_ready(50.0)
         print(len(subject.family()), *await subject.stop())
 asyncio.run(stop())
@@ -68,7 +67,7 @@ def test_a_service_on_trial_sends_no_traces(monkeypatch: pytest.MonkeyPatch):
 
 def test_service_does_not_outlive_whoever_started_it_however_that_ends(tmp_path: Path):
     starter = subprocess.Popen(
-        [sys.executable, "-c", _STARTER],
+        [sys.executable, "-c", _SUBJECT + _STARTER],
         env={**os.environ, "TMPDIR": str(tmp_path)},  # nobody is left to clear it
         stdout=subprocess.PIPE,
         text=True,
@@ -86,7 +85,7 @@ def test_service_does_not_outlive_whoever_started_it_however_that_ends(tmp_path:
 
 
 def test_zombies_do_not_count_as_left_over():
-    command = [sys.executable, "-c", _CARELESS_GUARDIAN, _STOPPER]
+    command = [sys.executable, "-c", _CARELESS_GUARDIAN, _SUBJECT + _STOPPER]
     done = subprocess.run(command, capture_output=True, text=True, timeout=3 * _TIMEOUT_S)
     num_processes, exit_code, num_left = done.stdout.split()
     assert int(num_processes) >= 3, done.stderr

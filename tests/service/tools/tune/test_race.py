@@ -2,19 +2,18 @@
 
 import asyncio
 import io
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-import inferpool.service.tools.doctor.placement
-import inferpool.service.tools.tune.candidates
-import inferpool.service.tools.tune.race
 from inferpool.service.checks.facts import gather
 from inferpool.service.settings.loader import load
+from inferpool.service.tools.doctor import placement
 from inferpool.service.tools.doctor.placement import check_ways
 from inferpool.service.tools.doctor.speeds import Speed
 from inferpool.service.tools.trial.screen import Screen
+from inferpool.service.tools.tune import candidates
+from inferpool.service.tools.tune import race as racing
 from inferpool.service.tools.tune.race import PlacementRace, measured
 from inferpool.workers.host.devices import Host
 from tests.service.tools.tune.fake_starter import FakeStarter
@@ -24,34 +23,28 @@ pytestmark = pytest.mark.measures
 RATES = {"replicate": 1000.0, "pipeline": 700.0, "tensor": 0.0}
 
 
-def raced(starter: FakeStarter, *, is_side_by_side: bool) -> Mapping[str, Speed]:
+@pytest.mark.parametrize(("is_side_by_side", "most_alive"), [(True, 2), (False, 1)])
+def test_placements_take_turns_with_the_first_or_run_one_at_a_time(
+    is_side_by_side: bool, most_alive: int
+):
+    starter = FakeStarter(
+        lambda changes: RATES[str(changes["placement"])], drift=0.5 if is_side_by_side else 0
+    )
     ways = {f"{name} x2": {"placement": name} for name in RATES}
     quiet = Screen(io.StringIO())
     course = measured(starter, "m", ways, quiet, num_clients=32, is_side_by_side=is_side_by_side)
-    return asyncio.run(course)
-
-
-def test_each_placement_takes_turns_with_the_first():
-    starter = FakeStarter(lambda changes: RATES[str(changes["placement"])], drift=0.5)
-    found = raced(starter, is_side_by_side=True)
+    found = asyncio.run(course)
     assert found["replicate x2"].ratio is None
     assert found["pipeline x2"].ratio == pytest.approx(0.7, rel=0.05)
     assert found["tensor x2"] == Speed(problem="the service ended with exit code 3")
-    assert (starter.most_alive, starter.alive) == (2, [])
-
-
-def test_placements_run_one_at_a_time_if_two_have_no_room():
-    starter = FakeStarter(lambda changes: RATES[str(changes["placement"])], drift=0)
-    found = raced(starter, is_side_by_side=False)
-    assert found["pipeline x2"].ratio == pytest.approx(0.7, rel=0.05)
-    assert (starter.most_alive, starter.alive) == (1, [])
+    assert (starter.most_alive, starter.alive) == (most_alive, [])
 
 
 def test_nothing_is_measured_on_a_machine_that_is_busy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(inferpool.service.tools.doctor.placement, "_LOOK_S", 0.01)
-    monkeypatch.setattr(inferpool.service.tools.doctor.placement, "_BUSY", -1.0)
+    monkeypatch.setattr(placement, "_LOOK_S", 0.01)
+    monkeypatch.setattr(placement, "_BUSY", -1.0)
     loaded = load({"model": "echo"}, {}, tmp_path)
     facts = gather(loaded.settings, Host(cpus=(0, 1), num_cores=2))
     race = PlacementRace(loaded, Screen(io.StringIO()))
@@ -63,13 +56,11 @@ def test_nothing_is_measured_on_a_machine_that_is_busy(
 def test_placements_of_a_model_are_started_and_put_under_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(inferpool.service.tools.doctor.placement, "_LOOK_S", 0.01)
-    monkeypatch.setattr(
-        inferpool.service.tools.doctor.placement, "_BUSY", 100.0
-    )  # other tests run beside it
-    monkeypatch.setattr(inferpool.service.tools.tune.race, "_SECS", 0.3)
-    monkeypatch.setattr(inferpool.service.tools.tune.candidates, "_WARM_S", 0.1)
-    monkeypatch.setattr(inferpool.service.tools.tune.candidates, "_WARM_PIPELINE_S", 0.1)
+    monkeypatch.setattr(placement, "_LOOK_S", 0.01)
+    monkeypatch.setattr(placement, "_BUSY", 100.0)  # other tests run beside it
+    monkeypatch.setattr(racing, "_SECS", 0.3)
+    monkeypatch.setattr(candidates, "_WARM_S", 0.1)
+    monkeypatch.setattr(candidates, "_WARM_PIPELINE_S", 0.1)
     source = "tests.small_classifier:SmallClassifier"
     loaded = load({"model": source, "devices": "cpu", "speed": "exact"}, {}, tmp_path)
     facts = gather(loaded.settings, Host(cpus=(0, 1), num_cores=2))
