@@ -58,11 +58,6 @@ class RampStep:
         """The rate kept the thresholds."""
         return not self.missed
 
-    @property
-    def is_generators(self) -> bool:
-        """The generator itself could do no more."""
-        return self.run.busiest_core > BUSY_CORE
-
 
 @dataclass(slots=True)
 class Ramp:

@@ -146,7 +146,7 @@ def ramp_table(ramp: Ramp) -> ReportTable:
         tally = step.run.tally
         figures = tally.latency.summary_ms()
         verdict = "holds" if step.holds else "; ".join(step.missed)
-        if not step.holds and step.is_generators:
+        if not step.holds and step.run.busiest_core > BUSY_CORE:
             verdict += " (the generator is the limit)"
         rows.append((
             f"{step.rate:,.1f}", f"{step.run.rate:,.1f}", f"{figures['p50']:,.2f}",

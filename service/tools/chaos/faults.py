@@ -191,7 +191,7 @@ class Faults:
         while True:
             self.poisonings.num_attempts += 1
             try:
-                async with connected(self.address, self._on_stray) as connection:
+                async with connected(self.address, tally.note_stray) as connection:
                     answer = await connection.ask(request, self.timeout_s + PATIENCE_S)
             except (OSError, NoAnswerError) as error:
                 tally.lost += 1
@@ -213,7 +213,3 @@ class Faults:
             f"{answer.body[:200]!r}"
         )
         return False
-
-    def _on_stray(self) -> None:
-        self.tally.duplicated += 1
-        self.tally.note("an answer came to a poison that had one")

@@ -50,6 +50,11 @@ class ChaosTally:
         if len(self.examples) < _MAX_EXAMPLES:
             self.examples.append(text)
 
+    def note_stray(self) -> None:
+        """Count an answer that came when nobody had asked, or had been answered."""
+        self.duplicated += 1
+        self.note("an answer came that nobody had asked for")
+
     @property
     def num_settled(self) -> int:
         """Numbers that have come to their end."""
@@ -96,7 +101,7 @@ class NumberedLoad:
         began = time.monotonic()
         while True:
             if connection is None or not connection.is_open:
-                connection = await connect(self.address, self._on_stray)
+                connection = await connect(self.address, self.tally.note_stray)
             tally.num_instances_sent += question.num_instances
             asked = time.monotonic()
             try:
@@ -136,7 +141,3 @@ class NumberedLoad:
             complaint = f"{answer.status} {problem_code(answer.body)} {answer.body[:200]!r}"
         tally.wrong += 1
         tally.note(f"request {number} is wrong: {complaint}")
-
-    def _on_stray(self) -> None:
-        self.tally.duplicated += 1
-        self.tally.note("an answer came that nobody had asked for")

@@ -18,8 +18,7 @@ from inferpool.service.tools.top.state import (
     StateSeen,
     View,
 )
-from inferpool.service.tools.top.table import worker_lines
-from inferpool.service.tools.top.words import bars, duration, rate, span
+from inferpool.service.tools.top.table import bars, duration, rate, span, worker_lines
 from inferpool.service.tools.trial.health import DeviceState, ModelState
 
 HOST_STYLES = {"ready": "green", "starting": "cyan", "unavailable": "bold red", "lost": "bold red"}

@@ -1,15 +1,18 @@
-"""The table of a model's workers. A narrow terminal gets fewer columns."""
+"""The table of a model's workers, and numbers and bars for people.
 
-from collections.abc import Mapping
+A narrow terminal gets fewer columns.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import ceil
 
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
 from inferpool.service.checks.findings import in_words
 from inferpool.service.telemetry.logs import escape
-from inferpool.service.tools.top.words import rate
 from inferpool.service.tools.trial.health import ModelState, WorkerState
 
 STATE_STYLES = {
@@ -26,6 +29,8 @@ _GAP = "  "
 _REASON_WIDTH = 24
 """Width that the reason of a worker that is not ready gets before other columns."""
 _DOING_WIDTH = len("at work")
+_BARS = "▁▂▃▄▅▆▇█"
+_PLAIN_BARS = "_.-=+*%#"
 
 
 @dataclass(frozen=True)
@@ -98,3 +103,34 @@ def _doing(worker: WorkerState, batches_per_s: Mapping[str, float]) -> str:
     if worker.state != "ready" or worker.name not in batches_per_s:
         return ""
     return "at work" if batches_per_s[worker.name] else "idle"
+
+
+def rate(per_s: float) -> str:
+    """Format a rate per second."""
+    return f"{per_s:,.1f}/s" if per_s < 100 else f"{per_s:,.0f}/s"
+
+
+def duration(ms: float) -> str:
+    """Format a short duration."""
+    if ms >= 10_000:
+        return f"{ms / 1000:,.1f} s"
+    return f"{ms:.1f} ms" if ms < 100 else f"{ms:,.0f} ms"
+
+
+def span(seconds: float) -> str:
+    """Format a long duration in two units, such as 1 h 5 min."""
+    whole = int(max(0.0, seconds))
+    for unit_s, unit, part_s, part in ((86400, "d", 3600, "h"), (3600, "h", 60, "min")):
+        if whole >= unit_s:
+            return f"{whole // unit_s} {unit} {whole % unit_s // part_s} {part}"
+    return f"{whole // 60} min" if whole >= 60 else f"{whole} s"
+
+
+def bars(values: Sequence[float | None], *, is_plain: bool) -> str:
+    """Draw one bar per value from 0 to the largest; None leaves a gap."""
+    marks = _PLAIN_BARS if is_plain else _BARS
+    greatest = max((value for value in values if value), default=1.0)
+    top = len(marks) - 1
+    return "".join(
+        " " if value is None else marks[min(top, ceil(value / greatest * top))] for value in values
+    )

@@ -1,5 +1,6 @@
 """Services whose speed is a function of their settings, on a machine that drifts and is noisy."""
 
+import asyncio
 import random
 from collections.abc import Callable, Mapping
 from math import sin
@@ -54,6 +55,7 @@ class FakeStarter:
         self._surface = surface
 
     async def start(self, changes: Mapping[str, object]) -> FakeCandidate:
+        await asyncio.sleep(0)  # where a cancelled task ends
         self.time_s += START_S
         self.started.append(changes)
         rate = self._surface(changes)

@@ -85,17 +85,13 @@ def test_climbs_to_the_best_value_of_each_knob_though_the_machine_drifts(
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_keeps_the_settings_as_they_are_in_a_tie(seed: int):
+def test_keeps_the_settings_as_they_are_in_a_tie_or_for_a_slight_gain(seed: int):
     outcome = tune(FakeStarter(lambda _: 1000.0, noise=0.03, seed=seed))
     assert chosen(outcome) == {}
     assert outcome.gain == 1.0
     assert all(each.verdict in ("default", "no better", "worse") for each in outcome.tried)
-
-
-def test_gain_of_less_than_three_percent_is_not_worth_a_setting():
-    rates = {"batch": 1020.0}
-    starter = FakeStarter(lambda changes: rates.get(next(iter(changes), ""), 1000.0), noise=0.001)
-    assert chosen(tune(starter)) == {}
+    slight = FakeStarter(lambda changes: 1020.0 if "batch" in changes else 1000.0, noise=0.001)
+    assert chosen(tune(slight)) == {}, "two percent are not worth a setting"
 
 
 def test_candidate_that_is_not_better_in_the_end_is_not_recommended():
@@ -140,19 +136,18 @@ def test_hopeless_candidate_gets_one_pair_of_rounds():
     assert starter.now() == pytest.approx(2 * START_S + (1 + 2) * ROUND_S)
 
 
-def test_objective_is_held_by_fewer_clients_where_all_are_too_many():
-    starter = FakeStarter(peak(batch=64), noise=0.001, drift=0.0)
-    outcome = tune(starter, Goal(connections=64, p99_ms=20))
+@pytest.mark.parametrize(
+    ("goal", "least", "most"),
+    [(Goal(connections=64, p99_ms=20), 10, 63), (Goal(connections=4, p99_ms=1000), 4, 4)],
+)
+def test_objective_is_held_by_fewer_clients_where_all_are_too_many(
+    goal: Goal, least: int, most: int
+):
+    outcome = tune(FakeStarter(peak(batch=64), noise=0.001, drift=0.0), goal)
     assert chosen(outcome) == {"batch": 64}
-    assert 10 < outcome.connections < 64
+    assert least <= outcome.connections <= most
     assert outcome.best is not None
-    assert outcome.best.p99_s <= 0.020
-
-
-def test_objective_that_all_clients_keep_changes_nothing():
-    outcome = tune(FakeStarter(peak(batch=16)), Goal(connections=4, p99_ms=1000))
-    assert outcome.connections == 4
-    assert chosen(outcome) == {"batch": 16}
+    assert goal.is_met(outcome.best.p99_s)
 
 
 def test_candidate_that_breaks_the_objective_loses_however_fast_it_is():
@@ -225,11 +220,6 @@ def test_interrupted_search_leaves_no_service_and_keeps_what_it_found():
         search = Search(starter, Goal(), 1e6, on_trial)
         await search.begin()
 
-        async def start(changes: Mapping[str, object]) -> FakeCandidate:
-            await asyncio.sleep(0)  # where a cancelled task ends
-            return await FakeStarter.start(starter, changes)
-
-        starter.start = start  # type: ignore[method-assign]
         with pytest.raises(asyncio.CancelledError):
             await search.run(KNOBS)
         return search.outcome
