@@ -43,7 +43,7 @@ class SearchProgress:
 
     state: SearchState = "waiting"
     text: str = ""
-    """What it is doing or what it found, for a person."""
+    """The current step, or the result, for people."""
 
 
 class SpeedCache:

@@ -94,7 +94,7 @@ class RawOutput:
         for fd in (*self._readers.values(), self._wake):
             poll.register(fd, select.POLLIN)
         is_open = True
-        error_guard = ErrorGuard("what reads our own output")
+        error_guard = ErrorGuard("the reader of stdout and stderr")
         while is_open:
             ready = {fd for fd, _ in poll.poll()}
             is_open = self._wake not in ready
