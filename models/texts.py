@@ -32,7 +32,7 @@ def text_of(error: BaseException, most: int = MAX_MESSAGE_CHARS) -> str:
             text = str(error)
         return printable(text[:most])[:most]
     except Exception as failure:
-        return f"(its text cannot be had: {name_of(failure)})"
+        return f"(its text cannot be read: {name_of(failure)})"
 
 
 def name_of(error: BaseException) -> str:

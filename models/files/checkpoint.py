@@ -20,6 +20,7 @@ _WRAPPERS = ("state_dict", "model_state_dict", "model")
 _PREFIXES = ("module.", "_orig_mod.")
 """Prefixes that DistributedDataParallel and torch.compile put before every name."""
 _INDEX_SUFFIX = ".safetensors.index.json"
+_WHOLE_MODELS = {"torchscript": "TorchScript", "export": "torch.export"}
 _SHOWN = 4
 
 
@@ -144,14 +145,9 @@ def _open(path: Path) -> object:
         return _open_index(path)
     if path.suffix == ".safetensors":
         return _open_safetensors(path)
-    if archive_kind(path) == "torchscript":
+    if called := _WHOLE_MODELS.get(archive_kind(path)):
         raise CheckpointError(
-            f"{path} is a TorchScript archive, a whole model: name it as the source, not as weights"
-        )
-    if archive_kind(path) == "export":
-        raise CheckpointError(
-            f"{path} is a torch.export archive, a whole model: name it as the source, "
-            "not as weights"
+            f"{path} is a {called} archive, a whole model: name it as the source, not as weights"
         )
     return _unwrapped(_read_pickle(path), path)
 
@@ -196,12 +192,12 @@ def _read_pickle(path: Path) -> object:
             ) from error
         # Torch's own first line advises to load it unsafely; what is wrong comes after that.
         reason = re.search(r"WeightsUnpickler error:\s*(.+)", str(error))
-        text = reason[1].strip() if reason else _first_line(error)
+        text = reason[1].strip() if reason else first_line(error)
         raise CheckpointError(
             f"{path} is not a checkpoint: torch.load finds no pickled tensors in it ({text})"
         ) from error
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {_first_line(error)}") from error
+        raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from error
     except Exception as error:  # torch.load raises whatever a damaged file makes it stumble over
         raise CheckpointError(
             f"{path} is not a checkpoint, or is damaged: torch.load fails with {_named(error)}"
@@ -245,13 +241,14 @@ def _listed(what: str, names: list[str]) -> str:
     return f"{len(names)} {what}: {', '.join(names[:_SHOWN])}{more}"
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text, without colours; its type if it has no text."""
     text = re.sub(r"\x1b\[\d*m", "", str(error)).strip() or type(error).__name__
     return text.splitlines()[0][:300]
 
 
 def _named(error: Exception) -> str:
     """Return the error with its type: its text may be empty, or the key of a KeyError."""
-    text = _first_line(error)
+    text = first_line(error)
     name = type(error).__name__
     return text if text.startswith(name) else f"{name}: {text}"

@@ -16,7 +16,7 @@ from torch.export.passes import move_to_device_pass
 from torch.utils import _pytree as pytree
 
 from inferpool.models.errors import ModelError, SourceError
-from inferpool.models.files.checkpoint import archive_kind
+from inferpool.models.files.checkpoint import archive_kind, first_line
 from inferpool.models.item import Features
 from inferpool.models.sources.modules import TensorModel, dtype_name, named_outputs
 from inferpool.models.spec import Placement, TensorSpec
@@ -120,7 +120,7 @@ class ScriptedModel(TensorModel):
                     self._path, map_location=self.device
                 )
         except Exception as error:  # a damaged archive makes it raise almost anything
-            raise SourceError(f"{self._path} cannot be read: {_first_line(error)}") from error
+            raise SourceError(f"{self._path} cannot be read: {first_line(error)}") from error
         return network.eval()
 
 
@@ -145,7 +145,7 @@ def _read_program(path: Path) -> ExportedProgram:
     try:
         return torch.export.load(path)
     except Exception as error:  # a damaged archive makes it raise almost anything
-        raise SourceError(f"{path} cannot be read: {_first_line(error)}") from error
+        raise SourceError(f"{path} cannot be read: {first_line(error)}") from error
 
 
 def _placeholders(program: ExportedProgram) -> dict[str, Tensor]:
@@ -218,7 +218,3 @@ def _spec(name: str, value: Tensor) -> TensorSpec:
     dims: list[Any] = list(value.shape[1:])
     rest = [-1 if isinstance(size, SymInt) else int(size) for size in dims]
     return TensorSpec(name=name, dtype=dtype_name(value.dtype), shape=(-1, *rest))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0][:300]

@@ -45,14 +45,20 @@ class _Poisoned(Model):
             _die()
         if not place:
             return super().preprocess(item)
-        features = super().preprocess(_without_parameter(item))
+        # The model may refuse parameters that it does not know.
+        rest = {name: value for name, value in item.parameters.items() if name != PARAMETER}
+        features = super().preprocess(
+            Item(kind=item.kind, payload=item.payload, headers=item.headers, parameters=rest)
+        )
         return {**features, _MARK: torch.tensor(1)} if place == "forward" else features
 
     def collate(self, instances: Sequence[Features]) -> Features:
         """Mark a batch with a marked instance."""
         if not any(_MARK in each for each in instances):
             return super().collate(instances)
-        batch = super().collate([_without_mark(each) for each in instances])
+        batch = super().collate(
+            [{name: each[name] for name in each if name != _MARK} for each in instances]
+        )
         return {**batch, _MARK: torch.tensor(1)}
 
     def forward(self, batch: Features) -> Features:
@@ -72,15 +78,6 @@ class _Poisoned(Model):
 
 def _place_of(parameters: Mapping[str, object]) -> str:
     return str(parameters[PARAMETER]).partition("-")[0] if PARAMETER in parameters else ""
-
-
-def _without_parameter(item: Item) -> Item:
-    rest = {name: value for name, value in item.parameters.items() if name != PARAMETER}
-    return Item(kind=item.kind, payload=item.payload, headers=item.headers, parameters=rest)
-
-
-def _without_mark(features: Features) -> Features:
-    return {name: tensor for name, tensor in features.items() if name != _MARK}
 
 
 def _die() -> None:

@@ -74,7 +74,7 @@ def _choose_network(
         return known
     if trial.obstacle:
         if options.speed != "auto":
-            raise ModelError(f'speed = "{options.speed}" cannot be had: {trial.obstacle}')
+            raise ModelError(f'speed = "{options.speed}" cannot be used: {trial.obstacle}')
         return SpeedReport(note=trial.obstacle)
     if options.speed in COMPILED:
         _compile(trial, options, store, on_progress)
@@ -131,7 +131,7 @@ def _compile(
             )
         except Exception as error:
             raise ModelError(
-                f'speed = "{options.speed}" cannot be had: {first_line(error)}'
+                f'speed = "{options.speed}" cannot be used: {first_line(error)}'
             ) from error
 
 
@@ -142,7 +142,7 @@ def _apply_named(trial: Trial, name: str) -> SpeedReport:
         network = trial.prepare(name)
         agreement = trial.compare(network)
     except Exception as error:  # the network is the user's: it may raise anything
-        raise ModelError(f'speed = "{name}" cannot be had: {first_line(error)}') from error
+        raise ModelError(f'speed = "{name}" cannot be used: {first_line(error)}') from error
     if not agreement.is_within:
         logger.warning('speed = "%s" changes answers: %s', name, agreement.text)
     gain = trial.gain(network)

@@ -64,7 +64,7 @@ class DecodeTrial:
         items = list(self._model.encoded_samples())
         if not items:
             if is_wanted:
-                raise ModelError('decode = "fast" cannot be had: this model has one way to decode')
+                raise ModelError('decode = "fast" cannot be used: this model has only one decoder')
             return report
         began = time.monotonic()
         with torch.inference_mode():

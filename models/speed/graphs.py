@@ -65,7 +65,7 @@ class Graphed(nn.Module):
         outputs, replay = self._capture(lambda: self.network(*held))
         for out in pytree.tree_leaves(outputs):
             if not isinstance(out, Tensor) or out.dim() == 0 or len(out) != full:
-                raise ValueError("an output has not the batch first: it cannot be captured")
+                raise ValueError("an output does not have the batch first: it cannot be captured")
         return _Graph(held, outputs, replay)
 
 

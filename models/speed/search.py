@@ -102,6 +102,6 @@ def _make(
     try:
         store.make_package(trial.key, name, lambda draft: make(trial.exact, name, draft))
     except Exception as error:  # whatever the network, the compiler or the disk may raise
-        selection.notes.append(f"{name} cannot be had: {first_line(error)}")
+        selection.notes.append(f"{name} cannot be used: {first_line(error)}")
         return False
     return True

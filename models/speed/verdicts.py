@@ -193,7 +193,7 @@ class VerdictStore:
         except OSError as error:
             reason = f"{reason}, and cannot be moved away ({error.strerror})"
         if path not in self._told:
-            logger.warning("%s %s: it is made again, which takes time", path, reason)
+            logger.warning("%s %s; making it again takes time", path, reason)
         self._told.add(path)
 
     @contextlib.contextmanager
@@ -226,7 +226,13 @@ class VerdictStore:
     def _locked(
         self, path: Path | None, timeout_s: float, on_wait: Callable[[], None]
     ) -> Iterator[None]:
-        descriptor = self._open_lock(path)
+        descriptor = None
+        try:
+            if path is not None:
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            self._warn(error)
         if descriptor is None:
             yield
             return
@@ -236,19 +242,9 @@ class VerdictStore:
         finally:
             os.close(descriptor)
 
-    def _open_lock(self, path: Path | None) -> int | None:
-        if path is None:
-            return None
-        try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        except OSError as error:
-            self._warn(error)
-            return None
-
     def _warn(self, error: OSError) -> None:
         if not self._has_warned:
-            text = "what is found out about speed is not kept, as %s cannot be written: %s"
+            text = "verdicts on speed presets are not kept, since %s cannot be written: %s"
             logger.warning(text, self._folder, error)
         self._has_warned = True
 

@@ -56,10 +56,10 @@ class BertConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "and only 'absolute' is known"
             )
         if self.is_decoder:
-            return "it is a decoder, which sees no token that comes after"
+            return "it is a decoder, and only encoders are known"
         if self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads:
             return (
-                f"{self.hidden_size} features are not to be had of {self.num_attention_heads} heads"
+                f"{self.hidden_size} features do not divide into {self.num_attention_heads} heads"
             )
         return ""
 

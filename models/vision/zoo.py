@@ -115,7 +115,7 @@ class TorchvisionClassifier(Classifier):
         except (OSError, RuntimeError) as error:
             assert self._published is not None
             raise CheckpointError(
-                f"the weights {self._published} cannot be had from {self._published.url}: {error}"
+                f"weights {self._published} cannot be loaded from {self._published.url}: {error}"
             ) from error
 
     def _call(self, build: Callable[[], nn.Module]) -> nn.Module:

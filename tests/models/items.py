@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import skimage.data
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 from torch import Tensor
 
 from inferpool.models.base import Model
@@ -56,6 +56,12 @@ def encoded(image: Image.Image, format: str = "JPEG", **options: Any) -> bytes:
     buffer = BytesIO()
     image.save(buffer, format, **options)
     return buffer.getvalue()
+
+
+def orientation_exif(orientation: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    return exif
 
 
 def pixels_of(image: Image.Image) -> np.ndarray:

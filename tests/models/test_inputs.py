@@ -81,13 +81,10 @@ def test_a_free_dimension_takes_any_length_and_an_empty_shape_any_rank():
     assert message == "tensor 'x': expected shape [any, 3], found [4, 2]"
 
 
-def test_a_name_that_occurs_twice_is_refused():
+def test_names_that_occur_twice_and_tensors_that_end_after_the_payload_are_refused():
     headers = [TensorHeader("x", "uint8", (1,), 0), TensorHeader("x", "uint8", (1,), 1)]
     item = Item(kind="tensors", payload=memoryview(bytearray(2)), headers=headers)
     assert refused(item, [spec("uint8", 1)]) == "input 'x' occurs 2 times"
-
-
-def test_a_tensor_that_ends_after_its_payload_is_refused():
     header = TensorHeader("x", "float32", (2,), 0)
     item = Item(kind="tensors", payload=memoryview(bytearray(4)), headers=[header])
     assert "end after the payload" in refused(item, [spec("float32", 2)])
@@ -163,7 +160,7 @@ def test_the_place_names_the_input_where_there_are_several():
     "text",
     [b"", b"[1, 2", b"[NaN]", b"[1e999]", b"\xff", b'{"x": [1}', b"[" * 5000, b'{"x":' * 5000],
 )
-def test_what_is_not_json_is_refused(text):
+def test_malformed_json_is_refused(text):
     assert refused(json_item(text), [spec("float32", 1)])
 
 
@@ -211,7 +208,7 @@ def test_bytes_in_base64_are_decoded_wherever_they_are():
 
 
 @pytest.mark.parametrize("text", ["!", "YQ", "Y Q="])
-def test_what_is_not_base64_is_refused_with_its_place(text: str):
+def test_malformed_base64_is_refused_with_its_place(text: str):
     with pytest.raises(InputError, match=r"instance\.a\[0\]\.b64: not base64"):
         json_item({"a": [{"b64": text}]}).json()
 

@@ -32,7 +32,7 @@ def with_note(error: BaseException) -> BaseException:
         (KeyError(LONG), "KeyError: xxx"),
         (OSError(5, LONG[:1000]), "OSError: [Errno 5] xxx"),
         (ValueError("\ud800"), r"ValueError: \ud800"),
-        (NoTextError(), "NoTextError: (its text cannot be had: RuntimeError)"),
+        (NoTextError(), "NoTextError: (its text cannot be read: RuntimeError)"),
         (with_note(ValueError("short")), "ValueError: short"),
         (raised(ValueError("short"), KeyError(LONG)), "ValueError: short"),
         (ExceptionGroup("some", [ValueError(LONG)]), "ExceptionGroup: some"),

@@ -77,13 +77,13 @@ def _search(order: SearchOrder, say: _SendNews) -> None:
         model.max_image_pixels = config.max_image_pixels
         model.load(Placement(devices=("cpu",), num_threads=config.placement.num_threads))
         assert config.cache_dir is not None
-        wish = SpeedOptions(
+        options = SpeedOptions(
             speed="auto",
             max_batch_size=config.max_batch_size,
             cache_dir=Path(config.cache_dir),
             compile_package=partial(compile_package, config, timeout_s=_COMPILE_S),
         )
-        say(found=search(model, wish, order.key, lambda stage: say(stage=stage)))
+        say(found=search(model, options, order.key, lambda stage: say(stage=stage)))
     except (ModelError, SearchError) as error:
         say(refused=str(error))
 

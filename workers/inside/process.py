@@ -270,7 +270,7 @@ def load(
     with opened.noting():
         model = build_model(config, group)
         load_model(model, config.placement)
-    wish = SpeedOptions(
+    options = SpeedOptions(
         speed=config.speed,
         max_batch_size=config.max_batch_size,
         cache_dir=Path(config.cache_dir) if config.cache_dir else None,
@@ -278,7 +278,7 @@ def load(
         chosen=config.chosen,
         decode=config.decode,
     )
-    speed = choose(model, wish, tell)
+    speed = choose(model, options, tell)
     device = config.placement.devices[0]
     samples = list(model.warmup())
     computer = Computer(

@@ -36,6 +36,7 @@ def saved(path, value, **options):
 
 
 def assert_loads(path):
+    assert all(tensor.device.type == "cpu" for tensor in read_weights(path).values())
     network = Net()
     load_weights(network, path)
     assert all(torch.equal(network.state_dict()[name], tensor) for name, tensor in state().items())
@@ -97,21 +98,14 @@ def test_a_part_of_a_tensor_is_read_alone_and_copied(tmp_path, suffix):
     assert stored.read("norm.num_batches_tracked") == 0
 
 
-def test_weights_of_another_precision_are_converted(tmp_path):
+def test_weights_of_another_precision_are_converted_and_training_counters_may_be_missing(tmp_path):
     halves = {name: tensor.half() for name, tensor in state().items()}
     network = Net()
     load_weights(network, saved(tmp_path / "a.pth", halves))
     assert network.first.weight.dtype == torch.float32
-
-
-def test_counters_that_only_training_reads_may_be_missing(tmp_path):
     weights = state()
     del weights["norm.num_batches_tracked"]
     assert_loads(saved(tmp_path / "a.pth", weights))
-
-
-def test_a_missing_file_is_named(tmp_path):
-    assert refused(tmp_path / "no.pth") == f"{tmp_path / 'no.pth'}: there is no such file"
 
 
 @pytest.mark.parametrize("name", ["a.pth", "a.safetensors"])
@@ -142,7 +136,7 @@ def test_rubbish_is_no_checkpoint(tmp_path):
         (b"K", "IndexError: "),
     ],
 )
-def test_what_torch_stumbles_over_is_told_by_its_type(tmp_path, content, reason):
+def test_errors_of_torch_are_named_by_their_type(tmp_path, content, reason):
     path = tmp_path / "a.pth"
     path.write_bytes(content)
     text = refused(path)
@@ -151,7 +145,8 @@ def test_what_torch_stumbles_over_is_told_by_its_type(tmp_path, content, reason)
 
 
 @pytest.mark.parametrize("name", ["a.pth", "a.safetensors"])
-def test_an_empty_file_is_called_so(tmp_path, name):
+def test_a_missing_and_an_empty_file_are_called_so(tmp_path, name):
+    assert refused(tmp_path / name) == f"{tmp_path / name}: there is no such file"
     (tmp_path / name).touch()
     assert refused(tmp_path / name) == f"{tmp_path / name} is not a checkpoint: the file is empty"
 
@@ -171,13 +166,9 @@ def test_objects_other_than_tensors_are_refused_and_not_run(tmp_path, is_zip):
     assert not Bomb.ran
 
 
-def test_a_whole_pickled_network_is_refused_by_its_class(tmp_path):
+def test_networks_and_plain_pickles_are_refused(tmp_path):
     path = saved(tmp_path / "a.pth", Net())
     assert "test_checkpoint.Net" in refused(path)
-
-
-def test_a_plain_pickle_is_refused(tmp_path):
-    path = tmp_path / "a.pth"
     path.write_bytes(pickle.dumps(Bomb()))
     refused(path)
     assert not Bomb.ran
@@ -191,7 +182,7 @@ def test_a_plain_pickle_is_refused(tmp_path):
         ({"epoch": 1, "lr": 2}, "2 these are not tensors: epoch, lr"),
     ],
 )
-def test_what_holds_no_weights_is_refused(tmp_path, value, message):
+def test_files_without_weights_are_refused(tmp_path, value, message):
     assert message in refused(saved(tmp_path / "a.pth", value))
 
 
@@ -224,8 +215,3 @@ def test_archives_are_told_apart_by_what_is_in_them(tmp_path):
     assert archive_kind(tmp_path / "none") == "other"
     (tmp_path / "c").write_bytes(b"PK\3\4")
     assert archive_kind(tmp_path / "c") == "other"
-
-
-def test_a_bare_file_of_weights_reads_as_tensors_on_the_cpu(tmp_path):
-    weights = read_weights(saved(tmp_path / "a.pt", state()))
-    assert all(tensor.device.type == "cpu" for tensor in weights.values())

@@ -51,7 +51,7 @@ def noted(folder: Path, body: str, source: str = "net:Net") -> str:
         "subprocess.run(['cp', 'weights', part])\nannounce(part)",
     ],
 )
-def test_what_is_opened_meanwhile_is_noted(tmp_path: Path, body: str):
+def test_opened_files_are_recorded(tmp_path: Path, body: str):
     assert noted(tmp_path, body) == '["weights"]'
 
 
@@ -88,7 +88,7 @@ def test_modules_are_noted_by_their_source_even_if_they_are_cached(tmp_path: Pat
         "temporary",
     ],
 )
-def test_what_a_model_is_not_made_of_is_left_out(tmp_path: Path, body: str):
+def test_files_that_are_not_part_of_the_model_are_left_out(tmp_path: Path, body: str):
     assert noted(tmp_path, body) == "[]"
 
 

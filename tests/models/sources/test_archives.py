@@ -51,6 +51,7 @@ def test_a_program_says_what_it_takes_and_gives(tmp_path):
     assert model.outputs == [spec("logits", "float32", -1, 3), spec("sum", "float32", -1, 4)]
     with pytest.raises(InputError, match=r"instance\.x: expected 4 numbers, found 1"):
         model.preprocess(json_item({"x": [1], "y": [0, 0, 0, 0]}))
+    assert run(model, model.warmup())["sum"].tolist() == [[0.0] * 4]
 
 
 @pytest.mark.parametrize(
@@ -101,11 +102,6 @@ def test_inner_dimensions_may_be_free_too(tmp_path):
     assert list(model.warmup()) == []
 
 
-def test_the_warmup_is_zeros_that_the_program_takes(tmp_path):
-    model = exported(tmp_path / "a.pt2", Pair(), (torch.zeros(3, 4), torch.zeros(3, 4)))
-    assert run(model, model.warmup())["sum"].tolist() == [[0.0] * 4]
-
-
 @pytest.mark.parametrize(
     ("function", "args", "shapes", "message"),
     [
@@ -149,19 +145,13 @@ def test_torchscript_takes_the_inputs_that_the_settings_declare(tmp_path):
 
 
 @scripting
-def test_torchscript_without_declared_inputs_takes_one_tensor_of_any_shape(tmp_path):
+def test_torchscript_without_declared_inputs_takes_any_tensor_and_warns_of_nothing(tmp_path):
     torch.jit.trace(nn.Flatten(), torch.zeros(1, 2, 2)).save(tmp_path / "a.ts")
-    model = loaded(ScriptedModel(tmp_path / "a.ts"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns of its deprecation
+        model = loaded(ScriptedModel(tmp_path / "a.ts"))
     assert answers(model, [json_item([[1, 2], [3, 4]])]) == [[1.0, 2.0, 3.0, 4.0]]
     assert list(model.warmup()) == []
-
-
-@scripting
-def test_loading_torchscript_says_nothing_of_its_deprecation(tmp_path):
-    torch.jit.script(nn.ReLU()).save(tmp_path / "a.pt")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ScriptedModel(tmp_path / "a.pt").load(CPU)
 
 
 # Files that are something else

@@ -35,7 +35,7 @@ def test_json_comes_back_as_it_was(model):
     assert answers(model, [json_item(value) for value in values]) == values
 
 
-def test_what_is_not_json_fails_alone(model):
+def test_malformed_json_fails_alone(model):
     with pytest.raises(InputError):
         model.preprocess(json_item(b"[1,"))
 

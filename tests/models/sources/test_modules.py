@@ -83,9 +83,6 @@ def test_outputs_are_named_by_what_holds_them():
 def test_malformed_specs_are_refused_with_an_example(value):
     with pytest.raises(SourceError, match=r"option 'inputs' must be a list like \[\{name"):
         specs_of(value, "inputs")
-
-
-def test_a_dtype_that_no_protocol_carries_is_refused():
     with pytest.raises(SourceError, match="no dtype 'float'; known are bool"):
         specs_of([{"name": "x", "dtype": "float", "shape": [-1]}], "inputs")
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from inferpool.models.errors import CheckpointError, ModelError, SourceError
+from inferpool.models.errors import CheckpointError, SourceError
 from inferpool.models.sources.archives import ExportedModel, ScriptedModel
 from inferpool.models.sources.echo import Echo
 from inferpool.models.sources.registry import build
@@ -66,7 +66,7 @@ def user(tmp_path, monkeypatch):
 
 
 def refused(source, weights="DEFAULT", **options):
-    with pytest.raises(ModelError) as info:
+    with pytest.raises(SourceError) as info:
         loaded(build(source, weights, options))
     return str(info.value)
 
@@ -79,22 +79,16 @@ def test_names_of_what_ships_build_it():
     assert isinstance(build("echo", None, {"delay_s": 0.5}), Echo)
 
 
-def test_a_users_model_gets_the_options(user):
+def test_a_users_model_gets_the_options_and_the_weights_if_it_has_an_argument_for_them(user):
     model = loaded(build("mymodels:Doubler", "DEFAULT", {"factor": 3}))
     assert answers(model, [json_item([1, 2])]) == [[3.0, 6.0]]
-
-
-def test_a_users_model_gets_the_weights_if_it_has_an_argument_for_them(user):
     assert vars(build("mymodels:Doubler", "a.pth", {}))["weights"] == "a.pth"
     assert vars(build("mymodels:Doubler", None, {}))["weights"] is None
     assert "takes no weights" in refused("mymodels:Plain", "a.pth")
 
 
-def test_a_nested_class_is_found(user):
+def test_nested_classes_and_modules_are_found(user):
     assert type(build("mymodels:Outer.Inner", None, {})).__name__ == "Inner"
-
-
-def test_a_module_in_a_package_is_found(user):
     (user / "package").mkdir()
     (user / "package" / "__init__.py").touch()
     (user / "mymodels.py").rename(user / "package" / "deep.py")
@@ -202,7 +196,7 @@ def test_a_class_that_is_not_there_is_named_with_what_is_near(user):
         ("torch", "is no class: it must be a subclass of"),
     ],
 )
-def test_what_is_no_model_is_refused(user, name, what):
+def test_anything_but_a_model_is_refused(user, name, what):
     assert refused(f"mymodels:{name}") == (
         f"mymodels:{name} {what} inferpool.Model or torch.nn.Module"
     )
@@ -236,8 +230,3 @@ def test_weights_for_what_takes_none_are_refused(user):
     assert refused("echo", "a.pth") == "echo takes no weights, but was given 'a.pth'"
     (user / "a.pt2").touch()
     assert "takes no weights" in refused("a.pt2", "a.pth")
-
-
-def test_every_refusal_of_a_source_is_a_source_error(user):
-    with pytest.raises(SourceError):
-        build("nothing of the kind", None, {})

@@ -101,7 +101,7 @@ def test_fast_by_name_is_taken_with_a_warning_that_says_what_it_changes(always_f
 def test_fast_by_name_is_refused_where_there_is_no_such_way(model: Model):
     loaded(model)
     assert choose(model, options("exact", decode="auto"), quietly).decode == "exact"
-    with pytest.raises(ModelError, match='decode = "fast" cannot be had'):
+    with pytest.raises(ModelError, match='decode = "fast" cannot be used'):
         choose(model, options("exact", decode="fast"), quietly)
 
 

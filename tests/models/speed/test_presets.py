@@ -52,7 +52,7 @@ def test_every_norm_of_an_efficientnet_is_folded_though_its_code_cannot_be_trace
     assert not any(isinstance(module, nn.BatchNorm2d) for module in network.modules())
 
 
-def test_what_does_not_follow_one_convolution_alone_is_left():
+def test_norms_that_do_not_follow_one_convolution_are_left():
     assert folded(trained(Branched()), torch.randn(2, 3, 8, 8)) == 1
 
 
@@ -165,5 +165,5 @@ def test_a_network_whose_outputs_are_no_batch_is_refused():
         def forward(self, x):
             return {"mean": x.mean()}
 
-    with pytest.raises(ValueError, match="has not the batch first"):
+    with pytest.raises(ValueError, match="does not have the batch first"):
         Graphed(Mean(), Captures())(torch.randn(2, 3))

@@ -18,12 +18,8 @@ from tests.small_classifier import SmallClassifier
 
 @pytest.fixture(autouse=True)
 def host(monkeypatch, tmp_path_factory):
-    """One of its own, on which nobody else searches; torch takes the one core that it may get."""
+    """Pretend that nobody else searches on this host."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("host")))
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -52,13 +48,16 @@ def compiler(monkeypatch):
     return compile_package
 
 
-def test_what_a_search_finds_is_what_a_worker_starts_with_from_then_on(tmp_path, compiler):
+def searched(folder, compile_package, key, on_progress=quietly, model=None):
+    made = options(cache_dir=folder, compile_package=compile_package)
+    return search(loaded(model) if model else small(), made, key, on_progress)
+
+
+def test_workers_start_with_the_preset_that_a_search_has_found(tmp_path, compiler):
     first = choose(small(), options(cache_dir=tmp_path), quietly)
     assert not first.is_final
     stages: list[str] = []
-    found = search(
-        small(), options(cache_dir=tmp_path, compile_package=compiler), first.key, stages.append
-    )
+    found = searched(tmp_path, compiler, first.key, stages.append)
     name = "compiled_bf16" if torch.cpu._is_avx512_bf16_supported() else "compiled"
     assert (found.preset, found.is_final) == (name, True)
     assert f"compiling the preset {name}" in stages
@@ -68,26 +67,24 @@ def test_what_a_search_finds_is_what_a_worker_starts_with_from_then_on(tmp_path,
     assert choose(model, options(cache_dir=tmp_path), quietly) == found
     assert type(model.network).__name__ == "Loaded"
     torch.testing.assert_close(run(model, model.samples())["probabilities"], want)
-    again = search(
-        small(), options(cache_dir=tmp_path, compile_package=compiler), first.key, quietly
-    )
+    again = searched(tmp_path, compiler, first.key)
     assert (again, len(compiler.made)) == (found, 1)
 
 
-def test_what_cannot_be_compiled_is_told_and_not_tried_again(tmp_path, monkeypatch):
+def test_a_network_that_cannot_be_compiled_is_reported_and_not_tried_again(tmp_path, monkeypatch):
     monkeypatch.setattr(Trial, "gain", lambda self, network: 1.5)
 
     def fail(network, preset, path):
         raise CompileError("an operator is unknown")
 
     first = choose(small(), options(cache_dir=tmp_path), quietly)
-    found = search(small(), options(cache_dir=tmp_path, compile_package=fail), first.key, quietly)
+    found = searched(tmp_path, fail, first.key)
     assert (found.preset, found.is_final) == (first.preset, True)
-    assert "compiled cannot be had: CompileError: an operator is unknown" in found.note
+    assert "compiled cannot be used: CompileError: an operator is unknown" in found.note
     assert choose(small(), options(cache_dir=tmp_path), quietly).is_final
 
 
-def test_what_computes_as_a_preset_that_strays_is_not_compiled(tmp_path, compiler):
+def test_a_refused_preset_is_not_compiled_either(tmp_path, compiler):
     class Strict(SmallClassifier):
         class tolerance:  # noqa: N801  # in place of the attribute
             @staticmethod
@@ -97,9 +94,7 @@ def test_what_computes_as_a_preset_that_strays_is_not_compiled(tmp_path, compile
                 return ValueTolerance(relative=1e-6).judge(exact, other)
 
     first = choose(loaded(Strict()), options(cache_dir=tmp_path), quietly)
-    search(
-        loaded(Strict()), options(cache_dir=tmp_path, compile_package=compiler), first.key, quietly
-    )
+    searched(tmp_path, compiler, first.key, model=Strict())
     assert compiler.made == ["compiled"]
 
 
@@ -108,20 +103,16 @@ def test_a_search_that_was_killed_is_not_made_again_for_a_day(tmp_path, compiler
     mark = tmp_path / f"{first.key}.begun"
     mark.touch()
     with pytest.raises(SearchError, match="killed, perhaps for want of memory"):
-        search(small(), options(cache_dir=tmp_path, compile_package=compiler), first.key, quietly)
+        searched(tmp_path, compiler, first.key)
     before = time.time() - 25 * 3600
     os.utime(mark, (before, before))
-    assert search(
-        small(), options(cache_dir=tmp_path, compile_package=compiler), first.key, quietly
-    ).is_final
+    assert searched(tmp_path, compiler, first.key).is_final
     assert not mark.exists()
 
 
 def test_a_model_whose_weights_differ_each_time_is_not_searched_for(tmp_path, compiler):
     with pytest.raises(SearchError, match="the weights differ"):
-        search(
-            small(), options(cache_dir=tmp_path, compile_package=compiler), "another key", quietly
-        )
+        searched(tmp_path, compiler, "another key")
 
 
 def test_an_attempt_that_leaves_in_order_leaves_no_mark(tmp_path):

@@ -30,22 +30,6 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: random.randrange(path.stat().st_size)])
-
-
-def add(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + random.randbytes(random.randint(1, 99)))
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def nest(path: Path) -> None:
-    path.write_bytes(b'{"note":' + b"[" * 100_000)
-
-
 def put_folder(path: Path) -> None:
     path.unlink()
     (path / "below").mkdir(parents=True)
@@ -61,9 +45,23 @@ def put_dead_link(path: Path) -> None:
     path.symlink_to("nowhere")
 
 
-DAMAGES: tuple[Callable[[Path], None], ...] = (
-    *(flip_a_bit, cut, add, empty, nest, put_folder, put_pipe, put_dead_link),
-)
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "flipped": flip_a_bit,
+    "cut": lambda path: path.write_bytes(
+        path.read_bytes()[: random.randrange(path.stat().st_size)]
+    ),
+    "extended": lambda path: path.write_bytes(
+        path.read_bytes() + random.randbytes(random.randint(1, 99))
+    ),
+}
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    **CHANGES,
+    "empty": lambda path: path.write_bytes(b""),
+    "nested": lambda path: path.write_bytes(b'{"note":' + b"[" * 100_000),
+    "folder": put_folder,
+    "pipe": put_pipe,
+    "dead link": put_dead_link,
+}
 
 
 def made_package(store: VerdictStore) -> Path:
@@ -78,37 +76,36 @@ def known_chance():
     random.seed(0)
 
 
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_a_damaged_verdict_is_made_again(tmp_path: Path, damage: Callable[[Path], None], caplog):
-    for _ in range(20 if damage in (flip_a_bit, cut, add) else 2):
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_verdict_is_made_again(tmp_path: Path, damage: str, caplog):
+    for _ in range(20 if damage in CHANGES else 2):
         caplog.clear()
         store = VerdictStore(tmp_path)
         store.write("key", REPORT)
         assert store.read("key") == REPORT
-        damage(tmp_path / "key.json")
+        DAMAGES[damage](tmp_path / "key.json")
         assert store.read("key") is None
         assert store.read("key") is None
-        assert len(caplog.messages) == (damage is not put_dead_link)
+        assert len(caplog.messages) == (damage != "dead link")
     store.write("key", REPORT)
     assert store.read("key") == REPORT
 
 
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_a_damaged_package_is_made_again(tmp_path: Path, damage: Callable[[Path], None]):
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_package_is_made_again(tmp_path: Path, damage: str):
     store = VerdictStore(tmp_path)
-    for _ in range(20 if damage in (flip_a_bit, cut, add) else 2):
+    for _ in range(20 if damage in CHANGES else 2):
         path = made_package(store)
         assert path.read_bytes().startswith(CONTENT)
-        damage(path)
+        DAMAGES[damage](path)
         assert store.package("key", "compiled") is None
         assert VerdictStore(tmp_path).package("key", "compiled") is None
 
 
 def test_a_choice_with_a_damaged_cache_answers_as_with_none(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(Trial, "gain", lambda self, network: 2.0)
-    torch.set_num_threads(1)
     want = run(small(), small().samples())["probabilities"]
-    for damage in (flip_a_bit, nest, put_folder):
+    for damage in (flip_a_bit, DAMAGES["nested"], put_folder):
         first = choose(small(), options(cache_dir=tmp_path), quietly)
         for path in tmp_path.glob("*.json"):
             damage(path)
@@ -146,7 +143,7 @@ def loader(folder: Path, temp: Path) -> "subprocess.Popen[bytes]":
     return process
 
 
-def test_what_was_being_loaded_when_a_process_died_is_set_aside(tmp_path: Path, caplog):
+def test_a_package_that_killed_its_process_is_set_aside(tmp_path: Path, caplog):
     cache, temp = tmp_path / "cache", tmp_path / "temp"
     cache.mkdir(), temp.mkdir()
     store = VerdictStore(cache)

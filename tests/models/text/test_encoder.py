@@ -102,7 +102,7 @@ def test_sentences_that_mean_the_same_are_nearest(model):
         (PROSE, {"truncate": False}, "the text has more than 256 tokens"),
     ],
 )
-def test_what_is_no_text_is_refused_by_its_place(model, value, parameters, said):
+def test_anything_but_a_text_is_refused_with_its_place(model, value, parameters, said):
     item = bytes_item(value) if isinstance(value, bytes) else json_item(value, **parameters)
     with pytest.raises(InputError, match=said):
         model.preprocess(item)
@@ -162,7 +162,7 @@ def test_a_folder_of_ones_own_is_pooled_and_normalised_as_its_files_say(tmp_path
         ),
     ],
 )
-def test_what_is_not_known_is_refused_by_name(tmp_path, files, said):
+def test_unknown_settings_of_a_folder_are_refused_by_name(tmp_path, files, said):
     with pytest.raises(ModelError, match=said):
         SentenceEncoder(folder_of(tmp_path, **files))
 

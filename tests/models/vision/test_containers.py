@@ -28,7 +28,7 @@ def test_sequential_jpeg_is_held_to_the_scans_of_its_components():
         decode_image(data[:first] + scan * 200 + b"\xff\xd9")
 
 
-def test_what_follows_a_picture_does_not_count():
+def test_bytes_after_a_picture_do_not_count():
     data = bombs.jpeg() + b"\xff\xda\x00\x02" * 50_000
     assert decode_image(data).size == (64, 64)
 

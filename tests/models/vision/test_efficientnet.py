@@ -5,7 +5,7 @@ from io import BytesIO
 import numpy as np
 import pytest
 import torch
-from PIL import ExifTags, Image
+from PIL import Image
 from safetensors.torch import save_file
 
 from inferpool.models.errors import CheckpointError, InputError
@@ -13,7 +13,16 @@ from inferpool.models.files.checkpoint import read_weights
 from inferpool.models.vision import efficientnet
 from inferpool.models.vision.efficientnet import EfficientNetLite0, packaged_weights
 from inferpool.models.vision.images import decode_image
-from tests.models.items import CPU, answers, encoded, image_item, loaded, photo, run, tensor_item
+from tests.models.items import (
+    CPU,
+    answers,
+    encoded,
+    image_item,
+    loaded,
+    orientation_exif,
+    photo,
+    run,
+)
 from tests.models.reference import ImageClassification, InterpolationMode
 
 
@@ -50,13 +59,6 @@ def test_scores_do_not_depend_on_the_batch(model):
     together = run(model, items)["probabilities"]
     for item, scores in zip(items, together, strict=True):
         assert torch.allclose(run(model, [item])["probabilities"][0], scores, atol=1e-5)
-
-
-def test_pixels_score_exactly_as_their_image(model):
-    data = encoded(photo("coffee"))
-    pixels = torch.from_numpy(np.array(decode_image(data)))
-    image, raw = run(model, [image_item(data), tensor_item({"": pixels})])["probabilities"]
-    assert torch.equal(image, raw)
 
 
 def test_the_network_pads_as_tensorflow_does_where_the_total_is_odd(model):
@@ -134,9 +136,7 @@ def test_photographs_keep_their_label_and_about_their_scores(model):
 
 
 def turned(orientation):
-    exif = Image.Exif()
-    exif[ExifTags.Base.Orientation] = orientation
-    return encoded(photo("astronaut").resize((1100, 1100)), exif=exif)
+    return encoded(photo("astronaut").resize((1100, 1100)), exif=orientation_exif(orientation))
 
 
 @pytest.mark.parametrize(

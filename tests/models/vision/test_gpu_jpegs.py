@@ -5,13 +5,21 @@ from io import BytesIO
 import numpy as np
 import pytest
 import torch
-from PIL import ExifTags, Image
+from PIL import Image
 
 from inferpool.models.errors import InputError
 from inferpool.models.vision.gpu_jpegs import GpuJpegs, nvjpeg
 from inferpool.models.vision.images import decode_image
 from inferpool.models.vision.transforms import ImageTransform
-from tests.models.items import encoded, image_item, loaded, photo, run, tensor_item
+from tests.models.items import (
+    encoded,
+    image_item,
+    loaded,
+    orientation_exif,
+    photo,
+    run,
+    tensor_item,
+)
 from tests.small_classifier import SmallClassifier
 
 SMALL = ImageTransform(resize=36, crop=32)
@@ -32,12 +40,6 @@ class FakeNvjpeg:
         except OSError:
             raise RuntimeError("nvjpegDecodeBatched failed: 5") from None
         return [torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in images]
-
-
-def turned():
-    exif = Image.Exif()
-    exif[ExifTags.Base.Orientation] = 6
-    return encoded(COFFEE, exif=exif)
 
 
 @pytest.fixture
@@ -67,7 +69,7 @@ def test_plain_jpegs_are_for_the_gpu(decoder, data):
         encoded(COFFEE, keep_rgb=True),
         encoded(COFFEE, progressive=True),
         encoded(COFFEE)[:5000],
-        turned(),
+        encoded(COFFEE, exif=orientation_exif(6)),
         encoded(Image.new("RGB", (5000, 4000))),
         b"\xff\xd8\xff\xd9",
         b"",

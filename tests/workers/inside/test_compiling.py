@@ -59,21 +59,21 @@ def test_auto_chooses_a_compiled_package_that_exists(package: Path, tmp_path, mo
     monkeypatch.setattr(
         Trial, "gain", lambda self, network: 3.0 if type(network) is Compiled else 2.0
     )
-    wish = SpeedOptions(
+    options = SpeedOptions(
         speed="auto",
         max_batch_size=4,
         cache_dir=tmp_path,
         compile_package=lambda network, preset, path: shutil.copy(package, path),
     )
-    assert choose(loaded(bias=1.5), wish, lambda stage: None).preset != "compiled"
+    assert choose(loaded(bias=1.5), options, lambda stage: None).preset != "compiled"
     named = SpeedOptions(
         speed="compiled",
         max_batch_size=4,
         cache_dir=tmp_path,
-        compile_package=wish.compile_package,
+        compile_package=options.compile_package,
     )
     assert choose(loaded(bias=1.5), named, lambda stage: None).preset == "compiled"
-    assert choose(loaded(bias=1.5), wish, lambda stage: None).preset == "compiled"
+    assert choose(loaded(bias=1.5), options, lambda stage: None).preset == "compiled"
 
 
 @needs_compiler
@@ -101,7 +101,7 @@ def test_failed_compilation_says_why_and_leaves_nothing(tmp_path):
 
 
 def test_compiled_preset_says_what_is_missing(tmp_path, monkeypatch):
-    def wish(cache_dir):
+    def options(cache_dir):
         return SpeedOptions(
             speed="compiled",
             max_batch_size=4,
@@ -110,7 +110,7 @@ def test_compiled_preset_says_what_is_missing(tmp_path, monkeypatch):
         )
 
     with pytest.raises(ModelError, match="needs a cache_dir"):
-        choose(loaded(), wish(None), lambda stage: None)
+        choose(loaded(), options(None), lambda stage: None)
     monkeypatch.setitem(os.environ, "CXX", "no-such-compiler")
     with pytest.raises(ModelError, match="needs a C\\+\\+ compiler"):
-        choose(loaded(), wish(tmp_path), lambda stage: None)
+        choose(loaded(), options(tmp_path), lambda stage: None)
