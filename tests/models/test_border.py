@@ -1,4 +1,4 @@
-"""What a model's methods return by mistake, and what its author is told of it."""
+"""Wrong return values of a model's methods, and the errors that tell its author."""
 
 import math
 import re

@@ -63,7 +63,7 @@ def test_safetensors_and_files_older_than_the_zip_format_load(tmp_path):
 
 
 def sharded(folder, weights, index=None):
-    """What Hugging Face's libraries write of a large model: a file for each part, and an index."""
+    """Write weights as Hugging Face's libraries do for large models: several files and an index."""
     for number, (name, tensor) in enumerate(weights.items()):
         save_file({name: tensor}, folder / f"part-{number}.safetensors")
     files = {name: f"part-{number}.safetensors" for number, name in enumerate(weights)}

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def noted(folder: Path, body: str, source: str = "net:Net") -> str:
-    """What is noted of a few lines, in a process of their own."""
+    """Run a few lines in their own process, and return the names of the recorded files."""
     temporary = folder / "temporary"
     temporary.mkdir(exist_ok=True)
     for name in ("before", "after", "weights"):

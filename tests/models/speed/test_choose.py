@@ -125,7 +125,7 @@ def test_a_model_that_nothing_can_be_verified_on_stays_exact(make):
 
 
 class Peculiar(Convolutions):
-    """Fails unless it is called exactly as it is."""
+    """A network that cannot be copied."""
 
     def __deepcopy__(self, memo):
         raise RuntimeError("not to be copied")
@@ -215,7 +215,7 @@ def test_a_folder_that_cannot_be_written_is_named_and_costs_nothing_but_time(
 
 
 class Clock:
-    """Goes on only when it is told to."""
+    """A clock that stands still until a test moves it."""
 
     def __init__(self):
         self.now = 0.0
@@ -228,7 +228,7 @@ class Clock:
 
 @pytest.fixture
 def slow(monkeypatch):
-    """Counts the batches of a network for which each is a second of the only clock there is."""
+    """A classifier that counts its batches, each of which takes a second of a fake clock."""
     clock = Clock()
     monkeypatch.setattr(choosing, "time", clock)
     monkeypatch.setattr(trying, "time", clock)

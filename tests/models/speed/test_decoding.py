@@ -23,13 +23,13 @@ class Encoded(SmallClassifier):
 
 
 class Harsh(Encoded):
-    """Nothing may be off by anything."""
+    """A model whose answers may not change at all."""
 
     tolerance = LabelTolerance(max_deviation=0.0)
 
 
 class Turned(Encoded):
-    """With a transform of its own, of which nothing is known."""
+    """A model with a transform of its own, which has no fast way."""
 
     def transform_image(self, image):
         return super().transform_image(image.rotate(90))
@@ -37,7 +37,7 @@ class Turned(Encoded):
 
 @pytest.fixture(autouse=True)
 def no_presets(monkeypatch):
-    """They have tests of their own."""
+    """Try no presets, which have tests of their own."""
     monkeypatch.setattr(choosing, "presets_for", lambda network, device: [])
 
 

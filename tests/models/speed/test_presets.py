@@ -13,7 +13,7 @@ from tests.models.speed.test_choose import options, quietly, small
 
 
 def trained(network):
-    """With statistics that matter."""
+    """Give its norms statistics that matter."""
     generator = torch.Generator().manual_seed(0)
     for module in network.modules():
         if isinstance(module, nn.BatchNorm2d):
@@ -23,7 +23,7 @@ def trained(network):
 
 
 class Branched(nn.Module):
-    """Uses one convolution twice, and a norm that follows none."""
+    """A network with a convolution used twice, and a norm that follows none."""
 
     def __init__(self):
         super().__init__()
@@ -91,7 +91,7 @@ def test_rounded_weights_with_corrected_biases_keep_the_mean_of_the_outputs():
 
 
 class Captures:
-    """Computes anew into the same memory, as a replay does, and counts."""
+    """Fake capture: replays compute into the same memory, and are counted."""
 
     def __init__(self) -> None:
         self.num_captured = 0

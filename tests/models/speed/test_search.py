@@ -24,7 +24,7 @@ def host(monkeypatch, tmp_path_factory):
 
 @pytest.fixture
 def compiler(monkeypatch):
-    """Writes packages of nothing, which compute as the exact network does, and faster than all."""
+    """Fake compiler: its packages compute as the exact network does, and faster than all."""
     made: list[str] = []
 
     def compile_package(network, preset, path):

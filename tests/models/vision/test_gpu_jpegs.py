@@ -1,4 +1,4 @@
-"""The decisions, with a decoder on the CPU in nvJPEG's place; tests/gpu has the rest."""
+"""Choices between GPU and CPU, with a CPU decoder instead of nvJPEG; tests/gpu has the rest."""
 
 from io import BytesIO
 
@@ -28,7 +28,7 @@ MAX = 50_000_000
 
 
 class FakeNvjpeg:
-    """Decodes with Pillow; refuses all where one is no JPEG, without saying which."""
+    """Decodes with Pillow; if one is no JPEG, refuses all without saying which."""
 
     def __init__(self):
         self.sizes = []

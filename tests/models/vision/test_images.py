@@ -19,7 +19,7 @@ COFFEE = photo("coffee")
 
 
 def reference(data):
-    """What Pillow makes of it by the book."""
+    """Decode by the methods that Pillow's documentation recommends."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return ImageOps.exif_transpose(Image.open(BytesIO(data))).convert("RGB")

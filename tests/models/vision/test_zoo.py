@@ -24,7 +24,7 @@ def weights():
 
 @pytest.fixture
 def published(weights, tmp_path, monkeypatch):
-    """Weights as torchvision publishes them, with their hash in the name, behind a local URL."""
+    """Publish weights as torchvision does, with their hash in the name, at a local URL."""
     torch.save(weights, tmp_path / "weights")
     digest = hashlib.sha256((tmp_path / "weights").read_bytes()).hexdigest()
     path = (tmp_path / "weights").rename(tmp_path / f"squeezenet1_1-{digest[:8]}.pth")
