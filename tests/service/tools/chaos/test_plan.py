@@ -29,12 +29,9 @@ def test_wrong_flag_is_named_before_anything_starts(capsys, argv, message):
     assert message in capsys.readouterr().err
 
 
-def test_flags_make_a_plan():
+def test_flags_make_a_plan_that_says_that_its_numbers_are_the_least():
     made = plan("--kills", "3", "--stop-every", "0")
     assert (made.kills, made.every_s["stop"], made.planned_kills) == (3, 0.0, 3)
-
-
-def test_plan_says_that_its_numbers_are_the_least():
     assert plan("--requests", "5000").text == (
         "until there are at least 5,000 requests and 10 kills, and one stop and one poison "
         "and one forkserver"

@@ -150,8 +150,8 @@ def test_pause_freezes_the_picture_while_the_feed_goes_on():
     assert "99 of 1,024" in drawn(view)
 
 
-def test_models_are_chosen_by_number_or_in_turn():
-    view = view_of(state(others=("bert", "gpt")))
+def test_models_are_chosen_by_number_or_in_turn_and_a_page_has_them_all():
+    view = view_of(state([worker(n) for n in range(40)], others=("bert", "gpt")))
     assert " 1 resnet   2 bert   3 gpt " in drawn(view)
     view.step(-1)
     assert view.chosen == 2
@@ -159,13 +159,9 @@ def test_models_are_chosen_by_number_or_in_turn():
     view.choose(1)
     view.choose(7)
     assert "bert ready" in drawn(view)
+    text = "\n".join(line.plain for line in page_lines(view, 80, is_plain=True))
+    assert [f"{name} ready" in text for name in ("resnet", "bert", "gpt")] == [True] * 3
+    assert text.count("\n39 ") == 3, "the page has every worker of every model"
+    assert text.isascii()
     view.take(read_state(state(at=NOW + 1)))  # with resnet only
     assert "resnet ready" in drawn(view)
-
-
-def test_page_has_every_model_and_every_worker():
-    view = view_of(state([worker(n) for n in range(40)], others=("bert",)))
-    text = "\n".join(line.plain for line in page_lines(view, 80, is_plain=True))
-    assert text.count("\n39 ") == 2
-    assert "bert ready" in text
-    assert text.isascii()

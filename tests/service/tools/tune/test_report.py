@@ -52,19 +52,13 @@ def written(what: TuneReport) -> str:
     return stream.getvalue()
 
 
-def test_front_has_the_points_that_no_other_beats_in_both():
+def test_text_chart_stars_the_points_that_no_other_beats_in_both_and_draws_the_objective():
     assert [each.mark for each in front(POINTS)] == ["1", "0", "3"]
-
-
-def test_text_chart_stars_the_front_and_draws_the_objective():
     lines = "\n".join(text_chart(POINTS, 70))
     assert all(f"*{mark}" in lines for mark in "013")
     assert "*2" not in lines
     assert " 2" in lines
     assert ":" in lines
-
-
-def test_chart_can_show_a_single_candidate():
     assert "*0" in "\n".join(text_chart(POINTS[:1], None))
 
 
@@ -74,12 +68,9 @@ def test_report_says_what_to_use_and_what_could_not_be_tried():
     assert "The budget did not suffice for: credit" in text
     assert "fails: no memory" in text
     assert "the settings as they are (speed: folded)" in text
-
-
-def test_interrupted_report_says_that_nothing_is_confirmed():
-    text = written(report(is_confirmed=False, is_interrupted=True))
-    assert "about 1.30 x the settings as they were, not confirmed" in text
-    assert "Interrupted" in text
+    interrupted = written(report(is_confirmed=False, is_interrupted=True))
+    assert "about 1.30 x the settings as they were, not confirmed" in interrupted
+    assert "Interrupted" in interrupted
 
 
 def test_page_and_json_have_it_all(tmp_path: Path):
