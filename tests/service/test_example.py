@@ -7,6 +7,7 @@ from inferpool.models.spec import TensorSpec
 from inferpool.service.api.openapi.predict import PIXEL
 from inferpool.service.example import try_or_ask
 from inferpool.service.settings.settings import Settings
+from tests.service.api.fakes import spec
 
 URL = "http://127.0.0.1:1"
 
@@ -18,10 +19,6 @@ def told(
         name="m", example=example, inputs=inputs, reads_own_form=reads_own_form
     )
     return try_or_ask(url, pool, Settings.model_construct(predict_keys=()))
-
-
-def spec(*shape: int, name: str = "x", dtype: str = "float32") -> TensorSpec:
-    return TensorSpec(name=name, dtype=dtype, shape=shape)
 
 
 @pytest.mark.parametrize(
@@ -42,9 +39,7 @@ def spec(*shape: int, name: str = "x", dtype: str = "float32") -> TensorSpec:
         ),
     ],
 )
-def test_the_command_to_try_sends_what_the_model_takes(
-    example: object, inputs: tuple[TensorSpec, ...], data: str
-):
+def test_the_command_fits_the_model(example: object, inputs: tuple[TensorSpec, ...], data: str):
     kind, command = told(*inputs, example=example)
     assert kind == "try"
     assert command == f"curl {URL}/predict/m -H 'Content-Type: application/json' -d {data}"

@@ -365,9 +365,7 @@ def slot_bytes(num_bytes: int) -> int:
     return size
 
 
-def test_ledger_and_slots_stay_right_whatever_happens_in_whatever_order(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_ledger_and_slots_stay_right_in_every_schedule(monkeypatch: pytest.MonkeyPatch):
     clock = ManualClock()
     monkeypatch.setattr(dispatcher_module, "time", clock)
     seen: Counter[str] = Counter()

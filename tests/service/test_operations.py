@@ -41,12 +41,17 @@ def operations(pool: HeldPool, *, is_stopping: bool = False) -> Operations:
     )
 
 
-async def test_one_restart_of_a_model_at_a_time():
+async def test_one_restart_of_a_known_model_at_a_time():
     pool = HeldPool(2)
     target = operations(pool)
     assert target.restart("m", None, old_first=False) == ["m/0", "m/1"]
-    with pytest.raises(ConflictError, match="are being restarted"):
-        target.restart("m", 1, old_first=False)
+    for name, slot, error, message in (
+        ("m", 1, ConflictError, "are being restarted"),
+        ("x", None, UnknownModelError, "there are: m"),
+        ("m", 2, NotFoundError, "has 2 workers"),
+    ):
+        with pytest.raises(error, match=message):
+            target.restart(name, slot, old_first=False)
     await asyncio.sleep(0)
     pool.may_end.set()
     for _ in range(5):
@@ -75,23 +80,8 @@ async def test_a_long_restart_is_answered_before_it_is_over(monkeypatch: pytest.
     await target.stop()
 
 
-async def test_an_unknown_model_or_worker_is_named():
-    target = operations(HeldPool(1))
-    with pytest.raises(UnknownModelError, match="there are: m"):
-        target.restart("x", None, old_first=False)
-    with pytest.raises(NotFoundError, match="has 1 workers"):
-        target.restart("m", 1, old_first=False)
-
-
-async def test_a_shutdown_is_not_undone():
+async def test_a_stop_ends_restarts_and_a_drain_that_stays():
     target = operations(HeldPool(1), is_stopping=True)
-    target.set_draining(True)
-    with pytest.raises(ConflictError, match="shutting down"):
-        target.set_draining(False)
-
-
-async def test_a_stop_ends_restarts_that_are_under_way():
-    target = operations(HeldPool(1))
     target.restart("m", None, old_first=False)
     waiting = asyncio.create_task(target.until_restarted("m"))
     await asyncio.sleep(0)
@@ -100,3 +90,6 @@ async def test_a_stop_ends_restarts_that_are_under_way():
         await waiting
     with pytest.raises(ConflictError, match="shutting down"):
         target.restart("m", None, old_first=False)
+    target.set_draining(True)
+    with pytest.raises(ConflictError, match="shutting down"):
+        target.set_draining(False)

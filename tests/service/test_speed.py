@@ -147,9 +147,7 @@ async def test_the_others_stay_if_the_first_does_not_come_up():
     assert pool.changed == [("m/0", "compiled_bf16")]
 
 
-async def test_there_is_no_search_if_nothing_is_left_or_nothing_can_be_compiled(
-    monkeypatch, caplog
-):
+async def test_there_is_no_search_without_a_candidate_or_a_compiler(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     pool, search = RaisedPool(), FakeSearch()
     await search_to(pool, search, "off", SpeedReport())
@@ -181,18 +179,23 @@ def cache_of(tmp_path: Path, folder: Path | str, speed: str = "auto") -> SpeedCa
 
 
 def test_the_cache_folder_is_created(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    cache = cache_of(tmp_path, tmp_path / "deep" / "cache")
-    assert cache.folder == str(tmp_path / "deep" / "cache")
-    assert stat.S_IMODE(Path(cache.folder).stat().st_mode) == 0o700
-    assert not list(Path(cache.folder).iterdir())
+    wanted = tmp_path / "deep" / "cache"
+    cache_of(tmp_path, wanted, speed="exact").close()  # there are no presets to choose from
+    assert not wanted.exists()
+    cache = cache_of(tmp_path, wanted)
+    assert cache.folder == str(wanted)
+    assert stat.S_IMODE(wanted.stat().st_mode) == 0o700
+    assert not list(wanted.iterdir())
     cache.close()
-    assert Path(cache.folder).is_dir()
+    assert wanted.is_dir()
+    temporary = cache_of(tmp_path, "none")
+    assert temporary.folder is not None
+    temporary.close()
+    assert not Path(temporary.folder).exists()
     assert not caplog.messages
 
 
-def test_an_unwritable_folder_is_named_once_and_replaced(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_unwritable_folder_is_named_and_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     (tmp_path / "file").write_text("in the way")
     wanted = tmp_path / "file" / "cache"
     with caplog.at_level(logging.WARNING):
@@ -204,18 +207,3 @@ def test_an_unwritable_folder_is_named_once_and_replaced(
     assert stat.S_IMODE(Path(cache.folder).stat().st_mode) == 0o700
     cache.close()
     assert not Path(cache.folder).exists()
-
-
-def test_without_a_cache_replicas_share_a_temporary_folder(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
-    cache = cache_of(tmp_path, "none")
-    assert cache.folder is not None
-    cache.close()
-    assert not Path(cache.folder).exists()
-    assert not caplog.messages
-
-
-def test_without_a_choice_of_presets_no_folder_is_created(tmp_path: Path):
-    cache_of(tmp_path, tmp_path / "cache", speed="exact").close()
-    assert not (tmp_path / "cache").exists()

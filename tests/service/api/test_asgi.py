@@ -52,9 +52,7 @@ def in_fastapi(app: App, *, is_replayed: bool) -> fastapi.FastAPI:
     return outer
 
 
-def test_middleware_that_gives_the_body_again_gets_an_answer_and_does_not_hold_up_the_loop() -> (
-    None
-):
+def test_middleware_may_give_the_body_again_without_blocking_the_loop() -> None:
     model = FakeModel()
     outer = Replaying(as_app(endpoint(model)))
     apps = [outer, in_fastapi(as_app(endpoint(model)), is_replayed=True)]
@@ -65,9 +63,7 @@ def test_middleware_that_gives_the_body_again_gets_an_answer_and_does_not_hold_u
     assert outer.num_asked <= 2
 
 
-async def test_a_client_that_hangs_up_behind_middleware_leaves_no_error_in_the_log(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_hangup_behind_middleware_logs_no_error(caplog: pytest.LogCaptureFixture) -> None:
     around = partial(in_fastapi, is_replayed=False)
     async with serve(silent_model(), "asgi", around=around) as server:
         async with server.connect() as client:
@@ -81,9 +77,7 @@ async def test_a_client_that_hangs_up_behind_middleware_leaves_no_error_in_the_l
 
 
 @pytest.mark.parametrize("error", [None, BrokenPipeError(), RuntimeError()])
-async def test_a_call_is_recorded_even_if_its_answer_cannot_be_sent(
-    error: Exception | None,
-) -> None:
+async def test_a_call_is_recorded_if_its_answer_cannot_be_sent(error: Exception | None) -> None:
     statuses: list[int] = []
     app = as_app(endpoint(FakeModel(), on_done=lambda _, status, __: statuses.append(status)))
     scope = {

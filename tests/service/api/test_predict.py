@@ -52,6 +52,7 @@ def test_the_path_chooses_the_model() -> None:
     post(predict, "/predict", content=b"2", headers=IMAGE)
     post(predict, "/predict/", content=b"3", headers=IMAGE)
     assert (one.bodies, two.bodies) == ([b"1"], [b"2", b"3"])
+    assert post(Predict({"one": one}), content=b"x", headers=IMAGE).status_code == 404
 
 
 def test_every_answer_has_ids_and_timings() -> None:
@@ -147,7 +148,7 @@ def test_instances_are_answered_in_their_order_with_errors_in_place() -> None:
     ],
 )
 @pytest.mark.parametrize("is_refused", [False, True])
-def test_an_error_of_the_only_instance_is_that_of_the_call(
+def test_an_error_of_the_only_instance_ends_the_call(
     error: ServiceError, status: int, is_refused: bool
 ) -> None:
     done: list[tuple[str, int, float]] = []
@@ -210,12 +211,6 @@ def test_a_call_that_cannot_be_answered_says_why(
     assert not model.payloads
 
 
-def test_without_a_default_a_model_must_be_named() -> None:
-    response = post(Predict({"one": FakeModel(name="one")}), content=b"x", headers=IMAGE)
-    assert response.status_code == 404
-    assert "name one in the path: one" in response.json()["detail"]
-
-
 def test_each_call_is_recorded_once() -> None:
     done: list[tuple[str, int]] = []
     seen: list[tuple[Call, int]] = []
@@ -235,7 +230,7 @@ def test_each_call_is_recorded_once() -> None:
 @pytest.mark.parametrize(
     "request_", [{"content": b"x", "headers": IMAGE}, {"json": {"instances": [1, 2]}}]
 )
-def test_a_mistake_of_the_service_is_logged_and_answered(
+def test_a_bug_is_logged_and_answered(
     request_: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = FakeModel(lambda _: ZeroDivisionError("secret"))

@@ -54,9 +54,7 @@ async def test_a_body_in_pieces_is_passed_on_as_pieces(serve: Serve, way: Way) -
     assert way == "front" or len(server.model.payloads[0].chunks) > 1
 
 
-async def test_a_connection_serves_one_call_after_another_and_after_a_short_refused_body(
-    serve: Serve,
-) -> None:
+async def test_a_connection_serves_on_after_a_short_refused_body(serve: Serve) -> None:
     async with serve() as server, server.connect() as client:
         for index in range(3):
             assert (await client.ask(ONE)).json == {"predictions": [index]}
@@ -139,7 +137,7 @@ async def test_the_bodies_of_a_connection_are_each_held_to_the_limit(serve: Serv
 
 @pytest.mark.parametrize("before", [b"", ONE], ids=["first", "pipelined"])
 @pytest.mark.parametrize("begun", [b"", b"abc"])
-async def test_a_body_that_is_not_whole_at_the_deadline_is_given_up(
+async def test_a_body_is_given_up_at_its_deadline(
     serve: Serve, before: bytes, begun: bytes
 ) -> None:
     async with serve() as server, server.connect() as client:
@@ -198,9 +196,7 @@ async def test_a_client_that_hangs_up_in_the_middle_of_its_body_is_forgotten(ser
     assert server.statuses == [499]
 
 
-async def test_an_answer_that_takes_long_still_arrives_and_the_connection_lives_on(
-    serve: Serve,
-) -> None:
+async def test_a_late_answer_still_arrives_and_the_connection_lives_on(serve: Serve) -> None:
     async with serve(silent_model()) as server, server.connect() as client:
         for number in range(2):
             client.send(ONE)

@@ -40,7 +40,7 @@ EVIL = (b"\r\nx-evil: 1", b"\n", b"\r", b"\0", b"\x7f", b"\x85", b"\xfc", b"\t",
     ),
     st.text(max_size=5),
 )
-def test_nothing_of_a_call_adds_a_header_or_ends_one(
+def test_a_call_can_neither_add_nor_end_a_header(
     evil: dict[bytes, tuple[int, bytes]], path: str
 ) -> None:
     headers = dict(FINE)

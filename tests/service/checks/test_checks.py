@@ -38,14 +38,6 @@ def folder(path: str, free_bytes: int = GIB) -> Folder:
     return Folder(path=Path(path), is_writable=True, total_bytes=GIB, free_bytes=free_bytes)
 
 
-def builds(torch: str, vision: str, needs: str) -> dict[str, object]:
-    version, _, cuda = torch.partition(" for ")
-    return {
-        "torch": Build(version=version, cuda=cuda),
-        "torchvision": Build(version=vision, requires=[needs]),
-    }
-
-
 def test_facts_are_read_from_proc_and_sys(tmp_path: Path):
     facts = sound_facts(tmp_path)
     assert (facts.memory_bytes, facts.available_bytes) == (16 * GIB, 8 * GIB)
@@ -88,34 +80,33 @@ def test_sound_machine_has_no_errors(tmp_path: Path):
         (system.check_processor, {}, "ok processor"),
         (system.check_processor, {"cpu_flags": frozenset({"sse2"})}, "without AVX2"),
         (system.check_kernel, {"clock": "hpet"}, "warning clock: hpet"),
-        (
-            system.check_torch,
-            builds("2.15.0+cu132 for 13.2", "0.29.2+cu132", ">=2.14.0"),
-            "ok torchvision",
-        ),
-        (
-            system.check_torch,
-            builds("2.15.0+cpu", "0.29.2+cu132", "==2.15.0"),
-            "error torchvision",
-        ),
-        (
-            system.check_torch,
-            builds("2.13.1", "0.29.2", ">=2.14.0"),
-            "error torchvision: 0.29.2 needs torch >=2.14",
-        ),
-        (
-            system.check_torch,
-            builds("2.15.1", "0.29.2", "==2.15.0"),
-            "error torchvision: 0.29.2 needs torch ==2.15",
-        ),
     ],
 )
-def test_check_finds_what_its_facts_say(
+def test_check_finds_what_is_wrong(
     tmp_path: Path, check: Check, changes: Mapping[str, object], said: str
 ):
     facts = replace(sound_facts(tmp_path), **changes)  # type: ignore[arg-type]  # fields of Facts
     found = list(check(facts, settings_of(tmp_path)))
     assert said in lines(found)
+
+
+@pytest.mark.parametrize(
+    ("torch", "vision", "needs", "said"),
+    [
+        ("2.15.0+cu132 for 13.2", "0.29.2+cu132", ">=2.14.0", "ok torchvision"),
+        ("2.15.0+cpu", "0.29.2+cu132", "==2.15.0", "error torchvision"),
+        ("2.13.1", "0.29.2", ">=2.14.0", "error torchvision: 0.29.2 needs torch >=2.14"),
+        ("2.15.1", "0.29.2", "==2.15.0", "error torchvision: 0.29.2 needs torch ==2.15"),
+    ],
+)
+def test_builds_must_fit_each_other(tmp_path: Path, torch: str, vision: str, needs: str, said: str):
+    version, _, cuda = torch.partition(" for ")
+    facts = replace(
+        sound_facts(tmp_path),
+        torch=Build(version=version, cuda=cuda),
+        torchvision=Build(version=vision, requires=[needs]),
+    )
+    assert said in lines(system.check_torch(facts, settings_of(tmp_path)))
 
 
 def test_missing_torch_or_room_for_no_process_stops_the_start(tmp_path: Path):
@@ -175,9 +166,7 @@ def test_same_findings_of_several_models_become_one():
 
 
 @pytest.mark.parametrize(("timeout", "is_late"), [('"auto"', False), ("29.9", False), ("30", True)])
-def test_hang_that_would_be_found_too_late_is_a_warning(
-    tmp_path: Path, timeout: str, is_late: bool
-):
+def test_hang_that_is_found_too_late_is_a_warning(tmp_path: Path, timeout: str, is_late: bool):
     (tmp_path / "inferpool.toml").write_text(f"[models.echo]\nbatch_timeout_s = {timeout}\n")
     settings = load({}, {}, tmp_path).settings
     found = limits.check_timeouts(sound_facts(tmp_path), settings)
@@ -199,9 +188,7 @@ def test_hang_that_would_be_found_too_late_is_a_warning(
         (lambda data: data[:8] + b"[" * (len(data) - 8), "invalid JSON in header"),
     ],
 )
-def test_damaged_safetensors_file_is_found(
-    tmp_path: Path, damage: Callable[[bytes], bytes], said: str
-):
+def test_damaged_safetensors_are_found(tmp_path: Path, damage: Callable[[bytes], bytes], said: str):
     path = tmp_path / "some.safetensors"
     save_file({"w": np.zeros((4, 4), np.float32)}, path)
     path.write_bytes(damage(path.read_bytes()))

@@ -24,10 +24,13 @@ def test_unordered_results_come_as_soon_as_they_are_there(client):
 
 
 def test_error_stands_in_its_place_or_is_raised(client):
-    asked = [{"n": 1}, {"n": "x"}, {"n": 3}]
-    results = list(client.predict_many(asked, model="fault", return_errors=True))
+    asked, told = [{"n": 1}, {"n": "x"}, {"n": 3}], []
+    options = {"return_errors": True, "on_progress": told.append}
+    results = list(client.predict_many(asked, model="fault", **options))
     assert [isinstance(each, Prediction) for each in results] == [True, False, True]
     assert [each.index for each in results] == [0, 1, 2]
+    assert [each.num_done for each in told] == [1, 2, 3]
+    assert (told[-1].num_failed, told[-1].num_running) == (1, 0)
     iterator = client.predict_many(asked, model="fault")
     assert next(iterator).value["twice"] == 2
     with pytest.raises(InvalidInputError) as raised:
@@ -52,23 +55,6 @@ def test_leaving_the_loop_cancels_what_waits(client):
         assert each.value["twice"] == 2
         break
     assert time.monotonic() - started < 15
-
-
-def test_progress_is_reported_after_each_result(client):
-    told = []
-    asked = [{"n": 1}, {"n": "x"}, {"n": 3}]
-    list(client.predict_many(asked, model="fault", return_errors=True, on_progress=told.append))
-    assert [each.num_done for each in told] == [1, 2, 3]
-    assert (told[-1].num_failed, told[-1].num_running) == (1, 0)
-
-
-def test_error_of_the_iterable_is_raised(client):
-    def inputs():
-        yield 1
-        raise OSError("the disk is gone")
-
-    with pytest.raises(OSError, match="the disk is gone"):
-        list(client.predict_many(inputs(), model="echo"))
 
 
 async def test_results_are_yielded_while_the_next_input_is_awaited(service):
@@ -119,7 +105,13 @@ async def test_cancelled_prediction_leaves_nothing_behind(service):
         assert (await client.predict({"n": 4}, model="fault")).value["twice"] == 8
 
 
-def test_no_room_or_an_unsendable_input_is_an_error(client):
+def test_unusable_inputs_and_no_room_are_errors(client):
+    def inputs():
+        yield 1
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        list(client.predict_many(inputs(), model="echo"))
     with pytest.raises(ValueError, match="at least 1"):
         list(client.predict_many([1], max_concurrency=0))
     with pytest.raises(InferpoolError):

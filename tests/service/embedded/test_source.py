@@ -79,12 +79,9 @@ def test_a_typed_in_class_brings_what_it_uses(notebook: ModuleType):
     assert "unused" not in again
 
 
-def test_a_class_that_uses_an_object_without_source_is_refused(notebook: ModuleType):
+def test_a_class_without_all_its_source_is_refused(notebook: ModuleType):
     with pytest.raises(SourceError, match=r"Holder uses handle, a TextIOWrapper.*into a file"):
         source_of(notebook.Holder)
-
-
-def test_a_class_without_source_is_refused(notebook: ModuleType):
     exec("class Gone(Base):\n    def forward(self, batch): ...", vars(notebook))
     with pytest.raises(
         SourceError, match=r"the source of Gone is not known, .* stdin: put it into a file"
@@ -103,11 +100,20 @@ def test_a_class_that_cannot_be_imported_is_refused():
         source_of(made)
 
 
-@pytest.mark.parametrize("start", [["nets/script.py"], ["-m", "nets.script"]])
-def test_class_of_a_script_is_imported_from_its_file(tmp_path: Path, start: list[str]):
+@pytest.mark.parametrize(
+    ("start", "name", "said"),
+    [
+        (["nets/script.py"], "script.py", "script:Net {folder}"),
+        (["-m", "nets.script"], "script.py", "nets.script:Net"),
+        (["-m", "nets"], "__main__.py", "nets.__main__:Net"),
+    ],
+)
+def test_class_of_what_is_run_is_imported_from_there(
+    tmp_path: Path, start: list[str], name: str, said: str
+):
     folder = tmp_path / "nets"
     folder.mkdir()
-    (folder / "script.py").write_text(
+    (folder / name).write_text(
         "from inferpool.service.embedded.source import source_of\n"
         "class Net: ...\n"
         "found = source_of(Net)\n"
@@ -117,18 +123,4 @@ def test_class_of_a_script_is_imported_from_its_file(tmp_path: Path, start: list
         [sys.executable, *start], cwd=tmp_path, env={"PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, check=True,
     ).stdout.strip()  # fmt: skip
-    assert shown == ("nets.script:Net" if start[0] == "-m" else f"script:Net {folder}")
-
-
-def test_class_of_a_package_that_is_run_is_imported_from_there(tmp_path: Path):
-    (tmp_path / "nets").mkdir()
-    (tmp_path / "nets" / "__main__.py").write_text(
-        "from inferpool.service.embedded.source import source_of\n"
-        "class Net: pass\n"
-        "print(source_of(Net).source)\n"
-    )
-    shown = subprocess.run(
-        [sys.executable, "-m", "nets"], cwd=tmp_path, env={"PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, check=True,
-    ).stdout.strip()  # fmt: skip
-    assert shown == "nets.__main__:Net"
+    assert shown == said.format(folder=folder)

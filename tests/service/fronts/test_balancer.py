@@ -47,9 +47,7 @@ def clients() -> Iterator[ConnectedClients]:
         yield clients
 
 
-async def test_a_burst_is_shared_out_evenly_among_those_who_take_it(
-    clients: ConnectedClients,
-):
+async def test_a_burst_is_shared_out_evenly_among_those_who_take_it(clients: ConnectedClients):
     takers = [FakeTaker(takes=False), FakeTaker(), FakeTaker(), FakeTaker()]
     takers[3].num_open = 10
     balancer = clients.balance(*takers)

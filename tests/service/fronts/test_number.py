@@ -18,9 +18,7 @@ def test_there_are_more_where_there_are_cores_for_them(tmp_path, num_cores, expe
     assert number_of_fronts(made, num_cores)[0] == expected
 
 
-def test_there_are_as_many_as_are_asked_for_with_a_word_on_more_than_there_are_cores(
-    tmp_path, caplog
-):
+def test_more_fronts_than_cores_are_started_with_a_warning(tmp_path, caplog):
     made = settings(tmp_path, front_ends="3", arena_bytes=str(2**28))
     assert number_of_fronts(made, 3)[0] == 3
     assert caplog.messages == []

@@ -113,6 +113,9 @@ async def test_refusals_and_failures_come_back_as_what_they_are():
         with pytest.raises(OverloadedError, match="queue is full") as refused:
             await b.ask()
         assert refused.value.retry_after_s == 1
+        with pytest.raises(OverloadedError, match="arena"):  # which the front knows at once
+            b.ask(bytes(60_000))
+        assert b.front.num_full == 1
         with pytest.raises(DeadlineExceededError):
             await late
         b.worker.answer([ItemError("invalid_input", "no such thing"), b"1"])
@@ -122,14 +125,6 @@ async def test_refusals_and_failures_come_back_as_what_they_are():
         for each in waiting:
             with pytest.raises(UnavailableError, match="enough"):
                 await each
-
-
-async def test_a_full_part_refuses_at_once():
-    async with open_sides() as b:
-        b.ask(bytes(60_000))
-        with pytest.raises(OverloadedError, match="arena"):
-            b.ask(bytes(60_000))
-        assert b.front.num_full == 1
 
 
 async def test_cancelled_instances_leave_the_queue_and_the_rest_are_answered():

@@ -43,22 +43,15 @@ def test_the_estimate_includes_what_workers_hold_and_the_batch_itself():
         gate.check_time(behind(8), free_s=0.1, num_workers=1, left_s=0.35, now=1.0)
 
 
-def test_an_instance_with_nothing_ahead_is_always_tried():
-    gate, _ = admission(1, 5.0)
-    gate.check_time(behind(0), free_s=0.0, num_workers=1, left_s=0.1, now=1.0)
-
-
-def test_a_passed_deadline_is_refused_as_such():
-    gate, metrics = admission()
-    with pytest.raises(DeadlineExceededError):
-        gate.check(num_queued=0, num_workers=1, left_s=-0.001)
-    assert metrics.rejected["deadline"] == 1
-
-
-def test_an_unmeasured_rate_refuses_nothing():
-    gate, _ = admission()
-    gate.check(num_queued=99, num_workers=1, left_s=0.001)
-    assert gate.is_welcome(num_queued=99, num_ahead=99, num_workers=1, left_s=0.001)
+def test_a_rate_that_says_little_refuses_nothing():
+    unmeasured, _ = admission()
+    unmeasured.check(num_queued=99, num_workers=1, left_s=0.001)
+    assert unmeasured.is_welcome(num_queued=99, num_ahead=99, num_workers=1, left_s=0.001)
+    slow, _ = admission(1, 5.0)
+    slow.check_time(behind(0), free_s=0.0, num_workers=1, left_s=0.1, now=1.0)  # nothing ahead
+    fast, _ = admission(8, 0.01, num=3)
+    fast.rate.note(num_items=1, elapsed_s=30.0, now=2.0)  # the only slow batch
+    fast.check_time(behind(99), free_s=0.0, num_workers=1, left_s=1, now=2.0)
 
 
 def test_small_batches_do_not_tell_how_many_a_full_one_serves():
@@ -70,18 +63,14 @@ def test_small_batches_do_not_tell_how_many_a_full_one_serves():
         gate.check_time(behind(80), free_s=0.0, num_workers=1, left_s=0.6, now=1.0)
 
 
-def test_nothing_is_admitted_while_draining():
+def test_nothing_is_admitted_after_its_deadline_nor_while_draining():
     gate, metrics = admission()
+    with pytest.raises(DeadlineExceededError):
+        gate.check(num_queued=0, num_workers=1, left_s=-0.001)
     gate.is_draining = True
     with pytest.raises(UnavailableError, match="shutting down"):
         gate.check(num_queued=0, num_workers=1, left_s=1)
-    assert metrics.rejected["draining"] == 1
-
-
-def test_one_slow_batch_does_not_make_an_idle_service_refuse():
-    gate, _ = admission(8, 0.01, num=3)
-    gate.rate.note(num_items=1, elapsed_s=30.0, now=2.0)
-    gate.check_time(behind(99), free_s=0.0, num_workers=1, left_s=1, now=2.0)
+    assert metrics.rejected["deadline"] == metrics.rejected["draining"] == 1
 
 
 def test_an_old_rate_refuses_nothing():
@@ -93,14 +82,11 @@ def test_an_old_rate_refuses_nothing():
 
 def test_an_instance_that_would_make_an_admitted_one_late_is_refused():
     gate, metrics = admission(8, 0.8)
-    for left_s, is_refused in [(5.0, True), (6.0, False)]:  # 40 and one more in 4.1 s, and a batch
-        later = Position(0, 0, 0, 0, [(1.0 + left_s, 40)])
-        if is_refused:
-            with pytest.raises(OverloadedError, match="admitted before") as refusal:
-                gate.check_time(later, free_s=0.0, num_workers=1, left_s=3.0, now=1.0)
-            assert refusal.value.retry_after_s == 1
-        else:
-            gate.check_time(later, free_s=0.0, num_workers=1, left_s=3.0, now=1.0)
+    early, late = (Position(0, 0, 0, 0, [(due, 40)]) for due in (6.0, 7.0))  # all take 4.1 s
+    with pytest.raises(OverloadedError, match="admitted before") as refusal:
+        gate.check_time(early, free_s=0.0, num_workers=1, left_s=3.0, now=1.0)
+    assert refusal.value.retry_after_s == 1
+    gate.check_time(late, free_s=0.0, num_workers=1, left_s=3.0, now=1.0)
     assert metrics.rejected["deadline"] == 1
 
 

@@ -109,22 +109,19 @@ def size(waiting: Batcher[Queued], begin: float = NOW, most: int = 8) -> int:
     return fitting(waiting, min(most, len(waiting)), begin, curve())
 
 
-def test_far_deadlines_leave_the_batch_as_it_is():
-    assert size(queue(*[30.0] * 12)) == 8
-
-
-def test_tightest_deadline_of_a_member_bounds_the_batch():
-    assert size(queue(*[0.055] * 12)) == 4
-    assert size(queue(0.055, *[30.0] * 12)) == 4
-
-
-def test_time_until_the_worker_begins_counts():
-    assert size(queue(0.055, *[30.0] * 12), begin=NOW + 0.020) == 2
-
-
-def test_an_instance_that_is_late_even_alone_shrinks_no_batch():
-    assert size(queue(0.015, *[30.0] * 12)) == 8
-    assert size(queue(0.015, 0.055, *[30.0] * 12)) == 4
+@pytest.mark.parametrize(
+    ("lefts_s", "begin_s", "expected"),
+    [
+        pytest.param([30.0] * 12, 0, 8, id="far deadlines"),
+        pytest.param([0.055] * 12, 0, 4, id="near deadlines"),
+        pytest.param([0.055, *[30.0] * 12], 0, 4, id="tightest"),
+        pytest.param([0.055, *[30.0] * 12], 0.020, 2, id="the worker begins later"),
+        pytest.param([0.015, *[30.0] * 12], 0, 8, id="late even alone"),
+        pytest.param([0.015, 0.055, *[30.0] * 12], 0, 4, id="tightest beside a late one"),
+    ],
+)
+def test_deadlines_that_can_be_met_bound_the_batch(lefts_s, begin_s, expected):
+    assert size(queue(*lefts_s), NOW + begin_s) == expected
 
 
 def test_rounding_makes_no_empty_batch():
@@ -160,16 +157,14 @@ def fed(limit: SizeLimit, item_s: float, num_batches: int = 100) -> int:
     return limit.now
 
 
-def test_auto_grows_while_full_batches_are_next_to_nothing():
-    assert SizeLimit(None).now == 8
-    assert fed(SizeLimit(None), item_s=0.00001) == 64
-    assert fed(SizeLimit(None), item_s=0.00005) == 32
-    assert fed(SizeLimit(None), item_s=0.001) == 8
-
-
-def test_auto_goes_back_when_large_batches_turn_out_slow():
-    limit = SizeLimit(None)
-    fed(limit, item_s=0.00001)
+@pytest.mark.parametrize(
+    ("set_size", "item_s", "expected"),
+    [(None, 0.00001, 64), (None, 0.00005, 32), (None, 0.001, 8), (8, 0.00001, 8)],
+)
+def test_only_auto_grows_and_while_full_batches_take_little_time(set_size, item_s, expected):
+    limit = SizeLimit(set_size)
+    assert limit.now == 8
+    assert fed(limit, item_s) == expected
     assert fed(limit, item_s=0.001) == 8
 
 
@@ -184,8 +179,7 @@ def test_batch_that_is_not_full_or_was_interrupted_changes_nothing():
     assert fed(limit, item_s=0.00001) == 64
 
 
-def test_a_set_size_and_the_size_of_a_compiled_network_stay():
-    assert fed(SizeLimit(8), item_s=0.00001) == 8
+def test_the_size_of_a_compiled_network_stays():
     limit = SizeLimit(None)
     fed(limit, item_s=0.00001)
     limit.hold()

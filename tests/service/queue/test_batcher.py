@@ -1,6 +1,8 @@
 import random
 from dataclasses import dataclass
 
+import pytest
+
 from inferpool.service.queue.batcher import Batcher, Bucket
 from inferpool.workers.messages import ItemRef
 
@@ -29,27 +31,28 @@ def filled(*requests: Queued) -> Batcher[Queued]:
     return batcher
 
 
-def test_equals_go_first_come_first_served():
-    batcher = filled(*map(Queued, "abcde"))
-    assert names(batcher.next_batch(3)) == "abc"
-    assert names(batcher.next_batch(3)) == "de"
-    assert batcher.next_batch(3) == []
-
-
-def test_priority_goes_before_deadline_and_deadline_before_arrival():
-    batcher = filled(
-        Queued("d"),
-        Queued("c", deadline=0.5),
-        Queued("a", priority=1),
-        Queued("b", deadline=0.05),
-    )
-    assert names(batcher.next_batch(8)) == "abcd"
-
-
-def test_batch_is_filled_from_the_next_class():
-    batcher = filled(Queued("b"), Queued("a", priority=1), Queued("c"))
-    assert names(batcher.next_batch(2)) == "ab"
-    assert len(batcher) == 1
+@pytest.mark.parametrize(
+    ("requests", "most", "batches"),
+    [
+        ([Queued(name) for name in "abcde"], 3, ["abc", "de", ""]),
+        (
+            [
+                Queued("d"),
+                Queued("c", deadline=0.5),
+                Queued("a", priority=1),
+                Queued("b", deadline=0.05),
+            ],
+            8,
+            ["abcd"],
+        ),
+        ([Queued("b"), Queued("a", priority=1), Queued("c")], 2, ["ab", "c"]),
+        ([Queued("a", priority=1), Queued("s", is_solo=True), Queued("c")], 8, ["a", "s", "c"]),
+    ],
+    ids=["equals by arrival", "priority, deadline", "filled from the next class", "solo"],
+)
+def test_batches_are_in_order(requests: list[Queued], most: int, batches: list[str]):
+    batcher = filled(*requests)
+    assert [names(batcher.next_batch(most)) for _ in batches] == batches
 
 
 def test_solo_request_comes_alone_and_first_when_put_back():
@@ -60,11 +63,6 @@ def test_solo_request_comes_alone_and_first_when_put_back():
         request.is_solo = True
         batcher.push_front(request)
     assert [names(batcher.next_batch(8)) for _ in range(4)] == ["a", "b", "c", ""]
-
-
-def test_solo_request_of_a_later_class_does_not_join():
-    batcher = filled(Queued("a", priority=1), Queued("s", is_solo=True), Queued("c"))
-    assert [names(batcher.next_batch(8)) for _ in range(3)] == ["a", "s", "c"]
 
 
 def test_removed_request_is_not_handed_out():
@@ -134,6 +132,8 @@ def test_position_counts_requests_ahead_and_those_with_earlier_deadlines():
 
 def test_its_own_kind_is_counted_only_beside_other_kinds():
     batcher = filled(*map(Queued, "abc"))
+    batcher.position(1, 300.0, now=0.0)  # it is refused, and leaves no trace
+    assert not batcher.is_mixed
     assert batcher.position(5, 30.0, now=0.0).num_kin == 0
     other = Queued("d", priority=1, deadline=300.0)
     batcher.push(other, now=0.0)
@@ -142,13 +142,6 @@ def test_its_own_kind_is_counted_only_beside_other_kinds():
     assert batcher.position(5, 50.0, now=20.0).num_kin == 3
     batcher.remove(other)
     assert batcher.position(5, 51.0, now=21.0).num_kin == 0
-
-
-def test_refused_request_of_another_kind_leaves_no_trace():
-    batcher = filled(*map(Queued, "abc"))
-    batcher.position(1, 300.0, now=0.0)
-    assert not batcher.is_mixed
-    assert batcher.position(5, 30.0, now=0.0).num_kin == 0
 
 
 def test_a_kind_counts_as_recent_for_seconds_whatever_its_timeout():

@@ -93,18 +93,6 @@ def one_by_one(bench: Callable[..., DispatcherBench]) -> tuple[DispatcherBench, 
     return b, b.worker(credit=1)
 
 
-async def test_each_instance_gets_the_answer_to_its_own_payload(bench):
-    b = bench()
-    worker = b.worker()
-    futures = await b.send(4)
-    offsets = [future.ref.offset for future in futures]
-    worker.answer()
-    results = await asyncio.gather(*futures)
-    assert [int(result.value) for result in results] == offsets
-    b.check_books()
-    assert b.metrics.succeeded == 4
-
-
 async def have(
     b: DispatcherBench, workers: list[FakeWorker], num: int, took_s: float
 ) -> list[list[int]]:
@@ -127,9 +115,7 @@ async def have(
         (0.00012, 9, [[5], [4]]),  # although the second alone would soon be done
     ],
 )
-async def test_idle_workers_share_the_queue_unless_one_is_soon_done_with_it(
-    bench, took_s, num, shares
-):
+async def test_idle_workers_share_a_queue_that_one_cannot_soon_finish(bench, took_s, num, shares):
     b = bench(max_batch_size=16)
     workers = [b.worker(), b.worker()]
     await have(b, workers, 1, took_s)
@@ -146,7 +132,7 @@ async def test_a_light_batch_does_not_put_all_heavy_instances_on_one_worker(benc
     b.check_books()
 
 
-async def test_a_lone_instance_does_not_wait_for_a_quick_worker_while_another_is_idle(bench):
+async def test_a_lone_instance_goes_to_the_idle_worker_and_not_behind_a_quick_one(bench):
     b = bench()
     workers = [b.worker(), b.worker()]
     await have(b, workers, 1, 20e-6)
@@ -158,19 +144,12 @@ async def test_a_lone_instance_does_not_wait_for_a_quick_worker_while_another_is
 async def test_idle_worker_starts_at_once_and_a_busy_one_gets_a_full_batch_in_advance(bench):
     b = bench(max_batch_size=4)
     worker = b.worker()
-    await b.send()
-    assert worker.sizes == [1]
-    await b.send(3)
-    assert worker.sizes == [1]
-    await b.send()
-    assert worker.sizes == [1, 4]
-    await b.send()
-    assert worker.sizes == [1, 4]
-    await answer(worker)
-    assert worker.sizes == [4]
-    await answer(worker)
-    assert worker.sizes == [1]
-    await answer(worker)
+    for num, sizes in [(1, [1]), (3, [1]), (1, [1, 4]), (1, [1, 4])]:
+        await b.send(num)
+        assert worker.sizes == sizes
+    for sizes in ([4], [1], []):
+        await answer(worker)
+        assert worker.sizes == sizes
     b.check_books()
 
 
@@ -211,25 +190,20 @@ def test_wake_ups_within_a_millisecond_are_kept_apart(bench):
         runner.run(asyncio.wait_for(go(), 10))
 
 
-async def test_full_queue_refuses_with_a_time_to_come_back(bench):
+async def test_full_queue_and_full_arena_refuse_with_a_time_to_come_back(bench):
     b = bench(max_queue_length=3)
     worker = b.worker(credit=1)
     await b.send()
-    await b.send(3)
+    b.submit(payload=bytes(20_000))
+    with pytest.raises(OverloadedError, match="arena"):
+        b.submit(payload=bytes(40_000))
+    await b.send(2)
     with pytest.raises(OverloadedError, match="queue is full") as caught:
         b.submit()
     assert caught.value.retry_after_s >= 1
     assert b.metrics.rejected["queue_full"] == 1
     await answer(worker)
     b.submit()
-
-
-async def test_full_arena_refuses(bench):
-    b = bench()
-    b.worker()
-    b.submit(payload=bytes(60_000))
-    with pytest.raises(OverloadedError, match="arena"):
-        b.submit(payload=bytes(60_000))
 
 
 async def test_deadline_that_cannot_be_met_is_refused_at_once(bench):
@@ -260,9 +234,7 @@ async def test_deadline_in_the_queue_is_answered_on_time_and_never_sent(bench):
     assert b.metrics.expired == 1
 
 
-async def test_deadline_in_a_worker_is_answered_on_time_and_its_slot_stays_until_the_batch_returns(
-    bench,
-):
+async def test_slot_of_an_instance_that_expires_in_a_worker_stays_until_the_batch_returns(bench):
     b = bench()
     worker = b.worker()
     with pytest.raises(DeadlineExceededError, match="in a worker"):
@@ -272,22 +244,7 @@ async def test_deadline_in_a_worker_is_answered_on_time_and_its_slot_stays_until
     b.check_books()
 
 
-async def test_cancelled_instances_leave_the_queue_and_the_books_balance(bench):
-    b, worker = one_by_one(bench)
-    (sent,) = await b.send()
-    queued = b.submit()
-    assert queued.cancel()
-    assert sent.cancel()
-    assert not sent.cancel()
-    assert b.dispatcher.num_queued == 0
-    await answer(worker)
-    b.check_books()
-    assert b.metrics.cancelled == 2
-
-
-async def test_a_payload_that_lies_in_the_arena_is_left_there_and_its_owner_gets_the_slot_back(
-    bench,
-):
+async def test_the_owner_of_a_payload_in_the_arena_gets_the_slot_back(bench):
     freed = []
     b = bench(max_batch_size=1)
     worker, owner = b.worker(credit=1), SimpleNamespace(free=freed.append)

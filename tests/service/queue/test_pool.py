@@ -27,6 +27,13 @@ async def test_before_a_worker_is_ready_callers_are_told_to_try_again(arena: Are
     await until(lambda: pool.is_ready)
     submit(pool).cancel()
     await pool.stop(0)
+    pool = make_pool(FakeEngine([WorkerStartError("wrong weights", permanent=True)]), arena)
+    pool.start()
+    await until(lambda: pool.is_lost)
+    with pytest.raises(GivenUpError, match="wrong weights") as caught:
+        submit(pool)
+    assert caught.value.retry_after_s is None
+    await pool.stop(0)
 
 
 async def test_time_to_come_back_covers_the_pause_before_the_next_start(arena: Arena):
@@ -42,19 +49,7 @@ async def test_time_to_come_back_covers_the_pause_before_the_next_start(arena: A
     await pool.stop(0)
 
 
-async def test_model_that_was_given_up_does_not_ask_for_another_try(arena: Arena):
-    pool = make_pool(FakeEngine([WorkerStartError("wrong weights", permanent=True)]), arena)
-    pool.start()
-    await until(lambda: pool.is_lost)
-    with pytest.raises(GivenUpError, match="wrong weights") as caught:
-        submit(pool)
-    assert caught.value.retry_after_s is None
-    await pool.stop(0)
-
-
-async def test_only_a_restart_on_demand_measures_the_presets_again(
-    arena: Arena,
-):
+async def test_only_a_restart_on_demand_measures_the_presets_again(arena: Arena):
     engine = MeasuringEngine()
     pool = await ready_pool(engine, arena, speed="auto")
     engine.started[0].die()
@@ -73,7 +68,7 @@ class TimingAnnouncer(SilentAnnouncer):
         self.seconds.append(seconds)
 
 
-async def test_ready_shows_the_whole_start_and_the_speed_is_logged_once(
+async def test_start_time_is_whole_and_speed_is_logged_once(
     arena: Arena, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level(logging.INFO)

@@ -31,6 +31,11 @@ def test_input_stays_for_its_time_and_not_longer():
     assert not quarantine.lengths
     assert not quarantine.is_suspect(plain(b"poison"), 110)
     assert not quarantine.suspect_lengths
+    none = make(duration_s=0)
+    convict(none, plain(b"poison"))
+    none.note_death(plain(b"poison"), 0)
+    assert not none.lengths
+    assert not none.suspect_lengths
 
 
 @pytest.mark.parametrize(
@@ -100,14 +105,6 @@ def test_deaths_in_a_batch_make_suspects_and_only_deaths_alone_the_verdict():
 
 def test_deaths_alone_are_forgotten_in_time():
     quarantine = make()
-    assert quarantine.note_death_alone(plain(b"x"), 1, 0)[0] == 2
-    assert quarantine.note_death_alone(plain(b"x"), 1, 10)[0] == 2
+    for now in (0, 10):
+        assert quarantine.note_death_alone(plain(b"x"), 1, now)[0] == 2
     assert quarantine.num_inputs(10) == 0
-
-
-def test_quarantine_of_no_length_keeps_nothing():
-    quarantine = make(duration_s=0)
-    convict(quarantine, plain(b"poison"))
-    quarantine.note_death(plain(b"poison"), 0)
-    assert not quarantine.lengths
-    assert not quarantine.suspect_lengths

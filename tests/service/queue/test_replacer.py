@@ -18,9 +18,7 @@ from tests.service.pools import MeasuringEngine, ready_pool, until
 
 
 @pytest.mark.parametrize(("wanted", "is_changed"), [("folded", True), ("compiled", False)])
-async def test_a_worker_stays_ready_while_it_changes_over(
-    wanted: str, is_changed: bool, arena: Arena
-):
+async def test_a_worker_that_changes_over_stays_ready(wanted: str, is_changed: bool, arena: Arena):
     engine = MeasuringEngine()
     pool = await ready_pool(engine, arena, speed="auto")
     changing = asyncio.create_task(pool.replacer.change_over(pool.slots[0], wanted, 1))
@@ -154,9 +152,7 @@ async def test_restart_that_fails_leaves_what_can_serve_with_the_same_files(
     await pool.stop(0)
 
 
-async def test_restart_during_which_the_files_change_again_ends_with_the_last_for_all(
-    engine: FileEngine, arena: Arena
-):
+async def test_restart_takes_files_that_change_meanwhile(engine: FileEngine, arena: Arena):
     pool = await three_ready(engine, arena)
 
     def change(engine: FileEngine, id: WorkerId) -> None:
@@ -187,9 +183,7 @@ async def test_restart_whose_first_successor_fails_changes_nothing(arena: Arena)
     await pool.stop(0)
 
 
-async def test_restart_without_memory_for_two_is_refused_and_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, arena: Arena
-):
+async def test_restart_without_memory_is_refused(monkeypatch: pytest.MonkeyPatch, arena: Arena):
     monkeypatch.setattr(inferpool.service.queue.replacer, "available_bytes", lambda: -1)
     engine = FakeEngine()
     pool = await ready_pool(engine, arena, 2)
@@ -201,9 +195,7 @@ async def test_restart_without_memory_for_two_is_refused_and_says_what_to_do(
     await pool.stop(0)
 
 
-async def test_stop_while_the_files_of_a_successor_are_read_leaves_no_worker(
-    engine: FileEngine, arena: Arena
-):
+async def test_stop_while_a_successors_files_are_read_leaves_none(engine: FileEngine, arena: Arena):
     pool = await ready_pool(engine, arena, 2)
     restart = asyncio.create_task(pool.replacer.replace(pool.slots, 1))
     engine.on_start = lambda engine, id: restart.cancel()  # at the next await, for the files

@@ -8,18 +8,21 @@ def attach(lanes: Lanes, slot: int) -> Lane:
     return lanes.open[-1]
 
 
+def answer(lanes: Lanes, lane: Lane, elapsed_s: float) -> None:
+    """Have a worker answer a batch of one."""
+    lane.batches = [[None]]
+    lane.begin(0.0, was_idle=True)
+    lanes.learn(lane, 1, elapsed_s)
+
+
 def test_an_unknown_worker_makes_no_other_lag():
     lanes = Lanes()
     fast = attach(lanes, 0)
     for _ in range(100):
-        fast.batches = [[None]]
-        fast.begin(0.0, was_idle=True)
-        lanes.learn(fast, 1, 0.02)
+        answer(lanes, fast, 0.02)
     slow = attach(lanes, 1)
     assert lanes.leading == [fast, slow]
-    slow.batches = [[None]]
-    slow.begin(0.0, was_idle=True)
-    lanes.learn(slow, 1, 0.2)
+    answer(lanes, slow, 0.2)
     assert (lanes.leading, lanes.lagging) == ([fast], [slow])
 
 
@@ -46,10 +49,8 @@ def test_an_idle_worker_counts_as_soon_as_it_comes():
 def test_a_lagging_worker_delays_nothing():
     lanes = Lanes()
     fast, slow = attach(lanes, 0), attach(lanes, 1)
-    for lane, elapsed_s in [(fast, 0.02), (slow, 0.2)]:
-        lane.batches = [[None]]
-        lane.begin(0.0, was_idle=True)
-        lanes.learn(lane, 1, elapsed_s)
+    answer(lanes, fast, 0.02)
+    answer(lanes, slow, 0.2)
     busy_until(slow, 9.0)
     busy_until(fast, 3.0)
     assert lanes.free_in(1.0) == 2.0

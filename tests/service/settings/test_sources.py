@@ -74,9 +74,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("pack.nets:Net", ["torchvision", "torchvision:transforms"]),
     ],
 )
-def test_known_packages_are_found_in_what_a_source_imports(
-    tmp_path: Path, source: str, found: list[str]
-):
+def test_known_packages_are_found_in_imports(tmp_path: Path, source: str, found: list[str]):
     write(
         tmp_path,
         broken_module="import torchvision as\n",
@@ -92,16 +90,22 @@ def test_known_packages_are_found_in_what_a_source_imports(
     assert modules_to_preload([source, source], tmp_path) == found
 
 
-@pytest.mark.usefixtures("installed")
-def test_package_beside_the_model_is_left_to_the_worker(tmp_path: Path):
-    write(tmp_path, net="import timm, torchvision\n", timm__in____init__="")
-    assert modules_to_preload(["net:Net"], tmp_path) == ["torchvision"]
+MANY = [f"part{number}" for number in range(60)]
 
 
 @pytest.mark.usefixtures("installed")
-def test_package_that_is_not_installed_is_left_to_the_worker(tmp_path: Path):
-    write(tmp_path, net="import sentence_transformers\n")
-    assert modules_to_preload(["net:Net"], tmp_path) == []
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        ({"net": "import timm, torchvision\n", "timm__in____init__": ""}, ["torchvision"]),
+        ({"net": "import sentence_transformers\n"}, []),
+        ({"net": f"import timm, {', '.join(MANY)}\n", **dict.fromkeys(MANY, "")}, []),
+    ],
+    ids=["package beside the model", "not installed", "too many files to read"],
+)
+def test_other_packages_are_left_to_the_worker(tmp_path: Path, files, found):
+    write(tmp_path, **files)
+    assert modules_to_preload(["net:Net"], tmp_path) == found
 
 
 @pytest.mark.parametrize(
@@ -120,19 +124,10 @@ def test_package_that_is_not_installed_is_left_to_the_worker(tmp_path: Path):
 )
 @pytest.mark.parametrize("place", ["net", "pack__in____init__", "calendar"])
 @pytest.mark.usefixtures("installed")
-def test_nothing_is_preloaded_if_a_file_may_change_what_an_import_sees(
-    tmp_path: Path, text: str, place: str
-):
+def test_files_that_may_change_imports_prevent_preloading(tmp_path: Path, text: str, place: str):
     write(tmp_path, net="", other="import timm\n")
     write(tmp_path, pack__in____init__="", pack__in__layers="import timm\n")
     write(tmp_path, **{place: f"{text}import timm\n"})
     write(tmp_path, net=(tmp_path / "net.py").read_text() + "import calendar, pack.layers\n")
     assert modules_to_preload(["other:Net"], tmp_path) == ["timm"]
     assert modules_to_preload(["other:Net", "net:Net"], tmp_path) == []
-
-
-@pytest.mark.usefixtures("installed")
-def test_nothing_is_preloaded_for_a_source_of_too_many_files_to_read(tmp_path: Path):
-    names = [f"part{number}" for number in range(60)]
-    write(tmp_path, net=f"import timm, {', '.join(names)}\n", **dict.fromkeys(names, ""))
-    assert modules_to_preload(["net:Net"], tmp_path) == []

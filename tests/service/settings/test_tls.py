@@ -16,15 +16,12 @@ def pair(tmp_path_factory):
     return make_certificate(tmp_path_factory.mktemp("tls"))
 
 
-def test_a_certificate_and_its_key_make_a_context_without_old_protocols(pair):
+def test_a_certificate_and_its_key_make_a_context_without_old_protocols(pair, tmp_path):
     certificate, key = map(str, pair)
     assert server_context(certificate, key).minimum_version == ssl.TLSVersion.TLSv1_2
-
-
-def test_the_key_may_be_in_the_file_of_the_certificate(pair, tmp_path):
     both = tmp_path / "both.pem"
     both.write_text("".join(path.read_text() for path in pair))
-    server_context(str(both), None)
+    server_context(str(both), None)  # the key may be in the file of the certificate
 
 
 def test_errors_name_the_unusable_file(pair, tmp_path):

@@ -43,22 +43,14 @@ def logged(log, format="json", stream: io.StringIO | None = None, level="debug")
 
 
 def test_a_json_line_has_time_level_logger_message_and_extra_fields():
-    (line,) = logged(lambda log: log.info("%d of %d", 1, 2, extra={"request_id": "r", "n": 3}))
+    extra = {"request_id": "r", "n": 3}
+    (line,) = logged(lambda log: log.info("%d of %d", 1, 2, extra=extra))
     record = json.loads(line)
-    assert list(record) == ["time", "level", "logger", "message", "request_id", "n"]
+    assert list(record) == ["time", "level", "logger", "message", *extra]
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", record.pop("time"))
-    assert record == {
-        "level": "info",
-        "logger": "service.test",
-        "message": "1 of 2",
-        "request_id": "r",
-        "n": 3,
-    }
-
-
-def test_times_are_utc_with_milliseconds():
-    record = logging.makeLogRecord({"created": 1.9996, "msg": "x"})
-    assert json.loads(JsonFormatter().format(record))["time"] == "1970-01-01T00:00:01.999Z"
+    assert record == {"level": "info", "logger": "service.test", "message": "1 of 2", **extra}
+    made = logging.makeLogRecord({"created": 1.9996, "msg": "x"})
+    assert json.loads(JsonFormatter().format(made))["time"] == "1970-01-01T00:00:01.999Z"
 
 
 def test_nothing_in_a_record_can_make_a_second_line():
@@ -72,9 +64,6 @@ def test_nothing_in_a_record_can_make_a_second_line():
     (line,) = logged(log, "human")
     assert not re.search("[\x00-\x1f\x7f-\x9f\u2028\u202e]", line)
     assert r"a\nb\r\x00\x1b[31m\x85\u2028\u202e\udcff\t" in line
-
-
-def test_ordinary_unicode_is_left_alone():
     assert escape("größe 東京 🙂") == "größe 東京 🙂"
 
 
@@ -144,9 +133,6 @@ def test_a_terminal_gets_colours_and_other_streams_json():
     assert json.loads(line)["level"] == "warning"
     (line,) = logged(lambda log: log.warning("hot"), "human")
     assert re.fullmatch(r"\d\d:\d\d:\d\d\.\d{3} WARNING service\.test: hot", line)
-
-
-def test_extra_fields_are_quoted_for_people_where_they_need_it():
     record = logging.makeLogRecord({"msg": "x", "name": "n", "a": 1, "b": "two words", "c": ""})
     line = HumanFormatter(is_colored=False).format(record)
     assert line.endswith('n: x a=1 b="two words" c=""')

@@ -7,6 +7,10 @@ from inferpool.service.tracing.recorder import MAX_WAITING, Recorder
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-%s"
 
 
+def make(ratio: float, *, is_parent_based: bool = True) -> Recorder:
+    return Recorder(ratio, is_parent_based=is_parent_based, metrics=ModelMetrics)
+
+
 def begun(recorder: Recorder, flags: str | None = None) -> Call:
     headers = [] if flags is None else [(b"traceparent", (PARENT % flags).encode())]
     call = begin_call("POST", "/predict", b"", headers)
@@ -21,33 +25,28 @@ def share(recorder: Recorder, num: int = 4000) -> float:
 
 
 def test_the_requested_share_of_calls_is_traced() -> None:
-    assert share(Recorder(0.0, is_parent_based=True, metrics=ModelMetrics)) == 0
-    assert share(Recorder(1.0, is_parent_based=True, metrics=ModelMetrics)) == 1
-    assert share(Recorder(0.5, is_parent_based=True, metrics=ModelMetrics)) == pytest.approx(
-        0.5, abs=0.05
-    )  # 6 sigma
+    assert share(make(0.0)) == 0
+    assert share(make(1.0)) == 1
+    assert share(make(0.5)) == pytest.approx(0.5, abs=0.05)  # 6 sigma
 
 
 def test_a_caller_decides_unless_the_settings_say_no() -> None:
-    always, never = (
-        Recorder(ratio, is_parent_based=True, metrics=ModelMetrics) for ratio in (1.0, 0.0)
-    )
-    assert begun(always, "00").steps is None
-    assert begun(never, "01").steps == []
-    assert begun(never, "03").flags == "03"
-    assert begun(Recorder(1.0, is_parent_based=False, metrics=ModelMetrics), "00").flags == "01"
-    assert begun(Recorder(0.0, is_parent_based=False, metrics=ModelMetrics), "01").flags == "00"
+    assert begun(make(1.0), "00").steps is None
+    assert begun(make(0.0), "01").steps == []
+    assert begun(make(0.0), "03").flags == "03"
+    assert begun(make(1.0, is_parent_based=False), "00").flags == "01"
+    assert begun(make(0.0, is_parent_based=False), "01").flags == "00"
 
 
 def test_a_call_with_a_reused_head_is_decided_again() -> None:
-    call = begun(Recorder(1.0, is_parent_based=True, metrics=ModelMetrics))
+    call = begun(make(1.0))
     assert call.ref.trace
-    Recorder(0.0, is_parent_based=True, metrics=ModelMetrics).begin(call)
+    make(0.0).begin(call)
     assert (call.steps, call.flags, call.ref.trace) == (None, "00", "")
 
 
 def test_calls_beyond_the_bound_are_dropped_and_counted() -> None:
-    recorder = Recorder(1.0, is_parent_based=True, metrics=ModelMetrics)
+    recorder = make(1.0)
     for _ in range(MAX_WAITING + 3):
         recorder.take(begun(recorder), 200, 0.1)
     assert len(recorder.waiting) == MAX_WAITING

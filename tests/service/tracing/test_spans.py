@@ -26,9 +26,7 @@ def traced(model: FakeModel) -> tuple[Recorder, Predict]:
     ("error", "status", "is_failure"),
     [(OverloadedError("full"), 429, False), (UnavailableError("draining"), 503, True)],
 )
-def test_a_refusal_is_an_event_of_the_call(
-    error: ServiceError, status: int, is_failure: bool
-) -> None:
+def test_a_refusal_becomes_an_event(error: ServiceError, status: int, is_failure: bool) -> None:
     recorder, predict = traced(FakeModel(refusals=[error]))
     answer = post(predict, content=b"x", headers={"content-type": "image/png"})
     assert answer.status_code == status

@@ -79,7 +79,7 @@ def test_a_collector_that_is_busy_is_tried_again(
     assert last == "traces are sent again; 0 calls were lost"
 
 
-def test_refused_spans_are_lost_with_one_line_in_the_log(
+def test_refused_spans_are_logged_once(
     collector: FakeCollector, caplog: pytest.LogCaptureFixture
 ) -> None:
     collector.status = 401
@@ -110,22 +110,16 @@ def test_a_collector_that_is_not_there_or_silent_does_not_hold_up_the_end(
             assert time.monotonic() - began < 4  # and not the 5 s of a request, nor its pauses
 
 
-def test_without_an_endpoint_there_is_no_tracer() -> None:
-    assert make_tracer(settings_for(None), ModelMetrics) is None
-
-
 def test_without_the_extra_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (
-        "inferpool.service.tracing.tracer",
-        "inferpool.service.tracing.spans",
-    ):
-        monkeypatch.delitem(sys.modules, name)
+    for name in ("tracer", "spans"):
+        monkeypatch.delitem(sys.modules, f"inferpool.service.tracing.{name}")
     monkeypatch.setitem(sys.modules, "opentelemetry.proto.resource.v1.resource_pb2", None)
+    assert make_tracer(settings_for(None), ModelMetrics) is None
     with pytest.raises(StartError, match=r"pip install 'inferpool\[otel\]'"):
         make_tracer(settings_for("http://localhost:4318"), ModelMetrics)
 
 
-def test_a_variable_of_the_platform_cannot_stop_the_service(
+def test_platform_variables_cannot_stop_the_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     nowhere = str(tmp_path / "nowhere.pem")
@@ -136,9 +130,6 @@ def test_a_variable_of_the_platform_cannot_stop_the_service(
     assert f"calls are not traced although {by_platform} asks for it" in caplog.text
     with pytest.raises(StartError, match=r"nowhere\.pem"):
         set_up_tracing(settings, "file inferpool.toml", ModelMetrics)
-
-
-def test_an_invalid_certificate_is_reported_at_the_start() -> None:
-    settings = settings_for("https://h").model_copy(update={"trace_certificate": __file__})
+    no_certificate = settings.model_copy(update={"trace_certificate": __file__})
     with pytest.raises(StartError, match="trace_certificate: "):
-        make_tracer(settings, ModelMetrics)
+        make_tracer(no_certificate, ModelMetrics)

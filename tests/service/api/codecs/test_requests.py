@@ -144,9 +144,7 @@ def test_a_form_that_ends_in_a_piece_of_its_own_is_read() -> None:
         ([("f", FILE)] * 300, TooLargeError, "the form"),
     ],
 )
-def test_the_file_that_is_wrong_is_named(
-    files: list[object], error: type[ServiceError], message: str
-) -> None:
+def test_wrong_file_is_named(files: list[object], error: type[ServiceError], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         decode_form(head(max_instances=3), files=files)
 
@@ -162,9 +160,7 @@ def test_the_file_that_is_wrong_is_named(
         (b"multipart/form-data; boundary=b", b"--b\r\nX: y\r\n\r\n", "Missing Content-Disposition"),
     ],
 )
-def test_a_form_that_is_broken_or_empty_is_refused(
-    content_type: bytes, body: bytes, message: str
-) -> None:
+def test_a_broken_or_empty_form_is_refused(content_type: bytes, body: bytes, message: str) -> None:
     with pytest.raises((BadRequestError, InvalidInputError), match=message):
         decode(content_type, [body], head())
 

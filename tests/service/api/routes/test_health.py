@@ -105,9 +105,7 @@ def test_live_is_200_whatever_the_models_do_and_ready_when_the_host_is() -> None
         ("draining", [READY], "draining"),
     ],
 )
-def test_a_host_that_is_not_ready_says_why(
-    status: HostStatus, models: list[ModelHealth], detail: str
-) -> None:
+def test_unready_host_says_why(status: HostStatus, models: list[ModelHealth], detail: str) -> None:
     response = call(make_app(status, *models), "GET", "/health/ready")
     assert response.status_code == 503
     assert response.headers["content-type"] == "application/problem+json"

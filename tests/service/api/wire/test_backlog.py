@@ -66,7 +66,7 @@ def is_connected(client: socket.socket) -> bool:
 
 
 @linux
-async def test_all_are_accepted_whose_handshake_has_begun_and_nobody_else(
+async def test_only_handshakes_that_have_begun_are_accepted(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(backlog, "_LAST_IN_S", 30)  # the kernel asks again after a second or three
@@ -87,7 +87,7 @@ async def test_all_are_accepted_whose_handshake_has_begun_and_nobody_else(
 
 
 @linux
-async def test_a_handshake_that_ends_while_the_kernel_is_asked_is_accepted(
+async def test_a_handshake_that_ends_meanwhile_is_accepted(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ):
     looks = []
@@ -105,9 +105,7 @@ async def test_a_handshake_that_ends_while_the_kernel_is_asked_is_accepted(
 
 
 @linux
-async def test_a_handshake_that_never_ends_is_not_waited_for_long(
-    door: Door, monkeypatch: pytest.MonkeyPatch
-):
+async def test_an_endless_handshake_is_not_waited_for(door: Door, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(backlog, "_LAST_IN_S", 0.1)
     door.connect(hears=False)
     await asyncio.wait_for(backlog.take_last(door.listener, lambda: None), 10)

@@ -48,7 +48,7 @@ async def send_endlessly(
     ids=["trailers", "an endless value", "an endless name", "an endless extension"],
 )
 @pytest.mark.measures
-async def test_trailers_that_do_not_end_are_cut_off_with_an_answer(
+async def test_endless_trailers_are_cut_off_with_an_answer(
     head: bytes, before: bytes, piece: bytes
 ) -> None:
     async with serve() as server:
@@ -68,7 +68,7 @@ async def test_trailers_that_do_not_end_are_cut_off_with_an_answer(
     ],
     ids=["long", "like a header", "too long"],
 )
-async def test_trailers_are_dropped_and_a_client_is_told_of_too_long_ones(
+async def test_trailers_are_dropped_and_too_long_ones_refused(
     route: str, trailer: bytes, status: int
 ) -> None:
     async with serve() as server, server.connect() as client:
@@ -99,9 +99,7 @@ async def test_a_body_of_tiny_chunks_is_refused_soon(route: str, num_at_once: in
 @pytest.mark.parametrize(
     ("size", "count"), [(2, 8000), (64, 50_000), (1000, 2000)], ids=["few", "small", "usual"]
 )
-async def test_chunks_of_a_usual_size_are_taken_and_so_are_a_few_tiny_ones(
-    size: int, count: int
-) -> None:
+async def test_chunks_of_a_usual_size_and_a_few_tiny_ones_are_taken(size: int, count: int) -> None:
     chunk = b"%x\r\n%b\r\n" % (size, b"x" * size)
     async with serve() as server, server.connect() as client:
         assert await client.status(CHUNKED + chunk * count + b"0\r\n\r\n") == 200
@@ -128,9 +126,7 @@ def test_the_work_for_a_read_of_tiny_chunks_is_bounded() -> None:
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("space", [b"", b" ", b"\t", b" \t  "])
-async def test_spaces_around_values_of_headers_are_no_part_of_them(
-    route: str, space: bytes
-) -> None:
+async def test_spaces_around_header_values_are_ignored(route: str, space: bytes) -> None:
     head = ROUTES[route].replace(b"image/png", b"image/png" + space)
     values = [(b"x-timeout-ms", b"5000"), (b"x-priority", b"3"), (b"accept", b"*/*")]
     for name, value in [*values, (b"x-request-id", b"mine"), (b"content-length", b"1")]:
@@ -157,7 +153,7 @@ async def test_spaces_around_values_of_headers_are_no_part_of_them(
         (b"1.0", b"host: a\r\n", True),
     ],
 )
-async def test_a_request_has_one_host_but_in_http_1_0(
+async def test_http_1_1_needs_one_host(
     path: bytes, version: bytes, hosts: bytes, is_taken: bool
 ) -> None:
     rest = b"content-type: image/png\r\ncontent-length: 1\r\n\r\nx"

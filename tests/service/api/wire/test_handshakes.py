@@ -41,9 +41,7 @@ connect_tls = partial(
 )
 
 
-async def test_calls_are_answered_and_bytes_that_come_with_the_handshake_are_not_lost(
-    serve_tls: Serve,
-) -> None:
+async def test_bytes_that_come_with_the_handshake_are_not_lost(serve_tls: Serve) -> None:
     async with serve_tls() as server:
         for _ in range(20):
             async with connect_tls(server) as client:
@@ -70,9 +68,7 @@ async def test_a_request_right_behind_the_handshake_is_read(serve_tls: Serve) ->
 
 
 @pytest.mark.parametrize("hello", [b"", b"\x16\x03\x01\x02\x00\x01\x00"])
-async def test_a_handshake_that_does_not_end_is_ended_and_counts_until_then(
-    serve_tls: Serve, hello: bytes
-) -> None:
+async def test_endless_handshake_counts_until_it_is_ended(serve_tls: Serve, hello: bytes) -> None:
     async with serve_tls(head_timeout_s=0.3) as server, server.connect() as client:
         client.send(hello)
         await until(lambda: len(server.connections) == 1)
@@ -81,9 +77,7 @@ async def test_a_handshake_that_does_not_end_is_ended_and_counts_until_then(
 
 
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01"])
-async def test_a_client_that_leaves_or_speaks_no_tls_is_forgotten(
-    serve_tls: Serve, said: bytes
-) -> None:
+async def test_client_that_leaves_or_lacks_tls_is_forgotten(serve_tls: Serve, said: bytes) -> None:
     async with serve_tls() as server:
         async with server.connect() as client:
             client.send(said)

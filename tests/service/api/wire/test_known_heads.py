@@ -23,9 +23,7 @@ async def ask_twice(client: RawClient, call: bytes) -> None:
         assert await client.status(call) == 200
 
 
-async def test_a_known_head_is_not_parsed_and_its_calls_are_answered_alike_on_any_connection() -> (
-    None
-):
+async def test_calls_with_a_known_head_are_answered_alike_on_any_connection() -> None:
     async with serve() as server:
         async with server.connect() as client:
             answers = [await client.ask(HEAD + body) for body in (b"x", b"y")]
@@ -42,9 +40,7 @@ async def test_a_known_head_is_not_parsed_and_its_calls_are_answered_alike_on_an
 
 
 @pytest.mark.parametrize("size", [0, 1, 3, 20])
-async def test_a_known_head_whose_body_comes_in_pieces_or_with_the_next_call_is_parsed(
-    size: int,
-) -> None:
+async def test_a_known_head_with_an_incomplete_body_is_parsed(size: int) -> None:
     async with serve() as server, server.connect() as client:
         assert await client.status(ONE) == 200
         three = HEAD + b"1" + HEAD + b"2" + HEAD + b"3"
@@ -71,12 +67,14 @@ async def test_the_rest_of_a_refused_body_is_never_taken_for_a_call() -> None:
     assert server.model.bodies == [b"x", b"y"]
 
 
-async def test_a_call_behind_a_refusal_is_not_remembered_under_the_refused_head() -> None:
+async def test_a_refusal_is_made_anew_and_not_for_the_call_behind_it() -> None:
     refused = NOBODY + b"content-length: 1\r\n\r\nx"
-    async with serve() as server, server.connect() as client:
+    refusals = [None, OverloadedError("full", retry_after_s=3), None]  # at admission
+    async with serve(FakeModel(refusals=refusals)) as server, server.connect() as client:
         client.send(refused + ONE)
         assert await client.read_statuses(2) == [404, 200]
         assert await client.status(refused) == 404
+        assert [await client.status(ONE) for _ in range(2)] == [429, 200]
 
 
 @pytest.mark.parametrize(
@@ -106,12 +104,6 @@ async def test_empty_lines_before_a_call_are_not_remembered_as_its_head() -> Non
             assert await client.status(b"\r\n\r\n" + HEAD + b"y") == 200
         assert b"\r\n\r\n" not in server.protocol.known_heads
     assert server.model.bodies == [b"x" * 500, b"y", b"y"]
-
-
-async def test_a_refusal_at_admission_is_made_anew_each_time() -> None:
-    refusals = [None, OverloadedError("full", retry_after_s=3), None]
-    async with serve(FakeModel(refusals=refusals)) as server, server.connect() as client:
-        assert [await client.status(ONE) for _ in refusals] == [200, 429, 200]
 
 
 async def test_the_number_of_known_heads_is_bounded() -> None:
@@ -153,9 +145,7 @@ async def test_each_body_of_json_is_read_under_a_known_head_too() -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 1, 7, 8, 9, 60])
-async def test_a_body_that_is_the_payload_is_taken_in_pieces_and_the_next_call_follows(
-    cut: int,
-) -> None:
+async def test_a_body_under_a_known_head_may_come_in_pieces(cut: int) -> None:
     head = head_of(b"image/png", 8)
     async with serve() as server, server.connect() as client:
         await ask_twice(client, head + b"aaaaaaaa")
@@ -168,9 +158,7 @@ async def test_a_body_that_is_the_payload_is_taken_in_pieces_and_the_next_call_f
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-async def test_a_body_in_pieces_that_stops_coming_is_given_up_and_its_rest_is_no_call(
-    leaves: bool,
-) -> None:
+async def test_the_rest_of_a_body_that_was_given_up_is_no_call(leaves: bool) -> None:
     head = head_of(b"image/png", 200)
     async with serve(body_gap_s=0.2) as server:
         async with server.connect() as client:

@@ -39,9 +39,7 @@ HEALTH = b"GET /health HTTP/1.1\r\nhost: h\r\n"
         (b"\r\n\r\n\0", 400, "bad_request"),
     ],
 )
-async def test_a_head_beyond_the_limits_is_refused_as_a_problem(
-    head: bytes, status: int, code: str
-) -> None:
+async def test_a_head_beyond_the_limits_is_refused(head: bytes, status: int, code: str) -> None:
     async with serve() as server:
         async with server.connect() as client:
             client.send(head)
@@ -67,9 +65,7 @@ async def test_the_largest_allowed_head_is_taken() -> None:
     [(POST + b"content-length: 100000\r\n\r\n" + b"x" * 100_000, 1), (ONE * 900, 900)],
 )
 @pytest.mark.parametrize("size", [1, 66_000])
-async def test_bytes_before_a_head_do_not_count_as_part_of_it(
-    first: bytes, num: int, size: int
-) -> None:
+async def test_bytes_before_a_head_do_not_count_for_it(first: bytes, num: int, size: int) -> None:
     head = POST + b"x: %b\r\ncontent-length: 1\r\n\r\n" % (b"y" * size)
     async with serve() as server, server.connect() as client:
         client.send(first + head[:-4])
@@ -190,9 +186,7 @@ async def test_a_silent_connection_is_closed() -> None:
 
 
 @pytest.mark.parametrize("pieces", [1, 2])
-async def test_a_wish_for_another_protocol_is_ignored_and_the_body_is_the_calls_own(
-    pieces: int,
-) -> None:
+async def test_a_wish_for_another_protocol_leaves_the_body_to_the_call(pieces: int) -> None:
     upgrade = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AA\r\n"
     head = POST + upgrade + b"content-length: %d\r\n\r\n" % len(GET)
     async with serve() as server, server.connect() as client:
@@ -248,9 +242,7 @@ async def test_a_body_in_line_is_not_read_while_answers_before_it_are_not() -> N
 
 
 @pytest.mark.parametrize("first", [ONE, GET])
-async def test_calls_behind_answers_that_are_not_read_are_answered_in_their_order(
-    first: bytes,
-) -> None:
+async def test_calls_behind_unread_answers_are_answered_in_order(first: bytes) -> None:
     refused = NOBODY + b"content-length: 1\r\n\r\nx"
     async with serve(silent_model()) as server, connect_narrowly(server) as client:
         client.send(refused * 400 + first + refused)
