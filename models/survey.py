@@ -28,6 +28,7 @@ from inferpool.models.split.ranks import Example
 from inferpool.models.split.report import Survey, Way
 from inferpool.models.split.stages import ForwardSteps
 from inferpool.models.split.tensor import choose_plan, cut_parameters
+from inferpool.models.split.verification import has_all_shapes
 
 
 class Peak(Protocol):
@@ -129,7 +130,7 @@ def survey(
                 seconds = ()
         pipelines = [_pipeline(model, steps, seconds, *each) for each in rooms.items()]
     fresh = MetaNetwork(found.build).network  # tracing has changed the other
-    tensors = [_tensor(model, fresh, num_ranks) for num_ranks in rooms]
+    tensors = [_tensor(model, fresh, found.example, num_ranks) for num_ranks in rooms]
     return Survey(
         num_bytes=num_used,
         num_rows=max_rows,
@@ -195,9 +196,10 @@ def _pipeline(
     )
 
 
-def _tensor(model: Model, network: nn.Module, num_ranks: int) -> Way:
+def _tensor(model: Model, network: nn.Module, example: Example, num_ranks: int) -> Way:
     try:
-        plan, text = choose_plan(network, num_ranks, model.tensor_plan)
+        can_verify = has_all_shapes(example)
+        plan, text = choose_plan(network, num_ranks, model.tensor_plan, can_verify=can_verify)
     except ModelError as error:
         return Way(split="tensor", num_ranks=num_ranks, problem=str(error))
     cut_bytes = sum(each.nbytes for each in cut_parameters(network, plan))

@@ -66,6 +66,12 @@ _LEAST_SHARE = 0.2
 """Share of the bytes that must be split: with less, two ranks hold nine tenths of them each."""
 
 
+_UNVERIFIED = (
+    "this split cannot be compared with the whole network (name each layer in a tensor_plan, or "
+    'set placement = "pipeline" or "replicate")'
+)
+
+
 class TensorParallel:
     """One rank's part of a tensor-parallel network, as a `SplitNetwork`."""
 
@@ -177,8 +183,8 @@ def load_tensor_parallel(ranks: Ranks, wanted: NetworkToSplit) -> TensorParallel
     if wanted.weights is not None:
         source = StoredWeights(wanted.weights)
         check_fit(network, source.shapes, wanted.weights)
-    has_example = has_all_shapes(wanted.example)
-    plan, text = choose_plan(network, ranks.size, wanted.tensor_plan, has_example=has_example)
+    can_verify = has_all_shapes(wanted.example)
+    plan, text = choose_plan(network, ranks.size, wanted.tensor_plan, can_verify=can_verify)
     must_verify = wanted.known is None and not plan.styles
     verification = None
     if must_verify and ranks.rank == _LEAD:
@@ -200,12 +206,8 @@ def load_tensor_parallel(ranks: Ranks, wanted: NetworkToSplit) -> TensorParallel
     )
     if must_verify:
         has_own_plan = bool(wanted.tensor_plan or getattr(network, "tensor_plan", None))
-        if verification and verification.complaint and not has_own_plan and plan.has_pairs:
-            raise ModelError(
-                "its split cannot be compared with the whole network: "
-                f"{verification.complaint}; give the model a tensor_plan, or set placement = "
-                '"pipeline" or "replicate"'
-            )
+        if plan.is_guess and verification and verification.complaint:
+            raise ModelError(f"{_UNVERIFIED}: {verification.complaint}")
         _verify(parallel, ranks, verification, origins_of(network, shapes), has_own_plan)
     fill_part(network, source, ranks.device)
     return parallel
@@ -253,7 +255,7 @@ def _verify(
 
 
 def choose_plan(
-    network: nn.Module, size: int, tensor_plan: OwnPlan | None = None, *, has_example: bool = True
+    network: nn.Module, size: int, tensor_plan: OwnPlan | None, *, can_verify: bool
 ) -> tuple[TensorPlan, str]:
     """Choose what is split of a network: as the user says, or as is found.
 
@@ -264,10 +266,7 @@ def choose_plan(
         ModelError: It cannot be split so, or hardly anything of it can.
     """
     wishes = tensor_plan or getattr(network, "tensor_plan", None)
-    if wishes is None:
-        plan = find_plan(network, size, has_example=has_example)
-    else:
-        plan = own_plan(network, wishes, size, has_example=has_example)
+    plan = find_plan(network, size) if wishes is None else own_plan(network, wishes, size)
     cut = cut_parameters(network, plan)
     share = sum(each.nbytes for each in cut) / max(1, part_bytes(network))
     if share < _LEAST_SHARE and wishes is None:
@@ -275,6 +274,15 @@ def choose_plan(
             f"{type(network).__name__} is no network for tensor parallelism: of its bytes "
             f"{share:.0%} can be split (Linear, Embedding, MultiheadAttention); "
             'use placement = "pipeline"'
+        )
+    if plan.is_guess and not (can_verify and not plan.styles):
+        raise ModelError(
+            f"{_UNVERIFIED}: "
+            + (
+                "torch's styles make parts that cannot be filled for a trial"
+                if plan.styles
+                else "give `load_network` an `example`, or a plain network the option `inputs`"
+            )
         )
     num_matrices = sum(parameter.dim() > 1 for parameter in network.parameters())
     text = (

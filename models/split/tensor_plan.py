@@ -14,8 +14,9 @@ or to styles of `torch.distributed.tensor.parallel`, which mean what they mean t
 
 Without such a plan, one is found: `nn.MultiheadAttention` is cut by heads, two Linears with only
 elementwise steps between them are "column" and "row", and every other large Linear or Embedding is
-gathered, which is always right and needs as little memory. Pairs of Linears, and attention that is
-written out, are cut only if the result can be verified on an example.
+gathered, which needs as little memory. The search reads a network's code only in part, as the heads
+of an attention that is written out are guessed from its attributes. So both are used only if the
+split network is compared with the whole one on an example.
 """
 
 import operator
@@ -40,6 +41,10 @@ _LARGE_BYTES = 1 << 20
 _LARGE_SHARE = 0.005
 """Share of the network's bytes. A layer with fewer bytes than both costs more in messages than it
 saves: one sum over two ranks by gloo takes 0.1 to 0.2 ms on this project's machine."""
+_OUTPUT = re.compile(r"(^|[._])(out|output|o|wo|dense|proj)(_proj|_lin)?$")
+"""Names of the Linear that makes an attention's outputs, after their module's."""
+_WIDTH = re.compile(r"embe?d|dim|hidden|width|head|model|feature|channel|inner")
+"""Attributes that hold a width. Others may hold the same number by chance, such as a length."""
 _TORCH_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _CONTAINERS = (
     nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder,
@@ -91,15 +96,11 @@ class TensorPlan:
     notes: list[str] = field(default_factory=list)
     """Reasons why layers stay whole that might be expected to be cut, for a person."""
 
-    @property
-    def has_pairs(self) -> bool:
-        """Whether Linears leave their outputs in parts for others."""
-        return any(cut.how == "column" for cut in self.cuts)
+    is_guess: bool = False
+    """The plan may be wrong: it is used only if its result is compared with the whole network."""
 
 
-def own_plan(
-    network: nn.Module, wishes: OwnPlan, size: int, *, has_example: bool = True
-) -> TensorPlan:
+def own_plan(network: nn.Module, wishes: OwnPlan, size: int) -> TensorPlan:
     """Apply a user's plan to a network.
 
     Raises:
@@ -114,11 +115,6 @@ def own_plan(
             if word is None:
                 plan.styles[name] = wish
             elif word == "attention" and not isinstance(module, nn.MultiheadAttention):
-                if not has_example:
-                    raise ModelError(
-                        f"tensor_plan: {name} is cut by heads only where that can be verified: "
-                        "give `load_network` an `example`"
-                    )
                 _cut_attention(plan, module, name, size)
             else:
                 plan.cuts.append(_cut(name, module, word))
@@ -183,7 +179,10 @@ def _cut_attention(plan: TensorPlan, module: nn.Module, name: str, size: int) ->
     counts = {key: n for key, n in numbers.items() if re.search(r"heads|n(um)?_?head$", key[1])}
     widths = [n for (_, attribute), n in numbers.items() if "head" in attribute]
     heads = next(iter(counts.values()), width // widths[0] if widths else 0)
-    is_plain = len(linears) == 4 and all(each.out_features == width for each in linears[:3])
+    outs = [each for each in names if _OUTPUT.search(each)]
+    out = outs[0] if len(outs) == 1 else names[-1] if names else ""
+    others = [each for each, n in zip(linears, names, strict=True) if n != out]
+    is_plain = len(linears) == 4 and all(each.out_features == width for each in others)
     if not is_plain or heads == 0 or width % heads or {*counts.values()} - {heads}:
         raise ModelError(
             f"tensor_plan: the heads of {name} are not to be told from its Linears and attributes; "
@@ -192,22 +191,23 @@ def _cut_attention(plan: TensorPlan, module: nn.Module, name: str, size: int) ->
     if heads < size:
         plan.cuts += [_cut(*each, "gather") for each in zip(names, linears, strict=True)]
         return
-    plan.cuts += [Cut(name=each, how="column", units=heads) for each in names[:3]]
-    plan.cuts.append(Cut(name=names[3], how="row", units=heads))
+    plan.is_guess = True
+    plan.cuts += [Cut(name=each, how="column", units=heads) for each in names if each != out]
+    plan.cuts.append(Cut(name=out, how="row", units=heads))
     plan.counts += [Share(module=m, attribute=a, units=heads) for m, a in counts]
     plan.counts += [
         Share(module=m, attribute=a, units=heads, per_unit=width // heads)
         for (m, a), number in numbers.items()
-        if number == width and (m, a) not in counts and number != width // heads
+        if number == width and _WIDTH.search(a) and (m, a) not in counts and width != width // heads
     ]
 
 
-def find_plan(network: nn.Module, size: int, *, has_example: bool = True) -> TensorPlan:
+def find_plan(network: nn.Module, size: int) -> TensorPlan:
     """Find what can be cut into as many parts as there are ranks.
 
     The plan depends on the network's code and shapes alone, so that all ranks find the same.
     """
-    plan = TensorPlan()
+    plan = TensorPlan(is_guess=True)
     modules = dict(_searched(network, ""))
     shared = _shared_parameters(network)
     enough = min(_LARGE_BYTES, _LARGE_SHARE * _num_bytes(network))
@@ -231,7 +231,7 @@ def find_plan(network: nn.Module, size: int, *, has_example: bool = True) -> Ten
 
     taken: set[str] = set()
     for name, module in modules.items():
-        for columns, row in _pairs_in(module, name) if has_example else ():
+        for columns, row in _pairs_in(module, name):
             names, units = [*columns, row], cast("nn.Linear", modules[row]).in_features
             if {*names} <= modules.keys() - taken and can_be_cut(names, units):
                 taken |= {*names}

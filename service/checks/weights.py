@@ -98,4 +98,4 @@ def _problem_of_safetensors(path: Path) -> str:
         with safe_open(path, framework="np"):  # compares the header with the size of the file
             return ""
     except SafetensorError as error:
-        return f"the file is damaged or cut short ({error})"
+        return f"the file cannot be read, or is damaged or cut short ({error})"

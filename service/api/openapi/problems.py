@@ -65,6 +65,12 @@ _ERRORS: Mapping[str, type[ServiceError]] = {
 SCHEMAS = msgspec.json.schema_components([Problem], ref_template="#/components/schemas/{name}")[1]
 """Schemas of error answers."""
 SCHEMAS["Problem"]["properties"]["code"]["examples"] = list(_ERRORS)
+SCHEMAS["Problem"]["externalDocs"] = {"url": "https://www.rfc-editor.org/rfc/rfc9457"}
+for _schema in SCHEMAS.values():
+    for _property in _schema["properties"].values():  # a field that is not set is left out
+        if _kinds := _property.pop("anyOf", None):
+            _property.pop("default", None)
+            _property.update(next(each for each in _kinds if each != {"type": "null"}))
 
 COMMON_STATUSES = (400, 414, 431, 500, 503)
 """Statuses that any route may answer: its calls are read, and connections taken, in one way."""

@@ -167,10 +167,15 @@ class EventStream(StreamingResponse):
         }
         super().__init__(_events_of(feed, is_head=is_head), headers=headers)
         self._listeners = listeners
+        self._is_head = is_head
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one ASGI call."""
-        self._listeners.add(self)
+        if not self._is_head:
+            self._listeners.add(self)
+        # From version 2.4 on, Starlette expects `send` to raise once the client is gone, and does
+        # not ask `receive`. An event can be a second away, and not every server's `send` raises.
+        scope = {**scope, "asgi": {**scope.get("asgi", {}), "spec_version": "2.3"}}
         try:
             await super().__call__(scope, receive, send)
         finally:

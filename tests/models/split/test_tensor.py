@@ -71,7 +71,7 @@ def test_a_plan_of_ones_own_may_name_words_or_torchs_styles(pair, tmp_path):
 def test_an_input_that_makes_all_ranks_fail_alike_fails_alone(pair, tmp_path):
     network, path = whole(networks.Encoder, tmp_path)
     good, bad = torch.tensor([[1, 2]]), torch.tensor([[1, 2000]])
-    with pair.loaded("tensor", networks.Encoder, path) as model, torch.inference_mode():
+    with pair.loaded("tensor", networks.Encoder, path, [good]) as model, torch.inference_mode():
         with pytest.raises(RaisedError, match="IndexError"):
             model(bad)
         assert deviation(model(good), network(good)) <= 1e-4
@@ -102,12 +102,13 @@ def test_a_plan_that_computes_something_else_is_refused(pair):
 
 
 def test_a_rank_that_fails_alone_says_that_the_group_must_end(pair):
+    example = [torch.ones(1, 32), torch.tensor(2)]
     with pair.patched("inferpool.models.split.tensor._WORD_TIMEOUT_S", 0.3):
-        with pair.loaded("tensor", networks.FailingOnRank) as model:
+        with pair.loaded("tensor", networks.FailingOnRank, example=example) as model:
             with pytest.raises(RaisedError, match="OutOfStepError: rank 0 failed"):
                 model(torch.ones(1, 32), torch.tensor(0))
             model(torch.ones(1, 32), torch.tensor(2))
-        with pair.loaded("tensor", networks.FailingOnRank) as model:
+        with pair.loaded("tensor", networks.FailingOnRank, example=example) as model:
             model(torch.ones(1, 32), torch.tensor(1))
             with pytest.raises(RaisedError, match="OutOfStepError: rank 1 failed alone"):
                 model.wait_for(1)

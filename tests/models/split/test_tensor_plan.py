@@ -1,9 +1,12 @@
 import pytest
 from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import RowwiseParallel
 from torch.nn import functional
 from torch.nn.utils import prune
 
 from inferpool.models.errors import ModelError
+from inferpool.models.split.tensor import choose_plan
 from inferpool.models.split.tensor_plan import find_plan, own_plan
 from tests.models.split import networks
 
@@ -58,11 +61,35 @@ def test_outputs_that_other_code_reads_too_are_gathered():
     assert cut(Branching()) == {"up": "gather", "down": "gather"}
 
 
-def test_without_an_example_only_what_is_always_right_is_cut():
-    plan = find_plan(networks.mlp().eval(), 2, has_example=False)
-    assert {each.how for each in plan.cuts} == {"gather"}
-    with pytest.raises(ModelError, match="give `load_network` an `example`"):
-        own_plan(networks.Blocks(), {"first": "attention"}, 2, has_example=False)
+@pytest.mark.parametrize(
+    ("wishes", "can_verify", "message"),
+    [
+        (None, False, "give `load_network` an `example`"),
+        ({"first": "attention"}, False, "give `load_network` an `example`"),
+        (
+            {"first": "attention", "up": RowwiseParallel(input_layouts=Replicate())},
+            True,
+            "torch's styles",
+        ),
+    ],
+)
+def test_a_plan_that_may_be_wrong_is_refused_if_it_cannot_be_verified(wishes, can_verify, message):
+    with pytest.raises(ModelError, match=message):
+        choose_plan(networks.Blocks().eval(), 2, wishes, can_verify=can_verify)
+    choose_plan(networks.Blocks().eval(), 2, {"up": "gather"}, can_verify=False)
+
+
+def test_numbers_that_are_no_widths_and_the_order_of_layers_do_not_matter():
+    class OutFirst(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.o = nn.Linear(16, 16)
+            self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+            self.num_heads, self.dim, self.max_tokens = 4, 16, 16
+
+    plan = own_plan(nn.ModuleDict({"a": OutFirst()}), {"a": "attention"}, 2)
+    assert [each.name for each in plan.cuts if each.how == "row"] == ["a.o"]
+    assert {each.attribute for each in plan.counts} == {"num_heads", "dim"}
 
 
 def test_a_layer_with_fewer_features_than_ranks_stays_whole():

@@ -3,6 +3,7 @@ import json
 from collections.abc import MutableMapping
 from typing import Any
 
+import pytest
 from fastapi import FastAPI
 
 from inferpool.service.api.routes.events import events_router
@@ -35,7 +36,9 @@ def app_over(feed: FakeFeed) -> FastAPI:
     return App(version="0", routers=[events_router(feed)])
 
 
-async def listen(app: FastAPI, *, method: str = "GET", hang_up: asyncio.Event) -> list[Message]:
+async def listen(
+    app: FastAPI, *, method: str = "GET", hang_up: asyncio.Event, spec_version: str = "2.3"
+) -> list[Message]:
     """Return all messages of one call until it is over."""
     sent: list[Message] = []
 
@@ -48,7 +51,7 @@ async def listen(app: FastAPI, *, method: str = "GET", hang_up: asyncio.Event) -
 
     scope = {
         "type": "http",
-        "asgi": {"version": "3.0"},
+        "asgi": {"version": "3.0", "spec_version": spec_version},
         "http_version": "1.1",
         "method": method,
         "scheme": "http",
@@ -71,11 +74,17 @@ def test_each_state_is_an_event_until_the_service_ends() -> None:
     assert data == [{"history": [1]}, {}, {"last": 1}]
 
 
-async def test_a_stream_is_over_when_its_client_goes_and_its_place_is_free_again() -> None:
+@pytest.mark.parametrize("spec_version", ["2.3", "2.4"])
+async def test_a_stream_is_over_when_its_client_goes_and_its_place_is_free_again(
+    spec_version: str,
+) -> None:
     app = app_over(FakeFeed(is_endless=True))
     for _ in range(2):  # as many as may listen at once, twice
         gone = asyncio.Event()
-        clients = [asyncio.create_task(listen(app, hang_up=gone)) for _ in range(64)]
+        clients = [
+            asyncio.create_task(listen(app, hang_up=gone, spec_version=spec_version))
+            for _ in range(64)
+        ]
         await asyncio.sleep(0)
         await until(lambda clients=clients: not any(each.done() for each in clients))
         for _ in range(100):
