@@ -10,6 +10,8 @@ from inferpool.models.split.tensor import choose_plan
 from inferpool.models.split.tensor_plan import find_plan, own_plan
 from tests.models.split import networks
 
+STYLE = RowwiseParallel(input_layouts=Replicate())
+
 
 class ReadsWeight(nn.Module):
     """Uses a Linear's matrix past its forward; may be traced, or may not."""
