@@ -3,6 +3,8 @@
 A graph is captured for certain shapes and always uses the same memory: inputs are copied in,
 outputs copied out. A batch is filled up to the next power of two, which has a graph, and the
 outputs are cut to its size. See "CUDA graphs" in PyTorch's notes on CUDA semantics.
+
+CUDA graphs have never run on a device, so `auto` does not try them.
 """
 
 from collections.abc import Callable

@@ -20,8 +20,9 @@ CHOICES = (
 together; `folded` also folds batch normalisation into convolutions; `bf16` and `fp16` also keep
 weights and activations in 16 bits. `compiled` and `compiled_bf16` compile the folded or bf16
 network to machine code once, which takes a C++ compiler and a minute. `graphed` and
-`graphed_fp16` launch all kernels of `folded` or `fp16` at once, on a GPU, if named. `auto` takes
-the fastest of the others that agrees with `exact`.
+`graphed_fp16` launch all kernels of `folded` or `fp16` at once, on a GPU, if named. CUDA graphs
+have never run on a device, so `auto` does not try them: it takes the fastest of the others that
+agrees with `exact`.
 """
 
 ANY_SIZE = ("exact", "channels_last", "folded", "bf16", "fp16", *GRAPHED)
