@@ -5,7 +5,9 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -81,6 +83,29 @@ def test_worker_that_leaves_the_session_is_ended_even_if_its_parent_has_gone(tmp
         assert Path(folder).is_dir()
     assert not psutil.pid_exists(int(pid))
     assert not Path(folder).exists(), "its folder for temporary files goes with it"
+
+
+def test_process_that_was_there_before_is_not_the_servers(tmp_path):
+    sleep = ["sleep", "600"]
+    with subprocess.Popen(sleep, start_new_session=True) as other:
+        try:
+            command = ServerCommand(name="sleep", argv=sleep)
+            with BenchServer(command, free_port(), tmp_path / "log") as server:
+                assert [process.pid for process in server.processes()] == [server.pid]
+            assert other.poll() is None
+        finally:
+            other.kill()
+
+
+@pytest.mark.parametrize(("path", "asked_at"), [("", "/predict?a=1"), ("/own", "/own")])
+def test_server_that_cannot_choose_its_path_is_asked_there(tmp_path, path, asked_at):
+    body = tmp_path / "body"
+    body.write_bytes(b"12345")
+    bodies = Bodies(files=[body], path="/predict?a=1")
+    bench = Benchmark("peers", argparse.Namespace(port=free_port(), warm=0))
+    command = ServerCommand(name="sketch", argv=_SKETCH, path=path)
+    with bench.warm_server("w", bodies, command) as (_, asked):
+        assert asked == replace(bodies, path=asked_at)
 
 
 @pytest.mark.alone

@@ -42,10 +42,13 @@ def object_of(kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("version", ["1.29", "1.33", kubernetes_validate.latest_version()])
-def test_kubernetes_accepts_every_manifest(version):
+def test_kubernetes_accepts_every_manifest_and_no_unknown_field(version):
     assert len(OBJECTS) >= 7
     for one in OBJECTS:
         kubernetes_validate.validate(one, version, strict=True)
+    wrong = {**DEPLOYMENTS[0], "spec": {**DEPLOYMENTS[0]["spec"], "replica": 2}}
+    with pytest.raises(kubernetes_validate.ValidationError, match="replica"):
+        kubernetes_validate.validate(wrong, version, strict=True)
 
 
 @pytest.mark.parametrize("pod", PODS, ids=[each["metadata"]["name"] for each in DEPLOYMENTS])
