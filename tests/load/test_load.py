@@ -178,9 +178,8 @@ def test_certificates_are_checked_against_the_authority_that_is_given(tmp_path, 
 
 
 def test_the_scripts_import_neither_torch_nor_the_server():
-    code = (
-        "import sys, tests.load.__main__; "
-        "print([m for m in ('torch', 'fastapi', 'inferpool.service.app') if m in sys.modules])"
-    )
+    ours = [f"service.{each}" for each in ("app", "api", "queue")] + ["workers.host", "models.base"]
+    banned = {"torch", "fastapi", "uvicorn", *(f"inferpool.{each}" for each in ours)}
+    code = f"import sys, tests.load.__main__; print(sorted({banned} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code], cwd=_ROOT, capture_output=True, text=True)
     assert run.stdout.strip() == "[]", run.stderr
