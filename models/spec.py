@@ -51,7 +51,7 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TensorHeader(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where one tensor lies in a payload: row-major, little-endian, no padding.
+    """The place of one tensor in a payload: row-major, little-endian, no padding.
 
     The names and the layout are those of the safetensors header.
     """
