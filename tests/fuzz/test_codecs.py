@@ -23,7 +23,7 @@ from tests.properties import untimed
 from tests.service.api.fakes import body_of, head, spec
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
-"""The same limit as in a worker."""
+"""Workers ignore this warning, too."""
 
 INPUTS = (
     (),
