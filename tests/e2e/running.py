@@ -36,6 +36,9 @@ class Running:
         )
         """Opens a connection per call, so that calls reach every front end."""
         self.log: list[dict[str, object]] = []
+        self.may_read = threading.Event()
+        """While it is clear, nobody reads what the service logs."""
+        self.may_read.set()
         self._lines: queue.Queue[dict[str, object] | None] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -129,6 +132,7 @@ class Running:
     def close(self) -> None:
         """Stop reading its log, after it has ended."""
         self.http.close()
+        self.may_read.set()
         self._reader.join(10)
         assert self.process.stderr is not None
         self.process.stderr.close()
@@ -136,6 +140,7 @@ class Running:
     def _read(self) -> None:
         assert self.process.stderr is not None
         for text in self.process.stderr:
+            self.may_read.wait()
             try:
                 line = json.loads(text)
             except json.JSONDecodeError:

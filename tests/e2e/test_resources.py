@@ -162,6 +162,14 @@ def test_full_disk_under_the_log_costs_lines_and_no_answers():
             process.wait()
 
 
+def test_log_that_nobody_reads_delays_no_answer():
+    with running(settings=faulty()) as service, connected(service):
+        service.may_read.clear()
+        for _ in range(12):  # the tracebacks of all fill the pipe five times
+            assert service.ask(*[{"n": 1, "do": "raise"}] * 32).status_code == 500
+        assert answers(service)
+
+
 def test_pause_of_all_processes_kills_nobody():
     settings = faulty(replicas=2, batch_timeout_s=1.5, options={"forward_s": 0.1})
     with running(settings=settings) as service, ThreadPoolExecutor(40) as pool:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from tests.e2e.running import FAULTY, Running, faulty, running, until
@@ -29,7 +30,7 @@ def one_worker(
         "source": source,
         "placement": "tensor" if source == SPLIT else "replicate",
         "batch_timeout_s": batch_timeout_s,
-        "options": {"once": folder / "done", "gate": folder / "gate", **options},
+        "options": {**{name: folder / name for name in ("once", "calls", "gate")}, **options},
     }
     settings = faulty(**model) | {"arena_bytes": 64 * MIB}
     with running(settings=settings, preexec_fn=preexec_fn) as service:
@@ -51,7 +52,7 @@ def service(folder: Path):
 @pytest.fixture
 def healthy(service: Running, folder: Path):
     """The shared service, its worker ready and its model able to fail once more."""
-    (folder / "done").unlink(missing_ok=True)
+    (folder / "once").unlink(missing_ok=True)
     until(lambda: worker(service)["state"] == "ready")
     return service
 
@@ -89,6 +90,34 @@ def test_idle_worker_that_dies_is_replaced_and_health_says_why(healthy: Running)
     os.kill(worker(healthy)["pid"], signal.SIGKILL)
     assert is_right(ask(healthy))
     assert worker(healthy)["last_ending"]["cause"] == "signal"
+
+
+def test_worker_killed_in_the_middle_of_its_answer_costs_no_request(healthy: Running, folder: Path):
+    pid = worker(healthy)["pid"]
+    (folder / "gate").touch()
+    (folder / "calls").unlink()
+    body = {"instances": [{"n": 21, "do": "wait"}], "parameters": {"big": 1}}
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(healthy.post, json=body)
+        until((folder / "calls").exists)
+        os.kill(healthy.process.pid, signal.SIGSTOP)  # so that nobody reads the answer
+        (folder / "gate").unlink()
+        wait_until_blocked(pid)
+        os.kill(pid, signal.SIGKILL)
+        os.kill(healthy.process.pid, signal.SIGCONT)
+        assert is_right(asked.result(60))
+    assert worker(healthy)["pid"] != pid
+
+
+def wait_until_blocked(pid: int) -> None:
+    """Wait until a process has used no CPU time for a while."""
+    process = psutil.Process(pid)
+    deadline = time.monotonic() + 60
+    before = None
+    while (used := process.cpu_times()[:2]) != before:
+        assert time.monotonic() < deadline
+        before = used
+        time.sleep(0.5)
 
 
 @pytest.mark.parametrize("do", ["hang early", "spin"])
