@@ -310,11 +310,11 @@ def verified(
     if verification.complaint and asks_for_types(steps.network):
         raise ModelError(
             f"{name} cannot be cut: its forward asks for types, which torch.fx may answer "
-            f"wrongly, and what it computes was not held against the whole network: "
+            f"wrongly, and what it computes was not compared with the whole network: "
             f"{verification.complaint}; give `load_network` an `example`"
         )
     if verification.complaint:
-        text = f"{report.note}; not held against the whole network: {verification.complaint}"
+        text = f"{report.note}; not compared with the whole network: {verification.complaint}"
         return msgspec.structs.replace(report, note=text)
     stages = [steps.cut(*each) for each in steps.stages(steps.positions(report.cuts))]
     signature = inspect.signature(steps.network.forward)

@@ -60,7 +60,7 @@ def load_whole(
     """Build a network, read its weights and lay it on one device, to infer.
 
     Raises:
-        ModelError: The weights cannot be had, or don't fit.
+        ModelError: The weights cannot be read, or do not fit.
     """
     network = build()
     if weights is not None:
@@ -72,7 +72,7 @@ def load_part(ranks: Ranks, network: NetworkToSplit) -> SplitNetwork:
     """Load this rank's part of a network.
 
     Raises:
-        ModelError: The network cannot be had, or cannot be split.
+        ModelError: The network cannot be loaded or split.
         EOFError: Another rank has failed.
     """
     if ranks.split == "tensor":

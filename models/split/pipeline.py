@@ -247,7 +247,7 @@ def load_pipeline(ranks: Ranks, network: NetworkToSplit) -> Pipeline:
     for them.
 
     Raises:
-        ModelError: The network cannot be had, or cannot be cut, on this rank or on another.
+        ModelError: The network cannot be loaded or cut, on this rank or on another.
         EOFError: Another rank has failed.
     """
     if ranks.rank != _LEAD:

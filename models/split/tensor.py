@@ -3,7 +3,7 @@
 Each rank builds the network without its numbers, puts shards (see `shards`) in the place of the
 layers that its plan cuts (see `tensor_plan`), and reads its own slices of the checkpoint. A plan
 may be wrong: the code of a network may do more than was seen. So before the numbers are read, the
-split network is held against the whole one with made-up numbers (see `verification`).
+split network is compared with the whole one with made-up numbers (see `verification`).
 
 The lead sends its arguments to all followers, and every rank computes the whole forward pass with
 its shards; values between the layers are whole on every rank, and so is the result.
@@ -173,8 +173,8 @@ def load_tensor_parallel(ranks: Ranks, wanted: NetworkToSplit) -> TensorParallel
     """Load this rank's part of a network; all ranks call this.
 
     Raises:
-        ModelError: It cannot be had, hardly anything of it can be split, or split it computes
-            something else.
+        ModelError: The network cannot be loaded, hardly any of it can be split, or the split
+            network computes something else.
         EOFError: Another rank has failed.
     """
     meta = MetaNetwork(wanted.build)
@@ -239,7 +239,7 @@ def _verify(
     difference = verification.difference(compute, origins, tolerance)
     text = ""
     if verification.complaint:
-        text = f"not held against the whole network: {verification.complaint}"
+        text = f"not compared with the whole network: {verification.complaint}"
     for follower in followers:
         ranks.send(follower, text)
     parallel.add_note(text)

@@ -91,7 +91,7 @@ class NumberedLoad:
     async def _settle(
         self, number: int, connection: TrialConnection | None
     ) -> TrialConnection | None:
-        """Ask until there is an answer or none is to be had; returns the connection to go on with.
+        """Ask until an answer comes or none can come; return the connection to go on with.
 
         A refused request was never accepted, so nothing is owed: it is asked again.
         """

@@ -90,7 +90,7 @@ def test_stages_that_would_compute_something_else_are_refused(pair):
     ):
         pass
     with pair.loaded("pipeline", networks.Asking, example=[None]) as model:
-        assert "not held against the whole network" in model.report.note
+        assert "not compared with the whole network" in model.report.note
 
 
 @pytest.mark.parametrize(
