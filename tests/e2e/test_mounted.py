@@ -133,7 +133,7 @@ def test_models_are_served_behind_routes_and_middleware_of_the_user(folder: Path
         refused = httpx.post(predict, json={"instances": [[1]]})
         assert (refused.status_code, refused.json()["code"]) == (422, "invalid_input")
         workers = httpx.get(f"{url}/models/health").json()["models"][0]["workers"]
-        psutil.Process(workers[0]["pid"]).kill()
+        os.kill(next(each["pid"] for each in workers if each["state"] == "ready"), signal.SIGKILL)
         until(lambda: httpx.post(predict, json=_BODY).json() == _ANSWER)
         assert_ends_in_order(process)
 
