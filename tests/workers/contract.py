@@ -172,7 +172,7 @@ class EngineContract:
     async def test_batch_that_ends_its_worker_is_lost_for_that_reason(
         self, engine: Engine, put: Put, act: str, reason: str, cause: str
     ):
-        worker = await started(engine, batch_timeout_s=0.5 if cause == "hang" else 20.0)
+        worker = await started(engine, batch_timeout_s=2.0 if cause == "hang" else 20.0)
         with pytest.raises(WorkerLostError, match=reason) as lost:
             await worker.run([put({"n": 1, "do": act})])
         assert lost.value.started

@@ -58,7 +58,7 @@ async def test_worker_is_watched_while_and_after_descriptors_run_out(
 ):
     monkeypatch.setattr(inferpool.workers.host.local_worker, "_LOOK_S", 0.02)
     caplog.set_level(logging.CRITICAL)
-    worker = await started(engine, batch_timeout_s=0.5)
+    worker = await started(engine, batch_timeout_s=2.0)
     look = Mock(wraps=worker.lead.look)
     monkeypatch.setattr(worker.lead, "look", look)
     with no_descriptors():

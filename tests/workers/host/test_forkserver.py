@@ -245,7 +245,7 @@ async def test_processes_that_a_model_forks_end_with_its_worker(
         engine,
         source="tests.fault_model:ForkingModel",
         options={"children": str(file)},
-        batch_timeout_s=0.5,
+        batch_timeout_s=2.0,
     )
     children = [psutil.Process(int(pid)) for pid in file.read_text().split()]
     assert len(children) == 3

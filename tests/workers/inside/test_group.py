@@ -101,7 +101,7 @@ async def test_end_of_any_rank_ends_all_at_once_and_settles_what_they_held(
 async def test_hung_follower_is_a_hang_of_the_worker_and_every_rank_shows_its_stacks(
     engine: PairEngine, put, caplog: pytest.LogCaptureFixture
 ):
-    worker = await started(engine, batch_timeout_s=0.5)
+    worker = await started(engine, batch_timeout_s=2.0)
     pids = pids_of(worker)
     with pytest.raises(WorkerLostError, match="a batch ran for more than"):
         await worker.run([put({"n": 1, "do": "hang", "rank": 1})])

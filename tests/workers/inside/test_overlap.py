@@ -69,7 +69,7 @@ async def test_sentinel_comes_after_all_that_is_under_way(engine: LocalEngine, p
 async def test_death_loses_each_batch_that_is_under_way_once(
     engine: LocalEngine, put, act: str, reason: str
 ):
-    worker = await started(engine, batch_timeout_s=0.5)
+    worker = await started(engine, batch_timeout_s=2.0)
     batches = [
         worker.run([put({"n": 1, "do": "sleep", "stage": 1})]),
         worker.run([put({"n": 2, "do": act, "stage": 1})]),
