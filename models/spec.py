@@ -78,7 +78,7 @@ class Placement:
     split: Split | None = None
     """How the replica is split; None if it lies on one device."""
     visible: tuple[str, ...] = ()
-    """UUIDs for CUDA_VISIBLE_DEVICES, each once; `devices` counts them. Empty on CPUs."""
+    """UUIDs of the GPUs that a process may see, in order; `devices` counts them. Empty on CPUs."""
     cpus: tuple[int, ...] = ()
     """Cores for all processes of the replica; empty leaves the affinity as it is."""
     num_threads: int = 1
@@ -104,7 +104,7 @@ class Placement:
         """UUIDs of the GPUs in the order of the ranks; empty on CPUs."""
         if not self.visible:
             return []
-        return [self.visible[int(device.removeprefix("cuda:"))] for device in self.devices]
+        return [self.visible[int(device.partition(":")[2])] for device in self.devices]
 
     def for_rank(self, rank: int) -> "Placement":
         """Return the placement of one rank's process: its own device, with all of them visible.
@@ -122,7 +122,8 @@ class Placement:
     @property
     def names(self) -> list[str]:
         """Name of each rank's device for people on this host."""
-        return [f"cuda:{uuid}" for uuid in self.gpu_of_each_rank] or list(self.devices)
+        kind = self.devices[0].partition(":")[0]
+        return [f"{kind}:{uuid}" for uuid in self.gpu_of_each_rank] or list(self.devices)
 
     def __str__(self) -> str:
         """Name the devices for people on this host."""

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-import pynvml
-
 from inferpool.models.spec import Placement
 from inferpool.service.api.routes.events import HostState
 from inferpool.service.api.routes.health import HealthReport
@@ -101,7 +99,7 @@ class Service:
         self._settled = asyncio.Event()
         self._changed = asyncio.Event()
         self._lost = asyncio.Event()
-        self._gpu_watch = GpuWatch(host.gpus, pynvml)
+        self._gpu_watch = GpuWatch(host.gpus, host.accelerator.library)
         metrics.gauge_source(self._read_gauges)
         self.live = LiveFeed(
             settings, self.pools, metrics, report=self.report, host=self._host_state

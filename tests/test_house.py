@@ -1,6 +1,7 @@
 """The layout of the code: imports, sizes of files and folders, class names, docstrings."""
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -87,3 +88,19 @@ def test_every_docstring_stands_alone():
                 if text.split(maxsplit=1)[:1] and text.split()[0].strip('`",.:;') in starts:
                     found.append(f"{module}:{node.lineno}: {text[:60]}")
     assert found == []
+
+
+def test_only_the_device_seam_names_a_kind_of_accelerator():
+    """Everything else asks `models.accelerator`, so that another kind needs no change elsewhere."""
+    said = re.compile(
+        r"""torch\.cuda\.\w+\(|\.is_cuda\b|\.cuda\(|[=(\[] *["']cuda["']|(prefix|with)\("cuda"""
+        r"""|import pynvml"""
+    )
+    found = [
+        f"{name}:{number}"
+        for name, path in FILES.items()
+        if not name.startswith("inferpool.models.accelerator.")
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if said.search(line)
+    ]
+    assert not found

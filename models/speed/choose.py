@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 from torch import nn
 
+from inferpool.models.accelerator.device import is_accelerator
 from inferpool.models.base import Model
 from inferpool.models.errors import ModelError
 from inferpool.models.speed.compiled import can_compile
@@ -136,7 +137,7 @@ def _compile(
 
 
 def _apply_named(trial: Trial, name: str) -> SpeedReport:
-    if name in GRAPHED and trial.device.type != "cuda":
+    if name in GRAPHED and not is_accelerator(trial.device):
         raise ModelError(f'speed = "{name}" is for GPUs')
     try:
         network = trial.prepare(name)

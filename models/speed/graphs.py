@@ -8,11 +8,12 @@ CUDA graphs have never run on a device, so `auto` does not try them.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+
+from inferpool.models.accelerator.device import GraphPool
 
 _NUM_WARM = 3
 """Calls before a capture, in which libraries choose kernels and allocate memory."""
@@ -40,7 +41,7 @@ class Graphed(nn.Module):
     def __init__(self, network: nn.Module, capture: Capture | None = None) -> None:
         super().__init__()
         self.network = network
-        self._capture = capture or _CudaCapture()
+        self._capture = capture or _DeviceCapture()
         self._graphs: dict[tuple[object, ...], _Graph] = {}
         memory_format = getattr(network, "memory_format", None)
         if memory_format is not None:
@@ -71,22 +72,18 @@ class Graphed(nn.Module):
         return _Graph(held, outputs, replay)
 
 
-class _CudaCapture:
-    """Captures CUDA graphs that share a pool of memory, since only one is replayed at a time."""
+class _DeviceCapture:
+    """Captures graphs that share a pool of memory, since only one is replayed at a time."""
 
     def __init__(self) -> None:
-        self._pool: Any = None
+        self._pool: GraphPool | None = None
 
     def __call__(self, call: Callable[[], object]) -> tuple[object, Callable[[], None]]:
         if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+            self._pool = GraphPool()
+        with self._pool.side_stream():
             for _ in range(_NUM_WARM):
                 call()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with self._pool.captured() as graph:
             outputs = call()
         return outputs, graph.replay

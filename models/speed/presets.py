@@ -11,6 +11,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from inferpool.models.accelerator.device import is_accelerator
 from inferpool.models.speed.graphs import Graphed
 from inferpool.models.speed.names import GRAPHED
 
@@ -28,12 +29,10 @@ def presets_for(network: nn.Module, device: torch.device) -> list[str]:
         names.append("folded")
     elif any(isinstance(module, nn.Conv2d) for module in modules):
         names.append("channels_last")  # which `folded` has in it
-    if device.type == "cuda":
+    if is_accelerator(device):
         return [*names, "bf16", "fp16"]
     # Without the instructions it would be emulated, and slower.
-    has_bf16 = device.type == "cpu" and (
-        torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    )
+    has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return [*names, "bf16"] if has_bf16 else names
 
 

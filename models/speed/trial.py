@@ -15,6 +15,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from inferpool.models.accelerator.device import name_of
 from inferpool.models.agreement import Agreement
 from inferpool.models.base import Model
 from inferpool.models.item import Features, Item
@@ -78,8 +79,7 @@ class Trial:
         self.exact = network
         tensor = next(iter(network.state_dict().values()))
         self.device = tensor.device
-        is_cuda = self.device.type == "cuda"
-        self.device_name = torch.cuda.get_device_name(self.device) if is_cuda else "cpu"
+        self.device_name = name_of(self.device)
         self._items: Sequence[Item] = list(model.samples())
         if not self._items:
             self.obstacle = "no sample inputs to verify presets on"

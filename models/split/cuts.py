@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.func import functional_call
 
+from inferpool.models.accelerator.device import synchronize
 from inferpool.models.errors import ModelError
 from inferpool.models.split.ranks import Example, NetworkToSplit, Ranks
 from inferpool.models.split.report import SplitReport
@@ -214,8 +215,7 @@ def times_of(
         for _ in range(_NUM_TRIALS):
             began = time.perf_counter()
             result = call()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            synchronize(device)
             now = time.perf_counter()
             seconds[step] = min(seconds.get(step, math.inf), now - began)
             if now > until:

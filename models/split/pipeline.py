@@ -23,9 +23,10 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from inferpool.models.accelerator.device import release_memory, synchronize
+from inferpool.models.accelerator.out_of_memory import is_out_of_memory
 from inferpool.models.errors import ModelError, RankError
 from inferpool.models.files.checkpoint import StoredWeights, check_fit
-from inferpool.models.out_of_memory import is_out_of_memory
 from inferpool.models.split.cuts import choose_cuts, verified
 from inferpool.models.split.meta_network import MetaNetwork, fill, num_bytes
 from inferpool.models.split.micro_batches import MicroBatches
@@ -210,11 +211,10 @@ class Pipeline:
             logger.exception("stage %d failed", self._ranks.rank)
             text = described(error)
             traceback.clear_frames(error.__traceback__)
-            if torch.cuda.is_initialized():
-                if is_shortage:
-                    torch.cuda.empty_cache()
-                else:
-                    torch.cuda.synchronize()  # raises if the context is lost
+            if is_shortage:
+                release_memory()
+            else:
+                synchronize()  # raises if the context is lost
             return ["error", self._ranks.rank, text, is_shortage], []
 
     def _bound(self, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[object, ...]:

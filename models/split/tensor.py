@@ -29,9 +29,9 @@ import msgspec
 import torch
 from torch import nn
 
+from inferpool.models.accelerator.out_of_memory import is_out_of_memory
 from inferpool.models.errors import ModelError, OutOfStepError
 from inferpool.models.files.checkpoint import StoredWeights, check_fit
-from inferpool.models.out_of_memory import is_out_of_memory
 from inferpool.models.split.meta_network import MetaNetwork
 from inferpool.models.split.packing import pack, unpack
 from inferpool.models.split.ranks import NetworkToSplit, Ranks

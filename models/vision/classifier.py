@@ -24,7 +24,7 @@ from inferpool.models.errors import InputError, ModelError
 from inferpool.models.inputs import json_array, json_bytes, json_place, json_texts
 from inferpool.models.item import Features, Item
 from inferpool.models.spec import Placement, TensorHeader, TensorSpec
-from inferpool.models.vision.gpu_jpegs import GpuJpegs, nvjpeg
+from inferpool.models.vision.gpu_jpegs import GpuJpegs, decoder_on
 from inferpool.models.vision.images import check_size, decode_image, decode_scaled
 from inferpool.models.vision.photos import sample_jpegs, sample_views
 from inferpool.models.vision.transforms import ImageTransform, Normalize
@@ -249,7 +249,7 @@ class Classifier(Model):
     @cached_property
     def _gpu_jpegs(self) -> GpuJpegs | None:
         """Decoder of JPEGs on the GPU, if there is one: `preprocess` leaves them to `collate`."""
-        decode = nvjpeg(self.device)
+        decode = decoder_on(self.device)
         return GpuJpegs(decode, self.transform) if decode else None
 
     def _decode_on_gpu(self, images: list[Tensor]) -> list[Tensor]:

@@ -10,12 +10,14 @@ import logging
 import warnings
 from collections.abc import Callable, Sequence
 from io import BytesIO
+from pkgutil import resolve_name
 
 import torch
 from PIL import ExifTags
 from PIL.JpegImagePlugin import JpegImageFile
 from torch import Tensor
 
+from inferpool.models.accelerator.kinds import accelerator_of
 from inferpool.models.vision.containers import check_exif
 from inferpool.models.vision.transforms import ImageTransform
 
@@ -78,16 +80,18 @@ class GpuJpegs:
         return [self._transform.device_pixels(image_CHW) for image_CHW in decoded]
 
 
-def nvjpeg(device: torch.device) -> Decode | None:
-    """Return torchvision's nvJPEG decoder; None if it is not available."""
-    if device.type != "cuda":
+def decoder_on(device: torch.device) -> Decode | None:
+    """Return the device's decoder of JPEGs (nvJPEG on CUDA); None if it is not available."""
+    accelerator = accelerator_of(device.type)
+    if accelerator is None or not accelerator.decode_jpeg:
         return None
     try:
         from torchvision.io import (  # type: ignore[import-untyped]  # it ships no annotations
             ImageReadMode,
-            decode_jpeg,
         )
-    except (ImportError, RuntimeError):
+
+        decode_jpeg = resolve_name(accelerator.decode_jpeg)
+    except (ImportError, AttributeError, RuntimeError):
         return None
     # torchvision will hand this over to TorchCodec one day.
     warnings.filterwarnings("ignore", message="The image decoding and encoding capabilities")

@@ -48,7 +48,7 @@ def check_replicas(facts: Facts, settings: Settings) -> Iterator[Finding]:
         if size is None:
             unknown.append(name)
         for placement in placements:
-            on_gpu = placement.devices[0].startswith("cuda")
+            on_gpu = bool(placement.visible)
             each = _CUDA_WORKER_BYTES if on_gpu else WORKER_BYTES
             need += each * placement.num_ranks + (0 if on_gpu else size or 0)
     least = "at least " if unknown else "about "

@@ -15,7 +15,7 @@ from inferpool.models.item import Item
 from inferpool.models.sources.registry import build
 from inferpool.models.spec import Placement
 from inferpool.models.speed.choose import SpeedOptions, choose
-from inferpool.models.vision.gpu_jpegs import GpuJpegs, nvjpeg
+from inferpool.models.vision.gpu_jpegs import GpuJpegs, decoder_on
 from tests.e2e.running import Running, faulty, running
 from tests.models.items import encoded, image_item, jpeg, photo, run
 from tests.models.speed.test_choose import small
@@ -112,7 +112,7 @@ def test_graphs_answer_as_the_network_does(preset: str):
 
 
 def test_jpegs_are_decoded_on_the_device_and_look_about_the_same(model):
-    decode = nvjpeg(model.device)
+    decode = decoder_on(model.device)
     assert decode is not None
     jpegs = GpuJpegs(decode, model.transform)
     accepted = [jpegs.accept(memoryview(data), 50_000_000) for data in DATAS]

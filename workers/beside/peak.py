@@ -5,6 +5,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from inferpool.models.accelerator.device import is_accelerator, peak_bytes, reset_peak
 from inferpool.workers.inside.allocator import give_back
 
 _FORGET_PEAK = "5"
@@ -30,8 +31,8 @@ class PeakMemory:
 
     def reset(self) -> None:
         """Begin a new peak."""
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        if is_accelerator(self._device):
+            reset_peak(self._device)
             return
         give_back()
         try:
@@ -41,9 +42,8 @@ class PeakMemory:
 
     def read(self) -> int:
         """Return the peak since the last reset, in bytes."""
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device) - self._start
-        return _peak_bytes() - self._start
+        is_apart = is_accelerator(self._device)
+        return (peak_bytes(self._device) if is_apart else _peak_bytes()) - self._start
 
 
 def _peak_bytes() -> int:

@@ -32,7 +32,7 @@ def main() -> None:
 
     began = time.monotonic()
     try:
-        import torch
+        import torch  # noqa: F401  # to see whether it can be imported
     except Exception as error:  # any error of a broken installation
         say("torch", problem=_described(error))
         return
@@ -42,8 +42,8 @@ def main() -> None:
             say(order["do"], model=order["name"], **_ACTS[order["do"]](order))
         except Exception as error:  # any error of a user's class
             say(order["do"], model=order["name"], problem=_described(error))
-    if orders["has_gpu"]:
-        say("cuda", **_cuda(torch))
+    if kind := orders["accelerator"]:
+        say("accelerator", **_try_devices(kind))
 
 
 def _build(order: Mapping[str, Any]) -> Any:
@@ -72,6 +72,7 @@ def _survey(order: Mapping[str, Any]) -> dict[str, object]:
     """Measure a model's network step by step, whole and split."""
     import torch
 
+    from inferpool.models.accelerator.device import foreign_bytes, is_accelerator
     from inferpool.models.spec import Placement
     from inferpool.models.survey import find_network, survey
     from inferpool.workers.beside.peak import PeakMemory
@@ -98,7 +99,7 @@ def _survey(order: Mapping[str, Any]) -> dict[str, object]:
     return {
         "problem": "",
         "survey": msgspec.to_builtins(result),
-        "context_bytes": _context_bytes(torch, device),
+        "context_bytes": foreign_bytes(device) if is_accelerator(device) else 0,
     }
 
 
@@ -106,6 +107,7 @@ def _measure(order: Mapping[str, Any]) -> dict[str, object]:
     """Load a model like a worker, and compute its samples."""
     import torch
 
+    from inferpool.models.accelerator.device import is_accelerator, most_reserved_bytes
     from inferpool.models.spec import Placement
     from inferpool.workers.inside.own_process import pin
 
@@ -130,12 +132,12 @@ def _measure(order: Mapping[str, Any]) -> dict[str, object]:
                 outputs = {name: out.cpu() for name, out in model.forward(batch).items()}
                 model.postprocess(outputs)
                 seconds[size] = time.monotonic() - began
-    on_gpu = placement.devices[0].startswith("cuda")
+    device = placement.devices[0]
     return {
         "torch_bytes": before,
         "load_bytes": loaded - before,
         "predict_bytes": _own_bytes() - loaded,
-        "gpu_bytes": torch.cuda.max_memory_reserved() if on_gpu else 0,
+        "gpu_bytes": most_reserved_bytes(device) if is_accelerator(device) else 0,
         "load_s": load_s,
         "predict_s": [[size, duration] for size, duration in seconds.items()],
     }
@@ -145,26 +147,24 @@ def _num_values(features: Mapping[str, Any]) -> int:
     return sum(tensor.numel() for tensor in features.values())
 
 
-def _context_bytes(torch: Any, device: Any) -> int:
-    """Return the GPU memory in use besides torch's: by CUDA, and by other processes."""
-    if device.type != "cuda":
-        return 0
-    free, total = torch.cuda.mem_get_info(device)
-    return int(total - free - torch.cuda.memory_reserved(device))
+def _try_devices(kind: str) -> dict[str, object]:
+    """Compute something on each device of a kind."""
+    import torch
 
+    from inferpool.models.accelerator.device import module_of
 
-def _cuda(torch: Any) -> dict[str, object]:
-    if not torch.cuda.is_available():
+    module = module_of(kind)
+    if not module.is_available():
         return {"problem": "torch finds no usable GPU, although the driver lists some"}
-    built = torch.cuda.get_arch_list()
-    for index in range(torch.cuda.device_count()):
+    built = module.get_arch_list()
+    for index in range(module.device_count()):
         try:
-            x = torch.ones(8, 8, device=f"cuda:{index}")
+            x = torch.ones(8, 8, device=f"{kind}:{index}")
             float((x @ x).sum())
         except Exception as error:  # no kernel for it, no memory, a broken device
-            capability = ".".join(map(str, torch.cuda.get_device_capability(index)))
+            capability = ".".join(map(str, module.get_device_capability(index)))
             return {
-                "problem": f"cuda:{index} (compute capability {capability}) cannot multiply: "
+                "problem": f"{kind}:{index} (compute capability {capability}) cannot multiply: "
                 f"{_described(error)}; torch was built for {', '.join(built)}"
             }
     return {"problem": "", "built_for": built}

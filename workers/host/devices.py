@@ -12,6 +12,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from inferpool.models.accelerator.kinds import (
+    CUDA,
+    Accelerator,
+    accelerator_of,
+    known_accelerators,
+)
 from inferpool.workers.cgroups import MOUNT, read_limits
 
 logger = logging.getLogger(__name__)
@@ -20,7 +26,8 @@ DEVICE_FORMS = (
     '"auto", "cpu", "cuda", GPUs such as "cuda:0,1", UUIDs as `nvidia-smi -L` prints them '
     '("GPU-...", "MIG-..."), or several of these with commas between'
 )
-_ITEM = re.compile(r"cpu|cuda|cuda:\d+|(GPU|MIG)-[\w/-]+")
+_UUID = re.compile(r"(GPU|MIG)-[\w/-]+")
+_KIND = re.compile(r"[a-z]+(:\d+)?")
 _INDEX = re.compile(r"\d+")
 
 
@@ -30,7 +37,7 @@ class DeviceError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One CUDA device of this host: a GPU, or a MIG slice of one."""
+    """One accelerator of this host: a GPU, or a MIG slice of one."""
 
     index: int
     """NVML's index of the GPU."""
@@ -41,13 +48,15 @@ class Gpu:
     """Cores near it; empty if unknown."""
     sliced_from: str = ""
     """UUID of the GPU that it is a slice of; empty for a whole GPU."""
+    kind: str = CUDA.kind
+    """Kind of accelerator: the type of its device in torch."""
     distances: Mapping[str, int] = field(default_factory=dict, hash=False)
     """Distances of the other GPUs by UUID: 0 over NVLink, else NVML's value, from 10 for the same
     PCIe switch to 50 for another socket. GPUs with an unknown distance are left out."""
 
     def __str__(self) -> str:
         """Return a description for people: cuda:0 (name, memory)."""
-        name = self.uuid if self.sliced_from else f"cuda:{self.index}"
+        name = self.uuid if self.sliced_from else f"{self.kind}:{self.index}"
         return f"{name} ({self.name}, {self.memory_bytes / 2**30:.0f} GiB)"
 
 
@@ -60,6 +69,12 @@ class Host:
     num_cores: int
     """Cores' worth of time that it may use: fewer than `cpus` under a cgroup quota."""
     gpus: tuple[Gpu, ...] = ()
+    """Accelerators, all of one kind: torch uses one kind in a process."""
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """Kind of the GPUs; CUDA if there are none."""
+        return (accelerator_of(self.gpus[0].kind) if self.gpus else None) or CUDA
 
     def describe(self) -> list[str]:
         """Return one line per device, for people."""
@@ -75,8 +90,8 @@ def parse_devices(text: str) -> tuple[str, ...]:
             "cuda:0,1" means "cuda:0,cuda:1". The same device may be named twice.
 
     Returns:
-        "auto", "cpu", "cuda" (every GPU), "cuda:N" with a GPU's index in NVML's order, or a UUID
-        or the beginning of one.
+        "auto", "cpu", a kind such as "cuda" (every GPU), "cuda:N" with a GPU's index in NVML's
+        order, or a UUID or the beginning of one.
 
     Raises:
         ValueError: The text is invalid.
@@ -85,13 +100,18 @@ def parse_devices(text: str) -> tuple[str, ...]:
         return (text,)
     names: list[str] = []
     for part in (part.strip() for part in text.split(",")):
-        if names and names[-1].startswith("cuda:") and _INDEX.fullmatch(part):
-            names.append(f"cuda:{part}")
-        elif _ITEM.fullmatch(part):
+        kind, colon, _ = names[-1].partition(":") if names else ("", "", "")
+        if colon and _INDEX.fullmatch(part):
+            names.append(f"{kind}:{part}")
+        elif part == "cpu" or _UUID.fullmatch(part) or _is_of_known_kind(part):
             names.append(part)
         else:
             raise ValueError(f"is not {DEVICE_FORMS}")
     return tuple(names)
+
+
+def _is_of_known_kind(name: str) -> bool:
+    return bool(_KIND.fullmatch(name)) and accelerator_of(name) is not None
 
 
 def find_host(visible: str | None, cgroup: Path = MOUNT) -> Host:
@@ -136,16 +156,17 @@ def called(gpus: Sequence[Gpu], name: str) -> list[Gpu]:
 
 
 def _find_gpus() -> list[Gpu]:
-    import pynvml
+    """Return the GPUs of the first kind of which this host has some."""
+    found = (read_gpus(each.library, each.kind) for each in known_accelerators())
+    return next(filter(None, found), [])
 
-    return read_gpus(pynvml)
 
-
-def read_gpus(nvml: Any) -> list[Gpu]:
+def read_gpus(nvml: Any, kind: str = CUDA.kind) -> list[Gpu]:
     """Return the GPUs that NVML reports, and the slices of GPUs in MIG mode; none without a driver.
 
     Args:
-        nvml: The module `pynvml`, or a fake of it.
+        nvml: The module `pynvml`, or one with its functions.
+        kind: Kind of the accelerators that it reports.
     """
     try:
         nvml.nvmlInit()
@@ -159,11 +180,13 @@ def read_gpus(nvml: Any) -> list[Gpu]:
                 handle = nvml.nvmlDeviceGetHandleByIndex(index)
                 gpus = list(_gpus_of(nvml, handle, index))
             except nvml.NVMLError as error:
-                logger.error("cuda:%d is left out: NVML says %s", index, error)
+                logger.error("%s:%d is left out: NVML says %s", kind, index, error)
                 continue
             found += gpus
             handles |= {gpu.uuid: handle for gpu in gpus if not gpu.sliced_from}
-        return [replace(gpu, distances=_distances(nvml, handles, gpu.uuid)) for gpu in found]
+        return [
+            replace(gpu, kind=kind, distances=_distances(nvml, handles, gpu.uuid)) for gpu in found
+        ]
     finally:
         nvml.nvmlShutdown()
 

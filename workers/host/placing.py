@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from inferpool.models.accelerator.kinds import accelerator_of
 from inferpool.models.spec import Placement, Split
 from inferpool.workers.host.devices import (
     DEVICE_FORMS,
@@ -114,12 +115,15 @@ def _units(host: Host, devices: str) -> list[Gpu | None]:
 
 
 def _gpus_called(host: Host, name: str, devices: str) -> Sequence[Gpu]:
-    have = ", ".join(map(str, host.gpus)) or "no CUDA device"
+    have = ", ".join(map(str, host.gpus)) or "no GPU"
     if not host.gpus:
         raise DeviceError(f'devices = "{devices}", but this host has {have}')
-    if name == "cuda":
-        return host.gpus
-    found = called(host.gpus, name.removeprefix("cuda:"))
+    kind, _, index = name.partition(":")
+    if accelerator_of(kind):
+        gpus = [gpu for gpu in host.gpus if gpu.kind == kind]
+        found = called(gpus, index) if index else gpus
+    else:
+        found = called(host.gpus, name)
     if not found:
         raise DeviceError(f"there is no {name} on this host: it has {have}")
     return found
@@ -165,7 +169,7 @@ def _place_groups_of_gpus(
             'placement = "replicate"'
         )
     share = request.threads or max(1, host.num_cores // (replicas * ranks))
-    is_named = parse_devices(request.devices) not in (("auto",), ("cuda",))
+    is_named = parse_devices(request.devices) not in (("auto",), (host.accelerator.kind,))
     ordered = gpus if is_named else _near_ones_together(gpus, ranks)
     groups = [ordered[replica * ranks : (replica + 1) * ranks] for replica in range(replicas)]
     return [_on_gpus(host, group, request.split, share) for group in groups]
@@ -191,7 +195,7 @@ def _on_gpus(host: Host, gpus: Sequence[Gpu], split: Split | None, num_threads: 
     near = {cpu for gpu in gpus for cpu in gpu.cpus}
     knows_all = all(gpu.cpus for gpu in gpus)
     return Placement(
-        devices=tuple(f"cuda:{visible.index(gpu.uuid)}" for gpu in gpus),
+        devices=tuple(f"{gpu.kind}:{visible.index(gpu.uuid)}" for gpu in gpus),
         split=split,
         visible=visible,
         cpus=tuple(cpu for cpu in host.cpus if cpu in near) if knows_all else (),

@@ -12,17 +12,16 @@ from asyncio import CancelledError
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor
 
+from inferpool.models.accelerator.device import pinned, synchronize
+from inferpool.models.accelerator.out_of_memory import is_out_of_memory
 from inferpool.models.base import Model
 from inferpool.models.border import bad_return, is_overridden
 from inferpool.models.errors import InputError, ModelError
 from inferpool.models.item import Features, Item
-from inferpool.models.out_of_memory import is_out_of_memory
 from inferpool.models.texts import described, text_of
 from inferpool.workers.config import ErrorDetail
 from inferpool.workers.inside.checks import BrokenPromiseError, OutputChecks
@@ -231,7 +230,7 @@ class Computer:
         prepared.step = "collate"
         batch = self._model.collate(chosen)
         if self._pin_memory and isinstance(batch, Mapping):
-            return {name: _pinned(value) for name, value in batch.items()}
+            return {name: pinned(value) for name, value in batch.items()}
         return batch
 
     def _compute_group(self, prepared: Prepared, group: ShapeGroup) -> None:
@@ -311,8 +310,8 @@ class Computer:
             logger.warning(text, len(indices), described(error))
         if is_shortage:
             release(error)
-        elif torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # a library's error may hide that the context is lost
+        else:
+            synchronize()  # a library's error may hide that the context is lost
         return indices if len(indices) > 1 else []
 
     def _compute_once(
@@ -407,13 +406,6 @@ def _prepared(id: int, refs: Sequence[ItemRef], items: Sequence[Item]) -> Prepar
         buckets=[None] * num_items,
         outcomes=[None] * num_items,
     )
-
-
-def _pinned(value: object) -> Any:
-    """Pin a CPU tensor, so that a GPU can copy it itself; return other values as they are."""
-    if not isinstance(value, Tensor) or value.is_cuda:  # it may be on the device already
-        return value
-    return value.pin_memory()
 
 
 def _in_time(prepared: Prepared, indices: Sequence[int]) -> list[int]:

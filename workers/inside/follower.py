@@ -11,6 +11,7 @@ from mmap import mmap
 
 import torch
 
+from inferpool.models.accelerator.device import name_of
 from inferpool.models.base import load_model
 from inferpool.models.split.network import serve
 from inferpool.models.texts import described
@@ -21,7 +22,6 @@ from inferpool.workers.inside.group import Group
 from inferpool.workers.inside.own_process import (
     build_model,
     leave_device,
-    name_of,
     pin,
     reporting_failures,
     set_up,

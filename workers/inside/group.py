@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from inferpool.models.accelerator.device import free_bytes, is_accelerator, select
+from inferpool.models.accelerator.kinds import accelerator_of
 from inferpool.models.spec import Placement, Split
 from inferpool.models.split.turnstile import BatchClock
 from inferpool.workers.memory import available_bytes
@@ -29,6 +31,8 @@ from inferpool.workers.wiring import RankEnds
 logger = logging.getLogger(__name__)
 
 _LOOPBACK = "lo"
+_ON_HOST = "gloo"
+"""Backend of `torch.distributed` for tensors in the host's memory."""
 _FOREVER = timedelta(days=365)
 """Timeout of collectives, which must never apply: the front end ends ranks that hang."""
 _KILLED_WITHIN_S = 5.0
@@ -61,9 +65,8 @@ class Group:
         self._under_way: SimpleQueue[tuple[dist.Work | None, Tensor]] = SimpleQueue()
         self._num_sharing = placement.devices.count(placement.devices[self.rank])
         backend = backend_for(placement.devices)
-        self._is_staged = self.device.type == "cuda" and backend == "gloo"
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        self._is_staged = is_accelerator(self.device) and backend == _ON_HOST
+        select(self.device)
         # All ranks are on this host, whose name may not resolve to an address.
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = _LOOPBACK
         store = torch.distributed.FileStore(str(ends.meeting), self.size)  # type: ignore[attr-defined]  # its module does not export it
@@ -78,7 +81,7 @@ class Group:
             ) from error
         # NCCL runs the transfers between two ranks of a group one after the other, and a send ends
         # when it is received: two stages that send to each other could block for ever.
-        back = dist.new_group(timeout=_FOREVER) if backend == "nccl" else None
+        back = dist.new_group(timeout=_FOREVER) if backend != _ON_HOST else None
         assert not isinstance(back, int), "every rank is in it"
         self._back = back
         """Group for transfers to a lower rank; None if the default group serves for them."""
@@ -90,11 +93,8 @@ class Group:
 
         Initialises CUDA.
         """
-        if self.device.type == "cuda":
-            free_bytes, _ = torch.cuda.mem_get_info(self.device)
-        else:
-            free_bytes = available_bytes()
-        return free_bytes // self._num_sharing
+        is_apart = is_accelerator(self.device)
+        return (free_bytes(self.device) if is_apart else available_bytes()) // self._num_sharing
 
     def send(self, to: int, message: object, tensors: Sequence[Tensor] = ()) -> None:
         """See `Ranks`."""
@@ -178,5 +178,6 @@ def backend_for(devices: Sequence[str]) -> str:
 
     NCCL does not support two ranks on one GPU: these use gloo, through the host's memory.
     """
-    on_gpus = all(device.startswith("cuda") for device in devices)
-    return "nccl" if on_gpus and len(set(devices)) == len(devices) else "gloo"
+    accelerator = accelerator_of(devices[0])
+    has_each_its_own = len(set(devices)) == len(devices)
+    return accelerator.collectives if accelerator and has_each_its_own else _ON_HOST

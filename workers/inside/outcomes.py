@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from inferpool.models.accelerator.out_of_memory import lacks_resources
 from inferpool.models.base import MAX_JSON_NUMBERS
 from inferpool.models.errors import InputError
-from inferpool.models.out_of_memory import lacks_resources
 from inferpool.models.texts import described, name_of, text_of, traceback_of
 from inferpool.workers.config import ErrorDetail
 from inferpool.workers.inside.checks import BrokenPromiseError

@@ -17,9 +17,11 @@ from typing import NoReturn
 
 import torch
 
+from inferpool.models.accelerator.device import limit_memory, module_in_use
+from inferpool.models.accelerator.kinds import accelerator_of, known_accelerators
+from inferpool.models.accelerator.out_of_memory import lacks_resources
 from inferpool.models.base import Model
 from inferpool.models.errors import ModelError
-from inferpool.models.out_of_memory import lacks_resources
 from inferpool.models.sources.registry import build
 from inferpool.models.spec import Placement
 from inferpool.models.texts import text_of, traceback_of
@@ -57,13 +59,14 @@ def set_up(heartbeat: Heartbeat, outbox: WorkerQueue) -> None:
 
 
 def pin(placement: Placement) -> None:
-    """Bind this process to its devices, cores and threads, before CUDA is initialised."""
-    assert not torch.cuda.is_initialized(), "CUDA must not be initialised before pinning"
-    if placement.visible:
-        os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(placement.visible)
+    """Bind this process to its devices, cores and threads, before any device is initialised."""
+    assert module_in_use() is None, "no device must be initialised before pinning"
+    accelerator = accelerator_of(placement.devices[0])
+    if accelerator and placement.visible:
+        os.environ |= accelerator.environment
+        os.environ[accelerator.visible] = ",".join(placement.visible)
     elif placement.devices == ("cpu",):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ |= dict.fromkeys((each.visible for each in known_accelerators()), "")
     if placement.cpus and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, placement.cpus)
     torch.set_num_threads(placement.num_threads)
@@ -71,7 +74,7 @@ def pin(placement: Placement) -> None:
         torch.set_num_interop_threads(1)
     keep_large_buffers()
     if placement.memory_fraction is not None:
-        torch.cuda.set_per_process_memory_fraction(placement.memory_fraction, placement.devices[0])
+        limit_memory(placement.devices[0], placement.memory_fraction)
 
 
 def build_model(config: WorkerConfig, group: Group | None) -> Model:
@@ -113,11 +116,6 @@ def leave_device(error: torch.AcceleratorError, outbox: WorkerQueue) -> NoReturn
     first_line = text_of(error).partition("\n")[0]
     outbox.put(Leaving("device", f"the device's context is lost: {first_line}"))
     os._exit(EXIT_ACCELERATOR)
-
-
-def name_of(device: str) -> str:
-    """Return the kind of device, for people."""
-    return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
 
 
 def _refuse_breakpoint(*_: object, **__: object) -> NoReturn:

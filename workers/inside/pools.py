@@ -1,12 +1,13 @@
 """Starts threads with the same settings as the thread that starts them. Worker processes.
 
 The model's code does not run in the thread that ran `load`, which may have changed settings of its
-thread. In torch 2.15 these are the default device, autocast, CUDA's current device and stream, and
-context variables (`torch.*.config`, also the settings of decimal and NumPy). Other settings belong
-to the whole process: the default dtype, deterministic algorithms, the precision of matrix products,
-and the flags of `torch.backends`. A new thread inherits the flushing of tiny numbers to zero. Its
-number of OpenMP threads is set by the first operation that asks torch for it, which oneDNN's
-operations do not. Gradients are off everywhere, because all threads run in inference mode.
+thread. In torch 2.15 these are the default device, autocast, the accelerator's current device and
+stream, and context variables (`torch.*.config`, also the settings of decimal and NumPy). Other
+settings belong to the whole process: the default dtype, deterministic algorithms, the precision of
+matrix products, and the flags of `torch.backends`. A new thread inherits the flushing of tiny
+numbers to zero. Its number of OpenMP threads is set by the first operation that asks torch for it,
+which oneDNN's operations do not. Gradients are off everywhere, because all threads run in inference
+mode.
 """
 
 import contextvars
@@ -17,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-_AUTOCAST = ("cpu", "cuda")
+from inferpool.models.accelerator.device import current_stream, use_stream
 
 
 def started_pool(num_threads: int, name: str) -> ThreadPoolExecutor:
@@ -45,11 +46,11 @@ def _copied_settings() -> Callable[[], None]:
     num_threads = torch.get_num_threads()
     device = torch.get_default_device()
     is_autocast_cached = torch.is_autocast_cache_enabled()
+    stream = current_stream()
+    kinds = ("cpu",) if stream is None else ("cpu", stream.device.type)
     autocast = [
-        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        for kind in _AUTOCAST
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds
     ]
-    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
     def become() -> None:
         for variable, value in variables.items():
@@ -63,7 +64,6 @@ def _copied_settings() -> Callable[[], None]:
             torch.set_autocast_enabled(kind, is_enabled)
             torch.set_autocast_dtype(kind, dtype)
         if stream is not None:
-            torch.cuda.set_device(stream.device)
-            torch.cuda.set_stream(stream)
+            use_stream(stream)
 
     return become

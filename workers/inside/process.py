@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from inferpool.models.accelerator.device import is_accelerator, name_of
 from inferpool.models.base import load_model
 from inferpool.models.example import example_of, reads_own_form
 from inferpool.models.files.opened import OpenedFiles
@@ -35,7 +36,6 @@ from inferpool.workers.inside.overlap import ModelLock, OverlappingBatches
 from inferpool.workers.inside.own_process import (
     build_model,
     leave_device,
-    name_of,
     pin,
     reporting_failures,
     set_up,
@@ -284,7 +284,7 @@ def load(
     computer = Computer(
         model,
         num_threads=config.prepare_threads,
-        pin_memory=device.startswith("cuda"),
+        pin_memory=is_accelerator(device),
         sample=samples[0] if samples else None,
         on_progress=on_progress,
         keep=keep,

@@ -4,9 +4,9 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from inferpool.models.accelerator.device import release_memory
 from inferpool.workers.inside.allocator import give_back
 from inferpool.workers.inside.shapes import signature_of
 
@@ -22,8 +22,7 @@ def release(error: BaseException) -> None:
         error: The error; the frames of its traceback hold the tensors.
     """
     traceback.clear_frames(error.__traceback__)
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    release_memory()
     give_back()
 
 

@@ -4,8 +4,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import pynvml
-
 from inferpool.models.speed.names import COMPILED
 from inferpool.service.api.wire.descriptors import max_connections
 from inferpool.service.checks.facts import Facts, folder, gather
@@ -133,7 +131,7 @@ def diagnose(
     facts = gather(settings, host)
     yield from check_settings_file(origins)
     yield from check_address(settings, Path("/proc/sys/net/core/somaxconn"))
-    nvml = read_nvml(pynvml)
+    nvml = read_nvml(host.accelerator.library)
     yield from check_driver(facts, nvml)
     yield from check_gpus(facts, nvml)
     broken = set()

@@ -37,25 +37,27 @@ def check_gpus(facts: Facts, nvml: NvmlState) -> Iterator[Finding]:
     """Check the state of each GPU that the service will use."""
     users = Counter(uuid for p in all_placements(facts) for uuid in p.gpu_of_each_rank)
     for gpu in nvml.gpus:
+        name = f"{facts.host.accelerator.kind}:{gpu.index}"
         num_processes = sum(users[uuid] for uuid in (gpu.uuid, *gpu.slices))
         if gpu.is_mig and not gpu.slices:
             yield warning(
-                f"cuda:{gpu.index}",
+                name,
                 "is in MIG mode without slices: nothing can run on it",
                 f"run nvidia-smi mig -i {gpu.index} -cgi 19 -C to make slices (-lgip lists the "
                 f"sizes), or nvidia-smi -i {gpu.index} -mig 0",
             )
         elif num_processes:
-            found = list(_problems(gpu, num_processes, is_mps_running=facts.is_mps_running))
+            found = list(_problems(name, gpu, num_processes, is_mps_running=facts.is_mps_running))
             yield from found
             if not any(finding.level in ("warning", "error") for finding in found):
                 free = in_words(gpu.total_bytes - gpu.used_bytes)
                 cut = f", {len(gpu.slices)} MIG slices" if gpu.is_mig else ""
-                yield ok(f"cuda:{gpu.index}", f"{gpu.name}{cut}, {free} free, no errors")
+                yield ok(name, f"{gpu.name}{cut}, {free} free, no errors")
 
 
-def _problems(gpu: GpuState, num_processes: int, *, is_mps_running: bool) -> Iterator[Finding]:
-    check = f"cuda:{gpu.index}"
+def _problems(
+    check: str, gpu: GpuState, num_processes: int, *, is_mps_running: bool
+) -> Iterator[Finding]:
     if gpu.is_prohibited:
         yield error(
             check, "its compute mode allows no process", f"nvidia-smi -i {gpu.index} -c DEFAULT"

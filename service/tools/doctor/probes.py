@@ -22,7 +22,7 @@ _SLOW_LOAD = 0.5
 def check_imports(facts: Facts, settings: Settings) -> Iterator[Finding]:
     """Check that torch can be imported, and each model be built without its weights."""
     orders = {
-        "has_gpu": bool(facts.host.gpus),
+        "accelerator": facts.host.accelerator.kind if facts.host.gpus else "",
         "models": [
             order_for(facts, settings, name, "model") for name in known_models(facts, settings)
         ],
@@ -118,10 +118,10 @@ def _judge(answer: Mapping[str, Any], settings: Settings) -> Iterator[Finding]:
         yield ok(
             f"model {answer['model']}", f"{settings.models[answer['model']].source} can be built"
         )
-    elif kind == "cuda" and problem:
-        yield error("CUDA", problem, "install a build of torch for this GPU and driver")
-    elif kind == "cuda":
-        yield ok("CUDA", f"every GPU works; torch has kernels for {', '.join(answer['built_for'])}")
+    elif kind == "accelerator" and problem:
+        yield error("GPUs", problem, "install a build of torch for this GPU and driver")
+    elif kind == "accelerator":
+        yield ok("GPUs", f"every GPU works; torch has kernels for {', '.join(answer['built_for'])}")
     else:
         yield error(
             "models",

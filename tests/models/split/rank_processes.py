@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from inferpool.models.accelerator.out_of_memory import is_out_of_memory
 from inferpool.models.base import Model, load_model
 from inferpool.models.errors import ModelError, OutOfStepError, RankError
 from inferpool.models.files.checkpoint import StoredWeights
-from inferpool.models.out_of_memory import is_out_of_memory
 from inferpool.models.spec import Placement
 from inferpool.models.split.network import serve
 from inferpool.models.split.report import RankPart, SplitReport

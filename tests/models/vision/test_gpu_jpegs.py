@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from inferpool.models.errors import InputError
-from inferpool.models.vision.gpu_jpegs import GpuJpegs, nvjpeg
+from inferpool.models.vision.gpu_jpegs import GpuJpegs, decoder_on
 from inferpool.models.vision.images import decode_image
 from inferpool.models.vision.transforms import ImageTransform
 from tests.models.items import (
@@ -126,6 +126,6 @@ def test_a_lack_of_memory_is_for_the_worker_to_handle(model):
 
 
 def test_without_a_gpu_nothing_of_this_is_used():
-    assert nvjpeg(torch.device("cpu")) is None
+    assert decoder_on(torch.device("cpu")) is None
     model = loaded(SmallClassifier())
     assert model._gpu_jpegs is None

@@ -63,7 +63,7 @@ def test_quota_counts_rather_than_cores():
     ("host", "devices", "message"),
     [
         (TWO_GPUS, "cuda:2", "no cuda:2 on this host: it has cuda:0"),
-        (TWO_CORES, "cuda", "this host has no CUDA device"),
+        (TWO_CORES, "cuda", "this host has no GPU"),
         (TWO_CORES, "tpu", 'say "auto"'),
     ],
 )

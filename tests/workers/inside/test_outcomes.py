@@ -4,8 +4,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from inferpool.models.accelerator.out_of_memory import lacks_resources
 from inferpool.models.errors import CheckpointError, InputError
-from inferpool.models.out_of_memory import lacks_resources
 from inferpool.models.vision.images import decode_image
 from inferpool.workers.inside import outcomes as outcomes_module
 from inferpool.workers.inside.checks import BrokenPromiseError

@@ -1,0 +1,153 @@
+"""All that the product says to an accelerator. Worker processes only.
+
+The kind of a device is its type in torch ("cuda"). Calls go through `torch.accelerator` where it
+has them, else through the module that torch has for the kind (`torch.cuda`), so that another kind
+of accelerator needs no change elsewhere.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inferpool.models.accelerator.kinds import accelerator_of
+
+Device = torch.device | str
+
+
+def is_accelerator(device: Device) -> bool:
+    """Return True for a device that computes apart from the host, and later than it is told to."""
+    return torch.device(device).type not in ("cpu", "meta")
+
+
+def module_of(device: Device) -> Any:
+    """Return the module that torch has for a kind of accelerator, such as `torch.cuda`."""
+    return torch.get_device_module(torch.device(device).type)
+
+
+def module_in_use() -> Any:
+    """Return the module of the accelerator that this process uses; None if it uses none.
+
+    This never initialises an accelerator.
+    """
+    device = torch.accelerator.current_accelerator()
+    if device is None or accelerator_of(device.type) is None:
+        return None
+    module = module_of(device)
+    return module if module.is_initialized() else None
+
+
+def name_of(device: Device) -> str:
+    """Return a description of a device for people, such as "NVIDIA H100 80GB HBM3" or "cpu"."""
+    if not is_accelerator(device):
+        return str(device)
+    return str(module_of(device).get_device_name(torch.device(device)))
+
+
+def select(device: Device) -> None:
+    """Make an accelerator the current device of this thread; do nothing for the CPU."""
+    if is_accelerator(device):
+        module_of(device).set_device(torch.device(device))
+
+
+def synchronize(device: Device | None = None) -> None:
+    """Wait until a device has done all that it was told to; by default the one in use.
+
+    Raises:
+        torch.AcceleratorError: The device's context is lost, perhaps by an earlier call.
+    """
+    if device is None:
+        if (module := module_in_use()) is not None:
+            module.synchronize()
+    elif is_accelerator(device):
+        module_of(device).synchronize(torch.device(device))
+
+
+def current_stream() -> torch.Stream | None:
+    """Return this thread's stream of the accelerator in use; None if this process uses none."""
+    module = module_in_use()
+    return module.current_stream() if module is not None else None
+
+
+def use_stream(stream: torch.Stream) -> None:
+    """Make a stream, and its device, the current ones of this thread."""
+    module = module_of(stream.device)
+    module.set_device(stream.device)
+    module.set_stream(stream)
+
+
+def limit_memory(device: Device, fraction: float) -> None:
+    """Let this process allocate at most that part of a device's memory."""
+    module_of(device).set_per_process_memory_fraction(fraction, torch.device(device))
+
+
+def free_bytes(device: Device) -> int:
+    """Return the free memory of an accelerator."""
+    free, _ = module_of(device).mem_get_info(torch.device(device))
+    return int(free)
+
+
+def foreign_bytes(device: Device) -> int:
+    """Return the memory in use beside this process's tensors: by contexts and other processes."""
+    module = module_of(device)
+    free, total = module.mem_get_info(torch.device(device))
+    return int(total - free - module.memory_reserved(torch.device(device)))
+
+
+def most_reserved_bytes(device: Device) -> int:
+    """Return the most memory that torch has reserved on an accelerator so far."""
+    return int(module_of(device).max_memory_reserved(torch.device(device)))
+
+
+def reset_peak(device: Device) -> None:
+    """Begin to measure the peak of the memory in use on an accelerator."""
+    module_of(device).reset_peak_memory_stats(torch.device(device))
+
+
+def peak_bytes(device: Device) -> int:
+    """Return the most memory that tensors took on an accelerator since `reset_peak`."""
+    return int(module_of(device).max_memory_allocated(torch.device(device)))
+
+
+def release_memory() -> None:
+    """Return unused memory of the accelerator in use to its driver."""
+    if (module := module_in_use()) is not None:
+        module.empty_cache()
+
+
+def pinned(value: object) -> Any:
+    """Pin a CPU tensor, so that a device can copy it itself; return other values as they are."""
+    if not isinstance(value, Tensor) or value.device.type != "cpu":
+        return value
+    return value.pin_memory()
+
+
+class GraphPool:
+    """Memory for the graphs of one network, of which one is replayed at a time."""
+
+    def __init__(self) -> None:
+        self._module = module_in_use()
+        assert self._module is not None, "the network is on a device"
+        self._pool = self._module.graph_pool_handle()
+
+    @contextmanager
+    def side_stream(self) -> Iterator[None]:
+        """Run the block on a stream of its own, in order with this thread's stream."""
+        module = self._module
+        stream = module.Stream()
+        stream.wait_stream(module.current_stream())
+        with module.stream(stream):
+            yield
+        module.current_stream().wait_stream(stream)
+
+    @contextmanager
+    def captured(self) -> Iterator[Any]:
+        """Capture all that this thread tells the device in the block; yield the graph.
+
+        Another thread may go on using the device: its calls do not spoil the capture.
+        """
+        graph = self._module.CUDAGraph()
+        with self._module.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            yield graph

@@ -1,0 +1,63 @@
+"""The kinds of accelerator that replicas run on. Imports no torch: the front end uses it too.
+
+CUDA is built in. Another package adds a kind with an entry point of the group
+`inferpool.accelerators`, which is read like those of `torch.backends`: its name is the kind, and it
+refers to an `Accelerator`. The tests add a simulated accelerator in this way.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any
+
+_GROUP = "inferpool.accelerators"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accelerator:
+    """Names that belong to one kind of accelerator."""
+
+    kind: str
+    """Device type of torch: "cuda" in "cuda:0". The same stands in the users' settings."""
+    visible: str
+    """Environment variable that limits a process to some devices, which are named by UUID."""
+    management: str
+    """Module with the functions of NVML, which describes devices without using them."""
+    collectives: str
+    """Backend of `torch.distributed` for transfers between two of these devices."""
+    decode_jpeg: str = ""
+    """Function ("module:name") that decodes JPEGs on the device like `torchvision.io.decode_jpeg`;
+    empty if there is none."""
+    environment: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Further variables that a process needs before it uses a device."""
+
+    @property
+    def library(self) -> Any:
+        """The module that `management` names."""
+        return import_module(self.management)
+
+
+CUDA = Accelerator(
+    kind="cuda",
+    visible="CUDA_VISIBLE_DEVICES",
+    management="pynvml",
+    collectives="nccl",
+    decode_jpeg="torchvision.io:decode_jpeg",
+    environment={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+)
+
+
+@cache
+def known_accelerators() -> Sequence[Accelerator]:
+    """Return all kinds. Added ones come first, as in torch."""
+    return *(point.load() for point in entry_points(group=_GROUP)), CUDA
+
+
+def accelerator_of(device: str) -> Accelerator | None:
+    """Return the kind of a device ("cuda", "cuda:0"); None for the CPU and unknown kinds."""
+    kind = device.partition(":")[0]
+    if kind in ("cpu", CUDA.kind):
+        return CUDA if kind == CUDA.kind else None
+    return next((each for each in known_accelerators() if each.kind == kind), None)
