@@ -39,6 +39,7 @@ MALLOC = {
 _GRACE_S = 8.0
 _SCRIPT = Path(__file__).with_name("rotate.lua")
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
 """From linux/prctl.h."""
 
 
@@ -131,6 +132,7 @@ class BenchServer:
         self.log = log or OUT / "logs" / f"{command.name}.log"
         self._process: subprocess.Popen[bytes] | None = None
         self._others: set[psutil.Process] = set()
+        self._adopted_before = False
         self._scratch = tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True)
 
     def __enter__(self) -> "BenchServer":
@@ -144,7 +146,7 @@ class BenchServer:
         argv = [part.replace("{port}", str(self.port)) for part in self.command.argv]
         resource_tracker.ensure_running()  # a load generator starts it, which is not the server's
         self._others = set(psutil.Process().children(recursive=True))
-        _adopt_orphans(True)
+        self._adopted_before = _adopt_orphans(True)
         try:
             with self.log.open("wb") as log:
                 self._process = subprocess.Popen(
@@ -176,7 +178,7 @@ class BenchServer:
         if self._process:
             with contextlib.suppress(subprocess.TimeoutExpired):  # an interrupted poll keeps a lock
                 self._process.wait(1)
-        _adopt_orphans(False)
+        _adopt_orphans(self._adopted_before)
         self._scratch.cleanup()
         for path in shared:  # mosec leaves its semaphores behind now and then
             path.unlink(missing_ok=True)
@@ -358,9 +360,17 @@ def require_free(port: int) -> None:
         raise BenchError(message) from error
 
 
-def _adopt_orphans(wanted: bool) -> None:
-    """Become the parent of processes below this one whose own parent ends (prctl(2))."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0)
+def _adopt_orphans(wanted: bool) -> bool:
+    """Become the parent of processes below this one whose own parent ends (prctl(2)), or not.
+
+    Returns:
+        True if this process did so before.
+    """
+    before = ctypes.c_int()
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    prctl(_PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0)
+    return bool(before.value)
 
 
 def _cpu_s(process: psutil.Process) -> float:

@@ -17,7 +17,16 @@ from tests.bench import front, peers
 from tests.bench.__main__ import main, make_parser
 from tests.bench.entries import count
 from tests.bench.frame import Benchmark, Cell, range_text, ratios
-from tests.bench.server import HOST, INFERPOOL, BenchServer, Bodies, Probe, ServerCommand, ask
+from tests.bench.server import (
+    HOST,
+    INFERPOOL,
+    BenchServer,
+    Bodies,
+    Probe,
+    ServerCommand,
+    _adopt_orphans,
+    ask,
+)
 from tests.bench.servers.work import WORK
 from tests.bench.sweep import load_open
 from tests.bench.workloads import WORKLOADS
@@ -83,6 +92,19 @@ def test_worker_that_leaves_the_session_is_ended_even_if_its_parent_has_gone(tmp
         assert Path(folder).is_dir()
     assert not psutil.pid_exists(int(pid))
     assert not Path(folder).exists(), "its folder for temporary files goes with it"
+
+
+@pytest.mark.parametrize("adopts", [True, False])
+def test_process_adopts_orphans_afterwards_if_it_did_so_before(tmp_path, adopts: bool):
+    before = _adopt_orphans(adopts)
+    try:
+        with BenchServer(
+            ServerCommand(name="sleep", argv=["sleep", "600"]), free_port(), tmp_path / "log"
+        ):
+            assert _adopt_orphans(True)
+        assert _adopt_orphans(before) == adopts
+    finally:
+        _adopt_orphans(before)
 
 
 def test_process_that_was_there_before_is_not_the_servers(tmp_path):
