@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from multiprocessing import get_all_start_methods
 
+from inferpool.models.accelerator.kinds import CUDA
 from inferpool.service.checks.facts import Build, Facts
 from inferpool.service.checks.findings import Finding, error, in_words, note, ok, warning
 from inferpool.service.settings.settings import Settings
@@ -64,7 +65,7 @@ def check_torch(facts: Facts, settings: Settings) -> Iterator[Finding]:
         return
     built = f"for CUDA {torch.cuda}" if torch.cuda else "for CPUs"
     yield ok("torch", f"{torch.version}, built {built}")
-    if facts.host.gpus and not torch.cuda:
+    if facts.host.gpus and facts.host.accelerator == CUDA and not torch.cuda:
         yield warning(
             "torch",
             "this is a build for CPUs, but this host has a GPU",

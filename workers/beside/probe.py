@@ -21,7 +21,7 @@ _NO_NETWORK = "its `load` does not call `load_network`, and so it is not known b
 
 
 def main() -> None:
-    """Follow the orders: {"models": [...], "has_gpu": True to try the GPUs}."""
+    """Follow the orders: {"models": [...], "accelerator": kind of the devices to try, or ""}."""
     orders = json.load(sys.stdin)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # so that a model cannot print into the answers

@@ -68,8 +68,7 @@ def check_ways(
         room = room_for(name, facts, settings)
         rooms = [(num, room.has_bytes(num)) for num in room.num_ranks]
         order = order_for(facts, settings, name, "survey", rooms=rooms)
-        orders = {"has_gpu": False, "models": [order]}
-        for answer in probe(orders, left_s):
+        for answer in probe([order], left_s):
             yield from _judge_answer(name, answer, room, race)
 
 

@@ -21,13 +21,9 @@ _SLOW_LOAD = 0.5
 
 def check_imports(facts: Facts, settings: Settings) -> Iterator[Finding]:
     """Check that torch can be imported, and each model be built without its weights."""
-    orders = {
-        "accelerator": facts.host.accelerator.kind if facts.host.gpus else "",
-        "models": [
-            order_for(facts, settings, name, "model") for name in known_models(facts, settings)
-        ],
-    }
-    for answer in probe(orders, PROBE_TIMEOUT_S):
+    orders = [order_for(facts, settings, name, "model") for name in known_models(facts, settings)]
+    accelerator = facts.host.accelerator.kind if facts.host.gpus else ""
+    for answer in probe(orders, PROBE_TIMEOUT_S, accelerator=accelerator):
         yield from _judge(answer, settings)
         if (why := answer.get("unsurveyed")) and may_split(settings.models[answer["model"]]):
             yield note(f"placement of {answer['model']}", why)
@@ -42,8 +38,8 @@ def measure(facts: Facts, settings: Settings) -> Iterator[Finding]:
     """Load each model once, and report the memory and time of a replica."""
     for name in known_models(facts, settings):
         model = settings.models[name]
-        orders = {"has_gpu": False, "models": [order_for(facts, settings, name, "measured")]}
-        for answer in probe(orders, PROBE_TIMEOUT_S + model.load_timeout_s):
+        order = order_for(facts, settings, name, "measured")
+        for answer in probe([order], PROBE_TIMEOUT_S + model.load_timeout_s):
             if answer.get("problem"):
                 yield from _judge(answer, settings)
             elif answer["kind"] == "measured":
@@ -73,15 +69,23 @@ def order_for(
     }
 
 
-def probe(orders: Mapping[str, object], timeout_s: float) -> Sequence[Mapping[str, Any]]:
-    """Run a probe and return its answers; the last one reports a crash or a timeout."""
+def probe(
+    orders: Sequence[Mapping[str, object]], timeout_s: float, *, accelerator: str = ""
+) -> Sequence[Mapping[str, Any]]:
+    """Run a probe and return its answers; the last one reports a crash or a timeout.
+
+    Args:
+        orders: Results of `order_for`.
+        timeout_s: Time for all of them.
+        accelerator: Kind of the devices to try; empty for none.
+    """
     # -P: a folder of the user's must not be imported in place of one of our packages.
     command = [sys.executable, "-P", "-m", "inferpool.workers.beside.probe"]
     problem = ""
     try:
         done = subprocess.run(
             command,
-            input=json.dumps(orders, default=str),
+            input=json.dumps({"models": orders, "accelerator": accelerator}, default=str),
             capture_output=True,
             text=True,
             timeout=timeout_s,

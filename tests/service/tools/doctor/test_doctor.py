@@ -264,6 +264,14 @@ def test_model_that_hangs_on_import_is_given_up(tmp_path: Path, monkeypatch: pyt
     assert (found[-1].level, found[-1].message) == ("error", "not done after 1 s")
 
 
+@pytest.mark.parametrize("do", ["survey", "measured"])
+def test_process_that_tries_a_model_says_nothing_but_its_answer(tmp_path: Path, do: str):
+    settings = settings_of(tmp_path, model="tests.fault_model:FaultModel")
+    order = probes.order_for(gather(settings, TWO_CORES), settings, "faultmodel", do, rooms=[])
+    answers = probes.probe([order], probes.PROBE_TIMEOUT_S)
+    assert [answer["kind"] for answer in answers] == ["torch", do]
+
+
 def test_surveys_end_in_time_and_name_the_models_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
