@@ -5,7 +5,7 @@ has them, else through the module that torch has for the kind (`torch.cuda`), so
 of accelerator needs no change elsewhere.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -122,6 +122,66 @@ def pinned(value: object) -> Any:
     if not isinstance(value, Tensor) or value.device.type != "cpu":
         return value
     return value.pin_memory()
+
+
+class HandOver:
+    """The moment at which a stream has done all that it was told until now."""
+
+    def __init__(self, stream: torch.Stream) -> None:
+        """Mark the moment on a stream; the host does not wait for it."""
+        self._module = module_of(stream.device)
+        # A thread that waits for a blocking event sleeps, and leaves its core to others. torch's
+        # own `Event`, for any kind, ignores that wish.
+        self._event: torch.Event = self._module.Event(enable_timing=True, blocking=True)
+        stream.record_event(self._event)
+
+    def take(self, values: Iterable[object]) -> None:
+        """Let this thread's stream wait for the moment, and then use what the other one made.
+
+        The memory of the tensors among the values is not used for others before this thread's
+        stream is done with them. The host does not wait.
+        """
+        stream: torch.Stream = self._module.current_stream()
+        stream.wait_event(self._event)
+        for value in values:
+            if isinstance(value, Tensor) and is_accelerator(value.device):
+                value.record_stream(stream)
+
+    def wait(self) -> None:
+        """Let this thread wait for the moment, asleep.
+
+        Raises:
+            torch.AcceleratorError: The device's context is lost, perhaps by an earlier call.
+        """
+        self._event.synchronize()
+
+    def seconds_since(self, earlier: "HandOver") -> float:
+        """Return the device's time between two moments that are over."""
+        return earlier._event.elapsed_time(self._event) / 1000
+
+
+class SideStream:
+    """A stream of a device that runs beside the one that computes. Any thread may use it.
+
+    What the one stream has made may be used by the other only after a `HandOver`.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._stream: torch.Stream = module_of(device).Stream(torch.device(device))
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Send all that this thread tells the device in the block to this stream."""
+        before = module_of(self._stream.device).current_stream()
+        use_stream(self._stream)
+        try:
+            yield
+        finally:
+            use_stream(before)
+
+    def mark(self) -> HandOver:
+        """Mark the moment at which it has done all that it was told until now."""
+        return HandOver(self._stream)
 
 
 class GraphPool:
