@@ -5,6 +5,7 @@ has them, else through the module that torch has for the kind (`torch.cuda`), so
 of accelerator needs no change elsewhere.
 """
 
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -76,6 +77,42 @@ def use_stream(stream: torch.Stream) -> None:
     module = module_of(stream.device)
     module.set_device(stream.device)
     module.set_stream(stream)
+
+
+def use_float32() -> None:
+    """Compute convolutions of float32 in float32: by default torch rounds their inputs to TF32.
+
+    It does not round matrix products by default. This switch keeps the newer ones
+    (`fp32_precision`) in step, while after these torch raises errors where a library reads it.
+    """
+    with warnings.catch_warnings():  # some versions prefer the newer ones, and say so once
+        warnings.simplefilter("ignore", UserWarning)
+        torch.backends.cudnn.allow_tf32 = False
+
+
+def has_tf32() -> bool:
+    """Return whether convolutions or matrix products of float32 may be rounded to TF32."""
+    backends = torch.backends
+    found = (backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul)
+    return any(each.fp32_precision == "tf32" for each in found)
+
+
+@contextmanager
+def tf32() -> Iterator[None]:
+    """Let the block round float32 to TF32, in a process that has called `use_float32`.
+
+    Other threads' calls meanwhile may be rounded, too.
+    """
+    _allow_tf32(True)
+    try:
+        yield
+    finally:
+        _allow_tf32(False)
+
+
+def _allow_tf32(is_allowed: bool) -> None:
+    torch.backends.cudnn.allow_tf32 = is_allowed
+    torch.backends.cuda.matmul.allow_tf32 = is_allowed
 
 
 def limit_memory(device: Device, fraction: float) -> None:

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import torch
 
-from inferpool.models.accelerator.device import limit_memory, module_in_use
+from inferpool.models.accelerator.device import limit_memory, module_in_use, use_float32
 from inferpool.models.accelerator.kinds import accelerator_of, known_accelerators
 from inferpool.models.accelerator.out_of_memory import lacks_resources
 from inferpool.models.base import Model
@@ -72,6 +72,7 @@ def pin(placement: Placement) -> None:
     torch.set_num_threads(placement.num_threads)
     with contextlib.suppress(RuntimeError):  # a user's module has set it, or torch works already
         torch.set_num_interop_threads(1)
+    use_float32()
     keep_large_buffers()
     if placement.memory_fraction is not None:
         limit_memory(placement.devices[0], placement.memory_fraction)

@@ -25,6 +25,7 @@ from inferpool.models.base import load_model
 from inferpool.models.example import example_of, reads_own_form
 from inferpool.models.files.opened import OpenedFiles
 from inferpool.models.speed.choose import SpeedOptions, choose
+from inferpool.models.speed.sizes import sizes_to_warm
 from inferpool.models.split.turnstile import BatchClock
 from inferpool.workers.config import WorkerConfig
 from inferpool.workers.heartbeat import Heartbeat
@@ -293,7 +294,7 @@ def load(
     warmup_s: float | None = None
     if samples:
         tell("warming up")
-        warmup_s = computer.warm_up(samples, (1, config.max_batch_size))
+        warmup_s = computer.warm_up(samples, sizes_to_warm(device, config.max_batch_size))
     return computer, Ready(
         pid=os.getpid(),
         inputs=list(model.inputs),

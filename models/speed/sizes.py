@@ -1,0 +1,17 @@
+"""Sizes of batches that a worker makes itself ready for before it serves. Worker processes only."""
+
+from inferpool.models.accelerator.device import Device, is_accelerator
+
+
+def sizes_to_warm(device: Device, most: int) -> list[int]:
+    """Return the batch sizes to compute before service, in rising order.
+
+    On an accelerator they are those of `steps_to`, since libraries choose kernels, load code and
+    reserve memory for each. On a CPU there is little to choose, and batches take long.
+    """
+    return steps_to(most) if is_accelerator(device) else sorted({1, most})
+
+
+def steps_to(most: int) -> list[int]:
+    """Return the powers of two below the largest size, and that size."""
+    return [*(1 << power for power in range((most - 1).bit_length())), most]
