@@ -16,6 +16,7 @@ from uvloop import new_event_loop
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
+from tests.simulated_accelerator.forwarding import Forwarding, has_device
 from tests.turns import turn
 from tests.virtual_time import run_in_virtual_time
 
@@ -36,6 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
     even if the environment forbids it: tests start some hundred interpreters, and each would
     compile torch anew, for two seconds.
     """
+    if not has_device():
+        config.pluginmanager.register(Forwarding(), "forwarding")
     for number in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)

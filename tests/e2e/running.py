@@ -172,7 +172,7 @@ def running(
         process = subprocess.Popen(
             [*command, "serve", *arguments, "--port", str(port), "--log-format", "json"],
             cwd=cwd,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
+            env={**os.environ, "PYTHONPATH": _python_path(), **(env or {})},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -230,6 +230,11 @@ def left_over(family: Sequence[psutil.Process], timeout_s: float = 10.0) -> list
     while (alive := [each for each in family if is_alive(each)]) and time.monotonic() < deadline:
         time.sleep(0.02)
     return alive
+
+
+def _python_path() -> str:
+    """Return our root and what tests of the simulated accelerator inherit."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
 
 def _toml(value: object) -> str:

@@ -1,0 +1,10 @@
+"""Describes the simulated accelerator to inferpool. Imports no torch: the front end uses it too."""
+
+from inferpool.models.accelerator.kinds import Accelerator
+
+ACCELERATOR = Accelerator(
+    kind="sim",
+    visible="SIM_VISIBLE_DEVICES",
+    management="tests.simulated_accelerator.fake_nvml",
+    collectives="simccl",
+)
