@@ -90,7 +90,7 @@ def run(
             logger.warning("%s", warning)
         try:
             listener = listen(settings.host, settings.port)
-            host = find_host(settings.cuda_visible_devices)
+            host = find_host(settings.cuda_visible_devices, settings.cuda_device_order)
             log_quick_checks(settings, host)
             console = Console(logs, is_colored=settings.color == "auto")
             num_fronts, why = number_of_fronts(settings, host.num_cores)

@@ -5,27 +5,25 @@ from collections.abc import Iterator
 
 from inferpool.models.spec import Placement
 from inferpool.service.checks.facts import Facts
-from inferpool.service.checks.findings import Finding, note, ok, warning
+from inferpool.service.checks.findings import Finding, error, note, ok, warning
 from inferpool.service.settings.settings import Settings
 
 
 def check_visible(facts: Facts, settings: Settings) -> Iterator[Finding]:
-    """Check CUDA_VISIBLE_DEVICES; CUDA stops at the first name that it does not know."""
-    visible = settings.cuda_visible_devices
-    if visible is None:
-        return
-    names = [name.strip() for name in visible.split(",") if name.strip()]
-    num_found = len(facts.host.gpus)
-    if not names or names == ["-1"]:
+    """Check CUDA_VISIBLE_DEVICES, and that GPUs which are there can be used."""
+    host, visible = facts.host, settings.cuda_visible_devices
+    if host.problem:
+        finding = warning if host.gpus else error
+        yield finding("GPUs", host.problem, "see `nvidia-smi -L`, which prints each GPU's UUID")
+    elif visible is not None and not host.is_told_gpus:
         yield note("CUDA_VISIBLE_DEVICES", "hides every GPU", "unset it to use them")
-    elif num_found < len(names):
+    elif visible is not None and not host.gpus:
         yield warning(
             "CUDA_VISIBLE_DEVICES",
-            f"{visible!r} names {len(names)}, and {names[num_found]!r} is not on this host: CUDA "
-            "ignores it and those after it",
-            "name GPUs by the index or the UUID that `nvidia-smi -L` prints",
+            f"{visible!r} names GPUs, and this host has none: CPUs compute",
+            "unset it, or install NVIDIA's driver",
         )
-    else:
+    elif visible is not None:
         yield ok("CUDA_VISIBLE_DEVICES", visible)
 
 

@@ -84,6 +84,10 @@ class Facts:
         """Number of worker processes; a split replica has one per part."""
         return sum(p.num_ranks for placements in self.placements.values() for p in placements)
 
+    def is_unified(self, placement: Placement) -> bool:
+        """Return True if the placement's GPUs use the host's memory."""
+        return any(gpu.is_unified for gpu in self.host.gpus if gpu.uuid in placement.visible)
+
     @property
     def free_bytes(self) -> int:
         """Free memory, of the host or of the control group, whichever is less."""

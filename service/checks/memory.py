@@ -48,9 +48,9 @@ def check_replicas(facts: Facts, settings: Settings) -> Iterator[Finding]:
         if size is None:
             unknown.append(name)
         for placement in placements:
-            on_gpu = bool(placement.visible)
-            each = _CUDA_WORKER_BYTES if on_gpu else WORKER_BYTES
-            need += each * placement.num_ranks + (0 if on_gpu else size or 0)
+            each = _CUDA_WORKER_BYTES if placement.visible else WORKER_BYTES
+            is_apart = bool(placement.visible) and not facts.is_unified(placement)
+            need += each * placement.num_ranks + (0 if is_apart else size or 0)
     least = "at least " if unknown else "about "
     more = f" and the weights of {', '.join(unknown)}" if unknown else ""
     message = (

@@ -43,7 +43,9 @@ _GROUPS: Mapping[str, str] = {
         "trace_endpoint trace_sample_ratio trace_parent_based trace_service_name trace_resource "
         "trace_headers trace_certificate"
     ),
-    "This machine": "cache_dir speed_search cuda_visible_devices cuda_mps_pipe_directory",
+    "This machine": (
+        "cache_dir speed_search cuda_visible_devices cuda_device_order cuda_mps_pipe_directory"
+    ),
 }
 _MODEL_GROUPS: Mapping[str, str] = {
     "What a model is": "source weights options",

@@ -33,7 +33,7 @@ def run(args: Namespace) -> int:
             from inferpool.service.tools.tune.race import PlacementRace  # imports the clients
 
             race = PlacementRace(loaded, screen)
-        host = find_host(settings.cuda_visible_devices)
+        host = find_host(settings.cuda_visible_devices, settings.cuda_device_order)
         found = diagnose(settings, host, loaded.origins, race)
         findings = grouped(found, settings.models)
     write = report.write_json if args.format == "json" else report.write_table

@@ -157,7 +157,7 @@ class MountedApp:
         settings = self._loaded.settings
         async with AsyncExitStack() as stack:
             try:
-                host = find_host(settings.cuda_visible_devices)
+                host = find_host(settings.cuda_visible_devices, settings.cuda_device_order)
                 if self._make_engine is LocalEngine:
                     log_quick_checks(settings, host)
                     modules = modules_to_preload(settings.sources(), Path.cwd())

@@ -117,9 +117,9 @@ class Draft:
             self._set(("cache_dir",), f"{home}/inferpool", "environment XDG_CACHE_HOME")
         if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
             self._set(("cuda_visible_devices",), visible, "environment CUDA_VISIBLE_DEVICES")
-        if pipes := environ.get("CUDA_MPS_PIPE_DIRECTORY"):
-            name = "CUDA_MPS_PIPE_DIRECTORY"
-            self._set((name.lower(),), pipes, f"environment {name}")
+        for name in ("CUDA_DEVICE_ORDER", "CUDA_MPS_PIPE_DIRECTORY"):
+            if text := environ.get(name):
+                self._set((name.lower(),), text, f"environment {name}")
         self._add_tracing(environ)
         for variable, text in environ.items():
             if not variable.startswith(PREFIX) or is_foreign(variable, text):

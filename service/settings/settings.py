@@ -145,6 +145,10 @@ class Settings(SettingsTable):
     CPUs."""
     cuda_visible_devices: str | None = None
     """The GPUs to use, as indices or UUIDs; from CUDA_VISIBLE_DEVICES."""
+    cuda_device_order: str = "FASTEST_FIRST"
+    """The order that these indices follow; from CUDA_DEVICE_ORDER. With `PCI_BUS_ID` it is that of
+    `nvidia-smi`. Otherwise it is CUDA's own, which is unknown where there are several kinds of GPU:
+    name those by UUID."""
     cuda_mps_pipe_directory: str = Field(DEFAULT_FOLDER, min_length=1)
     """The folder where CUDA finds the Multi-Process Service, if it runs; from
     CUDA_MPS_PIPE_DIRECTORY."""

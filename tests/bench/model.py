@@ -55,7 +55,9 @@ def run(bench: Benchmark) -> None:
     request = PlacementRequest(
         replicas=bench.args.processes or None, threads=bench.args.threads or None
     )
-    placements = place(find_host(os.environ.get("CUDA_VISIBLE_DEVICES")), request)
+    environ = os.environ
+    host = find_host(environ.get("CUDA_VISIBLE_DEVICES"), environ.get("CUDA_DEVICE_ORDER", ""))
+    placements = place(host, request)
     turns: dict[str, Turn] = {
         name: partial(_take_plain_turn, bench, placements, name) for name in _PLAIN
     }

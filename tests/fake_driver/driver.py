@@ -19,12 +19,30 @@ from typing import Any
 
 import pytest
 
+from inferpool.workers.host.devices import Host
+from inferpool.workers.host.gpus import Gpu
+from inferpool.workers.host.nvml import GpuState, NvmlState
+
 ROOT = Path(__file__).parents[2]
 _HERE = Path(__file__).parent
 _LIBRARIES = {"nvml.c": "libnvidia-ml.so.1", "cuda.c": "libcuda.so.1"}
-NOT_SUPPORTED, NO_PERMISSION, IS_LOST, MISMATCH = 3, 4, 15, 18
+NOT_SUPPORTED, NO_PERMISSION, NOT_LOADED, IS_LOST, MISMATCH = 3, 4, 9, 15, 18
 """Numbers of NVML's errors: `nvmlReturn_t`."""
 
+_FIND = """
+import dataclasses, os
+from inferpool.workers.host.devices import find_host
+
+names = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+visible, order = map(os.environ.get, names)
+answer = dataclasses.asdict(find_host(visible, order or ""))
+"""
+_READ = """
+import dataclasses, pynvml
+from inferpool.workers.host.nvml import read_nvml
+
+answer = dataclasses.asdict(read_nvml(pynvml))
+"""
 Values = Mapping[str, object]
 
 
@@ -32,6 +50,11 @@ def h100(**values: object) -> Values:
     """Return what describes a GPU of 80 GiB; functions that are named fail with that error."""
     usual = {"name": "NVIDIA H100 80GB HBM3", "memory": 80 << 30, "speed": 90, "persistence": 1}
     return {**usual, "compute_mode": 0, "ecc_errors": 0, "power_mw": 70_000, **values}
+
+
+def t4(**values: object) -> Values:
+    """Return what describes a GPU that is slower, and has less memory."""
+    return h100(**{"name": "Tesla T4", "memory": 16 << 30, "speed": 10, **values})
 
 
 def mig_slice(whole: str, **values: object) -> Values:
@@ -68,7 +91,7 @@ class FakeDriver:
             "FAKE_DRIVER_LOG": str(self._log),
             "PYTHONPATH": str(ROOT),
         }
-        """What a process needs in its environment to find this driver."""
+        """Variables with which a process finds this driver."""
 
     def describe(self, gpus: Mapping[str, Values], **driver: object) -> None:
         """Describe the machine anew, by UUID in the order of NVML; running processes see it."""
@@ -100,6 +123,21 @@ class FakeDriver:
             stdin=subprocess.PIPE,
             text=True,
         )
+
+    def host(self, **env: str) -> Host:
+        """Return what a process with this environment finds on this machine."""
+        found = self.ask(_FIND, **env)
+        gpus = tuple(Gpu(**{**gpu, "cpus": tuple(gpu["cpus"])}) for gpu in found["gpus"])
+        return Host(**{**found, "cpus": tuple(found["cpus"]), "gpus": gpus})
+
+    def state(self) -> NvmlState:
+        """Return the state of the driver and its GPUs, as a process on this machine reads it."""
+        found = self.ask(_READ)
+        gpus = [
+            GpuState(**{**gpu, "capability": tuple(gpu["capability"] or ()) or None})
+            for gpu in found["gpus"]
+        ]
+        return NvmlState(**{**found, "cuda": tuple(found["cuda"]), "gpus": gpus})
 
     def ask(self, code: str, **env: str) -> Any:
         """Return what Python code assigns to `answer`, in a process that has this driver."""

@@ -4,13 +4,17 @@ A process that has initialised CUDA cannot fork one that uses it (CUDA C++ Progr
 "Initialization"), and `cuInit` reads CUDA_VISIBLE_DEVICES once.
 """
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.e2e.running import running, until
-from tests.fake_driver.driver import ROOT, FakeDriver, h100
+from tests.fake_driver.driver import NOT_SUPPORTED, ROOT, FakeDriver, h100, mig_slice
 
 pytestmark = pytest.mark.skipif(
     torch.version.cuda is None, reason="this build of torch never loads libcuda"
@@ -31,6 +35,31 @@ def test_nothing_before_a_workers_fork_initialises_cuda(tmp_path: Path):
     assert health["forkserver"]["state"] == "ready"
     assert {call.pid for call in driver.calls("nvmlInitWithFlags")} == {service.process.pid}
     assert driver.calls("cuInit") == []
+
+
+def test_doctor_on_a_host_with_gpus_names_all_that_is_wrong_with_them(tmp_path: Path):
+    slices = {"MIG-a": mig_slice("GPU-c"), "MIG-b": mig_slice("GPU-c")}
+    gb10 = h100(name="NVIDIA GB10", nvmlDeviceGetMemoryInfo=NOT_SUPPORTED)
+    machine = {"GPU-a": h100(ecc_errors=1), "GPU-b": gb10, "GPU-c": h100(), **slices}
+    driver = FakeDriver(tmp_path, {**machine, "GPU-d": h100(mig=1)})
+    done = subprocess.run(
+        [sys.executable, "-m", "inferpool", "doctor", "echo", "--port", "0", "--json"],
+        env={**os.environ, **driver.env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stderr == ""
+    found = {each["check"]: each for each in json.loads(done.stdout)["findings"]}
+    said = {check: f"{each['level']} {each['message']}" for check, each in found.items()}
+    assert said["GPU driver"] == "ok 580.82.07, for CUDA up to 13.2"
+    assert said["cuda:0"].startswith("warning 1 uncorrected memory errors")
+    assert said["cuda:1"] == "ok NVIDIA GB10, no errors"
+    assert said["cuda:2"] == "ok NVIDIA H100 80GB HBM3, 2 MIG slices, 80.0 GiB free, no errors"
+    assert said["cuda:3"].startswith("warning is in MIG mode without slices")
+    assert said["devices of echo"] == (
+        "ok 4 replicas on cuda:GPU-a, cuda:GPU-b, cuda:MIG-a, cuda:MIG-b"
+    )
 
 
 def test_worker_has_chosen_its_gpu_before_it_initialises_cuda(tmp_path: Path):

@@ -60,6 +60,7 @@ HOST = {
     "cache_dir": "/var/cache/inferpool",
     "speed_search": False,
     "cuda_visible_devices": "1",
+    "cuda_device_order": "PCI_BUS_ID",
     "cuda_mps_pipe_directory": "/run/mps",
 }
 MODEL = {

@@ -4,13 +4,11 @@ GPUs are found through NVML, without a CUDA context; cores through the affinity 
 cgroup's quota.
 """
 
-import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from inferpool.models.accelerator.kinds import (
     CUDA,
@@ -19,8 +17,7 @@ from inferpool.models.accelerator.kinds import (
     known_accelerators,
 )
 from inferpool.workers.cgroups import MOUNT, read_limits
-
-logger = logging.getLogger(__name__)
+from inferpool.workers.host.gpus import DriverError, Gpu, read_gpus
 
 DEVICE_FORMS = (
     '"auto", "cpu", "cuda", GPUs such as "cuda:0,1", UUIDs as `nvidia-smi -L` prints them '
@@ -29,35 +26,14 @@ DEVICE_FORMS = (
 _UUID = re.compile(r"(GPU|MIG)-[\w/-]+")
 _KIND = re.compile(r"[a-z]+(:\d+)?")
 _INDEX = re.compile(r"\d+")
+BY_BUS = "PCI_BUS_ID"
+"""Value of CUDA_DEVICE_ORDER with which CUDA counts GPUs as NVML does. By default it is
+"FASTEST_FIRST", by a rule that is not told (CUDA Programming Guide, "CUDA Environment Variables").
+"""
 
 
 class DeviceError(Exception):
     """The devices in the settings do not exist, or cannot be used in this way."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
-    """One accelerator of this host: a GPU, or a MIG slice of one."""
-
-    index: int
-    """NVML's index of the GPU."""
-    uuid: str
-    name: str
-    memory_bytes: int
-    cpus: tuple[int, ...]
-    """Cores near it; empty if unknown."""
-    sliced_from: str = ""
-    """UUID of the GPU that it is a slice of; empty for a whole GPU."""
-    kind: str = CUDA.kind
-    """Kind of accelerator: the type of its device in torch."""
-    distances: Mapping[str, int] = field(default_factory=dict, hash=False)
-    """Distances of the other GPUs by UUID: 0 over NVLink, else NVML's value, from 10 for the same
-    PCIe switch to 50 for another socket. GPUs with an unknown distance are left out."""
-
-    def __str__(self) -> str:
-        """Return a description for people: cuda:0 (name, memory)."""
-        name = self.uuid if self.sliced_from else f"{self.kind}:{self.index}"
-        return f"{name} ({self.name}, {self.memory_bytes / 2**30:.0f} GiB)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +46,10 @@ class Host:
     """Cores' worth of time that it may use: fewer than `cpus` under a cgroup quota."""
     gpus: tuple[Gpu, ...] = ()
     """Accelerators, all of one kind: torch uses one kind in a process."""
+    problem: str = ""
+    """Reason why GPUs of this host are missing from `gpus`; empty if it is known of none."""
+    is_told_gpus: bool = False
+    """True if the environment names the GPUs to use."""
 
     @property
     def accelerator(self) -> Accelerator:
@@ -114,18 +94,24 @@ def _is_of_known_kind(name: str) -> bool:
     return bool(_KIND.fullmatch(name)) and accelerator_of(name) is not None
 
 
-def find_host(visible: str | None, cgroup: Path = MOUNT) -> Host:
+def find_host(visible: str | None, order: str = "", cgroup: Path = MOUNT) -> Host:
     """Return the devices of this host.
 
     Args:
         visible: Value of CUDA_VISIBLE_DEVICES, or None: a comma-separated list of indices or UUIDs,
             which are the only GPUs to use.
+        order: Value of CUDA_DEVICE_ORDER: the order that the indices follow.
         cgroup: Folder in which the cgroup file system is mounted.
     """
     cpus = _allowed_cpus()
     quota = read_limits(cgroup).num_cores
     num_cores = len(cpus) if quota is None else max(1, min(len(cpus), int(quota)))
-    return Host(cpus=cpus, num_cores=num_cores, gpus=_chosen(_find_gpus(), visible))
+    host = _find_gpus(Host(cpus=cpus, num_cores=num_cores))
+    if visible is None or host.accelerator is not CUDA:
+        return host
+    gpus, problem = _chosen(host.gpus, visible, order)
+    is_told = visible.strip() not in ("", "-1")
+    return replace(host, gpus=gpus, problem=host.problem or problem, is_told_gpus=is_told)
 
 
 def _allowed_cpus() -> tuple[int, ...]:
@@ -134,131 +120,56 @@ def _allowed_cpus() -> tuple[int, ...]:
     return tuple(range(os.cpu_count() or 1))
 
 
-def _chosen(gpus: Sequence[Gpu], visible: str | None) -> tuple[Gpu, ...]:
-    if visible is None:
-        return tuple(gpus)
+def _chosen(gpus: Sequence[Gpu], visible: str, order: str) -> tuple[tuple[Gpu, ...], str]:
+    """Return the GPUs that CUDA would show a process, and what is wrong with the names."""
+    names = [part.strip() for part in visible.split(",")]
+    if not gpus or visible.strip() in ("", "-1"):
+        return (), ""
+    problem = ""
     chosen: list[Gpu] = []
-    for name in (part.strip() for part in visible.split(",")):
+    for name in names:
         found = called(gpus, name)
         if not found:
-            break  # CUDA, too, ignores all names after the first unknown one
+            problem = f"{name!r} is none of its GPUs: CUDA ignores it and the names after it"
+            break
         chosen += found
-    return tuple(chosen)
+    if len(set(chosen)) < len(chosen):
+        chosen, problem = [], "it names a GPU twice: CUDA shows none then"
+    products = {(gpu.name.partition(" MIG ")[0], bool(gpu.sliced_from)) for gpu in gpus}
+    counts = any(map(str.isdecimal, names)) and order != BY_BUS
+    if counts and len(products) > 1 and 0 < len(chosen) < len(gpus):
+        chosen, problem = (
+            [],
+            (
+                f"this host has several kinds of GPU ({', '.join(map(str, gpus))}), which CUDA and "
+                f"nvidia-smi may count differently: name UUIDs, or set CUDA_DEVICE_ORDER={BY_BUS}"
+            ),
+        )
+    return tuple(chosen), f"CUDA_VISIBLE_DEVICES is {visible!r}: {problem}" if problem else ""
 
 
 def called(gpus: Sequence[Gpu], name: str) -> list[Gpu]:
-    """Return the GPU with that index or beginning of a UUID, or its slices if it has some."""
-    if not name:
-        return []
-    exact = [gpu for gpu in gpus if name == str(gpu.index) or gpu.uuid.startswith(name)]
-    slices = [gpu for gpu in gpus if gpu.sliced_from.startswith(name)]
-    return slices or (exact if name.isdecimal() else exact[:1])
+    """Return the GPU with that index or beginning of a UUID, or its slices if it has some.
 
-
-def _find_gpus() -> list[Gpu]:
-    """Return the GPUs of the first kind of which this host has some."""
-    found = (read_gpus(each.library, each.kind) for each in known_accelerators())
-    return next(filter(None, found), [])
-
-
-def read_gpus(nvml: Any, kind: str = CUDA.kind) -> list[Gpu]:
-    """Return the GPUs that NVML reports, and the slices of GPUs in MIG mode; none without a driver.
-
-    Args:
-        nvml: The module `pynvml`, or one with its functions.
-        kind: Kind of the accelerators that it reports.
+    There is none if the UUIDs of several begin in this way.
     """
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError:
+    if name.isdecimal():
+        return [gpu for gpu in gpus if gpu.index == int(name)]
+    uuids = {uuid for gpu in gpus for uuid in (gpu.uuid, gpu.sliced_from)}
+    meant = {name} & uuids or {uuid for uuid in uuids if name and uuid.startswith(name)}
+    if len(meant) != 1:
         return []
-    try:
-        found: list[Gpu] = []
-        handles: dict[str, object] = {}
-        for index in range(nvml.nvmlDeviceGetCount()):
-            try:
-                handle = nvml.nvmlDeviceGetHandleByIndex(index)
-                gpus = list(_gpus_of(nvml, handle, index))
-            except nvml.NVMLError as error:
-                logger.error("%s:%d is left out: NVML says %s", kind, index, error)
-                continue
-            found += gpus
-            handles |= {gpu.uuid: handle for gpu in gpus if not gpu.sliced_from}
-        return [
-            replace(gpu, kind=kind, distances=_distances(nvml, handles, gpu.uuid)) for gpu in found
-        ]
-    finally:
-        nvml.nvmlShutdown()
+    return [gpu for gpu in gpus if meant & {gpu.uuid, gpu.sliced_from}]
 
 
-def _gpus_of(nvml: Any, handle: object, index: int) -> Iterator[Gpu]:
-    cpus = _near_cpus(nvml, handle)
-    if not is_cut(nvml, handle):
-        yield _gpu(nvml, handle, index, cpus)
-        return
-    whole = nvml.nvmlDeviceGetUUID(handle)
-    for each in slices_of(nvml, handle):
-        yield replace(_gpu(nvml, each, index, cpus), sliced_from=whole)
-
-
-def is_cut(nvml: Any, handle: object) -> bool:
-    """Return True if a GPU is in MIG mode, in which CUDA sees only its slices."""
-    try:
-        return bool(nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE)
-    except nvml.NVMLError:  # a GPU without MIG
-        return False
-
-
-def slices_of(nvml: Any, handle: object) -> Iterator[object]:
-    """Return the handles of the MIG slices of a GPU."""
-    try:
-        most = nvml.nvmlDeviceGetMaxMigDeviceCount(handle)
-    except nvml.NVMLError:
-        return
-    for number in range(most):
+def _find_gpus(host: Host) -> Host:
+    """Return a host with its GPUs of the first kind of which it has some."""
+    for each in known_accelerators():
         try:
-            yield nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
-        except nvml.NVMLError:  # there are fewer than the most
+            gpus = read_gpus(each.library, each.kind)
+        except DriverError as error:
+            host = replace(host, problem=str(error))
             continue
-
-
-def _gpu(nvml: Any, handle: object, index: int, cpus: tuple[int, ...]) -> Gpu:
-    return Gpu(
-        index=index,
-        uuid=nvml.nvmlDeviceGetUUID(handle),
-        name=nvml.nvmlDeviceGetName(handle),
-        memory_bytes=nvml.nvmlDeviceGetMemoryInfo(handle).total,
-        cpus=cpus,
-    )
-
-
-def _distances(nvml: Any, handles: Mapping[str, object], uuid: str) -> dict[str, int]:
-    if uuid not in handles:
-        return {}
-    found = {}
-    for other, handle in handles.items():
-        pair = (handles[uuid], handle)
-        try:
-            link = nvml.nvmlDeviceGetP2PStatus(*pair, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
-            is_linked = link == nvml.NVML_P2P_STATUS_OK
-        except nvml.NVMLError:
-            is_linked = False
-        try:
-            if other != uuid:
-                found[other] = (
-                    0 if is_linked else int(nvml.nvmlDeviceGetTopologyCommonAncestor(*pair))
-                )
-        except nvml.NVMLError:  # unknown to this driver or machine
-            continue
-    return found
-
-
-def _near_cpus(nvml: Any, handle: object) -> tuple[int, ...]:
-    words = ((os.cpu_count() or 1) + 63) // 64
-    try:
-        masks = nvml.nvmlDeviceGetCpuAffinity(handle, words)
-    except nvml.NVMLError:
-        return ()
-    return tuple(
-        word * 64 + bit for word, mask in enumerate(masks) for bit in range(64) if mask >> bit & 1
-    )
+        if gpus:
+            return replace(host, gpus=tuple(gpus), problem="")
+    return host

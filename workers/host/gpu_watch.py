@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from inferpool.workers.host.devices import Gpu
 from inferpool.workers.host.error_guard import ErrorGuard
+from inferpool.workers.host.gpus import Gpu
 
 logger = logging.getLogger(__name__)
 

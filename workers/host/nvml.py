@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from inferpool.workers.host.devices import is_cut, slices_of
+from inferpool.workers.host.gpus import has_driver, is_cut, own_memory, problem_of, slices_of
 
 _Answer = TypeVar("_Answer")
 
@@ -16,8 +16,9 @@ class GpuState:
     index: int
     uuid: str
     name: str
-    total_bytes: int
-    used_bytes: int
+    total_bytes: int | None
+    """Its own memory; None if it uses the host's, or if a container may not ask."""
+    used_bytes: int | None
     num_processes: int | None
     """Processes that compute on it."""
     capability: tuple[int, int] | None
@@ -40,6 +41,8 @@ class NvmlState:
 
     problem: str = ""
     """Reason why NVML cannot be used; empty if it can."""
+    is_broken: bool = False
+    """True if there is a driver, but it does not work."""
     driver: str = ""
     cuda: tuple[int, int] = (0, 0)
     """Newest version of CUDA that the driver supports."""
@@ -55,6 +58,8 @@ def read_nvml(nvml: Any) -> NvmlState:
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
+        if has_driver(nvml, error):
+            return NvmlState(problem=problem_of(nvml, error), is_broken=True)
         return NvmlState(problem=str(error))
     try:
         version = nvml.nvmlSystemGetCudaDriverVersion_v2()
@@ -64,7 +69,7 @@ def read_nvml(nvml: Any) -> NvmlState:
             gpus=[_state(nvml, index) for index in range(nvml.nvmlDeviceGetCount())],
         )
     except nvml.NVMLError as error:
-        return NvmlState(problem=str(error))
+        return NvmlState(problem=problem_of(nvml, error), is_broken=True)
     finally:
         nvml.nvmlShutdown()
 
@@ -78,8 +83,7 @@ def _state(nvml: Any, index: int) -> GpuState:
         except nvml.NVMLError:  # not supported by this model, or not permitted
             return None
 
-    # A container that has only a slice may not ask for the memory of the whole GPU.
-    memory = ask(lambda: nvml.nvmlDeviceGetMemoryInfo(gpu))
+    memory = ask(lambda: own_memory(nvml, gpu))
     is_mig = is_cut(nvml, gpu)
     mode = ask(lambda: nvml.nvmlDeviceGetComputeMode(gpu))
     processes = ask(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(gpu))
@@ -89,8 +93,8 @@ def _state(nvml: Any, index: int) -> GpuState:
         index=index,
         uuid=nvml.nvmlDeviceGetUUID(gpu),
         name=nvml.nvmlDeviceGetName(gpu),
-        total_bytes=memory.total if memory else 0,
-        used_bytes=memory.used if memory else 0,
+        total_bytes=memory.total if memory else None,
+        used_bytes=memory.used if memory else None,
         num_processes=None if processes is None else len(processes),
         capability=None if capability is None else (capability[0], capability[1]),
         is_mig=is_mig,

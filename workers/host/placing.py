@@ -10,11 +10,11 @@ from inferpool.models.spec import Placement, Split
 from inferpool.workers.host.devices import (
     DEVICE_FORMS,
     DeviceError,
-    Gpu,
     Host,
     called,
     parse_devices,
 )
+from inferpool.workers.host.gpus import Gpu
 
 _MAX_CPU_REPLICAS = 8
 """Replicas on the CPUs of one host; with more cores they get more threads instead."""
@@ -104,6 +104,8 @@ def _units(host: Host, devices: str) -> list[Gpu | None]:
     except ValueError:
         raise DeviceError(f'devices = "{devices}": say {DEVICE_FORMS}') from None
     if names == ("auto",):
+        if host.problem and host.is_told_gpus and not host.gpus:
+            raise DeviceError(host.problem)  # the CPU would not be what was meant
         return list(host.gpus) or [None]
     units: list[Gpu | None] = []
     for name in names:
@@ -117,7 +119,7 @@ def _units(host: Host, devices: str) -> list[Gpu | None]:
 def _gpus_called(host: Host, name: str, devices: str) -> Sequence[Gpu]:
     have = ", ".join(map(str, host.gpus)) or "no GPU"
     if not host.gpus:
-        raise DeviceError(f'devices = "{devices}", but this host has {have}')
+        raise DeviceError(f'devices = "{devices}", but {host.problem or f"this host has {have}"}')
     kind, _, index = name.partition(":")
     if accelerator_of(kind):
         gpus = [gpu for gpu in host.gpus if gpu.kind == kind]

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
+from inferpool.models.accelerator.kinds import CUDA
 from inferpool.service.checks.devices import all_placements
 from inferpool.service.checks.facts import Facts
 from inferpool.service.checks.findings import Finding, error, in_words, note, ok, warning
@@ -18,8 +19,14 @@ def check_driver(facts: Facts, nvml: NvmlState) -> Iterator[Finding]:
     A driver runs all minor versions of a CUDA major version that it knows (CUDA Compatibility,
     "Minor Version Compatibility").
     """
-    if nvml.problem or not nvml.gpus:
+    if nvml.is_broken:
+        yield error("GPU driver", nvml.problem, "see what `nvidia-smi` says")
+        return
+    if not nvml.gpus:
         yield ok("GPU", f"none ({nvml.problem or 'the driver lists no device'}): CPUs compute")
+        return
+    if facts.host.accelerator is not CUDA:
+        yield ok("GPU driver", nvml.driver)
         return
     built = facts.torch.cuda if facts.torch else ""
     message = f"{nvml.driver}, for CUDA up to {nvml.cuda[0]}.{nvml.cuda[1]}"
@@ -50,9 +57,14 @@ def check_gpus(facts: Facts, nvml: NvmlState) -> Iterator[Finding]:
             found = list(_problems(name, gpu, num_processes, is_mps_running=facts.is_mps_running))
             yield from found
             if not any(finding.level in ("warning", "error") for finding in found):
-                free = in_words(gpu.total_bytes - gpu.used_bytes)
                 cut = f", {len(gpu.slices)} MIG slices" if gpu.is_mig else ""
-                yield ok(name, f"{gpu.name}{cut}, {free} free, no errors")
+                yield ok(name, f"{gpu.name}{cut}{_free(gpu)}, no errors")
+
+
+def _free(gpu: GpuState) -> str:
+    if gpu.total_bytes is None or gpu.used_bytes is None:
+        return ""
+    return f", {in_words(gpu.total_bytes - gpu.used_bytes)} free"
 
 
 def _problems(
@@ -77,7 +89,7 @@ def _problems(
             f"{gpu.num_ecc_errors} uncorrected memory errors: its results may be wrong",
             f"nvidia-smi -i {gpu.index} -r resets it; if they come back, replace it",
         )
-    if gpu.used_bytes > _IN_USE * gpu.total_bytes:
+    if gpu.total_bytes and gpu.used_bytes and gpu.used_bytes > _IN_USE * gpu.total_bytes:
         yield warning(
             check,
             f"{in_words(gpu.used_bytes)} of {in_words(gpu.total_bytes)} are in use by others",

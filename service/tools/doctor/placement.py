@@ -109,15 +109,15 @@ def room_for(name: str, facts: Facts, settings: Settings) -> ModelRoom:
     chosen = facts.placements[name]
     alone = _unsplit(model, settings.host_of(name, facts.host))
     uuids = [uuid for placement in alone for uuid in placement.gpu_of_each_rank]
+    device_bytes = max(
+        0, facts.free_bytes - settings.arena_bytes - FRONT_END_BYTES - FORKSERVER_BYTES
+    )
     if uuids:
-        sizes = {gpu.uuid: gpu.memory_bytes for gpu in facts.host.gpus}
-        device_bytes = min(sizes[uuid] for uuid in uuids)
+        sizes = {gpu.uuid: gpu.memory_bytes for gpu in facts.host.gpus if not gpu.is_unified}
+        device_bytes = min(sizes.get(uuid, device_bytes) for uuid in uuids)
         num_sharing = max(map(uuids.count, uuids))
     else:
         others = [p for other, ps in facts.placements.items() if other != name for p in ps]
-        device_bytes = max(
-            0, facts.free_bytes - settings.arena_bytes - FRONT_END_BYTES - FORKSERVER_BYTES
-        )
         num_sharing = sum(p.num_ranks for p in others if not p.visible)
     return ModelRoom(
         chosen=chosen[0],

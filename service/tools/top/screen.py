@@ -112,12 +112,13 @@ def _gpu_line(gpus: Sequence[DeviceState]) -> Text:
     lost = [str(gpu.index) for gpu in gpus if not gpu.up]
     parts = [f"{len(gpus) - len(lost)} GPU{'s' if len(gpus) - len(lost) != 1 else ''}"]
     busy = [gpu.utilization for gpu in gpus if gpu.utilization is not None]
-    used = [gpu.memory_used_bytes for gpu in gpus if gpu.memory_used_bytes is not None]
+    known = [gpu for gpu in gpus if gpu.memory_used_bytes is not None]
+    used = sum(gpu.memory_used_bytes or 0 for gpu in known)
     heat = [gpu.temperature_c for gpu in gpus if gpu.temperature_c is not None]
     if busy:
         parts.append(f"{sum(busy) / len(busy):.0%} busy")
-    if used:
-        parts.append(f"{in_words(sum(used))} of {in_words(sum(gpu.memory_bytes for gpu in gpus))}")
+    if known:
+        parts.append(f"{in_words(used)} of {in_words(sum(gpu.memory_bytes for gpu in known))}")
     if heat:
         parts.append(f"{max(heat):.0f} C")
     line = Text(", ".join(parts), style="dim")

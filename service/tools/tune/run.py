@@ -110,7 +110,7 @@ class _TuneRun:
                 facts = KnobFacts(
                     settings=settings,
                     model=self._model,
-                    host=find_host(settings.cuda_visible_devices),
+                    host=find_host(settings.cuda_visible_devices, settings.cuda_device_order),
                     goal=self._plan.goal,
                     preset=self._starter.preset,
                     decode=self._starter.decode,

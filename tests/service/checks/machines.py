@@ -7,7 +7,8 @@ from inferpool.service.checks.facts import Facts, gather
 from inferpool.service.checks.findings import Finding
 from inferpool.service.settings.loader import load
 from inferpool.service.settings.settings import Settings
-from inferpool.workers.host.devices import Gpu, Host
+from inferpool.workers.host.devices import Host
+from inferpool.workers.host.gpus import Gpu
 
 GIB = 1 << 30
 TWO_CORES = Host(cpus=(0, 1), num_cores=2)

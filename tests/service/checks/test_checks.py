@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from inferpool.service.checks.findings import grouped, note, ok
 from inferpool.service.checks.quick import Check, check_quickly
 from inferpool.service.settings.loader import load
 from inferpool.workers.cgroups import CgroupLimits
+from inferpool.workers.host.gpus import Gpu
 from tests.service.checks.machines import (
     GIB,
     GPU,
@@ -129,6 +131,21 @@ def test_weights_count_once_for_each_replica(tmp_path: Path):
     assert "need about 5.2 GiB" in found.message
 
 
+def test_weights_on_a_gpu_count_for_the_host_if_they_share_memory(tmp_path: Path):
+    path = tmp_path / "big.safetensors"
+    with path.open("wb") as file:
+        file.truncate(2 * GIB)
+    settings = settings_of(tmp_path, model="torchvision:resnet50", weights=str(path))
+
+    def said(gpu: Gpu) -> str:
+        facts = gather(settings, replace(ONE_GPU, gpus=(gpu,)))
+        facts = replace(facts, available_bytes=3 * GIB, cgroup=CgroupLimits())
+        return lines(memory.check_replicas(facts, settings))
+
+    assert "need about 2.1 GiB" in said(GPU)
+    assert "need about 4.1 GiB" in said(replace(GPU, is_unified=True))
+
+
 def test_more_threads_than_cores_take_turns(tmp_path: Path):
     settings = settings_of(tmp_path, replicas="8")
     said = lines(limits.check_cores(gather(settings, TWO_CORES), settings))
@@ -219,12 +236,22 @@ def test_processes_that_share_a_gpu_are_found(tmp_path: Path):
     assert "may allocate 196 % of its memory together" in said(placements=twice)
 
 
-@pytest.mark.parametrize(("visible", "level"), [("", "note"), ("0,7", "warning"), ("0", "ok")])
-def test_visible_devices_are_checked(tmp_path: Path, visible: str, level: str):
+@pytest.mark.parametrize(
+    ("visible", "host", "said"),
+    [
+        ("", {"gpus": ()}, "note CUDA_VISIBLE_DEVICES: hides every GPU"),
+        ("0", {"is_told_gpus": True}, "ok CUDA_VISIBLE_DEVICES: 0"),
+        ("0", {"is_told_gpus": True, "gpus": ()}, "'0' names GPUs, and this host has none"),
+        ("0,7", {"is_told_gpus": True, "problem": "'7' is none"}, "warning GPUs: '7' is none"),
+        (None, {"gpus": (), "problem": "NVML says no"}, "error GPUs: NVML says no"),
+    ],
+)
+def test_visible_devices_are_checked(
+    tmp_path: Path, visible: str | None, host: dict[str, Any], said: str
+):
     settings = settings_of(tmp_path).model_copy(update={"cuda_visible_devices": visible})
-    host = replace(ONE_GPU, gpus=(GPU,) if visible else ())
-    (found,) = devices.check_visible(replace(sound_facts(tmp_path), host=host), settings)
-    assert found.level == level
+    facts = replace(sound_facts(tmp_path), host=replace(ONE_GPU, **host))
+    assert said in lines(devices.check_visible(facts, settings))
 
 
 def test_key_for_two_kinds_of_requests_is_a_warning_of_every_start(tmp_path: Path):

@@ -129,6 +129,9 @@ def test_common_variables_such_as_no_color_are_honoured(tmp_path):
     loaded = load({}, {"NO_COLOR": "1", "CUDA_VISIBLE_DEVICES": ""}, tmp_path)
     assert loaded.settings.color == "never"
     assert loaded.settings.cuda_visible_devices == ""
+    ordered = load({}, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, tmp_path)
+    assert ordered.settings.cuda_device_order == "PCI_BUS_ID"
+    assert ordered.origins["cuda_device_order"] == "environment CUDA_DEVICE_ORDER"
     assert origin_of(loaded, "color") == "environment NO_COLOR"
     assert load({}, {}, tmp_path).settings.cuda_visible_devices is None
     moved = load({}, {"XDG_CACHE_HOME": "/var/cache"}, tmp_path).settings

@@ -1,11 +1,14 @@
+import json
 import re
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from inferpool.workers.host.devices import Gpu
 from inferpool.workers.host.gpu_watch import GpuWatch
+from inferpool.workers.host.gpus import Gpu
+from tests.fake_driver.driver import IS_LOST, NOT_SUPPORTED, FakeDriver, h100, mig_slice
 
 LOST, TIMED_OUT, UNSUPPORTED = 15, 10, 3
 
@@ -157,3 +160,53 @@ def test_missing_driver_only_ends_the_watch(nvml, caplog):
     watch.start()
     until(lambda: "not watched" in caplog.text)
     assert watch.vitals() == []
+
+
+WATCH = """
+import dataclasses, json, sys, pynvml
+from inferpool.workers.host import gpu_watch
+from inferpool.workers.host.devices import find_host
+
+gpu_watch._EVERY_S = 0.01
+watch = gpu_watch.GpuWatch(find_host(None).gpus, pynvml)
+watch.start()
+for line in sys.stdin:  # each asks once
+    print(json.dumps([dataclasses.asdict(vitals) for vitals in watch.vitals()]), flush=True)
+watch.stop()
+"""
+
+
+def test_watch_of_a_driver_sees_what_happens_to_its_gpus(tmp_path: Path):
+    silent = {"nvmlDeviceGetMemoryInfo": NOT_SUPPORTED, "nvmlDeviceRegisterEvents": NOT_SUPPORTED}
+    machine = {"GPU-a": h100(used=7 << 30, utilization=37), "GPU-gb10": h100(**silent)}
+    machine |= {"GPU-cut": h100(), "MIG-a": mig_slice("GPU-cut"), "MIG-b": mig_slice("GPU-cut")}
+    driver = FakeDriver(tmp_path, machine)
+    with driver.start(WATCH) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def seen() -> dict[str, SimpleNamespace]:
+            print(file=process.stdin, flush=True)
+            found = json.loads(process.stdout.readline())
+            return {each["uuid"]: SimpleNamespace(**each) for each in found}
+
+        until(seen)
+        before = seen()
+        assert list(before) == ["GPU-a", "GPU-gb10", "MIG-a", "MIG-b"]
+        assert all(gpu.is_up for gpu in before.values())
+        well = before["GPU-a"]
+        assert (well.used_bytes, well.utilization, well.power_w) == (7 << 30, 0.37, 70.0)
+        assert before["GPU-gb10"].used_bytes is None
+        assert before["GPU-gb10"].memory_bytes > 0
+        assert before["MIG-a"].memory_bytes == 10 << 30
+        assert before["MIG-a"].utilization is before["MIG-a"].temperature_c is None
+
+        machine["GPU-a"] = h100(nvmlDeviceGetMemoryInfo=IS_LOST, xid=[79])
+        machine["GPU-cut"] = h100(xid=[31, 43])
+        driver.describe(machine)
+        until(lambda: not seen()["GPU-a"].is_up and seen()["MIG-b"].num_xid_errors == 2)
+        after = seen()
+        errors = {uuid: (gpu.num_xid_errors, gpu.last_xid) for uuid, gpu in after.items()}
+        assert errors == {"GPU-a": (1, 79), "GPU-gb10": (0, 0), "MIG-a": (2, 43), "MIG-b": (2, 43)}
+        process.stdin.close()
+        assert process.wait(10) == 0

@@ -4,7 +4,8 @@ from typing import Any
 import pytest
 
 from inferpool.models.spec import Placement
-from inferpool.workers.host.devices import DeviceError, Gpu, Host
+from inferpool.workers.host.devices import DeviceError, Host
+from inferpool.workers.host.gpus import Gpu
 from inferpool.workers.host.placing import PlacementRequest, place, share_cores
 
 

@@ -6,7 +6,6 @@ import shutil
 import socket
 import stat
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,10 +18,18 @@ from inferpool.service.checks.findings import error, note, ok, warning
 from inferpool.service.settings.loader import load
 from inferpool.service.tools.doctor import diagnosis, gpus, network, placement, probes, report
 from inferpool.workers.cgroups import CgroupLimits
-from inferpool.workers.host.nvml import read_nvml
 from tests.certificates import make_certificate
+from tests.fake_driver.driver import (
+    MISMATCH,
+    NOT_LOADED,
+    NOT_SUPPORTED,
+    FakeDriver,
+    h100,
+    mig_slice,
+)
 from tests.service.checks.machines import (
     GIB,
+    GPU,
     ONE_GPU,
     TWO_CORES,
     lines,
@@ -38,89 +45,63 @@ FINDINGS = [
 ]
 
 
-class OneGpuNvml:
-    """The part of pynvml that is used, for one GPU."""
+MACHINE = replace(ONE_GPU, gpus=(replace(GPU, uuid="GPU-a"),))
 
-    NVML_DEVICE_MIG_ENABLE = 1
-    NVML_COMPUTEMODE_EXCLUSIVE_PROCESS = 3
-    NVML_COMPUTEMODE_PROHIBITED = 2
-    NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 1
-    NVML_VOLATILE_ECC = 0
 
-    class NVMLError(Exception):
-        pass
-
-    def __init__(self, **answers: object) -> None:
-        self._answers: dict[str, object] = {
-            "Init": None,
-            "Shutdown": None,
-            "SystemGetDriverVersion": "580.65.06",
-            "SystemGetCudaDriverVersion_v2": 13020,
-            "DeviceGetCount": 1,
-            "DeviceGetHandleByIndex": 0,
-            "DeviceGetUUID": "GPU-0",
-            "DeviceGetName": "H100",
-            "DeviceGetMemoryInfo": SimpleNamespace(total=80 * GIB, used=GIB),
-            "DeviceGetMigMode": (0, 0),
-            "DeviceGetComputeMode": 0,
-            "DeviceGetComputeRunningProcesses": [],
-            "DeviceGetPersistenceMode": 1,
-            "DeviceGetCudaComputeCapability": (9, 0),
-            **answers,
-        }
-
-    def __getattr__(self, name: str) -> Callable[..., object]:
-        def answer(*_: object) -> object:
-            value = self._answers.get(name.removeprefix("nvml"), self.NVMLError("not supported"))
-            if isinstance(value, Exception):
-                raise value
-            return value
-
-        return answer
+def said_of(folder: Path, driver: FakeDriver, *, is_mps_running: bool = False, **flags: str) -> str:
+    """Return what doctor says of a driver, and of GPUs of which the service uses GPU-a."""
+    state = driver.state()
+    facts = gather(settings_of(folder, **flags), MACHINE)
+    built = Build(version="2.15.0+cu132", cuda="13.2")
+    facts = replace(facts, torch=built, is_mps_running=is_mps_running)
+    return lines([*gpus.check_driver(facts, state), *gpus.check_gpus(facts, state)])
 
 
 @pytest.mark.parametrize(
-    ("answers", "said"),
+    ("gpu", "driver", "said"),
     [
         (
             {},
-            "ok GPU driver: 580.65.06, for CUDA up to 13.2\n"
-            "ok cuda:0: H100, 79.0 GiB free, no errors",
+            {},
+            "ok GPU driver: 580.82.07, for CUDA up to 13.2\n"
+            "ok cuda:0: NVIDIA H100 80GB HBM3, 80.0 GiB free, no errors",
         ),
-        ({"Init": OneGpuNvml.NVMLError("library not found")}, "ok GPU: none"),
-        ({"SystemGetCudaDriverVersion_v2": 12080}, "error GPU driver: 580.65.06, for CUDA up"),
+        ({}, {"nvmlInitWithFlags": NOT_LOADED}, "ok GPU: none"),
+        ({}, {"nvmlInitWithFlags": MISMATCH}, "error GPU driver: no GPU can be used: NVML says RM"),
+        ({}, {"cuda": 12080}, "error GPU driver: 580.82.07, for CUDA up to 12.8; torch was built"),
+        ({"mig": 1}, {}, "warning cuda:0: is in MIG mode without slices"),
         (
-            {"DeviceGetMigMode": (1, 1), "DeviceGetMaxMigDeviceCount": 7}
-            | {"DeviceGetMigDeviceHandleByIndex": 1},
-            "ok cuda:0: H100, 7 MIG slices, 79.0 GiB free",
+            {"nvmlDeviceGetMemoryInfo": NOT_SUPPORTED},
+            {},
+            "ok cuda:0: NVIDIA H100 80GB HBM3, no errors",
         ),
-        ({"DeviceGetMigMode": (1, 1)}, "warning cuda:0: is in MIG mode without slices"),
-        ({"DeviceGetComputeMode": 2}, "error cuda:0: its compute mode allows no process"),
-        (
-            {"DeviceGetComputeMode": 3, "DeviceGetComputeRunningProcesses": [1]},
-            "error cuda:0: its compute mode allows one process",
-        ),
-        ({"DeviceGetTotalEccErrors": 2}, "warning cuda:0: 2 uncorrected memory errors"),
-        (
-            {"DeviceGetMemoryInfo": SimpleNamespace(total=80 * GIB, used=60 * GIB)},
-            "warning cuda:0: 60.0 GiB of 80.0 GiB are in use",
-        ),
-        ({"DeviceGetPersistenceMode": 0}, "note cuda:0: the driver unloads"),
+        ({"compute_mode": 2}, {}, "error cuda:0: its compute mode allows no process"),
+        ({"compute_mode": 3, "process": 1}, {}, "error cuda:0: its compute mode allows one"),
+        ({"ecc_errors": 2}, {}, "warning cuda:0: 2 uncorrected memory errors"),
+        ({"used": 60 * GIB}, {}, "warning cuda:0: 60.0 GiB of 80.0 GiB are in use"),
+        ({"persistence": 0}, {}, "note cuda:0: the driver unloads"),
     ],
 )
-def test_driver_and_gpus_are_checked(tmp_path: Path, answers: dict[str, object], said: str):
-    nvml = read_nvml(OneGpuNvml(**answers))
-    facts = gather(settings_of(tmp_path), ONE_GPU)
-    facts = replace(facts, torch=Build(version="2.15.0+cu132", cuda="13.2"))
-    assert said in lines([*gpus.check_driver(facts, nvml), *gpus.check_gpus(facts, nvml)])
+def test_driver_and_gpus_are_checked(
+    tmp_path: Path, gpu: dict[str, object], driver: dict[str, object], said: str
+):
+    assert said in said_of(tmp_path, FakeDriver(tmp_path, {"GPU-a": h100(**gpu)}, **driver))
+
+
+def test_gpu_that_is_cut_is_shown_with_its_slices(tmp_path: Path):
+    slices = {f"MIG-{n}": mig_slice("GPU-a") for n in range(3)}
+    driver = FakeDriver(tmp_path, {"GPU-a": h100(used=GIB), **slices})
+    assert "ok cuda:0: NVIDIA H100 80GB HBM3, 3 MIG slices, 79.0 GiB free" in said_of(
+        tmp_path, driver
+    )
 
 
 def test_gpu_for_one_process_is_enough_for_several_with_mps(tmp_path: Path):
-    facts = gather(settings_of(tmp_path, replicas="2"), ONE_GPU)
-    exclusive = read_nvml(OneGpuNvml(DeviceGetComputeMode=3))
-    assert "error cuda:0: its compute mode" in lines(gpus.check_gpus(facts, exclusive))
-    shared = replace(facts, is_mps_running=True)
-    assert lines(gpus.check_gpus(shared, exclusive)).startswith("ok cuda:0")
+    exclusive = FakeDriver(tmp_path, {"GPU-a": h100(compute_mode=3)})
+    assert "error cuda:0: its compute mode" in said_of(tmp_path, exclusive, replicas="2")
+    shared = said_of(tmp_path, exclusive, replicas="2", is_mps_running=True)
+    assert "ok cuda:0" in shared
+    assert "its compute mode" not in shared
 
 
 def test_arena_must_fit_the_control_group(tmp_path: Path):

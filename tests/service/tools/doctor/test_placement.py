@@ -22,7 +22,8 @@ from inferpool.service.tools.doctor import report
 from inferpool.service.tools.doctor.placement import ModelRoom, judge, room_for
 from inferpool.service.tools.doctor.speeds import Speed
 from inferpool.workers.beside.peak import PeakMemory
-from inferpool.workers.host.devices import Gpu, Host
+from inferpool.workers.host.devices import Host
+from inferpool.workers.host.gpus import Gpu
 
 GIB = 1 << 30
 CPU = torch.device("cpu")
@@ -132,6 +133,14 @@ def test_reason_for_a_missing_measurement_leaves_room_for_the_other_columns(
     stream = io.StringIO()
     report.write_table([found], stream)
     assert re.search(r"tensor x2 .* MiB of .* yes +not measured +a worker fail", stream.getvalue())
+
+
+def test_gpu_that_shares_the_hosts_memory_has_what_is_free_there(tmp_path: Path):
+    own = gpus(1)
+    shared = replace(own, gpus=(replace(own.gpus[0], is_unified=True),))
+    assert room_of(own, tmp_path).device_bytes == 24 * GIB
+    on_cpus = room_of(own, tmp_path, devices="cpu").device_bytes
+    assert abs(room_of(shared, tmp_path).device_bytes - on_cpus) < GIB  # others use it meanwhile
 
 
 def test_processes_on_a_cpu_share_its_memory(tower: Survey, tmp_path: Path):

@@ -88,7 +88,7 @@ def test_gpus_are_summed_up_and_those_in_trouble_are_named():
         {"index": 2, "up": False, "memory_bytes": 80 * gib},
     )
     text = drawn(view_of(state(gpus=gpus)))
-    assert "2 GPUs, 50% busy, 14.0 GiB of 240.0 GiB, 61 C, lost: 2, Xid 31 on 1" in text
+    assert "2 GPUs, 50% busy, 14.0 GiB of 160.0 GiB, 61 C, lost: 2, Xid 31 on 1" in text
 
 
 @pytest.mark.parametrize(

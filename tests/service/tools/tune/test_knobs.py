@@ -6,7 +6,8 @@ import pytest
 from inferpool.service.settings.loader import load
 from inferpool.service.tools.tune.knobs import Knob, KnobFacts, knobs_for
 from inferpool.service.tools.tune.plan import Goal
-from inferpool.workers.host.devices import Gpu, Host
+from inferpool.workers.host.devices import Host
+from inferpool.workers.host.gpus import Gpu
 
 _GPUS = tuple(
     Gpu(index=i, uuid=f"GPU-{i}", name="A100", memory_bytes=2**36, cpus=()) for i in (0, 1)

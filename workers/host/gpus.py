@@ -1,0 +1,204 @@
+"""Reads the GPUs of this host, and slices of them, from NVML, without using them. Front end."""
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import psutil
+
+from inferpool.models.accelerator.kinds import CUDA
+
+logger = logging.getLogger(__name__)
+
+_NO_DRIVER = ("NVML_ERROR_LIBRARY_NOT_FOUND", "NVML_ERROR_DRIVER_NOT_LOADED")
+_REMEDIES = {
+    "NVML_ERROR_LIB_RM_VERSION_MISMATCH": "the driver was updated while it was loaded: restart "
+    "this machine",
+    "NVML_ERROR_NO_PERMISSION": "this user may not open /dev/nvidia*",
+    "NVML_ERROR_UNKNOWN": "if this is a container, restart it: it has lost its devices",
+}
+"""Remedies for errors of `nvmlInit`."""
+
+
+class DriverError(Exception):
+    """The driver of the GPUs is there, but does not work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One accelerator of this host: a GPU, or a MIG slice of one."""
+
+    index: int
+    """NVML's index of the GPU."""
+    uuid: str
+    name: str
+    memory_bytes: int
+    cpus: tuple[int, ...]
+    """Cores near it; empty if unknown."""
+    sliced_from: str = ""
+    """UUID of the GPU that it is a slice of; empty for a whole GPU."""
+    kind: str = CUDA.kind
+    """Kind of accelerator: the type of its device in torch."""
+    is_unified: bool = False
+    """True if it has no memory of its own: `memory_bytes` is that of the host."""
+    distances: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """Distances of the other GPUs by UUID: 0 over NVLink, else NVML's value, from 10 for the same
+    PCIe switch to 50 for another socket. GPUs with an unknown distance are left out."""
+
+    def __str__(self) -> str:
+        """Return a description for people: cuda:0 (name, memory)."""
+        name = self.uuid if self.sliced_from else f"{self.kind}:{self.index}"
+        shared = " shared with the host" if self.is_unified else ""
+        return f"{name} ({self.name}, {self.memory_bytes / 2**30:.0f} GiB{shared})"
+
+
+def read_gpus(nvml: Any, kind: str = CUDA.kind) -> list[Gpu]:
+    """Return the GPUs that NVML reports, and the slices of GPUs in MIG mode; none without a driver.
+
+    Args:
+        nvml: The module `pynvml`, or one with its functions.
+        kind: Kind of the accelerators that it reports.
+
+    Raises:
+        DriverError: There is a driver, but it does not work.
+    """
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        if not has_driver(nvml, error):
+            return []
+        raise DriverError(problem_of(nvml, error)) from error
+    try:
+        found: list[Gpu] = []
+        handles: dict[str, object] = {}
+        for index in _indices(nvml):
+            try:
+                handle = nvml.nvmlDeviceGetHandleByIndex(index)
+                gpus = list(_gpus_of(nvml, handle, index))
+            except nvml.NVMLError as error:
+                is_ours = not _is(nvml, error, "NVML_ERROR_NO_PERMISSION")
+                level = logging.ERROR if is_ours else logging.INFO  # it may be another job's
+                logger.log(level, "%s:%d is left out: NVML says %s", kind, index, error)
+                continue
+            found += gpus
+            handles |= {gpu.uuid: handle for gpu in gpus if not gpu.sliced_from}
+        return [
+            replace(gpu, kind=kind, distances=_distances(nvml, handles, gpu.uuid)) for gpu in found
+        ]
+    finally:
+        nvml.nvmlShutdown()
+
+
+def has_driver(nvml: Any, error: Exception) -> bool:
+    """Return False if `nvmlInit` failed only because this host has no driver."""
+    return not any(_is(nvml, error, name) for name in _NO_DRIVER)
+
+
+def problem_of(nvml: Any, error: Exception) -> str:
+    """Return the reason for which a driver cannot be used, for people."""
+    advice = next((f"; {text}" for name, text in _REMEDIES.items() if _is(nvml, error, name)), "")
+    return f"no GPU can be used: NVML says {str(error).rstrip('.')}{advice}"
+
+
+def _is(nvml: Any, error: Exception, name: str) -> bool:
+    value = getattr(error, "value", None)
+    return value is not None and value == getattr(nvml, name, None)
+
+
+def _indices(nvml: Any) -> range:
+    try:
+        return range(nvml.nvmlDeviceGetCount())
+    except nvml.NVMLError as error:
+        raise DriverError(problem_of(nvml, error)) from error
+
+
+def _gpus_of(nvml: Any, handle: object, index: int) -> Iterator[Gpu]:
+    cpus = _near_cpus(nvml, handle)
+    if not is_cut(nvml, handle):
+        yield _gpu(nvml, handle, index, cpus)
+        return
+    whole = nvml.nvmlDeviceGetUUID(handle)
+    for each in slices_of(nvml, handle):
+        yield replace(_gpu(nvml, each, index, cpus), sliced_from=whole)
+
+
+def is_cut(nvml: Any, handle: object) -> bool:
+    """Return True if a GPU is in MIG mode, in which CUDA sees only its slices."""
+    try:
+        return bool(nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE)
+    except nvml.NVMLError:  # a GPU without MIG
+        return False
+
+
+def slices_of(nvml: Any, handle: object) -> Iterator[object]:
+    """Return the handles of the MIG slices of a GPU."""
+    try:
+        most = nvml.nvmlDeviceGetMaxMigDeviceCount(handle)
+    except nvml.NVMLError:
+        return
+    for number in range(most):
+        try:
+            yield nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
+        except nvml.NVMLError:  # there are fewer than the most
+            continue
+
+
+def _gpu(nvml: Any, handle: object, index: int, cpus: tuple[int, ...]) -> Gpu:
+    own = own_memory(nvml, handle)
+    return Gpu(
+        index=index,
+        uuid=nvml.nvmlDeviceGetUUID(handle),
+        name=nvml.nvmlDeviceGetName(handle),
+        memory_bytes=own.total if own else psutil.virtual_memory().total,
+        is_unified=own is None,
+        cpus=cpus,
+    )
+
+
+def own_memory(nvml: Any, handle: object) -> Any:
+    """Return what NVML says about a GPU's memory; None if it uses that of the host (GB10, Jetson).
+
+    Raises:
+        nvml.NVMLError: The memory cannot be asked for.
+    """
+    try:
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    except nvml.NVMLError as error:
+        if not _is(nvml, error, "NVML_ERROR_NOT_SUPPORTED"):
+            raise
+        return None
+    return memory if memory.total else None
+
+
+def _distances(nvml: Any, handles: Mapping[str, object], uuid: str) -> dict[str, int]:
+    if uuid not in handles:
+        return {}
+    found = {}
+    for other, handle in handles.items():
+        pair = (handles[uuid], handle)
+        try:
+            link = nvml.nvmlDeviceGetP2PStatus(*pair, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+            is_linked = link == nvml.NVML_P2P_STATUS_OK
+        except nvml.NVMLError:
+            is_linked = False
+        try:
+            if other != uuid:
+                found[other] = (
+                    0 if is_linked else int(nvml.nvmlDeviceGetTopologyCommonAncestor(*pair))
+                )
+        except nvml.NVMLError:  # unknown to this driver or machine
+            continue
+    return found
+
+
+def _near_cpus(nvml: Any, handle: object) -> tuple[int, ...]:
+    words = ((os.cpu_count() or 1) + 63) // 64
+    try:
+        masks = nvml.nvmlDeviceGetCpuAffinity(handle, words)
+    except nvml.NVMLError:
+        return ()
+    return tuple(
+        word * 64 + bit for word, mask in enumerate(masks) for bit in range(64) if mask >> bit & 1
+    )
