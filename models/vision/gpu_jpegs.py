@@ -77,7 +77,7 @@ class GpuJpegs:
         except RuntimeError as error:  # it does not say for which of them
             logger.debug("the GPU decodes not all of %d JPEGs: %s", len(jpegs), error)
             return [on_cpu(memoryview(jpeg.numpy().tobytes())) for jpeg in jpegs]
-        return [self._transform.device_pixels(image_CHW) for image_CHW in decoded]
+        return self._transform.device_pixels(decoded)
 
 
 def decoder_on(device: torch.device) -> Decode | None:
