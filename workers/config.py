@@ -39,6 +39,8 @@ class WorkerConfig:
     max_batch_size: int = 8
     prepare_threads: int = 1
     """Threads that run `preprocess`."""
+    decoders: int = 0
+    """Processes of its own that run `preprocess`, if the model allows it."""
     max_image_pixels: int = MAX_IMAGE_PIXELS
     """Most pixels of an encoded image; larger ones are refused after a look at the header."""
     load_timeout_s: float = 600.0

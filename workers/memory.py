@@ -71,6 +71,10 @@ class SharedMemory:
         """Argument for a child that may write to it, even if other children may not."""
         return WritableMemory(self._fd, self.num_bytes)
 
+    def fileno(self) -> int:
+        """Return its descriptor, for another way to pass it on."""
+        return self._fd
+
     def close(self) -> None:
         """Unmap the region here; it exists as long as a worker maps it."""
         with contextlib.suppress(BufferError):  # views keep the mapping alive

@@ -93,7 +93,12 @@ class ItemError(msgspec.Struct, frozen=True, gc=False):
     """Why one instance of a batch has no prediction."""
 
     code: Literal[
-        "invalid_input", "model_error", "non_finite_output", "deadline_exceeded", "exhausted"
+        "invalid_input",
+        "model_error",
+        "non_finite_output",
+        "deadline_exceeded",
+        "exhausted",
+        "worker_crashed",
     ]
     message: str
 
@@ -127,6 +132,13 @@ class StartProgress(msgspec.Struct, frozen=True, array_like=True, tag="progress"
     stage: str
 
 
+class DecodingPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Worker to front end: decoders may prepare its instances, in slots of this size."""
+
+    num_slots: int
+    slot_bytes: int
+
+
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     """Worker to front end, once: the model is loaded and warm; send a canary."""
 
@@ -153,6 +165,8 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     """True if its `preprocess` reads another form than `inputs` describe."""
     files: list[FileMark] = []
     """Files that its model has loaded."""
+    decoding: DecodingPlan | None = None
+    """The ring for its decoders; None if it wants none."""
 
 
 class RankReady(msgspec.Struct, frozen=True, array_like=True, tag="rank ready"):

@@ -7,7 +7,6 @@ Axes: H height, W width, C = 3 colours.
 """
 
 import logging
-import re
 import warnings
 from collections.abc import Callable, Sequence
 from io import BytesIO
@@ -18,7 +17,6 @@ from PIL import ExifTags
 from PIL.JpegImagePlugin import JpegImageFile
 from torch import Tensor
 
-from inferpool.models.accelerator.device import finish_stream, synchronize
 from inferpool.models.accelerator.kinds import accelerator_of
 from inferpool.models.vision.containers import check_exif
 from inferpool.models.vision.transforms import ImageTransform
@@ -26,19 +24,11 @@ from inferpool.models.vision.transforms import ImageTransform
 logger = logging.getLogger(__name__)
 
 Decode = Callable[[list[Tensor]], list[Tensor]]
-"""Decodes JPEGs (uint8 [bytes], on the CPU) to pixels, uint8 [C, H, W] on the GPU.
-
-Raises `torch.OutOfMemoryError` for want of memory, `torch.AcceleratorError` if the device's context
-is lost, and another `RuntimeError` if it cannot decode one of them.
-"""
+"""Decodes JPEGs (uint8 [bytes], on the CPU) to pixels, uint8 [C, H, W] on the GPU."""
 
 _MAX_PIXELS = 1 << 24
 """Larger ones would take 200 MB of the GPU's memory each while they are resized."""
 _END = b"\xff\xd9"
-_SHORTAGE = re.compile(r"out of memory|Failed to [^:]*: 5\b")
-"""Errors of memory, as torchvision words them (decode_jpegs_cuda.cpp, version 0.29). It makes all
-into "Error while decoding JPEG images: ...", with torch's text of a lack, or nvJPEG's status; 5 is
-NVJPEG_STATUS_ALLOCATOR_FAILURE."""
 
 
 class GpuJpegs:
@@ -75,34 +65,19 @@ class GpuJpegs:
 
         Args:
             jpegs: Results of `accept`.
-            on_cpu: Decodes on the CPU those that the GPU refuses.
+            on_cpu: Decodes on the CPU; used for all of them if the GPU refuses one.
 
         Raises:
             torch.OutOfMemoryError: The GPU has no room for so many.
-            torch.AcceleratorError: The device's context is lost.
-        """
-        images = self._decoded([*jpegs])
-        found = iter(self._transform.device_pixels([each for each in images if each is not None]))
-        return [
-            on_cpu(memoryview(jpeg.numpy().tobytes())) if image is None else next(found)
-            for jpeg, image in zip(jpegs, images, strict=True)
-        ]
-
-    def _decoded(self, jpegs: list[Tensor]) -> list[Tensor | None]:
-        """Decode JPEGs; return None for those that the GPU refuses.
-
-        It does not say which of several it refuses, so halves are tried until these are alone.
         """
         try:
-            return [*self._decode(jpegs)]
-        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            decoded = self._decode([*jpegs])
+        except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:
+        except RuntimeError as error:  # it does not say for which of them
             logger.debug("the GPU decodes not all of %d JPEGs: %s", len(jpegs), error)
-        if len(jpegs) == 1:
-            return [None]
-        middle = len(jpegs) // 2
-        return [*self._decoded(jpegs[:middle]), *self._decoded(jpegs[middle:])]
+            return [on_cpu(memoryview(jpeg.numpy().tobytes())) for jpeg in jpegs]
+        return [self._transform.device_pixels(image_CHW) for image_CHW in decoded]
 
 
 def decoder_on(device: torch.device) -> Decode | None:
@@ -122,18 +97,7 @@ def decoder_on(device: torch.device) -> Decode | None:
     warnings.filterwarnings("ignore", message="The image decoding and encoding capabilities")
 
     def decode(jpegs: list[Tensor]) -> list[Tensor]:
-        # torchvision takes memory of this thread's stream, and nvJPEG writes to it on a stream that
-        # waits for nothing: it would write over what the last owner's kernels have yet to read.
-        finish_stream(device)
-        try:
-            images: list[Tensor] = decode_jpeg(jpegs, mode=ImageReadMode.RGB, device=device)
-        except RuntimeError as error:
-            # It may still write to memory that has been freed. And if the context is lost, then its
-            # error does not say so, but this one does.
-            synchronize(device)
-            if _SHORTAGE.search(str(error)):
-                raise torch.OutOfMemoryError(str(error)) from error
-            raise
+        images: list[Tensor] = decode_jpeg(jpegs, mode=ImageReadMode.RGB, device=device)
         return images
 
     return decode

@@ -61,6 +61,19 @@ class RankVitals:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderVitals:
+    """State of one decoder of a worker, as seen from outside."""
+
+    seat: int
+    """Number among the decoders of its worker, which restarts keep."""
+    pid: int
+    rss_bytes: int
+    num_done: int
+    """Instances that it has prepared."""
+    num_restarts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Vitals:
     """State of a worker, as seen from outside."""
 
@@ -76,6 +89,8 @@ class Vitals:
     """Seconds for which it has computed its present batch; 0 if it has none."""
     ranks: Sequence[RankVitals] = ()
     """Processes of a split replica; empty for others."""
+    decoders: Sequence[DecoderVitals] = ()
+    """Processes that prepare instances for it."""
 
 
 Cause = Literal["asked", "canary", "device", "exit", "files", "hang", "memory", "signal", "start"]

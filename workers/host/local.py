@@ -12,6 +12,7 @@ import os
 import traceback
 from asyncio import Task
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from multiprocessing import active_children
 from multiprocessing.context import SpawnProcess
 from multiprocessing.process import BaseProcess
@@ -33,6 +34,7 @@ from inferpool.workers.host.local_worker import EXIT_WAIT_S, LocalWorker
 from inferpool.workers.host.observed import OomKills
 from inferpool.workers.host.rank_process import RankProcess
 from inferpool.workers.memory import SharedMemoryError
+from inferpool.workers.messages import Ready
 
 logger = logging.getLogger(__name__)
 
@@ -166,6 +168,7 @@ class LocalEngine:
         try:
             _require_descriptors(config.placement.num_ranks)
             worker = LocalWorker(id, config, on_progress, self._oom_kills)
+            worker.on_loaded = partial(self._start_decoders, worker)
         except SharedMemoryError as error:
             raise WorkerStartError(str(error), permanent=False) from error
         except OSError as error:
@@ -221,6 +224,24 @@ class LocalEngine:
             await worker.kill("could not be started")
             raise
 
+    def _start_decoders(self, worker: LocalWorker, ready: Ready) -> None:
+        worker.decoders.begin(ready, self._start_decoder, self._arena.memory)
+
+    async def _start_decoder(
+        self, target: Callable[..., None], name: str, args: tuple[object, ...]
+    ) -> BaseProcess:
+        """Start a decoder of a worker, as soon as there is a forkserver.
+
+        Raises:
+            Exception: It could not be started.
+        """
+        assert self._forkserver is not None, "without it there are no decoders"
+        await self._forkserver.ready()
+        _require_descriptors(1)
+        process = ForkedProcess(target=target, name=name, args=args)
+        await self._start_process(process)
+        return process
+
     def _process_of(
         self, rank: RankProcess, worker: LocalWorker, config: WorkerConfig
     ) -> BaseProcess:
@@ -229,13 +250,15 @@ class LocalEngine:
         ends = worker.wiring.ends_of(rank.number)
         shared = (worker.outputs.memory, ends, rank.stacks)
         row = rank.heartbeat.memory
+        # They need a forkserver: a worker watches them by descriptors, which older systems lack.
+        door = worker.decoders.door if self._forkserver else None
         make = SpawnProcess if self._forkserver is None else ForkedProcess
         return make(
             target=entry.follow if rank.number else entry.run,
             name=rank.name,
             args=(config, rank.outbox, row, ends, rank.stacks)
             if rank.number
-            else (config, worker.inbox, rank.outbox, self._arena.memory, row, *shared),
+            else (config, worker.inbox, rank.outbox, self._arena.memory, row, *shared, door),
         )
 
     async def _start_process(self, process: BaseProcess) -> None:

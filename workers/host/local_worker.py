@@ -18,6 +18,7 @@ from inferpool.workers.config import WorkerConfig
 from inferpool.workers.errors import WorkerLostError, WorkerStartError
 from inferpool.workers.host.canary import PATIENCE_S
 from inferpool.workers.host.carrier import Carrier
+from inferpool.workers.host.decoders import DecoderHost
 from inferpool.workers.host.engine import Cause, Ending, RankVitals, Vitals, WorkerId
 from inferpool.workers.host.error_guard import ErrorGuard
 from inferpool.workers.host.held import batch_timeout_s
@@ -84,6 +85,9 @@ class LocalWorker:
         ]
         self.lead = self.ranks[0]
         self.wiring = Wiring(num_ranks)
+        self.decoders = DecoderHost(id, config, oom_kills, self._settle)
+        self.on_loaded: Callable[[Ready], None] = lambda _: None
+        """Called once it is loaded; it starts the decoders."""
         self._device_names = config.placement.names
         self._patience_s = min(PATIENCE_S, batch_timeout_s(config.batch_timeout_s, None))
         self.carrier = Carrier(
@@ -134,6 +138,7 @@ class LocalWorker:
         """Take over the started processes: close their ends of the queues, listen, and watch."""
         self.inbox.reader.close()
         self.wiring.close()
+        self.decoders.close_door()
         self.carrier.attach(self.inbox.writer)
         for rank, process in zip(self.ranks, processes, strict=True):
             rank.attach(process, self)
@@ -197,14 +202,17 @@ class LocalWorker:
         now = time.monotonic()
         proven_at = self.carrier.proven_at
         ranks = [self._vitals_of(rank) for rank in self.ranks]
+        decoders = self.decoders.vitals()
         return Vitals(
             pid=self.lead.pid,
-            rss_bytes=sum(rank.rss_bytes for rank in ranks),
+            rss_bytes=sum(rank.rss_bytes for rank in ranks)
+            + sum(decoder.rss_bytes for decoder in decoders),
             last_beat_age_s=ranks[0].last_beat_age_s,
             num_batches=0 if is_gone else self.lead.heartbeat.num_batches,
             last_answer_age_s=now - proven_at if proven_at else 0.0,
             batch_age_s=0.0 if is_gone else self.carrier.held.oldest_age_s(now),
             ranks=ranks if len(ranks) > 1 else (),
+            decoders=decoders,
         )
 
     def _vitals_of(self, rank: RankProcess) -> RankVitals:
@@ -240,6 +248,7 @@ class LocalWorker:
                 if not message.preloaded and self.id.incarnation == 0:
                     logger.info("%s was started without a preloaded torch", self.id)
                 self._ready = message
+                self.on_loaded(message)
                 self._prove_if_ready()
             case RankReady():
                 self._followers[rank.number] = message
@@ -265,8 +274,8 @@ class LocalWorker:
             self._note_end(rank, cause, reason)
             self._end_others(_FOLLOW_OUT_S if rank.has_left else 0.0)
         rank.log_last_stacks(self._reason, self.carrier.at_work_on())
-        if all(each.is_gone for each in self.ranks):
-            self._settle()
+        self.decoders.end()
+        self._settle()
 
     def _prove_if_ready(self) -> None:
         """Send the first canary once all ranks have loaded."""
@@ -307,7 +316,10 @@ class LocalWorker:
                     rank.signal(signal.SIGKILL)
 
     def _settle(self) -> None:
-        """Fail all batches: no process is left that could read their payloads."""
+        """Fail all batches once no process is left that could read their payloads."""
+        is_over = self.decoders.is_gone and all(each.is_gone for each in self.ranks)
+        if self._gone.done() or not is_over:
+            return
         assert self._cause is not None
         was_at_work = self.carrier.lose_all(self._reason, is_our_doing=self._is_our_doing)
         self._close()
@@ -340,6 +352,7 @@ class LocalWorker:
             self.carrier.held.forgive(late_s, now)
         for rank in self.ranks:
             rank.look()
+        self.decoders.look()
         if not has_paused and (silent := self._silent_follower()):
             self._cause, self._is_our_doing = "hang", True
             await self.kill(silent, with_stacks=True)
@@ -400,6 +413,7 @@ class LocalWorker:
     def _close(self) -> None:
         if self._watching is not None:
             self._watching.cancel()
+        self.decoders.end()
         self.carrier.close()
         for rank in self.ranks:
             rank.close()

@@ -48,7 +48,13 @@ class RankProcess:
     """One process of a worker, from before its start until its exit is confirmed."""
 
     def __init__(
-        self, worker: WorkerId, number: int, oom_kills: OomKills, *, is_alone: bool
+        self,
+        worker: WorkerId,
+        number: int,
+        oom_kills: OomKills,
+        *,
+        is_alone: bool,
+        kind: str = "rank",
     ) -> None:
         """Make the outbox, the heartbeat and the stacks that the process will write to.
 
@@ -57,19 +63,20 @@ class RankProcess:
             number: Its rank, from 0.
             oom_kills: Counter of the kernel's kills for memory.
             is_alone: True if the worker has no other process.
+            kind: Name of its kind in the log: "rank" or "decoder".
 
         Raises:
             SharedMemoryError: There is too little memory.
             OSError: There are too few descriptors.
         """
         self.number = number
-        self.name = str(worker) if is_alone else f"{worker} rank {number}"
+        self.name = str(worker) if is_alone else f"{worker} {kind} {number}"
         self.labels: dict[str, object] = {"worker": str(worker)}
         """Fields of each line of its log."""
         if not is_alone:
-            self.labels["rank"] = number
+            self.labels[kind] = number
         self._worker = worker
-        self._who = "it" if is_alone else f"rank {number}"
+        self._who = "it" if is_alone else f"{kind} {number}"
         self.outbox = PrivateQueue()
         self.stacks = Stacks()
         self.heartbeat = HeartbeatReader()

@@ -25,6 +25,7 @@ from inferpool.models.item import Features, Item
 from inferpool.models.texts import described, text_of
 from inferpool.workers.config import ErrorDetail
 from inferpool.workers.inside.checks import BrokenPromiseError, OutputChecks
+from inferpool.workers.inside.decoding import Decoding, MoreWork
 from inferpool.workers.inside.outcomes import (
     MAX_BATCH_BYTES,
     TensorOutputs,
@@ -71,6 +72,8 @@ class Prepared:
     """Method of the model that is running, or that failed."""
     num_bytes: int = 0
     """Bytes of the answers so far."""
+    decoding: Decoding | None = None
+    """The part that decoders prepare, if there is one."""
 
 
 class Computer:
@@ -103,6 +106,8 @@ class Computer:
         self._sample = sample
         self.on_progress = on_progress
         """See above. A loop that computes several batches at once replaces it."""
+        self.give_decoders: Callable[[Sequence[ItemRef]], Decoding | None] | None = None
+        """Gives the decoders of this worker, if it has some, what they can prepare of a batch."""
         self._keep = keep
         self._error_detail = error_detail
         self._is_sample_finite: bool | None = None
@@ -142,7 +147,10 @@ class Computer:
 
     def prepare(self, id: int, refs: Sequence[ItemRef], payloads: Sequence[memoryview]) -> Prepared:
         """Decode, transform and collate. May run while another batch is in `compute`."""
-        began = time.monotonic()
+        return self.finish(self.begin(id, refs, payloads))
+
+    def begin(self, id: int, refs: Sequence[ItemRef], payloads: Sequence[memoryview]) -> Prepared:
+        """Let decoders begin with a batch. `finish` prepares it, in the order of these calls."""
         items = [
             Item(
                 kind=ref.kind,
@@ -152,7 +160,14 @@ class Computer:
             )
             for ref, payload in zip(refs, payloads, strict=True)
         ]
-        return self._prepare(_prepared(id, refs, items), began)
+        prepared = _prepared(id, refs, items)
+        if self.give_decoders is not None:
+            prepared.decoding = self.give_decoders(refs)
+        return prepared
+
+    def finish(self, prepared: Prepared, more: MoreWork | None = None) -> Prepared:
+        """Prepare a batch; `more` may begin the next while decoders have nothing else to do."""
+        return self._prepare(prepared, time.monotonic(), more)
 
     def prepare_sample(self, id: int) -> Prepared:
         """Prepare a canary: the model's sample, or nothing if it has none."""
@@ -183,24 +198,38 @@ class Computer:
             if number:
                 self.on_progress()
             self._compute_group(prepared, group)
+        if prepared.decoding is not None:
+            prepared.decoding.release()
         late = ItemError("deadline_exceeded", "the deadline passed before it was computed")
         outcomes = [late if outcome is None else outcome for outcome in prepared.outcomes]
         return bounded(outcomes) if prepared.num_bytes > MAX_BATCH_BYTES else outcomes
 
-    def _prepare(self, prepared: Prepared, began: float) -> Prepared:
-        num_items = len(prepared.items)
+    def _prepare(self, prepared: Prepared, began: float, more: MoreWork | None = None) -> Prepared:
         prepared.began = began
-        if self._pool and num_items > 1 and self._item_s > _POOL_PAYS_S:
-            list(self._pool.map(partial(self._preprocess_apart, prepared), range(num_items)))
-        elif num_items:
-            self._preprocess(prepared, range(num_items))
-            self._item_s = (time.monotonic() - began) / num_items
+        if prepared.decoding is None:
+            self._preprocess_all(prepared, range(len(prepared.items)))
+        else:
+            self._preprocess_all(prepared, prepared.decoding.others)
+            prepared.decoding.finish(more)
+            decoded = prepared.decoding.store(prepared.features, prepared.outcomes)
+            self._preprocess(prepared, decoded)
+            self._preprocess_all(prepared, prepared.decoding.others)
         if live := [i for i, outcome in enumerate(prepared.outcomes) if outcome is None]:
             prepared.groups = grouped(
                 live, prepared.features, prepared.buckets, partial(self._collate, prepared)
             )
         prepared.prepare_s = time.monotonic() - began
         return prepared
+
+    def _preprocess_all(self, prepared: Prepared, indices: Sequence[int]) -> None:
+        """Preprocess items in this thread, or in those of the pool if that pays."""
+        num_items = len(indices)
+        if self._pool and num_items > 1 and self._item_s > _POOL_PAYS_S:
+            list(self._pool.map(partial(self._preprocess_apart, prepared), indices))
+        elif num_items:
+            began = time.monotonic()
+            self._preprocess(prepared, indices)
+            self._item_s = (time.monotonic() - began) / num_items
 
     def _preprocess_apart(self, prepared: Prepared, index: int) -> None:
         """Preprocess one item, in a thread of the pool."""
@@ -218,7 +247,7 @@ class Computer:
                 continue
             step = "preprocess"
             try:
-                features[i] = found = preprocess(items[i])
+                features[i] = found = features[i] or preprocess(items[i])
                 step = "bucket"
                 prepared.buckets[i] = name = bucket(found)
                 hash(name)  # fail this item, not the batch, if it cannot be hashed

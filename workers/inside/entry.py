@@ -1,5 +1,6 @@
 """Entry points of a worker's processes. The front end imports this module: no torch at the top."""
 
+import socket
 from mmap import mmap
 from typing import TYPE_CHECKING
 
@@ -21,13 +22,14 @@ def run(
     region: mmap,
     ends: RankEnds | None,
     stacks: int,
+    door: socket.socket | None = None,
 ) -> None:
     """Run a worker, or the lead of a group; see `workers.inside.process.main`."""
     die_with_front_end()
     record(stacks)  # early, since the import of torch may hang too
     from inferpool.workers.inside import process
 
-    process.main(config, inbox, outbox, arena, row, region, ends)
+    process.main(config, inbox, outbox, arena, row, region, ends, door)
 
 
 def follow(

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from inferpool.models.accelerator.device import free_bytes, is_accelerator, select
 from inferpool.models.accelerator.kinds import accelerator_of
-from inferpool.models.accelerator.order import Lane
 from inferpool.models.spec import Placement, Split
 from inferpool.models.split.turnstile import BatchClock
 from inferpool.workers.memory import available_bytes
@@ -66,34 +65,26 @@ class Group:
         self._under_way: SimpleQueue[tuple[dist.Work | None, Tensor]] = SimpleQueue()
         self._num_sharing = placement.devices.count(placement.devices[self.rank])
         backend = backend_for(placement.devices)
-        is_apart = is_accelerator(self.device)
-        self._is_staged = is_apart and backend == _ON_HOST
+        self._is_staged = is_accelerator(self.device) and backend == _ON_HOST
         select(self.device)
-        # A transfer waits for the other rank, and what a stream is told later waits for it. So no
-        # transfer goes to a stream that computes, and no two kinds of transfer to the same one.
-        self._sending, self._receiving, self._keeping = (Lane(self.device) for _ in range(3))
         # All ranks are on this host, whose name may not resolve to an address.
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = _LOOPBACK
         store = torch.distributed.FileStore(str(ends.meeting), self.size)  # type: ignore[attr-defined]  # its module does not export it
         try:
             dist.init_process_group(
-                backend,
-                store=store,
-                rank=self.rank,
-                world_size=self.size,
-                timeout=_FOREVER,
-                device_id=None if backend == _ON_HOST else self.device,
+                backend, store=store, rank=self.rank, world_size=self.size, timeout=_FOREVER
             )
         except RuntimeError as error:
             raise RuntimeError(
                 f"the ranks of a replica cannot meet over the loopback interface {_LOOPBACK!r}: "
                 f"{error}; is it up (ip link set lo up)?"
             ) from error
-        num_ways = 1 + max(way_from(rank, self.split, self.size) for rank in range(self.size))
-        self._ways = [
-            None if backend == _ON_HOST else self._way_of_its_own() for _ in range(num_ways)
-        ]
-        """Groups for transfers; None is the default group."""
+        # NCCL runs the transfers between two ranks of a group one after the other, and a send ends
+        # when it is received: two stages that send to each other could block for ever.
+        back = dist.new_group(timeout=_FOREVER) if backend != _ON_HOST else None
+        assert not isinstance(back, int), "every rank is in it"
+        self._back = back
+        """Group for transfers to a lower rank; None if the default group serves for them."""
         threading.Thread(target=self._keep_until_arrived, name="keep-sent", daemon=True).start()
 
     @property
@@ -108,16 +99,13 @@ class Group:
     def send(self, to: int, message: object, tensors: Sequence[Tensor] = ()) -> None:
         """See `Ranks`."""
         sent = [self._outgoing(tensor) for tensor in tensors]
-        made = self._sending.mark()
         shapes = [(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in sent]
         try:
             self._ends.writers[to].send_bytes(_encode((message, shapes)))
-            with self._sending.used():
-                self._sending.follow(made)
-                for tensor in sent:
-                    if tensor.numel():
-                        work = dist.isend(tensor, to, group=self._way(self.rank))
-                        self._under_way.put((work, tensor))
+            for tensor in sent:
+                if tensor.numel():
+                    work = dist.isend(tensor, to, group=self._way(self.rank, to))
+                    self._under_way.put((work, tensor))
         except torch.AcceleratorError:
             raise
         except (OSError, RuntimeError) as error:
@@ -154,39 +142,22 @@ class Group:
         return tensor.contiguous()
 
     def _incoming(self, source: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
-        """Receive a tensor and wait for it, so that the time it takes is this call's.
-
-        Nothing that this thread or another has told the device delays it.
-        """
         device = "cpu" if self._is_staged else self.device
-        with self._receiving.used():
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-            if tensor.numel():
-                dist.recv(tensor, source, group=self._way(source))
-            tensor = tensor.to(self.device)
-            arrived = self._receiving.finish()
-        self._receiving.follow(arrived, [tensor])
-        return tensor
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        if tensor.numel():
+            dist.recv(tensor, source, group=self._way(source, self.rank))
+        return tensor.to(self.device)
 
-    def _way(self, source: int) -> dist.ProcessGroup | None:
-        return self._ways[way_from(source, self.split, self.size)]
-
-    def _way_of_its_own(self) -> dist.ProcessGroup:
-        group = dist.new_group(timeout=_FOREVER)
-        assert not isinstance(group, int), "every rank is in it"
-        return group
+    def _way(self, source: int, to: int) -> dist.ProcessGroup | None:
+        return self._back if to < source else None
 
     def _keep_until_arrived(self) -> None:
-        """Keep sent tensors until they have arrived. Runs in a thread, since it must wait.
-
-        NCCL's `wait` returns at once and has the thread's stream wait: here one of its own.
-        """
+        """Keep sent tensors until they have arrived. Runs in a thread, since it must wait."""
         while True:
             work, tensor = self._under_way.get()
             if work is not None:
-                with contextlib.suppress(RuntimeError), self._keeping.used():  # a rank is gone
+                with contextlib.suppress(RuntimeError):  # the other rank is gone
                     work.wait()
-                    self._keeping.finish()
             del work, tensor
 
     def _lose(self, rank: int, error: Exception) -> NoReturn:
@@ -200,19 +171,6 @@ class Group:
 def _alone() -> AbstractContextManager[BatchClock]:
     """Return a context that does nothing: no other batch is computed."""
     return nullcontext(BatchClock())
-
-
-def way_from(source: int, split: Split, size: int) -> int:
-    """Return the number of the group in which a rank's tensors travel, from 0.
-
-    NCCL runs the transfers of a group one after the other, and a send ends when it is received. So
-    the stages of a pipeline take turns with two groups, and the last of an odd number has a third:
-    what a rank sends never waits for what it receives. Of a tensor-parallel network only the lead
-    sends tensors. Its collectives are in the default group.
-    """
-    if split == "tensor":
-        return 0
-    return 2 if size % 2 and source == size - 1 else source % 2
 
 
 def backend_for(devices: Sequence[str]) -> str:

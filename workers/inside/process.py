@@ -9,8 +9,10 @@ batches at once, in threads beside the main one: see `workers.inside.overlap`.
 import gc
 import logging
 import os
+import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -32,6 +34,8 @@ from inferpool.workers.heartbeat import Heartbeat
 from inferpool.workers.inside.allocator import SpareMemory, give_back
 from inferpool.workers.inside.compiling import compile_package
 from inferpool.workers.inside.compute import Computer, Prepared
+from inferpool.workers.inside.decoders import crew_for
+from inferpool.workers.inside.decoding import MoreWork
 from inferpool.workers.inside.group import Group
 from inferpool.workers.inside.overlap import ModelLock, OverlappingBatches
 from inferpool.workers.inside.own_process import (
@@ -62,6 +66,7 @@ def main(
     row: mmap,
     region: mmap,
     ends: RankEnds | None,
+    door: socket.socket | None,
 ) -> None:
     """Run one incarnation, from its first instruction to its exit.
 
@@ -73,6 +78,7 @@ def main(
         row: Heartbeat, mapped for writing.
         region: Large outputs, mapped for writing.
         ends: Connections to the other ranks, if this is the lead of a group; else None.
+        door: Socket on which decoders are introduced, if there will be some; else None.
     """
     heartbeat = Heartbeat(row)
     outputs = OutputStore(region)
@@ -87,6 +93,7 @@ def main(
             lambda stage: outbox.put(StartProgress(stage)),
             on_progress=heartbeat.progressed,
             keep=outputs.keep,
+            door=door,
         )
     give_back()  # free memory that loading and the choice of a preset have left
     gc.freeze()  # loaded objects stay, so later collections can skip them
@@ -134,6 +141,9 @@ class WorkerLoop:
         self._arena = arena
         self._heartbeat = heartbeat
         self._outputs = outputs
+        self._begun: deque[Prepared | None] = deque()
+        """Batches that decoders have begun with, and the sentinel. Used by one thread at a time."""
+        self._more = MoreWork(inbox.fileno(), self._begin_next)
         self._ahead = started_pool(1, "receive")
         self._compute_s = 0.0
         self._spare_memory = SpareMemory(time.monotonic())
@@ -151,7 +161,7 @@ class WorkerLoop:
                 prepared = self._receive_here() if coming is None else self._wait_for(coming)
                 if prepared is None:
                     return
-                overlaps = self._compute_s > _OVERLAP_PAYS_S
+                overlaps = self._compute_s > _OVERLAP_PAYS_S or prepared.decoding is not None
                 coming = self._ahead.submit(self._receive_ahead) if overlaps else None
                 self._answer(prepared)
                 if not prepared.is_canary:
@@ -191,20 +201,41 @@ class WorkerLoop:
 
     def _receive_here(self) -> Prepared | None:
         """Receive a batch in the main thread, which beats while it waits."""
-        while not self._inbox.wait(_BEAT_S):
+        while not self._begun and not self._inbox.wait(_BEAT_S):
             self._heartbeat.beat()
             self._spare_memory.idle(time.monotonic())
         self._heartbeat.beat()
         return self._receive()
 
     def _receive(self) -> Prepared | None:
-        batch = self._inbox.get()
+        """Receive and prepare a batch, and let decoders begin with the next ones meanwhile."""
+        if not self._begun:
+            self._begin()
+        prepared = self._begun.popleft()
+        if prepared is None or prepared.is_canary:
+            return prepared
+        return self._computer.finish(prepared, self._more)
+
+    def _begin_next(self) -> bool:
+        """Begin with a batch if one has arrived; return whether one has."""
+        has_arrived = not self._more.is_over and self._inbox.wait(0)
+        if has_arrived:
+            self._begin()
+        return has_arrived
+
+    def _begin(self) -> None:
+        """Wait for a batch, and begin with it."""
+        computer, batch = self._computer, self._inbox.get()
         if batch is None:
-            return None
+            self._more.is_over = True
+            self._begun.append(None)
+            return
         self._heartbeat.received(batch.id)
-        if not batch.items:
-            return self._computer.prepare_sample(batch.id)
-        return self._computer.prepare(batch.id, batch.items, self._payloads(batch.items))
+        self._begun.append(
+            computer.begin(batch.id, batch.items, self._payloads(batch.items))
+            if batch.items
+            else computer.prepare_sample(batch.id)
+        )
 
     def _payloads(self, items: Sequence[ItemRef]) -> list[memoryview]:
         arena = self._arena
@@ -252,6 +283,7 @@ def load(
     *,
     on_progress: Callable[[], None] = lambda: None,
     keep: Callable[[memoryview], bytes | Stored] = bytes,
+    door: socket.socket | None = None,
 ) -> tuple[Computer, Ready]:
     """Build, load and warm up a model in this thread.
 
@@ -261,6 +293,7 @@ def load(
         tell: Called with each step, for people.
         on_progress: See `Computer`.
         keep: See `Computer`.
+        door: Socket on which decoders are introduced, if there will be some.
 
     Raises:
         ModelError: The model cannot be loaded.
@@ -295,6 +328,9 @@ def load(
     if samples:
         tell("warming up")
         warmup_s = computer.warm_up(samples, sizes_to_warm(device, config.max_batch_size))
+    crew = crew_for(config, model, door, on_progress) if door is not None else None
+    if crew is not None:
+        computer.give_decoders = crew.begin
     return computer, Ready(
         pid=os.getpid(),
         inputs=list(model.inputs),
@@ -309,4 +345,5 @@ def load(
         example=example_of(model, samples),
         reads_own_form=reads_own_form(model),
         files=opened.marks(),
+        decoding=crew.plan if crew else None,
     )

@@ -54,6 +54,10 @@ class WorkerQueue(SimpleQueue):
         self._writer.close()
         self._writer_fd = -1
 
+    def fileno(self) -> int:
+        """Return the descriptor of the receiving end."""
+        return self._reader_fd
+
     def wait(self, timeout_s: float) -> bool:
         """Wait for a message or the end of file; return True if there is one."""
         return bool(self._arrived or self._poller.poll(timeout_s * 1000))

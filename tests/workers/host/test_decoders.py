@@ -1,0 +1,165 @@
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+
+from inferpool.workers.host.engine import WorkerHandle
+from inferpool.workers.host.local import LocalEngine
+from inferpool.workers.messages import BatchDone, ItemError, ItemRef
+from tests.workers.contract import is_gone, started, suspend, until
+
+Put = Callable[..., ItemRef]
+MODEL = "tests.apart_model:ApartModel"
+
+
+async def with_decoders(engine: LocalEngine, num: int, **changes: object) -> WorkerHandle:
+    """Start a worker, and wait until all of its decoders take tasks."""
+    worker = await started(engine, source=MODEL, decoders=num, **changes)
+    await until(lambda: len(worker.vitals().decoders) == num)
+    return worker
+
+
+def pids(worker: WorkerHandle) -> set[int]:
+    return {each.pid for each in worker.vitals().decoders}
+
+
+def prepared_by(done: BatchDone) -> list[int]:
+    return [json.loads(outcome)["by"] for outcome in done.outcomes]  # type: ignore[arg-type]
+
+
+async def until_used(worker: WorkerHandle, put: Put) -> None:
+    """Send batches until each decoder has prepared something."""
+    used: set[int] = set()
+    deadline = time.monotonic() + 30
+    while used != pids(worker) or not used:
+        assert time.monotonic() < deadline, (used, pids(worker))
+        done = await worker.run([put({"n": n}) for n in range(1, 9)])
+        used = set(prepared_by(done)) & pids(worker)
+
+
+async def test_decoders_prepare_the_instances_of_a_worker(engine: LocalEngine, put: Put):
+    worker = await with_decoders(engine, 2)
+    try:
+        await until_used(worker, put)
+        done = await worker.run([put({"n": n}) for n in range(1, 9)])
+        assert [json.loads(each)["twice"] for each in done.outcomes] == list(range(2, 18, 2))  # type: ignore[arg-type]
+        assert set(prepared_by(done)) <= pids(worker)
+    finally:
+        await worker.stop(5)
+
+
+def answered(done: BatchDone) -> list[object]:
+    """Return the answers, or the codes of errors."""
+    return [
+        each.code if isinstance(each, ItemError) else json.loads(each)["twice"]  # type: ignore[arg-type]
+        for each in done.outcomes
+    ]
+
+
+async def test_a_decoder_that_dies_costs_nobody_an_answer(engine: LocalEngine, put: Put, tmp_path):
+    worker = await with_decoders(engine, 2, options={"once": str(tmp_path / "once")})
+    try:
+        await until_used(worker, put)
+        before = pids(worker)
+        refs = [put({"n": n, "do": "kill early" if n == 3 else "ok"}) for n in range(1, 9)]
+        done = await worker.run(refs)
+        assert answered(done) == list(range(2, 18, 2))
+        assert set(prepared_by(done)) <= before
+        await until(lambda: len(pids(worker) - before) == 1)
+        assert sum(each.num_restarts for each in worker.vitals().decoders) == 1
+    finally:
+        await worker.stop(5)
+
+
+@pytest.mark.parametrize("act", ["kill early", "segfault early", "hang early", "spin early"])
+async def test_an_input_that_decoders_die_of_fails_alone(engine: LocalEngine, put: Put, act: str):
+    worker = await with_decoders(engine, 2, batch_timeout_s=4.0)
+    try:
+        await until_used(worker, put)
+        refs = [put({"n": n, "do": act if n == 3 else "ok"}) for n in range(1, 9)]
+        done = await worker.run(refs)
+        assert answered(done) == [2, 4, "worker_crashed", 8, 10, 12, 14, 16]
+        outcome = done.outcomes[2]
+        assert isinstance(outcome, ItemError)
+        assert outcome.message == "2 workers died while they computed this input (both decoders)"
+        await until(lambda: len(pids(worker)) == 2)
+        await until_used(worker, put)
+    finally:
+        await worker.stop(5)
+
+
+async def test_a_stopped_decoder_costs_nobody_an_answer(engine: LocalEngine, put: Put):
+    worker = await with_decoders(engine, 2, batch_timeout_s=4.0)
+    try:
+        await until_used(worker, put)
+        stopped = min(pids(worker))
+        suspend(stopped)
+        done = await worker.run([put({"n": n}) for n in range(1, 9)])
+        assert answered(done) == list(range(2, 18, 2))
+        assert is_gone(stopped)
+    finally:
+        await worker.stop(5)
+
+
+async def test_a_worker_without_living_decoders_prepares_itself(engine: LocalEngine, put: Put):
+    worker = await with_decoders(engine, 1)
+    try:
+        await until_used(worker, put)
+        for _ in range(3):
+            for pid in pids(worker):
+                os.kill(pid, signal.SIGKILL)
+            done = await worker.run([put({"n": n}) for n in range(1, 9)])
+            assert answered(done) == list(range(2, 18, 2))
+        await until(lambda: pids(worker))
+        await until_used(worker, put)
+    finally:
+        await worker.stop(5)
+
+
+async def test_errors_are_those_of_the_worker_itself(engine: LocalEngine, put: Put):
+    bad = [{"n": 1, "do": "raise early"}, {"n": "one"}, {"n": 2}]
+    found = []
+    for num in (0, 1):
+        worker = await with_decoders(engine, num)
+        try:
+            if num:
+                await until_used(worker, put)
+            found.append((await worker.run([put(each) for each in bad])).outcomes[:2])
+        finally:
+            await worker.stop(5)
+    assert found[0] == found[1]
+    assert [each.code for each in found[0]] == ["model_error", "invalid_input"]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("way", ["stop", "kill"])
+async def test_decoders_end_with_their_worker(engine: LocalEngine, put: Put, way: str):
+    worker = await with_decoders(engine, 2)
+    before = pids(worker)
+    if way == "stop":
+        await worker.stop(5)
+    else:
+        os.kill(worker.vitals().pid, signal.SIGKILL)
+    await worker.wait()
+    assert all(is_gone(pid) for pid in before)
+
+
+async def test_a_model_that_does_not_allow_it_gets_no_decoders(engine: LocalEngine, put: Put):
+    worker = await started(engine, decoders=2)
+    try:
+        assert worker.ready.decoding is None
+        assert answered(await worker.run([put({"n": 1})])) == [2]
+        assert not worker.vitals().decoders
+    finally:
+        await worker.stop(5)
+
+
+async def test_decoders_that_die_at_once_are_given_up(engine: LocalEngine, put: Put, caplog):
+    worker = await started(engine, source="tests.apart_model:UnbuildableApart", decoders=1)
+    try:
+        await until(lambda: "does without" in caplog.text)
+        assert answered(await worker.run([put({"n": 1})])) == [2]
+    finally:
+        await worker.stop(5)
