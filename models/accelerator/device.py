@@ -92,7 +92,7 @@ def use_float32() -> None:
 
 def has_tf32() -> bool:
     """Return whether convolutions or matrix products of float32 may be rounded to TF32."""
-    backends = torch.backends
+    backends: Any = torch.backends  # whose annotations leave out `conv` and `rnn`
     found = (backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul)
     return any(each.fp32_precision == "tf32" for each in found)
 
@@ -243,8 +243,31 @@ class GraphPool:
     def captured(self) -> Iterator[Any]:
         """Capture all that this thread tells the device in the block; yield the graph.
 
-        Another thread may go on using the device: its calls do not spoil the capture.
+        Another thread may go on using the device: its calls do not spoil the capture. If the
+        capture fails, the device may be used as before, unless its context is lost.
         """
-        graph = self._module.CUDAGraph()
-        with self._module.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            yield graph
+        module = self._module
+        before = module.current_stream()
+        graph = module.CUDAGraph()
+        try:
+            with module.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                yield graph
+        except BaseException:
+            module.set_stream(before)  # torch 2.11 leaves the one of the capture
+            self._forget_capture(before.device)
+            raise
+
+    def _forget_capture(self, device: torch.device) -> None:
+        """Tell torch's allocator that a capture is over, as `capture_end` does not if it fails.
+
+        Else it would take back no memory that several streams use, and never free the pool
+        (`CUDAGraph::capture_end` in aten/src/ATen/cuda/CUDAGraph.cpp).
+        """
+        for name in ("endAllocateToPool", "releasePool"):
+            call = getattr(torch._C, f"_{device.type}_{name}", None)
+            if call is None:
+                return
+            try:
+                call(device.index, self._pool)
+            except RuntimeError:
+                return  # the allocator knows already: the capture had not begun, or had ended

@@ -1,4 +1,4 @@
-"""Marks of attempts that may use up all memory and kill their process. No torch."""
+"""Marks of attempts that may kill their process, as by using up all memory. No torch."""
 
 import contextlib
 import os
@@ -14,11 +14,11 @@ _HOLDS_S = 24 * 3600.0
 
 
 @contextlib.contextmanager
-def attempt(folder: Path, key: str) -> Iterator[bool]:
-    """Begin an attempt that may use so much memory that the kernel kills processes.
+def attempt(folder: Path, key: str, *, fatal: type[Exception] | tuple[()] = ()) -> Iterator[bool]:
+    """Begin an attempt that may kill this process, or use so much memory that the kernel does.
 
-    Yields whether to go on: False if an attempt of the last day never ended. It may have killed the
-    whole service, and would do so again.
+    Yields whether to go on: False if an attempt of the last day never ended, or ended with an error
+    of the type `fatal`. It may have killed the whole service, and would do so again.
     """
     mark = _mark(folder, key)
     with contextlib.suppress(OSError):
@@ -28,11 +28,16 @@ def attempt(folder: Path, key: str) -> Iterator[bool]:
     with contextlib.suppress(OSError):
         mark.unlink(missing_ok=True)  # it may be a pipe, which nobody reads
         mark.write_text(str(os.getpid()))
+    is_over = True
     try:
         yield True
+    except fatal:
+        is_over = False
+        raise
     finally:
-        with contextlib.suppress(OSError):
-            mark.unlink()
+        if is_over:
+            with contextlib.suppress(OSError):
+                mark.unlink()
 
 
 def forget_attempt(folder: Path, key: str, pid: int) -> None:

@@ -2,14 +2,16 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import torch
 from torch import nn
 
-from inferpool.models.accelerator.device import is_accelerator
+from inferpool.models.accelerator.device import release_memory
+from inferpool.models.agreement import Agreement
 from inferpool.models.base import Model
 from inferpool.models.errors import ModelError
 from inferpool.models.speed.compiled import can_compile
@@ -49,9 +51,17 @@ class SpeedOptions:
 def choose(model: Model, options: SpeedOptions, on_progress: Callable[[str], None]) -> SpeedReport:
     """Give a loaded model the fastest network and decoder whose answers agree with its own.
 
+    The caller's thread is the one that computes in service, since graphs are captured here.
+
     Raises:
         ModelError: The preset or decoder that the settings name cannot be used with this model.
     """
+    report = _choose(model, options, on_progress)
+    release_memory()  # of the networks that were tried, for other replicas on this device
+    return report
+
+
+def _choose(model: Model, options: SpeedOptions, on_progress: Callable[[str], None]) -> SpeedReport:
     exact = model.network
     report = _choose_network(model, options, on_progress)
     if options.chosen is not None:
@@ -99,15 +109,17 @@ def _apply_chosen(trial: Trial, chosen: SpeedReport) -> SpeedReport | None:
         trial.model.network = trial.prepare(chosen.preset)
     except Exception as error:  # the network is the user's: it may raise anything
         logger.warning("the preset %s no longer works: %s", chosen.preset, first_line(error))
-        return None
-    return chosen
+    else:
+        return chosen
+    trial.recover()
+    return None
 
 
 def _compile(
     trial: Trial, options: SpeedOptions, store: VerdictStore, on_progress: Callable[[str], None]
 ) -> None:
     """Make the package, or wait for the worker that makes it."""
-    if trial.device.type != "cpu":
+    if not trial.is_on_cpu:
         raise ModelError(f'speed = "{options.speed}" is for CPUs')
     if trial.has_varying_shapes:
         raise ModelError(
@@ -137,13 +149,23 @@ def _compile(
 
 
 def _apply_named(trial: Trial, name: str) -> SpeedReport:
-    if name in GRAPHED and not is_accelerator(trial.device):
+    if name in GRAPHED and trial.is_on_cpu:
         raise ModelError(f'speed = "{name}" is for GPUs')
     try:
         network = trial.prepare(name)
         agreement = trial.compare(network)
     except Exception as error:  # the network is the user's: it may raise anything
-        raise ModelError(f'speed = "{name}" cannot be used: {first_line(error)}') from error
+        if name not in GRAPHED:
+            raise ModelError(f'speed = "{name}" cannot be used: {first_line(error)}') from error
+        note = f"{name} fails: {first_line(error)}"
+    else:
+        return _applied(trial, name, network, agreement)
+    trial.recover()
+    logger.warning('speed = "%s" cannot be used, and "%s" serves: %s', name, GRAPHED[name], note)
+    return msgspec.structs.replace(_apply_named(trial, GRAPHED[name]), note=note)
+
+
+def _applied(trial: Trial, name: str, network: nn.Module, agreement: Agreement) -> SpeedReport:
     if not agreement.is_within:
         logger.warning('speed = "%s" changes answers: %s', name, agreement.text)
     gain = trial.gain(network)
@@ -165,7 +187,7 @@ def _choose_best(
     with turn:
         report = _reuse(trial, store)
         if report is None:
-            report = _measure(trial, on_progress)
+            report = _measure(trial, store, on_progress)
             store.write(trial.key, report)
     return msgspec.structs.replace(report, measured_s=time.monotonic() - began)
 
@@ -182,26 +204,55 @@ def _reuse(trial: Trial, store: VerdictStore) -> SpeedReport | None:
         agreement = trial.compare(network, max_batches=1)
     except Exception as error:
         logger.warning("the preset %s no longer works: %s", known.preset, first_line(error))
-        return None
-    if not agreement.is_within:
+    else:
+        if agreement.is_within:
+            trial.model.network = network
+            return known
         logger.warning("the preset %s no longer agrees: %s", known.preset, agreement.text)
-        return None
-    trial.model.network = network
-    return known
+    trial.recover()
+    return None
 
 
-def _measure(trial: Trial, on_progress: Callable[[str], None]) -> SpeedReport:
+def _measure(trial: Trial, store: VerdictStore, on_progress: Callable[[str], None]) -> SpeedReport:
     names = [*trial.packages(), *presets_for(trial.exact, trial.device)]
     trial.until = time.monotonic() + _BUDGET_S
     selection = PresetSelection(trial)
-    is_cut_short = False
+    is_complete = _enter_all(selection, names, on_progress)
+    if is_complete and not trial.is_on_cpu and not trial.has_varying_shapes:
+        is_complete = _enter_graphs(trial, store, selection, on_progress)
+    trial.model.network = selection.network
+    return selection.verdict(is_cut_short=not is_complete, is_final=not trial.can_be_compiled)
+
+
+def _enter_all(
+    selection: PresetSelection, names: Sequence[str], on_progress: Callable[[str], None]
+) -> bool:
+    """Try presets in turn, and return whether there was time for all."""
     for number, name in enumerate(names, 1):
         on_progress(f"measuring speed presets {number}/{len(names)}: {name}")
         try:
             selection.enter(name)
         except NoTimeLeftError:
-            is_cut_short = True
             selection.notes.append(f"no time was left for {', '.join(names[number - 1 :])}")
-            break
-    trial.model.network = selection.network
-    return selection.verdict(is_cut_short=is_cut_short, is_final=not trial.can_be_compiled)
+            return False
+    return True
+
+
+def _enter_graphs(
+    trial: Trial,
+    store: VerdictStore,
+    selection: PresetSelection,
+    on_progress: Callable[[str], None],
+) -> bool:
+    """Try graphs of the presets that agree, the fastest first.
+
+    A capture that breaks the device ends this process. The next one then serves without graphs.
+    """
+    graphs = {base: name for name, base in GRAPHED.items()}
+    agreeing = sorted(selection.gains, key=selection.gains.__getitem__, reverse=True)
+    names = [*dict.fromkeys([*(graphs[name] for name in agreeing if name in graphs), "graphed"])]
+    with store.attempt(f"{trial.key}-graphs", fatal=torch.AcceleratorError) as is_first:
+        if is_first:
+            return _enter_all(selection, names, on_progress)
+    selection.notes.append("graphs are not tried today: the last attempt ended its process")
+    return False

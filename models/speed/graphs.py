@@ -1,19 +1,23 @@
 """Replays a network's kernels as CUDA graphs: one launch for all of them. Worker processes only.
 
 A graph is captured for certain shapes and always uses the same memory: inputs are copied in,
-outputs copied out. A batch is filled up to the next power of two, which has a graph, and the
-outputs are cut to its size. See "CUDA graphs" in PyTorch's notes on CUDA semantics.
+outputs copied out. Graphs are captured before service begins, since a capture forbids much to the
+process and takes long. A batch is computed by the next larger graph, and the outputs are cut to its
+size. See "CUDA graphs" in PyTorch's notes on CUDA semantics.
 
-CUDA graphs have never run on a device, so `auto` does not try them.
+This has run on the tests' simulated accelerator, and never on a GPU.
 """
 
-from collections.abc import Callable
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from inferpool.models.accelerator.device import GraphPool
+from inferpool.models.accelerator.device import GraphPool, current_stream
 
 _NUM_WARM = 3
 """Calls before a capture, in which libraries choose kernels and allocate memory."""
@@ -31,7 +35,9 @@ class _Graph(NamedTuple):
 
 
 class Graphed(nn.Module):
-    """A network that is called through CUDA graphs, for batches of any size.
+    """A network that is called through CUDA graphs, where there are some for the inputs' shapes.
+
+    One thread calls it at a time. Streams of the accelerator may change from call to call.
 
     Args:
         network: All its inputs and outputs have the batch first.
@@ -42,34 +48,81 @@ class Graphed(nn.Module):
         super().__init__()
         self.network = network
         self._capture = capture or _DeviceCapture()
-        self._graphs: dict[tuple[object, ...], _Graph] = {}
+        self._is_capturing = False
+        self._graphs: dict[tuple[object, ...], dict[int, _Graph]] = {}
+        """Graphs by the inputs' shapes and dtypes without the batch, and by batch size."""
+        self._sizes: dict[tuple[object, ...], list[int]] = {}
+        """Batch sizes of these graphs, in rising order."""
+        self._last_stream = current_stream()
         memory_format = getattr(network, "memory_format", None)
         if memory_format is not None:
             self.memory_format = memory_format
 
+    @property
+    def num_graphs(self) -> int:
+        """Number of graphs that were captured."""
+        return sum(map(len, self._graphs.values()))
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Capture a graph for each call in the block whose shapes have none.
+
+        Graphs share memory, so begin with the largest batch: the others then fit into its memory.
+        """
+        self._is_capturing = True
+        try:
+            yield
+        finally:
+            self._is_capturing = False
+
     def forward(self, *inputs: Tensor) -> object:
-        """Compute a batch."""
+        """Compute a batch: by the smallest graph that it fits into, or without one."""
         size = len(inputs[0])
-        full = 1 << (size - 1).bit_length()
-        key = (full, *((x.shape[1:], x.dtype, x.stride()[1:]) for x in inputs))
-        graph = self._graphs.get(key)
-        if graph is None:
-            if len(self._graphs) >= _MAX_GRAPHS:
-                return self.network(*inputs)
-            graph = self._graphs[key] = self._make(full, inputs)
+        form = tuple((x.shape[1:], x.dtype) for x in inputs)
+        if self._is_capturing:
+            self._add(size, form, inputs)
+        sizes = self._sizes.get(form, [])
+        place = bisect_left(sizes, size)
+        if place == len(sizes):
+            return self.network(*inputs)
+        graph = self._graphs[form][sizes[place]]
+        self._follow_stream()
         for held, x in zip(graph.inputs, inputs, strict=True):
             held[:size].copy_(x)
         graph.replay()
+        # The next replay writes over the outputs, while the caller may still hold these.
         return pytree.tree_map_only(Tensor, lambda out: out[:size].clone(), graph.outputs)
 
-    def _make(self, full: int, inputs: tuple[Tensor, ...]) -> _Graph:
-        # Of the layout that the inputs have; what fills them up is the last instance, again.
-        held = tuple(x[[*range(len(x)), *[-1] * (full - len(x))]].clone() for x in inputs)
+    def _add(self, size: int, form: tuple[object, ...], inputs: Sequence[Tensor]) -> None:
+        graphs = self._graphs.setdefault(form, {})
+        if size in graphs or self.num_graphs >= _MAX_GRAPHS:
+            return
+        graphs[size] = self._make(size, inputs)
+        insort(self._sizes.setdefault(form, []), size)
+
+    def _make(self, size: int, inputs: Sequence[Tensor]) -> _Graph:
+        held = tuple(self._laid_out(x) for x in inputs)
         outputs, replay = self._capture(lambda: self.network(*held))
-        for out in pytree.tree_leaves(outputs):
-            if not isinstance(out, Tensor) or out.dim() == 0 or len(out) != full:
-                raise ValueError("an output does not have the batch first: it cannot be captured")
+        for each in (*held, *pytree.tree_leaves(outputs)):
+            if not isinstance(each, Tensor) or each.dim() == 0 or len(each) != size:
+                raise ValueError(
+                    "an input or output does not have the batch first: it cannot be captured"
+                )
         return _Graph(held, outputs, replay)
+
+    def _laid_out(self, x: Tensor) -> Tensor:
+        """Copy an input in the layout that the network prefers; batches may come in any."""
+        is_image = x.dim() == 4
+        wanted = getattr(self, "memory_format", None) if is_image else None
+        return x.clone(memory_format=wanted or torch.contiguous_format)
+
+    def _follow_stream(self) -> None:
+        """Let this thread's stream wait for the last one's use of the graphs' memory."""
+        stream, last = current_stream(), self._last_stream
+        if stream is not None and stream != last:
+            if last is not None:
+                stream.wait_stream(last)
+            self._last_stream = stream
 
 
 class _DeviceCapture:

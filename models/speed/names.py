@@ -7,25 +7,29 @@ import msgspec
 COMPILED = ("compiled_bf16", "compiled")
 """Presets that take minutes to make and then load at once, in the order to try them."""
 
-GRAPHED = {"graphed": "folded", "graphed_fp16": "fp16"}
+GRAPHED = {
+    "graphed": "folded",
+    "graphed_tf32": "tf32",
+    "graphed_bf16": "bf16",
+    "graphed_fp16": "fp16",
+}
 """Presets that replay another one as CUDA graphs."""
 
 CHOICES = (
-    *("auto", "exact", "channels_last", "folded", "bf16", "fp16"),
+    *("auto", "exact", "channels_last", "folded", "tf32", "bf16", "fp16"),
     *(*reversed(COMPILED), *GRAPHED),
 )
 """Values of the setting `speed`.
 
 `exact` serves the network as it is, in float32. `channels_last` keeps the colours of each pixel
-together; `folded` also folds batch normalisation into convolutions; `bf16` and `fp16` also keep
-weights and activations in 16 bits. `compiled` and `compiled_bf16` compile the folded or bf16
-network to machine code once, which takes a C++ compiler and a minute. `graphed` and
-`graphed_fp16` launch all kernels of `folded` or `fp16` at once, on a GPU, if named. CUDA graphs
-have never run on a device, so `auto` does not try them: it takes the fastest of the others that
-agrees with `exact`.
+together; `folded` also folds batch normalisation into convolutions. `tf32` lets a GPU round what
+`folded` multiplies to TF32; `bf16` and `fp16` keep weights and activations in 16 bits. `compiled`
+and `compiled_bf16` compile the folded or bf16 network to machine code for CPUs once, which takes a
+C++ compiler and a minute. The `graphed` ones launch all kernels of another preset at once, on a
+GPU. `auto` takes the fastest that agrees with `exact`.
 """
 
-ANY_SIZE = ("exact", "channels_last", "folded", "bf16", "fp16", *GRAPHED)
+ANY_SIZE = ("exact", "channels_last", "folded", "tf32", "bf16", "fp16", *GRAPHED)
 """Presets that compute a batch of any size as it is; the others are made for certain sizes."""
 
 

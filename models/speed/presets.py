@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 
 import torch
@@ -11,14 +11,13 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from inferpool.models.accelerator.device import is_accelerator
-from inferpool.models.speed.graphs import Graphed
-from inferpool.models.speed.names import GRAPHED
+from inferpool.models.accelerator.device import has_tf32, is_accelerator, tf32
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _LAYERS = (nn.Linear, *_CONVOLUTIONS)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _LOW_BITS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_MADE_HERE = ("channels_last", "folded", "tf32", *_LOW_BITS)
 
 
 def presets_for(network: nn.Module, device: torch.device) -> list[str]:
@@ -30,7 +29,8 @@ def presets_for(network: nn.Module, device: torch.device) -> list[str]:
     elif any(isinstance(module, nn.Conv2d) for module in modules):
         names.append("channels_last")  # which `folded` has in it
     if is_accelerator(device):
-        return [*names, "bf16", "fp16"]
+        # A model that has asked for TF32 has it in `exact`.
+        return [*names, *([] if has_tf32() else ["tf32"]), "bf16", "fp16"]
     # Without the instructions it would be emulated, and slower.
     has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return [*names, "bf16"] if has_bf16 else names
@@ -50,14 +50,16 @@ class Recast(nn.Module):
     memory_format = torch.channels_last
     """Layout in which inputs are best made."""
 
-    def __init__(self, network: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, network: nn.Module, dtype: torch.dtype, *, is_tf32: bool = False) -> None:
         super().__init__()
         self.network = network
         self.dtype = dtype
+        self._rounding = tf32 if is_tf32 else nullcontext
 
     def forward(self, *inputs: Tensor) -> object:
         """Convert the inputs, call the network, and convert its outputs."""
-        output = self.network(*(self._recast(x) for x in inputs))
+        with self._rounding():
+            output = self.network(*(self._recast(x) for x in inputs))
         if self.dtype == torch.float32:
             return output
         return pytree.tree_map_only(Tensor, self._restored, output)
@@ -76,13 +78,11 @@ def prepare(name: str, network: nn.Module, run: Callable[[nn.Module], object]) -
     """Make the network of a preset; the given one stays as it is.
 
     Args:
-        name: The preset.
+        name: The preset, neither compiled nor graphed.
         network: The exact network.
         run: Calls the given network with samples of every kind.
     """
-    if name in GRAPHED:
-        return Graphed(prepare(GRAPHED[name], network, run)).eval()
-    if name not in ("channels_last", "folded", *_LOW_BITS):
+    if name not in _MADE_HERE:
         raise ValueError(f"there is no preset {name!r}")
     changed = deepcopy(network)
     if name != "channels_last":
@@ -90,7 +90,8 @@ def prepare(name: str, network: nn.Module, run: Callable[[nn.Module], object]) -
     dtype = _LOW_BITS.get(name, torch.float32)
     if dtype != torch.float32:
         correct_biases(changed, dtype, lambda: run(changed))
-    return Recast(changed.to(dtype).to(memory_format=torch.channels_last), dtype).eval()
+    changed = changed.to(dtype).to(memory_format=torch.channels_last)
+    return Recast(changed, dtype, is_tf32=name == "tf32").eval()
 
 
 def fold_batch_norms(network: nn.Module, run: Callable[[], object]) -> int:

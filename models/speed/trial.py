@@ -7,7 +7,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,13 +15,22 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from inferpool.models.accelerator.device import name_of
+from inferpool.models.accelerator.device import (
+    is_accelerator,
+    name_of,
+    pinned,
+    release_memory,
+    synchronize,
+)
+from inferpool.models.accelerator.out_of_memory import is_out_of_memory
 from inferpool.models.agreement import Agreement
 from inferpool.models.base import Model
 from inferpool.models.item import Features, Item
 from inferpool.models.speed.compiled import Compiled
-from inferpool.models.speed.names import COMPILED, SpeedReport
+from inferpool.models.speed.graphs import Graphed
+from inferpool.models.speed.names import COMPILED, GRAPHED, SpeedReport
 from inferpool.models.speed.presets import can_be_changed, prepare
+from inferpool.models.speed.sizes import steps_to
 from inferpool.models.speed.verdicts import VerdictStore, fingerprint
 
 logger = logging.getLogger(__name__)
@@ -34,9 +43,11 @@ _MIN_ROUNDS, _MAX_ROUNDS = 3, 15
 _CLEAR_SPREAD = 1.1
 """Rounds that differ by less than this factor are enough."""
 _BATCH_S = 0.25
-"""Longest batch for timing; larger ones are made smaller, so that several fit into the time."""
+"""Longest batch for timing and graphs. Larger ones are made smaller, so that several fit into the
+time; launches are a small part of those."""
 _COMPARED_BATCH = 8
 _MAX_TIMED_BATCH = 32
+"""Largest batch for timing on a CPU."""
 _CALIBRATION_BATCH = 12
 _CALIBRATION_S = 2.0
 """Time for one look at the exact network's inner values."""
@@ -79,7 +90,7 @@ class Trial:
         self.exact = network
         tensor = next(iter(network.state_dict().values()))
         self.device = tensor.device
-        self.device_name = name_of(self.device)
+        self.is_on_cpu = not is_accelerator(self.device)
         self._items: Sequence[Item] = list(model.samples())
         if not self._items:
             self.obstacle = "no sample inputs to verify presets on"
@@ -93,6 +104,7 @@ class Trial:
         self._clock = clock or time.perf_counter
         self._patience = patience
         self._single_s: float | None = None
+        self._sizes: Sequence[int] = ()
         self._key = ""
 
     @property
@@ -102,7 +114,8 @@ class Trial:
             self._key = fingerprint(
                 self.exact,
                 self.model.tolerance,
-                self.device_name,
+                self.device.type,
+                name_of(self.device),
                 torch.get_num_threads(),
                 self._max_batch_size,
             )
@@ -111,7 +124,7 @@ class Trial:
     @property
     def can_be_compiled(self) -> bool:
         """True if packages can be kept, and made for this device and these inputs."""
-        has_place = self.device.type == "cpu" and self._store.has_room_for_packages
+        has_place = self.is_on_cpu and self._store.has_room_for_packages
         return has_place and not self.has_varying_shapes
 
     @property
@@ -129,6 +142,13 @@ class Trial:
             return False
         return len(looks) > 1
 
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Batch sizes of service on an accelerator that fit and take no long time, rising."""
+        if not self._sizes:
+            self._sizes = self._found_sizes()
+        return self._sizes
+
     def package(self, preset: str) -> Path | None:
         """Return the path of a preset's compiled package, if it exists and is undamaged."""
         return self._store.package(self.key, preset)
@@ -139,6 +159,8 @@ class Trial:
 
     def prepare(self, name: str) -> nn.Module:
         """Return the network of a preset."""
+        if name in GRAPHED:
+            return self._graphed(GRAPHED[name])
         if name in COMPILED:
             path = self.package(name)
             if path is None:
@@ -157,36 +179,74 @@ class Trial:
 
     def compare(self, network: nn.Module, max_batches: int | None = None) -> Agreement:
         """Compare the outputs of a network with the exact ones."""
-        pairs = [(exact, self._run(network, batch)) for batch, exact in self._exact(max_batches)]
-        exact, other = (
-            {name: torch.cat([each[side][name] for each in pairs]) for name in pairs[0][side]}
-            for side in (0, 1)
+        return self._judged(
+            (exact, self._run(network, batch)) for batch, exact in self._exact(max_batches)
         )
-        return self.model.tolerance.judge(exact, other)
 
     def gain(self, network: nn.Module) -> float:
         """Return its speed relative to the exact one: the geometric mean over batch sizes."""
-        sizes = {1, self._fitting(min(self._max_batch_size, _MAX_TIMED_BATCH))}
+        most = min(self._max_batch_size, _MAX_TIMED_BATCH)
+        sizes = {1, self._fitting(most) if self.is_on_cpu else self.sizes[-1]}
         gains = [self._gain(network, self._collate(range(size))) for size in sorted(sizes)]
         return float(math.prod(gains) ** (1 / len(gains)))
+
+    def recover(self) -> None:
+        """Take back the memory of a preset that failed.
+
+        Raises:
+            torch.AcceleratorError: The device's context is lost.
+        """
+        if not self.is_on_cpu:
+            synchronize(self.device)
+            release_memory()
+
+    def _graphed(self, name: str) -> Graphed:
+        """Capture graphs of a preset for all sizes, and compare each with the preset itself."""
+        if self.has_varying_shapes:
+            raise ValueError("graphs are for inputs of one shape, and the samples have several")
+        network = prepare(name, self.exact, self.calibrate)
+        graphed = Graphed(network).eval()
+        with graphed.capturing():
+            for size in reversed(self.sizes):
+                self._run(graphed, self._collate(range(size)))
+        batches = [self._collate(range(1, size + 1)) for size in self.sizes]  # not those captured
+        agreement = self._judged(
+            (self._run(network, batch), self._run(graphed, batch)) for batch in batches
+        )
+        if not agreement.is_within:
+            raise ValueError(f"graphs compute something else: {agreement.text}")
+        return graphed
+
+    def _found_sizes(self) -> Sequence[int]:
+        sizes: list[int] = []
+        for size in steps_to(self._max_batch_size):
+            batch = self._collate(range(size))
+            try:
+                self._seconds(self.exact, batch)  # the first call of a size is no measure
+                took_s = self._seconds(self.exact, batch)
+            except RuntimeError as error:
+                if not sizes or not is_out_of_memory(error):
+                    raise
+                break
+            if sizes and took_s > _BATCH_S:
+                break
+            sizes.append(size)
+        release_memory()
+        return sizes
 
     def _gain(self, network: nn.Module, batch: Features) -> float:
         """Return the median over rounds in which they take turns, so that slow moments hit both."""
         ratios: list[float] = []
         began = self._clock()
         for each in (network, self.exact):
-            self._run(each, batch)
+            self._seconds(each, batch)
         while len(ratios) < _MIN_ROUNDS or (
             self._clock() < began + _ROUNDS_S * self._patience
             and time.monotonic() < self.until
             and len(ratios) < _MAX_ROUNDS
             and max(ratios) > min(ratios) * _CLEAR_SPREAD
         ):
-            seconds = []
-            for each in (self.exact, network):
-                start = self._clock()
-                self._run(each, batch)
-                seconds.append(self._clock() - start)
+            seconds = [self._seconds(each, batch) for each in (self.exact, network)]
             ratios.append(seconds[0] / max(seconds[1], 1e-9))
         return statistics.median(ratios)
 
@@ -208,15 +268,17 @@ class Trial:
         """Return the size, or a smaller one if such a batch would take too long."""
         if self._single_s is None:
             single = self._collate([0])
-            self._run(self.exact, single)  # the first call of a network is no measure
-            began = self._clock()
-            self._run(self.exact, single)
-            self._single_s = self._clock() - began
+            self._seconds(self.exact, single)  # the first call of a network is no measure
+            self._single_s = self._seconds(self.exact, single)
         return max(1, min(size, int(within_s / max(self._single_s, 1e-6))))
 
     @torch.inference_mode()
     def _collate(self, numbers: Sequence[int]) -> Features:
-        return self.model.collate([self._features_of(number) for number in numbers])
+        """Make a batch of samples as a worker does."""
+        batch = self.model.collate([self._features_of(number) for number in numbers])
+        if self.is_on_cpu:
+            return batch
+        return {name: pinned(value) for name, value in batch.items()}
 
     @torch.inference_mode()
     def _features_of(self, number: int) -> Features:
@@ -225,14 +287,37 @@ class Trial:
             self._features[i] = self.model.preprocess(self._items[i])
         return self._features[i]
 
+    def _seconds(self, network: nn.Module, batch: Features) -> float:
+        """Time a batch. On an accelerator that is the way there and the network.
+
+        The way back and the postprocessing are the same for all presets, and large beside a fast
+        network.
+        """
+        if self.is_on_cpu:
+            began = self._clock()
+            self._run(network, batch)
+            return self._clock() - began
+        synchronize(self.device)
+        began = self._clock()
+        self._forward(network, batch)
+        synchronize(self.device)
+        return self._clock() - began
+
     @torch.inference_mode()
     def _run(self, network: nn.Module, batch: Features) -> dict[str, Tensor]:
+        outputs = self._forward(network, batch)
+        return dict(self.model.postprocess({name: out.cpu() for name, out in outputs.items()}))
+
+    @torch.inference_mode()
+    def _forward(self, network: nn.Module, batch: Features) -> Features:
         if time.monotonic() > self.until:
             raise NoTimeLeftError
         with using_network(self.model, network):
-            outputs = self.model.forward(batch)
-        # On a GPU nothing has been computed before the outputs are here.
-        return dict(self.model.postprocess({name: out.cpu() for name, out in outputs.items()}))
+            return self.model.forward(batch)
+
+    def _judged(self, pairs: Iterable[tuple[Features, Features]]) -> Agreement:
+        wanted, found = zip(*pairs, strict=True)
+        return self.model.tolerance.judge(_joined(wanted), _joined(found))
 
 
 class PresetSelection:
@@ -244,12 +329,15 @@ class PresetSelection:
         self.network: nn.Module = trial.exact
         self.notes: list[str] = []
         """Result of each preset, for a person to read."""
+        self.gains: dict[str, float] = {}
+        """Gains of the presets that agree."""
 
     def enter(self, name: str) -> bool:
         """Try a preset, and return whether its answers agree.
 
         Raises:
             NoTimeLeftError: There was no time to judge it.
+            torch.AcceleratorError: It has broken the device's context.
         """
         try:
             network = self._trial.prepare(name)
@@ -263,12 +351,18 @@ class PresetSelection:
         except Exception as error:  # the network is the user's: it may raise anything
             logger.debug("the preset %s fails", name, exc_info=True)
             self.notes.append(f"{name} fails: {first_line(error)}")
-            return False
+        else:
+            self._note(name, network, agreement, gain)
+            return True
+        self._trial.recover()  # now that the error holds none of its memory
+        return False
+
+    def _note(self, name: str, network: nn.Module, agreement: Agreement, gain: float) -> None:
         self.notes.append(f"{name} {gain:.2f} x")
+        self.gains[name] = gain
         if gain > self.best.gain * _LEAST_GAIN:
             self.best = SpeedReport(preset=name, gain=gain, deviation=agreement.deviation)
             self.network = network
-        return True
 
     def verdict(self, *, is_cut_short: bool = False, is_final: bool = True) -> SpeedReport:
         """Return the report about the best."""
@@ -279,6 +373,10 @@ class PresetSelection:
             is_final=is_final,
             key=self._trial.key,
         )
+
+
+def _joined(batches: Sequence[Features]) -> dict[str, Tensor]:
+    return {name: torch.cat([each[name] for each in batches]) for name in batches[0]}
 
 
 def first_line(error: Exception) -> str:

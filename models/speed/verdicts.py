@@ -214,12 +214,12 @@ class VerdictStore:
             yield
 
     @contextlib.contextmanager
-    def attempt(self, key: str) -> Iterator[bool]:
-        """Begin an attempt that may use up memory; see `models.speed.attempts`."""
+    def attempt(self, key: str, *, fatal: type[Exception] | tuple[()] = ()) -> Iterator[bool]:
+        """Begin an attempt that may kill this process; see `models.speed.attempts`."""
         if self._folder is None:
             yield True
             return
-        with attempt(self._folder, key) as is_first:
+        with attempt(self._folder, key, fatal=fatal) as is_first:
             yield is_first
 
     @contextlib.contextmanager
