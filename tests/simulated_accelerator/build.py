@@ -23,8 +23,7 @@ LIBRARY = "libsim.so"
 NAME = "simulated-accelerator"
 _SOURCES = Path(__file__).with_name("cpp")
 _UNITS = (
-    ("autocast.cpp",),
-    ("operators.cpp", "tensors.cpp", "shapes.cpp"),
+    ("operators.cpp", "tensors.cpp", "shapes.cpp", "autocast.cpp"),
     ("controls.cpp",),
     ("devices.cpp", "ledger.cpp", "memory.cpp", "pinned.cpp", "graphs.cpp", "guard.cpp"),
 )

@@ -29,6 +29,7 @@ from torch.accelerator import (  # noqa: F401  # names of torch.cuda
     set_stream,
 )
 
+from tests.simulated_accelerator import collectives
 from tests.simulated_accelerator.build import LIBRARY, NAME
 
 Device = torch.device | str | int | None
@@ -45,6 +46,7 @@ def autoload() -> None:
     torch.ops.load_library(str(distribution(NAME).locate_file(LIBRARY)))
     torch._register_device_module("sim", sys.modules[__name__])
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    collectives.register()
     for name, us in json.loads(os.environ.get("SIM_DURATIONS_US") or "{}").items():
         set_duration_us(name, **us) if isinstance(us, Mapping) else set_duration_us(name, us)
     atexit.register(lambda: _ops().drain(_DRAINED_WITHIN_S))

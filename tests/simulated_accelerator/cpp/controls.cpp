@@ -46,6 +46,12 @@ void busy(int64_t device, int64_t stream, double us) {
   submit(int(device), stream, [] {}, {int64_t(us), false});
 }
 
+/// As cudaLaunchHostFunc.
+void launch_host(int64_t device, int64_t stream, int64_t function, int64_t argument) {
+  submit(int(device), stream,
+      [call = reinterpret_cast<void (*)(int64_t)>(function), argument] { call(argument); });
+}
+
 bool was_used() {
   for (int i = 0; i < num_devices(); i++)
     if (device_at(i).is_used) return true;
@@ -107,6 +113,10 @@ TORCH_LIBRARY(sim, m) {
   m.def("hold(int device, int stream) -> int", &sim::hold);
   m.def("let_go(int gate) -> ()", &sim::let_go);
   m.def("busy(int device, int stream, float us) -> ()", &sim::busy);
+  m.def("launch_host(int device, int stream, int function, int argument) -> ()", &sim::launch_host);
+  m.def("kernel_address(int address) -> int", [](int64_t address) {
+    return reinterpret_cast<int64_t>(sim::kernel_address(reinterpret_cast<void*>(address)));
+  });
   m.def("was_used() -> bool", &sim::was_used);
   m.def("is_forked() -> bool", &sim::is_forked);
   m.def("num_devices() -> int", [] { return int64_t(sim::num_devices()); });

@@ -185,7 +185,10 @@ void set_stream(int device, int64_t stream) {
   these_streams.resize(devices().size(), 0);
   these_streams.at(device) = stream;
 }
-int64_t take_stream(int device) { return 1 + device_at(device).next_stream++ % (kNumStreams - 1); }
+int64_t take_stream(int device, bool is_high_priority) {
+  int64_t taken = device_at(device).next_stream[is_high_priority]++;
+  return 1 + (is_high_priority ? kPoolSize : 0) + taken % kPoolSize;
+}
 bool is_forked() { return forked; }
 
 void fail(int code, const std::string& message) {

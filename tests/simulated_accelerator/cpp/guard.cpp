@@ -46,11 +46,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getDefaultStream(c10::Device device) const override {
     return stream_of(index_of(device), 0);
   }
-  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
-    return getNewStream(device, 0);
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool is_high) const override {
+    return getNewStream(device, is_high ? -1 : 0);
   }
-  c10::Stream getNewStream(c10::Device device, int) const override {
-    return stream_of(index_of(device), take_stream(index_of(device)));
+  c10::Stream getNewStream(c10::Device device, int priority) const override {
+    return stream_of(index_of(device), take_stream(index_of(device), priority < 0));
   }
   c10::Stream exchangeStream(c10::Stream stream) const override {
     c10::Stream before = getStream(stream.device());

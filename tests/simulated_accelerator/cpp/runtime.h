@@ -23,8 +23,10 @@ namespace sim {
 constexpr auto kType = c10::DeviceType::PrivateUse1;
 constexpr int kPoison = 0xCB;
 constexpr int kMaxDevices = 16;
-constexpr int kNumStreams =
-    33; // the default one, and a pool that is handed out in turns, as CUDA's
+constexpr int kPoolSize = 32;
+// The default one, and two pools of streams that are handed out in turns, as CUDA's. The second one
+// has those of high priority, which communicators use.
+constexpr int kNumStreams = 1 + 2 * kPoolSize;
 
 // The numbers that CUDA gives to these errors.
 constexpr int kIllegalAccess = 700, kAssert = 710, kUnknown = 999;
@@ -78,7 +80,7 @@ struct DeviceState {
   ptrdiff_t offset = 0; // from there to the addresses that kernels use
   size_t reach = 0, capacity = 0, limit = 0;
   StreamState streams[kNumStreams];
-  std::atomic<int64_t> next_stream{0};
+  std::atomic<int64_t> next_stream[2]{0, 0}; // of each pool
   std::atomic<int> error{0};
   std::string message; // of the error
   std::atomic<bool> is_used{false};
@@ -104,7 +106,7 @@ int current_device();
 void set_device(int device);
 int64_t current_stream(int device);
 void set_stream(int device, int64_t stream);
-int64_t take_stream(int device);
+int64_t take_stream(int device, bool is_high_priority);
 bool is_forked();
 [[noreturn]] void fail(int code, const std::string& message);
 void break_device(DeviceState& device, int code, const std::string& message);
