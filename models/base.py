@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +10,7 @@ from inferpool.models.agreement import Tolerance, ValueTolerance
 from inferpool.models.errors import InputError, ModelError
 from inferpool.models.inputs import features_of
 from inferpool.models.item import Features, Item
-from inferpool.models.spec import MAX_IMAGE_PIXELS, Placement, TensorSpec
+from inferpool.models.spec import MAX_IMAGE_PIXELS, Decoding, Placement, TensorSpec
 from inferpool.models.split.network import LoadIsOver, SplitNetwork, load_part, load_whole
 from inferpool.models.split.ranks import NetworkToSplit, Ranks
 from inferpool.models.split.report import SplitReport
@@ -52,9 +51,9 @@ class Model:
     to False if they mean something."""
     max_image_pixels = MAX_IMAGE_PIXELS
     """The setting of that name, for `decode_image`. The worker sets it before `load`."""
-    decode: Literal["exact", "fast"] = "exact"
-    """How `preprocess` is to decode. The worker sets it after `load`, and to "fast" only if there
-    are `encoded_samples`."""
+    decode: Decoding = "exact"
+    """How to decode. The worker sets it after `load`: to one of `fast_decodings` only if there are
+    `encoded_samples`."""
     prepares_apart: bool = False
     """True if `preprocess` and `warmup` need nothing that `load` sets: then decoders, which build
     the model without loading it, may prepare its instances in processes of their own."""
@@ -226,6 +225,11 @@ class Model:
     def encoded_samples(self) -> Sequence[Item]:
         """Return encoded instances to try `decode = "fast"` on; by default none."""
         return ()
+
+    @property
+    def fast_decodings(self) -> Sequence[Decoding]:
+        """Values of `decode`, besides "exact", that this loaded model knows; each is tried."""
+        return ("fast",)
 
 
 def load_model(model: Model, placement: Placement) -> None:

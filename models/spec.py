@@ -9,6 +9,9 @@ import msgspec
 
 Split = Literal["pipeline", "tensor"]
 """How a replica is split over several devices: into stages, or each matrix into parts."""
+Decoding = Literal["exact", "fast", "device"]
+"""How a model decodes its inputs: as its authors did; fast, with other rounding; or on its device
+where that can be done, and exactly elsewhere."""
 
 _MOST_AT_ONCE = 4
 """Batches that a pipeline computes at once."""

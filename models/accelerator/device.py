@@ -72,6 +72,18 @@ def current_stream() -> torch.Stream | None:
     return module.current_stream() if module is not None else None
 
 
+def finish_stream(device: Device) -> None:
+    """Wait until a device has done all that it was told on this thread's stream.
+
+    Then its allocator gives this thread no memory that is still read or written.
+
+    Raises:
+        torch.AcceleratorError: The device's context is lost, perhaps by an earlier call.
+    """
+    if is_accelerator(device):
+        torch.accelerator.current_stream(torch.device(device)).synchronize()
+
+
 def use_stream(stream: torch.Stream) -> None:
     """Make a stream, and its device, the current ones of this thread."""
     module = module_of(stream.device)

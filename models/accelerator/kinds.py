@@ -32,6 +32,8 @@ class Accelerator:
     empty if there is none."""
     environment: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Further variables that a process needs before it uses a device."""
+    split_environment: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Variables that each process of a split replica needs beside these."""
 
     @property
     def library(self) -> Any:
@@ -46,6 +48,14 @@ CUDA = Accelerator(
     collectives="nccl",
     decode_jpeg="torchvision.io:decode_jpeg",
     environment={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+    split_environment={
+        # To load a kernel at its first launch, CUDA may wait for all kernels that run; one that
+        # sends runs until another rank receives, which may be loading too (CUDA Programming Guide,
+        # "Lazy Loading", "Concurrent Execution").
+        "CUDA_MODULE_LOADING": "EAGER",
+        # Transfers have groups in which none waits for another: see `workers.inside.group`.
+        "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
+    },
 )
 
 

@@ -1,7 +1,8 @@
-"""Tries fast decoding of inputs, compares it with the exact way, and keeps the verdict.
+"""Tries fast ways to decode inputs, compares them with the exact way, and keeps the verdicts.
 
-Worker processes only. It compares the model's answers with the chosen preset and fast decoding to
-those of the exact network and exact decoding, so the tolerance bounds both changes together.
+Worker processes only. It compares the model's answers with the chosen preset and another way to
+decode to those of the exact network and exact decoding, so the tolerance bounds both changes
+together. Each way is judged apart, and has a verdict of its own.
 """
 
 import hashlib
@@ -10,16 +11,18 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
+from inferpool.models.accelerator.device import is_accelerator, name_of, synchronize
+from inferpool.models.accelerator.out_of_memory import lacks_resources
 from inferpool.models.agreement import Agreement
 from inferpool.models.base import Model
 from inferpool.models.errors import ModelError
 from inferpool.models.item import Features, Item
+from inferpool.models.spec import Decoding
 from inferpool.models.speed.names import SpeedReport
 from inferpool.models.speed.trial import using_network
 from inferpool.models.speed.verdicts import VerdictStore, fingerprint
@@ -28,12 +31,13 @@ logger = logging.getLogger(__name__)
 
 _BATCH = 8
 _LEAST_GAIN = 1.1
-"""Least gain for which fast decoding is used; less may be noise."""
+"""Least gain for which another way is used; less may be noise."""
 _LOCK_WAIT_S = 60.0
+_TITLES = {"fast": "fast decoding", "device": "decoding on the device"}
 
 
 class DecodeTrial:
-    """Comparison of the two ways in which a model can decode its inputs.
+    """Comparison of the ways in which a model can decode its inputs.
 
     Args:
         model: With its network chosen.
@@ -47,19 +51,22 @@ class DecodeTrial:
         self._model = model
         self._exact = exact
         self._store = store
+        tensors = exact.state_dict().values() if isinstance(exact, nn.Module) else ()
+        self._device = next((each.device for each in tensors), torch.device("cpu"))
 
     def choose(
         self, report: SpeedReport, *, is_wanted: bool, on_progress: Callable[[str], None]
     ) -> SpeedReport:
-        """Let the model decode fast if that agrees, and return the completed report.
+        """Let the model decode in the fastest way that agrees, and return the completed report.
 
         Args:
             report: Report about the model's network.
-            is_wanted: Whether the settings name `fast`: then it is used whatever it changes.
+            is_wanted: Whether the settings name `fast`: then one is used whatever it changes.
             on_progress: Called with what is being done.
 
         Raises:
             ModelError: The settings name `fast`, and this model cannot decode fast.
+            torch.AcceleratorError: The device's context is lost.
         """
         items = list(self._model.encoded_samples())
         if not items:
@@ -69,49 +76,75 @@ class DecodeTrial:
         began = time.monotonic()
         with torch.inference_mode():
             first = self._model.preprocess(items[0])
-        key = self._key(first, report.preset)
-        known = self._store.read(key)
-        if known is None:
-            wait = partial(on_progress, "waiting for the choice of a way to decode")
-            with self._store.turn(key, _LOCK_WAIT_S, wait):
-                known = self._store.read(key)
-                if known is None:
-                    on_progress("comparing ways to decode")
-                    known = self._measure(items)
-                    self._store.write(key, known)
+        ways = self._model.fast_decodings
+        verdicts = [self._verdict(way, items, first, report.preset, on_progress) for way in ways]
+        # First those that may be used, then the faster.
+        best = max(
+            range(len(ways)), key=lambda i: (verdicts[i].decode != "exact", verdicts[i].decode_gain)
+        )
+        known = verdicts[best]
         if known.decode == "exact" and is_wanted:
             logger.warning('decode = "fast" is not what "auto" would choose: %s', known.note)
-            known = msgspec.structs.replace(known, decode="fast")
+            known = msgspec.structs.replace(known, decode=ways[best])
+        notes = [report.note, *(verdict.note for verdict in verdicts)]
         report = msgspec.structs.replace(
             report,
-            note="; ".join(each for each in (report.note, known.note) if each),
+            note="; ".join(each for each in notes if each),
             measured_s=report.measured_s + time.monotonic() - began,
         )
         if known.decode == "exact":
             return report
-        self._model.decode = "fast"
+        self._model.decode = known.decode
         return msgspec.structs.replace(
-            report, decode="fast", decode_gain=known.decode_gain, deviation=known.deviation
+            report,
+            decode=known.decode,
+            decode_gain=known.decode_gain,
+            deviation=known.deviation,
         )
 
-    def _key(self, features: Features, preset: str) -> str:
+    def _verdict(
+        self,
+        way: Decoding,
+        items: Sequence[Item],
+        first: Features,
+        preset: str,
+        on_progress: Callable[[str], None],
+    ) -> SpeedReport:
+        key = self._key(way, first, preset)
+        if known := self._store.read(key):
+            return known
+        title = _TITLES[way]
+        with self._store.turn(key, _LOCK_WAIT_S, partial(on_progress, f"waiting to try {title}")):
+            if known := self._store.read(key):
+                return known
+            on_progress(f"comparing {title} with the exact way")
+            known = self._measure(way, items)
+            self._store.write(key, known)
+        return known
+
+    def _key(self, way: Decoding, features: Features, preset: str) -> str:
         network = self._exact if isinstance(self._exact, nn.Module) else nn.Identity()
         sample = hashlib.sha256()
         for name, tensor in sorted(features.items()):
             sample.update(name.encode())
             sample.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return fingerprint(network, self._model.tolerance, preset, sample.hexdigest()) + "-decode"
+        facts = (preset, sample.hexdigest(), name_of(self._device))
+        return f"{fingerprint(network, self._model.tolerance, *facts)}-decode-{way}"
 
-    def _measure(self, items: Sequence[Item]) -> SpeedReport:
+    def _measure(self, way: Decoding, items: Sequence[Item]) -> SpeedReport:
+        title = _TITLES[way]
         try:
-            exact, fast, gain = self._decode(items)
-            agreement = self._compare(exact, fast)
+            exact, found, gain = self._decode(way, items)
+            agreement = self._compare(exact, found)
+        except torch.AcceleratorError:
+            raise  # the context is lost, and nothing more can be tried
         except Exception as error:  # the model is the user's: it may raise anything
-            logger.debug("fast decoding fails", exc_info=True)
-            return SpeedReport(note=f"fast decoding fails: {error}")
+            logger.debug("%s fails", title, exc_info=True)
+            # What lacked memory may have it another time.
+            return SpeedReport(note=f"{title} fails: {error}", is_cut_short=lacks_resources(error))
         finally:
             self._model.decode = "exact"
-        note = f"fast decoding {gain:.2f} x"
+        note = f"{title} {gain:.2f} x"
         if not agreement.is_within:
             return SpeedReport(
                 note=f"{note}, refused: {agreement.text}",
@@ -120,44 +153,52 @@ class DecodeTrial:
             )
         if gain < _LEAST_GAIN:
             return SpeedReport(note=note, decode_gain=gain)
-        return SpeedReport(
-            decode="fast", decode_gain=gain, deviation=agreement.deviation, note=note
-        )
+        return SpeedReport(decode=way, decode_gain=gain, deviation=agreement.deviation, note=note)
 
     @torch.inference_mode()
-    def _decode(self, items: Sequence[Item]) -> tuple[list[Features], list[Features], float]:
-        """Decode the samples both ways in turn, so that a slow moment hits both.
+    def _decode(
+        self, way: Decoding, items: Sequence[Item]
+    ) -> tuple[list[Features], list[Features], float]:
+        """Prepare batches of the samples both ways in turn, so that a slow moment hits both.
 
         Returns:
-            The exact features, the fast ones, and how many times as fast those were.
+            The exact batches, the others, and how many times as fast those were.
         """
-        exact, fast, ratios = [], [], []
-        for item in items:
-            features, exact_s = self._decode_one(item, "exact")
-            exact.append(features)
-            features, fast_s = self._decode_one(item, "fast")
-            fast.append(features)
-            ratios.append(exact_s / max(fast_s, 1e-9))
-        return exact, fast, statistics.median(ratios)
+        exact, found, ratios = [], [], []
+        self._prepare(items[:_BATCH], way)  # the first time takes longer
+        for start in range(0, len(items), _BATCH):
+            chosen = items[start : start + _BATCH]
+            batch, exact_s = self._prepare(chosen, "exact")
+            exact.append(batch)
+            batch, found_s = self._prepare(chosen, way)
+            found.append(batch)
+            ratios.append(exact_s / max(found_s, 1e-9))
+        return exact, found, statistics.median(ratios)
 
-    def _decode_one(self, item: Item, way: Literal["exact", "fast"]) -> tuple[Features, float]:
-        self._model.decode = way
-        began = time.thread_time()
-        features = self._model.preprocess(item)
-        return features, time.thread_time() - began
+    def _prepare(self, items: Sequence[Item], way: Decoding) -> tuple[Features, float]:
+        """Make a batch of items, ready on the device; return how long that took."""
+        model, device = self._model, self._device
+        # A device works while this thread waits for it. On a CPU other processes must not count.
+        clock = time.monotonic if is_accelerator(device) else time.thread_time
+        model.decode = way
+        began = clock()
+        batch = model.collate([model.preprocess(item) for item in items])
+        ready = {name: tensor.to(device) for name, tensor in batch.items()}
+        synchronize(device)
+        return ready, clock() - began
 
-    def _compare(self, exact: Sequence[Features], fast: Sequence[Features]) -> Agreement:
-        found = self._outputs(self._model.network, fast)
-        return self._model.tolerance.judge(self._outputs(self._exact, exact), found)
+    def _compare(self, exact: Sequence[Features], found: Sequence[Features]) -> Agreement:
+        outputs = self._outputs(self._model.network, found)
+        return self._model.tolerance.judge(self._outputs(self._exact, exact), outputs)
 
     @torch.inference_mode()
     def _outputs(
-        self, network: Callable[..., object] | None, features: Sequence[Features]
+        self, network: Callable[..., object] | None, batches: Sequence[Features]
     ) -> dict[str, Tensor]:
         model = self._model
         parts: list[Features] = []
         with using_network(model, network):
-            for start in range(0, len(features), _BATCH):
-                outputs = model.forward(model.collate(features[start : start + _BATCH]))
+            for batch in batches:
+                outputs = model.forward(batch)
                 parts.append(model.postprocess({k: out.cpu() for k, out in outputs.items()}))
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

@@ -1,8 +1,8 @@
 """Names of the presets, and a worker's report about its choice. No torch."""
 
-from typing import Literal
-
 import msgspec
+
+from inferpool.models.spec import Decoding
 
 COMPILED = ("compiled_bf16", "compiled")
 """Presets that take minutes to make and then load at once, in the order to try them."""
@@ -37,8 +37,9 @@ DECODE_CHOICES = ("auto", "exact", "fast")
 """Values of the setting `decode`.
 
 `exact` decodes and resizes pictures as the model's authors did. `fast` decodes large JPEGs at a
-smaller scale and resizes with other rounding. `auto` takes `fast` where it agrees with `exact`,
-and `exact` beside `speed = "exact"`.
+smaller scale and resizes with other rounding, or decodes plain JPEGs on the device: whichever is
+the faster one of those that agree with `exact`. `auto` does so too, but takes `exact` if none
+agrees, and beside `speed = "exact"`.
 """
 
 
@@ -54,9 +55,9 @@ class SpeedReport(msgspec.Struct, frozen=True, kw_only=True):
     """Results of the other presets, or why none was tried, for a person to read."""
     is_cut_short: bool = False
     """True if there was no time to judge all presets."""
-    decode: Literal["exact", "fast"] = "exact"
+    decode: Decoding = "exact"
     decode_gain: float = 1.0
-    """Number of times as fast `fast` prepares a sample input."""
+    """Number of times as fast as `exact` that this way prepares sample inputs."""
     is_final: bool = True
     """True if the presets that take minutes to make have been judged, or are of no use here."""
     key: str = ""
@@ -69,5 +70,6 @@ class SpeedReport(msgspec.Struct, frozen=True, kw_only=True):
         if self.preset == "exact" and self.decode == "exact":
             return f"exact ({self.note})" if self.note else "exact"
         gain = "" if self.preset == "exact" else f", {self.gain:.2f} x exact"
-        decode = f", decoding fast, {self.decode_gain:.2f} x" if self.decode == "fast" else ""
+        way = {"exact": "", "fast": "fast", "device": "on the device"}[self.decode]
+        decode = f", decoding {way}, {self.decode_gain:.2f} x" if way else ""
         return f"{self.preset}{gain}{decode}, largest deviation {self.deviation:.2g}"

@@ -23,7 +23,8 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from inferpool.models.accelerator.device import release_memory, synchronize
+from inferpool.models.accelerator.device import release_memory
+from inferpool.models.accelerator.order import Lane
 from inferpool.models.accelerator.out_of_memory import is_out_of_memory
 from inferpool.models.errors import ModelError, RankError
 from inferpool.models.files.checkpoint import StoredWeights, check_fit
@@ -75,6 +76,7 @@ class Pipeline:
         self.report = report
         self._ranks = ranks
         self._stage = stage
+        self._lane = Lane(ranks.device)
         self._signature = inspect.signature(steps.network.forward)
         self._arguments = steps.arguments
         self._name = type(steps.network).__name__
@@ -139,8 +141,9 @@ class Pipeline:
         if message[0] == "values":
             _, packed, sent_at, held_up_s = message
             held_up_s += max(0.0, free_since - sent_at)
-            message, tensors = self._computed(unpack(packed, tensors, ranks.device), held_up_s)
-        ranks.send((ranks.rank + 1) % ranks.size, message, tensors)
+            self._pass_on(unpack(packed, tensors, ranks.device), held_up_s)
+        else:
+            ranks.send((ranks.rank + 1) % ranks.size, message, tensors)
 
     def _sent(self, pieces: Sequence[Any]) -> tuple[PipelineCall, list[Any]]:
         """Send pieces through all stages, while the caller's thread gives way to others."""
@@ -169,9 +172,7 @@ class Pipeline:
             if num_sent - len(replies) >= _WINDOW * ranks.size:
                 replies.append(self._reply(call))
             try:
-                with torch.inference_mode():
-                    packed, tensors = pack(self._stage(*piece), ranks.device)
-                ranks.send(1, _values(packed, 0.0), tensors)
+                self._compute(piece, 0.0)
             except Exception as error:  # the network is the user's: it may raise anything
                 failed = error
                 break
@@ -197,25 +198,37 @@ class Pipeline:
             raise RankError(rank, text, is_out_of_memory=is_shortage)
         return unpack(message[1], tensors, self._ranks.device)
 
-    def _computed(
-        self, values: Sequence[Any], held_up_s: float
-    ) -> tuple[list[object], list[Tensor]]:
-        try:
+    def _compute(self, values: Sequence[Any], held_up_s: float) -> None:
+        """Compute this stage, wait until the device has done it, and send the results on.
+
+        So the times on the lead are those of the work, and a piece in front of a stage waits on the
+        host, where others can be computed meanwhile. The threads of the lead have this stage on one
+        stream, since each stream keeps the memory that it has once needed.
+        """
+        ranks = self._ranks
+        with self._lane.inserted():
             with torch.inference_mode():
-                packed, tensors = pack(self._stage(*values), self._ranks.device)
-            return _values(packed, held_up_s), tensors
+                packed, tensors = pack(self._stage(*values), ranks.device)
+            self._lane.finish()
+            ranks.send((ranks.rank + 1) % ranks.size, _values(packed, held_up_s), tensors)
+
+    def _pass_on(self, values: Sequence[Any], held_up_s: float) -> None:
+        """Compute this stage, or send its error on."""
+        ranks = self._ranks
+        try:
+            self._compute(values, held_up_s)
         except Exception as error:  # the network is the user's: it may raise anything
             is_shortage = is_out_of_memory(error)
             if isinstance(error, torch.AcceleratorError) and not is_shortage:
                 raise  # the context is lost, and this rank with it
-            logger.exception("stage %d failed", self._ranks.rank)
+            logger.exception("stage %d failed", ranks.rank)
             text = described(error)
             traceback.clear_frames(error.__traceback__)
             if is_shortage:
                 release_memory()
             else:
-                synchronize()  # raises if the context is lost
-            return ["error", self._ranks.rank, text, is_shortage], []
+                self._lane.finish()  # raises if the context is lost
+            ranks.send((ranks.rank + 1) % ranks.size, ["error", ranks.rank, text, is_shortage])
 
     def _bound(self, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[object, ...]:
         """Return the values of the arguments that the network was traced with, in their order."""

@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from inferpool.models.accelerator.device import is_accelerator
+
 
 class Collectives:
     """Sums and gatherings over the ranks, in the default group.
@@ -34,10 +36,10 @@ class Collectives:
 
     def sum(self, part: Tensor) -> Tensor:
         """Add up the parts of all ranks. The result may be `part` itself, overwritten."""
-        part = part.contiguous()
-        dist.all_reduce(part)
+        near = self._near(part).contiguous()
+        dist.all_reduce(near)
         self.num_done += 1
-        return part
+        return near.to(part.device)
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
         """Put the parts of all ranks side by side, along the last dimension.
@@ -48,13 +50,18 @@ class Collectives:
         """
         sent = functional.pad(part, (0, max(widths) - part.shape[-1])).contiguous()
         home = sent.device
-        if home.type != "cpu" and dist.get_backend() == "gloo":  # it gathers on the CPU only
-            sent = sent.cpu()
+        sent = self._near(sent)
         parts = sent.new_empty((self.size, *sent.shape))
         dist.all_gather_into_tensor(parts.view(-1), sent.view(-1))  # gloo knows no other shapes
         self.num_done += 1
         pairs = zip(parts.to(home), widths, strict=True)
         return torch.cat([each[..., :width] for each, width in pairs], dim=-1)
+
+    def _near(self, part: Tensor) -> Tensor:
+        """Copy a tensor to where the backend takes it: gloo gathers on the CPU only."""
+        if is_accelerator(part.device) and dist.get_backend() == "gloo":
+            return part.cpu()
+        return part
 
 
 def widths_of(units: int, size: int, per_unit: int = 1) -> list[int]:

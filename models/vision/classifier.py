@@ -23,7 +23,7 @@ from inferpool.models.base import Model
 from inferpool.models.errors import InputError, ModelError
 from inferpool.models.inputs import json_array, json_bytes, json_place, json_texts
 from inferpool.models.item import Features, Item
-from inferpool.models.spec import Placement, TensorHeader, TensorSpec
+from inferpool.models.spec import Decoding, Placement, TensorHeader, TensorSpec
 from inferpool.models.vision.gpu_jpegs import GpuJpegs, decoder_on
 from inferpool.models.vision.images import check_size, decode_image, decode_scaled
 from inferpool.models.vision.photos import sample_jpegs, sample_views
@@ -89,7 +89,7 @@ class Classifier(Model):
     def preprocess(self, item: Item) -> Features:
         """Turn an image into uint8 [crop, crop, C]; keep a network's own input, float32 [C, H, W].
 
-        Fast decoding on a GPU leaves plain JPEGs, uint8 [bytes], for `collate` to decode together.
+        Decoding on the device leaves plain JPEGs, uint8 [bytes], for `collate` to decode together.
         """
         self._top_k(item.parameters)
         if item.kind == "tensors":
@@ -113,7 +113,9 @@ class Classifier(Model):
 
     def collate(self, instances: Sequence[Features]) -> Features:
         """Stack pixels as uint8 [B, H, W, C]; normalise all if one is a normalised input."""
-        images = self._decode_on_gpu([each["image"] for each in instances])
+        images = [each["image"] for each in instances]
+        if any(image.dim() == 1 for image in images):
+            images = self._decode_on_gpu(images)
         if all(image.dtype == torch.uint8 for image in images):
             return {"image": torch.stack(images)}
         return {
@@ -182,6 +184,11 @@ class Classifier(Model):
         is_ours = type(self).transform_image is Classifier.transform_image
         return is_ours and self.transform.can_be_quick
 
+    @property
+    def fast_decodings(self) -> Sequence[Decoding]:
+        """The CPU's way, and the device's if it has a decoder."""
+        return ("fast", "device") if self._gpu_jpegs else ("fast",)
+
     def _answers(
         self, probabilities_BK: Tensor, top_ks: Sequence[int]
     ) -> list[list[dict[str, object]]]:
@@ -229,13 +236,17 @@ class Classifier(Model):
         raise InputError(f"{self._takes()}, not {header.dtype} {list(header.shape)}")
 
     def _from_encoded(self, payload: memoryview) -> Tensor:
-        if self.decode == "exact":
-            image = decode_image(
-                payload, max_pixels=self.max_image_pixels, check=self.check_image_size
-            )
-            return self.transform_image(image)
-        jpeg = self._gpu_jpegs.accept(payload, self.max_image_pixels) if self._gpu_jpegs else None
-        return self._quick_pixels(payload) if jpeg is None else jpeg
+        if self.decode == "fast":
+            return self._quick_pixels(payload)
+        if self.decode == "device" and self._gpu_jpegs:
+            jpeg = self._gpu_jpegs.accept(payload, self.max_image_pixels)
+            if jpeg is not None:
+                return jpeg
+        return self._exact_pixels(payload)
+
+    def _exact_pixels(self, payload: memoryview) -> Tensor:
+        image = decode_image(payload, max_pixels=self.max_image_pixels, check=self.check_image_size)
+        return self.transform_image(image)
 
     def _quick_pixels(self, payload: memoryview) -> Tensor:
         image, full_size = decode_scaled(
@@ -254,13 +265,10 @@ class Classifier(Model):
 
     def _decode_on_gpu(self, images: list[Tensor]) -> list[Tensor]:
         """Decode the images that are still uint8 [bytes], and put all of them on one device."""
-        encoded = [i for i, image in enumerate(images) if image.dim() == 1]
-        if not encoded:
-            return images
         assert self._gpu_jpegs is not None
-        decoded = self._gpu_jpegs.pixels([images[i] for i in encoded], self._quick_pixels)
-        for i, pixels in zip(encoded, decoded, strict=True):
-            images[i] = pixels
+        jpegs = [image for image in images if image.dim() == 1]
+        decoded = iter(self._gpu_jpegs.pixels(jpegs, self._exact_pixels))
+        images = [next(decoded) if image.dim() == 1 else image for image in images]
         are_pixels = all(image.dtype == torch.uint8 for image in images)
         return [image.to(self.device if are_pixels else "cpu") for image in images]
 

@@ -7,6 +7,7 @@ Axes: H height, W width, C = 3 colours.
 """
 
 import logging
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from io import BytesIO
@@ -17,6 +18,7 @@ from PIL import ExifTags
 from PIL.JpegImagePlugin import JpegImageFile
 from torch import Tensor
 
+from inferpool.models.accelerator.device import finish_stream, synchronize
 from inferpool.models.accelerator.kinds import accelerator_of
 from inferpool.models.vision.containers import check_exif
 from inferpool.models.vision.transforms import ImageTransform
@@ -24,11 +26,19 @@ from inferpool.models.vision.transforms import ImageTransform
 logger = logging.getLogger(__name__)
 
 Decode = Callable[[list[Tensor]], list[Tensor]]
-"""Decodes JPEGs (uint8 [bytes], on the CPU) to pixels, uint8 [C, H, W] on the GPU."""
+"""Decodes JPEGs (uint8 [bytes], on the CPU) to pixels, uint8 [C, H, W] on the GPU.
+
+Raises `torch.OutOfMemoryError` for want of memory, `torch.AcceleratorError` if the device's context
+is lost, and another `RuntimeError` if it cannot decode one of them.
+"""
 
 _MAX_PIXELS = 1 << 24
 """Larger ones would take 200 MB of the GPU's memory each while they are resized."""
 _END = b"\xff\xd9"
+_SHORTAGE = re.compile(r"out of memory|Failed to [^:]*: 5\b")
+"""Errors of memory, as torchvision words them (decode_jpegs_cuda.cpp, version 0.29). It makes all
+into "Error while decoding JPEG images: ...", with torch's text of a lack, or nvJPEG's status; 5 is
+NVJPEG_STATUS_ALLOCATOR_FAILURE."""
 
 
 class GpuJpegs:
@@ -65,19 +75,34 @@ class GpuJpegs:
 
         Args:
             jpegs: Results of `accept`.
-            on_cpu: Decodes on the CPU; used for all of them if the GPU refuses one.
+            on_cpu: Decodes on the CPU those that the GPU refuses.
 
         Raises:
             torch.OutOfMemoryError: The GPU has no room for so many.
+            torch.AcceleratorError: The device's context is lost.
+        """
+        images = self._decoded([*jpegs])
+        found = iter(self._transform.device_pixels([each for each in images if each is not None]))
+        return [
+            on_cpu(memoryview(jpeg.numpy().tobytes())) if image is None else next(found)
+            for jpeg, image in zip(jpegs, images, strict=True)
+        ]
+
+    def _decoded(self, jpegs: list[Tensor]) -> list[Tensor | None]:
+        """Decode JPEGs; return None for those that the GPU refuses.
+
+        It does not say which of several it refuses, so halves are tried until these are alone.
         """
         try:
-            decoded = self._decode([*jpegs])
-        except torch.OutOfMemoryError:
+            return [*self._decode(jpegs)]
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
-        except RuntimeError as error:  # it does not say for which of them
+        except RuntimeError as error:
             logger.debug("the GPU decodes not all of %d JPEGs: %s", len(jpegs), error)
-            return [on_cpu(memoryview(jpeg.numpy().tobytes())) for jpeg in jpegs]
-        return [self._transform.device_pixels(image_CHW) for image_CHW in decoded]
+        if len(jpegs) == 1:
+            return [None]
+        middle = len(jpegs) // 2
+        return [*self._decoded(jpegs[:middle]), *self._decoded(jpegs[middle:])]
 
 
 def decoder_on(device: torch.device) -> Decode | None:
@@ -97,7 +122,18 @@ def decoder_on(device: torch.device) -> Decode | None:
     warnings.filterwarnings("ignore", message="The image decoding and encoding capabilities")
 
     def decode(jpegs: list[Tensor]) -> list[Tensor]:
-        images: list[Tensor] = decode_jpeg(jpegs, mode=ImageReadMode.RGB, device=device)
+        # torchvision takes memory of this thread's stream, and nvJPEG writes to it on a stream that
+        # waits for nothing: it would write over what the last owner's kernels have yet to read.
+        finish_stream(device)
+        try:
+            images: list[Tensor] = decode_jpeg(jpegs, mode=ImageReadMode.RGB, device=device)
+        except RuntimeError as error:
+            # It may still write to memory that has been freed. And if the context is lost, then its
+            # error does not say so, but this one does.
+            synchronize(device)
+            if _SHORTAGE.search(str(error)):
+                raise torch.OutOfMemoryError(str(error)) from error
+            raise
         return images
 
     return decode

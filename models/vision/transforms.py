@@ -6,15 +6,16 @@ Axes: B batch, H height, W width, C = 3 colours.
 # ruff: noqa: N803, N806 - tensors carry their axes in their names
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from torch.nn import functional
 
 from inferpool.models.vision.images import check_size
+from inferpool.models.vision.resampling import Window, resampled
 
 _QUICK_OPS = {
     Image.Resampling.BILINEAR: torch.ops.aten._upsample_bilinear2d_aa.out,
@@ -101,19 +102,18 @@ class ImageTransform:
         y_CHW = y_1CHW[0, :3, top : top + self.crop, left : left + self.crop]
         return y_CHW.permute(1, 2, 0).contiguous()
 
-    def device_pixels(self, image_CHW: Tensor) -> Tensor:
-        """Resize and crop an image uint8 [C, H, W] on its device, about as `quick_pixels` does."""
-        height, width = image_CHW.shape[-2:]
-        columns, rows = self._resized((width, height))
-        left, top = _margin(columns, self.crop), _margin(rows, self.crop)
-        resized_1CHW = functional.interpolate(
-            image_CHW[None].float(),
-            size=(rows, columns),
-            mode=self.interpolation.name.lower(),
-            antialias=True,
-        )
-        y_CHW = resized_1CHW[0, :, top : top + self.crop, left : left + self.crop]
-        return y_CHW.round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0).contiguous()
+    def device_pixels(self, images_CHW: Sequence[Tensor]) -> list[Tensor]:
+        """Resize and crop pictures uint8 [C, H, W] together on their device to [crop, crop, C].
+
+        The pixels are about those of `quick_pixels`.
+        """
+        windows = []
+        for image in images_CHW:
+            height, width = image.shape[-2:]
+            columns, rows = self._resized((width, height))
+            left, top = _margin(columns, self.crop), _margin(rows, self.crop)
+            windows.append(Window(rows=rows, columns=columns, top=top, left=left, edge=self.crop))
+        return resampled(images_CHW, windows, self.interpolation)
 
     def check(self, size: tuple[int, int]) -> None:
         """Refuse a width and height that `pixels` would refuse.

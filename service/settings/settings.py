@@ -144,7 +144,7 @@ class Settings(SettingsTable):
     priority, and change over to them if they are faster; for models with `speed` at `auto`, on
     CPUs."""
     cuda_visible_devices: str | None = None
-    """The GPUs to use, as indices or UUIDs; from CUDA_VISIBLE_DEVICES."""
+    """The GPUs to use, as indices or UUIDs, or `all`; from CUDA_VISIBLE_DEVICES."""
     cuda_device_order: str = "FASTEST_FIRST"
     """The order that these indices follow; from CUDA_DEVICE_ORDER. With `PCI_BUS_ID` it is that of
     `nvidia-smi`. Otherwise it is CUDA's own, which is unknown where there are several kinds of GPU:

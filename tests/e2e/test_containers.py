@@ -15,11 +15,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
+from inferpool.service.settings.loader import load
 from tests.e2e.running import ROOT, asking, until
+from tests.fake_driver.driver import FakeDriver, h100, t4
 from tests.ports import free_port
 
 IMAGE = "inferpool:tests"
@@ -180,7 +183,65 @@ def test_the_compose_file_works_without_any_preparation(profiles, tmp_path):
         assert one["command"] == ["serve"]
         assert one["read_only"]
         assert one["cap_drop"] == ["ALL"]
-        assert not any(variable.startswith("INFERPOOL_") for variable in one.get("environment", {}))
+        variables = one.get("environment", {}).items()
+        assert not [each for each, text in variables if each.startswith("INFERPOOL_") and text]
+
+
+def gpu_profile(folder: Path, *files: Path, **variables: str) -> dict[str, Any]:
+    """Return the service of the profile `gpu` as compose makes it from variables in `.env`."""
+    (folder / ".env").write_text("".join(f"{name}={text}\n" for name, text in variables.items()))
+    named = [word for file in (ROOT / "compose.yaml", *files) for word in ("--file", str(file))]
+    where = [*named, "--project-directory", str(folder), "--profile", "gpu"]
+    config = json.loads(docker("compose", *where, "config", "--format", "json"))
+    service: dict[str, Any] = config["services"]["gpu"]
+    return service
+
+
+def devices_of(service: dict[str, Any]) -> list[dict[str, Any]]:
+    return list(service["deploy"]["resources"]["reservations"]["devices"])
+
+
+@needs_compose
+@pytest.mark.parametrize(
+    ("gpus", "uuids"),
+    [
+        ("", ["GPU-a", "GPU-b", "GPU-c"]),
+        ("all", ["GPU-a", "GPU-b", "GPU-c"]),
+        ("0,2", ["GPU-a", "GPU-c"]),
+        ("GPU-c,GPU-b", ["GPU-c", "GPU-b"]),
+    ],
+)
+def test_compose_names_any_number_of_gpus_whatever_engine_brings_them(tmp_path, gpus, uuids):
+    service = gpu_profile(tmp_path, GPUS=gpus)
+    assert devices_of(service) == [{"driver": "nvidia", "count": -1, "capabilities": ["gpu"]}]
+    settings = load({}, service["environment"] | image_variables(), tmp_path).settings
+    driver = FakeDriver(tmp_path, {"GPU-a": t4(), "GPU-b": h100(), "GPU-c": t4()})
+    visible = {"CUDA_VISIBLE_DEVICES": text} if (text := settings.cuda_visible_devices) else {}
+    host = driver.host(**visible, CUDA_DEVICE_ORDER=settings.cuda_device_order)
+    assert [gpu.uuid for gpu in host.gpus] == uuids
+
+
+@needs_compose
+def test_override_of_the_docs_gives_the_container_two_gpus(tmp_path):
+    (example,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/deployment.md").read_text(), re.S)
+    override = tmp_path / "compose.override.yaml"
+    override.write_text(example)
+    (device,) = devices_of(gpu_profile(tmp_path, override))
+    assert device["device_ids"] == ["0", "2"]
+    assert "count" not in device
+
+
+def image_variables() -> dict[str, str]:
+    """Return the variables that the Dockerfile sets in the image for GPUs."""
+    text = (ROOT / "docker" / "Dockerfile").read_text().partition("AS runtime-cuda")[2]
+    block = re.search(r"^ENV ((?:.*\\\n)*.*)$", text, re.MULTILINE)
+    assert block is not None
+    return dict(word.split("=", 1) for word in block[1].split() if word != "\\")
+
+
+def test_the_image_for_gpus_has_what_decodes_jpegs_in_hardware():
+    capabilities = image_variables()["NVIDIA_DRIVER_CAPABILITIES"].split(",")
+    assert {"compute", "utility", "video"} <= set(capabilities)
 
 
 def test_the_example_of_settings_lists_all_variables_of_the_compose_file():

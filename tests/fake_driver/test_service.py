@@ -25,6 +25,20 @@ PHOTO = (ROOT / "models/vision/photos/chelsea.jpg").read_bytes()
 GPUS = {"GPU-a": h100(), "GPU-b": h100()}
 
 
+def diagnosed(driver: FakeDriver, *arguments: str) -> dict[str, str]:
+    """Return level and message of each check of `inferpool doctor`."""
+    done = subprocess.run(
+        [sys.executable, "-m", "inferpool", "doctor", "echo", "--port", "0", "--json", *arguments],
+        env={**os.environ, **driver.env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stderr == ""
+    found = json.loads(done.stdout)["findings"]
+    return {each["check"]: f"{each['level']} {each['message']}" for each in found}
+
+
 def test_nothing_before_a_workers_fork_initialises_cuda(tmp_path: Path):
     driver = FakeDriver(tmp_path, GPUS)
     with running(MODEL, "--devices", "cpu", "--replicas", "2", env=driver.env) as service:
@@ -41,17 +55,7 @@ def test_doctor_on_a_host_with_gpus_names_all_that_is_wrong_with_them(tmp_path: 
     slices = {"MIG-a": mig_slice("GPU-c"), "MIG-b": mig_slice("GPU-c")}
     gb10 = h100(name="NVIDIA GB10", nvmlDeviceGetMemoryInfo=NOT_SUPPORTED)
     machine = {"GPU-a": h100(ecc_errors=1), "GPU-b": gb10, "GPU-c": h100(), **slices}
-    driver = FakeDriver(tmp_path, {**machine, "GPU-d": h100(mig=1)})
-    done = subprocess.run(
-        [sys.executable, "-m", "inferpool", "doctor", "echo", "--port", "0", "--json"],
-        env={**os.environ, **driver.env},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.stderr == ""
-    found = {each["check"]: each for each in json.loads(done.stdout)["findings"]}
-    said = {check: f"{each['level']} {each['message']}" for check, each in found.items()}
+    said = diagnosed(FakeDriver(tmp_path, {**machine, "GPU-d": h100(mig=1)}))
     assert said["GPU driver"] == "ok 580.82.07, for CUDA up to 13.2"
     assert said["cuda:0"].startswith("warning 1 uncorrected memory errors")
     assert said["cuda:1"] == "ok NVIDIA GB10, no errors"
@@ -60,6 +64,14 @@ def test_doctor_on_a_host_with_gpus_names_all_that_is_wrong_with_them(tmp_path: 
     assert said["devices of echo"] == (
         "ok 4 replicas on cuda:GPU-a, cuda:GPU-b, cuda:MIG-a, cuda:MIG-b"
     )
+
+
+def test_doctor_computes_only_on_gpus_that_the_service_will_use(tmp_path: Path):
+    driver = FakeDriver(tmp_path, GPUS)
+    found = diagnosed(driver, "--devices", "cuda:1")
+    assert found["GPUs"].startswith("error torch finds no usable GPU")  # this driver has none
+    calls = driver.calls("cuInit")
+    assert {(call.visible, call.order) for call in calls} == {("GPU-b", "PCI_BUS_ID")}
 
 
 def test_worker_has_chosen_its_gpu_before_it_initialises_cuda(tmp_path: Path):

@@ -57,6 +57,8 @@ class Forwarding:
         for report in self._reports(item, nextitem):
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        # What earlier tests set up for their folders may not be for the next one.
+        item.session._setupstate.teardown_exact(nextitem)
         return True
 
     @pytest.hookimpl

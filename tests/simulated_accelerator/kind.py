@@ -7,4 +7,5 @@ ACCELERATOR = Accelerator(
     visible="SIM_VISIBLE_DEVICES",
     management="tests.simulated_accelerator.fake_nvml",
     collectives="simccl",
+    decode_jpeg="tests.simulated_accelerator.jpegs:decode_jpeg",
 )

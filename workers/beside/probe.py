@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -21,7 +21,10 @@ _NO_NETWORK = "its `load` does not call `load_network`, and so it is not known b
 
 
 def main() -> None:
-    """Follow the orders: {"models": [...], "accelerator": kind of the devices to try, or ""}."""
+    """Follow the orders: {"models": [...], "accelerator": kind, "devices": names}.
+
+    The devices to try are those that the environment shows this process, in the order of the names.
+    """
     orders = json.load(sys.stdin)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # so that a model cannot print into the answers
@@ -42,8 +45,8 @@ def main() -> None:
             say(order["do"], model=order["name"], **_ACTS[order["do"]](order))
         except Exception as error:  # any error of a user's class
             say(order["do"], model=order["name"], problem=_described(error))
-    if kind := orders["accelerator"]:
-        say("accelerator", **_try_devices(kind))
+    if names := orders["devices"]:
+        say("accelerator", **_try_devices(orders["accelerator"], names))
 
 
 def _build(order: Mapping[str, Any]) -> Any:
@@ -147,7 +150,7 @@ def _num_values(features: Mapping[str, Any]) -> int:
     return sum(tensor.numel() for tensor in features.values())
 
 
-def _try_devices(kind: str) -> dict[str, object]:
+def _try_devices(kind: str, names: Sequence[str]) -> dict[str, object]:
     """Compute something on each device of a kind."""
     import torch
 
@@ -157,14 +160,16 @@ def _try_devices(kind: str) -> dict[str, object]:
     if not module.is_available():
         return {"problem": "torch finds no usable GPU, although the driver lists some"}
     built = module.get_arch_list()
-    for index in range(module.device_count()):
+    if module.device_count() != len(names):
+        return {"problem": f"torch finds {module.device_count()} of {len(names)} GPUs"}
+    for index, name in enumerate(names):
         try:
             x = torch.ones(8, 8, device=f"{kind}:{index}")
             float((x @ x).sum())
         except Exception as error:  # no kernel for it, no memory, a broken device
             capability = ".".join(map(str, module.get_device_capability(index)))
             return {
-                "problem": f"{kind}:{index} (compute capability {capability}) cannot multiply: "
+                "problem": f"{name} (compute capability {capability}) cannot multiply: "
                 f"{_described(error)}; torch was built for {', '.join(built)}"
             }
     return {"problem": "", "built_for": built}

@@ -98,8 +98,8 @@ def find_host(visible: str | None, order: str = "", cgroup: Path = MOUNT) -> Hos
     """Return the devices of this host.
 
     Args:
-        visible: Value of CUDA_VISIBLE_DEVICES, or None: a comma-separated list of indices or UUIDs,
-            which are the only GPUs to use.
+        visible: Value of CUDA_VISIBLE_DEVICES: a comma-separated list of indices or UUIDs, which
+            are the only GPUs to use. None or "all": every GPU.
         order: Value of CUDA_DEVICE_ORDER: the order that the indices follow.
         cgroup: Folder in which the cgroup file system is mounted.
     """
@@ -107,7 +107,7 @@ def find_host(visible: str | None, order: str = "", cgroup: Path = MOUNT) -> Hos
     quota = read_limits(cgroup).num_cores
     num_cores = len(cpus) if quota is None else max(1, min(len(cpus), int(quota)))
     host = _find_gpus(Host(cpus=cpus, num_cores=num_cores))
-    if visible is None or host.accelerator is not CUDA:
+    if visible in (None, "all") or host.accelerator is not CUDA:
         return host
     gpus, problem = _chosen(host.gpus, visible, order)
     is_told = visible.strip() not in ("", "-1")

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from inferpool.models.accelerator.device import free_bytes, is_accelerator, select
 from inferpool.models.accelerator.kinds import accelerator_of
+from inferpool.models.accelerator.order import Lane
 from inferpool.models.spec import Placement, Split
 from inferpool.models.split.turnstile import BatchClock
 from inferpool.workers.memory import available_bytes
@@ -65,26 +66,34 @@ class Group:
         self._under_way: SimpleQueue[tuple[dist.Work | None, Tensor]] = SimpleQueue()
         self._num_sharing = placement.devices.count(placement.devices[self.rank])
         backend = backend_for(placement.devices)
-        self._is_staged = is_accelerator(self.device) and backend == _ON_HOST
+        is_apart = is_accelerator(self.device)
+        self._is_staged = is_apart and backend == _ON_HOST
         select(self.device)
+        # A transfer waits for the other rank, and what a stream is told later waits for it. So no
+        # transfer goes to a stream that computes, and no two kinds of transfer to the same one.
+        self._sending, self._receiving, self._keeping = (Lane(self.device) for _ in range(3))
         # All ranks are on this host, whose name may not resolve to an address.
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = _LOOPBACK
         store = torch.distributed.FileStore(str(ends.meeting), self.size)  # type: ignore[attr-defined]  # its module does not export it
         try:
             dist.init_process_group(
-                backend, store=store, rank=self.rank, world_size=self.size, timeout=_FOREVER
+                backend,
+                store=store,
+                rank=self.rank,
+                world_size=self.size,
+                timeout=_FOREVER,
+                device_id=None if backend == _ON_HOST else self.device,
             )
         except RuntimeError as error:
             raise RuntimeError(
                 f"the ranks of a replica cannot meet over the loopback interface {_LOOPBACK!r}: "
                 f"{error}; is it up (ip link set lo up)?"
             ) from error
-        # NCCL runs the transfers between two ranks of a group one after the other, and a send ends
-        # when it is received: two stages that send to each other could block for ever.
-        back = dist.new_group(timeout=_FOREVER) if backend != _ON_HOST else None
-        assert not isinstance(back, int), "every rank is in it"
-        self._back = back
-        """Group for transfers to a lower rank; None if the default group serves for them."""
+        num_ways = 1 + max(way_from(rank, self.split, self.size) for rank in range(self.size))
+        self._ways = [
+            None if backend == _ON_HOST else self._way_of_its_own() for _ in range(num_ways)
+        ]
+        """Groups for transfers; None is the default group."""
         threading.Thread(target=self._keep_until_arrived, name="keep-sent", daemon=True).start()
 
     @property
@@ -99,13 +108,16 @@ class Group:
     def send(self, to: int, message: object, tensors: Sequence[Tensor] = ()) -> None:
         """See `Ranks`."""
         sent = [self._outgoing(tensor) for tensor in tensors]
+        made = self._sending.mark()
         shapes = [(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in sent]
         try:
             self._ends.writers[to].send_bytes(_encode((message, shapes)))
-            for tensor in sent:
-                if tensor.numel():
-                    work = dist.isend(tensor, to, group=self._way(self.rank, to))
-                    self._under_way.put((work, tensor))
+            with self._sending.used():
+                self._sending.follow(made)
+                for tensor in sent:
+                    if tensor.numel():
+                        work = dist.isend(tensor, to, group=self._way(self.rank))
+                        self._under_way.put((work, tensor))
         except torch.AcceleratorError:
             raise
         except (OSError, RuntimeError) as error:
@@ -142,22 +154,39 @@ class Group:
         return tensor.contiguous()
 
     def _incoming(self, source: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
-        device = "cpu" if self._is_staged else self.device
-        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-        if tensor.numel():
-            dist.recv(tensor, source, group=self._way(source, self.rank))
-        return tensor.to(self.device)
+        """Receive a tensor and wait for it, so that the time it takes is this call's.
 
-    def _way(self, source: int, to: int) -> dist.ProcessGroup | None:
-        return self._back if to < source else None
+        Nothing that this thread or another has told the device delays it.
+        """
+        device = "cpu" if self._is_staged else self.device
+        with self._receiving.used():
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+            if tensor.numel():
+                dist.recv(tensor, source, group=self._way(source))
+            tensor = tensor.to(self.device)
+            arrived = self._receiving.finish()
+        self._receiving.follow(arrived, [tensor])
+        return tensor
+
+    def _way(self, source: int) -> dist.ProcessGroup | None:
+        return self._ways[way_from(source, self.split, self.size)]
+
+    def _way_of_its_own(self) -> dist.ProcessGroup:
+        group = dist.new_group(timeout=_FOREVER)
+        assert not isinstance(group, int), "every rank is in it"
+        return group
 
     def _keep_until_arrived(self) -> None:
-        """Keep sent tensors until they have arrived. Runs in a thread, since it must wait."""
+        """Keep sent tensors until they have arrived. Runs in a thread, since it must wait.
+
+        NCCL's `wait` returns at once and has the thread's stream wait: here one of its own.
+        """
         while True:
             work, tensor = self._under_way.get()
             if work is not None:
-                with contextlib.suppress(RuntimeError):  # the other rank is gone
+                with contextlib.suppress(RuntimeError), self._keeping.used():  # a rank is gone
                     work.wait()
+                    self._keeping.finish()
             del work, tensor
 
     def _lose(self, rank: int, error: Exception) -> NoReturn:
@@ -171,6 +200,19 @@ class Group:
 def _alone() -> AbstractContextManager[BatchClock]:
     """Return a context that does nothing: no other batch is computed."""
     return nullcontext(BatchClock())
+
+
+def way_from(source: int, split: Split, size: int) -> int:
+    """Return the number of the group in which a rank's tensors travel, from 0.
+
+    NCCL runs the transfers of a group one after the other, and a send ends when it is received. So
+    the stages of a pipeline take turns with two groups, and the last of an odd number has a third:
+    what a rank sends never waits for what it receives. Of a tensor-parallel network only the lead
+    sends tensors. Its collectives are in the default group.
+    """
+    if split == "tensor":
+        return 0
+    return 2 if size % 2 and source == size - 1 else source % 2
 
 
 def backend_for(devices: Sequence[str]) -> str:

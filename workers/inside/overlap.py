@@ -6,6 +6,9 @@ until its batch is answered. It releases the lock only while a call of the netwo
 the stages of the pipeline. So batches share only the state that `forward` keeps on the model across
 its call of the network. The clock of a batch measures its own time: it stands still while the batch
 waits for the lock, or for other batches in the stages before it.
+
+On an accelerator each batch has a stream of its own, or its answer would wait for the first stage
+of the batches behind it. What the model's code tells the device is done in the order of the lock.
 """
 
 import math
@@ -15,10 +18,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 
+from inferpool.models.accelerator.order import Lane
 from inferpool.models.split.turnstile import BatchClock, FairLock
 from inferpool.workers.inside.compute import Prepared
 from inferpool.workers.inside.pools import started_pool
@@ -33,6 +38,9 @@ class ModelLock:
         self._owner: int | None = None
         self._own_time = BatchClock()
         """Clock of the batch that holds the lock."""
+        self._lane = Lane()
+        self._told = self._lane.mark()
+        """Mark behind all that the device was told under the lock."""
         self._tell = tell
         self._telling = threading.Lock()
         self._clocks: dict[int, float] = {}
@@ -71,10 +79,14 @@ class ModelLock:
     def _acquire(self) -> None:
         self._lock.acquire()
         self._owner = threading.get_ident()
+        self._lane.follow(self._told)
 
     def _release(self) -> None:
         self._owner = None
-        self._lock.release()
+        try:
+            self._told = self._lane.mark()
+        finally:
+            self._lock.release()
 
     def _show(self, thread: int, since: float) -> None:
         """See `BatchClock`."""
@@ -99,6 +111,9 @@ class OverlappingBatches:
         self._model_lock = lock
         self._answer = answer
         self._pool = started_pool(num_at_once, "compute")
+        self._free_lanes: SimpleQueue[Lane] = SimpleQueue()
+        for _ in range(num_at_once):
+            self._free_lanes.put(Lane())
         self._under_way: set[Future[bool]] = set()
         """Computations; their results are True, or False for canaries."""
 
@@ -135,6 +150,14 @@ class OverlappingBatches:
         return any(answered)
 
     def _compute(self, prepared: Prepared) -> bool:
-        with torch.inference_mode(), self._model_lock.held() as own_time:
-            self._answer(prepared, own_time)
+        lane = self._free_lanes.get()
+        try:
+            with (
+                torch.inference_mode(),
+                lane.used(),
+                self._model_lock.held() as own_time,
+            ):
+                self._answer(prepared, own_time)
+        finally:
+            self._free_lanes.put(lane)
         return not prepared.is_canary

@@ -64,6 +64,8 @@ def pin(placement: Placement) -> None:
     accelerator = accelerator_of(placement.devices[0])
     if accelerator and placement.visible:
         os.environ |= accelerator.environment
+        if placement.split:
+            os.environ |= accelerator.split_environment
         os.environ[accelerator.visible] = ",".join(placement.visible)
     elif placement.devices == ("cpu",):
         os.environ |= dict.fromkeys((each.visible for each in known_accelerators()), "")

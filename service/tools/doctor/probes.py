@@ -1,17 +1,21 @@
 """Checks that need torch or a user's code. A separate process makes them, with a time limit."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from inferpool.models.accelerator.kinds import CUDA, Accelerator
+from inferpool.service.checks.devices import all_placements
 from inferpool.service.checks.facts import Facts
 from inferpool.service.checks.findings import Finding, error, in_words, note, ok, warning
 from inferpool.service.checks.weights import MODEL_SUFFIXES, is_lost
 from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
+from inferpool.workers.host.gpus import Gpu
 
 PROBE_TIMEOUT_S = 120.0
 """Time to import torch and all models; torch takes 3 s, more from a cold disk."""
@@ -22,8 +26,11 @@ _SLOW_LOAD = 0.5
 def check_imports(facts: Facts, settings: Settings) -> Iterator[Finding]:
     """Check that torch can be imported, and each model be built without its weights."""
     orders = [order_for(facts, settings, name, "model") for name in known_models(facts, settings)]
-    accelerator = facts.host.accelerator.kind if facts.host.gpus else ""
-    for answer in probe(orders, PROBE_TIMEOUT_S, accelerator=accelerator):
+    used = {uuid for placement in all_placements(facts) for uuid in placement.visible}
+    gpus = [gpu for gpu in facts.host.gpus if gpu.uuid in used]
+    # CUDA shows a process whole GPUs, or one slice.
+    tried = [gpu for gpu in gpus if not gpu.sliced_from] or gpus[:1]
+    for answer in probe(orders, PROBE_TIMEOUT_S, facts.host.accelerator, tried):
         yield from _judge(answer, settings)
         if (why := answer.get("unsurveyed")) and may_split(settings.models[answer["model"]]):
             yield note(f"placement of {answer['model']}", why)
@@ -70,22 +77,29 @@ def order_for(
 
 
 def probe(
-    orders: Sequence[Mapping[str, object]], timeout_s: float, *, accelerator: str = ""
+    orders: Sequence[Mapping[str, object]],
+    timeout_s: float,
+    accelerator: Accelerator = CUDA,
+    gpus: Sequence[Gpu] = (),
 ) -> Sequence[Mapping[str, Any]]:
     """Run a probe and return its answers; the last one reports a crash or a timeout.
 
     Args:
         orders: Results of `order_for`.
         timeout_s: Time for all of them.
-        accelerator: Kind of the devices to try; empty for none.
+        accelerator: Kind of the GPUs.
+        gpus: GPUs to try, which are the only ones that the probe sees.
     """
     # -P: a folder of the user's must not be imported in place of one of our packages.
     command = [sys.executable, "-P", "-m", "inferpool.workers.beside.probe"]
+    told = {"accelerator": accelerator.kind, "devices": list(map(str, gpus)), "models": orders}
+    visible = {accelerator.visible: ",".join(gpu.uuid for gpu in gpus)}
     problem = ""
     try:
         done = subprocess.run(
             command,
-            input=json.dumps({"models": orders, "accelerator": accelerator}, default=str),
+            input=json.dumps(told, default=str),
+            env={**os.environ, **accelerator.environment, **visible},
             capture_output=True,
             text=True,
             timeout=timeout_s,

@@ -48,7 +48,7 @@ def gain(monkeypatch):
 
     def set_gain(gain):
         monkeypatch.setattr(
-            DecodeTrial, "_decode", lambda self, items: (*measure(self, items)[:2], gain)
+            DecodeTrial, "_decode", lambda self, way, items: (*measure(self, way, items)[:2], gain)
         )
 
     return set_gain
@@ -110,7 +110,9 @@ def test_verdicts_are_kept_for_this_network_and_transform(tmp_path, always_faste
         choose(loaded(Encoded()), options(cache_dir=tmp_path, decode="auto"), quietly).decode
         == "fast"
     )
-    monkeypatch.setattr(DecodeTrial, "_measure", lambda self, items: SpeedReport(note="measured"))
+    monkeypatch.setattr(
+        DecodeTrial, "_measure", lambda self, way, items: SpeedReport(note="measured")
+    )
     assert (
         choose(loaded(Encoded()), options(cache_dir=tmp_path, decode="auto"), quietly).decode
         == "fast"

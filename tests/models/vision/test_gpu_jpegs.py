@@ -38,7 +38,7 @@ class FakeNvjpeg:
         try:
             images = [Image.open(BytesIO(jpeg.numpy().tobytes())).convert("RGB") for jpeg in jpegs]
         except OSError:
-            raise RuntimeError("nvjpegDecodeBatched failed: 5") from None
+            raise RuntimeError("Failed to decode batch: 3") from None
         return [torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in images]
 
 
@@ -50,7 +50,7 @@ def decoder():
 @pytest.fixture
 def model(decoder):
     model = loaded(SmallClassifier())
-    model.decode = "fast"
+    model.decode = "device"
     model._gpu_jpegs = GpuJpegs(decoder, model.transform)
     return model
 

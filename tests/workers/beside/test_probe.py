@@ -44,7 +44,7 @@ def test_batches_are_timed_on_the_largest_input_so_that_they_can_be_compared():
     }
     done = subprocess.run(
         [sys.executable, "-m", "inferpool.workers.beside.probe"],
-        input=json.dumps({"accelerator": "", "models": [order]}),
+        input=json.dumps({"accelerator": "cuda", "devices": [], "models": [order]}),
         capture_output=True,
         text=True,
         timeout=60,

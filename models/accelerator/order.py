@@ -1,0 +1,79 @@
+"""Orders what several threads and streams tell an accelerator. Worker processes only."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from inferpool.models.accelerator.device import (
+    Device,
+    HandOver,
+    SideStream,
+    current_stream,
+    is_accelerator,
+)
+
+
+class Lane:
+    """A stream of a device beside those of the threads, for work that these shall not wait for.
+
+    For the CPU it is nothing, and none of its methods does anything.
+    """
+
+    def __init__(self, device: Device | None = None) -> None:
+        """Make a stream of a device, which may initialise it; or of the one in use, if any is."""
+        if device is None and (stream := current_stream()) is not None:
+            device = stream.device
+        is_apart = device is not None and is_accelerator(device)
+        self._stream = SideStream(device) if is_apart and device is not None else None
+
+    def used(self) -> AbstractContextManager[None]:
+        """Make it this thread's stream in the block."""
+        return nullcontext() if self._stream is None else self._stream.in_use()
+
+    def inserted(self) -> AbstractContextManager[None]:
+        """Make it this thread's stream in the block, in order with the thread's other work.
+
+        So what is made on one of the two may be used on the other, and freed once that is done.
+        """
+        return nullcontext() if self._stream is None else self._in_order(self._stream)
+
+    def mark(self) -> HandOver | None:
+        """Mark the moment at which the device has done what this thread has told it until now.
+
+        The thread need not be using this lane.
+        """
+        if self._stream is None:
+            return None
+        stream = current_stream()
+        assert stream is not None, "the device of a lane is in use"
+        return HandOver(stream)
+
+    def follow(self, marked: HandOver | None, values: Iterable[object] = ()) -> None:
+        """Have the device begin what this thread tells it next after a moment.
+
+        Args:
+            marked: The moment.
+            values: See `HandOver.take`.
+        """
+        if marked is not None:
+            marked.take(values)
+
+    def finish(self) -> HandOver | None:
+        """Wait until the device has done what this thread has told it; return that moment.
+
+        Raises:
+            torch.AcceleratorError: The device's context is lost, perhaps by an earlier call.
+        """
+        if (marked := self.mark()) is not None:
+            marked.wait()
+        return marked
+
+    @contextmanager
+    def _in_order(self, stream: SideStream) -> Iterator[None]:
+        before = self.mark()
+        with stream.in_use():
+            self.follow(before)
+            try:
+                yield
+            finally:
+                after = self.mark()
+        self.follow(after)

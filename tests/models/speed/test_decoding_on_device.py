@@ -1,0 +1,155 @@
+"""The choice between the CPU's and the device's fast decoder, on the simulated device."""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from inferpool.models.spec import Placement
+from inferpool.models.speed import choose as choosing
+from inferpool.models.speed.choose import choose
+from inferpool.models.speed.decoding import DecodeTrial
+from inferpool.models.speed.names import SpeedReport
+from inferpool.models.speed.verdicts import VerdictStore
+from tests.models.items import encoded, image_item, photo
+from tests.models.speed.test_choose import options, quietly
+from tests.simulated_accelerator import jpegs
+from tests.small_classifier import SmallClassifier
+
+pytestmark = pytest.mark.simulated
+
+ITEMS = [image_item(encoded(photo(name))) for name in ("astronaut", "coffee", "chelsea")]
+Decode = Callable[..., list[Tensor]]
+
+
+class Encoded(SmallClassifier):
+    def encoded_samples(self):
+        return ITEMS
+
+
+def on(device: str) -> Encoded:
+    model = Encoded()
+    with torch.inference_mode():
+        model.load(Placement(devices=(device,)))
+    return model
+
+
+@pytest.fixture(autouse=True)
+def no_presets(monkeypatch) -> Iterator[None]:
+    monkeypatch.setattr(choosing, "presets_for", lambda network, device: [])
+    yield
+    torch.sim.revive(0)
+
+
+@pytest.fixture
+def gains(monkeypatch) -> Callable[[Mapping[str, float]], None]:
+    """Set the gains that are measured: on a busy machine any may come out."""
+    measure = DecodeTrial._decode
+
+    def set_gains(gains: Mapping[str, float]) -> None:
+        def decode(self: DecodeTrial, way: Any, items: Any) -> Any:
+            return *measure(self, way, items)[:2], gains[way]
+
+        monkeypatch.setattr(DecodeTrial, "_decode", decode)
+
+    return set_gains
+
+
+@pytest.fixture
+def decoder(monkeypatch) -> Callable[[Callable[[Decode, list[Tensor]], list[Tensor]]], None]:
+    """Replace the device's decoder; the new one is given the old one to call."""
+    usual = jpegs.decode_jpeg
+
+    def replace(change: Callable[[Decode, list[Tensor]], list[Tensor]]) -> None:
+        def decode(encoded: list[Tensor], **options: Any) -> list[Tensor]:
+            return change(functools.partial(usual, **options), encoded)
+
+        monkeypatch.setattr(jpegs, "decode_jpeg", decode)
+
+    return replace
+
+
+@pytest.mark.parametrize(
+    ("measured", "chosen"),
+    [
+        ({"fast": 2.0, "device": 3.0}, "device"),
+        ({"fast": 3.0, "device": 2.0}, "fast"),
+        ({"fast": 1.0, "device": 1.0}, "exact"),
+    ],
+)
+def test_auto_takes_the_fastest_way_that_agrees(gains, measured, chosen: str):
+    gains(measured)
+    model = on("sim:0")
+    report = choose(model, options(decode="auto"), quietly)
+    assert (model.decode, report.decode) == (chosen, chosen)
+    assert report.decode_gain == measured.get(chosen, 1.0)
+    assert "fast decoding" in report.note
+    assert "decoding on the device" in report.note
+
+
+def test_a_device_that_decodes_otherwise_is_refused_and_the_cpu_decodes_fast(gains, decoder):
+    gains({"fast": 2.0, "device": 3.0})
+    decoder(lambda decode, encoded: [255 - image for image in decode(encoded)])
+    for wanted in ("auto", "fast"):
+        model = on("sim:0")
+        report = choose(model, options(decode=wanted), quietly)
+        assert (model.decode, report.decode, report.decode_gain) == ("fast", "fast", 2.0)
+        assert "decoding on the device 3.00 x, refused: the best label" in report.note
+
+
+def test_verdicts_of_cpus_and_devices_are_kept_apart(gains, tmp_path: Path):
+    gains({"fast": 2.0, "device": 3.0})
+    keys: list[set[str]] = []
+    for device in ("cpu", "sim:0"):
+        choose(on(device), options("exact", cache_dir=tmp_path, decode="fast"), quietly)
+        keys.append({path.name for path in tmp_path.glob("*.json")})
+    assert len(keys[0]) == 1
+    assert len(keys[1]) == 3
+
+
+@pytest.mark.measures
+def test_the_time_that_the_device_takes_to_decode_counts(decoder):
+    def slowly(decode: Decode, encoded: list[Tensor]) -> list[Tensor]:
+        torch.sim.busy(1_000_000)  # before what makes them ready
+        return decode(encoded)
+
+    decoder(slowly)
+    model = on("sim:0")
+    _, _, gain = DecodeTrial(model, model.network, VerdictStore(None))._decode("device", ITEMS)
+    assert gain < 1
+
+
+def test_a_lack_of_memory_is_no_lasting_verdict(gains, decoder, tmp_path: Path):
+    def refuse(decode: Decode, encoded: list[Tensor]) -> list[Tensor]:
+        raise RuntimeError("Error while decoding JPEG images: CUDA out of memory. Tried to")
+
+    gains({"fast": 1.0, "device": 3.0})
+    decoder(refuse)
+    model = on("sim:0")
+    choose(model, options("exact", cache_dir=tmp_path, decode="fast"), quietly)
+    verdicts = [path.read_text() for path in tmp_path.glob("*-device.json")]
+    assert len(verdicts) == 1
+    assert '"is_cut_short": true' in verdicts[0]
+
+
+def test_a_device_that_is_lost_meanwhile_ends_the_choice(decoder):
+    def lose(decode: Decode, encoded: list[Tensor]) -> list[Tensor]:
+        torch.sim.lose(0)
+        return decode(encoded)
+
+    decoder(lose)
+    with pytest.raises(torch.AcceleratorError):
+        choose(on("sim:0"), options(decode="auto"), quietly)
+
+
+def test_the_next_life_of_a_worker_decodes_on_the_device_at_once(monkeypatch):
+    monkeypatch.delattr(DecodeTrial, "choose")
+    model = on("sim:0")
+    chosen = SpeedReport(decode="device", decode_gain=3.0)
+    report = choose(model, options("exact", decode="fast", chosen=chosen), quietly)
+    assert model.decode == "device"
+    assert report.text() == "exact, decoding on the device, 3.00 x, largest deviation 0"
