@@ -201,6 +201,14 @@ API nvmlDeviceGetUtilizationRates(const char *device, unsigned rates[2]) {
     return OK;
 }
 
+/* The state is the eighth number of nvmlGpuFabricInfo_v2_t: 3 once the fabric is up. */
+API nvmlDeviceGetGpuFabricInfoV(const char *device, unsigned *info) {
+    BEGIN_WHOLE(device);
+    if (number_of(device, "fabric", 0) == 0) return NOT_SUPPORTED;
+    info[7] = (unsigned)number_of(device, "fabric", 0);
+    return OK;
+}
+
 API nvmlDeviceGetTotalEccErrors(const char *device, int type, int counter,
                                 unsigned long long *count) {
     BEGIN_WHOLE(device);

@@ -67,9 +67,10 @@ def test_doctor_on_a_host_with_gpus_names_all_that_is_wrong_with_them(tmp_path: 
 
 
 def test_doctor_computes_only_on_gpus_that_the_service_will_use(tmp_path: Path):
-    driver = FakeDriver(tmp_path, GPUS)
+    driver = FakeDriver(tmp_path, GPUS, cuInit=802)
     found = diagnosed(driver, "--devices", "cuda:1")
-    assert found["GPUs"].startswith("error torch finds no usable GPU")  # this driver has none
+    assert found["GPUs"].startswith("error torch cannot use the GPUs: ")
+    assert "Error 802: system not yet initialized" in found["GPUs"]
     calls = driver.calls("cuInit")
     assert {(call.visible, call.order) for call in calls} == {("GPU-b", "PCI_BUS_ID")}
 

@@ -157,8 +157,10 @@ def _try_devices(kind: str, names: Sequence[str]) -> dict[str, object]:
     from inferpool.models.accelerator.device import module_of
 
     module = module_of(kind)
-    if not module.is_available():
-        return {"problem": "torch finds no usable GPU, although the driver lists some"}
+    try:
+        module.init()
+    except Exception as error:  # no build for it, or no driver that works
+        return {"problem": f"torch cannot use the GPUs: {_described(error)}"}
     built = module.get_arch_list()
     if module.device_count() != len(names):
         return {"problem": f"torch finds {module.device_count()} of {len(names)} GPUs"}

@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -12,8 +13,11 @@ from inferpool.models.accelerator.kinds import CUDA
 
 logger = logging.getLogger(__name__)
 
-_NO_DRIVER = ("NVML_ERROR_LIBRARY_NOT_FOUND", "NVML_ERROR_DRIVER_NOT_LOADED")
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+_NVIDIA, _DISPLAY = "0x10de", "0x03"
+"""NVIDIA's number, and the class of GPUs, in the PCI ID repository."""
 _REMEDIES = {
+    "NVML_ERROR_DRIVER_NOT_LOADED": "`modprobe nvidia` loads its kernel module, or says why not",
     "NVML_ERROR_LIB_RM_VERSION_MISMATCH": "the driver was updated while it was loaded: restart "
     "this machine",
     "NVML_ERROR_NO_PERMISSION": "this user may not open /dev/nvidia*",
@@ -54,12 +58,13 @@ class Gpu:
         return f"{name} ({self.name}, {self.memory_bytes / 2**30:.0f} GiB{shared})"
 
 
-def read_gpus(nvml: Any, kind: str = CUDA.kind) -> list[Gpu]:
+def read_gpus(nvml: Any, kind: str = CUDA.kind, pci_devices: Path = PCI_DEVICES) -> list[Gpu]:
     """Return the GPUs that NVML reports, and the slices of GPUs in MIG mode; none without a driver.
 
     Args:
         nvml: The module `pynvml`, or one with its functions.
         kind: Kind of the accelerators that it reports.
+        pci_devices: Folder with a folder for each device on the PCI bus.
 
     Raises:
         DriverError: There is a driver, but it does not work.
@@ -67,7 +72,7 @@ def read_gpus(nvml: Any, kind: str = CUDA.kind) -> list[Gpu]:
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        if not has_driver(nvml, error):
+        if not has_driver(nvml, error, pci_devices):
             return []
         raise DriverError(problem_of(nvml, error)) from error
     try:
@@ -78,8 +83,7 @@ def read_gpus(nvml: Any, kind: str = CUDA.kind) -> list[Gpu]:
                 handle = nvml.nvmlDeviceGetHandleByIndex(index)
                 gpus = list(_gpus_of(nvml, handle, index))
             except nvml.NVMLError as error:
-                is_ours = not _is(nvml, error, "NVML_ERROR_NO_PERMISSION")
-                level = logging.ERROR if is_ours else logging.INFO  # it may be another job's
+                level = logging.INFO if is_foreign(nvml, error) else logging.ERROR
                 logger.log(level, "%s:%d is left out: NVML says %s", kind, index, error)
                 continue
             found += gpus
@@ -91,15 +95,30 @@ def read_gpus(nvml: Any, kind: str = CUDA.kind) -> list[Gpu]:
         nvml.nvmlShutdown()
 
 
-def has_driver(nvml: Any, error: Exception) -> bool:
-    """Return False if `nvmlInit` failed only because this host has no driver."""
-    return not any(_is(nvml, error, name) for name in _NO_DRIVER)
+def has_driver(nvml: Any, error: Exception, pci_devices: Path = PCI_DEVICES) -> bool:
+    """Return False if `nvmlInit` failed only because this host has no driver, or no GPU for it."""
+    if _is(nvml, error, "NVML_ERROR_DRIVER_NOT_LOADED"):
+        return any(map(_is_gpu, pci_devices.glob("*")))
+    return not _is(nvml, error, "NVML_ERROR_LIBRARY_NOT_FOUND")
+
+
+def _is_gpu(device: Path) -> bool:
+    try:
+        vendor, kind = ((device / name).read_text() for name in ("vendor", "class"))
+    except OSError:
+        return False
+    return vendor.startswith(_NVIDIA) and kind.startswith(_DISPLAY)
 
 
 def problem_of(nvml: Any, error: Exception) -> str:
     """Return the reason for which a driver cannot be used, for people."""
     advice = next((f"; {text}" for name, text in _REMEDIES.items() if _is(nvml, error, name)), "")
     return f"no GPU can be used: NVML says {str(error).rstrip('.')}{advice}"
+
+
+def is_foreign(nvml: Any, error: Exception) -> bool:
+    """Return True if a GPU is not for this process, but for another job on this host, say."""
+    return _is(nvml, error, "NVML_ERROR_NO_PERMISSION")
 
 
 def _is(nvml: Any, error: Exception, name: str) -> bool:

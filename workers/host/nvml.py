@@ -1,10 +1,18 @@
 """Reads the full state of the GPUs from NVML, the driver's library."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from ctypes import byref
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from inferpool.workers.host.gpus import has_driver, is_cut, own_memory, problem_of, slices_of
+from inferpool.workers.host.gpus import (
+    has_driver,
+    is_cut,
+    is_foreign,
+    own_memory,
+    problem_of,
+    slices_of,
+)
 
 _Answer = TypeVar("_Answer")
 
@@ -33,6 +41,8 @@ class GpuState:
     """True if the driver stays loaded while nobody uses the GPU."""
     num_ecc_errors: int | None
     """Uncorrected memory errors since the driver was loaded."""
+    is_fabric_up: bool | None = None
+    """False if it hangs on NVSwitches that are not set up yet; CUDA refuses it then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +57,8 @@ class NvmlState:
     cuda: tuple[int, int] = (0, 0)
     """Newest version of CUDA that the driver supports."""
     gpus: Sequence[GpuState] = ()
+    failed: Mapping[int, str] = field(default_factory=dict)
+    """GPUs that cannot be asked, by index, with the reason."""
 
 
 def read_nvml(nvml: Any) -> NvmlState:
@@ -63,10 +75,19 @@ def read_nvml(nvml: Any) -> NvmlState:
         return NvmlState(problem=str(error))
     try:
         version = nvml.nvmlSystemGetCudaDriverVersion_v2()
+        gpus: list[GpuState] = []
+        failed: dict[int, str] = {}
+        for index in range(nvml.nvmlDeviceGetCount()):
+            try:
+                gpus.append(_state(nvml, index))
+            except nvml.NVMLError as error:
+                if not is_foreign(nvml, error):
+                    failed[index] = str(error)
         return NvmlState(
             driver=nvml.nvmlSystemGetDriverVersion(),
             cuda=(version // 1000, version % 1000 // 10),
-            gpus=[_state(nvml, index) for index in range(nvml.nvmlDeviceGetCount())],
+            gpus=gpus,
+            failed=failed,
         )
     except nvml.NVMLError as error:
         return NvmlState(problem=problem_of(nvml, error), is_broken=True)
@@ -104,6 +125,7 @@ def _state(nvml: Any, index: int) -> GpuState:
         is_exclusive=mode == nvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS,
         is_prohibited=mode == nvml.NVML_COMPUTEMODE_PROHIBITED,
         is_persistent=None if persistence is None else bool(persistence),
+        is_fabric_up=ask(lambda: _is_fabric_up(nvml, gpu)),
         num_ecc_errors=ask(
             lambda: int(
                 nvml.nvmlDeviceGetTotalEccErrors(
@@ -112,3 +134,12 @@ def _state(nvml: Any, index: int) -> GpuState:
             )
         ),
     )
+
+
+def _is_fabric_up(nvml: Any, gpu: object) -> bool | None:
+    if not hasattr(nvml, "c_nvmlGpuFabricInfoV_t"):  # not NVIDIA's
+        return None
+    info = nvml.c_nvmlGpuFabricInfoV_t()
+    nvml.nvmlDeviceGetGpuFabricInfoV(gpu, byref(info))
+    waiting = (nvml.NVML_GPU_FABRIC_STATE_NOT_STARTED, nvml.NVML_GPU_FABRIC_STATE_IN_PROGRESS)
+    return info.state not in waiting

@@ -43,6 +43,12 @@ def check_driver(facts: Facts, nvml: NvmlState) -> Iterator[Finding]:
 def check_gpus(facts: Facts, nvml: NvmlState) -> Iterator[Finding]:
     """Check the state of each GPU that the service will use."""
     users = Counter(uuid for p in all_placements(facts) for uuid in p.gpu_of_each_rank)
+    for index, reason in nvml.failed.items():
+        yield error(
+            f"{facts.host.accelerator.kind}:{index}",
+            f"cannot be used: NVML says {reason}",
+            "see `nvidia-smi -q` and the kernel's log; a reset or a restart may bring it back",
+        )
     for gpu in nvml.gpus:
         name = f"{facts.host.accelerator.kind}:{gpu.index}"
         num_processes = sum(users[uuid] for uuid in (gpu.uuid, *gpu.slices))
@@ -50,8 +56,8 @@ def check_gpus(facts: Facts, nvml: NvmlState) -> Iterator[Finding]:
             yield warning(
                 name,
                 "is in MIG mode without slices: nothing can run on it",
-                f"run nvidia-smi mig -i {gpu.index} -cgi 19 -C to make slices (-lgip lists the "
-                f"sizes), or nvidia-smi -i {gpu.index} -mig 0",
+                f"run nvidia-smi mig -i {gpu.uuid} -cgi 19 -C to make slices (-lgip lists the "
+                f"sizes), or nvidia-smi -i {gpu.uuid} -mig 0",
             )
         elif num_processes:
             found = list(_problems(name, gpu, num_processes, is_mps_running=facts.is_mps_running))
@@ -72,7 +78,7 @@ def _problems(
 ) -> Iterator[Finding]:
     if gpu.is_prohibited:
         yield error(
-            check, "its compute mode allows no process", f"nvidia-smi -i {gpu.index} -c DEFAULT"
+            check, "its compute mode allows no process", f"nvidia-smi -i {gpu.uuid} -c DEFAULT"
         )
     # The one allowed process may be that of MPS, which has any number of clients.
     if gpu.is_exclusive and not is_mps_running and (num_processes > 1 or gpu.num_processes):
@@ -80,14 +86,26 @@ def _problems(
             check,
             f"its compute mode allows one process, but {num_processes} of ours will use it, and "
             f"{gpu.num_processes or 0} of others do",
-            f"nvidia-smi -i {gpu.index} -c DEFAULT, nvidia-cuda-mps-control -d, or one replica for "
+            f"nvidia-smi -i {gpu.uuid} -c DEFAULT, nvidia-cuda-mps-control -d, or one replica for "
             "each GPU",
+        )
+    elif gpu.is_exclusive and not is_mps_running:
+        yield note(
+            check,
+            "its compute mode allows one process: a worker must leave before its successor comes",
+            f"restart workers with old_first=true, or nvidia-smi -i {gpu.uuid} -c DEFAULT",
+        )
+    if gpu.is_fabric_up is False:
+        yield warning(
+            check,
+            "its NVSwitches are not set up: CUDA may refuse it (error 802)",
+            "systemctl start nvidia-fabricmanager, of the same version as the driver",
         )
     if gpu.num_ecc_errors:
         yield warning(
             check,
             f"{gpu.num_ecc_errors} uncorrected memory errors: its results may be wrong",
-            f"nvidia-smi -i {gpu.index} -r resets it; if they come back, replace it",
+            f"nvidia-smi -i {gpu.uuid} -r resets it; if they come back, replace it",
         )
     if gpu.total_bytes and gpu.used_bytes and gpu.used_bytes > _IN_USE * gpu.total_bytes:
         yield warning(

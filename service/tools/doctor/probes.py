@@ -19,6 +19,8 @@ from inferpool.workers.host.gpus import Gpu
 
 PROBE_TIMEOUT_S = 120.0
 """Time to import torch and all models; torch takes 3 s, more from a cold disk."""
+_NOT_READY = "system not yet initialized"
+"""CUDA's words where GPUs hang on NVSwitches that nobody has set up (error 802)."""
 _SLOW_LOAD = 0.5
 """Share of load_timeout_s that is worth a warning."""
 
@@ -137,7 +139,10 @@ def _judge(answer: Mapping[str, Any], settings: Settings) -> Iterator[Finding]:
             f"model {answer['model']}", f"{settings.models[answer['model']].source} can be built"
         )
     elif kind == "accelerator" and problem:
-        yield error("GPUs", problem, "install a build of torch for this GPU and driver")
+        advice = "install a build of torch for this GPU and driver"
+        if _NOT_READY in problem:
+            advice = "systemctl start nvidia-fabricmanager, of the same version as the driver"
+        yield error("GPUs", problem, advice)
     elif kind == "accelerator":
         yield ok("GPUs", f"every GPU works; torch has kernels for {', '.join(answer['built_for'])}")
     else:

@@ -9,11 +9,23 @@ from inferpool.workers.host.placing import PlacementRequest, place
 from tests.fake_driver.driver import (
     IS_LOST,
     NO_PERMISSION,
+    NOT_LOADED,
     NOT_SUPPORTED,
     FakeDriver,
     h100,
     mig_slice,
 )
+
+READ = """
+import pathlib, pynvml
+from inferpool.workers.host.gpus import DriverError, read_gpus
+
+try:
+    read_gpus(pynvml, pci_devices=pathlib.Path("{folder}"))
+    answer = "no GPU"
+except DriverError as error:
+    answer = str(error)
+"""
 
 
 def uuids(host: Host) -> list[str]:
@@ -60,6 +72,21 @@ def test_whole_gpu_whose_memory_a_container_may_not_ask_has_slices_all_the_same(
     host = FakeDriver(tmp_path, {"GPU-a": cut, **slices}).host()
     assert uuids(host) == list(slices)
     assert {gpu.sliced_from for gpu in host.gpus} == {"GPU-a"}
+
+
+def test_driver_that_is_not_loaded_is_a_problem_only_where_there_is_a_gpu(tmp_path: Path):
+    driver = FakeDriver(tmp_path, {"GPU-a": h100()}, nvmlInitWithFlags=NOT_LOADED)
+
+    def problem(**devices: tuple[str, str]) -> str:
+        for name, (vendor, kind) in devices.items():
+            (tmp_path / "pci" / name).mkdir(parents=True)
+            (tmp_path / "pci" / name / "vendor").write_text(f"{vendor}\n")
+            (tmp_path / "pci" / name / "class").write_text(f"{kind}\n")
+        return str(driver.ask(READ.format(folder=tmp_path / "pci")))
+
+    assert problem() == "no GPU"
+    assert problem(audio=("0x10de", "0x040300"), other=("0x1002", "0x030000")) == "no GPU"
+    assert "NVML says Driver Not Loaded; `modprobe nvidia`" in problem(gpu=("0x10de", "0x030200"))
 
 
 def test_finding_gpus_leaves_cuda_alone(tmp_path: Path):

@@ -20,6 +20,7 @@ from inferpool.service.tools.doctor import diagnosis, gpus, network, placement, 
 from inferpool.workers.cgroups import CgroupLimits
 from tests.certificates import make_certificate
 from tests.fake_driver.driver import (
+    IS_LOST,
     MISMATCH,
     NOT_LOADED,
     NOT_SUPPORTED,
@@ -77,6 +78,10 @@ def said_of(folder: Path, driver: FakeDriver, *, is_mps_running: bool = False, *
         ),
         ({"compute_mode": 2}, {}, "error cuda:0: its compute mode allows no process"),
         ({"compute_mode": 3, "process": 1}, {}, "error cuda:0: its compute mode allows one"),
+        ({"compute_mode": 3}, {}, "note cuda:0: its compute mode allows one process: a worker"),
+        ({"fabric": 3}, {}, "ok cuda:0"),
+        ({"fabric": 2}, {}, "warning cuda:0: its NVSwitches are not set up"),
+        ({"nvmlDeviceGetHandleByIndex_v2": IS_LOST}, {}, "error cuda:0: cannot be used: NVML says"),
         ({"ecc_errors": 2}, {}, "warning cuda:0: 2 uncorrected memory errors"),
         ({"used": 60 * GIB}, {}, "warning cuda:0: 60.0 GiB of 80.0 GiB are in use"),
         ({"persistence": 0}, {}, "note cuda:0: the driver unloads"),
