@@ -22,6 +22,8 @@ TRANSFORM = ImageTransform(resize=36, crop=32)
 NAMES = ("astronaut", "coffee", "chelsea", "rocket")
 DATAS = [encoded(photo(name)) for name in NAMES]
 ROTTEN = DATAS[0][:400] + b"\xff\xd9"  # no header says that it is
+HOLLOW = DATAS[0][: DATAS[0].index(b"\xff\xda")] + b"\xff\xd9"
+"""A JPEG with all of its headers, and no pixels."""
 
 
 @pytest.fixture(autouse=True)
@@ -120,16 +122,19 @@ def one(model: SmallClassifier, items: list) -> Tensor:
     return model.forward(batch)["logits"][0].cpu()
 
 
-def test_a_damaged_jpeg_is_for_the_cpu_and_the_others_for_the_device(jpegs: GpuJpegs):
+@pytest.mark.parametrize("damaged", [ROTTEN, HOLLOW], ids=["header", "pixels"])
+def test_a_damaged_jpeg_is_for_the_cpu_and_the_others_for_the_device(
+    jpegs: GpuJpegs, damaged: bytes
+):
     sent: list[int] = []
 
     def on_cpu(payload: memoryview) -> Tensor:
         sent.append(len(payload))
         return torch.zeros(32, 32, 3, dtype=torch.uint8)
 
-    datas = [*DATAS, ROTTEN, *DATAS]
+    datas = [*DATAS, damaged, *DATAS]
     pixels = jpegs.pixels([accepted(data) for data in datas], on_cpu)
-    assert sent == [len(ROTTEN)]
+    assert sent == [len(damaged)]
     assert pixels[4].device.type == "cpu"
     assert max(off_by(pixels[i], datas[i]) for i in range(len(datas)) if i != 4) <= 2
 
@@ -153,8 +158,9 @@ def test_a_lack_of_nvjpegs_own_memory_is_told_as_one(jpegs: GpuJpegs, monkeypatc
         decoder()([accepted(DATAS[0])])
 
 
+@pytest.mark.parametrize("num_jpegs", [1, 4])
 @pytest.mark.parametrize("num_operations", [None, 0, 3])
-def test_a_lost_device_is_told_as_one(jpegs: GpuJpegs, num_operations: int | None):
+def test_a_lost_device_is_told_as_one(jpegs: GpuJpegs, num_operations: int | None, num_jpegs: int):
     torch.sim.synchronize()
     if num_operations is None:
         torch.sim.lose(0)
@@ -162,7 +168,7 @@ def test_a_lost_device_is_told_as_one(jpegs: GpuJpegs, num_operations: int | Non
         torch.sim.fault_after(num_operations)
 
     def decode() -> None:
-        jpegs.pixels([accepted(data) for data in DATAS], never)
+        jpegs.pixels([accepted(data) for data in DATAS[:num_jpegs]], never)
         torch.sim.synchronize()  # a fault of the resizing shows here
 
     with pytest.raises(torch.AcceleratorError):
@@ -174,7 +180,7 @@ def test_work_that_a_failed_decoding_began_is_over_when_its_error_is_told():
     torch.sim.set_delay_us(20_000, 0)
     try:
         with pytest.raises(RuntimeError, match="Error while decoding"):
-            decode([accepted(DATAS[0]), accepted(ROTTEN)])
+            decode([accepted(DATAS[0]), accepted(HOLLOW)])
     finally:
         torch.sim.set_delay_us(0, 0)
     assert simulated._streams[torch.device("sim:0")].query()
