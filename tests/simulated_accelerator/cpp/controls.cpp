@@ -53,9 +53,7 @@ void launch_host(int64_t device, int64_t stream, int64_t function, int64_t argum
 }
 
 bool was_used() {
-  for (int i = 0; i < num_devices(); i++)
-    if (device_at(i).is_used) return true;
-  return false;
+  return was_any_used(); // does not look for the devices, of which a process may yet hide some
 }
 void lose(int64_t device) {
   break_device(device_at(device), kUnknown, "sim error: device is lost");

@@ -200,6 +200,7 @@ void break_device(DeviceState& device, int code, const std::string& message) {
   device.message = message;
   device.error = code;
 }
+bool was_any_used() { return was_used; }
 void check(int device) {
   TORCH_CHECK(!forked,
       "Cannot re-initialize sim in forked subprocess. To use sim with "

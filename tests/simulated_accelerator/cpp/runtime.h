@@ -110,6 +110,7 @@ int64_t take_stream(int device, bool is_high_priority);
 bool is_forked();
 [[noreturn]] void fail(int code, const std::string& message);
 void break_device(DeviceState& device, int code, const std::string& message);
+bool was_any_used();
 /// Throws if the device is lost, or an operation before this one failed.
 void check(int device);
 /// Enqueues an operation. A lost device does not do it, and a graph that captures only notes it.
