@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import entry_points
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -38,6 +38,8 @@ class Forwarding:
     def __init__(self) -> None:
         self._child: _Child | None = None
         self._problem = ""
+        self._paths: Sequence[str] = ()
+        """Files with such tests."""
 
     @pytest.hookimpl
     def pytest_collection_modifyitems(self, items: Iterable[pytest.Item]) -> None:
@@ -45,6 +47,12 @@ class Forwarding:
         for item in items:
             if item.get_closest_marker(MARK):
                 item.add_marker(pytest.mark.timeout(0), append=False)
+
+    @pytest.hookimpl
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Note which files have such tests."""
+        ours = [item for item in session.items if item.get_closest_marker(MARK)]
+        self._paths = list(dict.fromkeys(str(item.path) for item in ours))
 
     @pytest.hookimpl
     def pytest_runtest_protocol(
@@ -82,7 +90,7 @@ class Forwarding:
     def _start(self, config: pytest.Config) -> "_Child | None":
         if self._child is None and not self._problem:
             try:
-                self._child = _Child(config, build())
+                self._child = _Child(config, build(), self._paths)
             except BuildError as error:
                 self._problem = str(error)
         return self._child
@@ -91,19 +99,20 @@ class Forwarding:
 class _Child:
     """The second pytest process."""
 
-    def __init__(self, config: pytest.Config, folder: Path) -> None:
+    def __init__(self, config: pytest.Config, folder: Path, paths: Sequence[str]) -> None:
         self._config = config
         self._scratch = tempfile.TemporaryDirectory(prefix="simulated-")
         self._stderr = Path(self._scratch.name, "stderr")
         self._pipe, theirs = Pipe()
         self._process = _start_child(config, folder, Path(self._scratch.name), theirs)
         theirs.close()
+        self._pipe.send(paths)
 
     def run(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
         """Run a test. Its fixtures end, too, unless the next test is in the same file."""
         stays = nextitem is not None and nextitem.path == item.path
         following = nextitem.nodeid if nextitem is not None and stays else None
-        self._pipe.send((str(item.path), item.nodeid, following))
+        self._pipe.send((item.nodeid, following))
         if not self._pipe.poll(_TEST_LIMIT_S):
             raise TimeoutError
         restore = self._config.hook.pytest_report_from_serializable

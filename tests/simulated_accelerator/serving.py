@@ -13,9 +13,6 @@ class Serving:
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self._reports: list[dict[str, Any]] = []
-        self._items: dict[str, pytest.Item] = {}
-        self._collected = ""
-        """File whose tests are in `_items`."""
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self) -> bool:
@@ -24,17 +21,16 @@ class Serving:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        """Run tests until the other process closes the pipe."""
+        """Collect the files that are named first, and run tests until the pipe is closed."""
+        # A second collection would not find the fixtures of a conftest.py again.
+        items = {item.nodeid: item for item in session.perform_collect(self._pipe.recv())}
         while True:
             try:
-                path, name, following = self._pipe.recv()
+                name, following = self._pipe.recv()
             except EOFError:
                 return True
-            if path != self._collected:
-                self._items = {item.nodeid: item for item in session.perform_collect([path])}
-                self._collected = path
             self._reports = []
-            item, nextitem = self._items[name], self._items.get(following)
+            item, nextitem = items[name], items.get(following)
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
             session.shouldfail = session.shouldstop = False
             self._pipe.send(self._reports)
