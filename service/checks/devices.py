@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
+from inferpool.models.accelerator.kinds import CUDA
 from inferpool.models.spec import Placement
 from inferpool.service.checks.facts import Facts
 from inferpool.service.checks.findings import Finding, error, note, ok, warning
@@ -15,6 +16,8 @@ def check_visible(facts: Facts, settings: Settings) -> Iterator[Finding]:
     if host.problem:
         finding = warning if host.gpus else error
         yield finding("GPUs", host.problem, "see `nvidia-smi -L`, which prints each GPU's UUID")
+    elif host.accelerator is not CUDA:
+        return
     elif visible is not None and not host.is_told_gpus:
         yield note("CUDA_VISIBLE_DEVICES", "hides every GPU", "unset it to use them")
     elif visible is not None and not host.gpus:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.e2e.running import running, until
-from tests.fake_driver.driver import NOT_SUPPORTED, ROOT, FakeDriver, h100, mig_slice
+from tests.fake_driver.driver import NOT_SUPPORTED, ROOT, FakeDriver, h100, mig_slice, t4
 
 pytestmark = pytest.mark.skipif(
     torch.version.cuda is None, reason="this build of torch never loads libcuda"
@@ -41,14 +41,26 @@ def diagnosed(driver: FakeDriver, *arguments: str) -> dict[str, str]:
 
 def test_nothing_before_a_workers_fork_initialises_cuda(tmp_path: Path):
     driver = FakeDriver(tmp_path, GPUS)
-    with running(MODEL, "--devices", "cpu", "--replicas", "2", env=driver.env) as service:
+    arguments = (MODEL, "--devices", "cpu", "--replicas", "2", "--front-ends", "2")
+    with running(*arguments, env=driver.env) as service:
         assert service.post(content=PHOTO, headers={"Content-Type": "image/jpeg"}).is_success
         health = service.get("/health").json()
         until(lambda: service.get("/health").json()["gpus"])
         assert [gpu["uuid"] for gpu in service.get("/health").json()["gpus"]] == ["GPU-a", "GPU-b"]
     assert health["forkserver"]["state"] == "ready"
+    assert len(health["fronts"]) == 2
     assert {call.pid for call in driver.calls("nvmlInitWithFlags")} == {service.process.pid}
     assert driver.calls("cuInit") == []
+
+
+def test_start_names_what_is_ambiguous_instead_of_taking_another_gpu(tmp_path: Path):
+    driver = FakeDriver(tmp_path, {"GPU-slow": t4(), "GPU-fast": h100()})
+    env = {**driver.env, "CUDA_VISIBLE_DEVICES": "0"}
+    with running("echo", env=env, ready=False) as service:
+        assert service.wait() == 1
+        assert "set CUDA_DEVICE_ORDER=PCI_BUS_ID" in str(service.log[-1]["message"])
+    with running("echo", env={**env, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, ready=False) as service:
+        service.wait_for_log("worker echo/0 on cuda:GPU-slow")
 
 
 def test_doctor_on_a_host_with_gpus_names_all_that_is_wrong_with_them(tmp_path: Path):
