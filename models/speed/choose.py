@@ -16,7 +16,7 @@ from inferpool.models.base import Model
 from inferpool.models.errors import ModelError
 from inferpool.models.speed.compiled import can_compile
 from inferpool.models.speed.decoding import DecodeTrial
-from inferpool.models.speed.names import COMPILED, GRAPHED, SpeedReport
+from inferpool.models.speed.names import COMPILED, FOR_ACCELERATORS, GRAPHED, SpeedReport
 from inferpool.models.speed.presets import presets_for
 from inferpool.models.speed.trial import NoTimeLeftError, PresetSelection, Trial, first_line
 from inferpool.models.speed.verdicts import VerdictStore
@@ -149,7 +149,7 @@ def _compile(
 
 
 def _apply_named(trial: Trial, name: str) -> SpeedReport:
-    if name in GRAPHED and trial.is_on_cpu:
+    if name in FOR_ACCELERATORS and trial.is_on_cpu:
         raise ModelError(f'speed = "{name}" is for GPUs')
     try:
         network = trial.prepare(name)

@@ -15,6 +15,9 @@ GRAPHED = {
 }
 """Presets that replay another one as CUDA graphs."""
 
+FOR_ACCELERATORS = ("tf32", *GRAPHED)
+"""Presets that are of no use on a CPU."""
+
 CHOICES = (
     *("auto", "exact", "channels_last", "folded", "tf32", "bf16", "fp16"),
     *(*reversed(COMPILED), *GRAPHED),

@@ -107,9 +107,10 @@ def test_graphs_keep_the_layout_that_the_network_prefers_whatever_batches_have()
     assert set(seen) == {True}
 
 
-def test_graphs_are_refused_where_there_is_no_gpu():
-    with pytest.raises(ModelError, match="is for GPUs"):
-        choose(small(), options("graphed"), quietly)
+@pytest.mark.parametrize("preset", ["graphed_bf16", "tf32"])
+def test_presets_for_gpus_are_refused_where_there_is_none(preset):
+    with pytest.raises(ModelError, match=f'speed = "{preset}" is for GPUs'):
+        choose(small(), options(preset), quietly)
 
 
 def test_a_network_whose_outputs_are_no_batch_is_refused():
@@ -180,10 +181,10 @@ def test_an_output_is_not_written_over_while_it_is_held(sim):
 
 @pytest.mark.simulated
 def test_another_thread_may_pin_memory_during_a_capture(sim):
-    sizes = iter(range(1 << 20, 1 << 30, 1 << 12))  # none is at hand already
+    held = []  # so that none is at hand that was pinned already
 
     def pin():
-        torch.empty(next(sizes), dtype=torch.uint8).pin_memory()
+        held.append(torch.empty(4096, dtype=torch.uint8).pin_memory())
 
     with ThreadPoolExecutor(1) as other:
         network = Layers(before=lambda x: other.submit(pin).result()).to(sim)
